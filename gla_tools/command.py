@@ -364,12 +364,12 @@ def demo(
 
 
 @app.command(
-    short_help="Continue a text with a GLA model of transformers.",
+    short_help="Continue a text with a GLA or HGRN2 model of transformers.",
     epilog="\b\nExamples:\n  gla generate my_model --prompt 'Once upon a time'\n"
     "  gla generate my_model --prompt 'Once' --temperature 0 --device cpu --dtype float32 > story.txt",
 )
 def generate(
-    folder: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A folder with a GLA model and its tokenizer.")],
+    folder: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A folder with a model and its tokenizer.")],
     prompt: Annotated[str, typer.Option(callback=_decoded, help="What the text begins with.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 100,
     temperature: Annotated[
@@ -381,7 +381,9 @@ def generate(
         str | None, typer.Option(help="float64, float32, float16 or bfloat16; that of the weights by default.")
     ] = None,
 ) -> None:
-    """Continue a text with a GLA model that transformers or flash-linear-attention has saved, as it is generated.
+    """Continue a text with a GLA or HGRN2 model that transformers or flash-linear-attention has saved.
+
+    The text is printed as it is generated.
 
     Needs the package gla-transformers. Looks for nothing outside the folder.
 

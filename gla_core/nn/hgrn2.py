@@ -12,7 +12,7 @@ and shapes of flash-linear-attention's layer, so weights move between the two.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -24,7 +24,7 @@ from gla_core.dispatch.backend import wide
 from gla_core.nn import recurrence
 from gla_core.nn._typed_call import as_typed
 from gla_core.nn.layer import Convolve
-from gla_core.nn.merged import Merging, products
+from gla_core.nn.merged import Merging, added, products
 from gla_core.nn.recompute import not_kept, recomputed
 from gla_core.nn.recurrence import GLAState, check_computation, check_positive
 from gla_core.nn.rms_norm import RMSNormGated
@@ -56,6 +56,11 @@ class HGRN2(Merging):
         mode: as in `GatedLinearAttention`.
         layer_idx: as in `GatedLinearAttention`.
         context_parallel: as in `GatedLinearAttention`.
+
+    Attributes:
+        kernel: a function (q, f, lower_bound) that computes silu(q), 1 - alpha and log alpha in less time than PyTorch,
+            the last one in float32. It returns None for a call that PyTorch is to compute. None if there is no
+            function.
 
     Raises:
         ValueError: sizes do not fit together, or a mode is not known.
@@ -103,6 +108,7 @@ class HGRN2(Merging):
         self.use_short_conv, self.conv_size = use_short_conv, conv_size
         self.backend, self.mode, self.layer_idx = backend, mode, layer_idx
         self.context_parallel = context_parallel
+        self.kernel: Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor] | None] | None = None
 
         forget_dim = num_heads * expand_ratio
         where: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -133,6 +139,7 @@ class HGRN2(Merging):
         attention_mask: Tensor | None = None,
         lower_bound: Tensor | None = None,
         shard: Shard | None = None,
+        residual: Tensor | None = None,
     ) -> tuple[Tensor, GLAState]: ...
 
     @overload
@@ -147,6 +154,7 @@ class HGRN2(Merging):
         lower_bound: Tensor | None = None,
         *,
         shard: Shard | None = None,
+        residual: Tensor | None = None,
     ) -> tuple[Tensor, GLAState | None]: ...
 
     def forward(
@@ -160,6 +168,7 @@ class HGRN2(Merging):
         lower_bound: Tensor | None = None,
         *,
         shard: Shard | None = None,
+        residual: Tensor | None = None,
     ) -> tuple[Tensor, GLAState | None]:
         """Reads whole sequences, for training and prefill.
 
@@ -172,7 +181,10 @@ class HGRN2(Merging):
         """
         op_inputs = functools.partial(self.op_inputs, lower_bound=lower_bound)
         given = (x, state, output_final_state, cu_seqlens, max_seqlen, attention_mask, shard)
-        return recurrence.read_sequences(self, op_inputs, self._output, *given)
+        padded = attention_mask is not None  # o is then packed, and the residual is not
+        output = functools.partial(self._output, residual=None if padded else residual)
+        y, after = recurrence.read_sequences(self, op_inputs, output, *given)
+        return (residual + y if padded and residual is not None else y), after
 
     if TYPE_CHECKING:
 
@@ -187,10 +199,39 @@ class HGRN2(Merging):
         inplace: bool = False,
         state_indices: Tensor | None = None,
         lower_bound: Tensor | None = None,
+        *,
+        residual: Tensor | None = None,
     ) -> tuple[Tensor, GLAState]:
         """Reads one token of each sequence, as `GatedLinearAttention.step` does; lower_bound is as in `forward`."""
         op_inputs = functools.partial(self.op_inputs, lower_bound=lower_bound)
-        return recurrence.read_tokens(self, op_inputs, self._output, x, state, inplace, state_indices)
+        output = functools.partial(self._output, residual=residual)
+        return recurrence.read_tokens(self, op_inputs, output, x, state, inplace, state_indices)
+
+    @torch.no_grad()
+    def step_between(
+        self,
+        x: Tensor,
+        made: Sequence[Tensor],
+        state: GLAState,
+        inplace: bool = False,
+        state_indices: Tensor | None = None,
+        lower_bound: Tensor | None = None,
+    ) -> tuple[Tensor, GLAState]:
+        """Computes what `step` computes between its products, up to the norm, for callers that compute the products.
+
+        Args:
+            x: as in `step`. Only its shape, dtype and device matter.
+            made: the projections of q, f and v, each [B, 1, width].
+
+        Returns:
+            o [B, hidden_size], the input of `g_norm`, and the new state. Other arguments and the errors are as in
+            `step`.
+        """
+
+        def op_inputs(_x: Tensor, convolve: Convolve) -> tuple[Tensor, ...]:
+            return self._op_inputs(made, convolve, lower_bound)
+
+        return recurrence.read_tokens(self, op_inputs, _heads_together, x, state, inplace, state_indices)
 
     def initial_state(self, batch_size: int, device: Device = None) -> GLAState:
         """Returns the state before the first token of `batch_size` sequences: zeros on the layer's device."""
@@ -219,17 +260,29 @@ class HGRN2(Merging):
         if projections is None:
             with not_kept(x):
                 projections = [layer(x) for layer in layers]
-        q, f, v = convolve(*projections)
-        g = recomputed(log_gate, f, lower_bound)
-        k = recomputed(_key, g).to(v.dtype)
-        q, k, g = (y.unflatten(-1, (self.num_heads, self.expand_ratio)) for y in (F.silu(q), k, g))
+        return self._op_inputs(projections, convolve, lower_bound)
+
+    def _op_inputs(
+        self, made: Sequence[Tensor], convolve: Convolve, lower_bound: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Computes `op_inputs` from the projections of q, f and v."""
+        q, f, v = convolve(*made)
+        found = None if self.kernel is None or f.dtype != v.dtype else self.kernel(q, f, lower_bound)
+        if found is None:
+            g = recomputed(log_gate, f, lower_bound)
+            found = F.silu(q), recomputed(_key, g).to(v.dtype), g
+        q, k, g = (y.unflatten(-1, (self.num_heads, self.expand_ratio)) for y in found)
         return q, k, v.unflatten(-1, (self.num_heads, -1)), g
 
-    def _output(self, o: Tensor, _x: Tensor) -> Tensor:
-        """Maps o [..., H, V] to y [..., hidden_size]."""
+    def _output(self, o: Tensor, _x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Maps o [..., H, V] to y [..., hidden_size], plus the residual if there is one."""
         o = self.g_norm(o.flatten(-2))
         with not_kept(o):
-            return self.o_proj(o)
+            return self.o_proj(o) if residual is None else added(residual, self.o_proj, o)
+
+
+def _heads_together(o: Tensor, _x: Tensor) -> Tensor:
+    return o.flatten(-2)
 
 
 def _key(g: Tensor) -> Tensor:

@@ -98,6 +98,31 @@ def test_prefill_then_steps(options: dict, assert_same_state: Callable) -> None:
     assert_same_state(state, final, rtol=1e-10, atol=1e-10)
 
 
+@torch.no_grad()
+def test_a_step_between_its_products(options: dict, assert_same_state: Callable) -> None:
+    layer, x, bound = make(options), torch.randn(2, 16, dtype=torch.float64), torch.rand((), dtype=torch.float64)
+    _, state = layer(torch.randn(2, 5, 16, dtype=torch.float64), output_final_state=True)
+    residual, indices = torch.randn(2, 16, dtype=torch.float64), torch.tensor([1, -1])
+    given = {"state_indices": indices, "lower_bound": bound}
+    expected, wanted = layer.step(x, state, **given)
+    made = [projection(x)[:, None] for projection in (layer.q_proj, layer.f_proj, layer.i_proj)]
+    o, after = layer.step_between(x, made, state, **given)
+    torch.testing.assert_close(layer.o_proj(layer.g_norm(o)), expected, rtol=1e-10, atol=1e-10)
+    assert_same_state(after, wanted)
+    found, _ = layer.step(x, state, residual=residual.clone(), **given)
+    torch.testing.assert_close(found, residual + expected, rtol=1e-10, atol=1e-10)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_residual(options: dict, padded: bool) -> None:
+    layer, (x, residual) = make(options), torch.randn(2, 2, 5, 16, dtype=torch.float64)
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 0, 1, 1, 0]]) if padded else None
+    expected = residual + layer(x, attention_mask=mask)[0]
+    found, _ = layer(x, attention_mask=mask, residual=residual.clone())
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
 def test_packed_is_separate() -> None:
     layer = make(LAYERS["conv"])
     parts = [torch.randn(1, n, 16, dtype=torch.float64) for n in (3, 0, 5)]

@@ -1,4 +1,4 @@
-"""Configurations that are refused, and the package that serves "gla" in transformers' Auto classes."""
+"""Configurations that are refused, and the package that serves both types in transformers' Auto classes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import pytest
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from gla_transformers import GLAConfig, GLAForCausalLM, GLAModel, register
+from gla_transformers import GLAConfig, HGRN2Config, register
 
 
 @pytest.mark.parametrize(
@@ -25,8 +25,18 @@ from gla_transformers import GLAConfig, GLAForCausalLM, GLAModel, register
     ],
 )
 def test_refusals(options, said):
-    with pytest.raises(ValueError, match=said):
-        GLAConfig(**options)
+    for config in (GLAConfig, HGRN2Config):
+        with pytest.raises(ValueError, match=said):
+            config(**options)
+
+
+def test_heads_of_hgrn2(ours):
+    assert HGRN2Config(expand_ratio=None, num_heads=4).expand_ratio == 512
+    assert HGRN2Config(expand_ratio=64).num_heads == 32
+    assert ours(model_type="hgrn2", num_heads=1).model.layers[0].attn.num_heads == 2, "as in FLA"
+    for heads, ratio in [(None, None), (None, 48), (3, None)]:
+        with pytest.raises(ValueError, match="expected one of them, a divisor of hidden_size = 64"):
+            HGRN2Config(hidden_size=64, num_heads=heads, expand_ratio=ratio)
 
 
 @pytest.mark.parametrize(
@@ -53,16 +63,17 @@ def test_refusals_of_calls(ours, tokens):
         model(tokens, output_attentions=True)
 
 
-def test_auto_classes(tmp_path, ours):
+@pytest.mark.parametrize("kind", ["gla", "hgrn2"])
+def test_auto_classes(tmp_path, ours, kind):
     register()
     register()
-    assert type(AutoConfig.for_model("gla")) is GLAConfig
-    assert type(AutoModel.from_config(ours().config)) is GLAModel
-    model = ours(initializer_range=0.1)
+    model = ours(model_type=kind, initializer_range=0.1)
+    assert type(AutoConfig.for_model(kind)) is type(model.config)
+    assert type(AutoModel.from_config(model.config)) is type(model.model)
     model.save_pretrained(tmp_path)
     assert (tmp_path / "model.safetensors").is_file()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert type(loaded) is GLAForCausalLM
+    assert type(loaded) is type(model)
     expected = model.state_dict()
     assert all((x == expected[name]).all() for name, x in loaded.state_dict().items())
     base = AutoModel.from_pretrained(tmp_path)
@@ -77,8 +88,10 @@ import {order}
 from transformers import AutoConfig, AutoModelForCausalLM
 
 def who():
-    config = AutoConfig.for_model("gla", hidden_size=32, num_hidden_layers=1, num_heads=2, vocab_size=9)
-    return {{type(x).__module__.split(".")[0] for x in (config, AutoModelForCausalLM.from_config(config))}}
+    sizes = dict(hidden_size=32, num_hidden_layers=1, num_heads=2, vocab_size=9)
+    configs = AutoConfig.for_model("gla", **sizes), AutoConfig.for_model("hgrn2", expand_ratio=16, **sizes)
+    made = (*configs, *map(AutoModelForCausalLM.from_config, configs))
+    return {{type(x).__module__.split(".")[0] for x in made}}
 
 last = who()
 gla_transformers.register()
@@ -95,3 +108,9 @@ def test_new_weights_have_the_width_asked_for(ours):
         assert weights[f"{name}.weight"].detach().std() == pytest.approx(0.3, rel=0.3), name
     assert (weights["model.layers.0.attn_norm.weight"] == 1).all()
     assert (weights["model.layers.0.attn.gk_proj.1.bias"] == 0).all()
+
+
+def test_lower_bounds_that_a_folder_lacks_are_zeros(ours, tmp_path):
+    model = ours(model_type="hgrn2", use_lower_bound=False)
+    model.save_pretrained(tmp_path)
+    assert (type(model).from_pretrained(tmp_path, use_lower_bound=True).model.lower_bounds == 0).all()

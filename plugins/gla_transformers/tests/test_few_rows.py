@@ -21,6 +21,7 @@ FORMS = {
     "norm": {"norm": True},
     "bias": {"bias": True},
     "residual": {"residual": True},
+    "normed residual": {"norm": True, "residual": True},
     "gated": {"norm": True, "gated": True},
 }
 
@@ -142,15 +143,18 @@ MODELS = [
     {"use_short_conv": True, "use_output_gate": False},
     {"num_kv_heads": 1, "clamp_min": -1.0},
     {"fuse_norm": False, "feature_map": "relu"},
+    {"model_type": "hgrn2", "num_hidden_layers": 2},
+    {"model_type": "hgrn2", "num_hidden_layers": 2, "use_short_conv": True},
 ]
 
 
 @runs
 @pytest.mark.parametrize("options", MODELS, ids=str)
 def test_steps(ours, options, calls, monkeypatch):
-    model, tokens = ours(num_hidden_layers=1, **options).to(DEVICE), torch.randint(1, 61, (2, 6), device=DEVICE)
+    model, tokens = ours(**{"num_hidden_layers": 1} | options).to(DEVICE), torch.randint(1, 61, (2, 6), device=DEVICE)
     compare(model, tokens, monkeypatch)
-    assert calls == [2] * 10
+    products = 5 if "model_type" not in options else 4
+    assert calls == [2] * products * 2 * len(model.model.layers)
     mask = torch.ones_like(tokens)
     mask[0, 4] = 0
     compare(model, tokens, monkeypatch, mask)
@@ -180,10 +184,22 @@ def norm_of_groups(layer):
     layer.attn_norm.groups = 2
 
 
+def hook_of_the_output_norm(layer):
+    layer.attn.g_norm.register_forward_hook(lambda module, args, y: 2 * y)
+
+
+def no_weight_of_the_output_norm(layer):
+    layer.attn.g_norm.weight = None
+
+
+CHANGES = [(change, "gla") for change in (apart, hook_of_a_norm, hook_within, another_module, bias, norm_of_groups)]
+CHANGES += [(change, "hgrn2") for change in (hook_of_the_output_norm, no_weight_of_the_output_norm)]
+
+
 @runs
-@pytest.mark.parametrize("change", [apart, hook_of_a_norm, hook_within, another_module, bias, norm_of_groups])
-def test_layers_that_compute_for_themselves(ours, change, calls, monkeypatch):
-    model = ours(num_hidden_layers=1).to(DEVICE)
+@pytest.mark.parametrize(("change", "kind"), CHANGES)
+def test_layers_that_compute_for_themselves(ours, change, kind, calls, monkeypatch):
+    model = ours(num_hidden_layers=1, model_type=kind).to(DEVICE)
     model.config.cuda_graphs = False
     change(model.model.layers[0])
     compare(model, torch.randint(1, 61, (2, 5), device=DEVICE), monkeypatch)

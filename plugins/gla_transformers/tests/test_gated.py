@@ -1,4 +1,4 @@
-"""The activation of the MLP and norms with and without a gate, in one kernel each, and models that run them."""
+"""The activation of the MLP, norms, and the gates of HGRN2, in one kernel each, and models that run them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from gla_core.conformance.tolerances import FORWARD, relative_error
+from gla_core.nn.hgrn2 import log_gate
 from gla_transformers import gated as dispatch
-from gla_transformers.gated import gated, normed
+from gla_transformers.gated import forgetting, gated, normed
 
 triton = pytest.importorskip("triton")
 
@@ -33,7 +34,7 @@ def calls(monkeypatch):
         return lambda *args: found.append(name) or getattr(gated_kernel, name)(*args)
 
     found: list[str] = []
-    names = ("gated", "gated_backward", "normed", "normed_backward")
+    names = ("gated", "gated_backward", "normed", "normed_backward", "forgetting")
     kernels = SimpleNamespace(**{name: noted(name) for name in names})
     monkeypatch.setattr(dispatch, "_kernels_of", lambda device: kernels)
     return found
@@ -124,6 +125,43 @@ def test_calls_that_are_left_to_pytorch(calls):
     assert calls == []
 
 
+@runs
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bounded", [False, True])
+def test_forgetting(dtype, bounded, calls):
+    """Logits from -100 to 100: log gates have their relative precision at both ends, where keys are 1 and near 0."""
+    q, f = (x.detach().flatten(-2) for x in slices((2, 3, 1, 1100), dtype))
+    f.copy_(torch.linspace(-100, 100, 6600, device=DEVICE).view(2, 3, 1100))
+    bound = None
+    if bounded:
+        bound = torch.rand(1100, device=DEVICE)
+        bound[::9] = 0
+    found = forgetting(q, f, bound)
+    z, c = f.double(), 0 if bound is None else bound.double()
+    alpha = c + (1 - c) * z.sigmoid()
+    k = (1 - c) * (-z).sigmoid()
+    expected = F.silu(q.double()), k, torch.where(z < 0, alpha.log(), (-k).log1p())
+    assert [x.dtype for x in found] == [dtype, dtype, torch.float32]
+    for a, b, precision in zip(found, expected, (dtype, dtype, torch.float32), strict=True):
+        assert relative_error(a, b) <= FORWARD[precision]
+    torch.testing.assert_close(found[2].double(), expected[2], rtol=2e-5, atol=1e-37)  # a GPU rounds exponents
+    usual = expected[2] > -70  # PyTorch's are not below -87
+    torch.testing.assert_close(found[2][usual], log_gate(f, bound)[usual], rtol=1e-4, atol=1e-6)
+    assert calls == ["forgetting"]
+
+
+@runs
+def test_gates_that_are_left_to_pytorch(calls):
+    q, f = (x.flatten(-2) for x in slices((2, 3, 1, 8), torch.float32))
+    assert forgetting(q, f, None) is None
+    with torch.no_grad():
+        for bound in (torch.zeros((), device=DEVICE), torch.zeros(8, dtype=torch.float64, device=DEVICE)):
+            assert forgetting(q, f, bound) is None
+        assert forgetting(q, f[..., :4], None) is forgetting(q.double(), f.double(), None) is None
+    assert calls == []
+
+
 @pytest.mark.skipif(INTERPRETED, reason="compiles")
 @pytest.mark.parametrize("whole", [True, False])
 def test_they_compile_for_an_h100(whole):
@@ -139,10 +177,11 @@ def test_they_compile_for_an_h100(whole):
     for kernel, constants in [
         (kernels._gated, {"BLOCK": kernels.BLOCK}),
         (kernels._gated_backward, {"BLOCK": kernels.BLOCK}),
+        (kernels._forgetting, {"BLOCK": kernels.BLOCK} if whole else {"BLOCK": kernels.BLOCK, "bound_ptr": None}),
         (kernels._normed, head),
         (kernels._normed_backward, head | written),
     ]:
-        floats = {"eps": "fp32", "sums_ptr": "*fp32"}
+        floats = {"eps": "fp32", "sums_ptr": "*fp32", "bound_ptr": "*fp32", "g_ptr": "*fp32"}
         types = {name: "*bf16" if name.endswith("_ptr") else "i32" for name in kernel.arg_names} | floats
         signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
         aligned = [i for i, kind in enumerate(signature.values()) if kind not in ("constexpr", "fp32")]
@@ -173,6 +212,16 @@ def test_a_prompt(ours, tokens, calls, monkeypatch):
         assert calls == LAYER * 2 + ["normed"]
         monkeypatch.setattr(dispatch, "_kernels_of", lambda device: None)
         assert relative_error(found, model(tokens).logits) <= 1e-5
+
+
+@runs
+@torch.no_grad()
+def test_a_prompt_of_hgrn2(ours, tokens, calls, monkeypatch):
+    model, tokens = ours(model_type="hgrn2").to(DEVICE), tokens[:, :20].to(DEVICE)
+    found = model(tokens).logits
+    assert calls == ["normed", "forgetting", "normed", "normed", "gated"] * 2 + ["normed"]
+    monkeypatch.setattr(dispatch, "_kernels_of", lambda device: None)
+    assert relative_error(found, model(tokens).logits) <= 1e-5
 
 
 @runs

@@ -10,11 +10,16 @@ from transformers import DynamicCache
 from gla_transformers import GLACache
 
 CONFIGURATIONS = [{}, {"num_heads": 4, "num_kv_heads": 2, "use_short_conv": True}]
+HGRN2 = {"model_type": "hgrn2", "use_short_conv": True}
 HYBRID = {"attn": {"layers": [1], "num_heads": 4, "num_kv_heads": 2, "window_size": 7}, "use_short_conv": True}
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
-@pytest.fixture(params=[*CONFIGURATIONS, HYBRID], ids=str)
+def thorough(options):
+    return pytest.param(options, marks=pytest.mark.thorough)
+
+
+@pytest.fixture(params=[*CONFIGURATIONS, HYBRID, HGRN2, thorough(HYBRID | HGRN2)], ids=str)
 def model(request, ours):
     return ours(**request.param)
 
@@ -88,7 +93,7 @@ def test_reading_on_in_parts_of_any_size(model, tokens):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("options", CONFIGURATIONS, ids=str)
+@pytest.mark.parametrize("options", [*CONFIGURATIONS, thorough(HGRN2)], ids=str)
 def test_the_states_stay_where_they_are(ours, tokens, options):
     model = ours(**options)
     cache = GLACache(model.config)
@@ -137,8 +142,9 @@ def test_gradients_with_a_cache_are_of_the_part_alone(ours, tokens):
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, weight)[0], **CLOSE)
 
 
-def test_a_compiled_step_and_a_cache_that_says_so(ours, tokens):
-    model = ours(use_short_conv=True)
+@pytest.mark.parametrize("options", [{"use_short_conv": True}, HGRN2], ids=str)
+def test_a_compiled_step_and_a_cache_that_says_so(ours, tokens, options):
+    model = ours(**options)
     expected = model.generate(tokens, max_new_tokens=8)
     torch._dynamo.reset()
     step = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -40,9 +40,9 @@ def replay(monkeypatch):
     return Replay
 
 
-@pytest.fixture
-def model(ours):
-    return ours(num_hidden_layers=1, use_short_conv=True)
+@pytest.fixture(params=[{}, pytest.param({"model_type": "hgrn2"}, marks=pytest.mark.thorough)], ids=str)
+def model(ours, request):
+    return ours(num_hidden_layers=1, use_short_conv=True, **request.param)
 
 
 @pytest.fixture
@@ -178,8 +178,7 @@ def hook(model):
 
 
 def change_an_option(model):
-    model.model.layers[0].attn.clamp_min = -0.01
-    model.model.layers[0].attn.gate_normalizer = None
+    model.model.layers[0].mlp_norm.eps = 1.0
 
 
 def convert(model):
@@ -198,6 +197,20 @@ def test_a_model_that_has_changed(model, tokens, change, replay):
     assert all(torch.equal(x, expected) for x in found)
     assert not torch.equal(before, expected) or change is convert
     assert replay.made == (1 if change in (replace_a_layer, hook) else 2)
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_lower_bounds_that_change(ours, tokens, moved, replay):
+    """They are a parameter of the whole model. Steps read the bounds that it has, and move to other addresses too."""
+    model = ours(model_type="hgrn2")
+    before, bounds = generated(model, tokens), model.model.lower_bounds
+    with torch.no_grad():
+        bounds.data = bounds * 9 if moved else bounds.mul_(9)
+    found = [generated(model, tokens) for _ in range(2)]
+    expected = plainly(model, tokens)
+    assert all(torch.equal(x, expected) for x in found)
+    assert not torch.equal(before, expected)
+    assert replay.made == 1 + moved
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import gla_transformers
-from gla_transformers import GLAConfig, GLAForCausalLM
+from gla_transformers import GLAConfig, GLAForCausalLM, HGRN2Config, HGRN2ForCausalLM
 from gla_transformers.cache import NAME
 
 CONFIGURATIONS = [
@@ -18,8 +18,12 @@ CONFIGURATIONS = [
     {"fuse_norm": False, "fuse_swiglu": False, "fuse_cross_entropy": False, "norm_eps": 1e-3},
     {"use_output_gate": False, "elementwise_affine": False, "use_gk": False, "use_gv": True},
     {"tie_word_embeddings": True, "attn_mode": "fused_recurrent"},
+    {"model_type": "hgrn2"},
+    {"model_type": "hgrn2", "use_short_conv": True, "conv_size": 3, "norm_eps": 1e-3, "num_hidden_layers": 3},
+    {"model_type": "hgrn2", "use_lower_bound": False, "elementwise_affine": False, "expand_ratio": 8},
 ]
-SEQUENCES = [CONFIGURATIONS[0], CONFIGURATIONS[2], CONFIGURATIONS[3]]  # they differ in how they treat sequences
+SEQUENCES = [CONFIGURATIONS[i] for i in (0, 2, 3, 8)]  # they differ in how they treat sequences
+KINDS = ["gla", "hgrn2"]
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
@@ -32,22 +36,28 @@ def test_state_dicts_are_strict_in_both_directions(theirs, ours, options):
 
 
 ATTENTION = {"layers": [1], "num_heads": 2}
+OTHERS = [{"attn": ATTENTION}, {"attn": [ATTENTION]}, {"model_type": "hgrn2", "expand_ratio": None, "num_heads": 8}]
 
 
-@pytest.mark.parametrize("options", [*CONFIGURATIONS, {"attn": ATTENTION}, {"attn": [ATTENTION]}], ids=str)
+@pytest.mark.parametrize("options", [*CONFIGURATIONS, *OTHERS], ids=str)
 def test_configurations_say_the_same(options):
-    from fla.models import GLAConfig as Theirs
+    import fla.models
 
-    assert GLAConfig(**options).to_dict() == Theirs(**options).to_dict()
-    assert GLAConfig.from_dict(Theirs(**options).to_dict()).to_dict() == Theirs(**options).to_dict()
-    assert Theirs.from_dict(GLAConfig(**options).to_dict()).to_dict() == GLAConfig(**options).to_dict()
+    rest = {name: value for name, value in options.items() if name != "model_type"}
+    name = f"{options.get('model_type', 'gla').upper()}Config"
+    ours, theirs = (getattr(models, name) for models in (gla_transformers, fla.models))
+    assert ours(**rest).to_dict() == theirs(**rest).to_dict()
+    assert ours.from_dict(theirs(**rest).to_dict()).to_dict() == theirs(**rest).to_dict()
+    assert theirs.from_dict(ours(**rest).to_dict()).to_dict() == ours(**rest).to_dict()
 
 
-def test_the_public_checkpoint_has_its_size():
+def test_the_public_checkpoints_have_their_sizes():
     with torch.device("meta"):
         model = GLAForCausalLM(GLAConfig())  # as published by FLA: 2048 wide, 24 layers, 4 heads
+        other = HGRN2ForCausalLM(HGRN2Config())
     assert model.num_parameters() == 1365514240
     assert model.model.layers[23].mlp.gate_proj.weight.shape == (5632, 2048)
+    assert other.num_parameters() == 2 * 32000 * 2048 + 24 * (4 * 2048**2 + 3 * 2048 * 5632 + 4 * 2048) + 2048
 
 
 @pytest.mark.parametrize("options", CONFIGURATIONS, ids=str)
@@ -58,6 +68,7 @@ def test_logits_loss_and_gradients(pair, tokens, options):
     for model in pair(**options):
         out = model(tokens, labels=labels, output_hidden_states=True)
         gradients = torch.autograd.grad(out.loss, list(model.parameters()))
+        assert all(x.any() for x in gradients)
         names = [name for name, _ in model.named_parameters()]
         found.append((out.logits, out.loss, out.hidden_states, dict(zip(names, gradients, strict=True))))
     torch.testing.assert_close(*found, **CLOSE)
@@ -83,12 +94,13 @@ def test_packed_sequences(pair, tokens, options):
     torch.testing.assert_close(found[:, 3:50], b(tokens[:1, 3:50]).logits, **CLOSE)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"do_sample": True}], ids=str)
-def test_generated_tokens(pair, tokens, how):
+def test_generated_tokens(pair, tokens, how, kind):
     mask = torch.ones_like(tokens)
     mask[0, :25] = 0
     found = []
-    for model in pair(use_short_conv=True):
+    for model in pair(use_short_conv=True, model_type=kind):
         torch.manual_seed(1)
         cache = {} if NAME == "past_key_values" or found else {"use_cache": False}  # FLA forgets a `cache`
         found.append(model.generate(tokens, attention_mask=mask, max_new_tokens=12, **how, **cache))
@@ -96,25 +108,24 @@ def test_generated_tokens(pair, tokens, how):
     assert torch.equal(*found)
 
 
-def test_a_folder_of_theirs(theirs, tokens, tmp_path):
-    model = theirs(use_short_conv=True)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_of_theirs(theirs, ours, tokens, tmp_path, kind):
+    model = theirs(use_short_conv=True, model_type=kind)
     model.save_pretrained(tmp_path)
     gla_transformers.register()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert type(loaded) is GLAForCausalLM
+    assert type(loaded) is type(ours(model_type=kind))
     with torch.no_grad():
         torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, **CLOSE)
 
 
-def test_a_folder_of_ours(ours, tokens, tmp_path):
-    from fla.models import GLAForCausalLM as Theirs
-
-    from gla_core.compat.fla import accelerate
-
-    model = ours(use_short_conv=True)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_of_ours(ours, theirs, tokens, tmp_path, kind):
+    model = ours(use_short_conv=True, model_type=kind)
     model.save_pretrained(tmp_path)
-    with accelerate(cpu=True), torch.no_grad():
-        torch.testing.assert_close(Theirs.from_pretrained(tmp_path)(tokens).logits, model(tokens).logits, **CLOSE)
+    loaded = type(theirs(model_type=kind)).from_pretrained(tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, **CLOSE)
 
 
 @pytest.mark.parametrize("options", [{}, {"fuse_cross_entropy": False, "fuse_linear_cross_entropy": True}], ids=str)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gla_transformers import GLACache, few_rows, gated
 
 VIEWS = {"slice", "select", "unsqueeze", "view", "_unsafe_view", "t", "split", "split_with_sizes", "detach"}
-VIEWS |= {"empty", "set_"}
+VIEWS |= {"empty", "set_", "unbind"}
 A_LAYER = 10
 """Norm, projections, second half of the gate, step, output projection, norm, projections, two of the gated activation
 (one on a GPU), last projection."""
@@ -24,6 +24,13 @@ A_PROMPT = 10
 projections, activation, last projection."""
 OUTSIDE = 4
 """Embedding, last norm, head and the count of tokens."""
+BOUNDS = 4
+"""A cast, softmax, sums and a difference: the lower bounds of all layers of HGRN2."""
+HGRN2 = 11
+"""Norm, projections, gates, step, norm, output projection, norm, projections, two of the gated activation (one on a
+GPU), last projection."""
+HGRN2_OF_FEW_ROWS = 6
+"""Projections, gates, step, output projection, projections, last projection."""
 
 
 class Launches(TorchDispatchMode):
@@ -82,6 +89,30 @@ def test_a_decoding_step_of_few_rows(ours, layers, monkeypatch):
         model(tokens[:, :1], past_key_values=cache)
     assert launches.found["product"] == 5 * layers
     assert launches.found.total() <= OF_FEW_ROWS * layers + OUTSIDE, launches.found
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("few", [False, True])
+def test_a_decoding_step_of_hgrn2(ours, few, monkeypatch):
+    """The gates are one kernel on a GPU, and here nothing; with few rows, products and norms are replaced too."""
+    model = ours(model_type="hgrn2", num_hidden_layers=3).bfloat16()
+    cache, tokens = GLACache(model.config), torch.randint(1, 61, (2, 3))
+    model(tokens, past_key_values=cache)
+    with Launches(monkeypatch) as launches:
+
+        def gates(q, f, bound):
+            return launches.counted("gates", lambda: (q.clone(), q.clone(), q.float()))
+
+        def product(x, weight, gated=False, **rest):
+            number = len(weight) // 2 if gated else len(weight)
+            return launches.counted("product", lambda: x.new_zeros(len(x), number))
+
+        for layer in model.model.layers:
+            layer.attn.kernel = gates
+        kernel = SimpleNamespace(is_served=lambda weight, x: True, product=product)
+        monkeypatch.setattr(few_rows, "_kernel", lambda device: kernel if few else None)
+        model(tokens[:, :1], past_key_values=cache)
+    assert launches.found.total() <= 3 * (HGRN2_OF_FEW_ROWS if few else HGRN2) + OUTSIDE + BOUNDS, launches.found
 
 
 @torch.no_grad()

@@ -13,9 +13,9 @@ SIZES = {"hidden_size": 256, "intermediate_size": 256, "initializer_range": 0.05
 NEW = 9
 
 
-@pytest.fixture
-def model(ours):
-    return ours(**SIZES).to("cuda", torch.bfloat16)
+@pytest.fixture(params=["gla", "hgrn2"])
+def model(ours, request):
+    return ours(model_type=request.param, **SIZES).to("cuda", torch.bfloat16)
 
 
 @pytest.fixture
@@ -92,11 +92,12 @@ def test_generating_by_graphs(model, prompt, how):
 
 
 @torch.no_grad()
-def test_kernels_of_a_step(ours):
+@pytest.mark.parametrize("options", [{}, {"model_type": "hgrn2", "expand_ratio": 128}], ids=str)
+def test_kernels_of_a_step(ours, options):
     """Counts the kernels that two more layers add to a replayed step in bfloat16."""
-    numbers = []
+    numbers, sizes = [], {"hidden_size": 1024, "intermediate_size": 2816}
     for layers in (2, 4):
-        model = ours(num_hidden_layers=layers, hidden_size=1024, intermediate_size=2816).to("cuda", torch.bfloat16)
+        model = ours(num_hidden_layers=layers, **sizes, **options).to("cuda", torch.bfloat16)
         cache, token = GLACache(model.config), torch.ones(1, 1, dtype=torch.long, device="cuda")
         for _ in range(8):
             model(token, past_key_values=cache)

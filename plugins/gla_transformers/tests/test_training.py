@@ -20,9 +20,9 @@ def loss_and_gradients(model, *args, **kwargs):
     return loss, torch.autograd.grad(loss, list(model.parameters()))
 
 
-@pytest.fixture
-def model(ours):
-    return ours(use_short_conv=True).train()
+@pytest.fixture(params=[{}, pytest.param({"model_type": "hgrn2"}, marks=pytest.mark.thorough)], ids=str)
+def model(ours, request):
+    return ours(use_short_conv=True, **request.param).train()
 
 
 def test_the_loss_is_of_the_next_token(model, tokens):
@@ -84,7 +84,9 @@ def test_tied_embeddings_and_another_vocabulary(ours, tokens):
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable")  # transformers 5.0 lacks the name that replaces it
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(model, tokens, reentrant):
+@pytest.mark.parametrize("kind", ["gla", "hgrn2"])
+def test_gradient_checkpointing(ours, tokens, reentrant, kind):
+    model = ours(model_type=kind, num_hidden_layers=3).train()
     expected = loss_and_gradients(model, tokens, labels=tokens)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     runs = []
@@ -113,7 +115,11 @@ def test_generating_in_training_with_gradient_checkpointing(model, tokens, how, 
     assert model.generation_config.use_cache is not False
 
 
-@pytest.mark.parametrize("options", [{}, {"fuse_cross_entropy": False, "fuse_linear_cross_entropy": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"fuse_cross_entropy": False, "fuse_linear_cross_entropy": True}, {"model_type": "hgrn2"}],
+    ids=str,
+)
 def test_compiled_without_a_break(ours, tokens, options):
     model = ours(use_short_conv=True, use_l2warp=True, **options).train()
     mask = torch.ones_like(tokens)
@@ -150,8 +156,8 @@ def test_autocast_and_bfloat16(model, tokens):
 
 @torch.no_grad()
 @pytest.mark.parametrize("kernels", [False, True])
-def test_what_the_collator_packs_stays_apart(ours, tokens, kernels):
-    model = ours(use_short_conv=True)
+def test_what_the_collator_packs_stays_apart(model, tokens, kernels):
+    model.eval()
     lengths = (30, 1, 49)
     sequences = tokens[0].split(lengths)
     collator = DataCollatorWithFlattening(return_flash_attn_kwargs=kernels)
@@ -163,8 +169,9 @@ def test_what_the_collator_packs_stays_apart(ours, tokens, kernels):
     torch.testing.assert_close(model(tokens, position_ids=torch.arange(80)[None]).logits, model(tokens).logits)
 
 
-def test_learning(ours):
-    model = ours(initializer_range=0.02).train()
+@pytest.mark.parametrize("options", [{}, pytest.param({"model_type": "hgrn2"}, marks=pytest.mark.thorough)], ids=str)
+def test_learning(ours, options):
+    model = ours(initializer_range=0.02, **options).train()
     tokens = torch.arange(60).repeat(3)[None]
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     for _ in range(30):
@@ -176,12 +183,16 @@ def test_learning(ours):
     assert torch.equal(model.eval().generate(tokens[:, :70], max_new_tokens=10), tokens[:, :80])
 
 
-def test_the_memory_that_is_kept(ours):
+@pytest.mark.parametrize("kind", ["gla", "hgrn2"])
+def test_the_memory_that_is_kept(ours, kind):
     """In bfloat16 a layer keeps no input of a projection, and the loss keeps the logits."""
     D, width, words = 64, 192, 211
-    model = ours(hidden_size=D, intermediate_size=width, vocab_size=words).to(torch.bfloat16).train()
+    model = ours(model_type=kind, hidden_size=D, intermediate_size=width, vocab_size=words).to(torch.bfloat16).train()
     tokens = torch.randint(1, words, (2, 64))
-    attention = D / 2 + D / 2 + D + 16 + D / 2 + D + D  # q, k, v, low rank, logits; o, its gate
+    attention = {
+        "gla": D / 2 + D / 2 + D + 16 + D / 2 + D + D,  # q, k, v, low rank, logits; o, its gate
+        "hgrn2": D + D + D + 2 * D + D + D + D,  # q, silu(q), f, float32 gates, k, v; o
+    }[kind]
     layer = attention + D + 2 * width + D  # the sum; gate and x of the MLP; the sum
     kept = bytes_kept(lambda: model(tokens, labels=tokens).loss) / tokens.numel()
     assert kept <= 1.03 * 2 * (D + 2 * layer + words + 4 + 2)  # the embeddings; a label, and a normalizer

@@ -1,7 +1,7 @@
-"""The GLA language model for transformers, computed by gla_core; interchangeable with flash-linear-attention's (FLA).
+"""GLA and HGRN2 language models for transformers, computed by gla_core; flash-linear-attention (FLA) has the same.
 
-Importing this package registers `model_type` "gla" with AutoConfig, AutoModel and AutoModelForCausalLM. FLA does so
-too, and the package that is imported last is used. Call `register()` after both imports to use this one.
+Importing this package registers `model_type` "gla" and "hgrn2" with AutoConfig, AutoModel and AutoModelForCausalLM. FLA
+does so too, and the package that is imported last is used. Call `register()` after both imports to use this one.
 """
 
 from __future__ import annotations
@@ -9,18 +9,31 @@ from __future__ import annotations
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from gla_transformers.cache import GLACache
-from gla_transformers.configuration import GLAConfig
-from gla_transformers.modeling import GLAForCausalLM, GLAModel
+from gla_transformers.configuration import GLAConfig, HGRN2Config
+from gla_transformers.modeling import GLAForCausalLM, GLAModel, HGRN2ForCausalLM, HGRN2Model
 
 __version__ = "0.1.0"
-__all__ = ["GLACache", "GLAConfig", "GLAForCausalLM", "GLAModel", "register"]
+__all__ = [
+    "GLACache",
+    "GLAConfig",
+    "GLAForCausalLM",
+    "GLAModel",
+    "HGRN2Config",
+    "HGRN2ForCausalLM",
+    "HGRN2Model",
+    "register",
+]
 
 
 def register() -> None:
-    """Makes transformers' Auto classes use these classes for `model_type` "gla", whatever they used before."""
-    AutoConfig.register(GLAConfig.model_type, GLAConfig, exist_ok=True)
-    AutoModel.register(GLAConfig, GLAModel, exist_ok=True)
-    AutoModelForCausalLM.register(GLAConfig, GLAForCausalLM, exist_ok=True)
+    """Makes transformers' Auto classes use these classes for their model types, whatever they used before."""
+    for config, model, causal in (
+        (GLAConfig, GLAModel, GLAForCausalLM),
+        (HGRN2Config, HGRN2Model, HGRN2ForCausalLM),
+    ):
+        AutoConfig.register(config.model_type, config, exist_ok=True)
+        AutoModel.register(config, model, exist_ok=True)
+        AutoModelForCausalLM.register(config, causal, exist_ok=True)
 
 
 register()

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from gla_core.nn import GatedLinearAttention, GLAState
-from gla_transformers.configuration import GLAConfig
+from gla_core.nn import HGRN2, GatedLinearAttention, GLAState
+from gla_transformers.configuration import SharedConfig
 
 NAME = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 """The name of a cache in arguments and results of transformers: `cache` from 5.24 on."""
@@ -41,7 +41,7 @@ class GLACache(Cache):
         >>> logits = model(token, past_key_values=cache).logits  # of one more token
     """
 
-    def __init__(self, config: GLAConfig, compileable: bool = False) -> None:
+    def __init__(self, config: SharedConfig, compileable: bool = False) -> None:
         if compileable and config.attn is not None:
             raise ValueError("a cache of softmax attention (attn in the configuration) grows: it cannot be compileable")
         super().__init__(layers=[_memory(config, layer, compileable) for layer in range(config.num_hidden_layers)])
@@ -96,7 +96,7 @@ class Keys(NamedTuple):
 
 
 class LayerState:
-    """The memory of a layer of gated linear attention, with the methods that transformers calls on a cache's layers.
+    """The memory of a layer of GLA or HGRN2, with the methods that transformers calls on a cache's layers.
 
     Attributes:
         state: a `GLAState`; None before the first token. In a cache in bfloat16, `recurrent` is in it.
@@ -208,29 +208,33 @@ class KeyMemory(LayerState):
 
 
 def read(
-    layer: GatedLinearAttention,
+    layer: GatedLinearAttention | HGRN2,
     x: Tensor,
     memory: LayerState | None,
     attention_mask: Tensor | None,
     cu_seqlens: Tensor | None,
     max_seqlen: int | None,
     residual: Tensor | None,
+    lower_bound: Tensor | None,
 ) -> Tensor:
     """Returns a layer's output y for x [B, T, hidden_size], after the tokens in its memory, and adds x to the memory.
 
     Without gradients, one token is computed by a step in place. The other arguments are as in
-    `GatedLinearAttention.forward`.
+    `GatedLinearAttention.forward` and `HGRN2.forward`.
     """
+    bounded: dict[str, Any] = {} if lower_bound is None else {"lower_bound": lower_bound}
+    given = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "attention_mask": attention_mask, "residual": residual}
+    given |= bounded
     if memory is None:
-        return layer(x, None, False, cu_seqlens, max_seqlen, attention_mask, residual=residual)[0]
+        return layer(x, **given)[0]
     state = memory.state
     if torch.is_grad_enabled():
         state = state and _each(state, torch.clone)  # autograd keeps these tensors, which are overwritten below
     elif state is not None and x.shape[1] == 1 and cu_seqlens is None:
         rows = rows_with_a_token(attention_mask)
         to = None if residual is None else residual[:, 0]
-        return layer.step(x[:, 0], state, inplace=True, state_indices=rows, residual=to)[0][:, None]
-    y, state = layer(x, state, True, cu_seqlens, max_seqlen, attention_mask, residual=residual)
+        return layer.step(x[:, 0], state, inplace=True, state_indices=rows, residual=to, **bounded)[0][:, None]
+    y, state = layer(x, state, output_final_state=True, **given)
     memory.write(state)
     return y
 
@@ -243,7 +247,7 @@ def rows_with_a_token(attention_mask: Tensor | None) -> Tensor | None:
     return torch.where(attention_mask[:, -1] != 0, rows, -1)
 
 
-def _memory(config: GLAConfig, layer: int, compileable: bool) -> Any:
+def _memory(config: SharedConfig, layer: int, compileable: bool) -> Any:
     spec = config.softmax_attention(layer)
     if spec is None:
         return LayerState(compileable, config.state_dtype == "bfloat16")

@@ -1,4 +1,4 @@
-"""The configuration of a GLA language model: fields, defaults and JSON as in flash-linear-attention (FLA) 0.6.0."""
+"""Configurations of GLA and HGRN2 language models: fields, defaults, JSON as in flash-linear-attention (FLA) 0.6.0."""
 
 from __future__ import annotations
 
@@ -11,26 +11,24 @@ AttentionSpec = dict[str, Any]
 """The indices `layers` of softmax layers, `num_heads`, `num_kv_heads`, `qkv_bias`, `window_size` and `rope_theta`."""
 
 
-class GLAConfig(PreTrainedConfig):
-    """The configuration of a GLA language model.
+class SharedConfig(PreTrainedConfig):
+    """The fields that configurations of all models have.
 
     Args:
-        hidden_size, expand_k, expand_v, num_heads, num_kv_heads, feature_map, use_short_conv, conv_size,
-            use_output_gate, clamp_min, elementwise_affine, norm_eps: arguments of each layer, see
-            `gla_core.nn.GatedLinearAttention`; all other norms use norm_eps too.
+        hidden_size, use_short_conv, conv_size, elementwise_affine: arguments of each layer, see `gla_core.nn`.
+        norm_eps: number added to the mean square in norms.
         hidden_ratio, intermediate_size: width of the MLP; without intermediate_size it is 2/3 of hidden_ratio times
             hidden_size, rounded up to a multiple of 256.
         attn_mode: "chunk", "fused_chunk" or "fused_recurrent"; all modes compute the same.
         hidden_act: activation of the MLP and the output gate; only "swish".
         attn: softmax attention in place of some layers, as one `AttentionSpec` or several; None for no layer.
         max_position_embeddings: stored but not used; no sequence is too long.
-        fuse_norm: selects the name of the norm's weight as FLA does, see `gla_core.nn.GatedLinearAttention`.
         fuse_linear_cross_entropy: whether to compute the loss in slices of the logits; calls with labels then return
             no logits.
         use_l2warp: whether to add the gradient of 0.5e-4 times the mean square of the largest logits to the loss's
             gradient; the value of the loss does not change.
+        fuse_norm: selects the name of a norm's weight in GLA as FLA does, see `gla_core.nn.GatedLinearAttention`.
         fuse_swiglu, fuse_cross_entropy: select kernels of FLA; all values compute the same here.
-        use_gk, use_gv: stored for FLA, which reads neither.
         attnres_block_size: None; FLA's attention residuals are not supported.
         cuda_graphs: whether steps of decoding, and prompts, are captured in CUDA graphs. Saved only if False.
         state_dtype: "bfloat16" for caches whose states take half the memory, and are rounded after every call; None for
@@ -40,39 +38,26 @@ class GLAConfig(PreTrainedConfig):
     Raises:
         ValueError: a field asks for a model that is not supported, or has an invalid value. The sizes of the layers are
             checked when the model is made.
-
-    Example:
-        >>> config = GLAConfig(hidden_size=256, num_hidden_layers=4, vocab_size=1000)
-        >>> config = GLAConfig(attn={"layers": [5, 11], "num_heads": 16, "window_size": 1024})
     """
 
-    model_type = "gla"
     cuda_graphs = True
     state_dtype = None
+    use_lower_bound = False
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
 
     def __init__(
         self,
         hidden_size: int = 2048,
-        expand_k: float = 0.5,
-        expand_v: float = 1.0,
         hidden_ratio: int | None = 4,
         intermediate_size: int | None = None,
         num_hidden_layers: int = 24,
-        num_heads: int = 4,
-        num_kv_heads: int | None = None,
-        feature_map: str | None = None,
         attn_mode: str = "chunk",
         use_short_conv: bool = False,
         conv_size: int = 4,
-        use_output_gate: bool = True,
-        clamp_min: float | None = None,
         hidden_act: str = "swish",
         max_position_embeddings: int = 2048,
         elementwise_affine: bool | None = True,
         norm_eps: float = 1e-6,
-        use_gk: bool = True,
-        use_gv: bool = False,
         attn: AttentionSpec | Sequence[AttentionSpec] | None = None,
         use_cache: bool = True,
         pad_token_id: int | None = None,
@@ -101,14 +86,10 @@ class GLAConfig(PreTrainedConfig):
         if fuse_cross_entropy and fuse_linear_cross_entropy:
             raise ValueError("both fuse_cross_entropy and fuse_linear_cross_entropy are True; set one of them to False")
         self.hidden_size, self.num_hidden_layers, self.vocab_size = hidden_size, num_hidden_layers, vocab_size
-        self.expand_k, self.expand_v = expand_k, expand_v
         self.hidden_ratio, self.intermediate_size, self.hidden_act = hidden_ratio, intermediate_size, hidden_act
-        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
-        self.feature_map, self.attn_mode, self.clamp_min = feature_map, attn_mode, clamp_min
-        self.use_short_conv, self.conv_size, self.use_output_gate = use_short_conv, conv_size, use_output_gate
+        self.attn_mode, self.use_short_conv, self.conv_size = attn_mode, use_short_conv, conv_size
         self.max_position_embeddings = max_position_embeddings
         self.elementwise_affine, self.norm_eps = elementwise_affine, norm_eps
-        self.use_gk, self.use_gv = use_gk, use_gv
         self.attn = _complete(attn, num_hidden_layers)
         self.use_cache, self.initializer_range = use_cache, initializer_range
         self.fuse_norm, self.fuse_swiglu = fuse_norm, fuse_swiglu
@@ -136,8 +117,89 @@ class GLAConfig(PreTrainedConfig):
         return (width + 255) // 256 * 256
 
     def softmax_attention(self, layer: int) -> AttentionSpec | None:
-        """Returns the softmax attention of a layer, None if the layer is gated linear attention."""
+        """Returns the softmax attention of a layer, None if it is another layer."""
         return next((spec for spec in _listed(self.attn) if layer in spec["layers"]), None)
+
+
+class GLAConfig(SharedConfig):
+    """The configuration of a GLA language model.
+
+    Args:
+        hidden_size: width of the residual stream.
+        expand_k, expand_v, num_heads, num_kv_heads, feature_map, use_output_gate, clamp_min: arguments of each layer,
+            see `gla_core.nn.GatedLinearAttention`.
+        use_gk, use_gv: stored for FLA, which reads neither.
+        kwargs: fields of `SharedConfig`. The norm of each layer's output uses norm_eps too.
+
+    Raises:
+        ValueError: as in `SharedConfig`.
+
+    Example:
+        >>> config = GLAConfig(hidden_size=256, num_hidden_layers=4, vocab_size=1000)
+        >>> config = GLAConfig(attn={"layers": [5, 11], "num_heads": 16, "window_size": 1024})
+    """
+
+    model_type = "gla"
+
+    def __init__(
+        self,
+        hidden_size: int = 2048,
+        expand_k: float = 0.5,
+        expand_v: float = 1.0,
+        num_heads: int = 4,
+        num_kv_heads: int | None = None,
+        feature_map: str | None = None,
+        use_output_gate: bool = True,
+        clamp_min: float | None = None,
+        use_gk: bool = True,
+        use_gv: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self.expand_k, self.expand_v = expand_k, expand_v
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.feature_map, self.use_output_gate, self.clamp_min = feature_map, use_output_gate, clamp_min
+        self.use_gk, self.use_gv = use_gk, use_gv
+        super().__init__(hidden_size, **kwargs)
+
+
+class HGRN2Config(SharedConfig):
+    """The configuration of an HGRN2 language model.
+
+    Args:
+        hidden_size: width of the residual stream, and of the keys and of the values of all heads together.
+        num_heads: number of heads. It counts only if expand_ratio is None, as in FLA.
+        expand_ratio: key width of a head. There are hidden_size // expand_ratio heads.
+        use_lower_bound: whether forget gates have lower bounds, which the model learns, from the second layer on.
+        kwargs: fields of `SharedConfig`. The norm of each layer's output adds 1e-5 whatever norm_eps is, as in FLA.
+
+    Raises:
+        ValueError: neither num_heads nor expand_ratio is given, or it does not divide hidden_size; otherwise as in
+            `SharedConfig`.
+
+    Example:
+        >>> config = HGRN2Config(hidden_size=256, num_hidden_layers=4, vocab_size=1000)
+    """
+
+    model_type = "hgrn2"
+
+    def __init__(
+        self,
+        hidden_size: int = 2048,
+        num_heads: int | None = None,
+        expand_ratio: int | None = 128,
+        use_lower_bound: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        divisor = num_heads if expand_ratio is None else expand_ratio
+        if not divisor or hidden_size % divisor != 0:
+            raise ValueError(
+                f"num_heads is {num_heads} and expand_ratio is {expand_ratio}; "
+                f"expected one of them, a divisor of hidden_size = {hidden_size}"
+            )
+        self.expand_ratio = hidden_size // divisor if expand_ratio is None else expand_ratio
+        self.num_heads = hidden_size // divisor if num_heads is None else num_heads
+        self.use_lower_bound = use_lower_bound
+        super().__init__(hidden_size, **kwargs)
 
 
 def _listed(attn: AttentionSpec | Sequence[AttentionSpec] | None) -> Sequence[AttentionSpec]:

@@ -1,10 +1,12 @@
 """A layer of the model for one token of a few sequences: each matrix product in one kernel with what stands around it.
 
-    q, k, v, output gate, first half of the forget gate     from rms_norm(x)
-    logits of the forget gate                               with their bias
-    GatedLinearAttention.step_between
-    x + output projection
-    silu(x W_gate) * x W_up                                 from rms_norm(x)
+    GLA                                                     HGRN2
+    q, k, v, output gate, first half of the forget gate     q, forget gate, v                 from rms_norm(x)
+    logits of the forget gate                                                                 with their bias
+    GatedLinearAttention.step_between                       HGRN2.step_between
+    x + output projection                                   x + output projection             of rms_norm(o) in HGRN2
+
+    silu(x W_gate) * x W_up                                                                   from rms_norm(x)
     x + last projection of the MLP
 
 Otherwise each norm and activation is a kernel of its own, and PyTorch splits products of few rows in two.
@@ -13,13 +15,14 @@ Otherwise each norm and activation is a kernel of its own, and PyTorch splits pr
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gla_core.nn import GatedLinearAttention
+from gla_core.nn import HGRN2, GatedLinearAttention, GLAState
 from gla_core.nn.gated_linear_attention import Projections
 from gla_core.nn.merged import matrix_of, split
 from gla_core.nn.rms_norm import RMSNormGated
@@ -28,48 +31,83 @@ from gla_transformers.cache import LayerState, rows_with_a_token
 
 def step(
     attn_norm: RMSNormGated,
-    attn: GatedLinearAttention,
+    attn: Any,
     mlp_norm: RMSNormGated,
     mlp: Any,
     x: Tensor,
     memory: LayerState,
     attention_mask: Tensor | None,
+    lower_bound: Tensor | None,
 ) -> Tensor | None:
     """Returns the output [B, 1, hidden_size] of a layer for x [B, 1, hidden_size], and adds x to its memory.
 
     Returns None, and computes nothing, if the layer has to be computed otherwise.
 
     Args:
-        attn_norm, attn, mlp_norm, mlp: the parts of a `GLABlock`, without hooks of their own. Parts of them may have
+        attn_norm, attn, mlp_norm, mlp: the parts of a `Block`, without hooks of their own. Parts of them may have
             hooks.
-        memory, attention_mask: as in `gla_transformers.cache.read`.
+        memory, attention_mask, lower_bound: as in `gla_transformers.cache.read`.
     """
     kernel = _kernel(x.device) if x.shape[1] == 1 else None
     if kernel is None or memory.state is None or not (_is_plain(attn_norm, x) and _is_plain(mlp_norm, x)):
         return None
+    found = _matrices(kernel, x, [mlp.gate_proj, mlp.up_proj], [mlp.down_proj])
+    if found is None:
+        return None
+    middle, last = found
+    rows, options = x[:, 0].contiguous(), {"inplace": True, "state_indices": rows_with_a_token(attention_mask)}
+    if type(attn) is GatedLinearAttention:
+        attended = _gla(kernel, attn_norm, attn, rows, memory.state, options)
+    elif type(attn) is HGRN2:
+        attended = _hgrn2(kernel, attn_norm, attn, rows, memory.state, options | {"lower_bound": lower_bound})
+    else:
+        return None
+    if attended is None:
+        return None
+    y = kernel.product(attended, middle, norm_weight=mlp_norm.weight, norm_eps=mlp_norm.eps, gated=True)
+    return kernel.product(y, last, residual=attended)[:, None]
+
+
+def _gla(
+    kernel: Any, norm: RMSNormGated, attn: GatedLinearAttention, x: Tensor, state: GLAState, options: dict[str, Any]
+) -> Tensor | None:
+    """Returns x + attn(norm(x)) for x [B, hidden_size]; None, and computes nothing, if it is left to others."""
     (of_x,), halves = attn.merged_layers(), attn.gk_proj
     if len(of_x) < 4 + attn.use_output_gate:  # the first half is another module, or seen by a hook
         return None
     bias = halves[1]._parameters.get("bias")
+    found = _matrices(kernel, x, of_x, [attn.o_proj])
+    second = matrix_of([halves[1]], x, biased=True)
+    if found is None or second is None or not kernel.is_served(second, x):
+        return None
     if bias is not None and not _is_alike(bias, x):
         return None
-    first = matrix_of(of_x, x)
-    second = matrix_of([halves[1]], x, biased=True)
-    output = matrix_of([attn.o_proj], x)
-    middle = matrix_of([mlp.gate_proj, mlp.up_proj], x)
-    last = matrix_of([mlp.down_proj], x)
-    if any(weight is None or not kernel.is_served(weight, x) for weight in (first, second, output, middle, last)):
-        return None
-
-    rows = x[:, 0].contiguous()
-    y = kernel.product(rows, first, norm_weight=attn_norm.weight, norm_eps=attn_norm.eps)
+    y = kernel.product(x, found[0], norm_weight=norm.weight, norm_eps=norm.eps)
     q, k, v, *gates = (part[:, None] for part in split(y, of_x))
     logits = kernel.product(gates.pop()[:, 0], second, bias=bias)[:, None]
     made = Projections(q, k, v, gate=gates[0] if gates else None, logits=logits)
-    o, _ = attn.step_between(rows, made, memory.state, inplace=True, state_indices=rows_with_a_token(attention_mask))
-    rows = kernel.product(o, output, residual=rows)
-    y = kernel.product(rows, middle, norm_weight=mlp_norm.weight, norm_eps=mlp_norm.eps, gated=True)
-    return kernel.product(y, last, residual=rows)[:, None]
+    o, _ = attn.step_between(x, made, state, **options)
+    return kernel.product(o, found[1], residual=x)
+
+
+def _hgrn2(
+    kernel: Any, norm: RMSNormGated, attn: HGRN2, x: Tensor, state: GLAState, options: dict[str, Any]
+) -> Tensor | None:
+    """Returns x + attn(norm(x)), as `_gla` does."""
+    (of_x,), own = attn.merged_layers(), attn.g_norm
+    found = _matrices(kernel, x, of_x, [attn.o_proj])
+    if found is None or not _is_plain(own, x) or own._forward_hooks or own._forward_pre_hooks:
+        return None
+    y = kernel.product(x, found[0], norm_weight=norm.weight, norm_eps=norm.eps)
+    o, _ = attn.step_between(x, [part[:, None] for part in split(y, of_x)], state, **options)
+    return kernel.product(o, found[1], norm_weight=own.weight, norm_eps=own.eps, residual=x)
+
+
+def _matrices(kernel: Any, x: Tensor, *groups: Sequence[nn.Module]) -> list[Tensor] | None:
+    """Returns the matrix of each group of layers of one input; None if the kernel does not take one of them."""
+    found = [matrix_of(layers, x) for layers in groups]
+    served = [matrix for matrix in found if matrix is not None and kernel.is_served(matrix, x)]
+    return served if len(served) == len(groups) else None
 
 
 def _is_plain(norm: Any, x: Tensor) -> bool:

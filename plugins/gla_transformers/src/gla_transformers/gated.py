@@ -1,7 +1,8 @@
-"""The activation of the MLP, and norms with and without an output gate, in one kernel each where there is Triton.
+"""The activation of the MLP, norms, and the gates of HGRN2, in one kernel each where there is Triton.
 
     gated(gate, x)                      silu(gate) * x
     normed(x, weight, gate, eps)        x / sqrt(mean(x^2) + eps) * weight * silu(gate)
+    forgetting(q, f, c)                 silu(q), 1 - alpha, log alpha       for alpha = c + (1 - c) sigmoid(f)
 
 PyTorch takes several kernels, forward and backward, that read and write these large tensors again and again. Compiled
 code is left to PyTorch's compiler, which makes one kernel of them too.
@@ -41,6 +42,19 @@ def normed(x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float) ->
     fits = x.ndim > (gate is not None) + 1 and 0 < x.shape[-1] <= WIDEST and _is_plain(weight, x)
     kernels = _kernels(x, gate) if fits else None
     return None if kernels is None else _Normed.apply(kernels, x, weight, gate, float(eps))  # pyright: ignore[reportReturnType]
+
+
+def forgetting(q: Tensor, f: Tensor, lower_bound: Tensor | None) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Returns the op's q, k and g of HGRN2 from q and f [..., width]; None if they are left to PyTorch.
+
+    It is a value for `HGRN2.kernel`. PyTorch computes calls that need a gradient, and bounds that are not [width].
+    """
+    if torch.is_grad_enabled() or q.ndim < 2 or q.shape != f.shape:
+        return None
+    if lower_bound is not None and (lower_bound.shape != q.shape[-1:] or not _is_plain(lower_bound, q)):
+        return None
+    kernels = _kernels(q, f)
+    return None if kernels is None else kernels.forgetting(q, f, lower_bound)
 
 
 def _is_plain(weight: Tensor | None, x: Tensor) -> bool:

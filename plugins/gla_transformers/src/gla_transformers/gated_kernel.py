@@ -3,6 +3,8 @@
     gated       y = f(g) x                  dx = f(g) dy                    dg = f'(g) x dy
     normed      y = f(g) n w                dx = r (u - n mean(u n))        dg = f'(g) n w dy       dw = sum f(g) n dy
 
+    forgetting  y = f(q)                    k = (1 - c) sigma(-z)           log(1 - k), for logits z and a bound c
+
     f(g) = g sigma(g)       r = 1 / sqrt(mean(x^2) + eps)       n = r x       u = f(g) w dy
 
 Without a gate f = 1, and without a weight w = 1.
@@ -56,6 +58,20 @@ def gated_backward(gate: Tensor, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]
     tensors, strides = (gates, factors, dy.contiguous(), dgate, dx), (gates.stride(0), factors.stride(0))
     _start(_gated_backward, _blocks(x), tensors, (), *strides, x.shape[-1], BLOCK)
     return dgate, dx
+
+
+def forgetting(q: Tensor, f: Tensor, bound: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns silu(q), 1 - alpha and, in float32, log alpha for alpha = bound + (1 - bound) sigma(f).
+
+    Args:
+        q, f: [..., V] of one dtype. Their rows may be any equal distance apart.
+        bound: [V], from 0 to below 1; None for 0.
+    """
+    y, k, g = _like(q), _like(q), torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    queries, logits = _rows(q), _rows(f)
+    tensors, strides = (queries, logits, bound, y, k, g), (queries.stride(0), logits.stride(0))
+    _start(_forgetting, _blocks(q), tensors, (), *strides, q.shape[-1], BLOCK)
+    return y, k, g
 
 
 def _blocks(x: Tensor) -> Grid:
@@ -173,6 +189,40 @@ def _gated_backward(
     f, slope = _silu(gate)
     tl.store(dgate_ptr + n * V + columns, (slope * x * dy).to(dtype), mask=inside)
     tl.store(dx_ptr + n * V + columns, (f * dy).to(dtype), mask=inside)
+
+
+@triton.jit
+def _forgetting(
+    q_ptr,  # [N, V], rows q_stride apart
+    f_ptr,  # [N, V], rows f_stride apart
+    bound_ptr,  # [V] or None
+    y_ptr,  # [N, V], contiguous
+    k_ptr,  # [N, V], contiguous
+    g_ptr,  # [N, V], contiguous
+    q_stride,
+    f_stride,
+    V,
+    BLOCK: tl.constexpr,
+):
+    """Computes a block of one row of silu(q), of keys and of log gates."""
+    n, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside, places = columns < V, n * V + columns
+    q = tl.load(q_ptr + n * q_stride + columns, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+    f = tl.load(f_ptr + n * f_stride + columns, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+    bound = 0.0
+    if bound_ptr is not None:
+        bound = tl.load(bound_ptr + columns, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+    small = tl.exp(-tl.abs(f))
+    sigma = tl.where(f >= 0.0, 1.0, small) / (1.0 + small)  # of f; the other one is of -f
+    other = tl.where(f >= 0.0, small, 1.0) / (1.0 + small)
+    k, alpha = (1.0 - bound) * other, bound + (1.0 - bound) * sigma
+    # log(1 - k) for small k, by the quotient of log(rounded 1 - k) and its rounded argument
+    near = 1.0 - k
+    few = tl.where(near == 1.0, -k, tl.log(near) * (k / tl.where(near == 1.0, 1.0, 1.0 - near)))
+    g = tl.where(k < 0.5, few, tl.where(bound == 0.0, tl.minimum(f, 0.0) - tl.log(1.0 + small), tl.log(alpha)))
+    tl.store(y_ptr + places, (q * tl.sigmoid(q)).to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(k_ptr + places, k.to(k_ptr.dtype.element_ty), mask=inside)
+    tl.store(g_ptr + places, g, mask=inside)
 
 
 @triton.jit

@@ -28,7 +28,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from gla_core.dispatch.environment import environment
 from gla_core.dispatch.request import current_request
-from gla_core.nn import GatedLinearAttention
+from gla_core.nn import HGRN2, GatedLinearAttention
 from gla_core.nn.rms_norm import RMSNormGated
 from gla_core.nn.short_convolution import ShortConvolution
 from gla_core.ops.calls import bypasses_torch
@@ -47,7 +47,7 @@ SPARE_MEMORY = 0.05
 """The part of a GPU's memory that has to be free. With less there are no graphs."""
 _ALIKE = (nn.ModuleList, nn.Sequential, nn.Linear)
 """Classes of modules without options that change what they compute."""
-_KNOWN = {*_ALIKE, nn.Embedding, GatedLinearAttention, RMSNormGated, ShortConvolution}
+_KNOWN = {*_ALIKE, nn.Embedding, GatedLinearAttention, HGRN2, RMSNormGated, ShortConvolution}
 _OPTIONS = (bool, int, float, str, type(None))
 
 Compute = Callable[[Tensor, Tensor | None, GLACache], Tensor]
@@ -342,12 +342,10 @@ class _Watch:
         with_options = [vars(m) for m in self.modules if type(m) not in _ALIKE]
         self.options = [(d, name) for d in with_options for name, value in d.items() if type(value) in _OPTIONS]
         self.values = [d[name] for d, name in self.options]
-        self.parts = [
-            *(m._modules for m in (model, *self.modules) if m._modules),
-            *(d for m in self.modules for d in (m._parameters, m._buffers) if d),
-        ]
+        whole = (model, *self.modules)
+        self.parts = [d for m in whole for d in (m._modules, m._parameters, m._buffers) if d]
         self.ids = [id(x) for d in self.parts for x in d.values()]
-        tensors = [x for m in self.modules for x in (*m._parameters.values(), *m._buffers.values()) if x is not None]
+        tensors = [x for m in whole for x in (*m._parameters.values(), *m._buffers.values()) if x is not None]
         self.can_be_captured = (
             not self.hooked
             and all(type(x) in (nn.Parameter, Tensor) and x.device == device for x in tensors)

@@ -1,10 +1,14 @@
-"""The GLA language model: blocks of gated linear attention and a gated MLP, each on a normed residual stream.
+"""Language models: blocks of GLA or HGRN2 and a gated MLP, each on a normed residual stream.
 
     x = x + attn(norm(x))        y = W_head norm(x)
     x = x + mlp(norm(x))         mlp(x) = (silu(x W_gate) * x W_up) W_down
 
-Parameters have the names and shapes of flash-linear-attention 0.6.0. Source: Yang et al., "Gated Linear
-Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
+The models differ in their configurations, which say what `attn` is. In HGRN2, all layers but the first one have lower
+bounds of their forget gates, which are made of one parameter [layers, hidden_size] by a softmax and sums over layers.
+
+Parameters have the names and shapes of flash-linear-attention 0.6.0. Sources: Yang et al., "Gated Linear Attention
+Transformers with Hardware-Efficient Training" (arXiv 2312.06635); Qin et al., "HGRN2: Gated Linear RNNs with State
+Expansion" (arXiv 2404.07904).
 """
 
 from __future__ import annotations
@@ -22,15 +26,16 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple, logging
 
-from gla_core.nn import GatedLinearAttention
+from gla_core.dispatch.backend import wide
+from gla_core.nn import HGRN2, GatedLinearAttention
 from gla_core.nn.merged import Merging, added, products
 from gla_core.nn.recompute import not_kept, recomputed
 from gla_core.nn.rms_norm import RMSNormGated
 from gla_core.nn.short_convolution import ShortConvolution
 from gla_transformers import few_rows, packing
 from gla_transformers.cache import NAME, GLACache, LayerState, read
-from gla_transformers.configuration import GLAConfig
-from gla_transformers.gated import gated, normed
+from gla_transformers.configuration import GLAConfig, HGRN2Config, SharedConfig
+from gla_transformers.gated import forgetting, gated, normed
 from gla_transformers.graphs import Graphs
 from gla_transformers.loss import IGNORED, l2warp, loss_in_parts, next_token_loss
 from gla_transformers.softmax_attention import SoftmaxAttention
@@ -63,10 +68,10 @@ class GatedMLP(Merging):
             return self.down_proj(x) if residual is None else added(residual, self.down_proj, x)
 
 
-class GLABlock(GradientCheckpointingLayer):
+class Block(GradientCheckpointingLayer):
     """One layer of the model: [B, T, hidden_size] to [B, T, hidden_size]."""
 
-    def __init__(self, config: GLAConfig, layer_idx: int) -> None:
+    def __init__(self, config: SharedConfig, layer_idx: int) -> None:
         super().__init__()
         self.layer_idx = layer_idx
         self.attn_norm = RMSNormGated(config.hidden_size, config.norm_eps)
@@ -77,23 +82,31 @@ class GLABlock(GradientCheckpointingLayer):
     def forward(
         self,
         x: Tensor,
+        lower_bound: Tensor | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: GLACache | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         inplace: bool = False,
     ) -> Tensor:
-        """Runs the layer; the arguments are as in `GLAModel.forward`. With `inplace` it may write into x."""
+        """Runs the layer. With `inplace` it may write into x.
+
+        Args:
+            lower_bound: [hidden_size], as in `gla_core.nn.HGRN2`; None for layers of other classes.
+
+        The other arguments are as in `GLAModel.forward`.
+        """
         memory: Any = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         within = self._adds_within_products()
-        if within and isinstance(memory, LayerState) and type(self.attn) is GatedLinearAttention and cu_seqlens is None:
-            y = few_rows.step(self.attn_norm, self.attn, self.mlp_norm, self.mlp, x, memory, attention_mask)
+        if within and isinstance(memory, LayerState) and cu_seqlens is None:
+            parts = (self.attn_norm, self.attn, self.mlp_norm, self.mlp)
+            y = few_rows.step(*parts, x, memory, attention_mask, lower_bound)
             if y is not None:
                 return y
         y = self.attn_norm(x)
-        if isinstance(self.attn, GatedLinearAttention):
+        if isinstance(self.attn, GatedLinearAttention | HGRN2):
             residual = (x if inplace else x.clone()) if within else None
-            y = read(self.attn, y, memory, attention_mask, cu_seqlens, max_seqlen, residual)
+            y = read(self.attn, y, memory, attention_mask, cu_seqlens, max_seqlen, residual, lower_bound)
             x = y if within else x + y
         else:
             x = x + self.attn(y, memory, attention_mask, cu_seqlens)
@@ -112,13 +125,13 @@ def _hooked(*modules: nn.Module) -> bool:
 
 
 class GLAPreTrainedModel(PreTrainedModel):
-    """The attributes that transformers expects of both models."""
+    """The attributes that transformers expects of all models."""
 
     config_class = GLAConfig
-    config: GLAConfig
+    config: SharedConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules: ClassVar[list[str]] = ["GLABlock"]
+    _no_split_modules: ClassVar[list[str]] = ["Block"]
     _is_stateful = True  # tokens cannot be taken back
     _can_compile_fullgraph = True
     _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values", "cache"]
@@ -140,6 +153,8 @@ class GLAPreTrainedModel(PreTrainedModel):
             init.normal_(module.weight, std=self.config.initializer_range)
             if module.bias is not None:
                 init.zeros_(module.bias)
+        if isinstance(module, GLAModel) and module.lower_bounds is not None:
+            init.zeros_(module.lower_bounds)
 
 
 class GLAModel(GLAPreTrainedModel):
@@ -152,16 +167,22 @@ class GLAModel(GLAPreTrainedModel):
         ValueError: sizes do not fit together, see `GatedLinearAttention` and `SoftmaxAttention`.
     """
 
-    def __init__(self, config: GLAConfig) -> None:
+    lower_bounds: nn.Parameter | None
+
+    def __init__(self, config: SharedConfig) -> None:
         super().__init__(config)
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
-        self.layers = nn.ModuleList(GLABlock(config, layer) for layer in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNormGated(config.hidden_size, config.norm_eps)
+        bounds = torch.zeros(config.num_hidden_layers, config.hidden_size) if config.use_lower_bound else None
+        self.register_parameter("lower_bounds", None if bounds is None else nn.Parameter(bounds))
         self.gradient_checkpointing = False
-        self.graphs = Graphs(GLABlock, GatedMLP)
+        self.graphs = Graphs(Block, GatedMLP)
         for module in self.modules():
             if isinstance(module, RMSNormGated):
                 module.kernel = normed
+            elif isinstance(module, HGRN2):
+                module.kernel = forgetting
         self.post_init()
 
     @can_return_tuple
@@ -251,11 +272,12 @@ class GLAModel(GLAPreTrainedModel):
         others_see = embedded is not None or seen is not None or torch.is_grad_enabled() or is_compiling()
         inplace = not others_see and not _hooked(self.embeddings, *self.layers)
         x: Tensor = self.embeddings(words) if embedded is None else embedded
-        for layer in self.layers:
+        for layer, bound in zip(self.layers, self._lower_bounds(), strict=True):
             if seen is not None:
                 seen.append(x)
             x = layer(
                 x,
+                bound,  # not by name, as checkpointing then finds that it needs a gradient
                 attention_mask=attention_mask,
                 past_key_values=cache,
                 cu_seqlens=cu_seqlens,
@@ -263,6 +285,13 @@ class GLAModel(GLAPreTrainedModel):
                 inplace=inplace,
             )
         return self.norm(x)
+
+    def _lower_bounds(self) -> Sequence[Tensor | None]:
+        """Returns the lower bound of each layer's forget gates; None for 0."""
+        if self.lower_bounds is None:
+            return [None] * len(self.layers)
+        parts = self.lower_bounds.softmax(0, dtype=wide(self.lower_bounds.dtype))
+        return [None, *(parts.cumsum(0) - parts[0])[1:]]
 
     def _read_words(self, words: Tensor, attention_mask: Tensor | None, cache: GLACache) -> Tensor:
         return self._read(words, None, attention_mask, cache)
@@ -293,6 +322,12 @@ class GLAModel(GLAPreTrainedModel):
         return GLACache(self.config) if given is None and wanted else given
 
 
+class HGRN2Model(GLAModel):
+    """The HGRN2 model without its head. Its arguments, calls and errors are as in `GLAModel`."""
+
+    config_class = HGRN2Config
+
+
 class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
     """The language model: tokens [B, T] to logits [B, T, vocab_size], or to the loss of labels; with `generate`.
 
@@ -308,10 +343,11 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
     """
 
     _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embeddings.weight"}
+    without_head: ClassVar[type[GLAModel]] = GLAModel
 
-    def __init__(self, config: GLAConfig) -> None:
+    def __init__(self, config: SharedConfig) -> None:
         super().__init__(config)
-        self.model = GLAModel(config)
+        self.model = self.without_head(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
@@ -431,26 +467,38 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
             super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
 
 
-def _attention(config: GLAConfig, layer_idx: int) -> GatedLinearAttention | SoftmaxAttention:
+class HGRN2ForCausalLM(GLAForCausalLM):
+    """The HGRN2 language model. Its arguments, calls and errors are as in `GLAForCausalLM`."""
+
+    config_class = HGRN2Config
+    without_head = HGRN2Model
+
+
+def _attention(config: Any, layer_idx: int) -> GatedLinearAttention | HGRN2 | SoftmaxAttention:
     spec = config.softmax_attention(layer_idx)
     if spec is not None:
         names = ("num_heads", "num_kv_heads", "qkv_bias", "window_size", "rope_theta")
         return SoftmaxAttention(config.hidden_size, **{name: spec[name] for name in names})
+    shared = {
+        "hidden_size": config.hidden_size,
+        "use_short_conv": config.use_short_conv,
+        "conv_size": config.conv_size,
+        "elementwise_affine": bool(config.elementwise_affine),
+        "mode": config.attn_mode,
+        "layer_idx": layer_idx,
+    }
+    if isinstance(config, HGRN2Config):
+        return HGRN2(expand_ratio=config.expand_ratio, **shared)
     return GatedLinearAttention(
-        hidden_size=config.hidden_size,
         expand_k=config.expand_k,
         expand_v=config.expand_v,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         feature_map=config.feature_map,
-        use_short_conv=config.use_short_conv,
-        conv_size=config.conv_size,
         use_output_gate=config.use_output_gate,
         gate_fn=config.hidden_act,
-        elementwise_affine=bool(config.elementwise_affine),
         norm_eps=config.norm_eps,
         clamp_min=config.clamp_min,
         fuse_norm=config.fuse_norm,
-        mode=config.attn_mode,
-        layer_idx=layer_idx,
+        **shared,
     )

@@ -13,8 +13,14 @@ import torch
 from transformers import AutoTokenizer, TextStreamer
 from transformers.utils import logging
 
-from gla_transformers.configuration import GLAConfig
-from gla_transformers.modeling import GLAForCausalLM
+from gla_transformers.configuration import GLAConfig, HGRN2Config
+from gla_transformers.modeling import GLAForCausalLM, HGRN2ForCausalLM
+
+MODELS: dict[str | None, type[GLAForCausalLM]] = {
+    GLAConfig.model_type: GLAForCausalLM,
+    HGRN2Config.model_type: HGRN2ForCausalLM,
+}
+"""The models that are read, by the type that a configuration says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +43,8 @@ def run_generate(options: Options) -> None:
     """Prints the prompt and the model's continuation, a word at a time, and then tokens a second to standard error.
 
     Raises:
-        ValueError: the folder has no GLA model, lacks weights or a tokenizer, a file cannot be read, or the prompt has
-            no tokens.
+        ValueError: the folder has no GLA or HGRN2 model, lacks weights or a tokenizer, a file cannot be read, or the
+            prompt has no tokens.
     """
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -100,11 +106,11 @@ def _model(options: Options) -> Any:
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json; expected a folder that save_pretrained has written")
     kind = _read(folder, "configuration", lambda: GLAConfig.get_config_dict(folder)[0].get("model_type"))
-    if kind != GLAConfig.model_type:
-        raise ValueError(f"{folder} has a model of type {kind!r}; expected {GLAConfig.model_type!r}")
+    if kind not in MODELS:
+        raise ValueError(f"{folder} has a model of type {kind!r}; expected {' or '.join(map(repr, MODELS))}")
     how: dict[str, Any] = {"dtype": options.dtype or "auto", "local_files_only": True}
     how |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # mismatches are refused below, by name
-    model, report = _read(folder, "model", lambda: GLAForCausalLM.from_pretrained(folder, **how))
+    model, report = _read(folder, "model", lambda: MODELS[kind].from_pretrained(folder, **how))
     if report["missing_keys"]:
         raise ValueError(f"{folder} lacks the weights {', '.join(sorted(report['missing_keys']))}")
     if report["mismatched_keys"]:

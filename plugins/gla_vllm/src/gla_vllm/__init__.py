@@ -17,7 +17,6 @@ def register() -> None:
     Raises:
         ValueError: GLA_VLLM_LAYERS names an unknown layer.
     """
-    from transformers import AutoConfig
     from vllm import ModelRegistry
     from vllm.config import CompilationConfig
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP, MambaModelConfig
@@ -27,11 +26,9 @@ def register() -> None:
     )
 
     import gla_transformers
-    from gla_vllm.configuration import HGRN2Config
     from gla_vllm.layers import replace_layers
 
     gla_transformers.register()
-    AutoConfig.register(HGRN2Config.model_type, HGRN2Config, exist_ok=True)
     for kind, model in MODELS.items():
         MODEL_ARCH_CONFIG_CONVERTORS[kind] = MambaModelArchConfigConvertor  # no keys and values of softmax attention
         MODELS_CONFIG_MAP[model] = MambaModelConfig  # without it the states have no size of blocks

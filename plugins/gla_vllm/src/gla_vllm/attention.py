@@ -26,8 +26,7 @@ from gla_core.nn.activations import activation
 from gla_core.nn.hgrn2 import log_gate
 from gla_core.nn.recurrence import head_width
 from gla_core.nn.rms_norm import RMSNormGated
-from gla_transformers import GLAConfig
-from gla_vllm.configuration import HGRN2Config
+from gla_transformers import GLAConfig, HGRN2Config
 from gla_vllm.recurrence import Recurrence
 
 GATE_RANK = 16
