@@ -1,8 +1,8 @@
 """Random calls of every op against the float64 oracle: shapes, dtypes, gates, packing and layout drawn from a seed.
 
 Calls run on both Triton backends, and gradients on each of our backends that has them. There are a thousand cases each
-on a GPU, and a few on a CPU, where the kernels are interpreted. `--gate-form FORM` gives all gates one form. The oracle always runs on the CPU: its loop over tokens
-would take a GPU longer, even more so if several processes share it.
+on a GPU, and a few on a CPU, where the kernels are interpreted. `--gate-form FORM` gives all gates one form. The oracle
+always runs on the CPU: its loop over tokens would take a GPU longer, even more so if several processes share it.
 """
 
 from __future__ import annotations
