@@ -617,5 +617,5 @@ def _gradient_kernel(
             (_load_warp, (load, PARTS, SLICES, SLOTS, G)),
         ],
         [4, 4, 1],
-        [192, 192, 24],
+        [200, 200, 24],
     )

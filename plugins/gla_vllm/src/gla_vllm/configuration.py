@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from gla_transformers import GLAConfig, HGRN2Config
+
+
+def mlp_width(config: Any) -> int:
+    """Returns the width of each MLP; the configuration may be of flash-linear-attention's class."""
+    return GLAConfig.mlp_width(config)
 
 
 def check_served(config: GLAConfig | HGRN2Config) -> None:

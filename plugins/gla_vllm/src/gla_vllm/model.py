@@ -18,7 +18,7 @@ from vllm.model_executor.models.llama import LlamaMLP
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 
 from gla_vllm.attention import GLAAttention, HGRN2Attention, sizes_of_gla, sizes_of_hgrn2
-from gla_vllm.configuration import check_served
+from gla_vllm.configuration import check_served, mlp_width
 from gla_vllm.recurrence import state_dtype
 
 Layer = Callable[[Any, VllmConfig, str], nn.Module]
@@ -53,11 +53,7 @@ class Block(nn.Module):
         self.attn = layer(config, vllm_config, f"{prefix}.attn")
         self.mlp_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = LlamaMLP(
-            config.hidden_size,
-            config.mlp_width(),
-            "silu",
-            quant_config=vllm_config.quant_config,
-            prefix=f"{prefix}.mlp",
+            config.hidden_size, mlp_width(config), "silu", quant_config=vllm_config.quant_config, prefix=f"{prefix}.mlp"
         )
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
