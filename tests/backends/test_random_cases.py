@@ -3,6 +3,10 @@
 Calls run on both Triton backends, and gradients on each of our backends that has them. There are a thousand cases each
 on a GPU, and a few on a CPU, where the kernels are interpreted. `--gate-form FORM` gives all gates one form. The oracle
 always runs on the CPU: its loop over tokens would take a GPU longer, even more so if several processes share it.
+
+A case is drawn from two sources of random numbers. `kind` decides what kernels are compiled for, such as dtypes and
+widths, and `draw` the rest, such as lengths and values. On a GPU five consecutive cases are of one kind, because it
+takes longer to compile the kernels of a case than to run it.
 """
 
 from __future__ import annotations
@@ -38,9 +42,10 @@ LONGEST = 20 if INTERPRETED else 300
 ENOUGH = 10 if INTERPRETED else 16  # tokens of some sequence: the error of fewer is the rounding of single scores
 WIDTHS = [(16, 16), (19, 37), (64, 64), (128, 128), (40, 200), (96, 8), (256, 64)]
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
-FORMS = ["key", "key", "head", "constant"]
+FORMS = ["key", "key", "head", "constant", "none"]
+STRENGTHS = [gates for gates in GATES if gates != "none"]
 OPS = ["chunk_gla"] * 7 + ["recurrent_gla_step", "softmax_attention", "online_softmax"]
-FEW, BATCH = 8 if INTERPRETED else 40, 20
+FEW, BATCH, OF_A_KIND = 8 if INTERPRETED else 40, 20, 5
 WITH_GRADIENTS = [
     "reference",
     pytest.param("triton_fused", marks=pytest.mark.kernels),
@@ -65,6 +70,11 @@ def seeds(device, batch):
     return range(batch * BATCH, (batch + 1) * BATCH) if device == "cuda" else range(FEW)
 
 
+def sources(seed, device):
+    """Returns `kind` and `draw` of a case."""
+    return random.Random(f"kind {seed // OF_A_KIND if device == 'cuda' else seed}"), random.Random(seed)
+
+
 @batches
 @pytest.mark.usefixtures("short_segments")
 @pytest.mark.kernels
@@ -85,10 +95,9 @@ def test_random_gradients(device, batch, backend):
 
 def misses(seed, device):
     """Yields a description of each wrong result of the case drawn from `seed`, with its error."""
-    draw = random.Random(seed)
-    op = draw.choice(OPS)
-    dtype = draw.choice(DTYPES)
-    found, expected, description = CASES[op](draw, dtype, device, seed)
+    kind, draw = sources(seed, device)
+    op, dtype = kind.choice(OPS), kind.choice(DTYPES)
+    found, expected, description = CASES[op](kind, draw, dtype, device, seed)
     for x, ref in zip(found, expected, strict=True):
         error = relative_error(x.cpu(), ref)
         if error > FORWARD[dtype]:
@@ -97,13 +106,13 @@ def misses(seed, device):
 
 def missed_gradients(seed, device, backend):
     """Yields a description of each wrong gradient of the case drawn from `seed`, with its name and error."""
-    draw = random.Random(seed)
-    dtype = draw.choice(DTYPES)
-    x, sizes = sequences(draw, dtype, device, seed)
+    kind, draw = sources(seed, device)
+    dtype = kind.choice(DTYPES)
+    x, sizes = sequences(kind, draw, dtype, device, seed)
     do, dstate = (drawn_layout(draw, d) for d in loss_gradients(x))
-    every = draw.choice([None, 64, 128])
+    every = kind.choice([None, 64, 128])
     given = None if every is None else expected_checkpoints(on_cpu(x), every).to(device, checkpoint_dtype(dtype))
-    without_dstate = draw.random() < 0.3
+    without_dstate = kind.random() < 0.3
     found = backward(x, backend, do, None if without_dstate else dstate, given, every)
     found = {name: y.cpu() for name, y in found.items()}
     loss = do.cpu(), (torch.zeros_like(dstate) if without_dstate else dstate).cpu()
@@ -135,27 +144,25 @@ def on_cpu(x):
     return dataclasses.replace(x, **{name: y.cpu() for name, y in named.items() if y is not None})
 
 
-def of_heads(draw):
+def of_heads(kind, draw):
     """Draws numbers of heads, and the form and strength of the gate."""
-    groups, of_values = draw.choice([1, 1, 1, 3]), draw.random() < 0.5
+    groups, of_values = kind.choice([1, 1, 1, 3]), kind.random() < 0.5
     sizes = {"H": draw.randint(1, 3), "G": 1 if of_values else groups, "R": groups if of_values else 1}
-    gates, form = draw.choice(GATES), draw.choice(FORMS)
-    if form == "none":
-        gates, form = "none", "key"
-    return sizes | {"gates": gates, "gate_form": form}
+    form, gates = kind.choice(FORMS), draw.choice(STRENGTHS)
+    return sizes | ({"gates": "none", "gate_form": "key"} if form == "none" else {"gates": gates, "gate_form": form})
 
 
-def sequences(draw, dtype, device, seed):
+def sequences(kind, draw, dtype, device, seed):
     """Returns inputs of chunk_gla, and the sizes that were drawn for them."""
-    K, V = draw.choice(WIDTHS if device == "cuda" else WIDTHS[:2])
-    sizes = {"K": K, "V": V, **of_heads(draw)}
-    if draw.random() < 0.4:
+    K, V = kind.choice(WIDTHS if device == "cuda" else WIDTHS[:2])
+    sizes = {"K": K, "V": V, **of_heads(kind, draw)}
+    if kind.random() < 0.4:
         lengths = [draw.choice([0, 1, draw.randint(2, LONGEST)]) for _ in range(draw.randint(0, 4))]
         lengths.insert(draw.randint(0, len(lengths)), draw.randint(ENOUGH, LONGEST))
         sizes["lengths"] = tuple(lengths)
     else:
         sizes |= {"B": draw.randint(1, 3), "T": draw.choice([0] + 19 * [draw.randint(ENOUGH, LONGEST)])}
-    sizes |= {"initial_state": draw.random() < 0.5, "gate_dtype": draw.choice([dtype, torch.float32])}
+    sizes |= {"initial_state": kind.random() < 0.5, "gate_dtype": kind.choice([dtype, torch.float32])}
     # Gradients of few gates may lie outside float16's range: below it, or, summed over all tokens, above it.
     is_small = sizes["gates"] == "extreme" and sizes["gate_form"] != "key"
     is_large = dtype == torch.float16 and sizes["gate_form"] == "constant"
@@ -173,16 +180,16 @@ def drawn_layout(draw, x):
     return draw.choice(layouts)(x) if draw.random() < 0.5 else x
 
 
-def chunk_gla(draw, dtype, device, seed):
-    x, sizes = sequences(draw, dtype, device, seed)
+def chunk_gla(kind, draw, dtype, device, seed):
+    x, sizes = sequences(kind, draw, dtype, device, seed)
     found = gla.chunk_gla(x.q, x.k, x.v, x.g, None, x.initial_state, True, x.cu_seqlens)
     y = on_cpu(x)
     return found, oracle.chunk_gla(y.q, y.k, y.v, y.g, None, y.initial_state, y.cu_seqlens), sizes
 
 
-def recurrent_gla_step(draw, dtype, device, seed):
-    K, V = draw.choice(WIDTHS)
-    sizes = {"B": draw.randint(1, 9), "K": K, "V": V, **of_heads(draw)}
+def recurrent_gla_step(kind, draw, dtype, device, seed):
+    K, V = kind.choice(WIDTHS)
+    sizes = {"B": draw.randint(1, 9), "K": K, "V": V, **of_heads(kind, draw)}
     x = gla_inputs(T=1, dtype=dtype, device=device, initial_state=True, seed=seed, **sizes)
     q, k, v, g = (token_of(y, 0) for y in (x.q, x.k, x.v, x.g))
     found = gla.recurrent_gla_step(q, k, v, g, x.initial_state)
@@ -191,13 +198,13 @@ def recurrent_gla_step(draw, dtype, device, seed):
     return found, (o[:, 0], state), sizes
 
 
-def softmax_attention(draw, dtype, device, seed):
-    K, V = draw.choice(WIDTHS)
+def softmax_attention(kind, draw, dtype, device, seed):
+    K, V = kind.choice(WIDTHS)
     longest = 300 if device == "cuda" else 40
-    B, H, G = draw.randint(1, 2), draw.randint(1, 3), draw.choice([1, 3])
+    B, H, G = draw.randint(1, 2), draw.randint(1, 3), kind.choice([1, 3])
     Tk = draw.randint(1, longest)
     Tq = draw.randint(1, Tk)
-    causal = draw.random() < 0.5
+    causal = kind.random() < 0.5
     generator = torch.Generator(device).manual_seed(seed)
     shapes = ((B, Tq, H * G, K), (B, Tk, H, K), (B, Tk, H, V))
     q, k, v = (normal(shape, dtype, generator) for shape in shapes)
@@ -205,7 +212,7 @@ def softmax_attention(draw, dtype, device, seed):
     return found, oracle.softmax_attention(q.cpu(), k.cpu(), v.cpu(), causal=causal), (*shapes, causal)
 
 
-def online_softmax(draw, dtype, device, seed):
+def online_softmax(kind, draw, dtype, device, seed):
     shape = [draw.randint(1, 40), draw.choice([1, 7, 100, 1024, 3000]), draw.randint(1, 9)]
     draw.shuffle(shape)
     dim = draw.randrange(3)

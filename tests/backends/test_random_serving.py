@@ -7,8 +7,6 @@ kernels are interpreted. Memory that no sequence writes keeps its bits.
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 
@@ -16,7 +14,7 @@ import gla_core as gla
 from gla_core.conformance.calls import check_served, expected_pool, expected_steps, run_pool, run_steps
 from gla_core.conformance.tolerances import relative_error
 from gla_core.workloads.inputs import gla_inputs, normal
-from tests.backends.test_random_cases import DTYPES, ENOUGH, LONGEST, WIDTHS, batches, of_heads, seeds
+from tests.backends.test_random_cases import DTYPES, ENOUGH, LONGEST, WIDTHS, batches, of_heads, seeds, sources
 
 pytest.importorskip("triton")
 POOL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -33,8 +31,8 @@ def test_random_calls(device, batch, backend):
 
 def misses(seed, device, backend):
     """Yields a description of each wrong result of the call drawn from `seed`, with its error."""
-    draw = random.Random(seed)
-    x, run, expected, written, logits = draw.choice([prefill, verification])(draw, device, seed)
+    kind, draw = sources(seed, device)
+    x, run, expected, written, logits = kind.choice([prefill, verification])(kind, draw, device, seed)
     sizes = {name: tuple(y.shape) for name, y in x.items() if isinstance(y, torch.Tensor)}
     found = []
 
@@ -51,27 +49,27 @@ def misses(seed, device, backend):
     yield from found
 
 
-def tokens(draw, device, seed, lengths):
+def tokens(kind, draw, device, seed, lengths):
     """Returns q, k, v, g and cu_seqlens of packed sequences, and the divisor of log sigma if g holds logits."""
-    dtype, (K, V) = draw.choice(DTYPES), draw.choice(WIDTHS if device == "cuda" else WIDTHS[:2])
-    heads = of_heads(draw)
+    dtype, (K, V) = kind.choice(DTYPES), kind.choice(WIDTHS if device == "cuda" else WIDTHS[:2])
+    heads = of_heads(kind, draw)
     heads["gates"] = "mild" if heads["gates"] == "extreme" and dtype == torch.float16 else heads["gates"]
     x = gla_inputs(lengths=lengths, K=K, V=V, dtype=dtype, device=device, seed=seed, **heads)
     g, logits = x.g, None
-    if g is not None and draw.random() < 0.2:
-        logits = draw.choice([1, 16])
+    if g is not None and kind.random() < 0.2:
+        logits = kind.choice([1, 16])
         g = 2 * normal(tuple(g.shape), torch.float32, torch.Generator(device).manual_seed(seed))
     return {"q": x.q, "k": x.k, "v": x.v, "g": g}, x.cu_seqlens, logits
 
 
-def new_pool(draw, device, seed, P, x):
+def new_pool(kind, draw, device, seed, P, x):
     """Returns states [P, Hv, K, V] in pages of memory, whose values or keys are contiguous."""
     _, _, Hv, V = x["v"].shape
-    K, room = x["k"].shape[3], draw.choice([0, 0, 1, 24])
+    K, room = x["k"].shape[3], kind.choice([0, 0, 1, 24])
     generator = torch.Generator(device).manual_seed(seed)
-    memory = normal((P, Hv * K * V + room), torch.float32, generator).to(draw.choice(POOL_DTYPES))
+    memory = normal((P, Hv * K * V + room), torch.float32, generator).to(kind.choice(POOL_DTYPES))
     size = memory[:, : Hv * K * V]
-    return size.view(P, Hv, V, K).mT if draw.random() < 0.3 else size.view(P, Hv, K, V)
+    return size.view(P, Hv, V, K).mT if kind.random() < 0.3 else size.view(P, Hv, K, V)
 
 
 class Slots:
@@ -94,24 +92,24 @@ class Slots:
         return slot not in self.unused
 
 
-def prefill(draw, device, seed):
+def prefill(kind, draw, device, seed):
     lengths = [draw.choice([0, 1, draw.randint(2, LONGEST)]) for _ in range(draw.randint(0, 5))]
     lengths.insert(draw.randint(0, len(lengths)), draw.choice([draw.randint(ENOUGH, LONGEST), draw.randint(65, 140)]))
     N, P = len(lengths), 4 * len(lengths) + 3
-    x, offsets, logits = tokens(draw, device, seed, tuple(lengths))
+    x, offsets, logits = tokens(kind, draw, device, seed, tuple(lengths))
     slots = Slots(draw, P)
     read = slots.some(N)
-    write = None if draw.random() < 0.5 else slots.some(N)
-    marks = None if draw.random() < 0.4 else [draw.random() < 0.6 for _ in range(N)]
+    write = None if kind.random() < 0.5 else slots.some(N)
+    marks = None if kind.random() < 0.4 else [draw.random() < 0.6 for _ in range(N)]
     before = kept = None
-    if draw.random() < 0.5:
+    if kind.random() < 0.5:
         before, kept = [64 * draw.randint(-1, 1 + n // 64) for n in lengths], slots.some(N)
-    kind = draw.choice([torch.int32, torch.int64])
+    of_integers = kind.choice([torch.int32, torch.int64])
 
-    def tensor(values, dtype=kind):
+    def tensor(values, dtype=of_integers):
         return None if values is None else torch.tensor(values, dtype=dtype, device=device)
 
-    x |= {"pool": new_pool(draw, device, seed, P, x), "cu_seqlens": offsets.to(kind)}
+    x |= {"pool": new_pool(kind, draw, device, seed, P, x), "cu_seqlens": offsets.to(of_integers)}
     x |= {"read_slots": tensor(read), "write_slots": tensor(write), "has_state": tensor(marks, torch.bool)}
     x |= {"checkpoint_offsets": tensor(before), "checkpoint_slots": tensor(kept), "pad_slot": slots.pad}
     written = [slot for slot in write or read if slots.holds(slot)]
@@ -122,28 +120,28 @@ def prefill(draw, device, seed):
     return x, run_pool, expected_pool, written, logits
 
 
-def verification(draw, device, seed):
-    S, N = draw.randint(1, 8), draw.randint(1, 6)
-    packed = draw.random() < 0.5
+def verification(kind, draw, device, seed):
+    S, N = kind.randint(1, 8), draw.randint(1, 6)
+    packed = kind.random() < 0.5
     lengths = [draw.randint(0, S) for _ in range(N)] if packed else [S] * N
-    x, offsets, logits = tokens(draw, device, seed, tuple(lengths) if sum(lengths) else (1,) * N)
+    x, offsets, logits = tokens(kind, draw, device, seed, tuple(lengths) if sum(lengths) else (1,) * N)
     lengths = offsets.diff().tolist()
     if not packed:
         x = {name: y if y is None or y.ndim == 1 else y.unflatten(1, (N, S))[0] for name, y in x.items()}
     P = N * (S + 1) + 3
     slots = Slots(draw, P)
     table = [slots.some(S) for _ in range(N)]
-    read = None if draw.random() < 0.5 else slots.some(N)
-    accepted = None if read or draw.random() < 0.4 else [draw.randint(-1, S + 1) for _ in range(N)]
-    marks = None if draw.random() < 0.4 else [draw.random() < 0.6 for _ in range(N)]
-    kind = draw.choice([torch.int32, torch.int64])
+    read = None if kind.random() < 0.5 else slots.some(N)
+    accepted = None if read or kind.random() < 0.4 else [draw.randint(-1, S + 1) for _ in range(N)]
+    marks = None if kind.random() < 0.4 else [draw.random() < 0.6 for _ in range(N)]
+    of_integers = kind.choice([torch.int32, torch.int64])
 
-    def tensor(values, dtype=kind):
+    def tensor(values, dtype=of_integers):
         return None if values is None else torch.tensor(values, dtype=dtype, device=device)
 
-    x |= {"pool": new_pool(draw, device, seed, P, x), "slots": tensor(table), "read_slots": tensor(read)}
+    x |= {"pool": new_pool(kind, draw, device, seed, P, x), "slots": tensor(table), "read_slots": tensor(read)}
     x |= {"num_accepted": tensor(accepted), "has_state": tensor(marks, torch.bool), "pad_slot": slots.pad}
-    x["cu_seqlens"] = offsets.to(kind) if packed else None
+    x["cu_seqlens"] = offsets.to(of_integers) if packed else None
     begins = read or [row[min(max(1 if accepted is None else accepted[n], 1), S) - 1] for n, row in enumerate(table)]
     written = []
     for n, row in enumerate(table):

@@ -29,7 +29,7 @@ SEEDS = [*range(FEW), *(pytest.param(seed, marks=pytest.mark.thorough) for seed 
 def test_random_calls(kernels, form, seed, monkeypatch):
     draw = random.Random(seed)
     dtype, (K, V) = draw.choice([torch.float16, torch.bfloat16]), draw.choice(WIDTHS)
-    sizes = {**of_heads(draw), "K": K, "V": V, "gate_form": form, "dtype": dtype}
+    sizes = {**of_heads(draw, draw), "K": K, "V": V, "gate_form": form, "dtype": dtype}
     if draw.random() < 0.4:
         lengths = [draw.choice([0, 1, draw.randint(2, 200)]) for _ in range(draw.randint(0, 3))]
         sizes["lengths"] = (*lengths, draw.randint(16, 200))
