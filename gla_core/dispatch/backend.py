@@ -1,7 +1,7 @@
 """The contract between the core and a backend.
 
 A backend imports this module and the helpers beside it, and nothing else of the core: `composed` makes ops from other
-ops, `slots` reads and writes states in a pool, and `tensors` has wide dtypes, gates from logits, and memory for results.
+ops, `slots` reads and writes states in a pool, and `tensors` has wide dtypes, gates from logits, and new memory.
 
 A backend is a value: a name, a version, a mapping from abstract op names to functions, and data that says which calls
 these functions can run. Like a pluggy hook, a function declares only the arguments that it takes: any of the arguments
