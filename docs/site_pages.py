@@ -33,6 +33,9 @@ API = (
     "gla_core.compat.mamba_ssm",
     "gla_core.compat.transformers",
     "gla_core.dispatch.backend",
+    "gla_core.dispatch.composed",
+    "gla_core.dispatch.slots",
+    "gla_core.dispatch.tensors",
 )
 """Modules that have a page made of their docstrings."""
 PICTURES = "benchmarks/results"

@@ -37,8 +37,8 @@ from gla_core.dispatch.backend import (
     Reason,
     hookimpl,
     shipped_constants,
-    through_pool,
 )
+from gla_core.dispatch.composed import through_pool
 from gla_parallel_scan import pytorch
 from gla_triton_kernels.chunk_gla import (
     backward,

@@ -16,7 +16,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from gla_core.dispatch.backend import ceil_div
+from gla_core.dispatch.tensors import ceil_div
 
 
 def chunk(B: int, T: int, C: int, cu_seqlens: Tensor | None) -> Dense | Packed:

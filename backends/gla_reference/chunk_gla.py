@@ -36,7 +36,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from gla_core.dispatch.backend import gradient_of_logits, log_gates, wide
+from gla_core.dispatch.tensors import gradient_of_logits, log_gates, wide
 from gla_reference._chunks import Dense, Packed, chunk
 
 CHUNK = 64

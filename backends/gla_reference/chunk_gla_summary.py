@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import wide
+from gla_core.dispatch.tensors import wide
 from gla_reference._chunks import chunk
 from gla_reference.chunk_gla import CHUNK, _double, _fresh, _halves, _rows, for_tokens
 

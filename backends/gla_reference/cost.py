@@ -18,7 +18,9 @@ from typing import NamedTuple
 
 import torch
 
-from gla_core.dispatch.backend import OpCall, ceil_div, forwards_of_pool
+from gla_core.dispatch.backend import OpCall
+from gla_core.dispatch.composed import forwards_of_pool
+from gla_core.dispatch.tensors import ceil_div
 
 CHUNK, TILE, KEY_BLOCK = 64, 1024, 256
 """The sizes CHUNK of chunk_gla.py, TILE of online_softmax.py and KEY_BLOCK of softmax_attention.py."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import wide
+from gla_core.dispatch.tensors import wide
 
 TILE = 1024
 

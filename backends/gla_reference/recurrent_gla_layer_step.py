@@ -1,7 +1,7 @@
 """One token of gated linear attention, with the norm and the output gate of a layer.
 
-`recurrent_gla_step` runs in place, and PyTorch normalizes its o; `through_layer_step` in gla_core/dispatch/backend.py
-has the equations.
+`recurrent_gla_step` runs in place, and PyTorch normalizes its o; `through_layer_step` in
+gla_core/dispatch/composed/layer_step.py has the equations.
 
 Sources: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635); Zhang
 and Sennrich, "Root Mean Square Layer Normalization" (arXiv 1910.07467).
@@ -9,7 +9,7 @@ and Sennrich, "Root Mean Square Layer Normalization" (arXiv 1910.07467).
 
 from __future__ import annotations
 
-from gla_core.dispatch.backend import through_layer_step
+from gla_core.dispatch.composed import through_layer_step
 from gla_reference.recurrent_gla_step import recurrent_gla_step
 
 recurrent_gla_layer_step = through_layer_step(recurrent_gla_step)

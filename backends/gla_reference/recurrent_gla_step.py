@@ -13,7 +13,7 @@ import torch
 from einops import einsum, rearrange
 from torch import Tensor
 
-from gla_core.dispatch.backend import log_gates, new_state, wide
+from gla_core.dispatch.tensors import log_gates, new_state, wide
 
 
 def recurrent_gla_step(

@@ -15,7 +15,7 @@ import torch
 from einops import einsum, rearrange
 from torch import Tensor
 
-from gla_core.dispatch.backend import wide
+from gla_core.dispatch.tensors import wide
 from gla_reference.online_softmax import finite
 
 KEY_BLOCK = 256

@@ -17,7 +17,8 @@ from gla_core.conformance import oracle
 from gla_core.conformance.cases import Case
 from gla_core.conformance.tolerances import FORWARD as BUDGETS
 from gla_core.dispatch import registry
-from gla_core.dispatch.backend import Backend, Capabilities, log_gates
+from gla_core.dispatch.backend import Backend, Capabilities
+from gla_core.dispatch.tensors import log_gates
 from gla_core.ops import ABSTRACT_OPS, PUBLIC_OPS, OpSpec
 from gla_core.ops.spec import AS_INPUT, INPUT
 from gla_core.workloads.inputs import (

@@ -20,7 +20,8 @@ from gla_core.conformance.calls import (
 )
 from gla_core.conformance.cases import over
 from gla_core.conformance.tolerances import FORWARD
-from gla_core.dispatch.backend import states_of_slots, wide
+from gla_core.dispatch.slots import states_of_slots
+from gla_core.dispatch.tensors import wide
 from gla_core.workloads.inputs import GlaInputs, normal
 
 POOL = "chunk_gla_pool"

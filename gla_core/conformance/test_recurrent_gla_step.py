@@ -10,7 +10,7 @@ from gla_core.conformance import oracle
 from gla_core.conformance.calls import expected_step, output_shape, poisoned, run_step, step, three_runs
 from gla_core.conformance.cases import over
 from gla_core.conformance.tolerances import FORWARD
-from gla_core.dispatch.backend import log_gates
+from gla_core.dispatch.tensors import log_gates
 from gla_core.workloads.inputs import gla_inputs, normal, token_of
 
 STEP = "recurrent_gla_step"

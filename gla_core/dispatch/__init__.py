@@ -1,1 +1,1 @@
-"""The contract, discovery, requests and selection of backends."""
+"""The contract and its helpers, and the discovery, requests and selection of backends."""

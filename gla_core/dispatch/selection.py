@@ -29,6 +29,7 @@ from gla_core.dispatch.backend import (
     worst_case,
 )
 from gla_core.dispatch.calibration import Prediction, predict
+from gla_core.dispatch.composed.layer_step import implementation
 from gla_core.dispatch.errors import NoBackendError
 from gla_core.dispatch.request import Choice, Request
 
@@ -169,7 +170,7 @@ def explain_call(call: OpCall, request: Request) -> Explanation:
 
 def _kernels(backend: Backend, call: OpCall, candidate: Candidate) -> tuple[str, ...]:
     """Returns lines about the kernels of a backend that compute a call; none if the backend does not name them."""
-    op = None if candidate.refusal is not None else backend.implementation(call.op)
+    op = None if candidate.refusal is not None else implementation(backend, call.op)
     if not isinstance(op, Prepared) or op.kernels is None:
         return ()
     try:

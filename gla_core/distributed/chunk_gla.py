@@ -26,8 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from gla_core.dispatch.backend import CHUNK, gradient_of_logits, log_gates, wide
+from gla_core.dispatch.backend import CHUNK
 from gla_core.dispatch.environment import environment
+from gla_core.dispatch.tensors import gradient_of_logits, log_gates, wide
 from gla_core.distributed import exchange
 from gla_core.distributed.exchange import Summary
 from gla_core.distributed.outside_graphs import outside_graphs

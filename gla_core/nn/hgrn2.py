@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.types import Device
 
-from gla_core.dispatch.backend import wide
+from gla_core.dispatch.tensors import wide
 from gla_core.nn import recurrence
 from gla_core.nn._typed_call import as_typed
 from gla_core.nn.layer import Convolve

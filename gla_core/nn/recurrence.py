@@ -17,8 +17,8 @@ from torch.compiler import is_compiling
 from torch.types import Device
 
 from gla_core.dispatch import request
-from gla_core.dispatch.backend import wide
 from gla_core.dispatch.errors import nearest
+from gla_core.dispatch.tensors import wide
 from gla_core.nn.layer import Histories, OpInputs, Output, RecurrentLayer
 from gla_core.nn.padding import padding, within
 from gla_core.nn.rms_norm import RMSNormGated

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.types import Device
 
-from gla_core.dispatch.backend import wide
+from gla_core.dispatch.tensors import wide
 from gla_core.nn.activations import Activation
 from gla_core.nn.gated_linear_attention import GatedLinearAttention, Projections
 from gla_core.nn.layer import Convolve

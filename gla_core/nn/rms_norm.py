@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.types import Device
 
-from gla_core.dispatch.backend import wide
+from gla_core.dispatch.tensors import wide
 from gla_core.nn._typed_call import as_typed
 from gla_core.nn.activations import ACTIVATIONS, Activation, activation
 from gla_core.nn.recompute import recomputed

@@ -17,19 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import (
-    Backend,
-    OpCall,
-    arguments_of,
-    new_checkpoints,
-    new_state,
-    number_of_sequences,
-    through_layer_step,
-    through_pool,
-    through_replay,
-    through_steps,
-    wide,
-)
+from gla_core.dispatch.backend import Backend, OpCall, arguments_of
+from gla_core.dispatch.composed import through_layer_step, through_pool, through_replay, through_steps
+from gla_core.dispatch.tensors import new_checkpoints, new_state, number_of_sequences, wide
 
 Compute = Callable[..., Any]
 """Takes the name of an abstract op and its arguments in order, and returns the results of the backend."""

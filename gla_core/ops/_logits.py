@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gla_core.dispatch.backend import gradient_of_logits, log_gates, wide
+from gla_core.dispatch.tensors import gradient_of_logits, log_gates, wide
 from gla_core.ops.spec import OpSpec
 
 

@@ -28,12 +28,12 @@ from gla_core.dispatch.backend import (
     as_received,
     by_keyword,
     contiguous_layout,
-    new_state,
-    swapped,
 )
+from gla_core.dispatch.composed.layer_step import implementation
 from gla_core.dispatch.environment import environment
 from gla_core.dispatch.request import Request, current_request, request_in_graph
 from gla_core.dispatch.selection import is_launch_failure, remember_launch_failure, select
+from gla_core.dispatch.tensors import new_state, swapped
 from gla_core.ops import _invariant, _logits, _memory, _results, autocast
 from gla_core.ops.checks import as_backends_take
 from gla_core.ops.spec import STATES, OpSpec
@@ -137,7 +137,7 @@ def _plan(spec: OpSpec, args: tuple, needs_grad: bool, capturing: bool, request:
     )
     copies = {spec.parameters[i]: contiguous_layout(tuple(args[i].shape), args[i].dtype) for i in copied}
     taken = dataclasses.replace(call, layouts={**call.layouts, **copies}) if copied else call
-    received = as_received(chosen.implementation(spec.name), taken)
+    received = as_received(implementation(chosen, spec.name), taken)
     try:
         function = _function_of(spec, chosen, received, can.batch_invariant)
         function = function if received is taken else _logits.with_log_gates(spec, function)
@@ -154,7 +154,7 @@ def _function_of(spec: OpSpec, backend: Backend, call: OpCall, native: frozenset
     Args:
         native: device types on which the backend honours `batch_invariant` itself.
     """
-    op: Op = backend.implementation(spec.name)
+    op: Op = implementation(backend, spec.name)
     if call.batch_invariant is not None:
         by_segments = _invariant.function_of(spec.name, backend, call)  # raises if the op cannot be batch-invariant
         op = op if call.device.type in native else by_segments

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.utils._pytree import _register_namedtuple
 
-from gla_core.dispatch.backend import wide
+from gla_core.dispatch.tensors import wide
 from gla_core.ops import _flops, autocast
 from gla_core.ops._over_mesh import taking_dtensors, taking_dtensors_of_rows
 from gla_core.ops._run import bypasses_torch, transformed

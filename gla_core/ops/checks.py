@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import swapped
+from gla_core.dispatch.tensors import swapped
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int32, torch.int64)

@@ -52,10 +52,11 @@ from typing import Any, NamedTuple, overload
 
 from torch import Tensor
 
-from gla_core.dispatch.backend import CHUNK, checkpoint_rows
+from gla_core.dispatch.backend import CHUNK
 from gla_core.dispatch.environment import environment
 from gla_core.dispatch.request import current_request
 from gla_core.dispatch.selection import makes_checkpoints
+from gla_core.dispatch.tensors import checkpoint_rows
 from gla_core.ops import autocast, checks
 from gla_core.ops._autograd import gradient
 from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run

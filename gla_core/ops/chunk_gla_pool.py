@@ -32,7 +32,8 @@ from typing import Any
 
 from torch import Tensor
 
-from gla_core.dispatch.backend import CHUNK, is_slot, states_of_slots
+from gla_core.dispatch.backend import CHUNK
+from gla_core.dispatch.slots import is_slot, states_of_slots
 from gla_core.ops import checks
 from gla_core.ops._serving import serving
 from gla_core.ops.chunk_gla import FORWARD, LONGEST, NORMALIZER, TOKENS

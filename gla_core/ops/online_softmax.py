@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import wide
+from gla_core.dispatch.tensors import wide
 from gla_core.ops import autocast, checks
 from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run
 from gla_core.ops._torch_op import TorchOp, refuse_tangents, torch_op_of

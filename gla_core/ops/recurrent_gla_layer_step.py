@@ -25,7 +25,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gla_core.dispatch.backend import OUTPUT_ACTIVATIONS
+from gla_core.dispatch.composed.layer_step import OUTPUT_ACTIVATIONS
 from gla_core.ops import checks
 from gla_core.ops._serving import serving
 from gla_core.ops.chunk_gla import NORMALIZER

@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import is_slot
+from gla_core.dispatch.slots import is_slot
 from gla_core.ops import checks
 from gla_core.ops._serving import serving
 from gla_core.ops.chunk_gla import FORWARD, NORMALIZER, TOKENS

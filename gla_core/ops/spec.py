@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import ALIGNMENT, Layout, OpCall, checkpoint_dtype, swapped, wide
+from gla_core.dispatch.backend import ALIGNMENT, Layout, OpCall
+from gla_core.dispatch.tensors import checkpoint_dtype, swapped, wide
 from gla_core.ops import checks
 from gla_core.ops.checks import FLOATS, INTEGERS
 

@@ -40,7 +40,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import OpCall, checkpoint_rows, wide
+from gla_core.dispatch.backend import OpCall
+from gla_core.dispatch.tensors import checkpoint_rows, wide
 from gla_core.ops import ABSTRACT_OPS, OpSpec
 from gla_core.ops.spec import (
     CHECKPOINTS,

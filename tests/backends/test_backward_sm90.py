@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from gla_core.conformance.tolerances import GRADIENT, relative_error
-from gla_core.dispatch.backend import CHUNK, checkpoint_dtype
+from gla_core.dispatch.backend import CHUNK
+from gla_core.dispatch.tensors import checkpoint_dtype
 from gla_core.workloads.inputs import gla_inputs
 from gla_reference.chunk_gla import chunk_gla_bwd, chunk_gla_fwd
 from gla_triton_kernels.chunk_gla import backward

@@ -20,7 +20,8 @@ import pytest
 import torch
 
 import gla_triton_kernels
-from gla_core.dispatch.backend import KnownDevice, OpCall, new_checkpoints
+from gla_core.dispatch.backend import KnownDevice, OpCall
+from gla_core.dispatch.tensors import new_checkpoints
 from tests.backends.prepared_calls import launches_on
 
 pytest.importorskip("triton")

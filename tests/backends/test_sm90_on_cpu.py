@@ -13,7 +13,7 @@ import torch
 
 from gla_core.conformance import oracle
 from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
-from gla_core.dispatch.backend import checkpoint_dtype, log_gates
+from gla_core.dispatch.tensors import checkpoint_dtype, log_gates
 from gla_core.workloads.inputs import gla_inputs
 
 pytest.importorskip("triton")

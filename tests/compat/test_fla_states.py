@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gla_core.compat.fla import state_from_fla, state_to_fla
-from gla_core.dispatch.backend import log_gates
+from gla_core.dispatch.tensors import log_gates
 from gla_core.nn import HGRN2, GatedLinearAttention
 
 SMALL = {"hidden_size": 16, "num_heads": 4, "use_short_conv": True, "conv_size": 3}

@@ -18,8 +18,9 @@ import gla_core as gla
 from gla_core import conformance
 from gla_core.conformance.diagnosis import diagnosis
 from gla_core.conformance.run import run
-from gla_core.dispatch.backend import GATES, Backend, Capabilities, arguments_of, log_gates
+from gla_core.dispatch.backend import GATES, Backend, Capabilities, arguments_of
 from gla_core.dispatch.registry import get
+from gla_core.dispatch.tensors import log_gates
 
 REFERENCE = get("reference").ops
 LATE = 1000

@@ -28,7 +28,7 @@ from gla_core import distributed
 from gla_core.conformance import oracle
 from gla_core.conformance.calls import with_logits
 from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
-from gla_core.dispatch.backend import wide
+from gla_core.dispatch.tensors import wide
 from gla_core.distributed import exchange
 from gla_core.workloads.inputs import GlaInputs, gla_inputs, normal
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gla_core.conformance import oracle
-from gla_core.dispatch.backend import log_gates
+from gla_core.dispatch.tensors import log_gates
 from gla_core.nn import GatedLinearAttention
 
 

@@ -12,15 +12,8 @@ from hypothesis import strategies as st
 import gla_core as gla
 from gla_core.conformance.calls import expected_pool
 from gla_core.conformance.tolerances import FORWARD, relative_error
-from gla_core.dispatch.backend import (
-    GATES,
-    Backend,
-    Capabilities,
-    Prepared,
-    arguments_of,
-    forwards_of_pool,
-    through_pool,
-)
+from gla_core.dispatch.backend import GATES, Backend, Capabilities, Prepared, arguments_of
+from gla_core.dispatch.composed import forwards_of_pool, through_pool
 from gla_core.dispatch.registry import get
 from gla_core.ops import ABSTRACT_OPS
 from gla_core.workloads.inputs import pool_inputs, random_arguments

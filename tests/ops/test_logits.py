@@ -28,7 +28,8 @@ from gla_core.conformance.calls import (
 )
 from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
 from gla_core.dispatch import registry
-from gla_core.dispatch.backend import Backend, Capabilities, Prepared, log_gates
+from gla_core.dispatch.backend import Backend, Capabilities, Prepared
+from gla_core.dispatch.tensors import log_gates
 from gla_core.workloads.inputs import gla_inputs, token_of
 
 WIDE = torch.float64

@@ -13,15 +13,8 @@ from hypothesis import given, settings
 import gla_core as gla
 from gla_core.conformance.calls import expected_replay, rings_of
 from gla_core.conformance.tolerances import FORWARD, relative_error
-from gla_core.dispatch.backend import (
-    GATES,
-    Backend,
-    Capabilities,
-    Prepared,
-    arguments_of,
-    step_of_replay,
-    through_replay,
-)
+from gla_core.dispatch.backend import GATES, Backend, Capabilities, Prepared, arguments_of
+from gla_core.dispatch.composed import step_of_replay, through_replay
 from gla_core.dispatch.registry import get
 from gla_core.ops import ABSTRACT_OPS
 from gla_core.workloads.inputs import gla_inputs

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 import gla_core as gla
 from gla_core.conformance.calls import expected_steps
 from gla_core.conformance.tolerances import FORWARD, relative_error
-from gla_core.dispatch.backend import GATES, Backend, Capabilities, Prepared, arguments_of, step_of_steps, through_steps
+from gla_core.dispatch.backend import GATES, Backend, Capabilities, Prepared, arguments_of
+from gla_core.dispatch.composed import step_of_steps, through_steps
 from gla_core.dispatch.registry import get
 from gla_core.ops import ABSTRACT_OPS
 from gla_core.workloads.inputs import steps_inputs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gla_core.dispatch.backend import ceil_div
+from gla_core.dispatch.tensors import ceil_div
 
 
 def blocks(B: int, H: int, numbers: int, most: int) -> Iterator[tuple[slice, slice]]:

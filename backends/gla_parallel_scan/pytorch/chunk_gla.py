@@ -29,7 +29,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import log_gates, new_checkpoints, wide
+from gla_core.dispatch.tensors import log_gates, new_checkpoints, wide
 from gla_parallel_scan.pytorch.blocks import blocks
 from gla_parallel_scan.pytorch.segments import Segments, dense, packed
 

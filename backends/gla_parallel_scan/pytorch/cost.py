@@ -13,7 +13,9 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from gla_core.dispatch.backend import Constants, OpCall, ceil_div, forwards_of_pool
+from gla_core.dispatch.backend import Constants, OpCall
+from gla_core.dispatch.composed import forwards_of_pool
+from gla_core.dispatch.tensors import ceil_div
 from gla_parallel_scan.pytorch import online_softmax
 from gla_parallel_scan.pytorch.blocks import block
 from gla_parallel_scan.pytorch.chunk_gla import BLOCK, SEGMENT

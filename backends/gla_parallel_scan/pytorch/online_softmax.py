@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import ceil_div, wide
+from gla_core.dispatch.tensors import ceil_div, wide
 
 SPLIT = 4096
 """The largest number of elements of a split."""

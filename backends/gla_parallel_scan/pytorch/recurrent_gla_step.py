@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import log_gates, new_state, through_layer_step, through_replay, through_steps, wide
+from gla_core.dispatch.composed import through_layer_step, through_replay, through_steps
+from gla_core.dispatch.tensors import log_gates, new_state, wide
 
 
 def recurrent_gla_step(

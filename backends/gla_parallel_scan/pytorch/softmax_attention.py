@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import wide
+from gla_core.dispatch.tensors import wide
 from gla_parallel_scan.pytorch.blocks import blocks
 from gla_parallel_scan.pytorch.online_softmax import finite
 

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import CHUNK, OpCall, ceil_div, checkpoint_dtype
+from gla_core.dispatch.backend import CHUNK, OpCall
+from gla_core.dispatch.tensors import ceil_div, checkpoint_dtype
 from gla_triton_kernels.chunk_gla.cost import backward_prices
 from gla_triton_kernels.chunk_gla.cutting import by_rows, segment_length, uncut_length
 from gla_triton_kernels.chunk_gla.forward import states_of_segments

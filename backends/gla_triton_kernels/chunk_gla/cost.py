@@ -17,7 +17,9 @@ import math
 from collections.abc import Callable
 from typing import TypeVar
 
-from gla_core.dispatch.backend import CHUNK, Constants, OpCall, checkpoint_dtype, forward_of_pool
+from gla_core.dispatch.backend import CHUNK, Constants, OpCall
+from gla_core.dispatch.composed import forward_of_pool
+from gla_core.dispatch.tensors import checkpoint_dtype
 from gla_triton_kernels.chunk_gla.kernel import BackwardPlan, ForwardPlan, SegmentPlan
 from gla_triton_kernels.chunk_gla.price import (
     BlockTime,

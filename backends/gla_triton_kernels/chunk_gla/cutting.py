@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from gla_core.dispatch.backend import CHUNK, Constants, OpCall, ceil_div, checkpoint_rows, worst_case
+from gla_core.dispatch.backend import CHUNK, Constants, OpCall, worst_case
+from gla_core.dispatch.tensors import ceil_div, checkpoint_rows
 from gla_triton_kernels.chunk_gla.cost import AnyPlan, PriceFunction
 from gla_triton_kernels.runtime.architecture import Gpu
 

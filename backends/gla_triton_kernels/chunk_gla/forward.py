@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import OpCall, forward_of_pool, new_checkpoints
+from gla_core.dispatch.backend import OpCall
+from gla_core.dispatch.composed import forward_of_pool
+from gla_core.dispatch.tensors import new_checkpoints
 from gla_triton_kernels.chunk_gla.cost import forward_prices
 from gla_triton_kernels.chunk_gla.cutting import (
     INTERPRETED_SEGMENT,

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from gla_core.dispatch.backend import Constants, OpCall, Reason, ceil_div
+from gla_core.dispatch.backend import Constants, OpCall, Reason
+from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunk_gla.price import BlockTime, Cut
 from gla_triton_kernels.runtime.architecture import Gpu
 

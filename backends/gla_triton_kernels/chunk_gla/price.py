@@ -17,7 +17,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from gla_core.dispatch.backend import Constants, OpCall, ceil_div, checkpoint_dtype
+from gla_core.dispatch.backend import Constants, OpCall
+from gla_core.dispatch.tensors import ceil_div, checkpoint_dtype
 from gla_triton_kernels import MAX_WIDTH
 
 SCAN_STEP = 8e-8

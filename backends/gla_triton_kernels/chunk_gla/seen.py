@@ -12,7 +12,8 @@ from dataclasses import replace
 
 import torch
 
-from gla_core.dispatch.backend import OpCall, ceil_div, contiguous_layout
+from gla_core.dispatch.backend import OpCall, contiguous_layout
+from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.runtime.architecture import Gpu
 from gla_triton_kernels.runtime.tma import addressable
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import OpCall, ceil_div
+from gla_core.dispatch.backend import OpCall
+from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunk_gla.cost import summary_prices
 from gla_triton_kernels.chunk_gla.cutting import INTERPRETED_SEGMENT, segment_length
 from gla_triton_kernels.chunk_gla.forward import states_of_segments

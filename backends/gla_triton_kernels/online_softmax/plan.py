@@ -12,7 +12,7 @@ import enum
 import math
 from typing import NamedTuple
 
-from gla_core.dispatch.backend import ceil_div
+from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.online_softmax.rows import Rows
 from gla_triton_kernels.runtime.architecture import Gpu
 from gla_triton_kernels.runtime.sizes import power_of_two

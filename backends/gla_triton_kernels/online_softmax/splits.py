@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from gla_core.dispatch.backend import ceil_div
+from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.online_softmax.plan import plan_splits
 from gla_triton_kernels.online_softmax.rows import rows_of
 from gla_triton_kernels.online_softmax.sweep import LOWEST, maximum_and_sum, merge, rows_of_tile

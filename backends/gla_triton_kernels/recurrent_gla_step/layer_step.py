@@ -27,7 +27,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from gla_core.dispatch.backend import OpCall, ceil_div
+from gla_core.dispatch.backend import OpCall
+from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.recurrent_gla_step.plan import LayerPlan, plan_layer_step
 from gla_triton_kernels.recurrent_gla_step.step import advance, step_arguments, token_strides
 from gla_triton_kernels.runtime.architecture import gpu_of_call

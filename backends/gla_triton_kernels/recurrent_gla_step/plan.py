@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gla_core.dispatch.backend import OpCall, ceil_div
+from gla_core.dispatch.backend import OpCall
+from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.runtime.architecture import Gpu
 from gla_triton_kernels.runtime.sizes import power_of_two
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime.driver import driver
 
-from gla_core.dispatch.backend import ceil_div
+from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.runtime.architecture import interpreted
 from gla_triton_kernels.runtime.graph import Graph
 from gla_triton_kernels.runtime.launch import Launch, current_device

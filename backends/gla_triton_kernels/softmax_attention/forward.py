@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gla_core.dispatch.backend import ceil_div
+from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.runtime.launch import Launch, strides_of
 from gla_triton_kernels.runtime.tf32 import nearest_tf32
 from gla_triton_kernels.runtime.tma import tiles

@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gla_core.dispatch.backend import ceil_div
+from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles
 from gla_triton_kernels.softmax_attention.plan import Plan

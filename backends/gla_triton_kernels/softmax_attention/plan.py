@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gla_core.dispatch.backend import OpCall, Reason, ceil_div
+from gla_core.dispatch.backend import OpCall, Reason
+from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.runtime.architecture import Gpu, gpu_of_call
 from gla_triton_kernels.runtime.sizes import power_of_two
 from gla_triton_kernels.runtime.tma import addressable

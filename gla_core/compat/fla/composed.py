@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gla_core.compat.fla.ops import from_last_to_first, no_more, recurrent
-from gla_core.dispatch.backend import wide
+from gla_core.dispatch.tensors import wide
 
 Pair = tuple[Tensor | None, Tensor | None]
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from gla_core.compat.fla.ops import chunk_gla, layout, no_more, recurrent
-from gla_core.dispatch.backend import wide
+from gla_core.dispatch.tensors import wide
 
 Normalized = tuple[Tensor | None, Tensor | None]
 """The state of normalized linear attention: [N, H, K, V], and the sum of the keys [N, 1, H, K]."""

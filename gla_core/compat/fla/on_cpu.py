@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gla_core.dispatch.backend import wide
+from gla_core.dispatch.tensors import wide
 from gla_core.nn.activations import ACTIVATIONS
 
 

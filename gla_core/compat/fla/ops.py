@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gla_core.dispatch.backend import wide
+from gla_core.dispatch.tensors import wide
 from gla_core.ops import chunk_gla as _chunk_gla
 from gla_core.ops import recurrent_gla_step as _recurrent_gla_step
 from gla_core.ops.calls import needs_gradient

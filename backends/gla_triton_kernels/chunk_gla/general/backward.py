@@ -62,7 +62,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gla_core.dispatch.backend import CHUNK, ceil_div
+from gla_core.dispatch.backend import CHUNK
+from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunk_gla.kernel import GradientParameters
 from gla_triton_kernels.chunk_gla.shared import partials
 from gla_triton_kernels.chunk_gla.shared.common import (

@@ -26,7 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gla_core.dispatch.backend import CHUNK, ceil_div
+from gla_core.dispatch.backend import CHUNK
+from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunk_gla.general.backward import (
     decays_of_chunk,
     gate_gradients,

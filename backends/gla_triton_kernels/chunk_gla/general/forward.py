@@ -51,7 +51,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gla_core.dispatch.backend import ceil_div
+from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunk_gla.kernel import ForwardPlan
 from gla_triton_kernels.chunk_gla.shared.common import (
     OPERANDS,

@@ -35,7 +35,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gla_core.dispatch.backend import ceil_div
+from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunk_gla.kernel import SegmentPlan
 from gla_triton_kernels.chunk_gla.shared.common import (
     OPERANDS,

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from gla_core.dispatch.backend import ceil_div
+from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunk_gla.kernel import SegmentPlan
 from gla_triton_kernels.chunk_gla.shared.common import in_state, segment_at
 from gla_triton_kernels.chunk_gla.shared.segments import Recurrence, Segments, cut_of, state_strides

@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gla_core.dispatch.backend import ceil_div, swapped
+from gla_core.dispatch.tensors import ceil_div, swapped
 from gla_triton_kernels.chunk_gla.cutting import most_segments
 from gla_triton_kernels.chunk_gla.shared.padding import BLOCK, ROWS, clear_rows
 from gla_triton_kernels.chunk_gla.shared.slots import Slots, find_slots, slot_arguments

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gla_core.dispatch.backend import ceil_div
+from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunk_gla.seen import seen_shape
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.sizes import power_of_two

@@ -55,7 +55,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gla_core.dispatch.backend import CHUNK, ceil_div
+from gla_core.dispatch.backend import CHUNK
+from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunk_gla.kernel import GradientParameters
 from gla_triton_kernels.chunk_gla.shared import partials
 from gla_triton_kernels.chunk_gla.shared.limits import LEAST_GATE, LOG2E

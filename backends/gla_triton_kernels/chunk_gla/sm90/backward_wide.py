@@ -40,7 +40,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gla_core.dispatch.backend import CHUNK, ceil_div
+from gla_core.dispatch.backend import CHUNK
+from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunk_gla.kernel import GradientParameters
 from gla_triton_kernels.chunk_gla.shared.segments import Segments, cut
 from gla_triton_kernels.chunk_gla.sm90 import pairs

@@ -45,7 +45,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from gla_core.dispatch.backend import ceil_div
+from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunk_gla.kernel import ForwardPlan
 from gla_triton_kernels.chunk_gla.shared.limits import MILD_DECAY_HALF, MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.shared.segments import Segments, lengths_of, state_strides

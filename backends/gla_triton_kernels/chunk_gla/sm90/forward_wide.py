@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gla_core.dispatch.backend import ceil_div
+from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunk_gla.kernel import ForwardPlan
 from gla_triton_kernels.chunk_gla.shared.limits import MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.shared.segments import Segments, cut, lengths_of, state_strides

@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gla_core.dispatch.backend import CHUNK, ceil_div
+from gla_core.dispatch.backend import CHUNK
+from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunk_gla.shared.segments import Recurrence
 from gla_triton_kernels.chunk_gla.tensors import BackwardTensors, Tensors
 from gla_triton_kernels.runtime.launch import Launch, strides_of

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gla_core.dispatch.backend import CHUNK, GATES, Constants, OpCall, Reason, ceil_div
+from gla_core.dispatch.backend import CHUNK, GATES, Constants, OpCall, Reason
+from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels import MAX_WIDTH
 from gla_triton_kernels.chunk_gla.cutting import most_segments
 from gla_triton_kernels.chunk_gla.kernel import (

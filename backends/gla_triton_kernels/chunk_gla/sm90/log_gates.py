@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from gla_core.dispatch.backend import ceil_div
+from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunk_gla.sm90.common import log_gates
 from gla_triton_kernels.runtime.launch import Launch, strides_of
 

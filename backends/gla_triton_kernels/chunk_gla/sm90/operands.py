@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from gla_core.dispatch.backend import ceil_div
+from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunk_gla.sm90.common import divisible_unit_of, largest, unit_of
 from gla_triton_kernels.runtime.launch import Launch
 

@@ -48,7 +48,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from gla_core.dispatch.backend import CHUNK, ceil_div
+from gla_core.dispatch.backend import CHUNK
+from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunk_gla.shared.limits import LEAST_GATE, LEAST_NORMAL, LOG2E
 from gla_triton_kernels.chunk_gla.sm90.common import (
     largest,

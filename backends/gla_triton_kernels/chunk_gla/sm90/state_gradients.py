@@ -32,7 +32,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gla_core.dispatch.backend import CHUNK, ceil_div
+from gla_core.dispatch.backend import CHUNK
+from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunk_gla.kernel import GradientParameters
 from gla_triton_kernels.chunk_gla.shared.limits import LOG2E, MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.shared.segments import Segments, lengths_of, state_strides

@@ -55,7 +55,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gla_core.dispatch.backend import ceil_div
+from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunk_gla.kernel import SegmentPlan
 from gla_triton_kernels.chunk_gla.shared.limits import LEAST_GATE, LOG2E
 from gla_triton_kernels.chunk_gla.shared.segments import Recurrence, Segments, lengths_of

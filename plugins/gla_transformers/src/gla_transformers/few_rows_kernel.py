@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from gla_core.dispatch.backend import ceil_div
+from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.runtime.architecture import gpu_of
 from gla_triton_kernels.runtime.launch import Launch, overlapping
 from gla_triton_kernels.runtime.prepared import Launches

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gla_core.dispatch.backend import ceil_div
+from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.runtime.architecture import gpu_of
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.prepared import Launches

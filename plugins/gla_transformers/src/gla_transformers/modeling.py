@@ -26,7 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple, logging
 
-from gla_core.dispatch.backend import wide
+from gla_core.dispatch.tensors import wide
 from gla_core.nn import HGRN2, GatedLinearAttention
 from gla_core.nn.merged import Merging, added, products
 from gla_core.nn.recompute import not_kept, recomputed

@@ -1,0 +1,71 @@
+"""Helpers that ops and backends share: wide dtypes, gates from logits, and memory for states and checkpoints.
+
+B batch   T tokens   N sequences   H key heads   Hv value heads   K, V key and value width   n rows of checkpoints
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of states and sums for inputs of this dtype: float64 for float64, otherwise float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Returns a / b, rounded up; b is positive."""
+    return -(-a // b)
+
+
+def log_gates(g: torch.Tensor, gate_normalizer: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """Returns log gates in `dtype`: g itself, or log sigma(g) / gate_normalizer if g holds logits."""
+    g = g.to(dtype)
+    return g if gate_normalizer is None else torch.nn.functional.logsigmoid(g) / gate_normalizer
+
+
+def gradient_of_logits(dg: torch.Tensor, g: torch.Tensor, gate_normalizer: int | None) -> torch.Tensor:
+    """Returns the gradient of g from that of the log gates, dg; see `log_gates`.
+
+    It is 0 where dg is 0, because a logit that belongs to no sequence may be NaN.
+    """
+    if gate_normalizer is None:
+        return dg
+    return torch.where(dg == 0, 0, dg * torch.sigmoid(-g.to(dg.dtype)) / gate_normalizer)
+
+
+def number_of_sequences(B: int, cu_seqlens: torch.Tensor | None) -> int:
+    """Returns N: the number of rows of a batch, or of the packed sequences that `cu_seqlens` [N+1] delimits."""
+    return B if cu_seqlens is None else len(cu_seqlens) - 1
+
+
+def swapped(x: torch.Tensor) -> bool:
+    """Returns whether the last two dimensions of a tensor [..., K, V] are swapped in memory: K is contiguous."""
+    return x.ndim > 1 and x.stride(-1) != 1 and x.stride(-2) == 1 and not x.is_contiguous()
+
+
+def new_state(state: torch.Tensor) -> torch.Tensor:
+    """Returns dense memory for the state [P, H, K, V] after a step, with K and V swapped if they are in `state`."""
+    if swapped(state):
+        return torch.empty_like(state.mT, memory_format=torch.contiguous_format).mT
+    return torch.empty_like(state, memory_format=torch.contiguous_format)
+
+
+def checkpoint_rows(T: int, N: int, every: int, packed: bool) -> int:
+    """Returns n, the number of checkpoint rows, one per `every` of T tokens: in a batch row, or N packed sequences."""
+    return N + T // every if packed else ceil_div(T, every)
+
+
+def checkpoint_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of checkpoints for this dtype of q."""
+    return dtype if dtype == torch.bfloat16 else torch.promote_types(dtype, torch.float32)
+
+
+def new_checkpoints(k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None, every: int) -> torch.Tensor:
+    """Returns memory for the checkpoints [B, n, Hv, K, V] of chunk_gla_fwd. For packed sequences it is filled with
+    zeros, because they leave some rows unwritten.
+    """
+    B, T, Hv, V = v.shape
+    N, allocate = number_of_sequences(B, cu_seqlens), v.new_empty if cu_seqlens is None else v.new_zeros
+    n = checkpoint_rows(T, N, every, packed=cu_seqlens is not None)
+    return allocate(B, n, Hv, k.shape[3], V, dtype=checkpoint_dtype(k.dtype))
