@@ -190,7 +190,7 @@ def test_named_results_leave_a_compiled_graph_and_an_exported_program(every):
     class Module(torch.nn.Module):
         def forward(self, q, k, v):
             found = gla.chunk_gla(q, k, v, output_final_state=True, checkpoint_every=every)
-            return found._replace(o=found.o + 1)
+            return type(found)(found.o + 1, *found[1:])
 
     x = gla_inputs(T=70, K=4, V=3, dtype=torch.float64)
     expected = Module()(x.q, x.k, x.v)
