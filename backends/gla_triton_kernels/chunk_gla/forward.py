@@ -258,7 +258,7 @@ def prepare_pool(call: OpCall, plan: Plan, kernels: Sequence[OutputKernel] = KER
         o = v.new_empty(*q.shape[:2], max(q.shape[2], v.shape[2]), v.shape[3]) if out is None else out
         if not plans:
             return o.zero_()  # tokens, if there are any, belong to no sequence
-        write_slots = None if write_slots is read_slots else write_slots  # a replay takes each tensor only once
+        write_slots = None if write_slots is read_slots else write_slots  # a tensor passed twice prevents replays
         if copied:
             q, k, v, g, *_ = with_copies(Tensors(q, k, v, g, None, cu_seqlens, o, None), copied)
         slots = (read_slots, write_slots, has_state, checkpoint_offsets, checkpoint_slots)
