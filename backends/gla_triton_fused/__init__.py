@@ -2,7 +2,7 @@
 
 Sequences stay whole: a program goes through a sequence of a head in chunks, and keeps a block of the state S [K, V] in
 registers. q, k, v and g are read once and o is written once, which is the least possible memory traffic. The chunks of
-a sequence are computed one after another, so many heads and sequences are needed to fill a device.
+a sequence are computed one after another. To fill a device, a call therefore needs many heads and sequences.
 
 The kernels are in gla_triton_kernels, in one folder per op. Triton is imported when an op is first called.
 """

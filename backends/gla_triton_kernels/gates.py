@@ -1,6 +1,8 @@
 """Computes log gates from logits, for kernels of several ops.
 
     g = log sigma(x) / normalizer        dg/dx = sigma(-x) / normalizer
+
+x logits   g log gates, in nats   normalizer a positive integer
 """
 
 from __future__ import annotations
