@@ -2,9 +2,9 @@
 
     A_ts = sum over d of q_td k_sd exp(g_{s+1,d} + .. + g_td)  for s <= t      o_t = scale * sum over s of A_ts v_s
 
-If sequences are cut into segments, the first launches compute the states that enter segments. Then a kernel computes
-the outputs. general/forward.py gives the chunked form. Planning imports no Triton; the functions that describe launches
-import it when they are first called.
+This is the output without an initial state; general/forward.py gives the chunked form. If sequences are cut into
+segments, the first launches compute the states that enter segments. Then a kernel computes the outputs. Planning
+imports no Triton; the functions that describe launches import it when they are first called.
 
 B batch   T tokens   N sequences   H key heads   Hq query heads   Hv value heads   K, V key and value width
 """

@@ -1,6 +1,6 @@
 """Predicts the seconds of a kernel that goes through segments or whole sequences; ../cost.py has the formula of a call.
 
-    seconds = launch + max(waves of blocks * (start of a block + steps of a block * step), bytes / bandwidth)
+    seconds = launch + max(step * waves of blocks * time of a block on an H200, bytes / bandwidth)
 
 Constants of a device, in seconds unless their line says otherwise:
 

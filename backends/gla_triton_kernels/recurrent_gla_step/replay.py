@@ -20,7 +20,7 @@ The grid has one program per sequence, value head and BV values. Several program
 writes it into the ring.
 
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635). The
-rings are those of ReplaySSM; see gla_core/ops/recurrent_gla_replay.py.
+rings come from ReplaySSM; see gla_core/ops/recurrent_gla_replay.py.
 """
 
 # pyright: reportGeneralTypeIssues=false

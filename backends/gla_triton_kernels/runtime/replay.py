@@ -141,7 +141,7 @@ class _Prepared:
 
 @functools.cache
 def graphs_are_on() -> bool:
-    """Returns whether launches that are made repeatedly become a CUDA graph; GLA_GRAPHS=0 turns that off."""
+    """Returns whether launches that are made repeatedly become a CUDA graph; GLA_GRAPHS=0 turns graphs off."""
     return os.environ.get("GLA_GRAPHS", "").strip().lower() not in ("0", "false", "no", "off")
 
 
@@ -279,7 +279,7 @@ def record(tensors: Sequence[Tensor | None], launches: Sequence[Launch]) -> Reco
 
 
 class _Arguments(NamedTuple):
-    """The arguments of a launch, in the order of the kernel's parameters: tensors first, then floats, then the rest.
+    """The arguments of a launch, in the order of the kernel's parameters: tensors, floats, and all others.
 
     Attributes:
         tensors: tensors, descriptors of tensors, and None.

@@ -111,8 +111,7 @@ class Segments:
 def state_strides(prefix: str, x: Tensor | None) -> dict[str, int | None]:
     """Returns the strides of states x [N, Hv, K, V] as arguments of a kernel; their names begin with `prefix`.
 
-    The stride of the contiguous axis is None: that of values, or that of keys if keys are contiguous. If x is None, the
-    strides are 0 and None.
+    The stride of the contiguous axis, values or keys, is None. If x is None, the strides are 0 and None.
     """
     n, h, k, v = (0, 0, 0, 0) if x is None else x.stride()
     k, v = (None, v) if x is not None and swapped(x) else (k, None)

@@ -39,11 +39,11 @@ warps of a block are specialised. They communicate over barriers in shared memor
 
     load       one warp: copies q, k, v, do, g and S of the next chunks to shared memory by TMA
     gate       a warpgroup: sums g and replaces q, k by qg, kg in shared memory, while the gradient warps process
-               earlier chunks
-    gradient   PARTS warpgroups: each holds the rows of dS of its 64 keys in registers, and computes dq, dk and dg of
-               these keys. dv is a sum over all keys: after all warpgroups have written P, each of them computes some
-               halves of dv. If there are two warpgroups, the first computes dA and the second A^T. They exchange these
-               through the tiles of S.
+               previous chunks; then writes dg from w and the anchor
+    gradient   PARTS warpgroups: each holds the rows of dS of its 64 keys in registers, and computes dq, dk, w and the
+               anchor of these keys. dv is a sum over all keys: after all warpgroups have written P, each of them
+               computes some halves of dv. If there are two warpgroups, the first computes dA and the second A^T. They
+               exchange these through the tiles of S.
 
 If a block has 64 keys and 64 values, two blocks share a multiprocessor. Such a block has no load warp, which leaves
 more registers to the other warps: the gate warpgroup starts the copies of q, k and g, and the gradient warpgroup starts
