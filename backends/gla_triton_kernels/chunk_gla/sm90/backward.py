@@ -478,6 +478,7 @@ def _chunk(
     Args:
         dS: a tuple of HALVES matrices [D, D], keys by values.
         waiting: [D], a factor of each key of dS that has not been applied yet.
+        factors: the factor of q (`of_queries`) and the factor of all gradients (`outer`); see `factors_of`.
         units: the units of the tiles of S, q, k, v and do; see half.py.
         loads: the arguments of `_load_values` if there is no load warp and this warpgroup copies v, do and S.
         place: the number of the chunk counted from the last one, the number of chunks, the slot, the rows of the chunk,

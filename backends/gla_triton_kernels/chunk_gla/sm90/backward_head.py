@@ -298,7 +298,7 @@ def _units_of(units, c):
 
 @gluon.jit
 def _score_warps(given, scale, PARTS: gl.constexpr, HALVES: gl.constexpr, HAS_GATE: gl.constexpr, PACKED: gl.constexpr):
-    """Computes A^T, dA^T, scale * exp(b) do, the sums of their products for dg, and dv of each chunk."""
+    """Computes A^T, dA^T, scale * exp(b) do, the sums of A * (do v^T) for dg, and dv of each chunk."""
     tiles, barriers, outputs, units, place, sizes = given
     q_tiles, k_tiles, v_tiles, do_tiles, p_tiles, eo_tiles, da_tile, sums, dots, p_units, o_units = tiles
     dtype: gl.constexpr = q_tiles.dtype
