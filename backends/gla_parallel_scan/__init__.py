@@ -1,15 +1,16 @@
-"""Computes all segments of sequences at once: builds their states, scans the states, and computes outputs from them.
+"""Computes the segments of sequences in parallel: computes their states, scans the states, and computes the outputs.
 
-With g_t the log gates of a segment of tokens 1 to L,
+Let a segment have the tokens 1 to L, with log gates g_t.
 
     (1)  D = exp(sum over t of g_t)        S = sum over s of (k_s * exp(sum over t > s of g_t))^T v_s
     (2)  running = initial state; then for the segments i of a sequence in order:
              running, S_i = diag(D_i) running + S_i, running
     (3)  the outputs of every segment, from the state S_i that enters it
 
-(1) builds the state of every segment from zero and its decay, in memory, (2) scans them in place, and (3) is one pass
-over every segment. Sequences that fill the device stay whole, and only (3) is computed. If some rows of a batch fill
-the device and a few are left over, only those few are cut.
+(1) computes the decay of each segment and its state from a zero initial state, and writes them to memory. (2) scans
+the states in place. (3) is one pass over each segment. If there are enough sequences to fill the device, they stay
+whole, and only (3) is computed. If some rows of a batch fill the device and a few remain, only the remaining rows are
+cut.
 
 The Triton kernels are in gla_triton_kernels, in one folder per op. `pytorch` has the same algorithm for a CPU. Triton
 is imported when an op is first called with tensors on a GPU.
@@ -101,7 +102,7 @@ def gla_register_backends() -> list[Backend]:
                 ),
             },
             capabilities=capabilities,
-            # On a CPU a summary has no second pass that a scan would save, so the reference computes it.
+            # A summary on a CPU has no second pass that a scan could save, so the reference computes it.
             op_capabilities={"chunk_gla_bwd": by_triton_alone, "chunk_gla_summary": by_triton_alone},
             supports=_supports,
             cost=CostModel(predicted_seconds, shipped_constants("gla_parallel_scan"), kernels=kernels.COMMON),

@@ -1,4 +1,4 @@
-"""The reference backend: every abstract op in pure PyTorch, on any device, written to be read beside the equations."""
+"""The reference backend: every abstract op in pure PyTorch, on any device, to be read together with the equations."""
 
 from __future__ import annotations
 

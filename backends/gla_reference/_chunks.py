@@ -1,11 +1,11 @@
-"""The cut of sequences into chunks of C tokens, and the recurrence that carries a state from chunk to chunk.
+"""Cuts sequences into chunks of C tokens, and carries a state from chunk to chunk.
 
 Both layouts turn [B, T, H, ...] into [R, H, n, C, ...], where each of the R rows has n consecutive chunks:
 
     Dense   R = B, one sequence per row, padded at its end to a multiple of C
     Packed  R = 1, the chunks of all sequences in order; each sequence begins a new chunk
 
-The host reads no values of tensors here, so a packed batch does not make it wait for a device.
+The host reads no values of tensors here, so it does not wait for a device, even if sequences are packed.
 
 B batch   T tokens   H value heads   N sequences   C chunk length   K, V key and value width
 """
@@ -75,7 +75,7 @@ class Dense:
 
 
 class Packed:
-    """The layout with all sequences in one row of T // C + N chunks, the most that they use.
+    """The layout with all sequences in one row of T // C + N chunks, an upper bound on the chunks of N sequences.
 
     Unused chunks belong to sequence N.
     """
@@ -125,7 +125,7 @@ class Packed:
         return entering, leaving[: self.N]
 
     def checkpoints(self, entering: Tensor, L: int) -> Tensor:
-        """Computes `Dense.checkpoints` in N + T // L rows, see gla_core/ops/chunk_gla.py; unused rows are 0."""
+        """Computes `Dense.checkpoints`, in N + T // L rows; see gla_core/ops/chunk_gla.py. Unused rows are 0."""
         rows = self._checkpoint_rows(L)
         found = entering.new_zeros(1, self.N + self.T // L + 1, *entering.shape[1:2], *entering.shape[3:])
         found[:, rows] = entering.transpose(1, 2)  # states that are not checkpoints go to the last row

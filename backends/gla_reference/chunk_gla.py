@@ -1,20 +1,21 @@
-"""Gated linear attention in chunks: matrix products inside a chunk, a loop over chunks that carries the state.
+"""Gated linear attention in chunks: matrix products inside a chunk, and a loop over chunks that carries the state.
 
-Per head, with b_t the sum of log gates g from the chunk's start through t, and S the state entering the chunk:
+For a head and a chunk, let b_t be the sum of the log gates g of the chunk through token t, S the state that enters the
+chunk, and S' the state that leaves it. Then
 
     A_ts = scale * sum_d q_td k_sd exp(b_td - b_sd)   for s <= t, else 0
     o    = (scale * q * exp b) S + A v
     S'   = diag(exp b_C) S + (k * exp(b_C - b))^T v
 
-exp(b_t - b_s) is the product of the gates alpha = exp g after s through t. A quotient of exponentials would overflow,
-and would be 0/0 after a gate of 0. So no division is used. Instead, the chunk is halved repeatedly, and for s in the
-left half and t in the right half of the same block
+exp(b_t - b_s) is the product of the gates alpha = exp g after s through t. A quotient exp(b_t) / exp(b_s) would
+overflow, and would be 0/0 after a gate of 0. So no division is used. Instead, the chunk is halved repeatedly. For s in
+the left half and t in the right half of the same block,
 
     product of gates after s through t  =  (after s to the end of the left half) * (start of the right half through t)
 
-Both factors lie in [0, 1], so any gate down to exp(-inf) = 0 is exact, and each block of A is one matrix product.
-Every pair s < t occurs at exactly one of the log2(C) levels; s = t has no gate. For the whole chunk the same products
-are exp(b_C - b_s) and exp b_t, which the state needs.
+Both factors lie in [0, 1], so gates down to exp(-inf) = 0 need no special case, and each block of A is one matrix
+product. Every pair s < t occurs at exactly one of the log2(C) levels; a pair s = t has no gate. For the whole chunk,
+the same products are exp(b_C - b_s) and exp b_t, which the state needs.
 
 The gradient of g_j sums over all pairs s < j <= t. A pair contributes its share of q_t * dq_t, or of k_s * dk_s. These
 shares are summed from the outer end of the block to token j. No large sums are subtracted, so the gradient is exactly 0
@@ -209,9 +210,9 @@ def _scores(A: Tensor, L: int) -> Tensor:
 
 
 def _add_query_gradient(dq: Tensor, dg: Tensor, d: Tensor, q: Tensor, decay: Tensor) -> None:
-    """Adds the contribution of d, the gradient of the decayed rows q, to dq [.., L, G, K] and dg [.., L, K].
+    """Adds the contribution of d [.., L*G, K], the gradient of decayed rows q, to dq [.., L, G, K] and dg [.., L, D].
 
-    d is [.., L*G, K]. A gate at or before t decays row t, so dg sums from each gate to the end of the block.
+    A gate at or before token t decays row t, so dg sums from each gate to the end of the block.
     """
     d, q = d.view_as(dq), q.view_as(dq)
     dq += d * decay[..., None, :]
@@ -219,9 +220,9 @@ def _add_query_gradient(dq: Tensor, dg: Tensor, d: Tensor, q: Tensor, decay: Ten
 
 
 def _add_key_gradient(dk: Tensor, dg: Tensor, d: Tensor, k: Tensor, decay: Tensor) -> None:
-    """Adds the contribution of d [.., L, K], the gradient of the decayed rows k, to dk and dg [.., L, K].
+    """Adds the contribution of d [.., L, K], the gradient of decayed rows k, to dk [.., L, K] and dg [.., L, D].
 
-    A gate after s decays row s, so dg sums from the start of the block to the token before each gate.
+    A gate after token s decays row s, so dg sums from the start of the block to the token before each gate.
     """
     dk += d * decay
     dg[..., 1:, :] += _of_gates(d * k, dg)[..., :-1, :].cumsum(-2)

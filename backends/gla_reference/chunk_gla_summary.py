@@ -1,8 +1,6 @@
-"""Computes the decay and the state from zero of sequences in chunks, forwards or backwards in time.
+"""Computes the decay of sequences and their states from a zero state, in chunks, forwards or backwards in time.
 
-No outputs or scores are computed.
-
-With products of gates within a chunk of C tokens, all in [0, 1], as in chunk_gla.py:
+It computes no outputs and no scores. For a chunk of C tokens with gates alpha = exp g in [0, 1], as in chunk_gla.py,
 
     update = sum over t of (left_t * w_t)^T right_t    w_t = prod(alpha_j : j > t), or backwards prod(alpha_j : j <= t)
     S <- diag(decay of the chunk) S + update        from the first chunk to the last, or backwards from the last

@@ -1,13 +1,13 @@
-"""Predicts the seconds of the reference: the host issues small operations one by one, and each passes over memory.
+"""Predicts the seconds of the reference: the host issues small operations one by one, and each moves memory.
 
     host = call + step * steps        steps: iterations of the op's loop over chunks, tiles of columns or blocks of keys
     work = elements / rate            elements: number of elements that the operations touch, in proportion
     seconds = host + work + pages     on a CPU
     seconds = max(host, work + kernels * host)        on a GPU
 
-pages = temporary bytes beyond `KEPT` / page_rate: these bytes do not fit into the cache, and the C library may return
-them to the system, which then maps them again page by page. kernels is the fraction of the host's time that remains
-between the starts of two small kernels on the device; in a CUDA graph only this fraction and the work remain.
+pages is (temporary bytes beyond `KEPT`) / page_rate. These bytes do not fit into the cache, and the C library may
+return them to the system, which then maps them again page by page. kernels is the time between the starts of two small
+kernels on the device, as a fraction of the time of the host. In a CUDA graph, only this fraction and the work remain.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gla_core.dispatch.tensors import ceil_div
 CHUNK, TILE, KEY_BLOCK = 64, 1024, 256
 """The sizes CHUNK of chunk_gla.py, TILE of online_softmax.py and KEY_BLOCK of softmax_attention.py."""
 KEPT = 2**25
-"""The most temporary bytes that add no time: caches hold them, and glibc keeps them when they are freed."""
+"""The number of temporary bytes up to which they add no time: caches hold them, and glibc keeps them when freed."""
 HALVING = 8
 """The number of iterations of the loop over chunks that issue as many operations as one halving of the chunks."""
 

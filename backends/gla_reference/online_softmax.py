@@ -1,4 +1,4 @@
-"""Softmax over tiles of columns, with a running maximum m and a running sum z of exponentials.
+"""Computes softmax over tiles of columns, with a running maximum m and a running sum z of exponentials.
 
     m' = max(m, m_tile)        z' = exp(m - m') z + exp(m_tile - m') z_tile        y = exp(x - m) / z
 
@@ -35,5 +35,5 @@ def online_softmax(x: Tensor, dim: int) -> Tensor:
 
 
 def finite(m: Tensor) -> Tensor:
-    """Returns a maximum that can be subtracted: 0 in place of -inf, as exp(-inf - 0) = 0 and exp(-inf + inf) is NaN."""
+    """Returns m with 0 in place of -inf, so that it can be subtracted; exp(-inf - 0) = 0, exp(-inf + inf) is NaN."""
     return torch.where(m.isneginf(), 0, m)

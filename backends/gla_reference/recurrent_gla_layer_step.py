@@ -1,7 +1,7 @@
-"""One token of gated linear attention, with the norm and the output gate of a layer.
+"""Computes one token of gated linear attention, with the norm and the output gate of a layer.
 
-`recurrent_gla_step` runs in place, and PyTorch normalizes its o; `through_layer_step` in
-gla_core/dispatch/composed/layer_step.py has the equations.
+`recurrent_gla_step` runs in place, and PyTorch normalizes its output. `through_layer_step` in
+gla_core/dispatch/composed/layer_step.py gives the equations.
 
 Sources: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635); Zhang
 and Sennrich, "Root Mean Square Layer Normalization" (arXiv 1910.07467).

@@ -1,4 +1,4 @@
-"""One token of gated linear attention.
+"""Computes one token of gated linear attention.
 
     S' = diag(alpha) S + k^T v        o = scale * q S'
 

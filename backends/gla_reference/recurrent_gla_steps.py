@@ -1,7 +1,7 @@
-"""Up to eight tokens of each sequence, with states in a pool.
+"""Computes up to eight tokens of each sequence, with states in a pool.
 
 The states are copied out of the pool, `recurrent_gla_step` runs once for each token, and each new state is copied into
-the pool; `through_steps` in gla_core/dispatch/composed/steps.py has the loop.
+the pool. `through_steps` in gla_core/dispatch/composed/steps.py holds the loop.
 
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
 """

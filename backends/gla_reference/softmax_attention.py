@@ -1,4 +1,4 @@
-"""Softmax attention over blocks of keys, with a running maximum m, sum z and unnormalised output o.
+"""Computes softmax attention over blocks of keys, with a running maximum m, sum z and unnormalised output o.
 
     s = scale * q k_j^T        m' = max(m, rowmax s)
     z' = exp(m - m') z + rowsum exp(s - m')        o' = exp(m - m') o + exp(s - m') v_j
@@ -29,7 +29,7 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: boo
     m = torch.full_like(qs[..., :1], -torch.inf)  # [B, H, G, Tq, 1]
     z = torch.zeros_like(m)
     o = torch.zeros(*m.shape[:-1], v.shape[-1], dtype=dtype, device=v.device)  # [B, H, G, Tq, V]
-    last_key = torch.arange(Tq, device=q.device)[:, None] + Tk - Tq  # [Tq, 1], the last key a causal query sees
+    last_key = torch.arange(Tq, device=q.device)[:, None] + Tk - Tq  # [Tq, 1], the last key of a causal query
     for start in range(0, Tk, KEY_BLOCK):
         keys = slice(start, min(start + KEY_BLOCK, Tk))
         s = einsum(qs, k[:, keys].to(dtype), "b h g i k, b j h k -> b h g i j")

@@ -1,8 +1,8 @@
 """Triton kernels that make one pass over their inputs and keep the state on chip.
 
-Sequences stay whole: a block of values of a head goes through its sequence in chunks, and carries the state S [K, V] in
-registers. q, k, v and g are read once and o is written once, which is the least that memory has to move. The chunks of
-a sequence are computed one after another, and filling a device requires many heads and sequences.
+Sequences stay whole: a program goes through a sequence of a head in chunks, and keeps a block of the state S [K, V] in
+registers. q, k, v and g are read once and o is written once, which is the least possible memory traffic. The chunks of
+a sequence are computed one after another. To fill a device, a call therefore needs many heads and sequences.
 
 The kernels are in gla_triton_kernels, in one folder per op. Triton is imported when an op is first called.
 """

@@ -1,6 +1,6 @@
-"""Holds the Triton kernels of the backends `gla_triton_fused` and `gla_parallel_scan`; it is no backend itself.
+"""The Triton kernels of the backends `gla_triton_fused` and `gla_parallel_scan`. The package is not a backend itself.
 
-Each op has a package. Its plans decide which kernel a call takes, and its `cost.py` predicts the time; neither imports
+Each op has a package. Its plans decide which kernel a call takes, and its `cost.py` predicts the time. Neither imports
 Triton. The other files hold the kernels, which are imported when a call is prepared. In `chunk_gla`, each generation of
 GPU has a folder.
 """
@@ -16,10 +16,11 @@ from gla_core.dispatch.backend import OpCall, Reason
 from gla_triton_kernels.runtime.architecture import interpreted
 
 MAX_WIDTH = 512
-"""The greatest K or V of a head whose state the kernels can keep on chip."""
+"""The largest K or V of a head whose state the kernels can keep on chip."""
 
 MAX_LENGTH = 3 * 2**29
-"""The most tokens of a sequence, or columns of a softmax. Both are counted in 32 bits, and tiles reach past the end."""
+"""The maximum number of tokens of a sequence, or columns of a softmax. Kernels count both in 32 bits, and tiles reach
+past the end."""
 
 _OPS = (
     "chunk_gla_fwd",
@@ -32,16 +33,16 @@ _OPS = (
     "recurrent_gla_replay",
 )
 COMMON: Mapping[str, str] = dict.fromkeys(_OPS, __name__)
-"""The ops for which both backends run the same kernels, on whole sequences or on segments. `CostModel`s use it."""
+"""The ops for which both backends run the same kernels, on whole sequences or on segments, for `CostModel`s."""
 
 
 def dtypes() -> frozenset[torch.dtype]:
-    """Returns the dtypes that the kernels compute here. Triton's interpreter multiplies bfloat16 matrices wrongly."""
+    """Returns the dtypes that the kernels compute here. Triton's interpreter computes wrong products of bfloat16."""
     return frozenset({torch.float32, torch.float16} | (set() if interpreted() else {torch.bfloat16}))
 
 
 def refusal(call: OpCall) -> Reason | None:
-    """Returns why the kernels cannot compute a call here, or None."""
+    """Returns the reason why the kernels cannot compute a call here, or None."""
     if importlib.util.find_spec("triton") is None:
         return "needs the package triton: pip install triton"
     for name in ("T", "Tq", "Tk", "columns"):

@@ -1,7 +1,7 @@
 """Predicts the seconds of the kernels that more than one backend launches.
 
-Blocks queue for the multiprocessors and therefore run in waves. A block takes its steps one after another, and no
-kernel is faster than memory:
+Blocks wait for free multiprocessors and therefore run in waves. A block takes its steps one after another, and memory
+limits every kernel:
 
     seconds = launch + max(waves * (start + steps * step), bytes / bandwidth)
 
@@ -9,7 +9,8 @@ While the device works, the host prepares the next call. In a CUDA graph, the ho
 
     seconds of a call = max(device, host + device / 100)        in a CUDA graph: device
 
-The hundredth of the device time ranks calls that wait for the host: the call with less device time is preferred.
+The hundredth of the device time ranks calls whose time is the time of the host: the call with less device time is
+preferred.
 
 The constants of an op are named beside its formula.
 """

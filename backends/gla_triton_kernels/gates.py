@@ -1,6 +1,8 @@
-"""Log gates from logits, for kernels of several ops.
+"""Computes log gates from logits, for kernels of several ops.
 
-g = log sigma(x) / normalizer        dg/dx = sigma(-x) / normalizer
+    g = log sigma(x) / normalizer        dg/dx = sigma(-x) / normalizer
+
+x logits   g log gates, in nats   normalizer a positive integer
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import triton.language as tl
 def log_gates(x, NORMALIZER: tl.constexpr):
     """Returns log gates in float32: x itself, or log sigma(x) / NORMALIZER if NORMALIZER is given and x holds logits.
 
-    log sigma(x) = min(x, 0) - log(1 + e) with e = exp(-|x|). A series replaces the logarithm of numbers near 1.
+    log sigma(x) = min(x, 0) - log(1 + e) with e = exp(-|x|). For small e, a series replaces the logarithm, which would
+    lose precision near 1.
     """
     x = x.to(tl.float32)
     if NORMALIZER is None:

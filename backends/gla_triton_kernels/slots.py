@@ -1,4 +1,7 @@
-"""Slots of a pool of states, for kernels of several ops; P is the number of slots, and PAD one that is never used."""
+"""Functions for slots of a pool of states, for kernels of several ops.
+
+P slots of the pool   PAD the slot that is never used
+"""
 
 # pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
@@ -15,5 +18,5 @@ def is_slot(p, P, PAD):
 
 @triton.jit
 def slot_or_none(p, P, PAD):
-    """Returns p where it is a slot that may be read and written, and -1 elsewhere, int32."""
+    """Returns p if it is a slot that may be read and written, else -1; int32."""
     return tl.where(is_slot(p, P, PAD), p, -1).to(tl.int32)

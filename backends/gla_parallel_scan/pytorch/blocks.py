@@ -1,4 +1,4 @@
-"""Blocks of heads and sequences that stay in the cache while they are computed."""
+"""Divides heads and sequences into blocks that stay in the cache while they are computed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ def blocks(B: int, H: int, numbers: int, most: int) -> Iterator[tuple[slice, sli
     """Yields the ranges of a batch and of its heads that form blocks of about `most` elements, of about equal size.
 
     Args:
-        B: size of the batch. H: number of heads. numbers: number of elements of one head of one sequence.
-        most: approximate upper limit on the number of elements of a block.
+        B: size of the batch.
+        H: number of heads.
+        numbers: number of elements of one head of one sequence.
+        most: approximate maximum number of elements of a block.
     """
     rows, heads = block(B, H, numbers, most)
     for b in range(0, B, rows):

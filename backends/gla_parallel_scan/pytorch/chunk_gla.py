@@ -1,11 +1,11 @@
-"""Gated linear attention in segments: all segments at once, joined by a scan that takes a logarithmic number of steps.
+"""Gated linear attention in parallel segments, joined by a scan that takes a logarithmic number of steps.
 
 Per head, with S the state that enters a segment of C tokens, alpha = exp g, and t and s counted within the segment:
 
     A_ts = sum_d q_td k_sd prod(alpha_j : s < j <= t)             for s <= t, else 0
     qg_t = q_t prod(alpha_j : j <= t)                             decayed from the start of the segment
     kg_s = k_s prod(alpha_j : j > s)                              decayed to its end
-    1.  state of each segment from zero and its decay             kg^T v and D = prod alpha
+    1.  state of a segment from a zero state, and its decay       kg^T v and D = prod alpha
     2.  states that enter the segments, by a scan (scan.py)       (D2, S2) after (D1, S1) = (D1 * D2, diag(D2) S1 + S2)
     3.  outputs                                                   o = scale * (qg S + A v)
 
@@ -35,7 +35,8 @@ from gla_parallel_scan.pytorch.segments import Segments, dense, packed
 
 SEGMENT = 64
 BLOCK = 2**18
-"""The most elements of a tensor that is computed at once: a block of heads and sequences stays in cache."""
+"""The maximum number of elements of a tensor that is computed at once, so that a block of heads and sequences stays in
+the cache."""
 
 
 def chunk_gla_fwd(

@@ -2,8 +2,8 @@
 
     seconds = call + step * steps + elements / rate
 
-Here steps is the number of steps of loops and scans, and elements is the number of elements that are read or written.
-Constants: call and step, the seconds of the operations that start a call and a step; rate, elements per second.
+steps is the number of steps of loops and scans, and elements is the number of elements that are read or written. The
+constants are call, the seconds to start a call; step, the seconds to start a step; and rate, in elements per second.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Softmax of rows in splits: each split gets a maximum m and a sum z of its own, and then the splits are merged.
+"""Computes softmax of rows in splits: a maximum m and a sum z for each split, which are then merged.
 
     y = exp(x - m_p) exp(m_p - m) / z        m = max_p m_p        z = sum_p exp(m_p - m) z_p
 
@@ -52,5 +52,5 @@ def _softmax(x: Tensor) -> Tensor:
 
 
 def finite(m: Tensor) -> Tensor:
-    """Returns a maximum that can be subtracted: 0 in place of -inf, as exp(-inf - 0) = 0 and exp(-inf + inf) is NaN."""
+    """Returns m with 0 in place of -inf, so that it can be subtracted; exp(-inf - 0) = 0, exp(-inf + inf) is NaN."""
     return torch.where(m.isneginf(), 0, m)

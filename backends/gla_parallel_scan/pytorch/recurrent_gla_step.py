@@ -1,4 +1,6 @@
-"""One token of gated linear attention: the associative rule (scan.py) applied to one more segment, of a single token.
+"""Computes one token of gated linear attention.
+
+This is the associative rule of scan.py, applied to one more segment of a single token:
 
     S' = diag(alpha) S + k^T v        o = scale * q S'
 

@@ -1,4 +1,4 @@
-"""The cut of sequences into segments of C tokens, and the slots of the scan that hold the segments' states.
+"""Cuts sequences into segments of C tokens, and assigns slots of a scan to the states of the segments.
 
 Tokens [B, T, H, ...] become [n, R, H, C, ...], with n segments in each of R rows:
 
@@ -32,13 +32,13 @@ class Segments:
         C: number of tokens of a segment.
         n: number of segments of a row.
         tokens: range of the tokens that belong to a sequence.
-        position: position of each of these tokens among the n * C of a row; None if token t has position t.
+        position: position of each of these tokens among the n * C positions of a row; None if token t has position t.
         slots: number of slots.
-        initial, final: the slots of the states that enter and leave the sequences.
-        entering, own: the slots of the states that enter the segments, and of the states that they build from zero.
+        initial, final: the slots of the states that enter sequences, and of the states that leave sequences.
+        entering, own: the slots of the states that enter segments, and of the states of segments from a zero state.
         opens: [slots], whether a slot holds an initial state; None if only the first slot does.
-        place: for packed sequences, three tensors [n]: each segment's sequence, the first token of that sequence, and
-            the number of its segments before this one.
+        place: for packed sequences, three tensors [n]: the sequence of each segment, the first token of this sequence,
+            and the number of its segments before this segment.
     """
 
     C: int
@@ -54,7 +54,7 @@ class Segments:
     place: tuple[Tensor, Tensor, Tensor] | None = None
 
     def cut(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns a copy of x [B, T, H, ...] as [n, R, H, C, ...]; positions without a token hold 0."""
+        """Returns a copy of x [B, T, H, ...] as [n, R, H, C, ...], with 0 at positions without a token."""
         B, T, H, *inner = x.shape
         filled = self.n * self.C == self.tokens.stop - self.tokens.start
         empty = x.new_empty if filled else x.new_zeros
@@ -82,13 +82,15 @@ class Segments:
             torch.mul(rows[:, full, :rest], scale, out=out[:, full * self.C :])
 
     def scan(self, decay: Tensor, update: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Joins the segments: computes the states that enter them from the states that each builds from zero.
+        """Computes the states that enter segments and the states that leave sequences.
+
+        The arguments `decay` and `update` are the decay of each segment and its state from a zero initial state.
 
         Args:
             decay: [n, R, H, D]. update: [n, R, H, K, V]. initial_state: [N, H, K, V].
 
         Returns:
-            The states that enter the segments [n, R, H, K, V], and those that leave the sequences [N, H, K, V].
+            The states that enter segments [n, R, H, K, V], and the states that leave sequences [N, H, K, V].
         """
         decays = decay.new_ones(self.slots, *decay.shape[1:])  # [slots, R, H, D]
         states = update.new_empty(self.slots, *update.shape[1:])  # [slots, R, H, K, V]
@@ -98,10 +100,11 @@ class Segments:
         return states[self.entering], states[self.final].flatten(0, 1)
 
     def keep(self, entering: Tensor, L: int, out: Tensor) -> None:
-        """Writes checkpoints, the states before every L-th token of a sequence, to out [B, rows, H, K, V].
+        """Writes checkpoints to out [B, rows, H, K, V]: the states before tokens 0, L, 2 L .. of each sequence.
 
         Args:
-            entering: [n, R, H, K, V], the states that enter the segments. L: a multiple of C.
+            entering: the states that enter segments, [n, R, H, K, V].
+            L: tokens between checkpoints, a multiple of C.
         """
         every = L // self.C
         if self.place is None:
@@ -120,7 +123,7 @@ def dense(T: int, C: int) -> Segments:
 
 
 def packed(C: int, cu_seqlens: Tensor) -> Segments:
-    """Returns the cut of one row of packed sequences. It reads the number of segments, which costs no wait on a CPU."""
+    """Returns the cut of one row of packed sequences. The host reads the number of segments, which is free on a CPU."""
     starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.long().diff()  # [N], [N]
     tokens = slice(int(cu_seqlens[0]), int(cu_seqlens[-1]))
     segments = (lengths + C - 1) // C  # [N], number of segments of each sequence

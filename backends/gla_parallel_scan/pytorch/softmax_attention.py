@@ -1,4 +1,4 @@
-"""Softmax attention over splits of the keys: each split is computed on its own, and then the splits are merged.
+"""Computes softmax attention over splits of the keys: computes each split independently, and merges the splits.
 
     each split      s = scale * q k^T      m = rowmax s      z = rowsum exp(s - m)      o = exp(s - m) v
     all splits      m' = max m             w = exp(m - m')    z' = sum w z              o' = sum w o / z'
@@ -85,7 +85,7 @@ def _merge(splits: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor]
     largest = m.amax(0)
     w = torch.exp(m - finite(largest))
     z = (w * z).sum(0)
-    return (w * o).sum(0) / z, largest + z.log()  # 0 / 0 = NaN for a row that sees no key
+    return (w * o).sum(0) / z, largest + z.log()  # 0 / 0 = NaN for a row that attends to no key
 
 
 def _heads_first(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,17 +1,17 @@
 """Computes gated linear attention over sequences, and over segments of them.
 
     forward.py backward.py summary.py   the plan of a call, and its launches
-    kernel.py                           a kernel as a value, and plans, which consist of kernels
-    cutting.py                          the length of segments, and whether a cut pays
+    kernel.py                           a kernel as a value, and the plans that consist of kernels
+    cutting.py                          the length of segments, and whether a cut saves time
     seen.py                             the widths and layouts that kernels receive
     price.py cost.py                    predicted seconds of a kernel, and of a call
     tensors.py                          the tensors of a call, by name
-    general/ sm90/                      a folder for each generation of GPU: kernels.py holds the kernels as values, the
-                                        other files hold their code
-    shared/                             kernels and helpers for every generation: segments of packed sequences, the
-                                        scan of states, sums of partial gradients, copies to wider heads
+    general/ sm90/                      kernels for every GPU, and for Hopper: kernels.py holds the kernels as values,
+                                        the other files hold their code
+    shared/                             kernels and helpers for every GPU: segments of packed sequences, the scan of
+                                        states, sums of partial gradients, copies to wider heads
 
-Plans and prices import no Triton. It is imported when a call is prepared.
+Plans and prices import no Triton. The first call that is prepared imports it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Plans a call of chunk_gla_bwd, and describes its launches.
 
-The first launches compute the states that enter chunks, unless checkpoints hold them. If sequences are cut, the next
-launches compute the gradients of the states that leave segments. Then a kernel computes dq, dk, dv and dg. If that
-kernel computes each query head separately, or value heads share a head of q and k, it leaves partial results of the
-gradients that a group shares, and a last launch sums them.
+The first launches compute the states that enter chunks, unless checkpoints hold these states. If sequences are cut, the
+next launches compute the gradients of the states that leave segments. Then a kernel computes dq, dk, dv and dg;
+general/backward.py gives the mathematics. If that kernel computes each query head separately, or value heads share a
+head of q and k, it writes partial results for the heads of a group, and a last launch sums them.
 
 B batch   T tokens   N sequences   H key heads   Hq query heads   Hv value heads   K, V key and value width
 """
@@ -51,7 +51,7 @@ KERNELS: Sequence[GradientKernel] = (
 Plans = list[tuple[OpCall, BackwardPlan]]
 """The plans of the rows of a batch, in order, each with the call of its rows."""
 Plan = Callable[[OpCall, Gpu, Sequence[GradientKernel]], Plans]
-"""Takes a call, a GPU and the kernels to choose from."""
+"""A function that plans a call for a GPU, with the kernels to choose from."""
 
 
 # ---- plans
@@ -67,7 +67,7 @@ def plan_cut(call: OpCall, gpu: Gpu, kernels: Sequence[GradientKernel] = KERNELS
     kernel = first_able(kernels, call, gpu)
     if kernel.by_chunks:
         return plan_whole(call, gpu, kernels)
-    if call.gate_form == "constant":  # all rows add to the gradient of such a gate, so one plan computes them
+    if call.gate_form == "constant":  # all rows add to the gradient of a constant gate, so one plan computes them all
         return [(call, _segments(call, gpu, kernels))]
     return by_rows(
         call,
@@ -80,7 +80,7 @@ def plan_cut(call: OpCall, gpu: Gpu, kernels: Sequence[GradientKernel] = KERNELS
 
 
 def blocks_of(call: OpCall, gpu: Gpu, kernel: GradientKernel, x: GradientParameters) -> tuple[int, int]:
-    """Returns the number of blocks that compute one sequence, and of blocks that the device runs at once."""
+    """Returns the number of blocks that compute one sequence, and the number of blocks that the GPU runs at once."""
     heads = max(call.dims["Hq"], call.dims["Hv"]) if kernel.heads_apart else call.dims["Hv"]
     blocks = heads * ceil_div(call.dims["K"], x.BK) * ceil_div(call.dims["V"], x.BV)
     return blocks, gpu.multiprocessors * (2 if x.BK == x.BV == 64 else 1)
@@ -109,12 +109,12 @@ def _segments(call: OpCall, gpu: Gpu, kernels: Sequence[GradientKernel]) -> Back
 
 
 def _entering(call: OpCall, gpu: Gpu) -> SegmentPlan | None:
-    """Plans the states that enter chunks, as segments of one chunk; returns None if checkpoints hold these states."""
+    """Plans the states that enter chunks, as segments of one chunk. Returns None if checkpoints hold these states."""
     return None if call.scalars.get("checkpoint_every") == CHUNK else states_of_segments(call, gpu, CHUNK, CHUNK)
 
 
 def explained(plan: Plan) -> Callable[[OpCall], list[str]]:
-    """Returns a function that names the kernels of a call, and says why the preferred kernels refuse it."""
+    """Returns a function that names the kernels of a call, and gives the reasons why better kernels refuse the call."""
 
     def lines(call: OpCall) -> list[str]:
         gpu = gpu_of_call(call)
@@ -130,7 +130,7 @@ def explained(plan: Plan) -> Callable[[OpCall], list[str]]:
 
 
 def prepare(call: OpCall, plan: Plan, kernels: Sequence[GradientKernel] = KERNELS) -> Callable[..., tuple]:
-    """Plans a call, compiles its kernels, and returns the function that computes calls like it.
+    """Plans a call, compiles its kernels, and returns the function that computes calls of the same signature.
 
     Raises:
         LaunchError: a kernel does not compile for this device, or does not fit it.
@@ -204,7 +204,7 @@ def _without_unusable_checkpoints(call: OpCall) -> OpCall:
 
 
 def _contiguous_like(x: Tensor) -> Tensor:
-    """Returns new, contiguous memory for the gradient of x; takes longer than torch.empty_like(x)."""
+    """Returns new, contiguous memory for the gradient of x. This takes longer than torch.empty_like(x)."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -225,7 +225,8 @@ def launches(plan: BackwardPlan, x: BackwardTensors, scale: float, normalizer: i
         found += segments.launches
     else:
         states = Recurrence(x.q, x.do, x.g, x.dstate, x.dinitial_state, scale, True, normalizer)
-        # Gradients of 0 for last segments are not written: a call may have many packed sequences, and few that are cut.
+        # Gradients of 0 for last segments are not written, because a call may have many packed sequences of which few
+        # are cut.
         leaving, segments, before = launch_entering(
             plan.leaving, states, Hv, x.cu_seqlens, skip_first=x.last_leave_none
         )

@@ -1,9 +1,9 @@
 """Predicts the seconds of plans of chunk_gla_fwd, chunk_gla_bwd, chunk_gla_pool and chunk_gla_summary.
 
-The price of a plan is the sum of the device seconds of its kernels. Plans compare prices to decide how sequences are
-cut, and `auto` compares the seconds of calls, which add the host's time. price.py holds the formula for a kernel and
-names the constants of a device, ../cost.py holds the formula for a call, and kernels hold the times of their blocks. An
-op has two more constants, in seconds:
+The price of a plan is the sum of the device seconds of its kernels. cutting.py compares prices to decide how sequences
+are cut. `auto` compares the seconds of calls, which also count the time of the host. price.py holds the formula for a
+kernel and names the constants of a device, ../cost.py holds the formula for a call, and kernels hold the times of their
+blocks. An op has two more constants, in seconds:
 
     host, host_launch   host time of a call, and additional host time of each launch
 
@@ -42,7 +42,7 @@ AnyPlan = TypeVar("AnyPlan")  # ForwardPlan, BackwardPlan or SegmentPlan
 Prices = list[float]
 """The device seconds of each kernel of a plan."""
 PriceFunction = Callable[[OpCall, AnyPlan, Constants], Prices]
-"""Takes a call, its plan, and the constants of a device."""
+"""A function that takes a call, its plan, and the constants of a device."""
 
 
 def predictor(
@@ -71,12 +71,12 @@ def _copies(call: OpCall, seen: OpCall, c: Constants) -> Prices:
     size, gate = call.dtype.itemsize, gate_itemsize(call) if call.gate_form in (None, "key") else 0
     copied = [heads * K * each for heads, each in ((Hq, size), (H, size), (Hv, gate)) if seen.dims["K"] != K and each]
     copied += [heads * V * size for heads in (Hv, max(Hq, Hv)) if seen.dims["V"] != V]
-    twice = 2 if call.op == "chunk_gla_bwd" else 1  # tensors, and gradients
+    twice = 2 if call.op == "chunk_gla_bwd" else 1  # a backward copies inputs and gradients
     return twice * [c["launch"] + 2 * B * T * of_token / c["bandwidth"] for of_token in copied]  # read and written
 
 
 def _for_packed(call: OpCall, number: int, c: Constants) -> Prices:
-    """Returns the seconds of short launches that only packed sequences need, such as the layout of their segments."""
+    """Returns the seconds of short launches that only packed sequences need, such as the one that cuts them."""
     return [c["launch"]] * number if call.variable_length else []
 
 
@@ -95,7 +95,7 @@ def forward_prices(call: OpCall, plan: ForwardPlan, c: Constants) -> Prices:
 
 
 def pool_predictor(plan: Callable[[OpCall, Gpu], list[tuple[OpCall, ForwardPlan]]]) -> Callable[..., float]:
-    """Returns the function that predicts the seconds of chunk_gla_pool: those of a forward that begins with states."""
+    """Returns the function that predicts the seconds of chunk_gla_pool, as a forward with initial states."""
 
     def seconds(call: OpCall, c: Constants) -> float:
         planned = plan(forward_of_pool(call), gpu_of_constants(c))
@@ -118,12 +118,12 @@ def _of_gradients(call: OpCall) -> Heads:
 
 
 def _states(call: OpCall, plan: SegmentPlan, heads: Heads, moved: int, ends: bool, c: Constants) -> Prices:
-    """Returns the seconds of the kernels that compute the states of segments; arguments are as in `states_seconds`."""
+    """Returns the seconds of the kernels that compute the states of segments; see `states_seconds`."""
     return states_seconds(call, plan.length, plan.uncut, heads, _states_block(call, plan, heads), moved, ends, c)
 
 
 def _states_block(call: OpCall, plan: SegmentPlan, heads: Heads) -> BlockTime:
-    """Returns the time of a block of states. The states of all Hv heads sum a product for each head of values."""
+    """Returns the time of a block of states. A state sums one product for each head of values that shares it."""
     block = plan.states.time(call, plan.parameters)
     return block._replace(step=block.step * heads.values / max(call.dims["Hv"], 1))
 
@@ -161,10 +161,10 @@ def _gradients(call: OpCall, plan: BackwardPlan, c: Constants) -> Prices:
     summed = [
         c["launch"] + number * (4 * parts + itemsize) / c["bandwidth"] for number, itemsize, parts in found if parts > 1
     ]
-    # Nearly all chunks are mild and leave no pairs to add.
+    # The launch that adds pairs has little to do, because nearly all chunks are mild.
     pairs = [c["launch"]] if kernel.adds_pairs and gate else []
-    constant = [c["launch"]] if call.gate_form == "constant" else []  # sums few numbers, of all segments
-    return [*gradients, *summed, *constant, *pairs, *_for_packed(call, 1, c)]  # clears padding
+    constant = [c["launch"]] if call.gate_form == "constant" else []  # the launch that sums a number of each segment
+    return [*gradients, *summed, *constant, *pairs, *_for_packed(call, 1, c)]  # the last launch clears padding
 
 
 def summary_prices(call: OpCall, plan: SegmentPlan, c: Constants) -> Prices:

@@ -1,7 +1,7 @@
-"""Decides how sequences are cut into segments: a few lengths are priced, and the one with the lowest price is taken.
+"""Decides how sequences are cut into segments: it computes the prices of a few lengths and takes the lowest price.
 
-A price is the predicted seconds of a plan on the device. cost.py computes the prices, and cost models add the host's
-time to them. So there is one place that computes whether a cut pays.
+A price is the predicted seconds of a plan on the device. cost.py computes prices for this module and for the cost
+models, which add the time of the host.
 
 B batch   T tokens   N sequences
 """
@@ -17,19 +17,19 @@ from gla_triton_kernels.chunk_gla.cost import AnyPlan, PriceFunction
 from gla_triton_kernels.runtime.architecture import Gpu
 
 H200: Constants = {"launch": 1.5e-6, "bandwidth": 3.8e12, "step": 1.0}
-"""The constants with which plans price cuts on every GPU. A calibration does not change them: it would change the cut,
-and with it the bits of the results."""
+"""The constants for prices of cuts, on every GPU. A calibration does not change them, because it would change the cuts,
+and therefore the bits of the results."""
 WORTH_CUTTING = 0.9
 """Sequences are cut if the price with a cut is below this share of the price without one. The limit is below 1 because
 the host has to launch more kernels."""
 MOST_WAVES = 3
 """The sequences of a batch are cut into at most this number of waves of blocks."""
 SCANNED = 4
-"""About the square root of (time of a chunk / time to scan a segment). A sequence takes the least time if its number of
-segments is SCANNED times the square root of its number of chunks, since a scan takes one segment after the other."""
+"""About the square root of (time of a chunk / time to scan a segment). Because a scan goes through segments one after
+the other, a sequence takes the least time with SCANNED * sqrt(number of chunks) segments."""
 LEAST_UNKNOWN = 4
-"""The number of chunks of the shortest segment of packed sequences whose lengths are not known. Shorter segments would
-cut most sequences of many calls, at a loss."""
+"""The least number of chunks of a segment of packed sequences whose lengths are not known. Shorter segments would cut
+most sequences of many calls, which would cost time."""
 INTERPRETED_SEGMENT = 32
 """Tokens of a segment if kernels are interpreted; the number is small so that short sequences are cut as well."""
 
@@ -45,7 +45,7 @@ def most_segments(N: int, T: int, length: int, packed: bool) -> int:
 def uncut_length(length: int) -> int:
     """Returns the length of the longest packed sequence that stays whole among segments of `length` tokens.
 
-    A cut pays if the outputs of the tokens after the first segment take longer than building the state of one segment.
+    A cut pays if the outputs of the tokens after the first segment take longer than the state of one segment.
     """
     return length * 5 // 4
 
@@ -60,8 +60,9 @@ def segment_length(
 ) -> int:
     """Returns the tokens of a segment; T or more if sequences stay whole.
 
-    If the lengths of packed sequences are not known, the price for lengths near the mean is multiplied by the price for
-    one sequence that has all tokens. The former counts twice, as when `auto` picks a backend.
+    If the lengths of packed sequences are not known, lengths are compared by a product of prices: the square of the
+    price for sequences near the mean length, times the price for one sequence with all tokens. `auto` weighs them in
+    the same way when it picks a backend.
 
     Args:
         blocks: number of blocks that compute one sequence.
@@ -92,19 +93,20 @@ def _price(call: OpCall, plan: AnyPlan, gpu: Gpu, prices: PriceFunction[AnyPlan]
 def _without_states(call: OpCall) -> OpCall:
     """Returns the call without states and checkpoints.
 
-    The cut of a call does not depend on them. So the bits of o are the same whether a caller asks for them or not.
+    Cuts must not depend on states and checkpoints: the bits of o are then the same whether a caller asks for them or
+    not.
     """
     scalars = {**call.scalars, "output_final_state": False}
     return replace(call, state_dtype=None, checkpoints=False, scalars=scalars)
 
 
 def _lengths(call: OpCall, blocks: int, at_once: int) -> list[int]:
-    """Returns the lengths of segments that are priced.
+    """Returns candidates for the length of segments, in tokens.
 
-    For a batch, the blocks of all segments fill the device once or a few times. One more length may give fewer
-    segments, which take less time to scan. For packed sequences, there are two lengths. With the first, the blocks of
-    all tokens fill the device once. The second is 1.5 times the mean: most sequences of about mean length are not
-    longer.
+    For a batch, they are the lengths with which the blocks of all segments fill the device once or a few times, and one
+    length that may give fewer segments, which take less time to scan. For packed sequences there are two candidates:
+    the length with which the blocks of all tokens fill the device once, and 1.5 times the mean length, which keeps most
+    sequences whole.
     """
     T, N = call.dims["T"], call.dims["N"]
     chunks = ceil_div(T, CHUNK)
@@ -131,11 +133,12 @@ def by_rows(
 ) -> list[tuple[OpCall, AnyPlan]]:
     """Returns the plans of the rows of a batch, each with the call of these rows.
 
-    A few blocks that do not fit beside the others would take as long as all others together. So if some rows fill the
-    device, a plan that cuts only the remaining rows is priced as well, and taken if its price is lower.
+    If a few blocks do not fit on the device beside the others, they take as long as all others together. So if some
+    rows fill the device, this function also considers a plan that cuts only the remaining rows, and takes the cheaper
+    plan.
 
     Args:
-        blocks, at_once: as in `segment_length`.
+        blocks, at_once: see `segment_length`.
         whole, cut: functions that plan a call. With `whole`, sequences stay whole; with `cut`, they may be cut.
     """
     together = [(call, cut(call))]
@@ -160,7 +163,7 @@ def _are_cheaper(
 
 
 def _rows_in_one_pass(call: OpCall, blocks: int, at_once: int) -> int:
-    """Returns the number of rows that fill the device; 0 if no rows remain, or if the call must not be divided."""
+    """Returns the number of rows that fill the device; 0 if no rows would remain or the call must not be divided."""
     B = call.dims["B"]
     rows = B * blocks // at_once * at_once // max(1, blocks)  # they fill the device, or fill it several times
     return rows if not call.variable_length and call.batch_invariant is None and 0 < rows < B else 0

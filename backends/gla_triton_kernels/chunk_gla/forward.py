@@ -1,7 +1,10 @@
 """Plans a call of chunk_gla_fwd, and describes its launches.
 
-If sequences are cut into segments, the first launches build the states that enter segments. Then a kernel computes the
-outputs. Planning imports no Triton; the functions that describe launches import it when they are first called.
+    A_ts = sum over d of q_td k_sd exp(g_{s+1,d} + .. + g_td)  for s <= t      o_t = scale * sum over s of A_ts v_s
+
+This is the output without an initial state; general/forward.py gives the chunked form. If sequences are cut into
+segments, the first launches compute the states that enter segments. Then a kernel computes the outputs. Planning
+imports no Triton; the functions that describe launches import it when they are first called.
 
 B batch   T tokens   N sequences   H key heads   Hq query heads   Hv value heads   K, V key and value width
 """
@@ -40,22 +43,22 @@ KERNELS: Sequence[OutputKernel] = (sm90.FORWARD, sm90.FORWARD_WIDE, sm90.FORWARD
 """The kernels that compute outputs, best first."""
 
 SM90_TOKENS = 96
-"""The number of tokens from which the kernels for SM90 are faster: tokens of one sequence, or of all packed sequences
-together. Up to K = 64, the limit is twice this number. With few packed tokens, bfloat16 would also exceed the error
-that the conformance kit allows."""
+"""The least number of tokens T for which the kernels for SM90 are faster; up to K = 64, the limit is twice this number.
+T counts the tokens of one sequence of a batch, or of all packed sequences together. With few packed tokens, bfloat16
+would also exceed the error that the conformance kit allows."""
 SM90_WIDE_TOKENS = 32
-"""The same limit for the mean length of packed sequences if K is above 128. Up to K = 128, there is no such limit, and
-short sequences take the same kernel as the long sequences of their call.
+"""The least mean length of packed sequences, in tokens, for which the kernels for SM90 are faster if K is above 128.
 
-The general kernel would take several times as long for a long sequence among short ones. For short sequences it is
-seldom faster: by up to 1.6 times at K = V = 64 with at least 1,000 blocks of 48 tokens, and elsewhere by a few per cent
-at most.
+Up to K = 128 there is no such limit: short sequences take the same kernel as the long sequences of their call. The
+general kernel would take several times as long for a long sequence among short ones. For short sequences it is seldom
+faster: by up to 1.6 times at K = V = 64 with at least 1,000 blocks of 48 tokens, and elsewhere by a few per cent at
+most.
 """
 
 Plans = list[tuple[OpCall, ForwardPlan]]
 """The plans of the rows of a batch, in order, each with the call of its rows."""
 Plan = Callable[[OpCall, Gpu, Sequence[OutputKernel]], Plans]
-"""Takes a call, a GPU and the kernels to choose from."""
+"""A function that plans a call for a GPU, with the kernels to choose from."""
 
 
 # ---- plans
@@ -108,7 +111,7 @@ def _segments(call: OpCall, gpu: Gpu, kernels: Sequence[OutputKernel]) -> Forwar
 def _in_segments(
     call: OpCall, gpu: Gpu, kernels: Sequence[OutputKernel], kernel: OutputKernel, length: int
 ) -> ForwardPlan:
-    """Plans segments of `length` tokens; sequences stay whole if this is T or more."""
+    """Plans segments of `length` tokens. If `length` is T or more, sequences stay whole."""
     T, N = call.dims["T"], call.dims["N"]
     if length >= T:
         return _whole(call, gpu, kernels)
@@ -117,10 +120,11 @@ def _in_segments(
 
 
 def _invariant(call: OpCall, gpu: Gpu, kernels: Sequence[OutputKernel], tokens: int) -> ForwardPlan:
-    """Plans a call whose results do not depend on the batch: it has segments of `tokens` tokens.
+    """Plans a call whose results must not depend on the batch. Segments have `tokens` tokens.
 
-    A sequence may be divided into calls at multiples of `tokens`, so a scan always computes the final state. In a call
-    with the undivided sequence, the same scan computes this state as the one that enters the next segment.
+    A user may divide a sequence into calls at multiples of `tokens` and must get the same bits. The state that leaves
+    one call is the state that enters the next segment of the undivided sequence, which a scan computes. So a scan
+    computes every final state as well.
     """
     kernel, T, N = first_able(kernels, call, gpu), call.dims["T"], call.dims["N"]
     whole = tokens >= T and not call.scalars["output_final_state"]
@@ -133,20 +137,20 @@ def _invariant(call: OpCall, gpu: Gpu, kernels: Sequence[OutputKernel], tokens: 
 def segments_before(
     call: OpCall, gpu: Gpu, kernel: OutputKernel, parameters: Parameters, length: int, uncut: int
 ) -> SegmentPlan:
-    """Plans the states that enter segments for `kernel`, which computes the outputs; see `SegmentPlan`."""
+    """Plans the states that enter segments. `kernel` computes the outputs from them; see `SegmentPlan`."""
     states = kernel.states
     overlap = gpu.facts.overlaps_kernels
     return SegmentPlan(length, uncut, states, states.parameters(call, gpu, length, parameters), overlap)
 
 
 def states_of_segments(call: OpCall, gpu: Gpu, length: int, uncut: int) -> SegmentPlan:
-    """Plans the states of segments, or their gradients, in a call that computes no outputs."""
+    """Plans the states of segments, or the gradients of these states, for a call that computes no outputs."""
     kernel = first_able(KERNELS, call, gpu)
     return segments_before(call, gpu, kernel, kernel.parameters(call, gpu, call.dims["N"]), length, uncut)
 
 
 def explained(plan: Plan) -> Callable[[OpCall], list[str]]:
-    """Returns a function that names the kernels of a call, and says why the preferred kernels refuse it."""
+    """Returns a function that names the kernels of a call, and gives the reasons why better kernels refuse the call."""
 
     def lines(call: OpCall) -> list[str]:
         gpu = gpu_of_call(call)
@@ -164,7 +168,7 @@ def explained(plan: Plan) -> Callable[[OpCall], list[str]]:
 
 
 def prepare(call: OpCall, plan: Plan, kernels: Sequence[OutputKernel] = KERNELS) -> Callable[..., tuple]:
-    """Plans a call, compiles its kernels, and returns the function that computes calls like it.
+    """Plans a call, compiles its kernels, and returns the function that computes calls of the same signature.
 
     Raises:
         LaunchError: a kernel does not compile for this device, or does not fit it.
@@ -214,7 +218,7 @@ def prepare(call: OpCall, plan: Plan, kernels: Sequence[OutputKernel] = KERNELS)
 
 
 def prepare_pool(call: OpCall, plan: Plan, kernels: Sequence[OutputKernel] = KERNELS) -> Callable[..., Tensor]:
-    """Plans a call of chunk_gla_pool as `prepare` plans one of chunk_gla_fwd. Kernels read and write the slots.
+    """Prepares a call of chunk_gla_pool; see `prepare`. The kernels read and write states in slots of the pool.
 
     Raises:
         LaunchError: a kernel does not compile for this device, or does not fit it.
@@ -256,7 +260,7 @@ def prepare_pool(call: OpCall, plan: Plan, kernels: Sequence[OutputKernel] = KER
         o = v.new_empty(*q.shape[:2], max(q.shape[2], v.shape[2]), v.shape[3]) if out is None else out
         if not plans:
             return o.zero_()  # tokens, if there are any, belong to no sequence
-        write_slots = None if write_slots is read_slots else write_slots  # a replay tells tensors apart
+        write_slots = None if write_slots is read_slots else write_slots  # a tensor passed twice prevents replays
         if copied:
             q, k, v, g, *_ = with_copies(Tensors(q, k, v, g, None, cu_seqlens, o, None), copied)
         slots = (read_slots, write_slots, has_state, checkpoint_offsets, checkpoint_slots)

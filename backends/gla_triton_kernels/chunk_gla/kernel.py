@@ -1,11 +1,12 @@
 """Defines kernels of chunk_gla as values, and the plans that consist of them. Imports no Triton.
 
-A kernel is a value: a name, a refusal, launch parameters, prices, and a function that loads its code. The loaded
-function describes the launches. `general/kernels.py` and `sm90/kernels.py` hold the values. forward.py and backward.py
-hold a tuple of kernels for each role, best first. A call takes the first kernel that does not refuse it.
+A kernel is a value: a name, a refusal, launch parameters, prices, and a function that loads its code and returns the
+function that describes its launches. `general/kernels.py` and `sm90/kernels.py` hold the values. forward.py and
+backward.py list the kernels for outputs and for gradients, best first. A call takes the first kernel that does not
+refuse it.
 
 B batch   T tokens   N sequences   H key heads   Hq query heads   Hv value heads   K, V key and value width
-C tokens of a chunk   BK, BV keys and values of a block
+C tokens of a chunk   BK, BV keys and values of a block   block: the threads that compute together on a multiprocessor
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ class Parameters:
 
     Attributes:
         C: tokens of a chunk.
-        BK, BV: keys and values of a head that a block, or the slice of a warpgroup, computes at once.
-        warps: number of warps of a block, without specialised warps.
-        stages: number of chunks that are loaded ahead.
+        BK, BV: keys and values of a head that a block, or a warpgroup of it, computes at once.
+        warps: number of warps of a block; in a kernel with specialised warps, of its first kind of warps.
+        stages: number of pipeline stages: chunks that are in shared memory at once.
         operand: dtype of the operands of matrix products; float32 stands for TF32.
         tokenwise: whether the kernel computes token by token, without tensor cores.
         tma: whether TMA moves tiles; otherwise they are moved through pointers.
-        triangle: whether a product with a triangle sums the gates; otherwise a scan does.
-        keys_first: whether the keys of the state are the rows of the matrix instruction; otherwise its values are.
+        triangle: whether a product with a triangular matrix sums the gates; otherwise a scan does.
+        keys_first: whether the keys of a state are the rows of the matrix instruction; otherwise the values are.
         precision: precision of products of float32 operands, "tf32" or "ieee".
     """
 
@@ -64,15 +65,15 @@ class Parameters:
 class GradientParameters:
     """Launch parameters of a kernel that computes gradients.
 
-    Each block [BK, BV] of the states of a head can be computed as a separate gated linear attention. dq, dk and dg are
-    then sums over blocks of values, and dv is a sum over blocks of keys.
+    Each block [BK, BV] of the states of a head is computed as a separate gated linear attention. dq, dk and dg are then
+    sums over blocks of values, and dv is a sum over blocks of keys.
 
     Attributes:
-        BK, BV: keys and values of a block. In the kernel for wide heads, this is a block that computes gradients of
-            states.
-        warps: number of warps of a block, without specialised warps.
+        BK, BV: keys and values of a block. In the kernel for wide heads, keys and values of a block of the launch that
+            computes gradients of states.
+        warps: number of warps of a block; in a kernel with specialised warps, of its first kind of warps.
         precision: precision of matrix products: "bf16", or float32 split into bfloat16 parts, "bf16x3" or "bf16x6".
-        programs: the most blocks of a kernel whose blocks take chunks in turns; other kernels ignore it.
+        programs: the maximum number of blocks of a persistent kernel; other kernels ignore it.
     """
 
     BK: int
@@ -89,9 +90,9 @@ class SegmentPlan:
     Attributes:
         length: tokens of a segment.
         uncut: tokens of the longest packed sequence that is not cut.
-        states, parameters: the kernel that builds the states of segments from zero, and its launch parameters. A scan
-            then computes the entering states.
-        overlap: whether each kernel is launched while its predecessor ends (programmatic dependent launch).
+        states, parameters: the kernel that computes the state of each segment from a zero initial state, and its launch
+            parameters. A scan then computes the states that enter segments.
+        overlap: whether a kernel may start while its predecessor ends (programmatic dependent launch).
     """
 
     length: int
@@ -107,7 +108,7 @@ class ForwardPlan:
 
     Attributes:
         outputs, parameters: the kernel and its launch parameters. It computes the outputs and the leaving state of a
-            sequence or segment from its entering state.
+            sequence or segment from the entering state.
         segments: the plan of the states that enter segments; None if sequences stay whole.
     """
 
@@ -142,9 +143,9 @@ class Kernel:
 
     Attributes:
         name: its folder and file, such as "sm90.forward".
-        load: imports the kernel's module, and returns the function that describes its launches.
-        refusal: takes a call with the widths that kernels see, and a GPU. Returns why the kernel cannot compute the
-            call, or None.
+        load: imports the kernel's module and returns the function that describes its launches.
+        refusal: takes a call with the widths that kernels see, and a GPU. Returns the reason why the kernel cannot
+            compute the call, or None if it can.
     """
 
     name: str
@@ -154,13 +155,13 @@ class Kernel:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StateKernel(Kernel):
-    """A kernel that builds the states of segments from zero.
+    """A kernel that computes the state of each segment from a zero initial state.
 
     Attributes:
         parameters: takes a call, a GPU, the tokens of a segment, and the parameters of the kernel for the outputs.
             Returns the launch parameters.
         block_keys: takes the parameters, returns the keys of a block.
-        at_once: takes a call and the parameters, returns the number of blocks that a multiprocessor runs at once.
+        at_once: takes a call and the parameters, returns the number of blocks that fit on a multiprocessor.
         time: takes a call and the parameters, returns the time of a block.
     """
 
@@ -175,11 +176,12 @@ class OutputKernel(Kernel):
     """A kernel that computes the outputs of sequences or segments.
 
     Attributes:
-        states: the kernel that builds the states that this kernel reads.
+        states: the kernel that computes the states of segments for this kernel.
         parameters: takes a call, a GPU, and the number of sequences or segments; returns the launch parameters.
-        blocks: takes a call and a GPU, returns the number of blocks of a sequence, and of blocks that run at once.
+        blocks: takes a call and a GPU, returns the number of blocks of a sequence, and the number of blocks that the
+            GPU runs at once.
         time: takes a call and the parameters, returns the time of a block.
-        before: takes a call and constants, returns the seconds of each launch that precedes the outputs.
+        before: takes a call and constants, returns the seconds of each launch that prepares inputs of this kernel.
     """
 
     states: StateKernel
@@ -197,14 +199,14 @@ class GradientKernel(Kernel):
         parameters: takes a call and a GPU; returns the launch parameters.
         heads_apart: whether each query head of a group is computed separately. A further launch then sums the partial
             gradients of the group.
-        adds_pairs: whether a further launch adds the pairs of tokens of chunks that are not mild.
+        adds_pairs: whether a further launch adds the terms of pairs of tokens in chunks that are not mild.
         partials: takes a call and the parameters. Returns the number of partial results of dq, dk and dg of a head,
             and the number of partial results of dv.
-        seconds: takes a call, the parameters, the segments, the bytes that are moved, and constants; returns the
-            seconds of each launch.
-        layouts: number of launches that lay out packed sequences for the kernel.
-        by_chunks: whether the kernel computes all chunks side by side. It is given the gradients of the states that
-            leave them.
+        seconds: takes a call, the parameters, the segments, the number of bytes that are moved, and constants. Returns
+            the seconds of each launch.
+        layouts: number of launches that compute the segments of packed sequences for the kernel.
+        by_chunks: whether the kernel computes all chunks in parallel. It then reads the gradients of the states that
+            leave chunks.
     """
 
     parameters: Callable[[OpCall, Gpu], GradientParameters]
@@ -225,7 +227,7 @@ AnyKernel = TypeVar("AnyKernel", bound=Kernel)
 
 
 def first_able(kernels: Sequence[AnyKernel], call: OpCall, gpu: Gpu) -> AnyKernel:
-    """Returns the first kernel that does not refuse a call. The last kernel refuses no call."""
+    """Returns the first kernel that does not refuse a call. The last kernel of a tuple refuses no call."""
     return next(kernel for kernel in kernels if kernel.refusal(call, gpu) is None)
 
 

@@ -1,5 +1,7 @@
 """Predicts the seconds of a kernel that goes through segments or whole sequences; ../cost.py has the formula of a call.
 
+    seconds = launch + max(step * waves of blocks * time of a block on an H200, bytes / bandwidth)
+
 Constants of a device, in seconds unless their line says otherwise:
 
     launch       between the starts of two kernels
@@ -35,7 +37,7 @@ class BlockTime(NamedTuple):
         columns: columns of v of a block.
         start: seconds before the first step.
         step: seconds of a step.
-        shared: number of blocks that share a multiprocessor at no cost to each other.
+        shared: number of blocks that share a multiprocessor without slowing each other down.
         keys: keys of a block; `MAX_WIDTH` stands for all keys of a head.
     """
 
@@ -48,14 +50,14 @@ class BlockTime(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """Numbers of heads of tensors with the width of keys, and of tensors with the width of values."""
+    """The number of heads of tensors of width K, and the number of heads of tensors of width V."""
 
     keys: int
     values: int
 
 
 class Cut(NamedTuple):
-    """The segments of a call: their number, the mean of their tokens, and the tokens of the longest segment."""
+    """The segments of a call: their number, their mean length, and the length of the longest segment, in tokens."""
 
     number: float
     mean: float
@@ -90,7 +92,7 @@ def kernel_seconds(call: OpCall, block: BlockTime, segments: Cut, size: float, c
     """Returns the device seconds of a kernel that goes through segments and moves `size` bytes."""
     Hv, K, V = (call.dims[name] for name in ("Hv", "K", "V"))
     blocks = segments.number * Hv * ceil_div(K, block.keys) * ceil_div(V, block.columns)
-    if call.variable_length:  # the longest blocks start first: all multiprocessors are busy until short blocks run
+    if call.variable_length:  # the longest blocks start first, so all multiprocessors are busy until short blocks run
         mean, most = (
             block.start + RAGGED + tokens / block.tokens * block.step for tokens in (segments.mean, segments.longest)
         )
@@ -104,14 +106,13 @@ def kernel_seconds(call: OpCall, block: BlockTime, segments: Cut, size: float, c
 def states_seconds(
     call: OpCall, length: int, uncut: int, heads: Heads, block: BlockTime, moved: int, ends: bool, c: Constants
 ) -> list[float]:
-    """Returns the device seconds of the launch that builds the states of segments, and of the launch that scans them.
+    """Returns the device seconds of the launch that computes the states of segments, and of the launch that scans them.
 
     Args:
-        length, uncut: as in `cut`.
+        length, uncut: see `cut`.
         heads: numbers of heads of the keys and of the values that are read.
-        moved: bytes that are moved to and from memory for each element of a state, in all.
-        ends: whether the states that leave sequences are needed. If so, all sequences are scanned; otherwise only the
-            sequences that are cut are scanned.
+        moved: bytes that are read and written for each element of a state, in total.
+        ends: whether final states are needed. If so, all sequences are scanned; otherwise only cut sequences.
     """
     B, T, Hv, K, V, N = (call.dims[name] for name in ("B", "T", "Hv", "K", "V", "N"))
     pieces = cut(call, length, uncut)
@@ -133,7 +134,7 @@ def moved_bytes(call: OpCall) -> float:
 
 
 def token_bytes(call: OpCall, heads: Heads) -> int:
-    """Returns the bytes of the gates, and of keys and values with these numbers of heads."""
+    """Returns the bytes of gates, and of tensors of width K and V with these numbers of heads."""
     B, T, K, V = (call.dims[name] for name in ("B", "T", "K", "V"))
     return B * T * (heads.keys * K + heads.values * V) * call.dtype.itemsize + gate_elements(call) * gate_itemsize(call)
 
@@ -145,12 +146,12 @@ def checkpoint_bytes(call: OpCall, every: int) -> float:
 
 
 def queries_of_state(call: OpCall) -> float:
-    """Returns the number of query heads that read a state: those of a group, or 1."""
+    """Returns the number of query heads that read a state: the query heads of a group, or 1."""
     return max(call.dims["Hq"] / max(call.dims["Hv"], 1), 1.0)
 
 
 def gate_elements(call: OpCall) -> int:
-    """Returns the number of gates, by their form; 0 without gates."""
+    """Returns the number of elements of g, by the form of gates; 0 without gates."""
     B, T, Hv, K = (call.dims[name] for name in ("B", "T", "Hv", "K"))
     if call.gate_dtype is None:
         return 0

@@ -1,7 +1,7 @@
 """Computes the call that kernels see: the widths of heads and the layouts of tensors. Imports no Triton.
 
-TMA moves rows of a multiple of 16 bytes. If the kernels of a GPU need TMA and it cannot move the rows of a head,
-shared/widths.py copies tensors to wider heads, with zeros after the keys and values.
+TMA moves only rows of a multiple of 16 bytes. If the kernels of a GPU need TMA and the rows of a head are not such a
+multiple, shared/widths.py copies tensors to wider heads, with zeros after the keys and values.
 
 B batch   T tokens   N sequences   H key heads   Hq query heads   Hv value heads   K, V key and value width
 """
@@ -26,7 +26,7 @@ WIDTH_UNIT = 8
 
 
 def form_of(shape: tuple[int, ...]) -> str:
-    """Returns the form of gates of this shape: [B, T, Hv, K] for each key, [B, T, Hv] for each head, or [Hv]."""
+    """Returns the form of gates: "key" for a shape [B, T, Hv, K], "head" for [B, T, Hv], "constant" for [Hv]."""
     return {4: "key", 3: "head", 1: "constant"}[len(shape)]
 
 
@@ -37,9 +37,9 @@ def seen_width(width: int, dtype: torch.dtype, gpu: Gpu) -> int:
 
 
 def seen_shape(name: str, shape: tuple[int, ...], K: int, V: int) -> tuple[int, ...]:
-    """Returns `shape` with the key width K and the value width V in the axes where the tensor `name` has them.
+    """Returns the shape of the tensor `name` with the key width K and the value width V.
 
-    A gate that the keys of a head share has no such axis.
+    If the keys of a head share a gate, the shape of g has no key axis and stays as it is.
     """
     if name in OF_BOTH:
         return (*shape[:-2], K, V)
@@ -65,7 +65,10 @@ def seen_by_kernels(call: OpCall, gpu: Gpu) -> OpCall:
 
 
 def copied_for_invariance(call: OpCall) -> frozenset[str]:
-    """Returns the names of tensors that are copied so that the results of a sequence do not depend on addresses."""
+    """Returns the names of tensors that are copied so that TMA can address them, under batch invariance.
+
+    The results of a sequence would otherwise depend on the addresses of tensors.
+    """
     if call.batch_invariant is None:
         return frozenset()
     found = {name: layout for name, layout in call.layouts.items() if name in OF_KEYS | OF_VALUES}
@@ -73,7 +76,7 @@ def copied_for_invariance(call: OpCall) -> frozenset[str]:
 
 
 def not_addressable(call: OpCall) -> str | None:
-    """Returns the name of a tensor with a token axis that TMA cannot address; None if it can address all of them.
+    """Returns the name of a tensor with a token axis that TMA cannot address; None if TMA can address all of them.
 
     The tensors are q, k, v, g, and o or do; in chunk_gla_summary they are left, right and g. TMA moves gates only if
     each key has its own. A tensor whose layout is not known counts as contiguous.

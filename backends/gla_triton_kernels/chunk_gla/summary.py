@@ -1,7 +1,9 @@
 """Plans a call of chunk_gla_summary, and describes its launches.
 
-One kernel builds the decays and the states of segments from zero, and a scan joins them into the decay and the state of
-each sequence. If sequences stay whole, each is one segment, and no scan is needed.
+    decay = exp(g_1 + .. + g_T)        state = sum over t of (left_t exp(g_{t+1} + .. + g_T))^T right_t        forwards
+
+One kernel computes the decay and the state of each segment from a zero initial state, and a scan combines them into the
+decay and the state of each sequence. If sequences stay whole, each is one segment, and there is no scan.
 
 B batch   T tokens   N sequences   Hv heads of states and gates   K, V key and value width
 """
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from gla_triton_kernels.runtime.launch import Launch
 
 Plans = list[tuple[OpCall, SegmentPlan]]
-"""The plan of a call, with the call; all rows have the same plan."""
+"""The plan of a call, with the call. All rows of a batch have the same plan."""
 Plan = Callable[[OpCall, Gpu], Plans]
 
 
@@ -52,7 +54,7 @@ def plan_cut(call: OpCall, gpu: Gpu) -> Plans:
 
 
 def _in_segments(call: OpCall, gpu: Gpu, length: int) -> SegmentPlan:
-    """Plans segments of `length` tokens; sequences stay whole if this is T or more."""
+    """Plans segments of `length` tokens. If `length` is T or more, sequences stay whole."""
     T = call.dims["T"]
     if length >= T:
         return replace(states_of_segments(call, gpu, T, T), overlap=False)
@@ -60,7 +62,7 @@ def _in_segments(call: OpCall, gpu: Gpu, length: int) -> SegmentPlan:
 
 
 def prepare(call: OpCall, plan: Plan) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Plans a call, compiles its kernels, and returns the function that computes calls like it.
+    """Plans a call, compiles its kernels, and returns the function that computes calls of the same signature.
 
     Raises:
         LaunchError: a kernel does not compile for this device, or does not fit it.

@@ -1,4 +1,4 @@
-"""Names the tensors of a call of chunk_gla; gla_core/ops/chunk_gla.py says what each holds.
+"""Names the tensors of a call of chunk_gla; gla_core/ops/chunk_gla.py explains each of them.
 
 B batch   T tokens   N sequences   H key heads   Hq query heads   Hv value heads   Ho heads of o, the more of Hq and Hv
 K, V key and value width   n rows of checkpoints   I segments   P slots of a pool
@@ -20,9 +20,9 @@ from gla_triton_kernels.runtime.replay import part
 class Tensors(NamedTuple):
     """All tensors of a call of chunk_gla_fwd or chunk_gla_pool, results included.
 
-    If sequences are cut, `entering` holds the states that enter segments. The first segment of a sequence is an
-    exception: `initial_state` holds its entering state. If states are in a pool, `entering` holds this one as well:
-    a scan has written the last state of the sequence by then, maybe into the same slot.
+    If sequences are cut, `entering` holds the states that enter segments, except for the first segment of a sequence,
+    whose entering state is in `initial_state`. If states are in a pool, `entering` holds the entering states of first
+    segments as well: by then, a scan has written final states to the pool, perhaps over initial states.
     """
 
     q: Tensor  # [B, T, Hq, K]
@@ -67,7 +67,7 @@ AnyTensors = TypeVar("AnyTensors", Tensors, BackwardTensors)
 
 
 def plans_with_rows(plans: Sequence[tuple[OpCall, AnyPlan]], x: AnyTensors) -> list[tuple[AnyPlan, AnyTensors]]:
-    """Returns each plan with its rows of the tensors x. The plans take consecutive rows of the batch, in order."""
+    """Returns each plan with its rows of the tensors x. The plans cover consecutive rows of the batch, in order."""
     if len(plans) == 1:
         return [(plans[0][1], x)]
     ends = itertools.accumulate((call.dims["B"] for call, _ in plans), initial=0)

@@ -1,8 +1,8 @@
-"""Softmax along one dimension: one block computes each row, or several blocks compute splits of a row at once.
+"""Softmax along one dimension: one block computes each row, or several blocks compute splits of a row in parallel.
 
 plan.py                launch parameters
 launches.py            the launches of a call
-one_pass.py splits.py  the kernels; sweep.py has functions that both use, rows.py a tensor as rows
+one_pass.py splits.py  the kernels; sweep.py has functions that both use, rows.py describes a tensor as rows
 cost.py                predicted seconds
 """
 
@@ -26,6 +26,6 @@ def _prepare_splits(call: OpCall) -> Callable[..., object]:
 
 
 ONE_PASS = Prepared(_prepare_one_pass, ("x", "dim"))
-"""online_softmax with one block per row: the block holds the row on chip if it fits, and reads it twice if not."""
+"""online_softmax with one block per row: the block holds the row on chip if it fits, and otherwise reads it twice."""
 SPLITS = Prepared(_prepare_splits, ("x", "dim"))
-"""online_softmax with long rows in splits: one kernel sums all splits at once, and a second kernel writes y."""
+"""online_softmax with long rows in splits: one kernel sums all splits in parallel, and a second kernel writes y."""

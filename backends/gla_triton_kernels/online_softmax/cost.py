@@ -13,9 +13,9 @@ from gla_triton_kernels.online_softmax.plan import Kernel, plan_one_pass
 from gla_triton_kernels.online_softmax.rows import rows_of_call
 
 MOST_IN_CACHE = 2**17
-"""The most bytes of a row that is still in the L2 cache at its second read, while blocks fill an H200."""
+"""The size in bytes up to which a row is still in the L2 cache at its second read, while blocks fill an H200."""
 UNALIGNED = 3
-"""The time of rows loaded column by column, relative to aligned rows; measured on an H200 with 50257 columns."""
+"""The time of rows that are loaded column by column, relative to aligned rows, on an H200 with 50257 columns."""
 
 
 def one_pass(call: OpCall, c: Constants) -> float:

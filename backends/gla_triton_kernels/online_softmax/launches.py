@@ -1,4 +1,4 @@
-"""The launches of a call of online_softmax: one block per row, or rows in splits."""
+"""Prepares calls of online_softmax, with one block per row or with rows in splits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def prepare_splits(call: OpCall) -> Callable[..., Tensor]:
 
 
 def _prepare(call: OpCall, launch: Callable[[Tensor, Tensor, int, Gpu], list[Launch]]) -> Callable[..., Tensor]:
-    """Compiles the kernels of a call, and returns the function that computes calls like it.
+    """Compiles the kernels of a call, and returns the function that computes calls of the same signature.
 
     Raises:
         LaunchError: a kernel does not compile for this device, or does not fit it.

@@ -1,7 +1,9 @@
-"""Softmax along one dimension: short rows in one pass on chip, long rows in two sweeps over tiles of columns.
+"""Computes softmax along one dimension: short rows in one pass on chip, long rows in two sweeps over tiles of columns.
+
+    y = exp(x - max x) / sum exp(x - max x)        for each row
 
 The kernels load 16 bytes of columns at a time if the compiler can prove that they are aligned. Long rows that begin at
-any address are processed in aligned tiles, and their two ends column by column. sweep.py has the first sweep.
+any address are computed in aligned tiles, and their two ends column by column. sweep.py has the first sweep.
 
 N columns, the dimension that sums to one   R rows, the last of the other dimensions   D0, D1 the dimensions before R
 BR, BN rows and columns of a tile   G columns that a thread loads at once
@@ -67,13 +69,14 @@ def _softmax_on_chip(
     BR: tl.constexpr,
     BN: tl.constexpr,
 ):
+    """Computes BR rows in one pass; BN is at least N."""
     d0, d1, r = rows_of_tile(tl.program_id(0), D1, R, BR)
-    c = tl.arange(0, BN)[None, :]
+    c = tl.arange(0, BN)[None, :]  # [1, BN]
     here = (r < R) & (c < N)  # [BR, BN]
     x_rows = x_ptr + d0 * stride_x0 + d1 * stride_x1 + r * stride_xr  # [BR, 1]
     x = tl.load(x_rows + c.to(tl.int64) * stride_xn, mask=here, other=-float("inf")).to(tl.float32)  # [BR, BN]
-    # If all of a row is -inf, -inf + inf = NaN, which is the correct result.
-    e = tl.exp(x - tl.max(x, 1, keep_dims=True))
+    # If all elements of a row are -inf, -inf + inf = NaN, which is the correct result.
+    e = tl.exp(x - tl.max(x, 1, keep_dims=True))  # [BR, BN]
     y = e * (1 / tl.sum(e, 1, keep_dims=True))
     y_rows = y_ptr + d0 * stride_y0 + d1 * stride_y1 + r * stride_yr
     tl.store(y_rows + c.to(tl.int64) * stride_yn, y.to(y_ptr.dtype.element_ty), mask=here)
@@ -98,6 +101,7 @@ def _softmax_in_two_sweeps(
     BN: tl.constexpr,
     G: tl.constexpr,
 ):
+    """Computes BR rows in two sweeps over tiles of BN columns."""
     d0, d1, r = rows_of_tile(tl.program_id(0), D1, R, BR)
     x_rows = x_ptr + d0 * stride_x0 + d1 * stride_x1 + r * stride_xr  # [BR, 1]
     y_rows = y_ptr + d0 * stride_y0 + d1 * stride_y1 + r * stride_yr
@@ -113,7 +117,7 @@ def _softmax_in_two_sweeps_unaligned(
     BN: tl.constexpr,
     G: tl.constexpr,
 ):
-    """Computes rows that begin at any address in two sweeps; tiles begin at the first multiple of G elements."""
+    """Computes a row that begins at any address, in two sweeps. Tiles begin at the first multiple of G elements."""
     row = tl.program_id(0).to(tl.int64) * N
     head = ((G - row % G) % G).to(tl.int32)  # columns before the first tile
     tail = (N - head) // BN * BN  # columns of whole tiles
@@ -145,8 +149,8 @@ def _write(
     BR: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Writes the columns from start to end, the last first: the columns that were read last are still in the cache."""
-    factor = 1 / z  # if all of a row is -inf, 0 * inf = NaN below
+    """Writes the columns from start to end, the last tile first, because its columns are still in the cache."""
+    factor = 1 / z  # [BR, 1]; if all elements of a row are -inf, 0 * inf = NaN below
     for back in range(0, end - start, BN):
         c = start + (end - start - 1) // BN * BN - back + tl.arange(0, BN)[None, :]
         here = there & (c < end)

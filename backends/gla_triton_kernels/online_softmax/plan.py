@@ -1,7 +1,7 @@
-"""Plans of a softmax: the choice of kernels and launch parameters. Imports no Triton.
+"""Plans a softmax: chooses kernels and launch parameters. Imports no Triton.
 
-The launchers in one_pass.py and splits.py run a plan, and cost.py prices the same plan. Launch parameters were measured
-on an H200.
+one_pass.py and splits.py run a plan, and cost.py predicts the time of the same plan. Launch parameters were chosen by
+measurements on an H200.
 
 R rows   N columns of a row   BR, BN rows and columns of a tile
 """
@@ -20,9 +20,10 @@ from gla_triton_kernels.runtime.sizes import power_of_two
 # ---- rows in one pass
 
 MOST_ON_CHIP = 2**14
-"""The most columns of a row held on chip. With more, one block fills a multiprocessor, and loads wait for stores."""
+"""The maximum number of columns of a row that is held on chip. With more columns, one block fills a multiprocessor, and
+its loads wait for its stores."""
 MOST_UNALIGNED_ON_CHIP = 2**13
-"""The most columns of a row that is held on chip if rows are not aligned and columns are loaded one at a time."""
+"""The same limit if rows are not aligned and columns are loaded one at a time."""
 
 
 class Kernel(enum.Enum):
@@ -34,7 +35,7 @@ class Kernel(enum.Enum):
 
 
 class OnePass(NamedTuple):
-    """A kernel, its tiles [BR, BN], its number of warps, and the most registers of a thread, or None for no limit."""
+    """A kernel, its tiles [BR, BN], its number of warps, and the maximum number of registers of a thread, or None."""
 
     kernel: Kernel
     BR: int
@@ -44,11 +45,11 @@ class OnePass(NamedTuple):
 
 
 def plan_one_pass(rows: Rows) -> OnePass:
-    """Returns a plan in which one block computes each row, held on chip if it fits, and otherwise read twice."""
+    """Returns a plan in which one block computes each row: it holds the row on chip if it fits, or reads it twice."""
     R, N, contiguous, vector = rows.R, rows.N, rows.contiguous, rows.vector
     BN = power_of_two(N)
     long = N > 2 * MOST_ON_CHIP
-    # With few registers several blocks share a multiprocessor: one row is read while another is written.
+    # With few registers, several blocks share a multiprocessor: one reads its row while another writes.
     if vector == 1 and rows.packed and N > MOST_UNALIGNED_ON_CHIP:
         return OnePass(Kernel.TWO_SWEEPS_UNALIGNED, 1, *((16384, 16, 64) if long else (4096, 8)))
     if contiguous and N > MOST_ON_CHIP and vector == 1:
@@ -58,7 +59,7 @@ def plan_one_pass(rows: Rows) -> OnePass:
     if contiguous and BN == 1024 and vector == 1:
         return OnePass(Kernel.ON_CHIP, 1, BN, 2)
     if contiguous:
-        # One warp merges its lanes without waiting for other warps: best with many rows and wide loads.
+        # A single warp merges its lanes without waiting for other warps, which is best with many rows and wide loads.
         alone = vector > 1 and 256 <= BN <= 1024 and R >= 2048
         BR = min(power_of_two(R), max(1, 2048 // BN))
         return OnePass(Kernel.ON_CHIP, BR, BN, 1 if alone else max(4, BN // 1024))
@@ -92,14 +93,14 @@ class Sweep(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """The two kernels of splits.py: a program of the first sums one split of its rows, and the second writes y."""
+    """The launch parameters of the two kernels of splits.py: the first sums splits of rows, and the second writes y."""
 
     sums: Sweep
     writes: Sweep
 
 
 def plan_splits(rows: Rows, gpu: Gpu) -> Splits:
-    """Returns a plan in which several blocks compute each row at once, enough of them to fill the device."""
+    """Returns a plan in which several blocks compute each row in parallel, enough blocks to fill the device."""
     BR, BN, warps = _tile_of_splits(rows, 4096)
     blocks = rows.D0 * rows.D1 * ceil_div(rows.R, BR)
     columns = max(blocks * rows.N // (PROGRAMS * gpu.multiprocessors), 4 * math.isqrt(rows.N))

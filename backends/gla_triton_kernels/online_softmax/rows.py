@@ -1,4 +1,7 @@
-"""A tensor as rows of columns, with the strides that softmax kernels need. Imports no Triton."""
+"""Describes a tensor as rows of columns, with the strides that softmax kernels need. Imports no Triton.
+
+N columns, the dimension that sums to one   R rows, the last of the other dimensions   D0, D1 the dimensions before R
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from gla_core.dispatch.backend import OpCall
 
 
 class Rows(NamedTuple):
-    """Tensors x and y of the same shape as [D0, D1, R, N]: rows of N columns, the dimension that sums to one.
+    """The sizes and strides of tensors x and y of the same shape, seen as [D0, D1, R, N].
 
     Attributes:
         D0: size of the first dimension.
@@ -59,10 +62,7 @@ def rows_of_call(call: OpCall) -> Rows:
 
 
 def needs_copy(x: Tensor, y: Tensor, dim: int) -> bool:
-    """Returns whether x has to be copied to a contiguous tensor first.
-
-    This is so if more than three dimensions besides dim remain after merging.
-    """
+    """Returns whether x must be copied to a contiguous tensor: more than three dimensions besides dim remain."""
     return len(_other_dimensions(x, y, dim)) > 3
 
 
@@ -78,7 +78,7 @@ def rows_of(x: Tensor, y: Tensor, dim: int) -> Rows:
 def _other_dimensions(x: Tensor, y: Tensor, dim: int) -> list[tuple[int, int, int]]:
     """Returns (size, stride in x, stride in y) of each dimension except dim.
 
-    Adjacent dimensions are merged if one stride describes both of them.
+    Adjacent dimensions are merged if one stride describes both.
     """
     dims: list[tuple[int, int, int]] = []
     for d, size in enumerate(x.shape):

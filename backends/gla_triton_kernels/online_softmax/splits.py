@@ -1,13 +1,14 @@
-"""Softmax along one dimension with the rows in splits: one kernel sums, a second kernel writes.
+"""Computes softmax along one dimension with rows in splits: one kernel sums, and a second kernel writes.
 
-The first kernel computes all splits at once, and writes a maximum m and a sum z of exponentials for each split of a row
-to memory. Each program of the second kernel merges m and z of its rows by an associative rule, and writes some tiles:
+The first kernel computes all splits in parallel, and writes a maximum m and a sum z of exponentials for each split of a
+row. Each program of the second kernel merges m and z of its rows, and writes some tiles:
 
     M = max_p m_p        Z = sum_p exp(m_p - M) z_p        y = exp(x - M) / Z
 
-The second kernel processes x from its end, which is still in the cache after the first kernel. It is launched early, so
-that each program has loaded a tile when the sums have been written. Splits consist of whole tiles, and the kernels
-compute offsets from tiles: the compiler can then prove that columns are aligned, and loads 16 bytes at a time.
+The second kernel goes through x from the end, which is still in the cache after the first kernel. It starts while the
+first kernel ends, so that each program has loaded a tile before the sums are complete. Splits consist of whole tiles,
+and the kernels compute offsets from tiles. The compiler can then prove that columns are aligned, and loads 16 bytes at
+a time.
 
 N columns, the dimension that sums to one   R rows, the last of the other dimensions   D0, D1 the dimensions before R
 P splits of a row   BP the number P, rounded up to a power of two   W programs that write a row
@@ -144,24 +145,24 @@ def _write(
     BP: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Writes some tiles of BR rows; programs start with the last tiles of the last rows."""
+    """Writes some tiles of BR rows. The first programs write the last tiles of the last rows."""
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     d0, d1, r = rows_of_tile(program // W, D1, R, BR)
     there = r < R
     x_rows = x_ptr + d0 * stride_x0 + d1 * stride_x1 + r * stride_xr  # [BR, 1]
     y_rows = y_ptr + d0 * stride_y0 + d1 * stride_y1 + r * stride_yr
     start = program % W * tiles * BN
-    c = start + (tiles - 1) * BN + tl.arange(0, BN)[None, :]
+    c = start + (tiles - 1) * BN + tl.arange(0, BN)[None, :]  # [1, BN]
     x = tl.load(x_rows + c.to(tl.int64) * stride_xn, mask=there & (c < N), other=0.0)  # [BR, BN]
     if OVERLAPS:  # the first kernel writes the sums
         gdc_wait()
-    split = tl.arange(0, BP)[None, :]
+    split = tl.arange(0, BP)[None, :]  # [1, BP]
     at = ((d0 * D1 + d1) * R + r) * P + split  # [BR, BP]
     m, z = merge(
         tl.load(m_ptr + at, mask=there & (split < P), other=LOWEST),
         tl.load(z_ptr + at, mask=there & (split < P), other=0.0),
     )  # [BR, 1]
-    factor = 1 / z  # if all of a row is -inf, 0 * inf = NaN below
+    factor = 1 / z  # [BR, 1]; if all elements of a row are -inf, 0 * inf = NaN below
     for _ in range(tiles):
         y = (tl.exp(x.to(tl.float32) - m) * factor).to(y_ptr.dtype.element_ty)
         here = there & (c < N)

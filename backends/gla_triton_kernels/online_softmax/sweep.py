@@ -1,7 +1,7 @@
-"""Softmax along one dimension: the first of two sweeps over tiles of columns computes maximum and sum of each row.
+"""Computes the maximum and the sum of each row for softmax: the first of two sweeps over tiles of columns.
 
-It keeps a running maximum m and a running sum z of exponentials for every G adjacent columns of a tile. A thread loads
-these G columns at once, so that no thread waits for another:
+The sweep keeps a running maximum m and a running sum z of exponentials for every G adjacent columns of a tile. A thread
+loads these G columns at once, so no thread waits for another:
 
     m' = max(m, max_j x_j)        z' = exp(m - m') z + sum_j exp(x_j - m')
 
@@ -9,7 +9,8 @@ For G = 1, with d = exp(-|x - m|), one of the two exponentials is d and the othe
 
     x > m:  z' = d z + 1,  m' = x        x <= m:  z' = z + d,  m' = m
 
-At the end they are merged: M = max m and Z = sum exp(m - M) z. A second sweep can then write exp(x - M) / Z.
+At the end, all m and z of a row are merged: M = max m and Z = sum exp(m - M) z. A second sweep can then write
+exp(x - M) / Z.
 
 N columns, the dimension that sums to one   R rows, the last of the other dimensions   D0, D1 the dimensions before R
 BR, BN rows and columns of a tile   G columns that a thread loads at once
@@ -49,12 +50,12 @@ def maximum_and_sum(x_rows, there, start, end, stride_n, BR: tl.constexpr, BN: t
         end: column after the last one.
         stride_n: stride of columns.
     """
-    # With a finite start of m, an element of -inf adds exp(-inf) = 0. If m started at -inf, it would add
-    # exp(-inf + inf) = NaN.
+    # m starts at a finite number, so an element of -inf adds exp(-inf) = 0. If m started at -inf, the element would
+    # add exp(-inf + inf) = NaN.
     m = tl.full((BR, BN // G), LOWEST, tl.float32)
     z = tl.zeros((BR, BN // G), tl.float32)
     for first in range(start, end, BN):
-        c = first + tl.arange(0, BN)[None, :]
+        c = first + tl.arange(0, BN)[None, :]  # [1, BN]
         x = tl.load(
             x_rows + c.to(tl.int64) * stride_n,
             mask=there & (c < end),
@@ -67,7 +68,7 @@ def maximum_and_sum(x_rows, there, start, end, stride_n, BR: tl.constexpr, BN: t
             z = tl.where(x > m, z * d + 1, z + d)
             m = tl.maximum(m, x)
         else:
-            x = tl.reshape(x, (BR, BN // G, G))
+            x = tl.reshape(x, (BR, BN // G, G))  # [BR, BN // G, G]
             greater = tl.maximum(m, tl.max(x, 2))  # [BR, BN // G]
             z = z * tl.exp(m - greater) + tl.sum(tl.exp(x - greater[:, :, None]), 2)
             m = greater

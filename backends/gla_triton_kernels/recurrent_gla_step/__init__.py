@@ -1,6 +1,6 @@
-"""Decoding: step.py and layer_step.py have kernels for one token, steps.py and replay.py for several.
+"""Decoding: step.py and layer_step.py hold kernels for one token, steps.py and replay.py for several tokens.
 
-plan.py has their launch parameters.
+plan.py chooses their launch parameters, and cost.py predicts their seconds.
 """
 
 from __future__ import annotations

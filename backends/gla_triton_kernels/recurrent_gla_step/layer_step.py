@@ -1,16 +1,16 @@
-"""One token of gated linear attention, an RMS norm of each head's output, and an output gate.
+"""Computes one token of gated linear attention, an RMS norm of each head of the output, and an output gate.
 
     S' = diag(exp g) S + k^T v        u = scale * q S'        o = u / sqrt(mean(u^2) + eps) * w * f(output gate)
 
-The norm needs all values of a head. If heads fill the device, a program computes a head, BV values at a time, then its
-norm, in one kernel. Otherwise several programs share a head, because one multiprocessor would read its state too
-slowly, and a second kernel, which starts while the first ends, computes the norms. Programs pass u through memory, in
-float32.
+f is sigma(x) or x * sigma(x). The norm needs all values of a head. If there are enough heads to fill the device, one
+kernel computes everything: a program computes u of a head, BV values at a time, and then the norm of the head.
+Otherwise several programs share a head, because one multiprocessor would read its state too slowly. A second kernel,
+which starts while the first ends, then computes the norms. u goes through memory, in float32.
 
 B batch   P states of the pool   H key heads   Hq query heads   Hv heads of values, states and gates
-Ho heads of o, the more of Hq and Hv   G = Ho / Hv query heads of a state   R = Hv / H value heads of a key head
-K, V key and value width   BK number of keys K, rounded up to a power of two   BV values of a block
-TILES blocks of a program   PARTS programs of a head   ALL number of values V, rounded up to a power of two
+Ho = max(Hq, Hv) heads of o   G = Ho / Hv query heads of a state   R = Hv / H value heads of a key head
+K, V key and value width   BK K rounded up to a power of two   BV values of a block
+TILES blocks of a program   PARTS programs of a head   ALL V rounded up to a power of two
 
 Sources: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635); Zhang
 and Sennrich, "Root Mean Square Layer Normalization" (arXiv 1910.07467).
@@ -37,11 +37,11 @@ from gla_triton_kernels.runtime.prepared import Launches, rehearsed
 from gla_triton_kernels.runtime.sizes import power_of_two
 
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]
-"""q, k, v, g, state, output_gate, norm_weight, state_indices, o: the step writes o and the state."""
+"""q, k, v, g, state, output_gate, norm_weight, state_indices and o. The step writes o and the state."""
 
 
 def prepare(call: OpCall) -> Callable[..., Tensor]:
-    """Plans a call, compiles its kernels, and returns the function that computes calls like it.
+    """Plans a call, compiles its kernels, and returns the function that computes calls of the same signature.
 
     Raises:
         LaunchError: a kernel does not compile for this device, or does not fit it.
@@ -77,10 +77,10 @@ def prepare(call: OpCall) -> Callable[..., Tensor]:
 def launch_layer_step(
     plan: LayerPlan, tensors: Tensors, scale: float, norm_eps: float, activation: str, normalizer: int | None
 ) -> list[Launch]:
-    """Returns the launches of a step: one, or that of the states and that of the norms.
+    """Returns the launches of a step: one launch, or one for the states and one for the norms.
 
     Args:
-        normalizer: None, or the number by which log sigma is divided.
+        normalizer: the number by which log sigma is divided if g holds logits; None if g holds log gates.
     """
     q, k, v, g, state, output_gate, norm_weight, state_indices, o = tensors
     B, (P, Hv, _, V), Ho = len(q), state.shape, o.shape[1]
@@ -124,7 +124,7 @@ def _layer_step(
     state_ptr,  # [P, Hv, K, V], updated in place
     gate_ptr,  # [B, Ho, V] or None
     weight_ptr,  # [V] or None
-    indices_ptr,  # [B] or None: row b has state b
+    indices_ptr,  # [B], or None if row b has state b
     u_ptr,  # [B, Ho, V], contiguous, float32
     o_ptr,  # [B, Ho, V], contiguous
     scale,
@@ -159,11 +159,11 @@ def _layer_step(
     ALL: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Computes TILES blocks of BV columns of the state of one head and one row, and the norms if these are all."""
+    """Computes TILES blocks of BV columns of the state of one head and one row, and the norms if PARTS is 1."""
     part, head = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS
     b, h = (head // Hv).to(tl.int64), (head % Hv).to(tl.int64)  # strides times these may exceed 32 bits
     rows = tl.arange(0, BK)  # [BK]
-    if OVERLAPS:  # writes of earlier kernels are visible only after the wait: nothing is read before
+    if OVERLAPS:  # the results of earlier kernels are visible only after the wait
         gdc_wait()
         gdc_launch_dependents()
 
@@ -206,7 +206,7 @@ def _layer_step(
         )
 
     if PARTS == 1:
-        tl.debug_barrier()  # threads read what others wrote
+        tl.debug_barrier()  # other threads have written values of u that a thread reads now
         for i in range(G):
             row = (b * Hv + h) * G + i
             gate_row = gate_ptr
@@ -222,7 +222,7 @@ def _norms(
     indices_ptr,  # [B] or None
     u_ptr,  # [B, Ho, V], contiguous, float32
     o_ptr,  # [B, Ho, V], contiguous
-    scale,  # a replay passes both floats of the call
+    scale,  # not used; replayed launches take all floats of the call
     norm_eps,
     P,
     gate_stride_b,
@@ -252,11 +252,15 @@ def _norms(
 
 @triton.jit
 def norm(u_row, gate_row, weight_ptr, o_row, norm_eps, SIGMOID: tl.constexpr, V: tl.constexpr, ALL: tl.constexpr):
-    """Computes a head of o from the same head of u and of the output gate, given by pointers to their first values."""
+    """Computes a head of o [V] from the same head of u and of the output gate.
+
+    Args:
+        u_row, gate_row, o_row: pointers to the first values of the head; gate_row is None without an output gate.
+    """
     columns = tl.arange(0, ALL)  # [ALL]
     in_v = columns < V
     u = tl.load(u_row + columns, mask=in_v, other=0.0)  # [ALL]
-    y = u * tl.rsqrt(tl.sum(u * u, axis=0) / V + norm_eps)
+    y = u * tl.rsqrt(tl.sum(u * u, axis=0) / V + norm_eps)  # [ALL]
     if weight_ptr is not None:
         y *= tl.load(weight_ptr + columns, mask=in_v, other=0.0).to(tl.float32)
     if gate_row is not None:

@@ -1,4 +1,4 @@
-"""The choice of launch parameters of a step. Imports no Triton; the parameters were measured on an H200."""
+"""Chooses the launch parameters of a step. Imports no Triton. The parameters were chosen by measurements on an H200."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from gla_triton_kernels.runtime.architecture import Gpu
 from gla_triton_kernels.runtime.sizes import power_of_two
 
 FULL = 3
-"""The fewest programs per multiprocessor for which blocks are wide."""
+"""The least number of programs per multiprocessor for which blocks are wide."""
 
 
 WHOLE = 1
-"""The fewest heads per multiprocessor for which a program of recurrent_gla_layer_step computes whole heads."""
+"""The least number of heads per multiprocessor for which a program of recurrent_gla_layer_step computes whole heads."""
 
 
 class Plan(NamedTuple):
@@ -24,7 +24,7 @@ class Plan(NamedTuple):
         BK: number of keys K, rounded up.
         BV: number of values of a block.
         warps: number of warps of a program.
-        overlaps: whether the kernel starts while its predecessor ends.
+        overlaps: whether the kernel may start while its predecessor ends (programmatic dependent launch).
     """
 
     BK: int
@@ -36,9 +36,9 @@ class Plan(NamedTuple):
 def plan(call: OpCall, gpu: Gpu) -> Plan:
     """Returns the launch parameters of a step.
 
-    With many states, blocks are wide. With few states, blocks are narrow, so that there are enough for all
-    multiprocessors. In calls that are batch invariant, blocks are always narrow, because the number of warps changes
-    the order in which a program sums over keys.
+    With many states, blocks are wide. With few states, blocks are narrow, so that there are enough blocks for all
+    multiprocessors. In batch-invariant calls, blocks are always narrow, because the number of warps changes the order
+    in which a program sums over keys.
     """
     B, Hv, V = (call.dims[name] for name in ("B", "Hv", "V"))
     wide = _wide(call, gpu)
@@ -54,7 +54,7 @@ class LayerPlan(NamedTuple):
 
     Attributes:
         step: launch parameters of the kernel that computes states.
-        tiles: number of blocks of a program. If these are all values of a head, the program computes its norm too.
+        tiles: number of blocks of a program. If these cover all values of a head, the program also computes its norm.
     """
 
     step: Plan
@@ -64,8 +64,8 @@ class LayerPlan(NamedTuple):
 def plan_layer_step(call: OpCall, gpu: Gpu) -> LayerPlan:
     """Returns the launch parameters of a step of a layer.
 
-    Heads that fill the device, and heads of one block, are whole. In calls that are batch invariant, the number of rows
-    does not matter.
+    If there are enough heads to fill the device, a program computes a whole head. In batch-invariant calls, the plan
+    does not depend on the number of rows.
     """
     if call.batch_invariant is None and call.dims["B"] * call.dims["Hv"] >= WHOLE * gpu.multiprocessors:
         wide = _wide(call, gpu)

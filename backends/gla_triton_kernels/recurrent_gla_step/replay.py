@@ -1,25 +1,26 @@
-"""Up to S tokens of gated linear attention for each sequence, after the a accepted tokens of its last call.
+"""Computes up to S new tokens of gated linear attention for each sequence, after the accepted tokens of its last call.
 
     S_t = diag(exp g_t) S_t-1 + k_t^T v_t        o_t = scale * q_t S_t
 
-for a tokens of the rings, whose outputs are known, and then for the new tokens. The state after the accepted tokens is
-written into the pool, and k, v and the log gates of the new tokens into the rings:
+t first goes through the a accepted tokens, whose k, v and gates are in rings and whose outputs are known, and then
+through the new tokens. The kernel writes the state after the accepted tokens into the pool, and k, v and the log gates
+of the new tokens into the rings. With r the start of a ring, it has these tokens, modulo L:
 
-    ring    .. | r .. r+a-1: read | r+a .. r+a+T-1: written | ..        modulo L
+    .. | r .. r+a-1: accepted, read | r+a .. r+a+T-1: new, written | ..
 
-A state stays in registers, in float32, from the first token to the last: it is read once and written once.
+A state stays in registers, in float32, from the first token to the last. It is read once and written once.
 
 B batch   T tokens of a row   N sequences   P slots of the pool and of the rings   L tokens of a ring
-S new tokens of a sequence that are computed: L / 2 for packed sequences, or T
-H key heads   Hq query heads   Hv heads of values, states and gates   Ho heads of o, the more of Hq and Hv
+S most new tokens of a sequence: L / 2 for packed sequences, else T
+H key heads   Hq query heads   Hv heads of values, states and gates   Ho = max(Hq, Hv) heads of o
 G = Ho / Hv query heads of a state   R = Hv / H value heads of a key head   K, V key and value width
-BK number of keys K, rounded up to a power of two   BV values of a block
+BK K rounded up to a power of two   BV values of a block
 
-The grid has one program per sequence, value head and BV values. Several programs read a key; the first of them writes
-it into the ring.
+The grid has one program per sequence, value head and BV values. Several programs read the same key; the first of them
+writes it into the ring.
 
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635). The
-rings are those of ReplaySSM; see gla_core/ops/recurrent_gla_replay.py.
+rings come from ReplaySSM; see gla_core/ops/recurrent_gla_replay.py.
 """
 
 # pyright: reportGeneralTypeIssues=false
@@ -62,7 +63,7 @@ Tensors = tuple[
 
 
 def prepare(call: OpCall) -> Callable[..., Tensor]:
-    """Plans a call, compiles its kernel, and returns the function that computes calls like it.
+    """Plans a call, compiles its kernel, and returns the function that computes calls of the same signature.
 
     Raises:
         LaunchError: the kernel does not compile for this device, or does not fit it.
@@ -97,14 +98,14 @@ def prepare(call: OpCall) -> Callable[..., Tensor]:
         if len(slots) == 0:
             return o.zero_()
         memory, of_sequences = (pool, ring_k, ring_v, ring_g), (slots, ring_start, num_accepted, cu_seqlens, has_state)
-        launched.start((q, k, v, g, *memory, *of_sequences, o), scale)  # without new tokens, it replays
+        launched.start((q, k, v, g, *memory, *of_sequences, o), scale)  # without new tokens, it still updates states
         return o
 
     return rehearsed(run, call)
 
 
 def launch_replay(plan: Plan, tensors: Tensors, scale: float, pad_slot: int, normalizer: int | None) -> list[Launch]:
-    """Returns the launch of several tokens; `normalizer` is None, or log sigma is divided by it."""
+    """Returns the launch that computes the accepted and the new tokens; see `launch_step` for `normalizer`."""
     q, k, v, g, pool, ring_k, ring_v, ring_g, slots, ring_start, num_accepted, cu_seqlens, has_state, o = tensors
     (_, T, Hq, K), (P, Hv, _, V), N, L = q.shape, pool.shape, len(slots), ring_k.shape[1]
     arguments = {
@@ -171,11 +172,11 @@ def _recurrent_gla_replay(
     pool_ptr,  # [P, Hv, K, V]
     ring_k_ptr,  # [P, L, H, K]
     ring_v_ptr,  # [P, L, Hv, V]
-    ring_g_ptr,  # [P, L, Hv, K] if OF_KEYS, else [P, L, Hv], or None: g is None or [Hv]
+    ring_g_ptr,  # [P, L, Hv, K] if OF_KEYS, else [P, L, Hv]; None if g is None or [Hv]
     slots_ptr,  # [N]
     start_ptr,  # [N]
     accepted_ptr,  # [N]
-    offsets_ptr,  # [N+1], or None: sequence n is row n
+    offsets_ptr,  # [N+1], or None if sequence n is row n
     has_ptr,  # [N] or None
     o_ptr,  # [B, T, Ho, V], contiguous
     scale,
@@ -232,7 +233,7 @@ def _recurrent_gla_replay(
     columns = tile * BV + tl.arange(0, BV)  # [BV]
     in_k, in_v = rows < K, columns < V
     in_state = in_k[:, None] & in_v[None, :]  # [BK, BV]
-    if OVERLAPS:  # writes of earlier kernels are visible only after the wait: nothing is read before
+    if OVERLAPS:  # the results of earlier kernels are visible only after the wait
         gdc_wait()
         gdc_launch_dependents()
 
@@ -240,7 +241,7 @@ def _recurrent_gla_replay(
 
     p = tl.load(slots_ptr + n * slots_n).to(tl.int64)
     served = is_slot(p, P, PAD)
-    first = (tl.load(start_ptr + n * start_n).to(tl.int64) % L + L) % L  # the first remainder may be negative
+    first = (tl.load(start_ptr + n * start_n).to(tl.int64) % L + L) % L  # in Triton, % keeps the sign
     accepted = tl.load(accepted_ptr + n * accepted_n).to(tl.int32)
     accepted = tl.where(served, tl.minimum(tl.maximum(accepted, 0), L // 2), 0)
     begins, writes = served, served & (accepted > 0)

@@ -1,10 +1,12 @@
-"""One token of gated linear attention: the kernel reads every state once and writes it once.
+"""Computes one token of gated linear attention. The kernel reads every state once and writes it once.
 
     S' = diag(exp g) S + k^T v        o = scale * q S'
 
 B batch   P states of the pool   H key heads   Hq query heads   Hv heads of values, states and gates
-Ho heads of o, the more of Hq and Hv   G = Ho / Hv query heads of a state   R = Hv / H value heads of a key head
-K, V key and value width   BK number of keys K, rounded up to a power of two   BV values of a block
+Ho = max(Hq, Hv) heads of o   G = Ho / Hv query heads of a state   R = Hv / H value heads of a key head
+K, V key and value width   BK K rounded up to a power of two   BV values of a block
+
+The grid has one program per row of the batch, value head and BV values.
 
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
 """
@@ -28,11 +30,11 @@ from gla_triton_kernels.runtime.launch import Launch, overlapping
 from gla_triton_kernels.runtime.prepared import Launches, rehearsed
 
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor]
-"""q, k, v, g, state, state_indices, new, o: the step writes o, and writes states to new, or to state if new is None."""
+"""q, k, v, g, state, state_indices, new and o. The step writes o, and states to new, or to state if new is None."""
 
 
 def prepare(call: OpCall) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Plans a call, compiles its kernel, and returns the function that computes calls like it.
+    """Plans a call, compiles its kernel, and returns the function that computes calls of the same signature.
 
     Raises:
         LaunchError: the kernel does not compile for this device, or does not fit it.
@@ -63,7 +65,11 @@ def prepare(call: OpCall) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def launch_step(plan: Plan, tensors: Tensors, scale: float, normalizer: int | None) -> list[Launch]:
-    """Returns the launch of a step; `normalizer` is None, or log sigma is divided by it."""
+    """Returns the launch of a step.
+
+    Args:
+        normalizer: the number by which log sigma is divided if g holds logits; None if g holds log gates.
+    """
     q, k, v, g, state, state_indices, new, o = tensors
     B, (P, Hv, _, V) = len(q), state.shape
     written = state if new is None else new
@@ -86,7 +92,7 @@ def launch_step(plan: Plan, tensors: Tensors, scale: float, normalizer: int | No
 def step_arguments(
     plan: Plan, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, normalizer: int | None
 ) -> dict[str, Any]:
-    """Returns the arguments of a kernel that describe the token, the state, and how `advance` computes them."""
+    """Returns the arguments that kernels with `advance` share: tensors, strides, and sizes of a token and a state."""
     (_, Hq, K), Hv = q.shape, state.shape[1]
     return {
         "q_ptr": q,
@@ -114,9 +120,9 @@ def step_arguments(
 
 
 def token_strides(name: str, x: Tensor) -> dict[str, int]:
-    """Returns the strides of x [B, heads, width] or [B, heads] over rows and heads, as the kernel's arguments.
+    """Returns the strides of rows and heads of x [B, heads, width] or [B, heads], as arguments of a kernel.
 
-    For a gate [heads], the same for all rows, the stride over rows is 0.
+    All rows share a gate [heads], so its stride of rows is 0.
     """
     b, h = (0, x.stride(0)) if x.ndim == 1 else x.stride()[:2]
     return {f"{name}_stride_b": b, f"{name}_stride_h": h}
@@ -129,7 +135,7 @@ def _recurrent_gla_step(
     v_ptr,  # [B, Hv, V]
     g_ptr,  # [B, Hv, K] if OF_KEYS, else [B, Hv] or [Hv], or None
     state_ptr,  # [P, Hv, K, V]
-    indices_ptr,  # [B] or None: row b has state b
+    indices_ptr,  # [B], or None if row b has state b
     new_ptr,  # [B, Hv, K, V], dense, or None to update state_ptr in place
     o_ptr,  # [B, Ho, V], contiguous
     scale,
@@ -166,7 +172,7 @@ def _recurrent_gla_step(
     columns = tile * BV + tl.arange(0, BV)  # [BV]
     in_k, in_v = rows < K, columns < V
     o_block = o_ptr + (b * Hv + h) * G * V + columns  # [BV], of the first query head
-    if OVERLAPS:  # writes of earlier kernels are visible only after the wait: nothing is read before
+    if OVERLAPS:  # the results of earlier kernels are visible only after the wait
         gdc_wait()
         gdc_launch_dependents()
 
@@ -229,16 +235,15 @@ def advance(
     """Computes BV columns of a state after a token, and the same columns of the outputs of its G query heads.
 
     Args:
-        q_block: [BK], of the first query head
-        k_block: [BK]
-        v_block: [BV]
-        g_block: [BK] if OF_KEYS, else one pointer, or None
-        state_block, new_block: [BK, BV], where the state is read and written
-        o_block: [BV], of the first query head
-        in_k: [BK]. in_v: [BV]. They say which keys and values there are
+        q_block: pointers to the first query head [BK].
+        k_block, v_block: pointers to k [BK] and v [BV].
+        g_block: pointers to g [BK] if OF_KEYS, else one pointer; None without gates.
+        state_block, new_block: pointers [BK, BV] from which the state is read, and to which it is written.
+        o_block: pointers to the output of the first query head [BV].
+        in_k, in_v: masks of the keys [BK] and the values [BV] that exist.
     """
     in_state = in_k[:, None] & in_v[None, :]  # [BK, BV]
-    # All loads come before all conversions: a conversion waits for its operand, and would delay later loads.
+    # All loads come before all conversions, because a conversion waits for its operand and would delay later loads.
     state = tl.load(state_block, mask=in_state, other=0.0)  # [BK, BV]
     k = tl.load(k_block, mask=in_k, other=0.0)  # [BK]
     v = tl.load(v_block, mask=in_v, other=0.0)  # [BV]
@@ -253,8 +258,8 @@ def advance(
     state = state.to(tl.float32) + k.to(tl.float32)[:, None] * v.to(tl.float32)[None, :]
 
     for i in range(G):
-        # Queries are loaded one head before their use.
-        following = tl.load(q_block + tl.minimum(i + 1, G - 1).to(tl.int64) * q_stride_h, mask=in_k, other=0.0)
+        # The query of the next head is loaded before the query of this head is used.
+        following = tl.load(q_block + tl.minimum(i + 1, G - 1).to(tl.int64) * q_stride_h, mask=in_k, other=0.0)  # [BK]
         o = scale * tl.sum(q.to(tl.float32)[:, None] * state, axis=0)  # [BV]
         tl.store(o_block + i * V, o.to(o_block.dtype.element_ty), mask=in_v)
         q = following

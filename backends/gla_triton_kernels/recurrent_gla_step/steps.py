@@ -1,14 +1,14 @@
-"""Up to S tokens of gated linear attention for each sequence: the kernel writes the state after each to its own slot.
+"""Computes up to S tokens of gated linear attention for each sequence, and writes the state after each to its own slot.
 
     S_t = diag(exp g_t) S_t-1 + k_t^T v_t        o_t = scale * q_t S_t
 
-A state stays in registers, in float32, from token to token; each copy of it is rounded on its own.
+A state stays in registers, in float32, from token to token. Each copy that is written to a slot is rounded from it.
 
 B batch   T tokens of a row   N sequences   P states of the pool
-COLUMNS slots of a sequence   S tokens of a sequence that are computed: COLUMNS, or T if that is less
-H key heads   Hq query heads   Hv heads of values, states and gates   Ho heads of o, the more of Hq and Hv
+COLUMNS slots of a sequence   S most tokens of a sequence: COLUMNS for packed sequences, else min(COLUMNS, T)
+H key heads   Hq query heads   Hv heads of values, states and gates   Ho = max(Hq, Hv) heads of o
 G = Ho / Hv query heads of a state   R = Hv / H value heads of a key head   K, V key and value width
-BK number of keys K, rounded up to a power of two   BV values of a block
+BK K rounded up to a power of two   BV values of a block
 
 The grid has one program per sequence, value head and BV values.
 
@@ -52,7 +52,7 @@ Tensors = tuple[
 
 
 def prepare(call: OpCall) -> Callable[..., Tensor]:
-    """Plans a call, compiles its kernel, and returns the function that computes calls like it.
+    """Plans a call, compiles its kernel, and returns the function that computes calls of the same signature.
 
     Raises:
         LaunchError: the kernel does not compile for this device, or does not fit it.
@@ -91,7 +91,7 @@ def prepare(call: OpCall) -> Callable[..., Tensor]:
 
 
 def launch_steps(plan: Plan, tensors: Tensors, scale: float, pad_slot: int, normalizer: int | None) -> list[Launch]:
-    """Returns the launch of several tokens; `normalizer` is None, or log sigma is divided by it."""
+    """Returns the launch that computes all tokens; see `launch_step` for `normalizer`."""
     q, k, v, g, pool, slots, cu_seqlens, num_accepted, read_slots, has_state, o = tensors
     (_, T, Hq, K), (P, Hv, _, V), (N, S) = q.shape, pool.shape, slots.shape
     arguments = {
@@ -152,7 +152,7 @@ def _recurrent_gla_steps(
     g_ptr,  # [B, T, Hv, K] if OF_KEYS, else [B, T, Hv] or [Hv], or None
     pool_ptr,  # [P, Hv, K, V]
     slots_ptr,  # [N, COLUMNS]
-    offsets_ptr,  # [N+1], or None: sequence n is row n
+    offsets_ptr,  # [N+1], or None if sequence n is row n
     accepted_ptr,  # [N] or None
     read_ptr,  # [N] or None
     has_ptr,  # [N] or None
@@ -203,7 +203,7 @@ def _recurrent_gla_steps(
     columns = tile * BV + tl.arange(0, BV)  # [BV]
     in_k, in_v = rows < K, columns < V
     in_state = in_k[:, None] & in_v[None, :]  # [BK, BV]
-    if OVERLAPS:  # writes of earlier kernels are visible only after the wait: nothing is read before
+    if OVERLAPS:  # the results of earlier kernels are visible only after the wait
         gdc_wait()
         gdc_launch_dependents()
 

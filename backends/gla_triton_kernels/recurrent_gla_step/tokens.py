@@ -1,6 +1,9 @@
-"""Shared code of the kernels that compute several tokens of each sequence, in steps.py and replay.py.
+"""Functions shared by steps.py and replay.py, whose kernels compute several tokens of each sequence.
 
-Both have one program per sequence n, value head h and BV values; their glossaries explain the other dimensions.
+Both kernels have one program per sequence n, value head h and BV values.
+
+B batch   T tokens of a row   N sequences   S most tokens of a sequence   Hv heads of values, states and gates
+G query heads of a state   V value width   BK keys of a block, all keys of a head   BV values of a block
 """
 
 # pyright: reportGeneralTypeIssues=false
@@ -14,9 +17,9 @@ from gla_triton_kernels.gates import log_gates
 
 
 def strides(name: str, x: Tensor) -> dict[str, int]:
-    """Returns the strides of x [B, T, heads, width] or [B, T, heads] over rows, tokens and heads, as arguments.
+    """Returns the strides of rows, tokens and heads of x [B, T, heads, width] or [B, T, heads], as arguments.
 
-    A gate [heads] is the same for all tokens.
+    All tokens share a gate [heads], so its strides of rows and tokens are 0.
     """
     b, t, h = (0, 0, x.stride(0)) if x.ndim == 1 else x.stride()[:3]
     return {f"{name}_b": b, f"{name}_t": t, f"{name}_h": h}
@@ -26,13 +29,14 @@ def strides(name: str, x: Tensor) -> dict[str, int]:
 def locate(
     o_ptr, offsets_ptr, n, N, T, h, columns, S: tl.constexpr, Hv: tl.constexpr, G: tl.constexpr, V: tl.constexpr
 ):
-    """Returns the row of the batch, the first token (64 bits) and the number of tokens of sequence n.
+    """Returns the row of the batch, the first token (int64) and the number of tokens of sequence n.
 
-    Writes 0 to the outputs of tokens of the sequence after the first S, and of tokens after the last sequence.
+    Also writes 0 to two kinds of outputs: of tokens of the sequence after the first S, and of tokens after the last
+    sequence.
 
     Args:
         offsets_ptr: [N+1], or None if sequence n is row n.
-        columns: [BV]
+        columns: the columns of outputs that this program writes, [BV].
     """
     b, start, length = n, n * 0, T
     if offsets_ptr is not None:
@@ -47,7 +51,7 @@ def locate(
 
 @triton.jit
 def _clear(o_ptr, first, end, h, columns, Hv: tl.constexpr, G: tl.constexpr, V: tl.constexpr):
-    """Writes 0 to the columns of a head's outputs of tokens first (64 bits) to end - 1."""
+    """Writes 0 to `columns` [BV] of the outputs of a head for tokens `first` (int64) to `end` - 1."""
     o_block = o_ptr + (first * Hv + h) * G * V + columns  # [BV]
     for _ in range((end - first).to(tl.int32)):
         for i in range(G):
@@ -57,7 +61,7 @@ def _clear(o_ptr, first, end, h, columns, Hv: tl.constexpr, G: tl.constexpr, V: 
 
 @triton.jit
 def load_gates(g_block, rows, in_k, live, OF_KEYS: tl.constexpr, NORMALIZER: tl.constexpr):
-    """Returns the log gates of a token in float32: [BK] if OF_KEYS, else one number. They are of no use unless live."""
+    """Returns the log gates of a token in float32: [BK] if OF_KEYS, else a number. If not `live`, they mean nothing."""
     if OF_KEYS:
         return log_gates(tl.load(g_block + rows, mask=in_k & live, other=0.0), NORMALIZER)
     else:  # noqa: RET505 -- one branch is compiled
@@ -75,12 +79,15 @@ def decayed(state, g, OF_KEYS: tl.constexpr):
 
 @triton.jit
 def write_outputs(o_block, q_block, q_h, state, scale, in_k, in_v, live, there, G: tl.constexpr, V: tl.constexpr):
-    """Writes the outputs of a token for the G query heads of a state, if the token is there: 0 unless it is live.
+    """Writes the outputs of a token for the G query heads of a state.
 
     Args:
-        o_block: [BV], of the first query head
-        q_block: [BK], of the first query head
-        state: [BK, BV], after the token
+        o_block: pointers to the output of the first query head [BV].
+        q_block: pointers to the first query head [BK].
+        state: the state after the token [BK, BV].
+        in_k, in_v: masks of the keys [BK] and the values [BV] that exist.
+        live: whether the token is computed; otherwise its outputs are 0.
+        there: whether the token exists; otherwise nothing is written.
     """
     for _ in range(G):
         q = tl.load(q_block, mask=in_k & live, other=0.0)  # [BK]

@@ -15,18 +15,18 @@ KiB = 1024
 
 
 class Facts(NamedTuple):
-    """The facts of a kind of GPU by which plans choose kernels and launch parameters.
+    """The facts of a kind of GPU from which plans choose kernels and launch parameters.
 
     Attributes:
         known_as: name in messages.
-        shared_memory: bytes of shared memory that a block may have.
-        tensor_memory: columns of tensor memory, in which the products of a block accumulate; 0 if there is none.
+        shared_memory: maximum number of bytes of shared memory of a block.
+        tensor_memory: columns of tensor memory, in which matrix products accumulate; 0 if there is none.
         lanes: threads of a warp.
-        has_tma: whether the copy engine addresses tensors by maps.
+        has_tma: whether the GPU has TMA, a copy engine that addresses tensors by tensor maps.
         has_wgmma: whether warpgroups multiply matrices, which kernels with specialised warps require.
         has_tf32: whether the compiler multiplies float32 matrices in TF32.
-        overlaps_kernels: whether a kernel may be launched while its predecessor ends (the launch option `launch_pdl`).
-        limits_registers: whether the compiler takes the launch option `maxnreg`.
+        overlaps_kernels: whether a kernel may start while its predecessor ends (the launch option `launch_pdl`).
+        limits_registers: whether the compiler accepts the launch option `maxnreg`.
     """
 
     known_as: str
@@ -41,7 +41,7 @@ class Facts(NamedTuple):
 
 
 class Architecture(enum.Enum):
-    """Kinds of GPU between which kernels differ, oldest first; the value of each is its `Facts`."""
+    """The kinds of GPU that plans distinguish, oldest first. The value of each is its `Facts`."""
 
     INTERPRETED = Facts("interpreted", 227 * KiB)
     SM80 = Facts("A100", 163 * KiB)
@@ -70,14 +70,14 @@ class Gpu(NamedTuple):
 
 
 def interpreted() -> bool:
-    """Returns whether Triton interprets its kernels, for tests: slowly, on any device."""
+    """Returns whether Triton interprets its kernels. This is slow, but works on any device; tests use it."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def architecture_of(device: KnownDevice) -> Architecture:
     """Returns the architecture of an AMD GPU, or of an NVIDIA GPU of compute capability 8.0 or later.
 
-    PyTorch reports versions of AMD GPUs as compute capabilities: 9.4 for an MI300X, which is no Hopper.
+    PyTorch also reports versions of AMD GPUs as compute capabilities, such as 9.4 for an MI300X, which is not Hopper.
     """
     major, minor = device.compute_capability
     if device.vendor == "AMD":
@@ -89,7 +89,7 @@ def architecture_of(device: KnownDevice) -> Architecture:
 
 @functools.cache
 def gpu_of(device: torch.device) -> Gpu:
-    """Returns the facts of a device; a CPU, where kernels are interpreted, has one multiprocessor."""
+    """Returns the facts of a device. A CPU, where kernels are interpreted, counts as one multiprocessor."""
     if device.type != "cuda":
         return Gpu(Architecture.INTERPRETED, 1)
     found = known_device(device)

@@ -1,7 +1,8 @@
 """Makes CUDA graphs of launches with functions of the CUDA driver.
 
-`torch.cuda.CUDAGraph` does not fit: it serves captures that allocate memory. For each graph it makes the allocator set
-memory aside, and during the capture it does so for all threads. It captures on a stream that other code uses as well.
+`torch.cuda.CUDAGraph` does not fit, because it is made for captures that allocate memory. For each graph, it makes the
+allocator reserve memory, and does so for all threads during the capture. Its capture uses a stream that other code also
+uses.
 """
 
 from __future__ import annotations

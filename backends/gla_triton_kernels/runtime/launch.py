@@ -1,4 +1,4 @@
-"""Describes launches of kernels, compiles the kernels side by side, and makes the launches in order."""
+"""Describes launches of kernels, compiles the kernels in parallel, and makes the launches in order."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Launch:
         kernel: a function of triton.jit or gluon.jit.
         grid: number of programs along each of three axes.
         arguments: the value of each parameter of the kernel, by name: a tensor, a descriptor of a tensor, None, a
-            number, or a constant of the compiler. They are kept and passed in the order of the parameters, because
-            Triton takes longer to bind names.
+            number, or a compile-time constant. They are stored and passed in the order of the parameters, because
+            Triton takes longer to bind arguments by name.
         options: options of the launch, such as num_warps.
         compiled: the triton.compiler.CompiledKernel, after the launch.
 
@@ -69,7 +69,7 @@ def strides_of(letter: str, x: Tensor | None) -> dict[str, int]:
 
 
 def overlapping(overlaps: bool) -> dict[str, bool]:
-    """Returns the option by which a kernel starts while its predecessor ends; not all compilers know its name."""
+    """Returns the option that lets a kernel start while its predecessor ends; not all compilers accept its name."""
     return {"launch_pdl": True} if overlaps else {}
 
 
@@ -85,7 +85,7 @@ def start(launches: Sequence[Launch]) -> None:
 
 
 def compile_launches(launches: Sequence[Launch]) -> None:
-    """Compiles the kernels of launches side by side, and loads them on the device. The tensors need no values.
+    """Compiles the kernels of launches in parallel, and loads them on the device. The tensors need no values.
 
     Raises:
         LaunchError: a kernel does not fit or does not compile on this device.
@@ -112,22 +112,22 @@ def _failing(name: str) -> Iterator[None]:
 
 
 def _is_of_the_device(error: Exception) -> bool:
-    """Returns whether the device, not Triton, reports this error, which may come from an earlier kernel."""
+    """Returns whether the device and not Triton reports this error. An earlier kernel may have caused it."""
     return isinstance(error, torch.AcceleratorError | torch.OutOfMemoryError) or str(error).startswith("Triton Error [")
 
 
 @functools.cache
 def _prepare_compiler() -> None:
-    """Makes Triton hash its library while a C compiler builds its driver; each takes tenths of a second, once."""
+    """Makes Triton hash its library while a C compiler builds its driver. Each takes tenths of a second, once."""
     with ThreadPoolExecutor(1) as thread:
         thread.submit(triton_key)
         _ = driver.active
 
 
 def _compile_side_by_side(launches: Sequence[Launch]) -> None:
-    """Makes Triton compile kernels side by side, each in a thread.
+    """Makes Triton compile kernels in parallel, each in a thread.
 
-    Errors are ignored here, because Triton 3.7 stays in this mode after an error. `compile_launches` raises them.
+    Errors are ignored here, because Triton 3.7 stays in this mode after an error. `compile_launches` raises them later.
     """
     with ThreadPoolExecutor(len(launches)) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
         for x in launches:
@@ -140,7 +140,7 @@ _NOTHING = nullcontext()
 
 
 def on_device(device: torch.device) -> AbstractContextManager:
-    """Returns `torch.cuda.device(device)`; if `device` is the current device already, a context that does nothing."""
+    """Returns `torch.cuda.device(device)`, or a context that does nothing if `device` is the current device already."""
     if device.type != "cuda" or device.index == current_device():
         return _NOTHING
     return torch.cuda.device(device)

@@ -44,7 +44,7 @@ class Launches:
 
 
 def rehearsed(run: FunctionType, call: OpCall) -> Callable[..., Any]:
-    """Calls `run` on tensors without values, which compiles its kernels, and returns `run`.
+    """Compiles the kernels of `run` by calling it on tensors without values, and returns `run`.
 
     Args:
         run: a plain function that takes arguments of the op by name, and makes its launches through `Launches.start`.

@@ -1,10 +1,11 @@
 """Records the launches of a call, and replays them on the tensors of later calls of the same signature.
 
-A small call spends most of its time on the host: it describes launches, specialises their arguments, looks up compiled
-kernels and encodes tensor maps. The results are the same for all calls of one signature. The launches of a prepared
-call are therefore recorded. A replay makes them on other tensors through the C function that Triton's launchers call,
-which saves a microsecond a launch. Allocators return the same addresses again and again, so the arguments of launches
-are cached by the addresses of the tensors. Launches that are made repeatedly at the same addresses become a CUDA graph.
+A small call spends most of its time on the host, which describes launches, specialises their arguments, looks up
+compiled kernels and encodes tensor maps. This work gives the same results for all calls of one signature. So the
+launches of a prepared call are recorded. A replay makes them on other tensors through the C function that Triton's
+launchers call, which saves a microsecond for each launch. Allocators often return the same addresses, so the arguments
+of launches are cached by the addresses of the tensors. Launches that are made repeatedly at the same addresses become a
+CUDA graph.
 """
 
 from __future__ import annotations
@@ -32,35 +33,37 @@ from gla_triton_kernels.runtime.graph import Graph
 from gla_triton_kernels.runtime.launch import Launch, current_device
 
 ALIGNMENT = 16
-"""The alignment of addresses in bytes. Triton compiles one kernel for addresses that are multiples of it, and another
-for all others. Only launches of the former are replayed. The address of a tensor does not matter if kernels take it by
-parameters in their `do_not_specialize_on_alignment`."""
+"""The alignment of addresses in bytes. Triton compiles one kernel for aligned addresses and another one for all others.
+Only launches of the first kernel are replayed. The alignment of a tensor does not matter if all kernels name its
+parameter in `do_not_specialize_on_alignment`."""
 _LINE = 128
 """The number of bytes of a cache line; scratch tensors begin at multiples of this number."""
 _MOST_MAPS = 1024
 _MOST_PREPARED = 4096
-"""The most calls whose launches are cached by their addresses: about 2 KiB each."""
+"""The maximum number of calls whose launches are cached by their addresses, at about 2 KiB each."""
 _MOST_GRAPHS = 256
-"""The most graphs that are kept: each takes about 120 KiB of the memory of the device."""
+"""The maximum number of graphs that are kept. Each takes about 120 KiB of device memory."""
 _REPLAYS_BEFORE, _REPLAYS_AGAIN = 4, 64
-"""The number of replays at the same addresses before launches become a graph, and before they become one again after
-their graph was dropped.
+"""The number of replays at the same addresses after which launches become a graph, and the number after which they
+become one again once their graph has been dropped.
 
-Making a graph takes the time that 4 to 10 of its starts save. If more graphs are in demand than are kept, the second
+Making a graph takes as much time as 4 to 10 starts of it save. If calls need more graphs than are kept, the second
 number makes new graphs so rare that they take little of the time of a call.
 """
 _NONE = -1
-"""The place of an argument that is None: the index of the last address, a 0 after the addresses of all tensors."""
+"""The place of an argument that is None: the last address, which is 0 and follows the addresses of all tensors."""
 
 
 class _TensorMap:
-    """A kernel's parameter that takes a tensor map, for all tensors of one layout.
+    """A parameter of a kernel that takes a tensor map, for all tensors of one layout.
 
-    A map is encoded once for each address, and kept: often only some tensors of a call are at new addresses.
+    A map is encoded once for each address and then cached, because often only some tensors of a call are at new
+    addresses.
 
     Attributes:
-        layout: attributes of the descriptor other than its tensor. box: Triton's metadata of the tile.
-        encoded: kernel arguments by address.
+        layout: attributes of the descriptor other than its tensor.
+        box: Triton's metadata of the tile.
+        encoded: arguments of the kernel, by address.
     """
 
     def __init__(self, descriptor: Any, box: Any) -> None:
@@ -84,7 +87,7 @@ _PreparedLaunch = tuple[Any, tuple[int, int, int], tuple[Any, ...]]
 
 @dataclass(eq=False, slots=True)
 class _Prepared:
-    """The launches of a call whose tensors are at certain addresses.
+    """The launches of a call on tensors at given addresses.
 
     Attributes:
         launches: the launches in order.
@@ -97,7 +100,7 @@ class _Prepared:
     graph: Graph | None = None
 
     def start(self, stream: int) -> None:
-        """Makes the launches on the current stream, `stream`. A capture of it records them one by one."""
+        """Makes the launches on the current stream, `stream`. If it is being captured, they are made one by one."""
         graph = self.graph  # another thread may drop it
         if len(self.launches) == 1 or _capturing():
             self._launch(stream)
@@ -138,7 +141,7 @@ class _Prepared:
 
 @functools.cache
 def graphs_are_on() -> bool:
-    """Returns whether launches that are made repeatedly become a CUDA graph; GLA_GRAPHS=0 turns that off."""
+    """Returns whether launches that are made repeatedly become a CUDA graph; GLA_GRAPHS=0 turns graphs off."""
     return os.environ.get("GLA_GRAPHS", "").strip().lower() not in ("0", "false", "no", "off")
 
 
@@ -276,7 +279,7 @@ def record(tensors: Sequence[Tensor | None], launches: Sequence[Launch]) -> Reco
 
 
 class _Arguments(NamedTuple):
-    """The arguments of a launch, in the order of the kernel's parameters: tensors first, then floats, then the rest.
+    """The arguments of a launch, in the order of the kernel's parameters: tensors, floats, and all others.
 
     Attributes:
         tensors: tensors, descriptors of tensors, and None.
@@ -359,7 +362,7 @@ def _after_the_stream(run: Any, kernel: Any) -> tuple[Any, ...]:
     """Returns the arguments of the C function between the stream and the kernel's arguments.
 
     `CudaLauncher.__call__` passes the same, except that scratch memory, metadata of the launch and hooks are None here.
-    Hooks take a third of the time even if none is set.
+    Hooks would take a third of the time even if none is set.
     """
     begin = (kernel.function, run.launch_cooperative_grid, run.launch_pdl)
     if _launcher() == TRITON_3_6:
@@ -400,7 +403,7 @@ def replay(call: RecordedCall, tensors: Sequence[Tensor | None], floats: tuple[f
 
 
 def why_not_replayed() -> str | None:
-    """Returns why Triton's launcher, which is slower on the host, makes every launch; None if launches are replayed."""
+    """Returns the reason why launches are not replayed and Triton's slower launcher makes them; None if replayed."""
     if interpreted():
         return "kernels are interpreted (TRITON_INTERPRET=1)"
     if torch.version.hip is not None:

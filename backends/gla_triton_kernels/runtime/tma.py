@@ -16,7 +16,7 @@ from torch import Tensor
 from gla_core.dispatch.backend import ALIGNMENT, Layout
 
 UNIT = ALIGNMENT
-"""The number of bytes that addresses and strides must be multiples of."""
+"""The unit of addresses and strides, in bytes: they must be multiples of it."""
 
 
 @functools.lru_cache(maxsize=4096)

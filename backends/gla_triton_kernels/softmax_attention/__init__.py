@@ -1,4 +1,4 @@
-"""Softmax attention over blocks of keys: one program attends to all keys, or several to splits of the keys.
+"""Softmax attention over blocks of keys: one program attends to all keys, or several programs attend to splits of them.
 
 plan.py                     the kernels as values, and the choice of a kernel for a call
 launches.py                 the launches of a call
@@ -16,7 +16,7 @@ from gla_triton_kernels.softmax_attention.plan import Plan, explained
 
 
 def softmax_attention(plan: Callable[[OpCall, Gpu], Plan]) -> Prepared:
-    """Returns softmax_attention for the plans that `plan`, a function of plan.py, makes."""
+    """Returns the op softmax_attention, computed by the plans of a function of plan.py."""
 
     def prepare(call: OpCall) -> Callable[..., tuple]:
         from gla_triton_kernels.softmax_attention import launches

@@ -39,7 +39,8 @@ def one_pass(call: OpCall, c: Constants) -> float:
 def splits(call: OpCall, c: Constants) -> float:
     """Returns the seconds of a call with keys in splits.
 
-    It is the longer of arithmetic and loads of k and v, spread over the device, plus the time to merge splits.
+    This is the longer of two times, spread over the device: of arithmetic, and of loads of k and v. The time to merge
+    splits is added.
     """
     B, Tq, Hq, V = (call.dims[name] for name in ("B", "Tq", "Hq", "V"))
     work = max(_products(call) / c["rate"] * _slower(call, c), _bytes(call) / c["bandwidth"])
@@ -55,7 +56,7 @@ def _slower(call: OpCall, c: Constants) -> float:
 def _products(call: OpCall) -> float:
     """Returns the number of multiplications; a matrix product has at least 16 rows."""
     B, Tq, Tk, H, Hq, K, V = (call.dims[name] for name in ("B", "Tq", "Tk", "H", "Hq", "K", "V"))
-    keys = Tk - min(Tq, Tk) / 2 if is_causal(call) else Tk  # keys that a query sees on average
+    keys = Tk - min(Tq, Tk) / 2 if is_causal(call) else Tk  # mean number of keys to which a query attends
     return B * H * max(16, Tq * (Hq / max(H, 1))) * keys * (K + V)
 
 

@@ -1,4 +1,4 @@
-"""Softmax attention over blocks of keys, with a running maximum m, sum z and unnormalised output o on chip.
+"""Computes softmax attention over blocks of keys, with a running maximum m, sum z and unnormalised output o on chip.
 
     s = scale * q k_j^T        m' = max(m, rowmax s)
     z' = exp(m - m') z + rowsum exp(s - m')        o' = exp(m - m') o + exp(s - m') v_j
@@ -9,7 +9,7 @@ Exponentials have base 2: the kernel multiplies the scale by log2 e, and m is a 
 Keys may be divided into splits, which are computed independently. Each split has its own o and lse (see merge.py).
 
 B batch   Tq, Tk queries and keys   H key/value heads   G query heads of a group   K, V key and value width
-R = Tq * G rows of queries that share a key/value head: row r is query r // G of the group's head r % G
+R = Tq * G rows of queries that share a key/value head: row r is query r // G of head r % G of the group
 P splits of the keys
 BR rows of a program   BT keys of a block   BK, BV key and value width, rounded up to a power of two
 
@@ -38,10 +38,10 @@ def launch_attention(
 ) -> list[Launch]:
     """Returns the launch that writes o and lse of each of P splits of the keys.
 
-    If a row sees no key of a split, it gets o = NaN and lse = -inf for that split.
+    If a row attends to no key of a split, its results for that split are o = NaN and lse = -inf.
 
     Args:
-        scale: at least 0, because the kernel assumes that the greatest product gives the greatest score.
+        scale: at least 0, because the kernel assumes that the largest product gives the largest score.
         o: [P, B, Tq, H * G, V], or [B, Tq, H * G, V] if keys are not split.
         lse: [P, B, Tq, H * G], or [B, Tq, H * G] if keys are not split.
     """
@@ -111,7 +111,8 @@ def _attention(
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    # The tiles of a head start together, so that its keys stay in the cache. The tiles that see most keys start first.
+    """Computes attention of BR rows to all keys, or to one split of the keys."""
+    # The tiles of a head start together, so that its keys stay in the cache. Tiles with most keys start first.
     tiles = tl.cdiv(Tq * G, BR)
     tile = tiles - 1 - tl.program_id(0) % tiles
     b = tl.program_id(0) // tiles // H
@@ -127,7 +128,7 @@ def _attention(
     if split is not None:
         row += p.to(tl.int64) * B * Tq * (H * G)
     there = r < Tq * G  # [BR]
-    i = tl.arange(0, BK)
+    i = tl.arange(0, BK)  # [BK]
     q_rows = q_ptr + b * stride_qb + t.to(tl.int64) * stride_qt + (h * G + r % G) * stride_qh  # [BR]
     q = tl.load(q_rows[:, None] + i, mask=there[:, None] & (i < K), other=0.0)  # [BR, BK]
     if PRECISION == "tf32" and q.dtype == tl.float32:
@@ -136,7 +137,7 @@ def _attention(
 
     last_key = t + Tk - Tq if CAUSAL else tl.zeros_like(t) + Tk - 1  # [BR]
     if CAUSAL:
-        all_see = tl.maximum(tile * BR // G + 1 + Tk - Tq, 0)  # keys that every row sees
+        all_see = tl.maximum(tile * BR // G + 1 + Tk - Tq, 0)  # number of keys to which every row attends
         some_see = tl.maximum(tl.minimum((tile * BR + BR - 1) // G + 1 + Tk - Tq, Tk), 0)
     else:
         all_see = Tk
@@ -164,8 +165,8 @@ def _attention(
         K, V, BT, BK, BV, TMA, PRECISION, MASKED=True,
     )  # fmt: skip
 
-    # If a row sees no key, o = 0 / 0 = NaN and lse = -inf + log 0 = -inf.
-    j = tl.arange(0, BV)
+    # If a row attends to no key, o = 0 / 0 = NaN and lse = -inf + log 0 = -inf.
+    j = tl.arange(0, BV)  # [BV]
     o = o / z[:, None]
     tl.store(o_ptr + row[:, None] * V + j, o.to(o_ptr.dtype.element_ty), mask=there[:, None] & (j < V))
     tl.store(lse_ptr + row, (m + tl.log2(z)) * LN_2, mask=there)
@@ -199,21 +200,21 @@ def _attend(
 ):
     """Attends to the keys from start to end, and returns m, z and o.
 
-    MASKED is True if some row may not see all keys of a block.
+    MASKED is True if some row may not attend to all keys of a block.
     """
     for j in tl.range(start, end, BT):
         k = _load_block(k_ptr, j, Tk, b, h, stride_kt, K, BT, BK, TMA, PRECISION, MASKED)  # [BT, BK]
         s = tl.dot(q, k.T, input_precision=PRECISION)  # [BR, BT]
         if MASKED:
-            seen = j + tl.arange(0, BT) <= tl.minimum(last_key, Tk - 1)[:, None]
+            seen = j + tl.arange(0, BT) <= tl.minimum(last_key, Tk - 1)[:, None]  # [BR, BT]
             s = tl.where(seen, s * scale, -float("inf"))
             m_new = tl.maximum(m, tl.max(s, 1))
         else:
             m_new = tl.maximum(m, tl.max(s, 1) * scale)
-        # While a row has seen no key, this computes exp(-inf - 0) = 0; exp(-inf + inf) would be NaN.
+        # If a row has seen no key yet, the exponential is exp(-inf - 0) = 0, and not exp(-inf + inf) = NaN.
         base = tl.where(m_new == -float("inf"), 0.0, m_new)
         p = tl.exp2(s - base[:, None]) if MASKED else tl.exp2(s * scale - base[:, None])  # [BR, BT]
-        rescale = tl.exp2(m - base)
+        rescale = tl.exp2(m - base)  # [BR]
         z = z * rescale + tl.sum(p, 1)
         o = o * rescale[:, None]
         v = _load_block(v_ptr, j, Tk, b, h, stride_vt, V, BT, BV, TMA, PRECISION, MASKED)  # [BT, BV]
@@ -243,8 +244,8 @@ def _load_block(
     if TMA:
         x = x_ptr.load([b.to(tl.int32), h.to(tl.int32), j, 0]).reshape(BT, BW)
     else:
-        t = j + tl.arange(0, BT)[:, None]
-        i = tl.arange(0, BW)[None, :]
+        t = j + tl.arange(0, BT)[:, None]  # [BT, 1]
+        i = tl.arange(0, BW)[None, :]  # [1, BW]
         rows = x_ptr + t.to(tl.int64) * stride_t + i
         if MASKED:
             x = tl.load(rows, mask=(t < T) & (i < WIDTH), other=0.0)

@@ -1,15 +1,23 @@
-"""Softmax attention for Hopper with specialised warps; forward.py gives the mathematics.
+"""Computes softmax attention on Hopper, over blocks of keys, with a running maximum m, sum z and output o on chip.
 
-A block has 128 queries of one head, and two kinds of warps that communicate over barriers in shared memory:
+    s = scale * q k_j^T        m' = max(m, rowmax s)        p = exp(s - m')
+    z' = exp(m - m') z + rowsum p                           o' = exp(m - m') o + p v_j
+    o = o / z        lse = m + log z
 
-    load     one warp: copies the queries, then prefetches STAGES blocks of keys and values by TMA
-    attend   two warpgroups, 64 queries each: compute scores and softmax. While the tensor cores multiply the weights of
-             one block of keys by its values, the warpgroup computes the softmax of the next block
+Exponentials have base 2: the kernel multiplies the scale by log2 e, and m is a maximum of log2 e * s.
 
-The kernel processes keys from the last block to the first, so that only the first steps need a mask.
+A block has 128 queries of one head. Its warps are specialised. They communicate over barriers in shared memory;
+chunk_gla/sm90/common.py gives the rules.
+
+    load     one warp: copies the queries, then up to STAGES blocks of keys and values ahead, by TMA
+    attend   two warpgroups with 64 queries each: compute scores and softmax. While the tensor cores multiply the
+             weights p of one block of keys by its values, a warpgroup computes the softmax of the next block.
+
+The kernel goes from the last block of keys to the first, so that only the first steps need a mask.
 
 B batch   Tq, Tk queries and keys   H key/value heads   Hq query heads   G query heads of a group
 K, V key and value width   BR queries of a warpgroup   BT keys of a block   BK, BV key and value width, rounded up
+STAGES pipeline stages   slot   a pipeline stage in shared memory: the tiles of one block of keys or values
 
 Sources: Dao et al., "FlashAttention" (arXiv 2205.14135); Shah et al., "FlashAttention-3" (arXiv 2407.08608), for the
 overlap of products and softmax.
@@ -42,7 +50,7 @@ LN_2 = gl.constexpr(0.6931471805599453)
 def launch_attention(
     plan: Plan, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, o: Tensor, lse: Tensor
 ) -> list[Launch]:
-    """Returns the launch that writes o [B, Tq, H * G, V] and lse [B, Tq, H * G], with scale >= 0."""
+    """Returns the launch that writes o [B, Tq, H * G, V] and lse [B, Tq, H * G]; scale is at least 0."""
     B, Tq, Hq, _ = q.shape
     _, Tk, H, _ = v.shape
     BR, BT, BK, BV = plan.BR, plan.BT, plan.BK, plan.BV
@@ -66,7 +74,7 @@ def launch_attention(
 
 @gluon.jit
 def _load_warp(q_desc, k_desc, v_desc, tiles, barriers, work, G, STAGES: gl.constexpr):
-    """Copies the queries, then keys and values from the last block to the first."""
+    """Loads the queries, then keys and values from the last block to the first."""
     q_tiles, k_tiles, v_tiles = tiles
     q_full, k_full, k_empty, v_full, v_empty = barriers
     b, h, first, blocks, _full_blocks = work
@@ -89,7 +97,7 @@ def _load_warp(q_desc, k_desc, v_desc, tiles, barriers, work, G, STAGES: gl.cons
 
 @gluon.jit
 def _scores(q_tile, k_tiles, slot, layout: gl.constexpr):
-    """Starts the product q k^T [BR, BT], and returns it; the caller waits for it."""
+    """Starts the product q k^T [BR, BT] and returns it; the caller has to wait for it with `warpgroup_mma_wait`."""
     BR: gl.constexpr = q_tile.shape[0]
     BT: gl.constexpr = k_tiles.type.shape[3]
     BK: gl.constexpr = k_tiles.type.shape[4]
@@ -100,15 +108,21 @@ def _scores(q_tile, k_tiles, slot, layout: gl.constexpr):
 
 @gluon.jit
 def _softmax(s, m, z, scale, j, last_key, MASKED: gl.constexpr):
-    """Returns the weights p of a block of scores, the new m and z, and the factor that rescales the previous sums."""
+    """Returns the weights p [BR, BT] of a block of keys, the new m and z [BR], and the factor of earlier sums [BR].
+
+    Args:
+        s: products q k^T [BR, BT].
+        j: the first key of the block.
+        last_key: the last key that a query attends to, [BR].
+    """
     BT: gl.constexpr = s.shape[1]
     if MASKED:
-        key = j + gl.arange(0, BT, gl.SliceLayout(0, s.type.layout))
+        key = j + gl.arange(0, BT, gl.SliceLayout(0, s.type.layout))  # [BT]
         s = gl.where(key[None, :] <= last_key[:, None], s * scale, float("-inf"))
         m_new = gl.maximum(m, gl.max(s, 1))
     else:
         m_new = gl.maximum(m, gl.max(s, 1) * scale)
-    # While a row has seen no key, this computes exp(-inf - 0) = 0; exp(-inf + inf) would be NaN.
+    # If a row has seen no key yet, the exponential is exp(-inf - 0) = 0, and not exp(-inf + inf) = NaN.
     base = gl.where(m_new == float("-inf"), 0.0, m_new)
     p = gl.exp2(s - base[:, None]) if MASKED else gl.exp2(s * scale - base[:, None])
     rescale = gl.exp2(m - base)
@@ -132,7 +146,7 @@ def _step(
     STAGES: gl.constexpr,
     MASKED: gl.constexpr,
 ):
-    """Computes scores and softmax of block i, counted from the last block, and meanwhile adds block i - 1 to o."""
+    """Computes scores and softmax of block i, counted from the last block, while tensor cores add block i - 1 to o."""
     _q_full, k_full, k_empty, v_full, v_empty = barriers
     BT: gl.constexpr = v_tiles.type.shape[3]
     BV: gl.constexpr = v_tiles.type.shape[4]
@@ -144,7 +158,7 @@ def _step(
     mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
     weights = gl.convert_layout(p.to(v_tiles.dtype), gl.DotOperandLayout(0, o.type.layout, 2))
     o = warpgroup_mma(weights, v_tiles.index(before).reshape([BT, BV]), o, is_async=True)
-    s = warpgroup_mma_wait(1, [s])
+    s = warpgroup_mma_wait(1, [s])  # the scores are complete; the product with values may still run
     mbarrier.arrive(k_empty.index(slot), count=1)
     p, m, z, rescale = _softmax(s, m, z, scale, (blocks - 1 - i) * BT, last_key, MASKED)
     o, weights, p = warpgroup_mma_wait(0, [o, weights, p])
@@ -166,7 +180,11 @@ def _attend_warps(
     CAUSAL: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Computes attention of BR queries, from query first + WARPGROUP * BR on."""
+    """Computes attention of BR queries, from query first + WARPGROUP * BR on.
+
+    Args:
+        work: batch, head, first query of the block, number of blocks of keys, and the number of blocks without a mask.
+    """
     q_tiles, k_tiles, v_tiles = tiles
     q_full, k_full, k_empty, v_full, _v_empty = barriers
     b, h, first, blocks, full_blocks = work
@@ -206,7 +224,7 @@ def _attend_warps(
     o = o / gl.convert_layout(z, gl.SliceLayout(1, o_layout))[:, None]
     o_tile = q_tiles.index(WARPGROUP)._reinterpret(o_desc.dtype, [1, 1, BR, BV], o_desc.layout)
     o_tile.reshape([BR, BV]).store(o.to(o_desc.dtype))
-    fence_async_shared()
+    fence_async_shared()  # o has been stored from registers; TMA reads it
     tma.async_copy_shared_to_global(o_desc, [b, h, first + WARPGROUP * BR, 0], o_tile)
     tma.store_wait(0)
 
@@ -226,25 +244,26 @@ def _attention(
     CAUSAL: gl.constexpr,
     STAGES: gl.constexpr,
 ):
+    """Computes attention of 2 BR queries of one head."""
     BR: gl.constexpr = q_desc.block_type.shape[2]
     BK: gl.constexpr = q_desc.block_type.shape[3]
     BT: gl.constexpr = k_desc.block_type.shape[2]
     BV: gl.constexpr = v_desc.block_type.shape[3]
     dtype: gl.constexpr = q_desc.dtype
-    # The tiles of a head start together, so that its keys stay in the cache. The tiles that see most keys start first.
+    # The tiles of a head start together, so that its keys stay in the cache. Tiles with most keys start first.
     tiles_per_head = gl.cdiv(Tq, 2 * BR)
     first = (tiles_per_head - 1 - gl.program_id(0) % tiles_per_head) * 2 * BR
     b = gl.program_id(0) // tiles_per_head // Hq
     h = gl.program_id(0) // tiles_per_head % Hq
     if CAUSAL:
         blocks = gl.cdiv(gl.minimum(first + 2 * BR + Tk - Tq, Tk), BT)
-        full_blocks = gl.maximum(first + 1 + Tk - Tq, 0) // BT  # every row sees all keys of these blocks
+        full_blocks = gl.maximum(first + 1 + Tk - Tq, 0) // BT  # every query attends to all keys of these blocks
     else:
         blocks = gl.cdiv(Tk, BT)
         full_blocks = Tk // BT
     blocks = gl.maximum(blocks, 1)
 
-    q_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, BR, BK], q_desc.layout)
+    q_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, BR, BK], q_desc.layout)  # q, finally o
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BT, BK], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BT, BV], v_desc.layout)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
@@ -256,7 +275,7 @@ def _attention(
     mbarrier.init(q_full, count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2)
+        mbarrier.init(k_empty.index(i), count=2)  # both attend warpgroups arrive
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=2)
 

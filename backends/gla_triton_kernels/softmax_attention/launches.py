@@ -1,4 +1,4 @@
-"""The launches of a call of softmax attention: one kernel attends; if keys are split, another one merges the splits."""
+"""Describes the launches of softmax attention: one kernel attends, and a second one merges splits of the keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def prepare(call: OpCall, plan: Plan) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Compiles the kernels of a call by a plan, and returns the function that computes calls like it.
+    """Compiles the kernels of a plan, and returns the function that computes calls of the same signature.
 
     Raises:
         LaunchError: a kernel does not compile for this device, or does not fit it.
@@ -30,7 +30,7 @@ def prepare(call: OpCall, plan: Plan) -> Callable[..., tuple[Tensor, Tensor]]:
         o = v.new_empty((*q.shape[:3], v.shape[3]))
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         if lse.numel():
-            if scale < 0:  # the kernels assume that the greatest product gives the greatest score
+            if scale < 0:  # the kernels assume that the largest product gives the largest score
                 q, scale = _negated(q), -scale
             launched.start((q, k, v, o, lse), scale)
         return o, lse
@@ -39,7 +39,7 @@ def prepare(call: OpCall, plan: Plan) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _negated(q: Tensor) -> Tensor:
-    """Returns -q with the strides of q, for which the launches are recorded; plain -q of a slice has other strides."""
+    """Returns -q with the strides of q, for which launches are recorded. Plain -q of a slice has other strides."""
     reach = 1 + sum((size - 1) * stride for size, stride in zip(q.shape, q.stride(), strict=True))
     return q.as_strided((reach,), (1,)).neg().as_strided(q.shape, q.stride(), 0)
 

@@ -3,7 +3,8 @@
     m = max_p lse_p        w_p = exp(lse_p - m)        z = sum_p w_p
     o = sum_p w_p o_p / z        lse = m + log z
 
-P splits   BP splits that are merged at a time   V value width   BV values of a block
+P splits   BP splits that a program merges at a time   V value width   BV values of a block
+rows   of o, over batch, queries and heads
 
 Source: Dao et al., "FlashAttention" (arXiv 2205.14135), on the online softmax of arXiv 1805.02867.
 """
@@ -50,20 +51,20 @@ def _merge(
 ):
     """Merges BV columns of one row of o."""
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
-    p, j = tl.arange(0, BP), tl.program_id(1) * BV + tl.arange(0, BV)
+    p, j = tl.arange(0, BP), tl.program_id(1) * BV + tl.arange(0, BV)  # [BP], [BV]
     m = tl.full((BP,), -float("inf"), tl.float32)
     for first in range(0, P, BP):
         lses = tl.load(split_lse_ptr + (first + p) * rows + row, mask=first + p < P, other=-float("inf"))  # [BP]
         m = tl.maximum(m, lses)
     m = tl.max(m, 0)
-    # If the row sees no key of any split, this computes exp(-inf - 0) = 0, and then o = 0 / 0 = NaN and lse = -inf.
-    # With exp(-inf + inf), lse would be NaN.
+    # If the row attends to no key of any split, the weights below are exp(-inf - 0) = 0, so that o = 0 / 0 = NaN and
+    # lse = -inf. Weights exp(-inf + inf) would make lse NaN as well.
     base = tl.where(m == -float("inf"), 0.0, m)
     z = tl.zeros((BP,), tl.float32)
     o = tl.zeros((BP, BV), tl.float32)
     for first in range(0, P, BP):
         lses = tl.load(split_lse_ptr + (first + p) * rows + row, mask=first + p < P, other=-float("inf"))  # [BP]
-        seen = (lses != -float("inf"))[:, None]  # [BP, 1]; a split without a visible key has o = NaN
+        seen = (lses != -float("inf"))[:, None]  # [BP, 1]; a split to which the row does not attend has o = NaN
         outputs = tl.load(
             split_o_ptr + ((first + p) * rows + row)[:, None] * V + j, mask=seen & (j < V), other=0.0
         )  # [BP, BV]

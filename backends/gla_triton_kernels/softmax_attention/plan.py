@@ -1,6 +1,7 @@
-"""Plans of softmax attention: the choice of kernel, launch parameters and splits. Imports no Triton.
+"""Plans softmax attention: chooses the kernel, launch parameters and splits. Imports no Triton.
 
-launches.py runs a plan, and cost.py prices the same plan. Launch parameters were measured on an H200.
+launches.py runs a plan, and cost.py predicts the time of the same plan. Launch parameters were chosen by measurements
+on an H200.
 
 B batch   Tq, Tk queries and keys   H key/value heads   Hq query heads   K, V key and value width
 BR rows of queries of a program   BT keys of a block   BK, BV key and value width, rounded up
@@ -49,10 +50,10 @@ class Plan:
         BK: key width K, rounded up.
         BV: value width V, rounded up.
         warps: number of warps of a program, or of a warpgroup if warps are specialised.
-        stages: number of blocks of keys that are prefetched at a time.
+        stages: number of pipeline stages: blocks of keys that are in shared memory at once.
         tma: whether TMA loads keys and values; otherwise the kernel loads them through pointers.
         exact: whether float32 is multiplied as float32; otherwise as TF32, which not every GPU has.
-        registers: the most registers of a thread, or None for no limit.
+        registers: maximum number of registers of a thread, or None for no limit.
         split: number of keys of a split, a multiple of BT; None if one program attends to all keys.
     """
 
@@ -80,15 +81,15 @@ def is_causal(call: OpCall) -> bool:
 
 # ---- all keys by one program
 
-# BR, BT and warps for each width. Products of 16-bit numbers fill the tensor cores. Products of float32 at full
-# precision are computed without tensor cores and fully unrolled, so their blocks are small.
+# Each width has BR, BT and a number of warps. Products of 16-bit numbers use large blocks, to fill the tensor cores.
+# Products of float32 at full precision are computed without tensor cores and fully unrolled, so their blocks are small.
 TILES_16_BIT = {64: (64, 128, 4), 128: (128, 64, 4), 256: (128, 64, 8), 512: (64, 32, 8)}
 TILES_TF32 = {64: (64, 64, 4), 128: (64, 32, 4), 256: (16, 16, 8), 512: (16, 16, 8)}
 TILES_FLOAT32 = {64: (32, 32, 4), 128: (32, 16, 8), 256: (16, 16, 8), 512: (16, 16, 8)}
 LEAST_TILE = 16
-"""The fewest rows and keys of a tile."""
+"""The least number of rows, and of keys, of a tile."""
 WGMMA_ROWS = 64
-"""Rows of a warpgroup, the fewest that wgmma multiplies. With up to 64 queries, one of two warpgroups would be idle."""
+"""Rows of a warpgroup: wgmma multiplies 64 rows. With up to 64 queries, one of two warpgroups would be idle."""
 
 
 def _load_general() -> Callable[..., list[Launch]]:
@@ -174,7 +175,7 @@ def _general(call: OpCall, gpu: Gpu) -> Plan:
 
 
 def _in_shared_memory(BR: int, BT: int, row: int, gpu: Gpu) -> tuple[int, int]:
-    """Returns BR and BT, halved until a tile of queries and two blocks of keys and of values have room.
+    """Returns BR and BT, halved until a tile of queries and two blocks of keys and of values fit into shared memory.
 
     Args:
         row: bytes of a row of a tile.
@@ -189,11 +190,12 @@ def _in_shared_memory(BR: int, BT: int, row: int, gpu: Gpu) -> tuple[int, int]:
 PROGRAMS = 4
 """The number of programs per multiprocessor: two waves of two programs."""
 FEW_ROWS = 16
-"""The most rows of a program that is limited by loads of keys: it prefetches one more block, and one wave is best."""
+"""The number of rows of a program up to which loads of keys limit it: it has one more pipeline stage, and a single wave
+of programs is best."""
 PROGRAMS_OF_FEW_ROWS = 3
-"""The number of programs per multiprocessor with up to `FEW_ROWS` rows: a multiprocessor runs these at once."""
+"""The number of programs with up to `FEW_ROWS` rows that a multiprocessor runs at once."""
 FEWEST_BLOCKS = 4
-"""The fewest blocks of keys of a split: the program then writes fewer bytes of o than it reads of keys."""
+"""The least number of blocks of keys of a split. A program then writes fewer bytes of o than it reads of keys."""
 
 
 def plan_splits(call: OpCall, gpu: Gpu) -> Plan:
@@ -207,7 +209,7 @@ def plan_splits(call: OpCall, gpu: Gpu) -> Plan:
     if plan.BR <= FEW_ROWS and call.dtype != torch.float32:
         plan, programs = replace(plan, stages=3), PROGRAMS_OF_FEW_ROWS
     tiles = ceil_div(Tq * (Hq // max(H, 1)), plan.BR) * B * H
-    seen = max(1, Tk - min(Tq, Tk) // 2 if is_causal(call) else Tk)  # keys that a row sees on average
+    seen = max(1, Tk - min(Tq, Tk) // 2 if is_causal(call) else Tk)  # mean number of keys to which a row attends
     keys = tiles * seen / (programs * gpu.multiprocessors)
     split = max(FEWEST_BLOCKS, ceil_div(int(keys), plan.BT)) * plan.BT
     if split < Tk:

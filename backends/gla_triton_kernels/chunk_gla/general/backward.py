@@ -1,11 +1,9 @@
 """Computes gradients of gated linear attention, backwards through sequences or segments, with dS on chip.
 
 One program computes a block [BK, BV] of the states of one value head of one segment. It goes through the segment in
-chunks of C tokens, the last chunk first, and carries the gradient dS [K, V] of the state that leaves a chunk, in
-float32. The state S that enters each chunk is given. Let b_t be the sum of log gates g from the start of the chunk
-through t, r an offset that is chosen below (both per channel of K), and dA = tril(do v^T). If the keys of a head share
-their gates, b, r and all sums and exponentials of gates have one column, and dg is summed over the keys of a block
-before any sum over tokens. If all tokens share a gate, each block writes one number, its sum over tokens. Then
+chunks of C tokens, the last chunk first, and carries the gradient dS [BK, BV] of the state that leaves a chunk, in
+float32. The state S that enters each chunk is given. For a chunk, let b_t be the sum of the log gates g of the chunk
+through token t, r an offset that is chosen below (both per channel of K), and dA = tril(do v^T). Then
 
     qg = scale * q exp(b - r)              kg = k exp(b_C - r - b)
     dq = scale * exp(b - r) ((do S^T) exp(r)) + terms of pairs of tokens
@@ -13,19 +11,24 @@ before any sum over tokens. If all tokens share a gate, each block writes one nu
     dv = kg (exp(r) dS) + A^T do           A_ts = scale * sum_d q_td k_sd exp(b_td - b_sd) for s <= t, else 0
     dS' = exp(r) (exp(b_C - r) dS + qg^T do)
 
-A chunk is mild if no channel decays by more than `MILD_DECAY` in it (see limits.py). It takes r = b_C / 2, and its
-pairs s < t are
+dS' is the gradient of S. If the keys of a head share a gate, b, r and all sums and exponentials of gates have one
+column, and dg is summed over the keys of a block before any sum over tokens. If all tokens share a gate, each block
+writes one number, the sum of dg over its tokens.
+
+A chunk is mild if no channel decays by more than `MILD_DECAY` in it (see limits.py). Then r = b_C / 2, and the terms of
+its pairs s < t are
 
     A = qg kg^T        dq += scale * exp(b - r) (dA kg)        dk += exp(b_C - r - b) (dA^T qg)
 
-Any other chunk takes r = 0, so that no exponent is above 0, and is halved again and again. For every pair s < t there
-is one m of 1, 2, 4 .. C/2 such that s and t lie in the two halves of one block of 2m tokens, and
+In any other chunk r = 0, so that no exponent is above 0, and the chunk is halved repeatedly. For every pair s < t there
+is exactly one m among 1, 2, 4 .. C/2 such that s and t lie in the two halves of one block of 2m tokens, and
 
     b_t - b_s  =  sum of the gates from the start of the right half through t
                   + sum of the gates after s to the end of the left half
 
-One product of a mask with g gives both sums. One masked product computes the pairs of all blocks of 2m tokens; it is
-exact for any gate down to -inf. Pairs s = t have no gate and are multiplied element by element.
+One product of a mask with g gives both sums. One masked product computes the pairs of all blocks of 2m tokens. It is
+accurate for any gate down to -inf, because no sum is subtracted. Pairs s = t have no gate and are multiplied element by
+element.
 
 Gate u decays every contribution of a token before u to a token from u on. With x_t = qg_t * dqg_t and
 y_s = kg_s * dkg_s,
@@ -34,22 +37,22 @@ y_s = kg_s * dkg_s,
            + sum over t >= u of (x_t - y_t)                                               by pairs s < t, mild
            + sum over the tokens that u decays in its half of (x_t + y_t), for each m     by pairs s < t, other
 
-In a mild chunk, pairs on one side of u cancel, because x and y are computed from the same rounded qg and kg. In any
-other chunk, pairs are only added. If exp(g_u) is 0 in float32, dg_u is exactly 0, because all of its terms are. At the
-first token of a sequence without an initial state, dg_u is set to 0.
+In a mild chunk, the pairs on one side of u cancel, because x and y are computed from the same rounded qg and kg. In any
+other chunk, the terms of pairs are only added. If exp(g_u) is 0 in float32, all terms of dg_u are 0, and so is dg_u. At
+the first token of a sequence without an initial state, dg_u is set to 0.
 
 Each block of keys and values is computed as a separate gated linear attention. dq, dk and dg are sums over blocks of
 values, and dv is a sum over blocks of keys. If there are several such blocks, each writes a partial result
-(partials.py). A gate that keys share has a partial result for each block of keys as well. dq and dk are computed for
-each value head; if several of them share a head of q and k, another launch sums these gradients.
+(partials.py). If keys share a gate, dg also has a partial result for each block of keys. dq and dk are computed for
+each value head. If several value heads share a head of q and k, another launch sums their gradients.
 
 On Hopper, Triton miscompiles matrix products in a branch at run time, and products whose left operand is a transposed
 product. So no matrix product stands in a branch, and a separate product computes dA^T.
 
 B batch   T tokens   N sequences   H key heads   Hq query heads   Hv heads of values, states and gates
-Ho heads of do, the more of Hq and Hv   G = Ho / Hv query heads of a state   R = Hv / H value heads of a key head
+Ho = max(Hq, Hv) heads of do   G = Ho / Hv query heads of a state   R = Hv / H value heads of a key head
 K, V key and value width   C tokens of a chunk   n chunks, numbered like checkpoints   BK, BV keys and values of a block
-I sequences or segments
+I segments, by default the N sequences   LEVELS = log2 C   blocks_k, blocks_v blocks of keys and of values of a head
 
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635), sec. 4.
 """
@@ -95,7 +98,7 @@ def launch_gradients(
 ) -> list[Launch]:
     """Returns the launches that fill the gradients.
 
-    Rows that belong to no sequence are not written.
+    The launches do not write rows that belong to no sequence.
 
     Args:
         x: tensors of the call; x.dinitial_state is None unless segments are whole sequences, and x.dq and x.dk have
@@ -186,8 +189,8 @@ def _chunk_gla_bwd_kernel(
     scale,
     B,
     T,
-    segment,
-    segments,
+    segment,  # tokens of a segment
+    segments,  # segments of a sequence of a batch
     Hv,
     G,
     stride_qb,
@@ -207,7 +210,7 @@ def _chunk_gla_bwd_kernel(
     stride_ob,
     stride_ot,
     stride_oh,
-    stride_sn,
+    stride_sn,  # strides of leaving_ptr; see `in_state`
     stride_sh,
     stride_sk,
     stride_sv,
@@ -218,17 +221,17 @@ def _chunk_gla_bwd_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     R: tl.constexpr,
-    FROM_ZERO: tl.constexpr,
-    TO_ZERO: tl.constexpr,
-    EXACT: tl.constexpr,
+    FROM_ZERO: tl.constexpr,  # whether sequences have no initial state
+    TO_ZERO: tl.constexpr,  # whether the last segment of each sequence has no gradient of its leaving state
+    EXACT: tl.constexpr,  # whether every chunk is computed by halves
     PRECISION: tl.constexpr,
-    SUMS: tl.constexpr,
+    SUMS: tl.constexpr,  # the precision of sums of gates and of dg
 ):
-    """Computes the gradients of a block [BK, BV] of one value head of one sequence or segment, backwards."""
+    """Computes the gradients of a block [BK, BV] of one value head of one segment, backwards."""
     blocks_v: tl.constexpr = (V + BV - 1) // BV
     blocks_k: tl.constexpr = (K + BK - 1) // BK
     OPERAND: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float32  # pyright: ignore
-    pid = tl.program_id(0)  # neighbouring programs share q, k and g
+    pid = tl.program_id(0)  # neighbouring programs read the same q, k and g
     block_v, block_k = pid % blocks_v, pid // blocks_v % blocks_k
     v0, k0 = block_v * BV, block_k * BK
     ih = pid // (blocks_v * blocks_k)
@@ -249,8 +252,8 @@ def _chunk_gla_bwd_kernel(
     k_ptr += b64 * stride_kb
     v_ptr += b64 * stride_vb
     do_ptr += b64 * stride_ob
-    t_v = (block_v.to(tl.int64) * B + b64) * T  # row of the sequence's first token in results per block of values
-    t_k = (block_k.to(tl.int64) * B + b64) * T  # the same in results per block of keys
+    t_v = (block_v.to(tl.int64) * B + b64) * T  # row of token 0 of batch b in partial results of blocks of values
+    t_k = (block_k.to(tl.int64) * B + b64) * T  # the same row in partial results of blocks of keys
     dq_ptr += t_v * (Hv * G * K)
     dk_ptr += t_v * (Hv * K)
     dv_ptr += t_k * (Hv * V)
@@ -268,7 +271,7 @@ def _chunk_gla_bwd_kernel(
     i_v = v0 + tl.arange(0, BV)[:, None]  # [BV, 1]
     m_s = (i_k < K) & (i_v < V)  # [BV, BK]
     if leaving_ptr is None:
-        dS = tl.zeros([BV, BK], tl.float32)
+        dS = tl.zeros([BV, BK], tl.float32)  # transposed, and so is S
     else:
         leaving_ptr += i.to(tl.int64) * stride_sn + h.to(tl.int64) * stride_sh
         m_l = m_s  # [BV, BK]
@@ -303,11 +306,11 @@ def _chunk_gla_bwd_kernel(
         dk = product(v, P, None, PRECISION)  # [C, BK]
         dv = product(kg, tl.trans(P), None, PRECISION)  # [C, BV]
         if g_ptr is not None:
-            crossing = r_decay * rest_decay * tl.sum(S * dS, 0)[None, :]  # [1, BK], from the first gate to the last
+            crossing = r_decay * rest_decay * tl.sum(S * dS, 0)[None, :]  # [1, BK], exp(b_C) sum_V(S * dS)
             dg = for_gates(crossing, g) + sums(after, for_gates(kg * dk, g), SUMS)  # [C, BK] or [C, 1]
         dk *= k_decay
         dS *= rest_decay
-        S = S.to(OPERAND)
+        S = S.to(OPERAND)  # [BV, BK]
 
         for i_g in tl.range(0, G, num_stages=1):
             i_q = h * G + i_g
@@ -329,7 +332,7 @@ def _chunk_gla_bwd_kernel(
                 dk += dk_near * k_decay
                 x = qg * dq - kg * dk_near  # [C, BK]
             if g_ptr is not None:
-                dg += running_sum(for_gates(x, g), True)
+                dg += running_sum(for_gates(x, g), True)  # [C, BK] or [C, 1]
                 levels = tl.where(mild, 0, LEVELS)
                 AT, dq, dk, dg = _add_pairs_of_halves(
                     AT, dq * q_decay, dk, dg, q * scale, k, g, dA, dAT, levels, C, PRECISION, SUMS
@@ -367,7 +370,7 @@ def _chunk_gla_bwd_kernel(
 
 @triton.jit
 def product(a, b, acc, PRECISION: tl.constexpr):
-    """Returns the matrix product a b, plus acc if there is one, in bfloat16 or in float32, by `PRECISION`."""
+    """Returns the matrix product a b, plus acc unless it is None, in bfloat16 or in float32 as `PRECISION` says."""
     if PRECISION == "bf16":
         return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), acc)
     else:  # noqa: RET505 -- one branch is compiled
@@ -376,7 +379,7 @@ def product(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def for_gates(x, g):
-    """Returns x [.., BK], a part of the gradient of gates; sums it over keys, [.., 1], if g is [C, 1]."""
+    """Returns a part x [.., BK] of the gradient of gates; if g is [C, 1], returns its sum over keys, [.., 1]."""
     if g.shape[1] == 1:
         return tl.sum(x, 1)[:, None]
     else:  # noqa: RET505 -- one branch is compiled
@@ -387,8 +390,8 @@ def for_gates(x, g):
 def sums(chosen, x, SUMS: tl.constexpr):
     """Returns, for each row of `chosen` [C, C], the sum of the rows of x, [C, BK] or [C, 1], that it selects.
 
-    `SUMS` is a precision of products, or the number of bfloat16 parts of x that are summed: two hold 16 bits of it, and
-    three hold 24. `chosen` needs no further parts.
+    `SUMS` is a precision of products, or the number of bfloat16 parts into which x is split: two parts hold 16 bits of
+    x, and three hold 24. `chosen` is 0 or 1, which bfloat16 holds exactly.
     """
     if x.shape[1] == 1:
         return sums_of_gates(chosen, x)
@@ -406,7 +409,7 @@ def sums(chosen, x, SUMS: tl.constexpr):
 
 @triton.jit
 def running_sum(x, reverse: tl.constexpr):
-    """Returns for each row the sum of the rows of x, [C, BK] or [C, 1], up to it, or from it on if `reverse`."""
+    """Returns the inclusive prefix sums over the rows of x, [C, BK] or [C, 1]; the suffix sums if `reverse`."""
     if x.shape[1] == 1:
         row, column = tl.arange(0, x.shape[0])[:, None], tl.arange(0, x.shape[0])[None, :]
         return sums_of_gates(column >= row if reverse else column <= row, x)
@@ -416,15 +419,17 @@ def running_sum(x, reverse: tl.constexpr):
 
 @triton.jit
 def decays_of_chunk(g, mild, before, EXACT: tl.constexpr, SUMS: tl.constexpr):
-    """Computes the decays of a chunk with gates g [C, BK].
+    """Returns exp(b - r) and exp(b_C - r - b) [C, BK], and exp(r) and exp(b_C - r) [1, BK], for gates g [C, BK].
 
-    These are exp(b - r) and exp(b_C - r - b) [C, BK], and exp(r) and exp(b_C - r) [1, BK]. If g is [C, 1], they also
-    have one column.
+    Gates are in units of log 2. If g is [C, 1], all results have one column.
+
+    Args:
+        before: [C, C], whether the token of the row comes before the token of the column.
     """
     b = running_sum(g, False)  # [C, BK]
     total = tl.sum(g, 0)[None, :]  # [1, BK]
     r = tl.where(mild, 0.5 * total, 0.0)  # [1, BK]
-    # The difference of two large sums is precise enough, except with EXACT. `before` selects the gates after a token.
+    # `before` selects the gates after a token. Without EXACT, the difference of two large sums is precise enough.
     later = sums(before, g, SUMS) if EXACT else total - r - b  # [C, BK]
     return tl.exp2(b - r), tl.exp2(later), tl.exp2(r), tl.exp2(total - r)
 
@@ -433,12 +438,14 @@ def decays_of_chunk(g, mild, before, EXACT: tl.constexpr, SUMS: tl.constexpr):
 def _add_pairs_of_halves(
     AT, dq, dk, dg, q, k, g, dA, dAT, levels, C: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr
 ):
-    """Adds the pairs s < t in the two halves of blocks of 2, 4 .. 2^levels tokens to A^T [C, C] and dq, dk, dg [C, BK].
+    """Adds the terms of pairs s < t in the two halves of blocks of 2, 4 .. 2^levels tokens, and returns the sums.
 
-    q is already scaled; dq is not. dA [C, C] and its transpose dAT may hold any finite numbers for s >= t. If g is
-    [C, 1], so is dg.
+    Args:
+        AT, dq, dk, dg: the sums so far, A^T [C, C] and dq, dk, dg [C, BK]; dg is [C, 1] if g is. dq lacks the scale.
+        q, k, g: [C, BK]; q is already scaled. g may be [C, 1].
+        dA, dAT: dA [C, C] and its transpose; for s >= t they may hold any finite numbers.
     """
-    row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]  # [C, 1], [1, C]
     apart = row ^ column  # [C, C]
     for level in tl.range(0, levels, num_stages=1):  # pyright: ignore
         qg, kg, decay, pair, decayed = operands_of_halves(q, k, g, row, column, apart, level, SUMS)
@@ -455,8 +462,8 @@ def _add_pairs_of_halves(
 def operands_of_halves(q, k, g, row, column, apart, level, SUMS: tl.constexpr):
     """Computes the operands of pairs s < t in the two halves of blocks of 2m tokens, where m = 2^level.
 
-    These are qg and kg [C, BK]; the decays in both, [C, BK] or [C, 1]; the mask [C, C] of the pairs; and a mask [C, C]
-    whose entry [u, t] is whether gate u decays token t. q is already scaled.
+    The results are qg and kg [C, BK]; the decays of tokens, [C, BK] or [C, 1]; the mask [C, C] of the pairs; and a mask
+    [C, C] whose entry [u, t] is whether gate u decays token t. q is already scaled.
 
     Args:
         row, column: the numbers of tokens, [C, 1] and [1, C].

@@ -1,20 +1,28 @@
-"""Computes gradients of gated linear attention for all chunks side by side, from the states on both sides of each.
+"""Computes gradients of gated linear attention for all chunks in parallel.
 
-backward.py has the mathematics. Its programs carry dS through a sequence and need many tiles at once, too many for the
-registers of a GPU that cannot multiply from shared memory. Here dS, the gradient of the state that leaves a chunk, is
-in memory for each chunk, beside the state S that enters it. Two kernels then compute the gradients of a chunk:
+Let S be the state that enters a chunk, dS the gradient of the state that leaves it, b_t the sum of the log gates of the
+chunk through token t, and r the offset of backward.py. Then, as in backward.py,
+
+    qg = scale * q exp(b - r)              kg = k exp(b_C - r - b)
+    dq = scale * exp(b - r) ((do S^T) exp(r)) + terms of pairs of tokens
+    dk = exp(b_C - r - b) (v (exp(r) dS)^T) + terms of pairs of tokens
+    dv = kg (exp(r) dS) + A^T do
+
+backward.py also gives A, dg and the terms of pairs. Its programs carry dS through a sequence and need many tiles at
+once, too many for the registers of a GPU that cannot multiply from shared memory. Here, memory holds S and dS of each
+chunk. Two kernels then compute the gradients of a chunk:
 
     dq, dk, dg    for a block of BK keys; products with v and do are summed over all blocks of values
     dv            for a block of BV values; products with q and k are summed over all blocks of keys
 
-So no program holds the tiles of both, and no gradient has partial results, except dg if the keys of a head share their
-gates. A chunk is mild, or not, for each block of keys. The last chunk of a sequence without a gradient of its final
-state takes dS = 0.
+So no program holds the tiles of both kernels, and no gradient has partial results, except dg if the keys of a head
+share a gate. Each block of keys of a chunk is mild or not, independently of the others. If a sequence has no gradient
+of its final state, its last chunk takes dS = 0.
 
 B batch   T tokens   N sequences   H key heads   Hq query heads   Hv heads of values, states and gates
-Ho heads of do, the more of Hq and Hv   G = Ho / Hv query heads of a state   R = Hv / H value heads of a key head
+Ho = max(Hq, Hv) heads of do   G = Ho / Hv query heads of a state   R = Hv / H value heads of a key head
 K, V key and value width   C tokens of a chunk   n chunks, numbered like checkpoints   BK, BV keys and values of a block
-I chunks, or places for chunks of packed sequences
+I segments of one chunk each, some of which are empty if sequences are packed   blocks_k blocks of keys of a head
 
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635), sec. 4.
 """
@@ -62,7 +70,7 @@ def launch_gradients(
     scale: float,
     normalizer: int | None = None,
 ) -> list[Launch]:
-    """Returns the launches that fill dq, dk, dv and dg; the arguments are as in backward.py.
+    """Returns the launches that fill dq, dk, dv and dg; see backward.py for the other arguments.
 
     Args:
         leaving: the gradients of the states that leave chunks, [I, Hv, K, V], contiguous.
@@ -120,11 +128,7 @@ def launch_gradients(
 
 @triton.jit
 def _chunk_at(order_ptr, i, T, segments, C: tl.constexpr):
-    """Returns five facts of a chunk, and its number.
-
-    These are the row of the batch, the first token and the end of the chunk, and the first token and the end of its
-    sequence.
-    """
+    """Returns (batch, first token, end, first token of its sequence, end of its sequence, number) of a chunk."""
     if order_ptr is None:
         start = i % segments * C
         return i // segments, start, tl.minimum(start + C, T), 0, T, i
@@ -135,8 +139,13 @@ def _chunk_at(order_ptr, i, T, segments, C: tl.constexpr):
 
 @triton.jit
 def _leaving(leaving_ptr, i_k, i_v, is_followed, K: tl.constexpr, V: tl.constexpr, TO_ZERO: tl.constexpr):
-    """Loads a block [BV, BK] of the gradient of the state that leaves a chunk; i_k is [1, BK], and i_v is [BV, 1]."""
-    mask = (i_k < K) & (i_v < V)
+    """Loads a block [BV, BK] of the gradient of the state that leaves a chunk.
+
+    Args:
+        i_k, i_v: the keys [1, BK] and the values [BV, 1].
+        is_followed: whether another chunk of the sequence follows.
+    """
+    mask = (i_k < K) & (i_v < V)  # [BV, BK]
     if TO_ZERO:
         mask &= is_followed
     return tl.load(leaving_ptr + i_k * V + i_v, mask=mask, other=0.0)
@@ -158,7 +167,7 @@ def _gates(
     C: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Loads the binary logarithms of the factors of a chunk [C, BK]; keys that share gates have equal columns."""
+    """Loads the log gates of a chunk [C, BK], in units of log 2. If keys share a gate, all columns are equal."""
     g = load_gates(None, ptr, stride_t, stride_h, b, t, head, column, end, GATE, NORMALIZER, K, C, BK)
     return tl.broadcast_to(tl.maximum(g, LEAST_GATE) * LOG2E, [C, BK])
 
@@ -188,8 +197,8 @@ def _keys_kernel(
     scale,
     B,
     T,
-    segment,
-    segments,
+    segment,  # C
+    segments,  # chunks of a sequence of a batch
     Hv,
     G,
     stride_qb,
@@ -225,7 +234,7 @@ def _keys_kernel(
     """Computes dq, dk and dg of a chunk of one value head, for a block of BK keys."""
     blocks_k: tl.constexpr = (K + BK - 1) // BK
     OPERAND: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float32  # pyright: ignore
-    pid = tl.program_id(0)  # neighbouring programs share v and do
+    pid = tl.program_id(0)  # neighbouring programs read the same v and do
     block_k = pid % blocks_k
     k0 = block_k * BK
     place, h = pid // blocks_k // Hv, pid // blocks_k % Hv
@@ -259,7 +268,7 @@ def _keys_kernel(
     before = i_c[:, None] < i_c[None, :]  # [C, C], whether the token of the row comes before the token of the column
     after = i_c[:, None] > i_c[None, :]  # [C, C]
     dk = tl.zeros([C, BK], tl.float32)
-    crossing = tl.zeros([1, BK], tl.float32)  # from the first gate to the last
+    crossing = tl.zeros([1, BK], tl.float32)  # the sum of S * dS over values
     for v0 in tl.range(0, V, BV, num_stages=1):
         i_v = v0 + tl.arange(0, BV)[:, None]  # [BV, 1]
         dS = _leaving(leaving_ptr, i_k, i_v, end < last, K, V, TO_ZERO)  # [BV, BK]
@@ -301,7 +310,7 @@ def _keys_kernel(
             dq = product(near, k.to(OPERAND), dq, PRECISION) + dA_tt * k
             dk = product(tl.trans(near), q.to(OPERAND), dk, PRECISION) + dA_tt * q
         else:
-            # Gates are loaded again, because registers do not hold them during the loop over values.
+            # Gates are loaded again, because the registers do not suffice for them during the loop over values.
             g = _gates(g_ptr, stride_gt, stride_gh, b, t, h, k0, end, GATE, NORMALIZER, K, C, BK)
             mild = _is_mild(g, EXACT)
             q_decay, k_decay, r_decay, _ = decays_of_chunk(g, mild, before, EXACT, SUMS)
@@ -315,7 +324,7 @@ def _keys_kernel(
                 dk_near = product(tl.trans(near), qg, None, PRECISION)  # [C, BK]
                 dk += dk_near * k_decay
                 x = qg * dq - kg * dk_near  # [C, BK]
-            dg += running_sum(x, True)
+            dg += running_sum(x, True)  # [C, BK]
             dq = dq * q_decay + dA_tt * k
             dk += dA_tt * q
             levels = tl.where(mild, 0, LEVELS)
@@ -352,8 +361,8 @@ def _values_kernel(
     scale,
     B,
     T,
-    segment,
-    segments,
+    segment,  # C
+    segments,  # chunks of a sequence of a batch
     Hv,
     G,
     stride_qb,
@@ -388,7 +397,7 @@ def _values_kernel(
     """Computes dv of a chunk of one value head, for a block of BV values."""
     blocks_v: tl.constexpr = (V + BV - 1) // BV
     OPERAND: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float32  # pyright: ignore
-    pid = tl.program_id(0)  # neighbouring programs share q, k and g
+    pid = tl.program_id(0)  # neighbouring programs read the same q, k and g
     v0 = pid % blocks_v * BV
     place, h = pid // blocks_v // Hv, pid // blocks_v % Hv
     b, t, end, _opening, last, i = _chunk_at(order_ptr, place, T, segments, C)
@@ -439,11 +448,12 @@ def _values_kernel(
 
 @triton.jit
 def _from_states(dk, crossing, k, g, before, after, EXACT: tl.constexpr, SUMS: tl.constexpr):
-    """Returns the terms of dk and dg that come from the states on both sides of a chunk.
+    """Returns the terms of dk and dg [C, BK] that come from the states S and dS of a chunk.
 
     Args:
         dk: v dS^T [C, BK].
         crossing: the sum of S * dS over values [1, BK].
+        k, g: [C, BK].
     """
     _q_decay, k_decay, r_decay, rest_decay = decays_of_chunk(g, _is_mild(g, EXACT), before, EXACT, SUMS)
     dk *= r_decay * k_decay
@@ -455,8 +465,12 @@ def _from_states(dk, crossing, k, g, before, after, EXACT: tl.constexpr, SUMS: t
 def _add_gradients_of_halves(
     dq, dk, dg, q, k, g, dA, levels, C: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr
 ):
-    """Adds the pairs of tokens of a chunk that is not mild to dq, dk and dg; q is already scaled, dq is not."""
-    row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    """Adds the terms of pairs s < t of a chunk to dq, dk and dg [C, BK]; q is already scaled, dq is not.
+
+    Args:
+        levels: the number of levels of the halving; 0 if the chunk is mild.
+    """
+    row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]  # [C, 1], [1, C]
     for level in tl.range(0, levels, num_stages=1):  # pyright: ignore
         qg, kg, decay, pair, decayed = operands_of_halves(q, k, g, row, column, row ^ column, level, SUMS)
         of_pairs = tl.where(pair, dA, 0.0)  # [C, C]
@@ -470,8 +484,12 @@ def _add_gradients_of_halves(
 
 @triton.jit
 def _add_scores_of_halves(AT, q, k, g, levels, C: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr):
-    """Adds the pairs of tokens of a chunk that is not mild to A^T [C, C]; q is already scaled."""
-    row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    """Adds the scores of pairs s < t of a chunk to A^T [C, C]; q is already scaled.
+
+    Args:
+        levels: the number of levels of the halving; 0 if the chunk is mild.
+    """
+    row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]  # [C, 1], [1, C]
     for level in tl.range(0, levels, num_stages=1):  # pyright: ignore
         qg, kg, _decay, pair, _decayed = operands_of_halves(q, k, g, row, column, row ^ column, level, SUMS)
         AT += tl.where(pair, product(kg, tl.trans(qg), None, PRECISION), 0.0)

@@ -1,43 +1,44 @@
 """Computes gated linear attention in one pass over sequences, or over segments of them, with the state on chip.
 
 One program computes a block of BV values of one value head of one segment. It goes through the segment in chunks of
-C tokens and carries the state S [K, BV] in float32. Let b_t be the sum of log gates g from the start of the chunk
-through t, and r = b_C / 2, both per channel of K, or both one number if the keys of a head share their gates. Then
+C tokens and carries the state S [K, BV] in float32. For a chunk, let b_t be the sum of the log gates g of the chunk
+through token t, and r = b_C / 2. Both are per channel of K, or one number if the keys of a head share a gate. Then
 
     qg = q exp(b - r)              kg = k exp(r - b)
     o  = scale * (qg (exp(r) S) + tril(qg kg^T) v)
     S' = exp(r) (exp(r) S + kg^T v)
 
-so that two exponentials per element serve scores, state and output. The outer exp(r) is merged with the inner exp(r) of
-the next chunk, so the state is scaled once per chunk. b - r is either a scan, or one product of g with a triangle that
-holds +1/2 on and below the diagonal and -1/2 above it.
+S' is the state that leaves the chunk. Two exponentials per element serve scores, state and output. The outer exp(r) of
+S' waits for the inner exp(r) of the next chunk (`waiting`), so the state is scaled once per chunk. b - r is computed
+either by a scan, or by one product of g with a matrix that is +1/2 on and below the diagonal and -1/2 above it.
 
 All exponents lie in [b_C / 2, -b_C / 2]. If some channel decays by more than `MILD_DECAY` in a chunk (see limits.py),
-the products leave the state unchanged (kg is 0 and exp(r) is 1), and the chunk is then computed token by token in
-float32:
+the chunk is not mild. The products then leave the state unchanged (kg is 0 and exp(r) is 1), and the chunk is computed
+token by token in float32:
 
     S_t = diag(exp g_t) S_{t-1} + k_t^T v_t        o_t = scale * q_t S_t
 
-This path is exact for any gate down to -inf, because it divides nothing and subtracts nothing; a gate of -inf always
-takes it. float32 inputs are computed token by token throughout, unless TF32 is allowed: without a matrix unit, chunks
-only add work.
+This path is accurate for any gate down to -inf, because it neither divides nor subtracts; a chunk with a gate of -inf
+always takes it. float32 inputs are computed token by token throughout, unless TF32 is allowed: without matrix units,
+chunks only add work.
 
-All matrix products stand in the loop over chunks, and none stands in a branch: if a branch still reads v, Triton 3.6
-overwrites v with the v of the next chunk. The state is updated as S^T += v^T kg. The product kg^T v is wrong on Hopper
-in blocks of fewer than 64 values (Triton 3.6); it is used for K = 256 only, where it is faster.
+Triton 3.6 imposes two rules. First, no matrix product stands in a branch: if a branch still reads v, Triton overwrites
+v with the v of the next chunk. Second, the state is updated as S^T += v^T kg, because the product kg^T v is wrong on
+Hopper in blocks of fewer than 64 values. With K = 256 the kernel uses kg^T v, which is faster there.
 
-The mask selects and does not multiply, so that it removes even an infinite score. The largest float16 is 65504, so
-float16 inputs become float32 operands. These are multiplied as TF32, which has the precision of float16.
+The mask of scores selects and does not multiply, so it removes even an infinite score. The largest number of float16 is
+65504, so float16 inputs become float32 operands. These are multiplied as TF32, which has the precision of float16.
 
 A checkpoint is the state that enters a chunk whose first token comes a multiple of `every` tokens after the start of
-its sequence. If packed sequences have segments of L tokens, segment i begins at row c_n + m L, where
-i = n + c_n // L + m (segments.py). It therefore belongs to sequence n = i - (c_n + m L) // L.
+its sequence. If packed sequences have segments of L tokens, and sequence n begins at row c_n, its segment m begins at
+row c_n + m L and has the number i = n + c_n // L + m (segments.py). So segment i belongs to sequence
+n = i - (c_n + m L) // L.
 
-If states are in a pool, slots.py says which slots a sequence reads and writes.
+If states are in a pool, slots.py gives the slots that a sequence reads and writes.
 
-B batch   T tokens   N sequences or segments   H key heads   Hq query heads   Hv heads of values, states and gates
-P slots of a pool
-Ho heads of o, the more of Hq and Hv   G = Ho / Hv query heads of a state   R = Hv / H value heads of a key head
+B batch   T tokens   N sequences   I segments, by default the N sequences   P slots of a pool
+H key heads   Hq query heads   Hv heads of values, states and gates   Ho = max(Hq, Hv) heads of o
+G = Ho / Hv query heads of a state   R = Hv / H value heads of a key head   n rows of checkpoints
 K, V key and value width   C tokens of a chunk   BK K padded to a power of two   BV values of a block
 
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635), sec. 4.
@@ -78,8 +79,8 @@ def launch_outputs(
 ) -> list[Launch]:
     """Returns the launch that fills o, and final_state and checkpoints if x has them.
 
-    If states are in a pool, it reads and writes the slots of `segments`. It writes checkpoints if x.checkpoints is the
-    pool, and last states if sequences are whole.
+    If states are in a pool, the kernel reads and writes the slots of `segments`. It writes checkpoints into the pool if
+    x.checkpoints is the pool, and final states if sequences are whole.
 
     Args:
         segments: the segments; a sequence that stays whole is one segment.
@@ -149,25 +150,25 @@ def _chunk_gla_fwd_kernel(
     k_ptr,  # [B, T, H, K]
     v_ptr,  # [B, T, Hv, V]
     g_ptr,  # [B, T, Hv, K], [B, T, Hv] or [Hv] by GATE, or None
-    initial_ptr,  # [sequences, Hv, K, V] or None
+    initial_ptr,  # [N, Hv, K, V] or None
     cu_seqlens_ptr,  # [N+1] or None
-    o_ptr,  # [B, T, Ho, V]
-    final_ptr,  # [N, Hv, K, V] or None
+    o_ptr,  # [B, T, Ho, V], contiguous
+    final_ptr,  # [N, Hv, K, V], or None if sequences are cut
     checkpoints_ptr,  # [B, n, Hv, K, V], or the pool, or None
-    entering_ptr,  # [N, Hv, K, V] of segments, or None
-    order_ptr,  # [N, 5], or None if cu_seqlens is None
+    entering_ptr,  # [I, Hv, K, V], or None if sequences are whole
+    order_ptr,  # [I, 5], or None if cu_seqlens is None
     pool_ptr,  # [P, Hv, K, V] or None
-    slots_ptr,  # [sequences, 4], or None without a pool
-    q_tiles,  # the same tensors as tiles [C, BK or BV], or None
-    k_tiles,
-    v_tiles,
-    g_tiles,
-    o_tiles,
+    slots_ptr,  # [N, 4], or None without a pool
+    q_tiles,  # q as tiles [C, BK], or None if pointers load it, and so are the next four
+    k_tiles,  # tiles [C, BK]
+    v_tiles,  # tiles [C, BV]
+    g_tiles,  # tiles [C, BK]
+    o_tiles,  # tiles [C, BV]
     scale,
     T,
-    segment,
-    segments,
-    every,
+    segment,  # tokens of a segment
+    segments,  # segments of a sequence of a batch
+    every,  # tokens between checkpoints
     Hv,
     G,
     stride_qb,
@@ -184,7 +185,7 @@ def _chunk_gla_fwd_kernel(
     stride_gh,
     GATE: tl.constexpr,
     NORMALIZER: tl.constexpr,
-    stride_sn,
+    stride_sn,  # strides of initial_ptr or of the pool; see `in_state`
     stride_sh,
     stride_sk,
     stride_sv,
@@ -194,16 +195,17 @@ def _chunk_gla_fwd_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     R: tl.constexpr,
-    GROUPED: tl.constexpr,
-    OPERAND: tl.constexpr,
-    TOKENWISE: tl.constexpr,
-    TRIANGLE: tl.constexpr,
-    KEYS_FIRST: tl.constexpr,
+    GROUPED: tl.constexpr,  # whether several query heads share a state
+    OPERAND: tl.constexpr,  # dtype of the operands of products
+    TOKENWISE: tl.constexpr,  # whether all chunks are computed token by token
+    TRIANGLE: tl.constexpr,  # whether a product sums the gates
+    KEYS_FIRST: tl.constexpr,  # whether S is [BK, BV] and not [BV, BK]
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """Computes a block of BV values of the outputs of one value head of one segment, and of its query heads."""
     blocks: tl.constexpr = (V + BV - 1) // BV
-    pid = tl.program_id(0)  # neighbours share q, k and g, so blocks of values come first
+    pid = tl.program_id(0)  # blocks of values come first, so that neighbouring programs read the same q, k and g
     v0 = pid % blocks * BV
     nh = pid // blocks
     n, h = nh // Hv, nh % Hv
@@ -230,11 +232,12 @@ def _chunk_gla_fwd_kernel(
 
     i_k = tl.arange(0, BK)  # [BK]
     i_v = v0 + tl.arange(0, BV)  # [BV]
-    # S is [BK, BV] with KEYS_FIRST, else [BV, BK]: its first axis becomes the rows of the matrix instruction.
+    # S is [BK, BV] with KEYS_FIRST, else [BV, BK]. The first axis is the row axis of the matrix instruction.
     KEYS: tl.constexpr = 1 - KEYS_FIRST
     VALUES: tl.constexpr = 1 - KEYS
+    # With KEYS_FIRST [BK, 1] and [1, BV], else [1, BK] and [BV, 1].
     s_k, s_v = tl.expand_dims(i_k, VALUES).to(tl.int64), tl.expand_dims(i_v, KEYS)
-    m_s = (s_k < K) & (s_v < V)
+    m_s = (s_k < K) & (s_v < V)  # the shape of S
     S = tl.zeros([BK, BV] if KEYS_FIRST else [BV, BK], tl.float32)
     if pool_ptr is not None:
         slots_ptr += sequence * 4
@@ -243,10 +246,11 @@ def _chunk_gla_fwd_kernel(
             slot = tl.load(slots_ptr).to(tl.int64)
             source = pool_ptr + slot * stride_sn + in_state(s_k, s_v, stride_sk, stride_sv)
             S = tl.load(source, mask=m_s & (slot >= 0), other=0.0).to(tl.float32)
-    # Unneeded loads would cost short sequences 2 %.
+    # Without a pool, first segments do not load `entering`: the load would cost short sequences 2 %.
     if entering_ptr is not None and (pool_ptr is not None or start > origin):
         S = tl.load(entering_ptr + tl.cast(nh, tl.int64) * K * V + s_k * V + s_v, mask=m_s, other=0.0)
-        # The product adds 0: it converts S to the layout of products here, and not in every block behind the branch.
+        # This product adds 0. It makes Triton convert S to the layout of products here, once, instead of after every
+        # later branch.
         S = tl.dot(tl.zeros([S.shape[0], 16], OPERAND), tl.zeros([16, S.shape[1]], OPERAND), S)
     if initial_ptr is not None and start == origin:
         initial_ptr += sequence.to(tl.int64) * stride_sn + h.to(tl.int64) * stride_sh
@@ -274,7 +278,7 @@ def _chunk_gla_fwd_kernel(
                     checkpoint = checkpoints_ptr + tl.cast(passed // every, tl.int64) * Hv * K * V + s_k * V + s_v
                 else:
                     checkpoint = pool_ptr + kept * stride_sn + in_state(s_k, s_v, stride_sk, stride_sv)
-                S *= waiting  # keeping S beside the scaled S would spill registers
+                S *= waiting  # in place, because two copies of S would spill registers
                 waiting = ones
                 tl.store(checkpoint, S.to(checkpoints_ptr.dtype.element_ty), mask=m_s)
         if TOKENWISE:
@@ -297,7 +301,7 @@ def _chunk_gla_fwd_kernel(
                 x = _prefix_sum(g, r, causal, TRIANGLE)  # [C, BK] or [C, 1]
                 q_decay = tl.exp2(x)  # [C, BK] or [C, 1]
                 kg = operand(tl.where(mild, k * tl.exp2(-x), 0.0), OPERAND)  # [C, BK]
-                exp_r = tl.expand_dims(tl.where(mild, tl.exp2(r), 1.0), VALUES)  # as ones
+                exp_r = tl.expand_dims(tl.where(mild, tl.exp2(r), 1.0), VALUES)  # the shape of `ones`
                 S *= exp_r * waiting
                 waiting = exp_r
             state = S if KEYS_FIRST else tl.trans(S)  # [BK, BV]
@@ -346,7 +350,9 @@ def _chunk_gla_fwd_kernel(
 def _output(q, q_decay, kg, v, S, causal, scale, PRECISION: tl.constexpr):
     """Returns outputs [C, BV] of queries q [C, BK], from keys kg [C, BK], values v [C, BV] and the state S [BK, BV].
 
-    q_decay is [C, BK] or [C, 1], or None without gates.
+    Args:
+        q_decay: exp(b - r), [C, BK] or [C, 1]; None without gates.
+        causal: [C, C], the mask of scores.
     """
     qg = operand(q if q_decay is None else q * q_decay, kg.dtype)  # [C, BK]
     A = tl.dot(qg, tl.trans(kg), input_precision=PRECISION)  # [C, C]
@@ -357,10 +363,14 @@ def _output(q, q_decay, kg, v, S, causal, scale, PRECISION: tl.constexpr):
 
 @triton.jit
 def _prefix_sum(g, r, causal, TRIANGLE: tl.constexpr):
-    """Returns the exponents b - r [C, BK] from g [C, BK]: b_t sums the rows of g through t, and r [BK] is half of b_C.
+    """Returns the exponents b - r [C, BK] from g [C, BK], where b_t sums the rows of g through t.
 
-    TRIANGLE computes them as a product that splits g into two bfloat16 parts, which keep 16 bits of it. If g is [C, 1],
-    so are the exponents.
+    Args:
+        g: log gates, in units of log 2, [C, BK]; or [C, 1], and then the exponents are [C, 1].
+        r: b_C / 2 [BK].
+        causal: [C, C], whether the token of the column is not after the token of the row.
+        TRIANGLE: whether a matrix product computes the sums. It splits g into two bfloat16 parts, which together keep
+            16 bits of g.
     """
     if g.shape[1] == 1:
         return sums_of_gates(causal, g) - r[None, :]
@@ -368,6 +378,6 @@ def _prefix_sum(g, r, causal, TRIANGLE: tl.constexpr):
         return tl.cumsum(g, 0) - r[None, :]
     else:
         signed = tl.where(causal, 0.5, -0.5).to(tl.bfloat16)  # [C, C]
-        high = g.to(tl.bfloat16)
-        low = (g - high.to(tl.float32)).to(tl.bfloat16)
+        high = g.to(tl.bfloat16)  # [C, BK]
+        low = (g - high.to(tl.float32)).to(tl.bfloat16)  # [C, BK]
         return tl.dot(signed, low, tl.dot(signed, high))

@@ -29,27 +29,31 @@ if TYPE_CHECKING:
     from gla_triton_kernels.chunk_gla.kernel import LaunchFunction
 
 TMA_ELEMENTS = 2**22
-"""From this number of elements of v on, faster loads outweigh the time that the host takes for tensor maps."""
+"""The least number of elements of v for which TMA is used: its faster loads then outweigh the host's time for tensor
+maps."""
 FEW_BLOCKS = 66
-"""Up to this number, blocks of 64 values do not fill a device; more blocks with fewer values each are used instead."""
+"""The largest number of blocks of 64 values that is replaced by more blocks with fewer values, to fill the device."""
 MANY_BLOCKS = 512
-"""From this number of blocks of 64 values on, blocks of 128 still fill a device, and read q, k and g half as often."""
+"""The least number of blocks of 64 values for which blocks of 128 also fill the device; they read q, k and g half as
+often."""
 LEAST_BLOCK = 64
-"""The fewest keys and values of a block of gradients: Triton 3.6 miscompiles narrower ones on Hopper."""
+"""The least number of keys and of values of a block of gradients: Triton 3.6 miscompiles narrower blocks on Hopper."""
 
 LITTLE_SHARED_MEMORY = 100 * 1024
-"""With fewer bytes of shared memory, no chunk is loaded ahead."""
+"""The number of bytes of shared memory below which kernels have one pipeline stage: no chunk is loaded ahead."""
 CHUNK_THREADS = 256
 """Threads of a block of backward_chunks.py."""
 CHUNK_BLOCK, NARROW_CHUNK_BLOCK = 32, 16
-"""The most keys and values of a block of backward_chunks.py: a thread has the registers for tiles of this width, and of
-the second where float32 is multiplied at full precision. On consumer cards from Blackwell on, the compiler spills more:
-the first is for bfloat16 with gates for each key alone."""
+"""The maximum number of keys and of values of a block of backward_chunks.py: tiles of this width fit into registers.
+
+Blocks are narrow if float32 is multiplied at full precision. On consumer cards of Blackwell, where the compiler spills
+more, all blocks are narrow except those of bfloat16 with a gate for each key or none.
+"""
 
 START = 0.5e-6
 """Seconds before the first step of a block. This and the times below were fitted to times on an H200."""
 TILE_STEP, QUERY_STEP = 6.9e-6, 2.2e-6
-"""Seconds for the outputs of 64 tokens with bfloat16 products and K = 128, and for each further query head."""
+"""Seconds for the outputs of 64 tokens with bfloat16 products and K = 128, and for each additional query head."""
 WIDE_STEP, TF32_STEP, TOKEN_STEP = 5.7e-6, 4.4e-6, 1.4e-6
 """Seconds for the outputs of 16 tokens with K = 256; of 16 tokens with TF32 products and K = 128; and of one token
 without tensor cores and K = 128."""
@@ -62,9 +66,9 @@ with 64 keys and 64 values."""
 SPLIT_PRODUCTS = {"bf16": 1.0, "bf16x3": 4.4, "bf16x6": 15.0}
 """Time of gradients by the precision of their products, as a multiple of the time in bfloat16."""
 SHARED = 1.1
-"""Number of blocks of outputs with bfloat16 products that share a multiprocessor at no cost to each other."""
+"""Number of blocks of outputs with bfloat16 products that share a multiprocessor without slowing each other down."""
 QUERY_SHARE = 0.45
-"""Time of the gradients of a further query head, as a share of the time of the first."""
+"""Time of the gradients of each additional query head, as a share of the time of the first."""
 
 
 def _never(call: OpCall, gpu: Gpu) -> None:
@@ -72,7 +76,7 @@ def _never(call: OpCall, gpu: Gpu) -> None:
 
 
 def _holds_operands(gpu: Gpu) -> bool:
-    """Returns whether products take operands from registers. Tiles are then smaller than on Hopper, or they spill."""
+    """Returns whether products take operands from registers. Tiles that fit on Hopper would then spill."""
     return not gpu.facts.has_wgmma and gpu.architecture is not Architecture.INTERPRETED
 
 

@@ -1,22 +1,21 @@
-"""Computes the states of all segments from zero, or their gradients; for any width and any gate.
+"""Computes the state of each segment from a zero initial state, or backwards its gradient, for any width and any gate.
 
-Let b_t = g_1 + .. + g_t be the sum of the log gates of a segment from its first token through t, and L its last token.
-The segment has the decay D and the state S from zero. In a backward recurrence (see `Recurrence`), S is its gradient
-from zero:
+Let a segment have the tokens 1 to L, and b_t = g_1 + .. + g_t. Its decay D and its state S from a zero initial state
+are
 
     D = exp(b_L)        S = sum over t of (k_t * exp(b_L - b_t))^T v_t                forwards
-                        S = scale * sum over t of (q_t * exp(b_t))^T do_t             backwards
+                        S = scale * sum over t of (q_t * exp(b_t))^T do_t             backwards (see `Recurrence`)
 
-A program computes a block [BK, BV] of S. It goes through the segment in chunks of C tokens, in the direction opposite
-to the recurrence, so that S itself never decays. Let W be the sum of the gates of the chunks so far. Let x_t be the sum
-of the gates of the chunk that decay the product of token t: the gates after t forwards, the gates through t backwards.
-Then each chunk computes
+A program computes a block [BK, BV] of S. It goes through the segment in chunks of C tokens, in the order opposite to
+the recurrence, so that S itself never decays. Let W be the sum of the gates of the chunks so far. Let x_t be the sum of
+the gates of the chunk that decay the product of token t: the gates after t forwards, the gates through t backwards. For
+each chunk the program computes
 
     S += (left * exp(x + W))^T right        W += sum of the gates of the chunk
 
-If the keys of a head share their gates, x and W are one number for all keys.
+If the keys of a head share a gate, x and W are one number for all keys.
 
-No exponent is above 0, so the result is exact for any gate. A gate below `LEAST_GATE`, whose exp is 0 in float32,
+No exponent is above 0, so one path handles gates of any strength. A gate below `LEAST_GATE`, whose exp is 0 in float32,
 counts as `LEAST_GATE`. float32 inputs are computed token by token, unless TF32 is allowed.
 
 B batch   T tokens   N sequences   Hl heads of left   Hr heads of right   Hv heads of states and gates
@@ -55,7 +54,7 @@ from gla_triton_kernels.runtime.tma import tiles
 
 
 def launch_states(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tensor, D: Tensor | None) -> list[Launch]:
-    """Returns the launch that fills S [I, Hv, K, V] and D [I, Hv, K]; D is None if there are no gates.
+    """Returns the launch that fills S [I, Hv, K, V] and D [I, Hv, K]; D is None without gates.
 
     For an empty segment, S is 0 and D is 1. If x.after is None, S and D are undefined for empty segments and for the
     last segment of a sequence.
@@ -112,17 +111,17 @@ def _states_kernel(
     left_ptr,  # [B, T, Hl, K]
     right_ptr,  # [B, T, Hr, V]
     g_ptr,  # [B, T, Hv, K], [B, T, Hv] or [Hv] by GATE, or None
-    order_ptr,  # [I, 5] or None
-    counts_ptr,  # [2] or None
+    order_ptr,  # [I, 5], or None for a batch
+    counts_ptr,  # [2] or None; see `Segments`
     S_ptr,  # [I, Hv, K, V]
     D_ptr,  # [I, Hv, K] or None
-    left_tiles,  # the same tensors as tiles [C, BK or BV], or None
-    right_tiles,
-    g_tiles,
+    left_tiles,  # left as tiles [C, BK], or None if pointers load it, and so are the next two
+    right_tiles,  # tiles [C, BV]
+    g_tiles,  # tiles [C, BK]
     scale,
     T,
-    segment,
-    segments,
+    segment,  # tokens of a segment
+    segments,  # segments of a sequence of a batch
     Hv,
     G,
     stride_lb,
@@ -153,11 +152,11 @@ def _states_kernel(
     """Computes a block [BK, BV] of the state of one value head of one segment."""
     if OVERLAPS:
         if order_ptr is not None:
-            gdc_wait()  # for the order: dependents read it without a wait, so none may start earlier
-        gdc_launch_dependents()  # lets the scan be launched; it then waits
+            gdc_wait()  # dependent kernels read the order without waiting, so none may start before it is written
+        gdc_launch_dependents()  # the scan may start now; it waits for the results of this kernel
     blocks_v: tl.constexpr = (V + BV - 1) // BV
     blocks_k: tl.constexpr = (K + BK - 1) // BK
-    pid = tl.program_id(0)  # neighbouring programs share left and g
+    pid = tl.program_id(0)  # neighbouring programs read the same left and g
     v0 = pid % blocks_v * BV
     k0 = pid // blocks_v % blocks_k * BK
     ih = pid // (blocks_v * blocks_k)
@@ -173,7 +172,7 @@ def _states_kernel(
                 return
         b = 0
         i, start, end, _, last = segment_at(order_ptr, i)
-        if SKIP_LAST and BACKWARDS:  # place of a followed segment: computes the segment that follows it
+        if SKIP_LAST and BACKWARDS:  # backwards, the segments to compute are those that come after a followed segment
             i, start, end = i + 1, end, end + tl.minimum(segment, last - end)
         ih = i * Hv + h
 
@@ -189,8 +188,8 @@ def _states_kernel(
     SHARED: tl.constexpr = GATE == "head" or GATE == "constant"  # the keys of a token share a gate
     if not SHARED:
         decaying = decaying.to(tl.float16)
-    S = tl.zeros([BV, BK], tl.float32)
-    W = tl.zeros([1 if SHARED else BK], tl.float32)
+    S = tl.zeros([BV, BK], tl.float32)  # transposed
+    W = tl.zeros([1 if SHARED else BK], tl.float32)  # [BK] or [1], in units of log 2
     if TOKENWISE:
         for j in tl.range(0, (end - start) * G, num_stages=STAGES):
             s, head = j // G, h * G + j % G
@@ -230,14 +229,15 @@ def _states_kernel(
 
 @triton.jit
 def _sum_of_rows(g, chosen):
-    """Returns sums of rows of g [C, BK]: its product with `chosen` [C, C], which holds 0 and 1.
+    """Returns, for each row of `chosen` [C, C], the sum of the rows of g [C, BK] that it selects: [C, BK].
 
-    The product splits g into two float16 parts, which keep 22 bits of it, or everything down to 2^-25. If g is [C, 1],
-    so are the sums, and `chosen` holds booleans.
+    If g is [C, BK], `chosen` is 0 or 1 in float16, and a matrix product computes the sums. It splits g into two float16
+    parts, which together keep 22 bits of g, or everything down to 2^-25. If g is [C, 1], `chosen` is bool, and the sums
+    are [C, 1].
     """
     if g.shape[1] == 1:
         return sums_of_gates(chosen, g)
     else:  # noqa: RET505 -- one branch is compiled
-        high = g.to(tl.float16)
-        low = (g - high.to(tl.float32)).to(tl.float16)
+        high = g.to(tl.float16)  # [C, BK]
+        low = (g - high.to(tl.float32)).to(tl.float16)  # [C, BK]
         return tl.dot(chosen, low, tl.dot(chosen, high))

@@ -1,8 +1,9 @@
 """Loads, stores and rounding that the general kernels of chunk_gla share.
 
-A kernel receives a tensor [B, T, heads, D] as tiles, which TMA moves, or as a pointer to its row b of the batch with
-two strides. Gates come in three forms, and are never expanded in memory. If the keys of a head share a gate, all sums
-and exponentials of gates have one column, and meet keys and states by broadcasting.
+A kernel receives a tensor [B, T, heads, D] as tiles, which TMA moves, or as a pointer to its batch entry b with two
+strides. Gates come in three forms, which `GATE` names: "key" [B, T, Hv, K], "head" [B, T, Hv] and "constant" [Hv].
+They are never expanded in memory. If the keys of a head share a gate, all sums and exponentials of gates have one
+column, which is broadcast to the keys.
 
 B batch   T tokens   Hv value heads   K key width   I segments   C rows of a tile, tokens of a chunk
 D width of a head   BD columns of a tile
@@ -20,11 +21,11 @@ from gla_triton_kernels.gates import log_gates
 from gla_triton_kernels.runtime.tf32 import nearest_tf32
 
 OPERANDS = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-"""The operand type of a plan, as kernels take it."""
+"""The operand dtypes of plans, and the same dtypes for kernels."""
 
 
 def gate_arguments(g: Tensor | None, normalizer: int | None) -> dict[str, int | str | None]:
-    """Returns the strides of gates and their form, as arguments of a kernel; a stride is 0 where the gates are equal.
+    """Returns the strides and the form of gates as arguments of a kernel; an axis that g lacks has the stride 0.
 
     Args:
         g: [B, T, Hv, K], [B, T, Hv] or [Hv]; None if there are no gates.
@@ -43,13 +44,11 @@ def in_state(key, value, stride_k, stride_v):
 
 @triton.jit
 def segment_at(order_ptr, place):
-    """Returns the segment at a place of the order.
-
-    The result is five numbers: the number of the segment, its first row and end, and the first row and end of its
-    sequence.
+    """Returns (number, first row, end, first row of its sequence, end of its sequence) of a segment.
 
     Args:
-        order_ptr: [I, 5], `order` of `Segments`.
+        order_ptr: the segments in the order in which programs start, [I, 5]; see `Segments`.
+        place: the row of the segment in the order.
     """
     row = order_ptr + tl.cast(place, tl.int64) * 5
     return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
@@ -66,7 +65,7 @@ def operand(x, dtype: tl.constexpr):
 def load_tile(
     tiles, ptr, stride_t, stride_h, b, t, head, column, end, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr
 ):
-    """Loads C rows from t on and BD columns from `column` on of one head, [C, BD]; 0 from row `end` and column D on."""
+    """Loads the tile [C, BD] of one head from row t and `column` on; it is 0 from row `end` on and from column D on."""
     if tiles is not None:
         return tiles.load([b, head, t, column]).reshape(C, BD)
     else:  # noqa: RET505 -- one branch is compiled
@@ -78,7 +77,7 @@ def load_tile(
 def store_tile(
     tiles, ptr, stride_t, stride_h, b, t, head, column, end, x, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr
 ):
-    """Writes x [C, BD] to the rows and columns that `load_tile` reads."""
+    """Writes x [C, BD] to the elements that `load_tile` loads."""
     x = x.to(ptr.dtype.element_ty)
     if tiles is not None:
         tiles.store([b, head, t, column], x.reshape(1, 1, C, BD))
@@ -104,7 +103,10 @@ def load_gates(
     C: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Loads the log gates of C rows from t on in float32, 0 from row `end` on: [C, BD], or [C, 1] for a whole head."""
+    """Loads the log gates of C rows from row t on in float32; they are 0 from row `end` on.
+
+    The result is [C, BD] if each key has a gate, else [C, 1].
+    """
     x = load_given_gates(tiles, ptr, stride_t, stride_h, b, t, head, column, end, GATE, D, C, BD)
     if GATE == "constant" or NORMALIZER is not None:
         return tl.where((t + tl.arange(0, C) < end)[:, None], log_gates(x, NORMALIZER), 0.0)
@@ -128,7 +130,7 @@ def load_given_gates(
     C: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Loads gates or logits as they are given, for C rows from t on: [C, BD], or [C, 1] for a whole head."""
+    """Loads gates or logits of C rows from row t on as they are given: [C, BD] if each key has a gate, else [C, 1]."""
     if GATE == "key":
         return load_tile(tiles, ptr, stride_t, stride_h, b, t, head, column, end, D, C, BD)
     elif GATE == "head":  # noqa: RET505 -- one branch is compiled
@@ -150,7 +152,7 @@ def load_gate(
     D: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Loads the log gates of row t in float32: [BD] as `load_row`, or [1] for a whole head."""
+    """Loads the log gates of row t in float32: [BD] if each key has a gate, else [1]; see `load_row`."""
     if GATE == "key":
         return log_gates(load_row(ptr, stride_t, stride_h, t, head, column, D, BD), NORMALIZER)
     else:  # noqa: RET505 -- one branch is compiled; the stride of a constant gate is 0
@@ -159,7 +161,7 @@ def load_gate(
 
 @triton.jit
 def sums_of_gates(chosen, x):
-    """Returns, for each row of `chosen` [C, C], the sum of the elements of x [C, 1] that it selects: [C, 1]."""
+    """Returns, for each row of `chosen` [C, C], the sum of the elements of x [C, 1] that the row selects: [C, 1]."""
     return tl.sum(tl.where(chosen, tl.trans(x), 0.0), 1)[:, None]
 
 
@@ -182,7 +184,7 @@ def _inside(t, column, end, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def load_row(ptr, stride_t, stride_h, t, head, column, D: tl.constexpr, BD: tl.constexpr):
-    """Loads row t of one head from `column` on, [BD], in float32; 0 from column D on."""
+    """Loads BD numbers of row t of one head from `column` on, in float32; they are 0 from column D on."""
     columns = column + tl.arange(0, BD)  # [BD]
     row = ptr + tl.cast(t, tl.int64) * stride_t + tl.cast(head, tl.int64) * stride_h
     return tl.load(row + columns, mask=columns < D, other=0.0).to(tl.float32)

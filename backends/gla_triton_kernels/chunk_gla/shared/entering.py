@@ -1,6 +1,7 @@
-"""Computes the states that enter segments, or the gradients of the states that leave them.
+"""Computes the states that enter segments, or the gradients of the states that leave segments.
 
-One kernel builds the states of all segments from zero, side by side; a scan then turns them into entering states.
+One kernel computes the states of all segments in parallel, each from a zero initial state. A scan then computes the
+states that enter segments.
 
 B batch   T tokens   Hv value heads   K, V key and value width   I segments
 """
@@ -27,12 +28,12 @@ def launch_entering(
     o: Tensor | None = None,
     slots: Slots | None = None,
 ) -> tuple[Tensor, Segments, list[Launch]]:
-    """Returns entering states, or gradients of leaving states, [I, Hv, K, V], with the segments and the launches.
+    """Returns entering states, or gradients of leaving states, [I, Hv, K, V]; the segments; and the launches.
 
     Args:
         dtype: the dtype of the returned states.
         skip_first: if True, the state that enters the first segment of a sequence is not written; it is x.before, or 0.
-        o, slots: as in `cut`.
+        o, slots: see `cut`.
     """
     B, T, _, K = x.left.shape
     V = x.right.shape[3]

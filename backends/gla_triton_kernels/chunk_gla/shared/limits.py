@@ -1,4 +1,4 @@
-"""Holds the limits on decay that keep exponentials in range; each kernel says what it does beyond them.
+"""Limits on decay that keep exponentials in range. The docstring of each kernel says what it computes beyond them.
 
 `MILD_DECAY`, `MILD_DECAY_SM90`, `MILD_DECAY_HALF` and `LEAST_GATE` are in nats.
 """
@@ -9,24 +9,26 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
-# A chunk is mild if no channel decays by more than this limit in it. Its queries and keys are then decayed from the
-# middle of the chunk's decay, by exponents within half of the limit.
+# A chunk is mild if no channel decays by more than this limit from its first token to its last. Queries and keys are
+# then decayed relative to half of the decay of the chunk, so exponents are within half of the limit.
 #
-# The general kernels take 60, so exponents are within +-30. The largest score that the mask discards, q k K exp(60),
-# is then finite for |q| and |k| up to 1e4 and K up to 512 (float32 and bfloat16 reach 3.4e38). The scores that the mask
-# keeps are far above the least normal number, and sums of gates are exact to 2^-18 in float32.
+# The limit of the general kernels is 60, so exponents are within +-30. The largest score that the mask discards,
+# q k K exp(60), is then finite for |q| and |k| up to 1e4 and K up to 512 (float32 and bfloat16 reach 3.4e38). The
+# scores that the mask keeps are far above the least normal number. The error of sums of gates is at most 2^-18 in
+# float32.
 MILD_DECAY = tl.constexpr(60.0)
-# The kernels for SM90 take 80, so the largest factor of a mild chunk is exp(40) = 2e17. With it, sums of products of
-# inputs from 1e-9 to 1e9 stay in range. Scores above the diagonal may overflow; they are dropped before they are used.
+# The limit of the kernels for SM90 is 80, so the largest factor of a mild chunk is exp(40) = 2e17. With this factor,
+# sums of products of inputs from 1e-9 to 1e9 stay in range. Scores above the diagonal may overflow; the mask discards
+# them.
 MILD_DECAY_SM90 = tl.constexpr(80.0)
-# With float16 inputs they take 12, so factors are within exp(6) = 403 of 1. A chunk with a larger |q| or |k| than the
-# second limit is not mild, because its product with the factor could exceed 65504, the largest number of float16.
+# With float16 inputs the limit is 12, so factors are between 1 / 403 and exp(6) = 403. A chunk whose |q| or |k| exceeds
+# MILD_INPUT_HALF is not mild: its product with the factor could exceed 65504, the largest number of float16.
 MILD_DECAY_HALF = tl.constexpr(12.0)
 MILD_INPUT_HALF = tl.constexpr(160.0)
 
-# The exp of a gate below this limit is 0 in float32, so sums of gates replace such a gate by the limit. The sums stay
-# finite, and over a chunk of 64 tokens they are exact to 5e-4, which is an eighth of the rounding of bfloat16.
+# The exp of a gate below this limit is 0 in float32, so sums of gates replace such a gate by the limit. The sums then
+# stay finite. Over a chunk of 64 tokens their error is at most 5e-4, which is an eighth of the rounding of bfloat16.
 LEAST_GATE = tl.constexpr(-120.0)
 
-# The base-2 logarithm of the least normal number of float32. A product that gates decay below it counts as forgotten.
+# The base-2 logarithm of the least normal number of float32. A product that gates decay below this number counts as 0.
 LEAST_NORMAL = tl.constexpr(-126.0)

@@ -1,7 +1,8 @@
 """Clears padding: writes 0 to the rows of packed tensors that belong to no sequence.
 
-These are the rows before the first offset and the rows from the last offset on. The offsets are known only on the
-device, so every program looks for its share of these rows; most programs find none.
+    x[t] = 0    for t < cu_seqlens[0] and for t >= cu_seqlens[N]
+
+The offsets are known only on the device, so every program looks for its share of these rows. Most programs find none.
 
 B batch   T tokens   N sequences   D numbers of a row of each tensor   BD numbers written at once
 """
@@ -18,11 +19,11 @@ from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.runtime.launch import Launch
 
 ROWS = 64
-"""The launch has one program for each block of this number of rows."""
+"""The launch has one program for each 64 rows."""
 BLOCK = 1024
 """The number of elements that a program writes at once."""
 MOST = 4
-"""The most tensors that one launch clears: a call has at most this number of gradients with rows."""
+"""The maximum number of tensors that one launch clears: a call has at most four gradients with a token axis."""
 
 
 def clear_padding(tensors: Sequence[Tensor], cu_seqlens: Tensor) -> list[Launch]:
@@ -57,6 +58,7 @@ def _clear_padding_kernel(
     D3,
     BD: tl.constexpr,
 ):
+    """Clears this program's share of the padding of each tensor."""
     first = tl.load(cu_seqlens_ptr)
     last = tl.load(cu_seqlens_ptr + N)
     clear_rows(x0_ptr, D0, first, last, T, BD)
@@ -70,7 +72,7 @@ def _clear_padding_kernel(
 
 @triton.jit
 def clear_rows(x_ptr, D, first, last, T, BD: tl.constexpr):
-    """Writes 0 to this program's share of the rows of x [T, D] before `first` and from `last` on."""
+    """Writes 0 to this program's share of the rows of x [T, D] before row `first` and from row `last` on."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     for t in range(program, first, programs):
         _clear_row(x_ptr, t, D, BD)
@@ -80,6 +82,7 @@ def clear_rows(x_ptr, D, first, last, T, BD: tl.constexpr):
 
 @triton.jit
 def _clear_row(x_ptr, t, D, BD: tl.constexpr):
+    """Writes 0 to row t of x [T, D]."""
     row = x_ptr + tl.cast(t, tl.int64) * D
     for d in range(0, D, BD):
         columns = d + tl.arange(0, BD)  # [BD]

@@ -1,13 +1,13 @@
 """Sums partial results that the programs of another kernel have written, always in the same order.
 
-    out[o] = parts[o, 0] + parts[o, 1] + ..
+    out[o] = parts[o, 0] + parts[o, 1] + .. + parts[o, P - 1]
 
-A partial result comes from one block of a head, from one query head or value head of a group, or, for a gate that all
-tokens of a head share, from one block of a segment.
+A partial result comes from one block of a head, or from one query head or value head of a group. If all tokens of a
+head share a gate, a partial result of dg comes from one block of one segment.
 
 B batch   T tokens   N sequences   H key heads   Hq query heads   Hv value heads   K, V key and value width
 O outer indices   P partial results   D numbers of a partial result   BD numbers of a program
-BP partial results added at once
+BP partial results that a program adds at once
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.sizes import power_of_two
 
 MOST_UNROLLED = tl.constexpr(16)
-"""The most partial results whose sum is written out; a loop adds more of them, which compiles faster."""
+"""The maximum number of partial results for which the sum is unrolled. A loop adds more of them and compiles faster."""
 
 
 def parts_of(y: Tensor | None, blocks: int) -> Tensor | None:
@@ -35,7 +35,11 @@ def parts_of(y: Tensor | None, blocks: int) -> Tensor | None:
 
 
 def launch_partial_sums(written: Iterable[Tensor | None], results: Iterable[Tensor | None]) -> list[Launch]:
-    """Returns the launches that sum partial results, in memory from `parts_of`, to `results` in other memory."""
+    """Returns the launches that sum partial results to `results`.
+
+    Args:
+        written: memory from `parts_of`, one for each result. Nothing is launched if this is the result itself.
+    """
     return [
         launch
         for parts, y in zip(written, results, strict=True)
@@ -45,7 +49,7 @@ def launch_partial_sums(written: Iterable[Tensor | None], results: Iterable[Tens
 
 
 def for_query_heads(x: BackwardTensors) -> BackwardTensors:
-    """Returns x with new gradients of k, v, g and the initial state, of Hq heads each; x itself if H is Hq."""
+    """Returns x with new memory for dk, dv, dg and dinitial_state, with Hq heads each; x itself if H is Hq."""
     heads = x.q.shape[2]
     if heads == x.k.shape[2]:
         return x
@@ -55,7 +59,7 @@ def for_query_heads(x: BackwardTensors) -> BackwardTensors:
 
 
 def for_value_heads(x: BackwardTensors) -> BackwardTensors:
-    """Returns x with new gradients of q and k, of Hv heads each; x itself if k has as many heads as v."""
+    """Returns x with new memory for dq and dk, with Hv heads each; x itself if k has as many heads as v."""
     heads = x.v.shape[2]
     if heads == x.k.shape[2]:
         return x
@@ -67,10 +71,10 @@ def _with_heads(y: Tensor | None, dim: int, heads: int) -> Tensor | None:
 
 
 def launch_sums_over_groups(each: BackwardTensors, x: BackwardTensors) -> list[Launch]:
-    """Returns the launches that sum the gradients in `each` over groups to the ones in x.
+    """Returns the launches that sum the gradients in `each` over groups of heads to the gradients in x.
 
     Args:
-        each: from `for_query_heads` or `for_value_heads`.
+        each: the result of `for_query_heads` or `for_value_heads`.
     """
     written = (
         *((each.dq, x.dq, 3), (each.dk, x.dk, 3), (each.dv, x.dv, 3), (each.dg, x.dg, 3)),
@@ -85,7 +89,7 @@ def launch_sums_over_groups(each: BackwardTensors, x: BackwardTensors) -> list[L
 
 
 def launch_sum_of_rows(parts: Tensor, out: Tensor) -> Launch:
-    """Returns the launch that sums any number of partial results, parts [P, D] to out [D], both contiguous."""
+    """Returns the launch that sums any number P of partial results, parts [P, D], to out [D]; both are contiguous."""
     BD = min(32, power_of_two(out.numel()))
     arguments = {
         "parts_ptr": parts,
@@ -101,7 +105,7 @@ def launch_sum_of_rows(parts: Tensor, out: Tensor) -> Launch:
 def launch_sum(parts: Tensor, out: Tensor, outer: int) -> list[Launch]:
     """Returns the launch that sums parts [O, P, D] to out [O, D].
 
-    Both are contiguous, and may have any other shape with the same number of elements.
+    Both are contiguous. They may have other shapes with the same numbers of elements.
 
     Args:
         outer: O.
@@ -122,11 +126,12 @@ def launch_sum(parts: Tensor, out: Tensor, outer: int) -> list[Launch]:
 def _sum_kernel(
     parts_ptr,  # [O, P, D]
     out_ptr,  # [O, D]
-    numbers,
+    numbers,  # O * D
     D,
     P: tl.constexpr,
     BD: tl.constexpr,
 ):
+    """Computes BD numbers of the sum over P."""
     i = tl.program_id(0).to(tl.int64) * BD + tl.arange(0, BD)  # [BD]
     first = i // D * (P * D) + i % D  # [BD]
     total = tl.zeros([BD], tl.float32)
@@ -148,6 +153,7 @@ def _sum_of_rows_kernel(
     BP: tl.constexpr,
     BD: tl.constexpr,
 ):
+    """Computes BD numbers of the sum over P, by adding BP partial results at a time."""
     i = tl.program_id(0) * BD + tl.arange(0, BD)  # [BD]
     total = tl.zeros([BP, BD], tl.float32)
     for first in range(0, P, BP):

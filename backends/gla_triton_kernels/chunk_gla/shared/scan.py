@@ -1,16 +1,15 @@
-"""Computes the states that enter segments from the states of the segments from zero: a scan over each sequence.
+"""Computes the states that enter segments, by a scan over the segments of each sequence.
 
-Segment i of a sequence has the state S_i from zero and the decay D_i. The scan goes through the segments in order and
-starts from the initial state:
+Let S_i be the state of segment i from a zero initial state, and D_i its decay. The scan goes through the segments of a
+sequence in order and starts from the initial state:
 
     running, S_i = diag(D_i) running + S_i, running
 
-so that S_i becomes the state that enters segment i. A scan of gradients goes backwards, from the last segment to the
-first, and starts from the gradient of the final state. It turns the gradients of segments from zero into the gradients
-of the states that leave the segments.
+so that S_i becomes the state that enters segment i. A scan of gradients goes from the last segment to the first and
+starts from the gradient of the final state. It computes the gradients of the states that leave segments.
 
-If the packed sequences that stay whole need no result, only the sequences that are cut are scanned. The number of cut
-sequences is known only on the device, so a program takes one block of a state after another.
+If packed sequences that stay whole need no result, only the sequences that are cut are scanned. The number of cut
+sequences is known only on the device, so the grid is persistent: each program scans blocks of states in a loop.
 
 B batch   T tokens   N sequences   I segments   Hv value heads   K, V key and value width
 BK, BV keys and values of a block of a state   GROUP segments read at once
@@ -32,8 +31,8 @@ from gla_triton_kernels.runtime.launch import Launch, overlapping
 from gla_triton_kernels.runtime.sizes import power_of_two
 
 PROGRAMS = 528
-"""The most programs that scan cut packed sequences: four for each multiprocessor of an H200, whose registers hold no
-more."""
+"""The maximum number of programs that scan cut packed sequences: four for each multiprocessor of an H200, because the
+registers suffice for four."""
 
 
 def launch_scan(
@@ -46,12 +45,13 @@ def launch_scan(
     skip_first: bool = False,
     decay: Tensor | None = None,
 ) -> list[Launch]:
-    """Returns the launch that turns states from zero S [I, Hv, K, V] into entering states, and fills x.after.
+    """Returns the launch that computes entering states from the states S of segments, and fills x.after.
 
-    The states of empty segments are not written.
+    It does not write the states of empty segments.
 
     Args:
-        D: decays of the segments, [I, Hv, K]; None if there are no gates.
+        S: states of the segments from a zero initial state, [I, Hv, K, V].
+        D: decays of the segments, [I, Hv, K]; None without gates.
         out: receives the entering states, in any dtype; it may be S. None if only x.after is needed.
         skip_first: if True, the state that enters the first segment of a sequence is not written; it is x.before, or 0.
         decay: receives the decay of each sequence, [N, Hv, K]: the product of D over its segments. It requires D.
@@ -106,12 +106,12 @@ def _scan_kernel(
     order_ptr,  # [I, 5], or None if all sequences are scanned
     counts_ptr,  # [2], or None if order is None
     before_ptr,  # [N, Hv, K, V], or [P, Hv, K, V] with slots, or None
-    after_ptr,  # as before_ptr
-    slots_ptr,  # [N, 4], or None if state n is the one of sequence n
+    after_ptr,  # like before_ptr
+    slots_ptr,  # [N, 4], or None if state n belongs to sequence n
     decay_ptr,  # [N, Hv, K] or None
-    segment,
-    uncut,
-    segments,
+    segment,  # tokens of a segment
+    uncut,  # tokens of the longest packed sequence that is not cut
+    segments,  # segments of a sequence of a batch
     before_n,
     before_h,
     before_k,
@@ -131,13 +131,13 @@ def _scan_kernel(
     SKIP_FIRST: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Scans blocks [BK, BV] of the states of one head of one sequence; the states of GROUP segments are read at once.
+    """Scans blocks [BK, BV] of the states of one head of one sequence, and reads the states of GROUP segments at once.
 
-    If there is an order, it begins with the first segments of the cut sequences, and only these sequences are scanned.
+    If `order_ptr` is given, only cut sequences are scanned; the order begins with their first segments.
     """
     blocks_v: tl.constexpr = (V + BV - 1) // BV
     blocks_k: tl.constexpr = (K + BK - 1) // BK
-    if OVERLAPS:  # results of the previous kernel can be read only after the wait
+    if OVERLAPS:  # the results of the previous kernel are complete only after the wait
         gdc_launch_dependents()
         gdc_wait()
     sequences = N if counts_ptr is None else tl.load(counts_ptr + 1)
@@ -171,7 +171,7 @@ def _scan_kernel(
             states = before_ptr + read.to(tl.int64) * before_n + h.to(tl.int64) * before_h
             place = in_state(i_k[:, None], i_v[None, :], before_k, before_v)  # [BK, BV]
             running = tl.load(states + place, mask=inside & (read >= 0), other=0.0).to(tl.float32)
-        decay = tl.full([BK], 1.0, tl.float32)
+        decay = tl.full([BK], 1.0, tl.float32)  # the product of D so far
         for m in range(0, count, GROUP):
             S, D = (), ()
             for j in tl.static_range(GROUP):  # pyright: ignore

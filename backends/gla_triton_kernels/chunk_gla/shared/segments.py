@@ -1,23 +1,25 @@
-"""Cuts sequences into segments that are computed side by side, and sorts packed segments by length.
+"""Cuts sequences into segments that are computed in parallel, and sorts packed segments by length.
 
 Every segment has `length` tokens, except for the last segment of a sequence, which may be shorter. The host can cut a
 batch of B sequences of T tokens. For packed sequences, the host knows only the number N of sequences and the total
 number T of tokens, so a kernel computes their segments on the device. Packed sequences of at most `uncut` tokens are
-not cut. Sequence n has the rows c_n to c_{n+1}, and its segment m has the number
+not cut. Sequence n has the rows from c_n = cu_seqlens[n] up to c_{n+1}, and its segment m has the number
 
     i = n + c_n // length + m
 
 among N + T // length segments, some of which are empty. The numbers of two sequences never overlap, and the formula
 needs no sum over sequences. Checkpoints are numbered in the same way.
 
-If blocks started in the order of these numbers, a long segment could start last and run alone. So `order` sorts the
-segments by length, the longest first. Followed segments all have `length` tokens and come first; among them, the first
-segments of sequences lead. A kernel that computes only followed segments, or only the cut sequences, therefore takes
-the first places of the order; `counts` holds the number of these places. A place holds all facts of its segment, so
-that a block waits for memory once (common.py: `segment_at`).
+A segment is `followed` if another segment of its sequence comes after it. Such a segment has `length` tokens.
 
-B batch   T tokens   N sequences   H key heads   Hq query heads   Hv value heads   Ho heads of o, the more of Hq and Hv
-K, V key and value width   I segments
+If blocks started in the order of these numbers, a long segment could start last and run alone. So `order` sorts the
+segments by length, the longest first. Followed segments come first, and the first segments of sequences come first
+among them. A kernel that computes only followed segments, or one segment of each cut sequence, therefore takes the
+first places of the order; `counts` holds the number of these places. A place holds all facts of its segment, so that a
+block waits for memory only once (common.py: `segment_at`).
+
+B batch   T tokens   N sequences   I segments   P slots of a pool
+H key heads   Hq query heads   Hv value heads   Ho = max(Hq, Hv) heads of o   K, V key and value width
 BI segments of a program   BN sequences read at once   D numbers of a token of o   BD numbers written at once
 """
 
@@ -40,14 +42,14 @@ from gla_triton_kernels.runtime.launch import Launch
 
 
 class Recurrence(NamedTuple):
-    """The tensors of a recurrence through sequences: of states S, or of gradients dS, which go backwards in time.
+    """The tensors of a recurrence through sequences: of states S, or backwards of gradients dS.
 
         S  <-  diag(exp g_t) S + k_t^T v_t                      for t from first to last
         dS <-  diag(exp g_t) (dS + scale * q_t^T do_t)          for t from last to first
 
     The "first" and the "last" segment of a sequence are the first and the last that the recurrence reaches. With
-    grouped queries, the dS of a value head sums the products of all query heads of its group. With groups of value
-    heads, all value heads of a group read one head of k and of q.
+    grouped queries, the dS of a value head sums the products of all query heads of its group. If value heads share a
+    key head, all of them read the same head of k and of q.
 
     Attributes:
         left: k [B, T, H, K], or q [B, T, Hq, K].
@@ -60,7 +62,7 @@ class Recurrence(NamedTuple):
         scale: the factor of the products of a backward recurrence; a forward recurrence has none.
         backwards: whether the recurrence goes from the last token to the first.
         normalizer: the number by which log sigma is divided if g holds logits; None if it holds log gates.
-        in_slots: whether `before` and `after` are a pool [P, Hv, K, V], whose slots `Segments.slots` names.
+        in_slots: whether `before` and `after` are a pool [P, Hv, K, V]; `Segments.slots` then names the slots.
     """
 
     left: Tensor
@@ -76,7 +78,7 @@ class Recurrence(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """The segments of sequences, numbered sequence by sequence.
+    """The segments of sequences, numbered as the module says.
 
     Attributes:
         length: tokens of a segment; the last segment of a sequence may have fewer.
@@ -90,7 +92,7 @@ class Segments:
         counts: for packed sequences that are cut, [2] int32: the number of followed segments, and the number of
             sequences that have followed segments. It is written only if `order` has the longest segments first.
         slots: the slots of packed sequences whose states are in a pool, [N, 4] int32 (slots.py); otherwise None.
-        most: upper bound on the number of followed segments of packed sequences.
+        most: an upper bound on the number of followed segments of packed sequences.
         launches: the launch that computes `order`, `counts` and `slots`; empty for a batch.
     """
 
@@ -107,10 +109,9 @@ class Segments:
 
 
 def state_strides(prefix: str, x: Tensor | None) -> dict[str, int | None]:
-    """Returns the strides of states x [N, Hv, K, V] as arguments of a kernel, whose names begin with `prefix`.
+    """Returns the strides of states x [N, Hv, K, V] as arguments of a kernel; their names begin with `prefix`.
 
-    The stride of values is None; if keys are contiguous, the stride of keys is None instead. If x is None, the strides
-    are 0 or None.
+    The stride of the contiguous axis, values or keys, is None. If x is None, the strides are 0 and None.
     """
     n, h, k, v = (0, 0, 0, 0) if x is None else x.stride()
     k, v = (None, v) if x is not None and swapped(x) else (k, None)
@@ -118,7 +119,7 @@ def state_strides(prefix: str, x: Tensor | None) -> dict[str, int | None]:
 
 
 def lengths_of(T: int, segments: Segments) -> dict[str, int]:
-    """Returns T, the tokens of a segment, and the segments of a sequence, as arguments of a kernel."""
+    """Returns T, the tokens of a segment, and the segments of a sequence of a batch, as arguments of a kernel."""
     return {"T": T, "segment": segments.length, "segments": segments.per_sequence}
 
 
@@ -145,7 +146,7 @@ def whole(B: int, T: int, cu_seqlens: Tensor | None, o: Tensor | None = None, sl
 
 
 def _new_slots(slots: Slots | None, cu_seqlens: Tensor) -> Tensor | None:
-    """Returns memory [N, 4] for what `find_slots` writes; None without a pool."""
+    """Returns memory [N, 4] that `find_slots` fills; None without a pool."""
     return None if slots is None else cu_seqlens.new_empty(len(cu_seqlens) - 1, 4, dtype=torch.int32)
 
 
@@ -198,6 +199,7 @@ def cut(
 
 
 BI, BN = 4, 64
+"""Segments, or sequences, of a program, and sequences that a program reads at once."""
 ONE_WARP = {"num_warps": 1}
 """With a single warp, sums over sequences need no barrier."""
 
@@ -213,8 +215,9 @@ def _width(o: Tensor | None) -> int:
 
 
 OF_ENGINES = ["cu_seqlens_ptr", "read_ptr", "write_ptr", "has_state_ptr", "before_ptr", "kept_ptr"]
-"""Tensors that engines cut out of larger ones, so their addresses need not be multiples of 16 bytes."""
+"""Tensors that serving engines cut out of larger ones, so their addresses need not be multiples of 16 bytes."""
 OF_SLOTS = ["P", "PAD", "stride_read", "stride_write", "stride_has_state", "stride_before", "stride_kept"]
+"""Scalar arguments of `find_slots`."""
 
 
 @triton.jit(do_not_specialize=["T", "N", "D", *OF_SLOTS], do_not_specialize_on_alignment=OF_ENGINES)
@@ -228,8 +231,8 @@ def _order_kernel(
     before_ptr,  # [N] or None
     kept_ptr,  # [N] or None
     found_ptr,  # [N, 4]
-    P,
-    PAD,
+    P,  # slots of the pool
+    PAD,  # the slot that is never used
     stride_read,
     stride_write,
     stride_has_state,
@@ -242,7 +245,7 @@ def _order_kernel(
     BN: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Writes BI sequences to their places in the order; of two equally long sequences, the first comes first."""
+    """Writes BI whole sequences to their places in the order. Sequences of equal length keep their order."""
     if o_ptr is not None:
         clear_rows(o_ptr, D, tl.load(cu_seqlens_ptr), tl.load(cu_seqlens_ptr + N), T, BD)
     i = tl.program_id(0) * BI + tl.arange(0, BI)  # [BI]
@@ -269,7 +272,7 @@ def _order_kernel(
             N,
         )
     tokens = (end - start)[:, None]  # [BI, 1]
-    before = tl.zeros([BI, BN], tl.int32)
+    before = tl.zeros([BI, BN], tl.int32)  # counts of sequences that precede sequence i in the order
     for n0 in range(0, N, BN):
         n = n0 + tl.arange(0, BN)  # [BN]
         others_start, others_end = _rows(cu_seqlens_ptr, n, N)  # [BN]
@@ -281,7 +284,7 @@ def _order_kernel(
 
 @triton.jit
 def _rows(cu_seqlens_ptr, n, N):
-    """Returns the first row and the end of sequences n, int32; without sequence n, they are 1 and 0: a length of -1."""
+    """Returns the first row and the end of sequences n [BI or BN], int32; 1 and 0, a length of -1, if n >= N."""
     start = tl.load(cu_seqlens_ptr + n, mask=n < N, other=1)
     end = tl.load(cu_seqlens_ptr + n + 1, mask=n < N, other=0)
     return start.to(tl.int32), end.to(tl.int32)
@@ -289,7 +292,7 @@ def _rows(cu_seqlens_ptr, n, N):
 
 @triton.jit
 def _put(order_ptr, place, i, start, end, origin, last, count):
-    """Writes segments i < count to their places: number, first row and end, first row and end of the sequence."""
+    """Writes five numbers of segments i < count to their places; see `Segments.order`. All tensors are [BI]."""
     row = order_ptr + place * 5
     tl.store(row, i, mask=i < count)
     tl.store(row + 1, start, mask=i < count)
@@ -312,8 +315,8 @@ def _lay_out_kernel(
     before_ptr,  # [N] or None
     kept_ptr,  # [N] or None
     found_ptr,  # [N, 4]
-    P,
-    PAD,
+    P,  # slots of the pool
+    PAD,  # the slot that is never used
     stride_read,
     stride_write,
     stride_has_state,
@@ -361,7 +364,7 @@ def _lay_out_kernel(
     for n0 in range(0, N, BN):
         start_n, end_n, first, followed, rest = cut_of(cu_seqlens_ptr, n0 + tl.arange(0, BN), N, length, uncut)  # [BN]
         own = i[:, None] - first[None, :]  # [BI, BN], the index that segment i would have in a sequence
-        here = (own >= 0) & (own < (followed + (rest > 0).to(tl.int32))[None, :])
+        here = (own >= 0) & (own < (followed + (rest > 0).to(tl.int32))[None, :])  # [BI, BN], whether it belongs to n
         start_i = start_n[None, :] + own * length  # [BI, BN]
         start += tl.where(here, start_i, 0)
         end += tl.where(here, tl.where(own < followed[None, :], start_i + length, end_n[None, :]), 0)
@@ -373,11 +376,11 @@ def _lay_out_kernel(
 
 @triton.jit
 def _longest_first(cu_seqlens_ptr, counts_ptr, i, N, length, uncut, BN: tl.constexpr):
-    """Returns the places [BI] of segments i in the order. The first program writes `counts`.
+    """Returns the places [BI] of segments i [BI] in the order. The first program also writes `counts`.
 
     The order has four parts: the first segments of cut sequences, the other followed segments, the last segments of
-    sequences from the longest to the shortest, and the empty segments. Segments of one part that are equally long keep
-    the order of their numbers.
+    sequences from the longest to the shortest, and the empty segments. Equally long segments of one part keep the order
+    of their numbers.
     """
     zero = tl.zeros([i.shape[0], BN], tl.int32)  # sums over sequences; their columns are summed after the loop
     kind, tokens, followed_before, cut_before, not_empty_before = zero, zero, zero, zero, zero
@@ -387,9 +390,9 @@ def _longest_first(cu_seqlens_ptr, counts_ptr, i, N, length, uncut, BN: tl.const
         own = i[:, None] - first[None, :]  # [BI, BN], the index that segment i would have in a sequence
         segments = followed_n + (rest > 0).to(tl.int32)  # [BN]
         is_cut = (followed_n > 0).to(tl.int32)  # [BN]
-        # 2 for the first segment of a cut sequence, 1 for any other followed segment, 0 for the rest.
+        # 2 for the first segment of a cut sequence, 1 for any other followed segment, 0 for all other segments.
         kind += tl.where((own >= 0) & (own < followed_n[None, :]), tl.where(own == 0, 2, 1), 0)
-        tokens += tl.where(own == followed_n[None, :], rest[None, :], 0)  # of the last segment of a sequence, else 0
+        tokens += tl.where(own == followed_n[None, :], rest[None, :], 0)  # 0 unless i is the last of a sequence
         followed_before += tl.minimum(tl.maximum(own, 0), followed_n[None, :])
         cut_before += tl.where(own > 0, is_cut[None, :], 0)
         not_empty_before += tl.minimum(tl.maximum(own, 0), segments[None, :])
@@ -400,10 +403,10 @@ def _longest_first(cu_seqlens_ptr, counts_ptr, i, N, length, uncut, BN: tl.const
     if tl.program_id(0) == 0:
         tl.store(counts_ptr, all_followed)
         tl.store(counts_ptr + 1, all_cut)
-    before = zero  # number of last segments of sequences that come before segment i
+    before = zero  # counts of last segments of sequences that precede segment i in the order
     for n0 in range(0, N, BN):
         _, _, first, followed_n, rest = cut_of(cu_seqlens_ptr, n0 + tl.arange(0, BN), N, length, uncut)  # [BN]
-        as_long = (rest[None, :] == last_tokens[:, None]) & ((first + followed_n)[None, :] < i[:, None])
+        as_long = (rest[None, :] == last_tokens[:, None]) & ((first + followed_n)[None, :] < i[:, None])  # [BI, BN]
         before += ((rest[None, :] > last_tokens[:, None]) | as_long).to(tl.int32)
     kind, cut_before = tl.sum(kind, 1), tl.sum(cut_before, 1)  # [BI]
     of_followed = tl.where(kind == 2, cut_before, all_cut + tl.sum(followed_before, 1) - cut_before)
@@ -414,10 +417,10 @@ def _longest_first(cu_seqlens_ptr, counts_ptr, i, N, length, uncut, BN: tl.const
 
 @triton.jit
 def cut_of(cu_seqlens_ptr, n, N, length, uncut):
-    """Returns five facts of sequences n.
+    """Returns five numbers of each of the sequences n [BN].
 
-    These are the first row, the end, the number of the first segment, the number of followed segments, and the tokens
-    of the last segment.
+    They are the first row, the end, the number of the first segment, the count of followed segments, and the tokens of
+    the last segment.
     """
     start = tl.load(cu_seqlens_ptr + n, mask=n < N, other=0).to(tl.int32)
     end = tl.load(cu_seqlens_ptr + n + 1, mask=n < N, other=0).to(tl.int32)

@@ -1,10 +1,11 @@
 """Finds the slots of a pool that packed sequences read and write, for the kernels of chunk_gla_pool.
 
-An engine names slots in up to five tensors; gla_core/ops/chunk_gla_pool.py says what each means. The kernel that lays
-out packed sequences reduces them to four numbers for each sequence, so that other kernels need no further condition:
+A serving engine names slots in up to five tensors; gla_core/ops/chunk_gla_pool.py explains each of them. The kernel
+that computes the segments of packed sequences reduces them to four numbers for each sequence, so that other kernels
+need no further conditions:
 
-    read     the slot of the state that the sequence starts from, or -1 if it starts from 0
-    write    the slot of its last state, or -1
+    read     the slot of the initial state of the sequence, or -1 if it starts from 0
+    write    the slot of its final state, or -1
     kept     the slot of its checkpoint, or -1
     before   the number of tokens before its checkpoint, or -1
 
@@ -24,12 +25,13 @@ from gla_triton_kernels.slots import slot_or_none
 
 
 class Slots(NamedTuple):
-    """The slots that an engine names, with the size of its pool.
+    """The slots that a serving engine names, with the size of its pool.
 
     Attributes:
-        read: [N], integers. write: [N]; None means `read`.
-        has_state: [N], bool; None means that every sequence has a state.
-        before, kept: tokens before a checkpoint, and its slot, [N] each; None if there are no checkpoints.
+        read: slots of initial states, [N], integers.
+        write: slots of final states, [N], integers; None stands for `read`.
+        has_state: whether a sequence has an initial state, [N], bool; None if every sequence has one.
+        before, kept: numbers of tokens before checkpoints, and slots of checkpoints, [N]; None without checkpoints.
         P, pad: the number of slots of the pool, and the slot that is never used.
     """
 
@@ -43,7 +45,7 @@ class Slots(NamedTuple):
 
 
 def slot_arguments(slots: Slots | None, found: Tensor | None) -> dict[str, Any]:
-    """Returns the arguments by which a kernel calls `find_slots`; `found` [N, 4] receives the numbers."""
+    """Returns arguments of a kernel that calls `find_slots`; `found` [N, 4] receives the four numbers."""
     named: dict[str, Tensor | None] = dict.fromkeys(("read", "write", "has_state", "before", "kept"))
     if slots is not None:
         named = {name: getattr(slots, name) for name in named}
@@ -64,8 +66,8 @@ def find_slots(
     before_ptr,  # [N], or None without checkpoints
     kept_ptr,  # [N], or None without checkpoints
     found_ptr,  # [N, 4]
-    P,
-    PAD,
+    P,  # slots of the pool
+    PAD,  # the slot that is never used
     stride_read,
     stride_write,
     stride_has_state,
@@ -75,7 +77,7 @@ def find_slots(
     tokens,  # [BI], of sequences n
     N,
 ):
-    """Writes the four numbers of sequences n < N."""
+    """Writes the four numbers of the sequences n < N."""
     there = n < N
     n = n.to(tl.int64)
     read = slot_or_none(tl.load(read_ptr + n * stride_read, mask=there, other=-1), P, PAD)

@@ -1,11 +1,13 @@
 """Pads heads to a width that TMA can move: copies inputs to wider heads with zeros, and copies results back.
 
 TMA moves rows of a multiple of 16 bytes. The zeros do not change the results: keys and queries of 0 add nothing to any
-product, values of 0 give outputs of 0, and gates of 0 decay nothing. A gate that the keys of a head share has no width,
-and needs no copy.
+product, values of 0 give outputs of 0, and gates of 0 decay nothing. If the keys of a head share a gate, g has no key
+axis and is not copied. A copy computes
 
-K, V key and value width   A0, A1, A2, A3 dimensions of a tensor   R rows of A3 numbers of a program
-BD numbers of a row of a block, at least A3
+    to[i0, i1, i2, i3] = source[i0, i1, i2, i3]    if source has these indices, else 0
+
+K, V key and value width   A0, A1, A2, A3 dimensions of `to`   A2_SOURCE, A3_SOURCE last dimensions of `source`
+R rows of A3 numbers of a program   BD A3 rounded up to a power of two
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ RESULTS = frozenset({"o", "final_state", "dq", "dk", "dv", "dg", "dinitial_state
 def widened(x: AnyTensors, K: int, V: int) -> tuple[AnyTensors, list[Launch], list[Launch]]:
     """Returns the tensors with heads of K keys and V values, and two lists of launches.
 
-    The first list fills the wide inputs from x and precedes the kernels. The second list copies the wide results to x
-    and follows the kernels. Both are empty if x already has these widths.
+    The first list fills the wide inputs from x and runs before the kernels. The second list copies the wide results to
+    x and runs after the kernels. Both lists are empty if x already has these widths.
     """
     given = {name: y for name, y in x._asdict().items() if y is not None}
     shapes = {name: seen_shape(name, tuple(y.shape), K, V) for name, y in given.items()}
@@ -42,7 +44,8 @@ def widened(x: AnyTensors, K: int, V: int) -> tuple[AnyTensors, list[Launch], li
         for name, y in given.items()
         if shapes[name] != y.shape
     }
-    # A forward does not fill all rows of the checkpoints of packed sequences: the remaining rows stay 0.
+    # A forward does not fill all rows of the checkpoints of packed sequences. So their wide memory is filled like an
+    # input as well, and the remaining rows keep their values.
     written = RESULTS if "do" in given else RESULTS | {"checkpoints"}
     read = [launch_copy(given[name], y) for name, y in wide.items() if name not in RESULTS and y.numel() > 0]
     back = [launch_copy(y, given[name]) for name, y in wide.items() if name in written and y.numel() > 0]
@@ -50,7 +53,7 @@ def widened(x: AnyTensors, K: int, V: int) -> tuple[AnyTensors, list[Launch], li
 
 
 def launch_copy(source: Tensor, to: Tensor) -> list[Launch]:
-    """Returns the launch that copies the elements whose indices both tensors have, and writes 0 to the rest of `to`.
+    """Returns the launch that copies `source` to `to`. Elements of `to` beyond the edges of `source` become 0.
 
     Args:
         source: [.., A2_SOURCE, A3_SOURCE], contiguous if there are more than 4 dimensions.

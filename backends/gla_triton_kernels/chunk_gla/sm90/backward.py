@@ -1,9 +1,7 @@
-"""Computes gradients of chunked gated linear attention on Hopper in one pass backwards.
+"""Computes gradients of chunked gated linear attention on Hopper in one pass, from the last chunk to the first.
 
-The kernel has specialised warps, and holds dS in registers.
-
-For a chunk of C tokens, let S be the entering state, dS the gradient of the leaving state, b_t = g_1 + .. + g_t within
-the chunk, r = b_C / 2, and
+For a chunk of C tokens, let S be the entering state, dS the gradient of the leaving state, b_t = g_1 + .. + g_t the
+sums of the log gates of the chunk, r = b_C / 2, and
 
     qg = scale q exp(b - r)      kg = k exp(r - b)      P = exp(b_C - r) dS
     A  = tril(qg kg^T)           dA = tril(do v^T)
@@ -12,39 +10,44 @@ the chunk, r = b_C / 2, and
     dv = A^T do + kg P                                      dS' = exp(r) (P + qg^T do)
     dg_u = sum over V of S * dS' - sum over t < u of (q * dq - k * dk)_t
 
-dS' is the gradient of S. The last sum, over t < u, uses the rounded operands of the products. A pair of tokens on the
-same side of gate u, or a pair of a token with itself, then adds the same products to q * dq and to k * dk. They cancel.
+dS' is the gradient of S. In dg, the sum over V of S * dS' is the `anchor`, the value at the chunk's start, and
+w = q * dq - k * dk is computed from the rounded operands of the products. A pair of tokens on the same side of gate u,
+or a pair of a token with itself, therefore adds the same products to q * dq and to k * dk, and they cancel.
 
-In a chunk that is not mild (some channel decays by more than MILD_DECAY_SM90) A and dA count as 0, and
+In a chunk that is not mild (some channel decays by more than MILD_DECAY_SM90) A and dA count as 0. The other terms are
+computed from
 
     qg = scale q exp(b)          kg = k exp(b_C - b)        P = dS        dS' = exp(b_C) dS + qg^T do
 
-have no exponent above 0. The kernel marks the chunk, and pairs.py adds the terms of its pairs of tokens.
+in which no exponent is above 0. The kernel marks the chunk, and pairs.py adds the terms of its pairs of tokens.
 
-With float16, an operand that is a sum (S, P, A, dA) is divided by its unit, a power of two that brings its largest
-number into range; see operands.py. A mild chunk decays by at most MILD_DECAY_HALF, and its |q| and |k| have a limit as
-well. `scale` is left out of qg and of dS, to keep the range of q, and multiplies all gradients instead. In other chunks
-exp(b) could be 0 for all tokens, so it is divided by exp(a), where a is the largest gate of the first token:
+With float16, an operand that is a sum (S, P, A, dA) is divided by its unit; see common.py and operands.py. A mild chunk
+then decays by at most MILD_DECAY_HALF, and its |q| and |k| are at most MILD_INPUT_HALF. `scale` is left out of qg and
+of dS, to keep the range of q, and multiplies all gradients instead. In other chunks exp(b) could be 0 for all tokens.
+So exp(b) is divided by exp(a), where a is the largest gate of the first token (`first`):
 
     qg = scale q exp(b - a)      dS' = exp(a) (exp(b_C - a) dS + qg^T do)
 
 B batch   T tokens   N sequences   I segments   H key/value heads, of k, v, g and S   Hq query heads
 G query heads of a group   K, V key and value width   C tokens of a chunk   D = 64 columns of a tile
 PARTS parts of 64 keys of a block   HALVES parts of 64 values of a block
+SLOTS = 2 pipeline stages   slot   a pipeline stage in shared memory: the tiles of one chunk
+rows   of checkpoints: one for each chunk; see common.py: `chunk_of`
 
-The grid has one block per segment (by default a whole sequence), query head, 64 PARTS keys and 64 HALVES values. Three
-kinds of warps communicate over barriers in shared memory:
+The grid has one block per segment (by default a whole sequence), query head, 64 PARTS keys and 64 HALVES values. The
+warps of a block are specialised. They communicate over barriers in shared memory; common.py gives the rules.
 
-    load       one warp: copies q, k, v, do, g and S of the next chunks by TMA
+    load       one warp: copies q, k, v, do, g and S of the next chunks to shared memory by TMA
     gate       a warpgroup: sums g and replaces q, k by qg, kg in shared memory, while the gradient warps process
-               earlier chunks
-    gradient   PARTS warpgroups: each holds its rows of dS, and computes its columns of dq, dk and dg. dv is a sum over
-               all keys: each warpgroup computes its share of the values, once all of them have written P. Of two
-               warpgroups one computes dA and the other A^T, for both. They pass them on in the tiles of S
+               previous chunks; then writes dg from w and the anchor
+    gradient   PARTS warpgroups: each holds the rows of dS of its 64 keys in registers, and computes dq, dk, w and the
+               anchor of these keys. dv is a sum over all keys: after all warpgroups have written P, each of them
+               computes some halves of dv. If there are two warpgroups, the first computes dA and the second A^T. They
+               exchange these through the tiles of S.
 
-Two blocks of 64 keys and 64 values share a multiprocessor. They have no load warp, so that the others have more
-registers: the gate warpgroup copies q, k and g, and the gradient warpgroup v, do and S, once they are done with the
-chunk whose place these take.
+If a block has 64 keys and 64 values, two blocks share a multiprocessor. Such a block has no load warp, which leaves
+more registers to the other warps: the gate warpgroup starts the copies of q, k and g, and the gradient warpgroup starts
+those of v, do and S, as soon as it has finished with the chunk that they overwrite.
 
 Sources: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
 """
@@ -109,7 +112,7 @@ from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles, state_tiles
 
-SLOTS = gl.constexpr(2)
+SLOTS = gl.constexpr(2)  # pipeline stages of q, k and g
 
 
 def launch_gradients(
@@ -169,7 +172,7 @@ def launch_gradients(
         "LAST_LEAVE_NONE": x.last_leave_none,
     }
     grid = (blocks_k * blocks_v * segments.count * Hq, 1, 1)
-    # 128 registers for 8 warps: two blocks of 64 keys and 64 values share a multiprocessor.
+    # With 128 registers and 8 warps, two blocks of 64 keys and 64 values fit on a multiprocessor.
     options = {"num_warps": kernel.warps, "maxnreg": 128}
     computed = Launch(_chunk_gla_bwd_kernel, grid, arguments, options)
     summed = partials.launch_partial_sums((dq, dk, dg, dv), (x.dq, x.dk, x.dg, x.dv))
@@ -179,20 +182,23 @@ def launch_gradients(
 
 @gluon.jit
 def _rows():
+    """Returns the numbers of the rows of a tile."""
     return (gl.arange(0, C, gl.SliceLayout(1, LAYOUT)) + opaque_zero())[:, None]  # [C, 1]
 
 
 @gluon.jit
 def _columns():
+    """Returns the numbers of the columns of a tile."""
     return (gl.arange(0, D, gl.SliceLayout(0, LAYOUT)) + opaque_zero())[None, :]  # [1, D]
 
 
 @gluon.jit
 def _masked(scores, beyond, units, part: gl.constexpr, PARTS: gl.constexpr, dtype: gl.constexpr):
-    """Returns what a warpgroup has computed of dA and A^T [C, C], masked, as operands, and stores their units.
+    """Returns the scores [C, C] of this warpgroup, masked, as operands, and stores their units.
 
     Args:
-        beyond: C if no element counts, else 0.
+        scores: a tuple of dA and A^T, or of the one that this warpgroup has computed.
+        beyond: C to mask every element, else 0.
     """
     row, column = _rows(), _columns()
     found = ()
@@ -208,7 +214,7 @@ def _masked(scores, beyond, units, part: gl.constexpr, PARTS: gl.constexpr, dtyp
 
 @gluon.jit
 def _load_queries(i, loads, PARTS: gl.constexpr, G: gl.constexpr):
-    """Starts the loads of g, q and k of the i-th chunk, once its slot is empty."""
+    """Starts the loads of g, q and k of chunk i, counted from the last chunk, once its slot is empty."""
     descriptors, tiles, barriers, place = loads
     q_desc, k_desc, _, _, g_desc, _ = descriptors
     q_tiles, k_tiles, _, _, x_tiles, _ = tiles
@@ -232,7 +238,7 @@ def _load_queries(i, loads, PARTS: gl.constexpr, G: gl.constexpr):
 
 @gluon.jit
 def _load_values(i, loads, PARTS: gl.constexpr, HALVES: gl.constexpr, G: gl.constexpr):
-    """Starts the loads of v, do and S of the i-th chunk, once the products of the chunk before it are done."""
+    """Starts the loads of v, do and S of chunk i, counted from the last chunk, once chunk i - 1 has been computed."""
     descriptors, tiles, barriers, place = loads
     q_desc, _, v_desc, do_desc, _, s_desc = descriptors
     _, _, v_tiles, do_tiles, _, s_tiles = tiles
@@ -253,7 +259,7 @@ def _load_values(i, loads, PARTS: gl.constexpr, HALVES: gl.constexpr, G: gl.cons
 
 @gluon.jit
 def _load_warp(loads, PARTS: gl.constexpr, HALVES: gl.constexpr, G: gl.constexpr):
-    """Prefetches the inputs of the next chunks, the last chunk first."""
+    """Loads the inputs of all chunks, the last chunk first, ahead of the other warps."""
     _, _, _, place = loads
     _, _, _, _, _, chunks, _ = place
     for i in range(chunks):
@@ -263,7 +269,12 @@ def _load_warp(loads, PARTS: gl.constexpr, HALVES: gl.constexpr, G: gl.constexpr
 
 @gluon.jit
 def _decay(g, mild, i, tiles, scale):
-    """Replaces q, k of part i by qg, kg, its gates by the exponents of its queries, and stores b_C / 2 [D]."""
+    """Replaces q, k in tile i by qg, kg, and the gates by the exponents of queries, and stores b_C / 2 [D].
+
+    Args:
+        g: gates of the tile [C, D], in units of log 2.
+        i: the number of the tile: PARTS times the slot, plus the part.
+    """
     q_tiles, k_tiles, x_tiles, r_tiles, firsts = tiles
     q_tile = q_tiles.index(i).reshape([C, D])
     k_tile = k_tiles.index(i).reshape([C, D])
@@ -280,11 +291,12 @@ def _decay(g, mild, i, tiles, scale):
 
 @gluon.jit
 def _write_dg(tiles, where, dg_ptr, logits, key, K, slot, rows, zero, NORMALIZER: gl.constexpr, PARTS: gl.constexpr):
-    """Writes dg of a chunk: the value at the chunk's start, minus the sum of w before each row.
+    """Writes dg of a chunk: the anchor minus the sum of w over the rows before each row.
 
     Args:
+        where: (batch, head, first token, T, Hq).
         logits: if NORMALIZER is given, a pointer to the logits of the head at token 0, and the stride of tokens.
-        zero: 0, or an opaque zero: addresses then do not occupy registers between chunks.
+        zero: 0, or an opaque zero if addresses must not occupy registers between chunks.
     """
     _, _, x_tiles, r_tiles, _ = tiles
     b, h, t, T, Hq = where
@@ -296,10 +308,10 @@ def _write_dg(tiles, where, dg_ptr, logits, key, K, slot, rows, zero, NORMALIZER
         inside = (row < rows) & (column < K - key - p * D)
         if NORMALIZER is not None:
             g_ptr, g_t = logits
-            x = gl.load(g_ptr + (t + row).to(gl.int64) * g_t + (key + p * D + column), inside, 0.0)
+            x = gl.load(g_ptr + (t + row).to(gl.int64) * g_t + (key + p * D + column), inside, 0.0)  # [C, D], logits
         w = x_tiles.index(PARTS * slot + p).reshape([C, D]).load(RUNS)  # [C, D]
         anchor = r_tiles.index(PARTS * slot + p).load(gl.SliceLayout(0, RUNS))  # [D]
-        dg = anchor[None, :] - (gl.associative_scan(w, 0, plus) - w)
+        dg = anchor[None, :] - (gl.associative_scan(w, 0, plus) - w)  # [C, D]
         if NORMALIZER is not None:
             dg *= slope_of_gates(x, NORMALIZER)
         gl.store(first + p * D + offsets, dg.to(dg_ptr.dtype.element_ty), inside)
@@ -307,7 +319,12 @@ def _write_dg(tiles, where, dg_ptr, logits, key, K, slot, rows, zero, NORMALIZER
 
 @gluon.jit
 def _is_mild_in_half(least, q_tiles, k_tiles, first, PARTS: gl.constexpr):
-    """Returns whether the operands of a chunk in float16 fit, if its channels decay by `least`, in units of log 2."""
+    """Returns whether a chunk in float16 is mild.
+
+    Args:
+        least: the least b_C of its channels, in units of log 2.
+        first: the number of the first tile of the chunk.
+    """
     most = gl.zeros([C, D], gl.int32, RUNS)
     for p in range(PARTS):
         q_tile = q_tiles.index(first + p).reshape([C, D])
@@ -325,13 +342,13 @@ def _gate_warps(
     PACKED: gl.constexpr,
     G: gl.constexpr,
 ):
-    """Replaces q, k by qg, kg, chunk after chunk; marks chunks that are not mild; writes dg of the previous chunk.
+    """Replaces q, k by qg, kg in each chunk, marks chunks that are not mild, and writes dg of the previous chunk.
 
-    The loops over parts are loops at run time, although gates are then read twice. They keep the code small, which is
-    fetched again for each chunk. Log gates that were computed from logits are stored in between.
+    Loops over parts run at run time, to keep the code small: the instructions are fetched again for each chunk. The
+    gates of a part are therefore read twice; if they come from logits, the first loop stores them for the second.
 
     Args:
-        loads: the arguments of `_load_queries` if there is no load warp, so that this warpgroup copies q, k and g.
+        loads: the arguments of `_load_queries` if there is no load warp and this warpgroup copies q, k and g.
     """
     g_desc, tiles, barriers, marks, marks_c, dg_ptr, logits, place, sizes, scale = given
     q_tiles, k_tiles, x_tiles, r_tiles, firsts, mild_flags = tiles
@@ -383,9 +400,9 @@ def _gate_warps(
                 for p in gl.static_range(PARTS):
                     q_tile = q_tiles.index(first + p).reshape([C, D])
                     q_tile.store((q_tile.load(RUNS).to(gl.float32) * scale).to(q_tile.dtype))
-            fence_async_shared()
+            fence_async_shared()  # qg and kg have been stored from registers; wgmma reads them
             mbarrier.arrive(gated.index(slot), count=1)
-        if i > 0:
+        if i > 0:  # the gradient warps have computed w of the previous chunk
             before = (i - 1) % SLOTS
             if g_desc is not None:
                 mbarrier.wait(w_full.index(before), (i - 1) // SLOTS & 1)
@@ -401,7 +418,11 @@ def _gate_warps(
 
 @gluon.jit
 def _values(given, part: gl.constexpr, PARTS: gl.constexpr, HALVES: gl.constexpr):
-    """Starts the products of the halves of dv = A^T do + kg P that this warpgroup computes, and returns them."""
+    """Starts the products dv = A^T do + kg P [C, D] of the halves of this warpgroup, and returns a tuple of them.
+
+    Args:
+        given: among others aT, the tile of A^T, and first, the unit of A^T do.
+    """
     k_tiles, do_tiles, p_tiles, op_units, aT, slot, zero, first = given
     HALF: gl.constexpr = do_tiles.dtype == gl.float16
     dv = ()
@@ -422,7 +443,7 @@ def _values(given, part: gl.constexpr, PARTS: gl.constexpr, HALVES: gl.constexpr
 
 @gluon.jit
 def _write_values(to, dv, part: gl.constexpr, PARTS: gl.constexpr, HALVES: gl.constexpr, PACKED: gl.constexpr):
-    """Writes the halves of dv that this warpgroup has computed, by way of its tiles of P."""
+    """Writes the halves of dv of this warpgroup through its tiles of P."""
     desc, ptr, p_tiles, unit, value, V, where, rows, zero = to
     for j in gl.static_range(HALVES):
         if j % PARTS == part:
@@ -452,16 +473,21 @@ def _chunk(
 ):
     """Writes the gradients of a chunk, except dg, from the gradient of its leaving state, waiting * dS.
 
-    dS is a tuple of tiles [D, D], and `waiting` [D] is a factor for each key. With float16, operands that are sums have
-    units. A gradient with two such terms is multiplied by the quotient of their units between the two products.
+    With float16, operands that are sums have units. A gradient that accumulates two products is multiplied by the
+    quotient of their units between the two.
 
     Args:
+        dS: a tuple of HALVES matrices [D, D], keys by values.
+        waiting: [D], a factor of each key of dS that has not been applied yet.
+        factors: the factor of q (`of_queries`) and the factor of all gradients (`outer`); see `factors_of`.
         units: the units of the tiles of S, q, k, v and do; see half.py.
-        loads: the arguments of `_load_values` if there is no load warp, so that this warpgroup copies v, do and S.
+        loads: the arguments of `_load_values` if there is no load warp and this warpgroup copies v, do and S.
+        place: the number of the chunk counted from the last one, the number of chunks, the slot, the rows of the chunk,
+            (batch, head, first token, T, Hq), the first key and value of this warpgroup, K and V.
 
     Returns:
-        dS and waiting for the entering state. The next chunk applies the factor together with its own decay, so that dS
-        is scaled once.
+        dS and waiting of the entering state. The next chunk multiplies the factor by its own decay, so that dS is
+        scaled once.
     """
     q_tiles, k_tiles, v_tiles, do_tiles, x_tiles, s_tiles, p_tiles, r_tiles, firsts, mild_flags, op_units = tiles
     w_full, ready, done = barriers
@@ -472,37 +498,37 @@ def _chunk(
     dtype: gl.constexpr = q_tiles.dtype
     HALF: gl.constexpr = dtype == gl.float16
     zero = opaque_zero()
-    own = PARTS * slot + part
+    own = PARTS * slot + part  # the number of this warpgroup's tiles of q, k and g
     q_tile = q_tiles.index(own).reshape([C, D])
     k_tile = k_tiles.index(own).reshape([C, D])
     x_tile = x_tiles.index(own).reshape([C, D])
-    none = gl.zeros([C, C], gl.float32, LAYOUT)
+    none = gl.zeros([C, C], gl.float32, LAYOUT)  # also for [C, D], since C = D
     s_unit, q_unit, k_unit, v_unit, do_unit = units
 
     if HAS_GATE:
         mild = gl.max(mild_flags.index(slot).load(gl.SliceLayout(1, LAYOUT)), 0) != 0
-        r = r_tiles.index(own).load(gl.SliceLayout(1, LAYOUT))  # [D], with keys as rows
+        r = r_tiles.index(own).load(gl.SliceLayout(1, LAYOUT))  # [D], b_C / 2, with keys as rows
         first = 0.0
         if HALF:
             first = gl.max(firsts.index(own).load(gl.SliceLayout(1, LAYOUT)), 0)
         inner = gl.exp2(gl.where(mild, r, first))  # [D], factor of dS'
-        of_P = gl.exp2(gl.where(mild, r, 0.0)) if HALF else inner
+        of_P = gl.exp2(gl.where(mild, r, 0.0)) if HALF else inner  # [D]
         factor = (waiting * of_P)[:, None]  # [D, 1], factor of P
-        decay = (waiting * gl.exp2(gl.where(mild, r, 2 * r - first)))[:, None]  # [D, 1]
+        decay = (waiting * gl.exp2(gl.where(mild, r, 2 * r - first)))[:, None]  # [D, 1], factor of `decayed`
     else:
         inner, factor, decay = waiting, waiting[:, None], waiting[:, None]
     if UNITS:
         decay = decay / (q_unit * do_unit)
         inner = (inner if HAS_GATE else gl.zeros_like(inner) + 1.0) * (q_unit * do_unit)
-    P = ()
-    decayed = ()  # dS decayed to the start of the chunk, or to the middle of a mild chunk
+    P = ()  # [D, D] each
+    decayed = ()  # [D, D] each, dS decayed to the start of the chunk, or to the middle of a mild chunk
     for j in gl.static_range(HALVES):
         P += (dS[j] * factor if HAS_GATE or UNITS else dS[j],)
         decayed += (dS[j] * decay if HAS_GATE or UNITS else dS[j],)
-    # P is stored while the first products run, if there are registers for both.
+    # P is stored while the first products run, if registers suffice for both.
     LATER: gl.constexpr = PARTS > 1 and not HALF
     LOADS: gl.constexpr = PARTS * HALVES == 1
-    TOGETHER: gl.constexpr = PARTS >= HALVES  # whether there are registers for dv beside dq and dk
+    TOGETHER: gl.constexpr = PARTS >= HALVES  # whether registers suffice for dv beside dq and dk
     if not LATER:
         p_unit = store_operands(p_tiles, zero + HALVES * part, P, HALVES)
     if HALF:
@@ -521,9 +547,9 @@ def _chunk(
                     acc = product(k_tiles.index(PARTS * slot + p).reshape([C, D]), other_q.permute([1, 0]), acc)
             scores += (acc,)
     beyond = gl.where(mild, 0, C) if HAS_GATE else 0  # C masks every element
-    if PARTS == 1:  # there are registers for few products at once, here and below
+    if PARTS == 1:  # registers suffice for few products at once, here and below
         scores = _masked(warpgroup_mma_wait(0, scores), beyond, op_units, part, PARTS, dtype)
-    dq = none
+    dq = none  # [C, D], do S^T
     for j in gl.static_range(HALVES):
         s_tile = s_tiles.index(zero + HALVES * part + j).reshape([D, D])
         dq = product(do_tiles.index(zero + j).reshape([C, D]), s_tile.permute([1, 0]), dq)
@@ -534,10 +560,10 @@ def _chunk(
         do_tile = do_tiles.index(zero + j).reshape([C, D])
         started += (product(q_tile.permute([1, 0]), do_tile, decayed[j]),)
 
-    if PARTS > 1:  # while the other products run; a tuple of one element is returned as the element
+    if PARTS > 1:  # while the other products run; `warpgroup_mma_wait` returns a tuple of one element as the element
         scores = _masked((warpgroup_mma_wait(2 * HALVES, scores),), beyond, op_units, part, PARTS, dtype)
     found = warpgroup_mma_wait(0, started)
-    dq, entering = found[0], found[1:]
+    dq, entering = found[0], found[1:]  # [C, D]; [D, D] each, the gradient of S before the factor `inner`
     if HAS_GATE:
         anchor = gl.zeros([D], gl.float32, gl.SliceLayout(1, LAYOUT))
         for j in gl.static_range(HALVES):
@@ -545,11 +571,11 @@ def _chunk(
             anchor += gl.sum(entering[j] * s_tile.load(LAYOUT).to(gl.float32), 1)
         of_columns = r_tiles.index(own).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
         dq *= gl.exp2(gl.where(mild, of_columns, first))
-    # dA and A^T take the place of S, of which no product is left.
+    # dA and A^T take the place of S: all products with S are done.
     for n in gl.static_range(2):
         if n % PARTS == part:
             s_tiles.index(zero + n * LAST).reshape([C, C]).store(scores[n // PARTS])
-    fence_async_shared()
+    fence_async_shared()  # P, dA and A^T have been stored from registers; wgmma reads them
     if PARTS > 1:
         mbarrier.arrive(ready, count=1)
         mbarrier.wait(ready, i & 1)
@@ -586,7 +612,7 @@ def _chunk(
         dq *= dq_unit * do_unit
         dk *= p_unit * v_unit * outer
     if HAS_GATE:
-        w = as_float32(q_tile.load(LAYOUT)) * dq
+        w = as_float32(q_tile.load(LAYOUT)) * dq  # [C, D], q * dq
         dq *= gl.exp2(x_tile.load(LAYOUT))
     write(dq_desc, dq_ptr, q_tile, dq * (of_queries * outer if HALF else of_queries), key, K, where, rows, PACKED)
     if HAS_GATE:
@@ -620,7 +646,12 @@ def _gradient_warps(
     PACKED: gl.constexpr,
     G: gl.constexpr,
 ):
-    """Carries D rows of dS backwards through the segment and writes the gradients; for `loads` see `_chunk`."""
+    """Carries the rows of dS of D keys backwards through the segment, and writes the gradients.
+
+    Args:
+        loads: see `_chunk`.
+        part: the number of this gradient warpgroup.
+    """
     tiles, barriers, outputs, states, place, sizes, factors = given
     v_tiles, do_tiles = tiles[2], tiles[3]
     HALF: gl.constexpr = do_tiles.dtype == gl.float16
@@ -631,7 +662,7 @@ def _gradient_warps(
     UNITS: gl.constexpr = q_units is not None
     b, h, n, key, value, start, length = place
     T, Hq, K, V = sizes
-    blocks = gl.cdiv(K, D)  # of keys, each with a unit
+    blocks = gl.cdiv(K, D)  # tiles of keys, each of which has a unit
     keys = key + part * D + gl.arange(0, D, gl.SliceLayout(1, LAYOUT))[:, None]  # [D, 1]
     values = value + gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
     dS = ()
@@ -640,12 +671,12 @@ def _gradient_warps(
             head = leaving + n.to(gl.int64) * state_n + (h // G).to(gl.int64) * state_h
             inside = (keys < held) & (values + j * D < V)
             if G > 1:
-                inside = inside & (h % G == 0)  # only one head of a group adds it
+                inside = inside & (h % G == 0)  # only one query head of a group adds the gradient
             x = gl.load(head + in_state(keys, values + j * D, state_k, state_v), inside, 0.0)
             dS += (x / factors[1] if HALF else x,)
         else:
             dS += (gl.zeros([D, D], gl.float32, LAYOUT),)
-    waiting = gl.full([D], 1.0, gl.float32, gl.SliceLayout(1, LAYOUT))
+    waiting = gl.full([D], 1.0, gl.float32, gl.SliceLayout(1, LAYOUT))  # [D]
     chunks = gl.cdiv(length, C)
     if LOADS:  # noqa: SIM102 -- known when this is compiled, and the number of chunks is not
         if chunks > 0:
@@ -660,9 +691,9 @@ def _gradient_warps(
         if PACKED:
             for j in gl.static_range(HALVES):
                 clear_rows(do_tiles.index(j).reshape([C, D]), rows, LAYOUT)
-                if HALF:  # units are the ones of the largest numbers
+                if HALF:  # rows of the next sequence would count in the largest number of dA
                     clear_rows(v_tiles.index(j).reshape([C, D]), rows, LAYOUT)
-            fence_async_shared()
+            fence_async_shared()  # rows have been cleared from registers; wgmma reads the tiles
         mbarrier.wait(gated.index(slot), i // SLOTS & 1)
         at = (i, chunks, slot, rows, (b, h, start + c * C, T, Hq), key + part * D, value, K, V)
         chunk_barriers = (w_full, ready, done)
@@ -689,7 +720,7 @@ def _gradient_warps(
             G,
         )
     if dinitial is not None:
-        if LOADS:  # made anew, so that they occupy no registers in the loop
+        if LOADS:  # computed again here, so that they occupy no registers in the loop
             keys, values = keys + opaque_zero(), values + opaque_zero()
         for j in gl.static_range(HALVES):
             to = dinitial + ((n * Hq + h).to(gl.int64) * K + keys) * V + values + j * D
@@ -698,7 +729,7 @@ def _gradient_warps(
     tma.store_wait(0)
 
 
-# V is specialised: if it is a multiple of 16, two elements of a state are moved at once.
+# V is specialised: if it is a multiple of 16, a thread moves two elements of a state at once.
 @gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "g_b", "g_t", "g_h", "Hq", "K", "B"])
 def _chunk_gla_bwd_kernel(
     q_desc,  # [B, Hq, T, K], tiles [C, D]
@@ -707,32 +738,32 @@ def _chunk_gla_bwd_kernel(
     do_desc,  # [B, Hq, T, V], tiles [C, D]
     g_desc,  # [B, H, T, K], tiles [C, D], or None
     s_desc,  # states that enter chunks, [rows, H, K, V], tiles [D, D], divided by their units
-    dq_desc,  # [B, Hq, T, K], tiles [C, D]; None where there are several blocks of values
+    dq_desc,  # [B, Hq, T, K], tiles [C, D]; None if there are several blocks of values
     dk_desc,  # like dq_desc
-    dv_desc,  # [B, Hq, T, V], tiles [C, D]; None where there are several blocks of keys
+    dv_desc,  # [B, Hq, T, V], tiles [C, D]; None if there are several blocks of keys
     dq_ptr,  # [blocks of values, B, T, Hq, K]
     dk_ptr,  # [blocks of values, B, T, Hq, K]
     dv_ptr,  # [blocks of keys, B, T, Hq, V]
     dg_ptr,  # [blocks of values, B, T, Hq, K] or None
     g_ptr,  # [B, T, H, K] if NORMALIZER is given, else None
     s_units,  # [rows, H, tiles of D keys], the units of the states; None for bfloat16
-    marks,  # [rows, Hq, blocks of keys], 1 where a chunk is not mild; None if g is None
+    marks,  # [rows, Hq, blocks of keys], 1 if a chunk is not mild; None if g is None
     leaving,  # gradients of leaving states, [I, H, K, V] or None
     dinitial,  # gradients of initial states, [N, Hq, K, V] or None
-    order,  # [I, 5] or None
-    q_units,  # [chunks, Hq] if q, k, v and do were float32, else None
-    k_units,  # [chunks, H] or None
-    v_units,  # [chunks, H] or None
-    do_units,  # [chunks, Hq] or None
+    order,  # [I, 5], or None for a batch
+    q_units,  # [rows, Hq] if q, k, v and do were float32, else None
+    k_units,  # [rows, H] or None
+    v_units,  # [rows, H] or None
+    do_units,  # [rows, Hq] or None
     scale,
-    state_n,
+    state_n,  # strides of `leaving`; see `in_state`
     state_h,
     state_k,
     state_v,
     T,
-    segment,
-    segments,
-    g_b,
+    segment,  # tokens of a segment
+    segments,  # segments of a sequence of a batch
+    g_b,  # strides of logits
     g_t,
     g_h,
     Hq,
@@ -745,11 +776,12 @@ def _chunk_gla_bwd_kernel(
     NORMALIZER: gl.constexpr,
     LAST_LEAVE_NONE: gl.constexpr,
 ):
+    """Computes the gradients of one query head of one segment, for a block of keys and of values."""
     HAS_GATE: gl.constexpr = g_desc is not None
     PACKED: gl.constexpr = order is not None
     blocks_v = gl.cdiv(V, HALVES * D)
     blocks_k = gl.cdiv(K, PARTS * D)
-    pid = gl.program_id(0)  # neighbours share q, k and g, or v and do
+    pid = gl.program_id(0)  # neighbouring blocks read the same q, k and g, or the same v and do
     block_v = pid % blocks_v
     block_k = pid // blocks_v % blocks_k
     h = pid // (blocks_v * blocks_k) % Hq
@@ -778,11 +810,12 @@ def _chunk_gla_bwd_kernel(
     k_tiles = gl.allocate_shared_memory(dtype, [SLOTS * PARTS, 1, 1, C, D], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [HALVES, 1, 1, C, D], v_desc.layout)
     do_tiles = gl.allocate_shared_memory(dtype, [HALVES, 1, 1, C, D], do_desc.layout)
+    # These hold g, then the exponents of queries, then w.
     x_tiles = gl.allocate_shared_memory(gl.float32, [SLOTS * PARTS, 1, 1, C, D], exponents) if HAS_GATE else q_tiles
-    # The tiles of S take dA and A^T as well, so there are at least two.
+    # The tiles of S also hold dA and A^T, so there are at least two.
     s_tiles = gl.allocate_shared_memory(dtype, [max(PARTS * HALVES, 2), 1, 1, D, D], s_desc.layout)
     p_tiles = gl.allocate_shared_memory(dtype, [PARTS * HALVES, 1, 1, D, D], s_desc.layout)
-    r_tiles = gl.allocate_shared_memory(gl.float32, [SLOTS * PARTS, D], row_layout)
+    r_tiles = gl.allocate_shared_memory(gl.float32, [SLOTS * PARTS, D], row_layout)  # b_C / 2, then the anchor
     firsts = gl.allocate_shared_memory(gl.float32, [SLOTS * PARTS, 1], row_layout)  # a of each part, for float16
     op_units = gl.allocate_shared_memory(gl.float32, [PARTS + 2, 1], row_layout)  # of P, dA and A^T, for float16
     mild_flags = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], row_layout)
@@ -790,7 +823,7 @@ def _chunk_gla_bwd_kernel(
     g_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # g has been loaded
     qk_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # q, k have been loaded
     gated = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # q, k have become qg, kg, and g the exponents
-    w_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # w and the start value of dg have been written
+    w_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # w and the anchor have been written
     qk_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # dq, dk, dg have left the tiles of q, k, g
     v_full = gl.allocate_shared_memory(gl.int64, [1], bars)  # v, do, S have been loaded
     ready = gl.allocate_shared_memory(gl.int64, [1], bars)  # P, dA and A^T have been written
@@ -799,8 +832,8 @@ def _chunk_gla_bwd_kernel(
         mbarrier.init(g_full.index(i), count=1)
         mbarrier.init(qk_full.index(i), count=1)
         mbarrier.init(gated.index(i), count=1)
-        mbarrier.init(w_full.index(i), count=PARTS)
-        mbarrier.init(qk_empty.index(i), count=PARTS + 1)
+        mbarrier.init(w_full.index(i), count=PARTS)  # each gradient warpgroup arrives once, here and below
+        mbarrier.init(qk_empty.index(i), count=PARTS + 1)  # and so does the gate warpgroup
     mbarrier.init(v_full, count=1)
     mbarrier.init(ready, count=PARTS)
     mbarrier.init(done, count=PARTS)
@@ -832,7 +865,7 @@ def _chunk_gla_bwd_kernel(
     factors = factors_of(scale, dtype)
     gate = (g_desc, gate_tiles, gate_barriers, marks, Hq * blocks_k, dg_ptr, logits, place, sizes, factors[0])
     gradients = (tiles, barriers, outputs, states, place, sizes, factors)
-    # Registers of a thread: the gradient warps need most.
+    # Registers of a thread: the gradient warps need most of them, and the gate warps have the remaining ones.
     if PARTS * HALVES == 1:
         gl.warp_specialize(
             [

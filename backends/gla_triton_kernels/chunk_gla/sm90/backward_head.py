@@ -1,7 +1,7 @@
 """Computes gradients of gated linear attention on Hopper, with one gate for each head or without gates.
 
-The kernel goes backwards in one pass. It has specialised warps, and holds dS in registers. For a chunk of C tokens, let
-S be the entering state, P the gradient of the leaving state, b_t the sum of the log gates of the chunk through t, and
+The kernel goes backwards through the chunks in one pass. For a chunk of C tokens, let S be the entering state, P the
+gradient of the leaving state, b_t the sum of the log gates of the chunk through t, and
 
     A_ts  = scale * q_t k_s exp(b_t - b_s)       dA_ts = scale * do_t v_s exp(b_t - b_s)       for s <= t, else 0
     dq^S_t = scale * exp(b_t) do_t S^T           dk^S_s = exp(b_C - b_s) v_s P^T
@@ -10,30 +10,37 @@ S be the entering state, P the gradient of the leaving state, b_t the sum of the
     dv_s = exp(b_C - b_s) k_s P + (A^T do)_s
     dS = exp(b_C) P + sum over t of (scale * exp(b_t) q_t)^T do_t
 
-dS is the gradient of S. A gate g_u is a factor of all that passes from tokens before u to tokens from u on:
+dS is the gradient of S, and is P of the previous chunk. Gate g_u decays every contribution from before u to u and
+after. Its gradient has four terms: the entering state contributes to the leaving state and to tokens from u on, and
+tokens before u contribute to the leaving state and to tokens from u on:
 
     dg_u = exp(b_C) sum(S * P) + sum over t >= u of q_t dq^S_t + sum over s < u of k_s dk^S_s
            + sum over s < u <= t of A_ts (do_t v_s)
 
-With float16, an operand that is a sum or a product (S, P, A, dA, scale * exp(b) do) is divided by its unit, a power of
-two that brings its largest number into range; see operands.py. exp(b) could be 0 for all tokens, so exp(b_1) is then
-left out of scale * exp(b) do, and multiplies dS.
+With float16, an operand that is a sum or a product (S, P, A, dA, scale * exp(b) do) is divided by its unit; see
+common.py and operands.py. exp(b) could be 0 for all tokens, so exp(b_1) is then left out of scale * exp(b) do, and
+multiplies dS instead.
 
-No exponent is above 0, so one path handles gates of any strength; see forward_head.py for the sums of gates. In the
-last term, pairs of tokens on the same side of u are subtracted from a larger sum. They are the same float32 numbers, so
-the difference is exact to 2^-20 of that sum; where a gate is closed, dg is set to the 0 that it is.
+No exponent is above 0, so one path handles gates of any strength; see forward_head.py for the sums of gates. The last
+term of dg is a difference of two sums that both contain the pairs on the same side of u. These are the same float32
+numbers in both, so the error of the difference is at most 2^-20 of the sum. If exp(g_u) is 0 in float32, dg_u is set
+to 0, which is its exact value.
 
 B batch   T tokens   N sequences   I segments   H key heads   Hq query heads   Hv value heads, of v, g and S
-Ho = max(Hq, Hv)   K, V key and value width   C tokens of a chunk   D = 64 columns of a tile
+Ho = max(Hq, Hv) heads of o   K, V key and value width   C tokens of a chunk   D = 64 columns of a tile
 PARTS parts of 64 keys of a block   HALVES parts of 64 values of a block
+SLOTS = 2 pipeline stages   slot   a pipeline stage in shared memory: the tiles of one chunk
+rows   of checkpoints: one for each chunk; see common.py: `chunk_of`
+eo   scale * exp(b) do   dots   sums of products of each token, for dg
 
-The grid has one block per segment (by default a whole sequence), head of o, 64 PARTS keys and 64 HALVES values. Four
-kinds of warps communicate over barriers in shared memory:
+The grid has one block per segment (by default a whole sequence), head of o, 64 PARTS keys and 64 HALVES values. The
+warps of a block are specialised. They communicate over barriers in shared memory; common.py gives the rules.
 
-    load       one warp: copies q, k, v, do and S of the next chunks by TMA
+    load       one warp: copies q, k, v, do and S of the next chunks to shared memory by TMA
     gate       one warp: sums the gates of the next chunks, and computes dg
     score      a warpgroup: computes A^T, dA^T and scale * exp(b) do; then dv
-    gradient   PARTS warpgroups: each holds its rows of dS, and computes its columns of dq and dk
+    gradient   PARTS warpgroups: each holds the rows of dS of its 64 keys in registers, and computes dq and dk of these
+               keys
 
 Sources: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635); Dao and
 Gu, "Transformers are SSMs" (arXiv 2405.21060), for one gate per head.
@@ -82,10 +89,12 @@ from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles, state_tiles
 
-SLOTS = gl.constexpr(2)
+SLOTS = gl.constexpr(2)  # pipeline stages of q, k, v and do
 LINE = gl.constexpr(gl.BlockedLayout([C.value // 32], [32], [1], [0]))  # of the tokens of a chunk, in one warp
-ONE = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
-ROOM = gl.constexpr(8)  # vectors of `dots` for a chunk
+ONE = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of one number, in one warp
+# Vectors [C] of `dots` for a chunk: the sums of A_ts (do_t v_s) over s, and over t; then, for each part of the keys,
+# the sums of q * dq^S and of k * dk^S over its keys, and of exp(b_C) S * P over values.
+ROOM = gl.constexpr(8)
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # a thread holds 16 bytes of a row
 
 
@@ -111,7 +120,7 @@ def launch_gradients(
     dv, blocks = partials.parts_of(x.dv, blocks_k), blocks_k * blocks_v
     constant = x.g is not None and x.g.ndim == 1
     dg = partials.parts_of(x.dg, blocks)
-    if x.g is not None and constant:  # a sum for each segment
+    if x.g is not None and constant:  # one sum for each segment and block
         dg = x.g.new_empty(segments.count * blocks, Ho, dtype=torch.float32)
     g_b, g_t, g_h = (0, 0, 0) if x.g is None else (0, 0, *x.g.stride())[-3:]
     arguments = {
@@ -165,7 +174,7 @@ def launch_gradients(
 
 @gluon.jit
 def _load_warp(given, PARTS: gl.constexpr, HALVES: gl.constexpr):
-    """Prefetches the inputs of the next chunks, the last chunk first."""
+    """Loads the inputs of all chunks, the last chunk first, ahead of the other warps."""
     descriptors, tiles, barriers, where = given
     q_desc, k_desc, v_desc, do_desc, s_desc = descriptors
     q_tiles, k_tiles, v_tiles, do_tiles, s_tiles = tiles
@@ -198,13 +207,13 @@ def _load_warp(given, PARTS: gl.constexpr, HALVES: gl.constexpr):
 
 @gluon.jit
 def _gate_gradients(gates, dots, slot, t, rows, NORMALIZER: gl.constexpr, PARTS: gl.constexpr):
-    """Returns dg [C] of the chunk that begins at token t, from the sums of products that other warps left in `dots`."""
-    token = gl.arange(0, C, LINE)
+    """Returns dg [C] of the chunk that begins at token t, from the sums that other warps have written to `dots`."""
+    token = gl.arange(0, C, LINE)  # [C]
     of_pairs = (dots.index(ROOM * slot).load(LINE) - dots.index(ROOM * slot + 1).load(LINE)).to(gl.float64)
     of_pairs = gl.associative_scan(of_pairs, 0, plus, reverse=True)  # [C], pairs of tokens on two sides of u
-    of_q = gl.zeros([C], gl.float32, LINE)
-    of_k = gl.zeros([C], gl.float32, LINE)
-    of_states = gl.zeros([C], gl.float32, LINE)
+    of_q = gl.zeros([C], gl.float32, LINE)  # q_t dq^S_t
+    of_k = gl.zeros([C], gl.float32, LINE)  # k_s dk^S_s
+    of_states = gl.zeros([C], gl.float32, LINE)  # exp(b_C) S * P, whose sum counts
     for p in gl.static_range(PARTS):
         of_q += dots.index(ROOM * slot + 2 + 3 * p).load(LINE)
         of_k += dots.index(ROOM * slot + 3 + 3 * p).load(LINE)
@@ -214,7 +223,7 @@ def _gate_gradients(gates, dots, slot, t, rows, NORMALIZER: gl.constexpr, PARTS:
     later = gl.associative_scan(of_q, 0, plus, reverse=True)  # [C], from tokens u on
     earlier = sum_of_earlier(of_k)  # [C], from tokens before u
     dg = gl.sum(of_states.to(gl.float64), 0) + later + earlier + gl.where(token > 0, of_pairs, 0.0)
-    x = logits_of(gates, t, rows, token)  # read again: Triton 3.6 mixes up gates that are kept through the loop
+    x = logits_of(gates, t, rows, token)  # read again, because Triton 3.6 confuses gates that are kept through the loop
     g = log_gates(x, NORMALIZER)
     if NORMALIZER is not None:
         dg *= slope_of_gates(x, NORMALIZER).to(gl.float64)
@@ -225,14 +234,14 @@ def _gate_gradients(gates, dots, slot, t, rows, NORMALIZER: gl.constexpr, PARTS:
 def _gate_warp(
     gates, given, scale, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, CONSTANT: gl.constexpr, HALF: gl.constexpr
 ):
-    """Sums the gates of the next chunks, and writes dg of the chunk before.
+    """Sums the gates of each chunk, and writes dg of the previous chunk.
 
-    The gradient of a constant gate is summed over the segment.
+    With CONSTANT, the gradient of the gate is summed over the segment.
     """
     sums, decays, dots, empty, summed, dotted, dg_ptr, start, length, Ho = given
     token = gl.arange(0, C, LINE)  # [C]
     chunks = gl.cdiv(length, C)
-    of_segment = gl.zeros([C], gl.float64, LINE)
+    of_segment = gl.zeros([C], gl.float64, LINE)  # sums of dg over chunks
     if gates is not None:
         first = gl.maximum(chunks - 1, 0) * C
         g_next = gates_of(gates, start + first, length - first, token, NORMALIZER)
@@ -242,7 +251,7 @@ def _gate_warp(
                 c = chunks - 1 - i
                 wide = g_next.to(gl.float64) * LOG2E  # [C]
                 ahead = gl.where(c > 0, C, 0)
-                g_next = gates_of(gates, start + (c - 1) * C, ahead, token, NORMALIZER)  # arrives in this chunk
+                g_next = gates_of(gates, start + (c - 1) * C, ahead, token, NORMALIZER)  # loaded during this chunk
                 total = gl.associative_scan(wide, 0, plus)  # [C], b
                 end = gl.sum(wide, 0)  # b_C
                 mbarrier.wait(empty.index(slot), (i // SLOTS & 1) ^ 1)
@@ -274,7 +283,7 @@ def _gate_warp(
 
 @gluon.jit
 def _number(numbers, i):
-    """Returns a number from shared memory."""
+    """Returns number i from shared memory [.., 1], as a scalar."""
     return gl.max(numbers.index(i).load(gl.SliceLayout(1, LAYOUT)), 0)
 
 
@@ -290,7 +299,7 @@ def _units_of(units, c):
 
 @gluon.jit
 def _score_warps(given, scale, PARTS: gl.constexpr, HALVES: gl.constexpr, HAS_GATE: gl.constexpr, PACKED: gl.constexpr):
-    """Computes what tokens of a chunk give to each other, and dv, chunk after chunk."""
+    """Computes A^T, dA^T, scale * exp(b) do, the sums of A * (do v^T) for dg, and dv of each chunk."""
     tiles, barriers, outputs, units, place, sizes = given
     q_tiles, k_tiles, v_tiles, do_tiles, p_tiles, eo_tiles, da_tile, sums, dots, p_units, o_units = tiles
     dtype: gl.constexpr = q_tiles.dtype
@@ -301,7 +310,7 @@ def _score_warps(given, scale, PARTS: gl.constexpr, HALVES: gl.constexpr, HAS_GA
     T, Ho, V = sizes
     s = gl.arange(0, C, gl.SliceLayout(1, LAYOUT))[:, None]  # [C, 1]
     t = gl.arange(0, C, gl.SliceLayout(0, LAYOUT))[None, :]  # [1, C]
-    none = gl.zeros([C, C], gl.float32, LAYOUT)
+    none = gl.zeros([C, C], gl.float32, LAYOUT)  # also for [C, D], since C = D
     chunks = gl.cdiv(length, C)
     for i in range(chunks):
         c = chunks - 1 - i
@@ -316,18 +325,18 @@ def _score_warps(given, scale, PARTS: gl.constexpr, HALVES: gl.constexpr, HAS_GA
                 clear_rows(k_tiles.index(PARTS * slot + p).reshape([C, D]), rows, ROWS)
             for j in gl.static_range(HALVES):
                 clear_rows(do_tiles.index(HALVES * slot + j).reshape([C, D]), rows, ROWS)
-            fence_async_shared()
-        aT = none
+            fence_async_shared()  # wgmma reads the cleared rows
+        aT = none  # [C, C]
         for p in gl.static_range(PARTS):
             q_tile = q_tiles.index(PARTS * slot + p).reshape([C, D])
             aT = product(k_tiles.index(PARTS * slot + p).reshape([C, D]), q_tile.permute([1, 0]), aT)
-        daT = none
+        daT = none  # [C, C]
         for j in gl.static_range(HALVES):
             do_tile = do_tiles.index(HALVES * slot + j).reshape([C, D])
             daT = product(v_tiles.index(HALVES * slot + j).reshape([C, D]), do_tile.permute([1, 0]), daT)
         tma.store_wait(0)  # dv of the previous chunk has left the tiles of v
         mbarrier.arrive(empty.index((i + SLOTS - 1) % SLOTS), count=1, pred=i > 0)
-        mbarrier.wait(used, (i & 1) ^ 1)  # the tiles of the previous chunk have been read
+        mbarrier.wait(used, (i & 1) ^ 1)  # dA and scale * exp(b) do of the previous chunk have been read
         if HAS_GATE:
             mbarrier.wait(summed.index(slot), phase)
             enter = sums.index(3 * slot + 1).load(gl.SliceLayout(1, ROWS))[:, None]  # [C, 1], scale * exp(b)
@@ -344,7 +353,7 @@ def _score_warps(given, scale, PARTS: gl.constexpr, HALVES: gl.constexpr, HAS_GA
                 unit *= q_unit * do_unit
                 o_units.index(1 + j).store(gl.full([1], unit, gl.float32, gl.SliceLayout(1, LAYOUT)))
         aT, daT = warpgroup_mma_wait(0, [aT, daT])
-        below = (t >= s) & (t < rows)
+        below = (t >= s) & (t < rows)  # [C, C]; scores are transposed, so s is the row
         between = scale
         if HAS_GATE:
             of_rows = sums.index(3 * slot).load(gl.SliceLayout(1, LAYOUT))[:, None]  # [C, 1], b_s
@@ -353,11 +362,11 @@ def _score_warps(given, scale, PARTS: gl.constexpr, HALVES: gl.constexpr, HAS_GA
         if HALF:
             aT, daT = aT * (q_unit * k_unit), daT * (do_unit * v_unit)
         aT = gl.where(below, aT * between, 0.0)  # [C, C]
-        da, unit = in_units(gl.where(below, daT * between, 0.0), dtype)
+        da, unit = in_units(gl.where(below, daT * between, 0.0), dtype)  # [C, C], dA^T
         da_tile.store(da)
         if HALF:
             o_units.index(0).store(gl.full([1], unit, gl.float32, gl.SliceLayout(1, LAYOUT)))
-        fence_async_shared()
+        fence_async_shared()  # dA^T and scale * exp(b) do have been stored from registers; wgmma reads them
         mbarrier.arrive(gated.index(slot), count=1)
         if HAS_GATE:
             pairs = gl.where((t > s) & (t < rows), aT * daT, 0.0)  # [C, C]
@@ -366,10 +375,10 @@ def _score_warps(given, scale, PARTS: gl.constexpr, HALVES: gl.constexpr, HAS_GA
             mbarrier.arrive(dotted.index(slot), count=1)
         aT, a_unit = in_units(aT, dtype)
         a_unit *= do_unit
-        aT = gl.convert_layout(aT, LEFT)
+        aT = gl.convert_layout(aT, LEFT)  # the left operand of wgmma may stay in registers
 
         mbarrier.wait(ready, i & 1)
-        dv = ()
+        dv = ()  # [C, D] each
         for j in gl.static_range(HALVES):
             acc = none
             for p in gl.static_range(PARTS):
@@ -392,7 +401,7 @@ def _score_warps(given, scale, PARTS: gl.constexpr, HALVES: gl.constexpr, HAS_GA
             finished += (product(aT, do_tiles.index(HALVES * slot + j).reshape([C, D]), dv[j]),)
         finished = warpgroup_mma_wait(0, finished)
         if HALVES == 1:
-            finished = (finished,)  # a tuple of one element is returned as the element
+            finished = (finished,)  # `warpgroup_mma_wait` returns a tuple of one element as the element
         if not HAS_GATE:
             mbarrier.arrive(p_read, count=1)
         mbarrier.wait(v_read, i & 1)
@@ -408,7 +417,11 @@ def _score_warps(given, scale, PARTS: gl.constexpr, HALVES: gl.constexpr, HAS_GA
 def _gradient_warps(
     given, part: gl.constexpr, PARTS: gl.constexpr, HALVES: gl.constexpr, HAS_GATE: gl.constexpr, PACKED: gl.constexpr
 ):
-    """Carries D rows of dS backwards through the segment, and writes dq and dk."""
+    """Carries the rows of dS of D keys backwards through the segment, and writes dq and dk.
+
+    Args:
+        part: the number of this gradient warpgroup.
+    """
     tiles, barriers, outputs, states, units, place, sizes, scale = given
     q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, p_tiles, eo_tiles, da_tile, sums, decays, dots = tiles[:11]
     p_units, o_units = tiles[11:]
@@ -423,15 +436,15 @@ def _gradient_warps(
     keys = key + gl.arange(0, D, gl.SliceLayout(1, LAYOUT))[:, None]  # [D, 1]
     values = value + gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
     none = gl.zeros([C, D], gl.float32, LAYOUT)
-    dS = ()
+    dS = ()  # [D, D] each, keys by values
     for j in gl.static_range(HALVES):
         if leaving is not None:
             head = leaving + n.to(gl.int64) * state_n + v_head.to(gl.int64) * state_h
-            inside = (keys < held) & (values + j * D < V) & adds  # only one head of a group adds it
+            inside = (keys < held) & (values + j * D < V) & adds  # only one head of a group adds the gradient
             dS += (gl.load(head + in_state(keys, values + j * D, state_k, state_v), inside, 0.0),)
         else:
             dS += (gl.zeros([D, D], gl.float32, LAYOUT),)
-    waiting = ()  # factors of dS that have not been applied yet
+    waiting = ()  # factors of dS that have not been applied yet, one for each half
     for _ in gl.static_range(HALVES):
         waiting += (gl.to_tensor(1.0),)
     chunks = gl.cdiv(length, C)
@@ -452,24 +465,24 @@ def _gradient_warps(
         if HALF:
             p_units.index(part).store(gl.full([1], p_unit, gl.float32, gl.SliceLayout(1, LAYOUT)))
             s_unit = gl.load(s_units + c.to(gl.int64) * Hv * gl.cdiv(K, D) + key // D)
-        fence_async_shared()
+        fence_async_shared()  # P has been stored from registers; wgmma reads it
         mbarrier.arrive(ready, count=1)
         tma.store_wait(0)  # dq and dk of the previous chunk have left the tiles
         mbarrier.arrive(empty.index((i + SLOTS - 1) % SLOTS), count=1, pred=i > 0)
         mbarrier.wait(full.index(slot), i // SLOTS & 1)
-        dk = none
+        dk = none  # [C, D], v P^T
         for j in gl.static_range(HALVES):
             p_tile = p_tiles.index(HALVES * part + j).reshape([D, D])
             dk = product(v_tiles.index(HALVES * slot + j).reshape([C, D]), p_tile.permute([1, 0]), dk)
         mbarrier.wait(s_full, i & 1)
         if PACKED:
             mbarrier.wait(gated.index(slot), i // SLOTS & 1)  # rows of the next sequence have been cleared
-        dq = none
+        dq = none  # [C, D], do S^T
         for j in gl.static_range(HALVES):
             s_tile = s_tiles.index(HALVES * part + j).reshape([D, D])
             dq = product(do_tiles.index(HALVES * slot + j).reshape([C, D]), s_tile.permute([1, 0]), dq)
         if HAS_GATE:
-            through = gl.zeros([D], gl.float32, gl.SliceLayout(1, LAYOUT))
+            through = gl.zeros([D], gl.float32, gl.SliceLayout(1, LAYOUT))  # sums of S * P over values
             for j in gl.static_range(HALVES):
                 s_tile = s_tiles.index(HALVES * part + j).reshape([D, D])
                 through += gl.sum(dS[j] * as_float32(s_tile.load(LAYOUT)), 1)
@@ -480,7 +493,7 @@ def _gradient_warps(
         if HAS_GATE:
             dq *= sums.index(3 * slot + 1).load(gl.SliceLayout(1, LAYOUT))[:, None]
             dk *= sums.index(3 * slot + 2).load(gl.SliceLayout(1, LAYOUT))[:, None]
-            decay = gl.max(decays.index(slot).load(gl.SliceLayout(1, LAYOUT)), 0)
+            decay = gl.max(decays.index(slot).load(gl.SliceLayout(1, LAYOUT)), 0)  # exp(b_C)
             own = ROOM * slot + 2 + 3 * part
             dots.index(own).store(gl.sum(as_float32(q_tile.load(LAYOUT)) * dq, 1) * (s_unit * do_unit * q_unit))
             dots.index(own + 1).store(gl.sum(as_float32(k_tile.load(LAYOUT)) * dk, 1) * (p_unit * v_unit * k_unit))
@@ -501,7 +514,7 @@ def _gradient_warps(
             decayed += (dS[j] * factor if HAS_GATE or HALF else dS[j],)
         dq = product(da_tile.permute([1, 0]), k_tile, dq)
         dk = product(da_tile, q_tile, dk)
-        entering = ()
+        entering = ()  # [D, D] each, the gradient of S
         for j in gl.static_range(HALVES):
             entering += (product(q_tile.permute([1, 0]), eo_tiles.index(j), decayed[j]),)
         of_tokens = (dq, dk)
@@ -516,7 +529,7 @@ def _gradient_warps(
         mbarrier.arrive(used, count=1)
         dq = dq.to(dtype) if dq_desc is not None else dq
         dk = dk.to(dtype) if dk_desc is not None else dk
-        mbarrier.wait(p_read, i & 1)  # also: k has been read
+        mbarrier.wait(p_read, i & 1)  # the score warps have read P, and k, which dk overwrites
         where = (b, h, start + c * C, T, Ho)
         write(dq_desc, dq_ptr, q_tile, dq, key, K, where, rows, PACKED)
         write(dk_desc, dk_ptr, k_tile, dk, key, K, where, rows, PACKED)
@@ -527,7 +540,7 @@ def _gradient_warps(
     tma.store_wait(0)
 
 
-# V is specialised: if it is a multiple of 16, two elements of a state are moved at once.
+# V is specialised: if it is a multiple of 16, a thread moves two elements of a state at once.
 @gluon.jit(
     do_not_specialize=["scale", "g_b", "g_t", "g_h", "T", "segment", "segments", "Ho", "per_q", "per_k", "K", "B"]
 )
@@ -537,9 +550,9 @@ def _chunk_gla_bwd_head_kernel(
     v_desc,  # [B, Hv, T, V], tiles [C, D]
     do_desc,  # [B, Ho, T, V], tiles [C, D]
     s_desc,  # states that enter chunks, [rows, Hv, K, V], tiles [D, D], divided by their units
-    dq_desc,  # [B, Ho, T, K], tiles [C, D]; None where there are several blocks of values
+    dq_desc,  # [B, Ho, T, K], tiles [C, D]; None if there are several blocks of values
     dk_desc,  # like dq_desc
-    dv_desc,  # [B, Ho, T, V], tiles [C, D]; None where there are several blocks of keys
+    dv_desc,  # [B, Ho, T, V], tiles [C, D]; None if there are several blocks of keys
     dq_ptr,  # [blocks of values, B, T, Ho, K]
     dk_ptr,  # [blocks of values, B, T, Ho, K]
     dv_ptr,  # [blocks of keys, B, T, Ho, V]
@@ -548,26 +561,26 @@ def _chunk_gla_bwd_head_kernel(
     s_units,  # [rows, Hv, tiles of D keys], the units of the states; None for bfloat16
     leaving,  # gradients of leaving states, [I, Hv, K, V] or None
     dinitial,  # gradients of initial states, [N, Ho, K, V] or None
-    order,  # [I, 5] or None
-    q_units,  # [chunks, Hq] if q, k, v and do were float32, else None
-    k_units,  # [chunks, H] or None
-    v_units,  # [chunks, Hv] or None
-    do_units,  # [chunks, Ho] or None
+    order,  # [I, 5], or None for a batch
+    q_units,  # [rows, Hq] if q, k, v and do were float32, else None
+    k_units,  # [rows, H] or None
+    v_units,  # [rows, Hv] or None
+    do_units,  # [rows, Ho] or None
     scale,
-    g_b,
+    g_b,  # strides of g
     g_t,
     g_h,
-    state_n,
+    state_n,  # strides of `leaving`; see `in_state`
     state_h,
     state_k,
     state_v,
     T,
-    segment,
-    segments,
+    segment,  # tokens of a segment
+    segments,  # segments of a sequence of a batch
     Ho,
-    per_q,
-    per_k,
-    per_v,
+    per_q,  # heads of o that share a head of q
+    per_k,  # heads of o that share a head of k
+    per_v,  # heads of o that share a head of v
     K,
     V,
     B,
@@ -577,11 +590,12 @@ def _chunk_gla_bwd_head_kernel(
     NORMALIZER: gl.constexpr,
     LAST_LEAVE_NONE: gl.constexpr,
 ):
+    """Computes the gradients of one head of o of one segment, for a block of keys and of values."""
     HAS_GATE: gl.constexpr = g_ptr is not None
     PACKED: gl.constexpr = order is not None
     blocks_v = gl.cdiv(V, HALVES * D)
     blocks_k = gl.cdiv(K, PARTS * D)
-    pid = gl.program_id(0)  # neighbours share q and k, or v and do
+    pid = gl.program_id(0)  # neighbouring blocks read the same q and k, or the same v and do
     block_v = pid % blocks_v
     block_k = pid // blocks_v % blocks_k
     h = pid // (blocks_v * blocks_k) % Ho
@@ -616,17 +630,18 @@ def _chunk_gla_bwd_head_kernel(
     do_tiles = gl.allocate_shared_memory(dtype, [SLOTS * HALVES, 1, 1, C, D], do_desc.layout)
     s_tiles = gl.allocate_shared_memory(dtype, [PARTS * HALVES, 1, 1, D, D], s_desc.layout)
     p_tiles = gl.allocate_shared_memory(dtype, [PARTS * HALVES, 1, 1, D, D], s_desc.layout)
-    eo_tiles = gl.allocate_shared_memory(dtype, [HALVES, C, D], tile_layout)
-    da_tile = gl.allocate_shared_memory(dtype, [C, C], tile_layout)
+    eo_tiles = gl.allocate_shared_memory(dtype, [HALVES, C, D], tile_layout)  # scale * exp(b) do
+    da_tile = gl.allocate_shared_memory(dtype, [C, C], tile_layout)  # dA^T
     sums = gl.allocate_shared_memory(gl.float32, [3 * SLOTS, C], row_layout)  # b, scale * exp(b), exp(b_C - b)
     decays = gl.allocate_shared_memory(gl.float32, [3 * SLOTS, 1], row_layout)  # exp(b_C); exp(b_1), exp(b_C - b_1)
     dots = gl.allocate_shared_memory(gl.float32, [ROOM * SLOTS, C], row_layout)  # sums of products for dg
-    p_units = gl.allocate_shared_memory(gl.float32, [PARTS, 1], row_layout)  # for float16: of the parts of P
-    o_units = gl.allocate_shared_memory(gl.float32, [1 + HALVES, 1], row_layout)  # of dA, and of scale * exp(b) do
+    # Units for float16: of the parts of P; of dA and the halves of scale * exp(b) do.
+    p_units = gl.allocate_shared_memory(gl.float32, [PARTS, 1], row_layout)
+    o_units = gl.allocate_shared_memory(gl.float32, [1 + HALVES, 1], row_layout)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # q, k, v, do have been loaded
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # dq, dk, dv have left the tiles of q, k, v
-    gated = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # dA, scale * exp(b) do and the decays are there
+    gated = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # dA, scale * exp(b) do and decays have been written
     s_full = gl.allocate_shared_memory(gl.int64, [1], bars)  # S has been loaded
     s_empty = gl.allocate_shared_memory(gl.int64, [1], bars)  # S has been read
     ready = gl.allocate_shared_memory(gl.int64, [1], bars)  # all parts of P have been written
@@ -637,10 +652,10 @@ def _chunk_gla_bwd_head_kernel(
     p_read = gl.allocate_shared_memory(gl.int64, [1], bars)  # P and k have been read by the score warps
     for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=PARTS + 1)
+        mbarrier.init(empty.index(i), count=PARTS + 1)  # the gradient warpgroups and the score warpgroup
         mbarrier.init(summed.index(i), count=1)
         mbarrier.init(gated.index(i), count=1)
-        mbarrier.init(dotted.index(i), count=PARTS + 1)
+        mbarrier.init(dotted.index(i), count=PARTS + 1)  # the same warpgroups
     mbarrier.init(s_full, count=1)
     mbarrier.init(s_empty, count=PARTS)
     mbarrier.init(ready, count=PARTS)
@@ -664,7 +679,7 @@ def _chunk_gla_bwd_head_kernel(
     states = (leaving, held, h % per_v == 0, state_n, state_h, state_k, state_v, dinitial, s_units)
     place = (b, h, v_head, n, key, value, start, length)
     own = (tiles, barriers, outputs, states, units, place, (T, Ho, K, V, Hv), scale)
-    # Registers of a thread: the score warps take the rest.
+    # Registers of a thread. The score warps have the remaining registers.
     if PARTS == 1:
         gl.warp_specialize(
             [

@@ -1,25 +1,38 @@
 """Computes gradients of chunked gated linear attention on Hopper for wide heads: states first, then all chunks.
 
-backward.py gives the mathematics. If a head needed several blocks of states, each block would repeat the work on q, k
-and g, and dq, dk, dg and dv would be sums over blocks. Instead, the gradients of states are written to memory once:
+For a chunk of C tokens, let S be the entering state, P the decayed gradient of the leaving state, and qg, kg and r the
+values that backward.py defines. Then, in a mild chunk,
 
-    state_gradients.py   processes segments backwards, and writes P of every chunk
-    this file            takes chunk after chunk, in any order: loops over the values, and sums dq, dk and dv on chip
+    A  = tril(qg kg^T)           dA = tril(do v^T)
+    dq = scale exp(b - r) * (dA kg + exp(r) (do S^T))       dk = exp(r - b) * (dA^T qg + v P^T)
+    dv = A^T do + kg P           w = q * dq - k * dk
+    dg_u = exp(r) (sum over V of S * P) + sum over t of (qg * exp(r) (do S^T))_t - sum over t < u of w_t
 
-If gates come from logits, a launch before them writes the log gates to memory, which both kernels read.
+In any other chunk, A and dA count as 0. The factors exp(b - r), exp(r - b) and exp(r) become exp(b), exp(b_C - b) and
+1, and the factor of S * P becomes exp(b_C). pairs.py then adds the terms of pairs of tokens.
+
+If a head needed several blocks of states, each block would repeat the work on q, k and g, and dq, dk, dg and dv would
+be sums over blocks. Instead, the gradients of states are written to memory once:
+
+    state_gradients.py   goes backwards through segments, and writes P of every chunk
+    this file            computes all chunks, in any order: it loops over the values, and sums dq, dk and dv on chip
+
+If gates come from logits, a launch before these two writes the log gates to memory, and both kernels read them.
 
 B batch   T tokens   N sequences   H key/value heads, of k, v, g and S   Hq query heads   G query heads of a group
 K, V key and value width   C tokens of a chunk   D = 64 values of a tile, and keys of a part
-PARTS parts of a slice of the keys, 1 or 2   SLICES slices of the keys   n rows of states, one for each chunk
+PARTS parts of a slice of the keys, 1 or 2   SLICES slices of the keys, PARTS D keys each
+n rows of states, one for each chunk   CHUNKS, V_SLOTS, SLOTS pipeline stages of q, k, g; of v, do; of S, P
+pair   a chunk and a query head   item   a pair of tiles of v and do, counted over all slices of a block
 
-A block takes pairs of a chunk and a head in turns, and the slices of the keys of a pair one after the other. dv is a
-sum over slices; the block keeps it in scratch memory of its own, which stays in the L2 cache. There are three kinds of
-warps, which communicate over barriers in shared memory:
+The grid is persistent: a block computes every num_programs-th pair, and the slices of a pair one after the other. dv is
+a sum over slices. The block keeps it in scratch memory of its own (`sums`), which stays in the L2 cache. The warps of a
+block are specialised. They communicate over barriers in shared memory; common.py gives the rules.
 
     load       one warp: copies q, k and g of the next slice, and tiles of v, do, S and P, by TMA
-    gate       a warpgroup: sums g and replaces q, k by qg, kg for the next slice, and writes dg of the slice before
-    gradient   two warpgroups: each computes dq and dk of its part of the keys; if there is one part, the first computes
-               dq and the second dk. In addition, the first computes dA, and the second computes dv
+    gate       a warpgroup: sums g and replaces q, k by qg, kg for the next slice, and writes dg of the previous slice
+    gradient   two warpgroups: each computes dq and dk of its part of the keys. If there is one part, the first computes
+               dq and the second dk. In addition, the first computes dA, and the second computes A^T and dv.
 
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
 """
@@ -66,9 +79,9 @@ from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles, state_tiles
 
-CHUNKS = gl.constexpr(2)  # chunks of a slice of the keys whose q, k and g are in shared memory
-V_SLOTS = gl.constexpr(2)  # tiles of v and do that are prefetched
-ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # for sums over columns
+CHUNKS = gl.constexpr(2)  # pipeline stages of q, k and g: slices in shared memory
+V_SLOTS = gl.constexpr(2)  # pipeline stages of v and do
+ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # few threads share a row, for sums over columns
 
 
 def launch_gradients(
@@ -120,7 +133,7 @@ def launch_gradients(
         "tiles_v": tiles_v,
         "PARTS": min(2, ceil_div(K, WIDTH)),
         "SLICES": slices,
-        "SLOTS": 3 if K > WIDTH else 4,  # what shared memory holds
+        "SLOTS": 3 if K > WIDTH else 4,  # the most that fit into shared memory
         "G": Hq // H,
         "NORMALIZER": normalizer,
     }
@@ -131,7 +144,12 @@ def launch_gradients(
 
 @gluon.jit
 def _filled(n, work):
-    """Returns the first of the pairs n, n + step, and so on that has tokens; `count` or more if there is none."""
+    """Returns the first pair among n, n + step, n + 2 step .. that has tokens; `count` or more if there is none.
+
+    Args:
+        work: T, Hq, K, the number of pairs, the order of chunks, the first pair of this block, and the number of
+            blocks, here and below.
+    """
     _, _, _, count, order, _, step = work
     if order is not None:
         while (n < count) & (_tokens(gl.minimum(n, count - 1), work) == 0):
@@ -141,7 +159,7 @@ def _filled(n, work):
 
 @gluon.jit
 def _next(n, key, work, SLICES: gl.constexpr):
-    """Returns the pair, and the first key of the slice, that a block takes after the slice from `key` of pair n."""
+    """Returns the pair and the first key of the slice that a block computes after the slice of pair n from `key` on."""
     _, _, K, _, _, _, step = work
     if SLICES == 1:
         n = _filled(n + step, work)
@@ -155,14 +173,14 @@ def _next(n, key, work, SLICES: gl.constexpr):
 
 @gluon.jit
 def _tokens(n, work):
-    """Returns the number of tokens of the n-th pair."""
+    """Returns the number of tokens of pair n."""
     _, _, _, _, rows = _place(n, work)
     return rows
 
 
 @gluon.jit
 def _place(n, work):
-    """Returns the row of states, the batch, the head, the first token and the number of tokens of the n-th pair."""
+    """Returns the row of states, the batch, the head, the first token and the number of tokens of pair n."""
     T, Hq, _, _, order, _, _ = work
     n = gl.to_tensor(n)
     h = n % Hq
@@ -180,7 +198,12 @@ def _place(n, work):
 
 @gluon.jit
 def _load_queries(i, n, key, descriptors, tiles, barriers, work, PARTS: gl.constexpr, G: gl.constexpr):
-    """Starts the loads of q, k and g of a slice of the n-th pair, the i-th of this block, once their slot is empty."""
+    """Starts the loads of q, k and g of a slice, once their slot is empty.
+
+    Args:
+        i: the number of the slice, counted in this block.
+        n, key: the pair, and the first key of the slice.
+    """
     q_desc, k_desc, _, _, g_desc, _, _ = descriptors
     q_tiles, k_tiles, _, _, _, x_tiles = tiles
     qk_full, qk_empty, _, _, _, _ = barriers
@@ -200,7 +223,12 @@ def _load_queries(i, n, key, descriptors, tiles, barriers, work, PARTS: gl.const
 
 @gluon.jit
 def _load_states(desc, s_tiles, full, empty, item, place, PARTS: gl.constexpr, SLOTS: gl.constexpr):
-    """Loads the keys of a slice, and D values, of S or P into the next slot."""
+    """Starts the load of S or P, of the keys of a slice and D values, once its slot is empty.
+
+    Args:
+        item: the number of the load, counted in this block.
+        place: the row of states, the head, the first key and the first value.
+    """
     row, h, key, value = place
     slot = item % SLOTS
     mbarrier.wait(empty.index(slot), (item // SLOTS & 1) ^ 1)
@@ -212,7 +240,7 @@ def _load_states(desc, s_tiles, full, empty, item, place, PARTS: gl.constexpr, S
 
 @gluon.jit
 def _load_warp(given, PARTS: gl.constexpr, SLICES: gl.constexpr, SLOTS: gl.constexpr, G: gl.constexpr):
-    """Prefetches tiles of v and do, and of S and P in turns, and q, k and g of the next slice after the first tiles."""
+    """Loads tiles of v and do, and of S and P in turns. After the first tiles, loads q, k and g of the next slice."""
     descriptors, tiles, barriers, work, tiles_v = given
     _, _, v_desc, do_desc, _, s_desc, p_desc = descriptors
     _, _, v_tiles, do_tiles, s_tiles, _ = tiles
@@ -223,7 +251,7 @@ def _load_warp(given, PARTS: gl.constexpr, SLICES: gl.constexpr, SLOTS: gl.const
         _load_queries(i, n, key, descriptors, tiles, barriers, work, PARTS, G)
     while n < count:
         row, b, h, t, _rows = _place(n, work)
-        this = key
+        this = key  # the first key of this slice; n and key then refer to the next slice
         n, key = _next(n, key, work, SLICES)
         for j in range(tiles_v):
             if (j == 1) & (n < count):
@@ -241,15 +269,15 @@ def _load_warp(given, PARTS: gl.constexpr, SLICES: gl.constexpr, SLOTS: gl.const
 
 @gluon.jit
 def _tile(tiles, i):
-    """Returns the i-th of several tiles, as a matrix."""
+    """Returns tile i of several tiles [1, 1, C, D] as a matrix [C, D]."""
     return tiles.index(i).reshape([tiles.type.shape[3], tiles.type.shape[4]])
 
 
 @gluon.jit
 def _decay(g_desc, tiles, slot, mild, rows, scale, PARTS: gl.constexpr, PACKED: gl.constexpr):
-    """Replaces q and k by qg and kg, gates by the exponents of queries, and stores b_C / 2 [D] of each part.
+    """Replaces q, k by qg, kg, and the gates by the exponents of queries, and stores b_C / 2 [D] of each part.
 
-    The loops over parts are loops at run time, here and below: they keep the code small, which is fetched again for
+    Loops over parts run at run time, here and below, to keep the code small: the instructions are fetched again for
     each slice.
     """
     q_tiles, k_tiles, x_tiles, _, r_tiles, _, _ = tiles
@@ -273,9 +301,11 @@ def _decay(g_desc, tiles, slot, mild, rows, scale, PARTS: gl.constexpr, PACKED: 
 def _write_dg(
     tiles, slot, place, key, dg_ptr, logits, sizes, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, G: gl.constexpr
 ):
-    """Writes dg of a slice: the value at the chunk's start, minus the sum of w before each row.
+    """Writes dg of a slice: the anchor, which is the value at the chunk's start, minus the sum of w before each row.
 
     Args:
+        place: see `_place`.
+        key: the first key of the slice.
         logits: if NORMALIZER is given, a pointer to the logits, and the strides of batches, tokens and heads.
     """
     _, _, _, w_tiles, _, anchors, _ = tiles
@@ -290,7 +320,7 @@ def _write_dg(
         if NORMALIZER is not None:
             g_ptr, g_b, g_t, g_h = logits
             head = g_ptr + b.to(gl.int64) * g_b + (h // G).to(gl.int64) * g_h
-            x = gl.load(head + (t + row).to(gl.int64) * g_t + (key + p * D + column), inside, 0.0)
+            x = gl.load(head + (t + row).to(gl.int64) * g_t + (key + p * D + column), inside, 0.0)  # [C, D], logits
         if PARTS > 1:
             w = _tile(w_tiles, PARTS * slot + p).load(RUNS)  # [C, D]
         else:
@@ -310,7 +340,7 @@ def _gate_warps(
     SLICES: gl.constexpr,
     G: gl.constexpr,
 ):
-    """Replaces q, k by qg, kg, slice after slice, and writes dg of the slice before."""
+    """Replaces q, k by qg, kg in each slice, and writes dg of the previous slice."""
     g_desc, tiles, barriers, marks, dg_ptr, logits, work, sizes, scale = given
     qk_full, qk_empty, gated, w_full = barriers
     _, Hq, _, count, order, first, _ = work
@@ -329,10 +359,10 @@ def _gate_warps(
                 mild_flags.index(slot).store(gl.full([1], mild, gl.int32, gl.SliceLayout(1, RUNS)))
             mbarrier.wait(qk_full.index(slot), i // CHUNKS & 1)
             _decay(g_desc, tiles, slot, mild, rows, scale, PARTS, PACKED)
-            fence_async_shared()
+            fence_async_shared()  # qg and kg have been stored from registers; wgmma reads them
             mbarrier.arrive(gated.index(slot), count=1)
         if last_n >= 0:
-            slot = (i + 1) % CHUNKS
+            slot = (i + 1) % CHUNKS  # of the previous slice, because CHUNKS is 2
             if g_desc is not None:
                 mbarrier.wait(w_full.index(slot), (i - 1) // CHUNKS & 1)
                 place = _place(last_n, work)
@@ -358,7 +388,11 @@ def _gradient_warps(
     SLOTS: gl.constexpr,
     HAS_GATE: gl.constexpr,
 ):
-    """Computes dq and dk of a part of the keys, or one of them, and dv in the second warpgroup, slice after slice."""
+    """Computes dq and dk of a part of the keys; with one part, dq or dk. The second warpgroup also computes dv.
+
+    Args:
+        part: the number of this gradient warpgroup.
+    """
     tiles, barriers, outputs, work, sums, sizes, scale = given
     q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, x_tiles, w_tiles, da_tile, out_tiles, r_tiles, anchors, flags = tiles
     qk_empty, gated, w_full, full, empty, v_full, v_empty, ready = barriers
@@ -369,8 +403,8 @@ def _gradient_warps(
     OF_QUERIES: gl.constexpr = PARTS > 1 or part == 0
     OF_KEYS: gl.constexpr = PARTS > 1 or part == 1
     own_part: gl.constexpr = part if PARTS > 1 else 0
-    none = gl.zeros([C, C], gl.float32, LAYOUT)
-    in_order = gl.arange(0, C, gl.SliceLayout(1, LAYOUT))[:, None] * D  # [C, D], numbers of elements of a tile
+    none = gl.zeros([C, C], gl.float32, LAYOUT)  # also for [C, D], since C = D
+    in_order = gl.arange(0, C, gl.SliceLayout(1, LAYOUT))[:, None] * D  # [C, D] with the next line, offsets in a tile
     in_order += gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]
     i, n, key = 0, _filled(first, work), 0
     while n < count:
@@ -381,39 +415,40 @@ def _gradient_warps(
         q_tile, k_tile = _tile(q_tiles, own), _tile(k_tiles, own)
         row = (gl.arange(0, C, gl.SliceLayout(1, LAYOUT)) + opaque_zero())[:, None]  # [C, 1]
         column = (gl.arange(0, C, gl.SliceLayout(0, LAYOUT)) + opaque_zero())[None, :]  # [1, C]
-        tma.store_wait(0)  # the gradients of the slice before have left the tiles
+        tma.store_wait(0)  # the gradients of the previous slice have left the tiles
         mbarrier.arrive(qk_empty.index((i + 1) % CHUNKS), count=1, pred=i > 0)
         mbarrier.wait(gated.index(slot), i // CHUNKS & 1)
         last = True  # whether this is the last slice of the pair
         if SLICES > 1:
             last = key + 2 * D >= K
-        beyond = 0  # C masks every score
+        beyond = 0  # C would mask every score
         if HAS_GATE:
             mild = gl.max(flags.index(slot).load(gl.SliceLayout(1, LAYOUT)), 0) != 0
             beyond = gl.where(mild, 0, C)
         if part == 1:
-            aT = none
+            aT = none  # [C, C], A^T
             for p in gl.static_range(PARTS):
                 other_q = _tile(q_tiles, PARTS * slot + p)
                 aT = product(_tile(k_tiles, PARTS * slot + p), other_q.permute([1, 0]), aT)
             aT = gl.convert_layout(_masked(warpgroup_mma_wait(0, [aT]), row + beyond, column), LEFT)
-        dq, dk, square = none, none, none  # square is dA in the first warpgroup, dv in the second
+        # dq and dk are [C, D]. `square` is dA [C, C] in the first warpgroup, and a tile of dv [C, D] in the second.
+        dq, dk, square = none, none, none
         crossing = gl.zeros([D, D], gl.float32, ROWS)  # S * P, summed over tiles of values
         for j in range(tiles_v):
             item = i * tiles_v + j
             v_slot = item % V_SLOTS
-            S, P = 2 * item % SLOTS, (2 * item + 1) % SLOTS  # slots
+            S, P = 2 * item % SLOTS, (2 * item + 1) % SLOTS  # the slots of S and of P
             v_tile, do_tile = _tile(v_tiles, v_slot), _tile(do_tiles, v_slot)
             s_tile, p_tile = _tile(s_tiles, PARTS * S + own_part), _tile(s_tiles, PARTS * P + own_part)
             if part == 1:
                 square = none
                 if SLICES > 1:
                     summed = sums + j * (C * D) + in_order  # [C, D]
-                    square = gl.load(summed, key > 0, 0.0)  # the same thread has stored it
+                    square = gl.load(summed, key > 0, 0.0)  # [C, D], which the same thread has stored
             mbarrier.wait(v_full.index(v_slot), item // V_SLOTS & 1)
             if PACKED:
                 clear_rows(do_tile, rows, LAYOUT)
-                fence_async_shared()
+                fence_async_shared()  # wgmma reads the cleared rows
             mbarrier.wait(full.index(S), 2 * item // SLOTS & 1)
             if OF_QUERIES:
                 dq = product(do_tile, s_tile.permute([1, 0]), dq)
@@ -444,7 +479,8 @@ def _gradient_warps(
                     tma.store_wait(0)
                     write(dv_desc, dv_ptr, _tile(out_tiles, 0), square, j * D, V, where, rows, PACKED)
 
-        # The second warpgroup has released tiles of this slice, so it has read dA of the slice before.
+        # The tile of dA may be overwritten: the second warpgroup has released tiles of this slice, so it has read dA of
+        # the previous slice.
         if part == 0:
             da_tile.store(_masked(square, column + beyond, row))
             fence_async_shared()
@@ -453,17 +489,18 @@ def _gradient_warps(
             anchors.index(own).store(gl.sum(crossing, 1))
         mbarrier.wait(ready, i & 1)
         if OF_QUERIES:
-            started = product(da_tile, k_tile, none)
+            started = product(da_tile, k_tile, none)  # [C, D], dA kg
         if OF_KEYS:
             dk = product(da_tile.permute([1, 0]), q_tile, dk)
         if HAS_GATE:
             r = r_tiles.index(own).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
             x = _tile(x_tiles, own).load(LAYOUT)  # [C, D]
-            w_tile = _tile(w_tiles, 2 * slot + part)  # with two parts, it takes the place of x
+            w_tile = _tile(w_tiles, 2 * slot + part)  # [C, D]; with two parts, w takes the place of x
             if OF_QUERIES:
                 dq *= gl.exp2(gl.where(mild, r, 0.0))
                 w_tile.store(q_tile.load(LAYOUT).to(gl.float32) * dq)
-                entered = gl.sum(w_tile.load(RUNS), 0)  # [D], the term of queries that read S; needs no scratch memory
+                # The term of queries that read S. In this layout, the sum needs no scratch memory.
+                entered = gl.sum(w_tile.load(RUNS), 0)  # [D]
                 half = r_tiles.index(own).load(gl.SliceLayout(0, RUNS))  # b_C / 2 [D]
                 crossed = anchors.index(own).load(gl.SliceLayout(0, RUNS))  # [D]
                 anchors.index(own).store(entered + crossed * gl.exp2(gl.where(mild, half, 2 * half)))
@@ -488,14 +525,14 @@ def _gradient_warps(
                 dq *= gl.exp2(x)
             if OF_KEYS:
                 dk *= gl.exp2(gl.where(mild, 0.0, 2 * r) - x)
-        # Two parts are written through their tiles of q and k: all warps have read these.
+        # With two parts, dq and dk are written through the tiles of q and k, which all warps have read.
         if OF_QUERIES:
             dq_tile = q_tile if PARTS > 1 else _tile(out_tiles, 1)
             write(dq_desc, dq_ptr, dq_tile, dq * scale, key + own_part * D, K, where, rows, PACKED)
         if OF_KEYS:
             dk_tile = k_tile if PARTS > 1 else _tile(out_tiles, 0)
             if PARTS == 1:
-                tma.store_wait(0)  # the last tile of dv has left it
+                tma.store_wait(0)  # the last tile of dv has left out_tiles
             write(dk_desc, dk_ptr, dk_tile, dk, key + own_part * D, K, where, rows, PACKED)
         n, key = _next(n, key, work, SLICES)
         i += 1
@@ -520,25 +557,25 @@ def _gradient_kernel(
     dg_ptr,  # [B, T, Hq, K] or None
     g_ptr,  # logits, [B, T, H, K], if NORMALIZER is given, else None
     marks,  # [n, Hq, SLICES], 1 where a chunk is not mild; None if g is None
-    sums,  # [programs, tiles of values, C, D] float32, or None if there is one slice
-    order,  # [n, 5] or None
+    sums,  # [programs, tiles_v, C, D] float32, or None if there is one slice
+    order,  # [n, 5], the chunks as segments, or None for a batch
     scale,
-    count,  # pairs of a chunk and a query head
+    count,  # number of pairs
     T,
-    g_b,
+    g_b,  # strides of logits
     g_t,
     g_h,
     Hq,
     K,
     V,
-    tiles_v,  # tiles of values, at least two: with one, a warpgroup could fall behind by a slice
+    tiles_v,  # number of tiles of values, at least two: with one, a warpgroup could fall behind by a slice
     PARTS: gl.constexpr,
     SLICES: gl.constexpr,
-    SLOTS: gl.constexpr,  # tiles of S or P that are prefetched, each with all keys
+    SLOTS: gl.constexpr,  # pipeline stages of S and P, each with the keys of a slice
     G: gl.constexpr,
     NORMALIZER: gl.constexpr,
 ):
-    """Computes every num_programs-th pair of a chunk and a head."""
+    """Computes every num_programs-th pair of a chunk and a query head."""
     HAS_GATE: gl.constexpr = marks is not None
     dtype: gl.constexpr = gl.bfloat16
     exponents: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, C, D], gl.float32)
@@ -549,20 +586,21 @@ def _gradient_kernel(
     v_tiles = gl.allocate_shared_memory(dtype, [V_SLOTS, 1, 1, C, D], v_desc.layout)
     do_tiles = gl.allocate_shared_memory(dtype, [V_SLOTS, 1, 1, C, D], do_desc.layout)
     s_tiles = gl.allocate_shared_memory(dtype, [PARTS * SLOTS, 1, 1, D, D], s_desc.layout)
+    # x_tiles hold g, then the exponents of queries; with two parts, then w.
     x_tiles = gl.allocate_shared_memory(gl.float32, [CHUNKS * PARTS, 1, 1, C, D], exponents) if HAS_GATE else q_tiles
     da_tile = gl.allocate_shared_memory(dtype, [1, C, C], square).index(0)
     out_tiles = gl.allocate_shared_memory(dtype, [1 if PARTS > 1 else 2, 1, 1, C, D], dv_desc.layout)  # of dv and dq
     w_tiles = x_tiles
     if HAS_GATE and PARTS == 1:
         w_tiles = gl.allocate_shared_memory(gl.float32, [CHUNKS * 2, 1, 1, C, D], exponents)
-    r_tiles = gl.allocate_shared_memory(gl.float32, [CHUNKS * PARTS, D], row_layout)
-    anchors = gl.allocate_shared_memory(gl.float32, [CHUNKS * PARTS, D], row_layout)
+    r_tiles = gl.allocate_shared_memory(gl.float32, [CHUNKS * PARTS, D], row_layout)  # b_C / 2
+    anchors = gl.allocate_shared_memory(gl.float32, [CHUNKS * PARTS, D], row_layout)  # dg at the chunk's start
     mild_flags = gl.allocate_shared_memory(gl.int32, [CHUNKS, 1], row_layout)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     qk_full = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], bars)  # q, k and g have been loaded
     qk_empty = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], bars)  # dq, dk, dg have left the tiles of q, k, g
     gated = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], bars)  # q, k have become qg, kg, and g the exponents
-    w_full = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], bars)  # w and dg at the chunk's start have been written
+    w_full = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], bars)  # w and the anchor have been written
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # a tile of S or P has been loaded
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # both warpgroups have read it
     v_full = gl.allocate_shared_memory(gl.int64, [V_SLOTS, 1], bars)  # tiles of v and do have been loaded
@@ -570,9 +608,9 @@ def _gradient_kernel(
     ready = gl.allocate_shared_memory(gl.int64, [1], bars)  # dA has been written, and all of kg has been read
     for slot in gl.static_range(CHUNKS):
         mbarrier.init(qk_full.index(slot), count=1)
-        mbarrier.init(qk_empty.index(slot), count=3)
+        mbarrier.init(qk_empty.index(slot), count=3)  # the gate warpgroup and both gradient warpgroups
         mbarrier.init(gated.index(slot), count=1)
-        mbarrier.init(w_full.index(slot), count=2)
+        mbarrier.init(w_full.index(slot), count=2)  # both gradient warpgroups, here and below
     for slot in gl.static_range(SLOTS):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=2)

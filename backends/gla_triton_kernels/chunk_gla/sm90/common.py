@@ -1,12 +1,31 @@
 """Functions shared by the kernels for SM90: segments, decays and scores of a chunk, clears and writes of rows, overlap.
 
-    b_t = g_1 + .. + g_t                             within a chunk
+For the log gates g_1 .. g_C of a chunk, let b_t = g_1 + .. + g_t, per channel of K. Then
+
     mild chunk (no channel decays by more than MILD_DECAY_SM90): with r = b_C / 2,
         qg = q exp(b - r)        kg = k exp(r - b)         A = tril(qg kg^T)
     any chunk: no exponent is above 0, so nothing overflows,
         qg = q exp(b)            kg = k exp(b_C - b)       A: see _scores_by_halving
 
-B batch   T tokens   I segments   H heads   C tokens of a chunk   K key width of a head, or of a slice of it
+B batch   T tokens   N sequences   I segments   P slots of a pool   H heads, Hv of them of states
+C tokens of a chunk   K, V key and value width of a head; in functions of tiles, K is the width of the tile
+BK, W keys and values of a block of a state
+
+tile   a matrix in shared memory
+unit   the power of two by which an operand in float16 is divided, so that its largest number is in range; a product
+       with the operand is multiplied by the unit. Operands in bfloat16 have the unit 1.
+
+The kernels of this folder follow four rules of Hopper:
+
+- wgmma and TMA access shared memory through a path of their own, the async proxy. `fence_async_shared` orders accesses
+  from registers before it; without the fence, wgmma could read a tile before a store to it has arrived.
+- `tma.store_wait(n)` returns when all copies to global memory except the latest n have read their tiles. Only then may
+  a tile be overwritten.
+- A barrier completes a phase after `count` arrivals. `mbarrier.expect` is one arrival, and the phase then also waits
+  for that number of bytes from TMA. `mbarrier.arrive` is one arrival of all warps that run the function, whether they
+  are one warp or a warpgroup.
+- The phases of a barrier are numbered 0, 1, 0, 1 and so on. A wait for phase 1 of a new barrier returns at once, so the
+  first wait for an empty pipeline stage, `phase ^ 1`, does not block.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
@@ -33,19 +52,21 @@ LEAST_UNIT = gl.constexpr(2.0**-40)
 
 @gluon.jit
 def plus(a, b):
+    """Returns a + b, as the operation of a scan."""
     return a + b
 
 
 @gluon.jit
 def _then(before, last, more, new_last):
+    """Combines two runs of numbers. A run is a pair: the sum of all its numbers but the last, and the last number."""
     return before + last + more, new_last
 
 
 @gluon.jit
 def sum_of_earlier(x):
-    """Returns for each number of x the sum of the numbers before it.
+    """Returns for each number of x [C] the sum of the numbers before it, [C].
 
-    A sum that includes the number, less the number, would lose what is small beside it.
+    The difference of an inclusive sum and the number itself would lose small earlier numbers by rounding.
     """
     found, _ = gl.associative_scan((gl.zeros_like(x), x), 0, _then)
     return found
@@ -60,7 +81,7 @@ def _either(a, b):
 def as_float32(x):
     """Returns x in float32.
 
-    Two instructions convert the two bfloat16 numbers of a register; the compiler would use three.
+    Two instructions convert the two bfloat16 numbers of a register. The compiler would use three.
     """
     if x.dtype == gl.bfloat16:
         widen: gl.constexpr = """{
@@ -76,9 +97,9 @@ def as_float32(x):
 
 @gluon.jit
 def unit_of(most):
-    """Returns the power of two `unit` with 2^14 <= most / unit < 2^15, and 1 / unit; `most` is the largest number.
+    """Returns the power of two `unit` with 2^14 <= most / unit < 2^15, and 1 / unit.
 
-    Numbers that are divided by it fit into float16.
+    A matrix whose largest absolute value is `most` fits into float16 after it is divided by `unit`.
     """
     unit = most.to(gl.int32, bitcast=True) & 0x7F800000  # the exponent's bits
     unit = gl.maximum(unit - (14 << 23), 1 << 23)
@@ -87,22 +108,25 @@ def unit_of(most):
 
 @gluon.jit
 def largest(x):
-    """Returns the largest absolute value of a matrix."""
+    """Returns the largest absolute value of a matrix x, a scalar."""
     return gl.max(gl.max(gl.abs(x), 1), 0)
 
 
 @gluon.jit
 def magnitudes(q_tile, k_tile, layout: gl.constexpr):
-    """Returns the larger of |q| and |k| [C, K], in float16, as the bits of float32 numbers, which have their order."""
+    """Returns max(|q|, |k|) [C, K] for tiles in float16, as int32.
+
+    The integers are the bits of the numbers in float32. They have the same order as the numbers.
+    """
     most = gl.maximum(gl.abs(q_tile.load(layout)), gl.abs(k_tile.load(layout)))
     return most.to(gl.float32).to(gl.int32, bitcast=True)
 
 
 @gluon.jit
 def fit_mild_chunk(bits):
-    """Returns whether all `magnitudes` [C, K] are at most MILD_INPUT_HALF.
+    """Returns whether all numbers are at most MILD_INPUT_HALF; `bits` [C, K] comes from `magnitudes`.
 
-    It reduces integers, and all dimensions at once, because one instruction of Hopper then compares those of a warp.
+    The maximum is taken of integers and over all dimensions at once. Hopper then needs one instruction for a warp.
     """
     most = gl.max(bits.reshape([bits.shape[0] * bits.shape[1]]), 0)
     return most.to(gl.float32, bitcast=True) <= MILD_INPUT_HALF
@@ -110,12 +134,14 @@ def fit_mild_chunk(bits):
 
 @gluon.jit
 def store_state(tile, S, factor, outer):
-    """Stores outer * factor * S as an operand, and returns its unit, by which products with it are multiplied.
+    """Stores outer * factor * S in a tile as an operand of products, and returns its unit.
 
-    A sum over many tokens may be too large or too small for float16, but not for bfloat16, where outer has to be 1.
+    A state is a sum over many tokens, which may be too large or too small for float16, but not for bfloat16.
 
     Args:
-        S: [K, V]. factor: [K, 1], numbers from exp(-12) to 1; None stands for 1. outer: a power of two.
+        S: the state [BK, W].
+        factor: [BK, 1], numbers from exp(-12) to 1 if the tile is float16; None stands for 1.
+        outer: the unit of S, a power of two; 1 if the tile is bfloat16.
     """
     if tile.dtype == gl.float16:
         unit, inverse = unit_of(largest(S) * outer)
@@ -129,7 +155,7 @@ def store_state(tile, S, factor, outer):
 
 @gluon.jit
 def unit_at(units, row, H, h):
-    """Returns the unit of the tile of a chunk and head from units [rows, H], or 1 if there are none; see half.py."""
+    """Returns the unit of an input in one chunk and head, from `units` [rows, H]; 1 if it is None. See half.py."""
     if units is None:
         return 1.0
     else:  # noqa: RET505 -- one branch is compiled
@@ -138,16 +164,13 @@ def unit_at(units, row, H, h):
 
 @gluon.jit
 def divisible_unit_of(most):
-    """Returns the unit as `unit_of` does, but at least LEAST_UNIT, so that other units may be divided by it."""
+    """Returns a unit and its inverse as `unit_of` does; the unit is at least LEAST_UNIT, so it may be a divisor."""
     return unit_of(gl.maximum(most, LEAST_UNIT * 16384.0))
 
 
 @gluon.jit
 def in_units(x, dtype: gl.constexpr):
-    """Returns a matrix as an operand of a product, and its unit, by which the product is multiplied.
-
-    The unit is 1 for bfloat16. For float16 it may be a divisor; see `divisible_unit_of`.
-    """
+    """Returns a matrix x as an operand of products, and its unit; see `divisible_unit_of`."""
     if dtype == gl.float16:
         unit, inverse = divisible_unit_of(largest(x))
         return (x * inverse).to(dtype), unit
@@ -157,10 +180,12 @@ def in_units(x, dtype: gl.constexpr):
 
 @gluon.jit
 def write_state(ptr, number, S, key, value, sizes):
-    """Writes S [BK, W] from registers to the state of this number in a tensor [.., K, V].
+    """Writes S [BK, W] from registers to a tensor of states [.., K, V].
 
     Args:
-        key, value: the keys [BK, 1] and the values [1, W] of S. sizes: K and V.
+        number: the index of the state in the tensor.
+        key, value: the indices of the keys [BK, 1] and of the values [1, W] of S.
+        sizes: K and V.
     """
     K, V = sizes
     key += opaque_zero()  # the assembler of Triton 3.6 crashes if addresses are kept through the loop
@@ -169,9 +194,10 @@ def write_state(ptr, number, S, key, value, sizes):
 
 @gluon.jit
 def slots_at(slots, sequence):
-    """Returns the slots of a sequence: of the state that it reads, of its last state and of its checkpoint.
+    """Returns four numbers of a sequence from `slots` [N, 4]; see shared/slots.py.
 
-    The fourth number of the result is the number of tokens before the checkpoint; see shared/slots.py.
+    They are the slot of its initial state, the slot of its final state, the slot of its checkpoint, and the number of
+    tokens before the checkpoint. A slot of -1 means that there is no such state.
     """
     row = slots + sequence.to(gl.int64) * 4
     return gl.load(row), gl.load(row + 1), gl.load(row + 2), gl.load(row + 3)
@@ -179,11 +205,12 @@ def slots_at(slots, sequence):
 
 @gluon.jit
 def read_slot(pool, strides, slot, h, key, value, inside):
-    """Returns a head's state [BK, W] in a slot of the pool [P, H, K, V], in float32; 0 without a slot.
+    """Returns the state [BK, W] of head h from a slot of the pool [P, H, K, V], in float32; 0 if `slot` is negative.
 
     Args:
-        strides: of P, H, K and V; the one of K or of V is None, see `in_state`.
-        key, value, inside: the keys [BK, 1] and the values [1, W] of the state, and which of them there are.
+        strides: strides of P, H, K and V; the stride of K or of V is None, see `in_state`.
+        key, value: the indices of the keys [BK, 1] and of the values [1, W] of the state.
+        inside: mask [BK, W] of the elements that the pool holds.
     """
     state_n, state_h, state_k, state_v = strides
     state = pool + slot.to(gl.int64) * state_n + h.to(gl.int64) * state_h
@@ -192,9 +219,10 @@ def read_slot(pool, strides, slot, h, key, value, inside):
 
 @gluon.jit
 def write_slot(pool, strides, slot, h, S, key, value, sizes):
-    """Writes a head's state S [BK, W] into a slot of the pool, if there is a slot; sizes are K and V.
+    """Writes the state S [BK, W] of head h into a slot of the pool, unless `slot` is negative.
 
-    The other arguments are as in `read_slot`.
+    Args:
+        sizes: K and V. The other arguments are the same as in `read_slot`.
     """
     K, V = sizes
     state_n, state_h, state_k, state_v = strides
@@ -206,19 +234,22 @@ def write_slot(pool, strides, slot, h, S, key, value, sizes):
 
 @gluon.jit
 def first_state(S, states, n, sequence, h, is_first, key, value, sizes):
-    """Returns the state [BK, W] of a head that enters segment n of a sequence, in float32, or S if it enters with none.
+    """Returns the state [BK, W] of head h that enters segment n, in float32; returns S if no tensor holds this state.
 
     Args:
-        S: zeros. states: initial_state, its strides or those of the pool, entering, final_state, pool and slots.
+        S: zeros [BK, W].
+        states: initial_state, the strides of initial_state or of the pool, entering, final_state, pool and slots.
         is_first: whether the segment is the first of its sequence.
-        key, value: as in `read_slot`. sizes: Hv, K and V.
+        key, value: see `read_slot`.
+        sizes: Hv, K and V.
     """
     initial_state, strides, entering, _, pool, slots = states
     Hv, K, V = sizes
     inside = (key < K) & (value < V)
     if entering is not None:
         head = entering + (n * Hv + h).to(gl.int64) * K * V
-        # The scan has written the last states, so the pool no longer holds the first ones.
+        # The scan before this kernel has written final states to the pool, perhaps over initial states. So `entering`
+        # holds the initial states as well.
         in_entering = inside if pool is not None else inside & (not is_first)
         S = gl.load(head + key * V + value, in_entering, 0.0)
     elif pool is not None:
@@ -233,7 +264,10 @@ def first_state(S, states, n, sequence, h, is_first, key, value, sizes):
 
 @gluon.jit
 def write_last_state(S, states, n, sequence, h, key, value, sizes):
-    """Writes the last state of a head of a sequence, if sequences are whole; the arguments are as in `first_state`."""
+    """Writes the final state S [BK, W] of a head, if sequences are whole. `first_state` explains the arguments.
+
+    If sequences are cut, the scan before this kernel has written the final states.
+    """
     _, strides, entering, final_state, pool, slots = states
     Hv, K, V = sizes
     if final_state is not None:
@@ -245,10 +279,11 @@ def write_last_state(S, states, n, sequence, h, key, value, sizes):
 
 @gluon.jit
 def levels_that_count(g, least):
-    """Returns the levels m of the halving, as bits, at which some gate of g [C, K] between two halves is above `least`.
+    """Returns the levels m of the halving that contribute, as a bit mask; see `_scores_by_halving`.
 
-    The lowest set bit m of a row's number gives the level: the row is the first of the second half of a block of 2 m
-    rows. Its gate decays every pair of the two halves.
+    If m is the lowest set bit of the number of a row, the row begins the second half of a block of 2 m rows. The gate
+    of this row decays every pair of tokens across the two halves. Level m contributes if such a gate of g [C, K] is
+    above `least` in some block and channel.
     """
     row = gl.arange(0, g.shape[0], gl.SliceLayout(1, g.type.layout))[:, None]  # [C, 1]
     bits = gl.where(g > least, row & -row, 0)  # [C, K]
@@ -257,30 +292,35 @@ def levels_that_count(g, least):
 
 @gluon.jit
 def opaque_zero():
-    """Returns a zero that the compiler cannot fold: values that depend on it do not occupy registers between chunks."""
+    """Returns a zero that the compiler cannot fold.
+
+    Offsets that depend on it are computed again in each chunk, so they do not occupy registers between chunks.
+    """
     return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def let_dependents_start():
-    """Lets the next kernel of the stream start, if it was launched with `launch_pdl`; see `wait_for_predecessor`."""
+    """Lets the next kernel of the stream start, if it was launched with `launch_pdl` (programmatic dependent launch).
+
+    That kernel must call `wait_for_predecessor` before it reads results of this one.
+    """
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def wait_for_predecessor():
-    """Waits until the kernel before this one in the stream is done, and all its writes are visible."""
+    """Waits until the previous kernel of the stream is done and all its writes are visible."""
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def segment_at(order, place):
-    """Returns the segment at a place of the order [I, 5].
-
-    The result is (number, first token, number of tokens, first token of its sequence, end of its sequence).
+    """Returns (number, first token, number of tokens, first token of its sequence, end of its sequence) of a segment.
 
     Args:
-        order: see `Segments`.
+        order: the segments in the order in which blocks start, [I, 5]; see `Segments`.
+        place: the row of the segment in `order`.
     """
     row = order + place.to(gl.int64) * 5
     i, start, end, origin, last = gl.load(row), gl.load(row + 1), gl.load(row + 2), gl.load(row + 3), gl.load(row + 4)
@@ -309,7 +349,10 @@ def tokens_of(n, T, segment, segments, order):
 
 @gluon.jit
 def chunk_of(sequence, start, T, C: gl.constexpr, PACKED: gl.constexpr):
-    """Returns the number of a sequence's chunk that begins at token `start`, as checkpoints are numbered."""
+    """Returns the number of the chunk that begins at token `start` of a sequence.
+
+    Chunks are numbered like checkpoints every C tokens.
+    """
     return (sequence if PACKED else sequence * gl.cdiv(T, C)) + start // C
 
 
@@ -317,8 +360,12 @@ def chunk_of(sequence, start, T, C: gl.constexpr, PACKED: gl.constexpr):
 def next_checkpoint(start, sequence, origin, every, slots, PACKED: gl.constexpr):
     """Returns the row of the first checkpoint at or after `start`, and the number of tokens until it.
 
-    A sequence has a checkpoint every `every` tokens. With the slots of a pool it has one at most, and the first result
-    is its slot.
+    A sequence has a checkpoint every `every` tokens. With a pool, a sequence has at most one checkpoint; the first
+    result is then its slot, and the second is negative if there is none.
+
+    Args:
+        start: the first token of the segment.
+        origin: the first token of the sequence.
     """
     passed = start - origin
     if slots is not None:
@@ -334,9 +381,9 @@ def next_checkpoint(start, sequence, origin, every, slots, PACKED: gl.constexpr)
 
 @gluon.constexpr_function
 def layout_of_runs(C, K):
-    """Returns a layout of a tile [C, K] for 4 warps, which hold runs of C K / 256 rows.
+    """Returns a layout of a tile [C, K] for 4 warps, each of which holds a run of C K / 256 rows of 64 columns.
 
-    A warp holds 64 columns, and a thread two of these columns. The warp then reads whole rows of shared memory, without
+    A thread holds two columns of the run. The warp therefore reads whole rows of 64 columns from shared memory, without
     bank conflicts.
     """
     runs = 256 // K
@@ -345,10 +392,10 @@ def layout_of_runs(C, K):
 
 @gluon.constexpr_function
 def layout_of_columns(C, K):
-    """Returns a layout of a tile [C, K] for 4 warps in which few threads sum over rows; a thread holds two columns.
+    """Returns a layout of a tile [C, K] for 4 warps in which few threads share a column, so scans over rows are short.
 
-    With 128 columns a thread holds half of the rows, because registers spill otherwise. With fewer columns it holds
-    runs of 4 rows, for which bank conflicts in shared memory are rare.
+    A thread holds two columns. With 128 columns it holds C / 2 consecutive rows, because registers would spill
+    otherwise. With 64 columns it holds runs of 4 rows, for which bank conflicts in shared memory are rare.
     """
     run = C // 2 if K > 64 else 4
     lanes = 256 // K
@@ -357,10 +404,10 @@ def layout_of_columns(C, K):
 
 @gluon.jit
 def sums_of_runs(x):
-    """Returns sums over the rows of x [C, K] in `layout_of_runs`; warps wait for each other only once.
+    """Returns sums over the rows of x [C, K] in `layout_of_runs`. The warps wait for each other only once.
 
-    The result is three tensors: the sums within each of the R runs up to each row [R, C / R, K], the sums of all runs
-    before each run [R, K], and the sum of all rows [K].
+    A tile has R runs of RUN = C / R rows. The result is three tensors: the inclusive prefix sums within each run
+    [R, RUN, K], the sum of all rows before each run [R, K], and the sum of all rows [K].
     """
     layout: gl.constexpr = x.type.layout
     R: gl.constexpr = layout.warps_per_cta[0]
@@ -370,14 +417,14 @@ def sums_of_runs(x):
     everywhere: gl.constexpr = gl.BlockedLayout([R, 2], [1, 32], [R, 4 // R], [1, 0])  # a warp holds all runs
     keys: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, runs))
     blocks = gl.convert_layout(x.reshape([R, RUN, K]), runs, assert_trivial=True)
-    within = gl.associative_scan(blocks, 1, plus)
-    row = gl.arange(0, RUN, gl.SliceLayout(0, gl.SliceLayout(2, runs)))[None, :, None]
-    # The compiler knows that adding -0.0 changes nothing: these sums only select numbers that a thread holds.
+    within = gl.associative_scan(blocks, 1, plus)  # [R, RUN, K]
+    row = gl.arange(0, RUN, gl.SliceLayout(0, gl.SliceLayout(2, runs)))[None, :, None]  # [1, RUN, 1]
+    # These sums only select numbers that a thread holds. The compiler drops additions of -0.0, so they cost nothing.
     last = gl.sum(gl.where(row == RUN - 1, within, -0.0), 1)  # [R, K]
     totals = gl.convert_layout(last, everywhere)  # [R, K]
     run = gl.arange(0, R, gl.SliceLayout(1, everywhere))[:, None]  # [R, 1]
     own = gl.arange(0, R, gl.SliceLayout(1, gl.SliceLayout(1, runs)))[:, None]  # [R, 1]
-    before = gl.zeros_like(last)
+    before = gl.zeros_like(last)  # [R, K]
     for i in gl.static_range(R - 1):
         total = gl.sum(gl.where(run == i, totals, -0.0), 0)  # [K]
         before += gl.where(own > i, gl.convert_layout(total, keys, assert_trivial=True)[None, :], 0.0)
@@ -386,7 +433,10 @@ def sums_of_runs(x):
 
 @gluon.jit
 def exponents_of_mild_chunk(g):
-    """Returns the exponents b - r [C, K], base 2, and b_C [K] for the gates g [C, K] of a chunk that may be mild."""
+    """Returns the exponents b - r [C, K] in base 2, and b_C [K] in nats.
+
+    The log gates g [C, K] are in nats. If the chunk proves not to be mild, the exponents are not used.
+    """
     within, before, end = sums_of_runs(g)
     r = gl.convert_layout(0.5 * end, gl.SliceLayout(0, before.type.layout), assert_trivial=True)[None, :]  # [1, K]
     x = within * LOG2E + ((before - r) * LOG2E)[:, None, :]
@@ -395,7 +445,11 @@ def exponents_of_mild_chunk(g):
 
 @gluon.jit
 def decay_mild_chunk(q_tile, k_tile, x, end):
-    """Replaces the tiles q, k [C, K] of a mild chunk with exponents x [C, K] by qg, kg, and returns exp(r) [K]."""
+    """Replaces q, k in the tiles [C, K] of a mild chunk by qg, kg, and returns exp(r) [K].
+
+    Args:
+        x, end: the exponents [C, K] and b_C [K], from `exponents_of_mild_chunk`.
+    """
     layout: gl.constexpr = x.type.layout
     q_tile.store((as_float32(q_tile.load(layout)) * gl.exp2(x)).to(q_tile.dtype))
     minus_x = -1.0 * x  # -x would become 0 - x, one more instruction
@@ -405,9 +459,11 @@ def decay_mild_chunk(q_tile, k_tile, x, end):
 
 @gluon.jit
 def decay_any_chunk(q_tile, k_tile, scratch, g):
-    """Replaces the tiles q, k [C, K] of any chunk by qg, kg, and returns exp(b_C) [K] and A [C, C].
+    """Replaces q, k in the tiles [C, K] of any chunk by qg, kg, and returns exp(b_C) [K] and A [C, C].
 
-    g [C, K] are the gates of the chunk.
+    Args:
+        scratch: shared memory of at least one tile [C, K]; see `_scores_by_halving`.
+        g: the log gates of the chunk [C, K], in nats.
     """
     g = gl.maximum(g, LEAST_GATE) * LOG2E
     b = gl.associative_scan(g, 0, plus)  # [C, K]
@@ -420,10 +476,7 @@ def decay_any_chunk(q_tile, k_tile, scratch, g):
 
 @gluon.jit
 def in_state(key, value, stride_k, stride_v):
-    """Returns the offsets of elements of a state from its first element.
-
-    stride_k is None if keys are contiguous; otherwise values are.
-    """
+    """Returns the offsets of elements of a state from its first element; the stride of the contiguous axis is None."""
     return value.to(gl.int64) * stride_v + key if stride_k is None else key.to(gl.int64) * stride_k + value
 
 
@@ -431,7 +484,8 @@ def in_state(key, value, stride_k, stride_v):
 def log_gates(x, NORMALIZER: gl.constexpr):
     """Returns log gates in float32: x itself, or log sigma(x) / NORMALIZER if NORMALIZER is given and x holds logits.
 
-    log sigma(x) = min(x, 0) - log(1 + exp(-|x|)), with an error of at most 1e-7, which bfloat16 does not show.
+    log sigma(x) = min(x, 0) - log(1 + exp(-|x|)), computed with an error of at most 1e-7, far below the rounding of
+    bfloat16.
     """
     x = x.to(gl.float32)
     if NORMALIZER is None:
@@ -443,7 +497,7 @@ def log_gates(x, NORMALIZER: gl.constexpr):
 
 @gluon.jit
 def _log2(x):
-    """Computes log2 in one instruction; `gl.log2` takes twenty."""
+    """Returns log2(x), computed in one instruction; `gl.log2` takes twenty."""
     return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, is_pure=True, pack=1)
 
 
@@ -455,15 +509,15 @@ def slope_of_gates(x, NORMALIZER: gl.constexpr):
 
 @gluon.jit
 def _reciprocal(x):
-    """Computes 1 / x in one instruction, with an error of one bit; a division takes eight."""
+    """Returns 1 / x with an error of one bit, computed in one instruction; a division takes eight."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def log_gates_of_tile(tile, rows, layout: gl.constexpr, NORMALIZER: gl.constexpr, PACKED: gl.constexpr):
-    """Returns the log gates of a tile [C, K] in a layout, in float32; the gates from row `rows` on are 0.
+    """Returns the log gates of a tile [C, K] in float32; the gates from row `rows` on are 0.
 
-    In a batch, memory after the last token counts as 0, so gates need no mask there, but logits do.
+    In a batch, TMA fills rows after the last token with 0. Gates therefore need no mask there, but logits do.
     """
     if NORMALIZER is None:
         if PACKED:
@@ -476,7 +530,7 @@ def log_gates_of_tile(tile, rows, layout: gl.constexpr, NORMALIZER: gl.constexpr
 
 @gluon.jit
 def gates_of(gates, t, rows, token, NORMALIZER: gl.constexpr):
-    """Returns the log gates [C] of a head for a chunk that begins at token t, at least LEAST_GATE.
+    """Returns the log gates [C] of a head for the chunk that begins at token t, or LEAST_GATE if that is larger.
 
     Args:
         gates: pointer to the gate of the head at token 0, and the stride of tokens.
@@ -497,10 +551,10 @@ def logits_of(gates, t, rows, token):
 
 @gluon.jit
 def clear_rows(tile, rows, layout: gl.constexpr):
-    """Clears all but the first `rows` rows of a tile: the other rows belong to the next sequence."""
+    """Writes 0 to all but the first `rows` rows of a tile [C, K]: these rows belong to the next sequence."""
     if rows < tile.shape[0]:
-        row = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout)) + opaque_zero()
-        x = tile.load(layout)
+        row = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout)) + opaque_zero()  # [C]
+        x = tile.load(layout)  # [C, K]
         tile.store(gl.where((row < rows)[:, None], x, gl.zeros_like(x)))
 
 
@@ -509,7 +563,7 @@ def write_rows(ptr, x, column, width, where, rows):
     """Writes the first `rows` rows of x [C, K] from registers to a tensor [B, T, H, width].
 
     Args:
-        column: the column of the tensor where x begins.
+        column: the column of the tensor to which the first column of x belongs.
         where: (batch, head, first token, T, H).
     """
     b, h, t, T, H = where
@@ -524,11 +578,12 @@ def write_rows(ptr, x, column, width, where, rows):
 def write(desc, ptr, tile, x, column, width, where, rows, PACKED: gl.constexpr):
     """Writes the first `rows` rows of x [C, K] to a tensor.
 
-    TMA writes them from a tile in shared memory. Partial results are written from registers. So is the incomplete chunk
-    of a packed sequence, because the rows after it belong to another sequence.
+    TMA writes them from a tile, whole. Two kinds of results are written from registers: partial results, and an
+    incomplete chunk of a packed sequence, because the rows after it belong to another sequence.
 
     Args:
         desc: descriptor of the tensor, or None if x is one of several partial results.
+        tile: memory [1, 1, C, K] or [C, K], which may be overwritten until `tma.store_wait`.
         ptr, x, column, width, where, rows: see `write_rows`.
     """
     b, h, t, _, _ = where
@@ -546,9 +601,15 @@ def write(desc, ptr, tile, x, column, width, where, rows, PACKED: gl.constexpr):
 def _scores_by_halving(q_tile, k_tile, scratch, b, levels):
     """Returns A [C, C] with A_ts = sum over d of q_td k_sd exp2(b_td - b_sd) for t >= s, for gates of any strength.
 
-    The chunk is halved repeatedly. In every block of 2 m rows, the rows t of the second half are multiplied by the rows
-    s of the first half. Both are decayed to the last row of the first half, with exponents that are not above 0. The
-    diagonal is not decayed. Blocks whose m is not among the bits of `levels` are skipped.
+    The chunk is halved repeatedly, for m = C / 2, C / 4 .. 1. In every block of 2 m rows, one product multiplies the
+    rows t of the second half by the rows s of the first half. Both are decayed to the last row of the first half, with
+    exponents that are not above 0. The diagonal t = s is not decayed.
+
+    Args:
+        q_tile, k_tile: [C, K], not decayed.
+        scratch: shared memory of at least one tile [C, K], for the decayed rows.
+        b: sums of gates [C, K], in base 2.
+        levels: bit mask of the m that contribute; the others are skipped.
     """
     C: gl.constexpr = b.shape[0]
     K: gl.constexpr = b.shape[1]
@@ -558,7 +619,7 @@ def _scores_by_halving(q_tile, k_tile, scratch, b, levels):
     s = gl.arange(0, C, gl.SliceLayout(0, scores))[None, :]  # [1, C]
     decayed = scratch._reinterpret(q_tile.dtype, [2, C, K], tile).index(0)
     a = gl.zeros([C, C], gl.float32, scores)
-    fence_async_shared()  # the caller may have cleared rows of the tiles
+    fence_async_shared()  # the caller may have cleared rows of the tiles, which wgmma reads
     a = warpgroup_mma(q_tile, k_tile.permute([1, 0]), a, use_acc=False, is_async=True)
     a = gl.where(t == s, warpgroup_mma_wait(0, [a]), 0.0)  # [C, C]
     for level in gl.static_range(LOG2_C):
@@ -570,15 +631,14 @@ def _scores_by_halving(q_tile, k_tile, scratch, b, levels):
 
 @gluon.jit
 def _across_halves(q_tile, k_tile, decayed, b, scores: gl.constexpr, m: gl.constexpr):
-    """Returns A [C, C] where t and s are in the two halves of a block of 2 m rows, also for t < s.
+    """Returns A [C, C] for the pairs (t, s) in the two halves of a block of 2 m rows. All other elements are undefined.
 
-    All other elements are undefined. One tile holds both factors: rows of q in second halves, and rows of k in first
-    halves.
+    One tile holds both factors of the product: rows of q in second halves, and rows of k in first halves.
     """
     C: gl.constexpr = b.shape[0]
     second = (gl.arange(0, C, gl.SliceLayout(1, b.type.layout))[:, None] & m) != 0  # [C, 1]
     x = _relative_to_middle(b, m)  # [C, K]
-    decay = gl.exp2(gl.where(second, x, -x))
+    decay = gl.exp2(gl.where(second, x, -x))  # [C, K]
     z = gl.where(second, q_tile.load(b.type.layout), k_tile.load(b.type.layout)).to(gl.float32)  # [C, K]
     decayed.store((z * decay).to(q_tile.dtype))
     fence_async_shared()
@@ -589,11 +649,11 @@ def _across_halves(q_tile, k_tile, decayed, b, scores: gl.constexpr, m: gl.const
 
 @gluon.jit
 def _relative_to_middle(b, m: gl.constexpr):
-    """Subtracts the middle row of each block of 2 m rows from b [C, K]: the last row of the first half."""
+    """Returns b [C, K] minus the middle row of its block of 2 m rows: the last row of the first half."""
     C: gl.constexpr = b.shape[0]
     K: gl.constexpr = b.shape[1]
-    blocks = b.reshape([C // (2 * m), 2 * m, K])
-    row = gl.arange(0, 2 * m, gl.SliceLayout(0, gl.SliceLayout(2, blocks.type.layout)))[None, :, None]
-    # The compiler knows that adding -0.0 changes nothing: the sum is free if one thread holds the block.
+    blocks = b.reshape([C // (2 * m), 2 * m, K])  # [C / 2m, 2m, K]
+    row = gl.arange(0, 2 * m, gl.SliceLayout(0, gl.SliceLayout(2, blocks.type.layout)))[None, :, None]  # [1, 2m, 1]
+    # The sum selects one row. The compiler drops additions of -0.0, so the sum is free if one thread holds the block.
     middle = gl.sum(gl.where(row == m - 1, blocks, -0.0), 1)  # [C / 2m, K]
     return gl.convert_layout((blocks - middle[:, None, :]).reshape([C, K]), b.type.layout)

@@ -1,8 +1,8 @@
 """Functions shared by the backward kernels for SM90: gates and decays of a chunk.
 
-backward.py of this folder gives the mathematics.
+backward.py of this folder gives the mathematics. Gates and exponents of this file are in units of log 2.
 
-B batch   T tokens   K key width   C tokens of a chunk   D = 64 columns of a tile
+B batch   T tokens   I segments   H key/value heads   K key width   C tokens of a chunk   D = 64 columns of a tile
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
@@ -22,9 +22,9 @@ WIDTH = 64
 C = gl.constexpr(CHUNK)
 D = gl.constexpr(WIDTH)
 LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of accumulators [64, 64]
-LEFT = gl.constexpr(gl.DotOperandLayout(0, LAYOUT.value, 2))
-# A warp holds all rows of 16 columns, so that sums over rows need no other warp. A thread holds runs of 4 rows, so that
-# bank conflicts in shared memory are rare.
+LEFT = gl.constexpr(gl.DotOperandLayout(0, LAYOUT.value, 2))  # of a left operand of wgmma in registers
+# A warp holds all rows of 16 columns, so it sums over rows without other warps. A thread holds runs of 4 rows, for
+# which bank conflicts in shared memory are rare.
 RUNS = gl.constexpr(gl.BlockedLayout([4, 2], [4, 8], [1, 4], [1, 0]))
 
 
@@ -38,8 +38,8 @@ def logits_strides(g: Tensor | None, normalizer: int | None) -> dict[str, int]:
 def segment_backwards(n, T, segment, segments, order, K, LAST_LEAVE_NONE: gl.constexpr):
     """Returns (number, batch, first token, number of tokens, row, held) of the n-th segment to start.
 
-    `row` is the row of the state that enters the segment's first chunk. `held` is the number of keys of the gradient of
-    the leaving state: 0 if there is no such gradient.
+    `row` is the row of the state that enters the first chunk of the segment. `held` is K if there is a gradient of the
+    leaving state, and 0 if there is none.
 
     Args:
         n, T, segment, segments, order: see `tokens_of`.
@@ -54,7 +54,7 @@ def segment_backwards(n, T, segment, segments, order, K, LAST_LEAVE_NONE: gl.con
 
 @gluon.jit
 def product(a, b, acc):
-    """Starts the product acc + a b, and returns it; the caller waits for it."""
+    """Starts the product acc + a b and returns it; the caller has to wait for it with `warpgroup_mma_wait`."""
     return warpgroup_mma(a, b, acc, is_async=True)
 
 
@@ -73,14 +73,21 @@ def gates(block, rows, NORMALIZER: gl.constexpr, PACKED: gl.constexpr):
 
 @gluon.jit
 def exponents(g, mild, first):
-    """Returns the exponents b - r [C, D] of queries, and b_C [D], for gates g [C, D]; r is `first` if not mild."""
+    """Returns the exponents b - r [C, D] of queries, and b_C [D], for gates g [C, D].
+
+    r is b_C / 2 in a mild chunk, else `first`.
+    """
     end = gl.sum(g, 0)  # [D]
     return gl.associative_scan(g, 0, plus) - gl.where(mild, 0.5 * end, first)[None, :], end
 
 
 @gluon.jit
 def decay(q_tile, k_tile, x, end, mild, first, scale):
-    """Replaces the tiles q, k [C, D] by qg, kg; x and end come from `exponents`."""
+    """Replaces q, k in the tiles [C, D] by qg, kg.
+
+    Args:
+        x, end: the exponents [C, D] of queries and b_C [D], from `exponents`.
+    """
     q_tile.store((as_float32(q_tile.load(RUNS)) * (gl.exp2(x) * scale)).to(q_tile.dtype))
     y = gl.where(mild, 0.0, end - first)[None, :] - x  # [C, D], the exponents of keys
     k_tile.store((as_float32(k_tile.load(RUNS)) * gl.exp2(y)).to(k_tile.dtype))

@@ -1,27 +1,26 @@
 """Computes chunked gated linear attention on Hopper in one pass.
 
-The kernel has specialised warps, and holds the state in registers.
-
-With S the state that enters a chunk, S' the state that leaves it, and qg, kg, A, r and b_C as in common.py,
+Let S be the state that enters a chunk, and S' the state that leaves it. common.py defines qg, kg, A, r and b_C. Then
 
     mild chunk         o = scale (qg (exp(r) S) + A v)        S' = exp(r) (exp(r) S + kg^T v)
     any other chunk    o = scale (qg S + A v)                 S' = exp(b_C) S + kg^T v
 
-The next chunk applies the outer exp(r), because it multiplies the state anyway.
+The outer exp(r) of S' waits for the next chunk, which multiplies the state by a factor anyway (`waiting`).
 
 B batch   T tokens   N sequences   I segments, by default the N sequences   P slots of a pool   H heads
-K, V key and value width   C tokens of a chunk   BK keys of a tile, K rounded up
-W columns of v of a warpgroup   GROUPS state warpgroups of a block
+K, V key and value width   C tokens of a chunk   BK keys of a tile, K rounded up   n rows of checkpoints
+W columns of v of a warpgroup   GROUPS state warpgroups of a block   STAGES pipeline stages
+slot   a pipeline stage in shared memory: the tiles of one chunk
 
-The grid has one block per segment, head and GROUPS W columns of v. Three kinds of warps communicate over barriers in
-shared memory:
+The grid has one block per segment, head and GROUPS W columns of v. The warps of a block are specialised. They
+communicate over barriers in shared memory; common.py gives the rules.
 
-    load    one warp: copies q, k, v, g of the next chunks by TMA
+    load    one warp: copies q, k, v, g of the next chunks to shared memory by TMA
     gate    a warpgroup: sums g and replaces q, k by qg, kg in shared memory, while the state warps process earlier
             chunks
-    state   one or two warpgroups, each with W columns of S, v and o. S never leaves their registers, and each computes
-            A. Checkpoints are written through the tile that holds S as an operand, since TMA needs no registers for
-            addresses.
+    state   one or two warpgroups, each with W columns of S, v and o. S stays in their registers, and each of them
+            computes A. TMA writes checkpoints from the tile that holds S as an operand, because it needs no registers
+            for addresses.
 
 Sources: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635), for
 the chunked form.
@@ -83,9 +82,9 @@ def launch_outputs(
 ) -> list[Launch]:
     """Returns the launch that fills o, and final_state and checkpoints if x has them.
 
-    See `launch_outputs` of general/forward.py for the arguments. If the kernels of segments overlap
-    (`plan.segments.overlap`), the kernel before this one may write only the entering states: this kernel loads q, k, v,
-    g and the order without waiting for it.
+    See `launch_outputs` of general/forward.py for the arguments. If the kernels overlap (`plan.segments.overlap`), this
+    kernel loads q, k, v, g and the order without waiting for its predecessor. The predecessor may therefore write
+    nothing that this kernel reads except the entering states.
     """
     x, units, before = in_half(x, ("q", "k", "v"), x.cu_seqlens)
     T, H, K = x.k.shape[1:]
@@ -129,9 +128,9 @@ def launch_outputs(
 
 
 def checkpoint_tiles(x: Tensor | None, keys: int, values: int) -> TensorDescriptor | None:
-    """Returns checkpoints [B, n, H, K, V] as blocks [1, 1, 1, keys, values], with the layout that wgmma expects.
+    """Returns a descriptor of checkpoints [B, n, H, K, V] in blocks [1, 1, 1, keys, values], in the layout of wgmma.
 
-    It returns None if there are none, or if they are float32: registers then write them.
+    Returns None if there are no checkpoints, or if they are float32. The kernel writes the latter from registers.
     """
     if x is None or x.dtype != torch.bfloat16:
         return None
@@ -142,13 +141,16 @@ def checkpoint_tiles(x: Tensor | None, keys: int, values: int) -> TensorDescript
 
 @gluon.jit
 def _gate_tile(scratch_tiles, slot, g_desc):
-    """Returns the memory where g's chunk arrives: one tile in q's dtype if g is as narrow as q, otherwise two."""
+    """Returns a slot of the scratch tiles [2, C, BK] in the dtype of g, as the tile [1, 1, C, BK] where g arrives.
+
+    In float32, g takes the room of two tiles of q.
+    """
     return scratch_tiles.index(slot)._reinterpret(g_desc.dtype, g_desc.block_type.shape, g_desc.layout)
 
 
 @gluon.jit
 def _load_warp(descriptors, tiles, barriers, place, HAS_GATE: gl.constexpr, STAGES: gl.constexpr):
-    """Prefetches STAGES chunks of q, k, v and g."""
+    """Loads q, k, v and g of all chunks, up to STAGES chunks ahead of the other warps."""
     q_desc, k_desc, v_desc, g_desc = descriptors
     q_tiles, k_tiles, v_tiles, scratch_tiles = tiles
     g_full, g_empty, full, empty = barriers
@@ -161,7 +163,7 @@ def _load_warp(descriptors, tiles, barriers, place, HAS_GATE: gl.constexpr, STAG
         phase = (i // STAGES) & 1
         t = start + i * C
         if HAS_GATE:
-            mbarrier.wait(g_empty.index(slot), phase ^ 1)
+            mbarrier.wait(g_empty.index(slot), phase ^ 1)  # returns at once for the first STAGES chunks
             mbarrier.expect(g_full.index(slot), g_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(
                 g_desc, [b, h, t, 0], g_full.index(slot), _gate_tile(scratch_tiles, slot, g_desc)
@@ -186,7 +188,10 @@ def _gate_warps(
     PACKED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Replaces q, k by qg, kg, chunk after chunk, and computes A of chunks that are not mild."""
+    """Replaces q, k by qg, kg in each chunk, and computes A of chunks that are not mild.
+
+    The gates arrive before q and k, so that they are summed while q and k are still being loaded.
+    """
     q_tiles, k_tiles, scratch_tiles, a_tiles, a_units, decays, mild_flags = tiles
     g_full, g_empty, full, gated = barriers
     C: gl.constexpr = q_tiles.type.shape[3]
@@ -206,8 +211,9 @@ def _gate_warps(
             g = log_gates_of_tile(g_tile, rows, runs, NORMALIZER, PACKED)  # [C, K]
             x, end = exponents_of_mild_chunk(g)  # [C, K], [K]
             mild = gl.min(end, 0) > (-MILD_DECAY_HALF if HALF else -MILD_DECAY_SM90)
-            mbarrier.wait(full.index(slot), phase)  # also: all warps have read what was written to this slot before
-            if HALF and PACKED:  # units are the ones of the largest numbers
+            # The load warp has waited until the state warps have read the slot, so its decay and A may be replaced too.
+            mbarrier.wait(full.index(slot), phase)
+            if HALF and PACKED:  # rows of the next sequence would count in the largest number of the chunk
                 clear_rows(q_tile, rows, runs)
                 clear_rows(k_tile, rows, runs)
             if HALF:
@@ -216,7 +222,7 @@ def _gate_warps(
             if PACKED and not HALF:
                 clear_rows(k_tile, rows, runs)
             if mild:
-                fence_async_shared()
+                fence_async_shared()  # the tile of g has been accessed from registers; TMA overwrites it next
                 mbarrier.arrive(g_empty.index(slot), count=1)
                 decays.index(slot).store(decay_mild_chunk(q_tile, k_tile, x, end))
             else:
@@ -227,7 +233,7 @@ def _gate_warps(
                 a_tiles.index(slot).store(a)
                 if HALF:
                     a_units.index(slot).store(gl.full([1], a_unit, gl.float32, gl.SliceLayout(1, runs)))
-                fence_async_shared()
+                fence_async_shared()  # as above
                 mbarrier.arrive(g_empty.index(slot), count=1)
         else:
             mbarrier.wait(full.index(slot), phase)
@@ -235,7 +241,7 @@ def _gate_warps(
                 clear_rows(k_tile, rows, runs)
             if PACKED and HALF:
                 clear_rows(q_tile, rows, runs)
-        fence_async_shared()
+        fence_async_shared()  # qg and kg have been stored from registers; wgmma reads them
         mbarrier.arrive(gated.index(slot), count=1)
 
 
@@ -254,7 +260,16 @@ def _state_warps(
     PACKED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Carries W columns of the state through the segment and writes the outputs."""
+    """Carries W columns of the state through the segment, and writes W columns of the outputs.
+
+    Args:
+        kept: about checkpoints: the descriptor, the pointer, the rows of a batch entry, the row of the next checkpoint,
+            the tokens until it, and the tokens between checkpoints.
+        units: the units of q, k and v, and the number of the segment's first chunk.
+        place: batch, head, segment, sequence, first token of the sequence, first column of v of the block, first token
+            and number of tokens of the segment.
+        WARPGROUP: the number of this state warpgroup.
+    """
     q_tiles, k_tiles, v_tiles, a_tiles, a_units, decays, mild_flags, s_tiles, o_tiles = tiles
     full, gated, empty = barriers
     o_desc, o_ptr, scale = outputs
@@ -273,7 +288,7 @@ def _state_warps(
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     t = gl.arange(0, C, gl.SliceLayout(1, scores))[:, None]  # [C, 1]
     s = gl.arange(0, C, gl.SliceLayout(0, scores))[None, :]  # [1, C]
-    s_block = s_tiles.index(WARPGROUP)  # [1, 1, 1, BK, W], S as an operand, or to be copied to a checkpoint
+    s_block = s_tiles.index(WARPGROUP)  # [1, 1, 1, BK, W], holds S as an operand or as the source of a checkpoint
     s_tile = s_block.reshape([BK, W])
     o_tile = None if o_desc is None else o_tiles.index(WARPGROUP).reshape([C, W])
     first = column + WARPGROUP * W
@@ -281,15 +296,15 @@ def _state_warps(
     value = first + gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]  # [1, W]
     S = gl.zeros([BK, W], gl.float32, layout)
     is_first = start == origin  # whether this is the first segment of its sequence
-    wait_for_predecessor()
+    wait_for_predecessor()  # it writes `entering`
     S = first_state(S, states, n, sequence, h, is_first, key, value, (H, K, V))
     waiting = gl.full([BK, 1], 1.0, gl.float32, layout)  # the outer exp(r) of the previous chunk
-    outer = 1.0  # the unit of S: the one of k^T v in the previous chunk
+    outer = 1.0  # the unit of S, which is the unit of kg^T v in the previous chunk
     if q_units is not None:
         outer = gl.to_tensor(1.0)
     for i in range(gl.cdiv(length, C)):
         if s_desc is not None or checkpoints is not None:
-            if left == 0:
+            if left == 0:  # this chunk begins at a checkpoint
                 if s_desc is not None:
                     s_tile.store((S * waiting).to(s_tile.dtype))
                     fence_async_shared()
@@ -310,9 +325,9 @@ def _state_warps(
         rows = length - i * C
         mbarrier.wait(full.index(slot), phase)
         if PACKED:
-            clear_rows(v_tile, rows, layout)
+            clear_rows(v_tile, rows, layout)  # the gate warps clear rows of k
         mbarrier.wait(gated.index(slot), phase)
-        a = gl.zeros([C, C], gl.float32, scores)
+        a = gl.zeros([C, C], gl.float32, scores)  # computed while S becomes an operand
         a = warpgroup_mma(q_tile, k_tile.permute([1, 0]), a, use_acc=False, is_async=True)
         if s_desc is not None:
             tma.store_wait(0)  # the copy has read s_tile
@@ -330,31 +345,31 @@ def _state_warps(
         if q_units is not None:
             S = S * (outer / kv_unit)
             outer = kv_unit
-        fence_async_shared()
+        fence_async_shared()  # S, and cleared rows of v, have been stored from registers; wgmma reads them
         a = gl.where(t >= s, warpgroup_mma_wait(0, [a]), 0.0)  # [C, C]
         a, a_unit = in_units(a, q_tile.dtype)
         if HAS_GATE:  # noqa: SIM102 -- known when this is compiled, and mild is not
-            if not mild:
+            if not mild:  # qg kg^T is not A; the gate warps have computed A
                 a = a_tiles.index(slot).load(scores)
                 if HALF:
                     a_unit = gl.max(a_units.index(slot).load(gl.SliceLayout(1, layout)), 0)
-        a = gl.convert_layout(a, operand)
+        a = gl.convert_layout(a, operand)  # the left operand of wgmma may stay in registers
         o = gl.zeros([C, W], gl.float32, layout)
         o = warpgroup_mma(q_tile, s_tile, o, use_acc=False, is_async=True)
         if HALF:
-            o = warpgroup_mma_wait(0, [o]) * (s_unit / (a_unit * kv_unit))
+            o = warpgroup_mma_wait(0, [o]) * (s_unit / (a_unit * kv_unit))  # in the units of A v
         o = warpgroup_mma(a, v_tile, o, is_async=True)
         S = warpgroup_mma(k_tile.permute([1, 0]), v_tile, S, is_async=True)
         o, S = warpgroup_mma_wait(0, [o, S])
         mbarrier.arrive(empty.index(slot), count=1)
         tma.store_wait(0)  # the copy has read o_tile
-        of_o = scale * a_unit * (q_unit * kv_unit)
+        of_o = scale * a_unit * (q_unit * kv_unit)  # factor of o
         write(o_desc, o_ptr, o_tile, o * of_o, first, V, (b, h, start + i * C, T, H), rows, PACKED)
     write_last_state(S * (waiting * outer), states, n, sequence, h, key, value, (H, K, V))
     tma.store_wait(0)
 
 
-# V and strides are specialised: if they are multiples of 16, two elements of a state are moved at once.
+# V and strides are specialised: if they are multiples of 16, a thread moves two elements of a state at once.
 @gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "every", "rows", "H", "K"])
 def _chunk_gla_fwd_kernel(
     q_desc,  # [B, H, T, K], tiles [C, BK]
@@ -364,25 +379,25 @@ def _chunk_gla_fwd_kernel(
     o_desc,  # [B, H, T, V], tiles [C, W]
     s_desc,  # checkpoints [B, n, H, K, V] in bfloat16, tiles [BK, W], or None
     checkpoints,  # [B, n, H, K, V] in float32, or the pool, or None
-    o_ptr,  # [B, T, H, V]
+    o_ptr,  # [B, T, H, V], contiguous
     initial_state,  # [N, H, K, V] or None
     entering,  # [I, H, K, V] or None
     final_state,  # [N, H, K, V], or None if sequences are cut
-    order,  # [I, 5] or None
+    order,  # [I, 5], or None for a batch
     pool,  # [P, H, K, V], instead of initial_state and final_state, or None
     slots,  # [N, 4], or None without a pool
     q_units,  # [chunks, H] if q, k and v were float32, else None
     k_units,  # like q_units
     v_units,  # like q_units
     scale,
-    state_n,
+    state_n,  # strides of initial_state or of the pool; see `in_state`
     state_h,
     state_k,
     state_v,
     T,
-    segment,
-    segments,
-    every,
+    segment,  # tokens of a segment
+    segments,  # segments of a sequence of a batch
+    every,  # tokens between checkpoints
     rows,  # n
     H,
     K,
@@ -391,6 +406,7 @@ def _chunk_gla_fwd_kernel(
     STAGES: gl.constexpr,
     GROUPS: gl.constexpr,
 ):
+    """Computes GROUPS W columns of the outputs of one head of one segment."""
     C: gl.constexpr = q_desc.block_type.shape[2]
     BK: gl.constexpr = q_desc.block_type.shape[3]
     W: gl.constexpr = v_desc.block_type.shape[3]
@@ -414,14 +430,15 @@ def _chunk_gla_fwd_kernel(
     scores_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
     state_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, 1, BK, W], dtype)
     row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], q_desc.layout)
-    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], k_desc.layout)
+    q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], q_desc.layout)  # q, then qg
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], k_desc.layout)  # k, then kg
     v_tiles = gl.allocate_shared_memory(dtype, [GROUPS * STAGES, 1, 1, C, W], v_desc.layout)
+    # Scratch holds g, then the decayed rows of `_scores_by_halving`.
     scratch_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 2, C, BK], q_desc.layout) if HAS_GATE else q_tiles
-    a_tiles = gl.allocate_shared_memory(dtype, [STAGES, C, C], scores_layout)
+    a_tiles = gl.allocate_shared_memory(dtype, [STAGES, C, C], scores_layout)  # A of chunks that are not mild
     s_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, 1, BK, W], state_layout)
     o_tiles = s_tiles if o_desc is None else gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, C, W], o_desc.layout)
-    decays = gl.allocate_shared_memory(gl.float32, [STAGES, BK], row_layout)
+    decays = gl.allocate_shared_memory(gl.float32, [STAGES, BK], row_layout)  # exp(r) if mild, else exp(b_C)
     mild_flags = gl.allocate_shared_memory(gl.int32, [STAGES, 1], row_layout)
     a_units = gl.allocate_shared_memory(gl.float32, [STAGES, 1], row_layout) if dtype == gl.float16 else decays
     bars: gl.constexpr = mbarrier.MBarrierLayout()
@@ -435,7 +452,7 @@ def _chunk_gla_fwd_kernel(
         mbarrier.init(g_empty.index(i), count=1)
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(gated.index(i), count=1)
-        mbarrier.init(empty.index(i), count=GROUPS)
+        mbarrier.init(empty.index(i), count=GROUPS)  # each state warpgroup arrives once
 
     load_tiles = (q_tiles, k_tiles, v_tiles, scratch_tiles)
     load_barriers = (g_full, g_empty, full, empty)
@@ -450,8 +467,8 @@ def _chunk_gla_fwd_kernel(
     place = (b, h, n, sequence, origin, column, start, length)
     sizes = (T, H, K, V)
     units = (q_units, k_units, v_units, chunk_of(sequence, start, T, C, PACKED))
-    # Registers of a thread. With fewer, the state spills, and the assembler then waits after every wgmma. The gate
-    # warps take the rest, and spill in chunks that are not mild.
+    # Registers of a thread of the state warps. With fewer, the state would spill, and the assembler would then wait
+    # after every wgmma. The gate warps have the remaining registers, and spill in chunks that are not mild.
     STATE: gl.constexpr = 152 if PACKED or BK <= 64 else 144
     descriptors = (q_desc, k_desc, v_desc, g_desc)
     if GROUPS == 1:

@@ -1,29 +1,30 @@
 """Computes chunked gated linear attention on Hopper in one pass, with one gate for each head or without gates.
 
-The kernel has specialised warps, and holds the state in registers. With b_t the sum of the log gates of a chunk through
-token t, S the state that enters the chunk, and S' the state that leaves it,
+Let b_t be the sum of the log gates of a chunk through token t, S the state that enters the chunk, and S' the state that
+leaves it. Then
 
     A_ts = q_t k_s exp(b_t - b_s)   for s <= t, else 0
     o_t  = scale * (exp(b_t) q_t S + sum over s of A_ts v_s)
     S'   = exp(b_C) S + k^T u        u_s = exp(b_C - b_s) v_s
 
 No exponent is above 0, so one path handles gates of any strength. A gate below `LEAST_GATE`, whose exp is 0 in float32,
-counts as `LEAST_GATE`. The sums b are computed in float64 and rounded once, so that the difference of two sums is exact
-to 7e-4 after the strongest gates, a fifth of the rounding of bfloat16, and to 1e-6 where no gate is strong.
+counts as `LEAST_GATE`. The sums b are computed in float64 and rounded once. The error of the difference of two sums is
+then at most 7e-4 after the strongest gates, a fifth of the rounding of bfloat16, and 1e-6 if no gate is strong.
 
 B batch   T tokens   N sequences   I segments, by default the N sequences   P slots of a pool
 H key heads   Hv value heads   R = Hv / H value heads of a key head   K, V key and value width
-C tokens of a chunk   BK keys of a tile, K rounded up
-W columns of v of a warpgroup   GROUPS state warpgroups of a block   HEADS value heads of a block
+C tokens of a chunk   BK keys of a tile, K rounded up   n rows of checkpoints
+W columns of v of a warpgroup   GROUPS state warpgroups of a block   HEADS value heads of a block, 1 or 2
+STAGES pipeline stages   slot   a pipeline stage in shared memory: the tiles of one chunk
 
 The grid has one block per segment, value head and GROUPS W columns of v. If V is at most W and an even number of value
-heads shares a key head, a block has two value heads instead, one for each state warpgroup, which read the same q and k.
-Three kinds of warps communicate over barriers in shared memory:
+heads shares a key head, a block has two value heads, one for each state warpgroup, and both read the same q and k. The
+warps of a block are specialised. They communicate over barriers in shared memory; common.py gives the rules.
 
-    load    one warp: copies q, k, v of the next chunks by TMA
+    load    one warp: copies q, k, v of the next chunks to shared memory by TMA
     gate    a warpgroup: sums the gates and computes u, while the state warps process earlier chunks
-    state   one or two warpgroups, each with W columns of S, v and o. S never leaves their registers, and each computes
-            A. The tile that holds S as an operand is also the source of checkpoints.
+    state   one or two warpgroups, each with W columns of S, v and o. S stays in their registers, and each of them
+            computes A. The tile that holds S as an operand is also the source of checkpoints.
 
 Sources: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635), for
 the chunked form; Dao and Gu, "Transformers are SSMs" (arXiv 2405.21060), for one gate per head.
@@ -77,7 +78,8 @@ def launch_outputs(
 ) -> list[Launch]:
     """Returns the launch that fills o, and final_state and checkpoints if x has them.
 
-    See `launch_outputs` of general/forward.py for the arguments, and the one of forward.py for what may overlap.
+    See `launch_outputs` of general/forward.py for the arguments, and `launch_outputs` of sm90/forward.py for the
+    overlap of kernels.
     """
     x, units, before = in_half(x, ("q", "k", "v"), x.cu_seqlens)
     T, H, K = x.k.shape[1:]
@@ -129,7 +131,7 @@ def launch_outputs(
 
 @gluon.jit
 def _load_warp(given, HEADS: gl.constexpr, STAGES: gl.constexpr):
-    """Prefetches STAGES chunks of q, k and v."""
+    """Loads q, k and v of all chunks, up to STAGES chunks ahead of the other warps."""
     descriptors, tiles, barriers, place = given
     q_desc, k_desc, v_desc = descriptors
     q_tiles, k_tiles, v_tiles = tiles
@@ -141,7 +143,7 @@ def _load_warp(given, HEADS: gl.constexpr, STAGES: gl.constexpr):
     for i in range(n_chunks):
         slot = i % STAGES
         t = start + i * C
-        mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
+        mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)  # returns at once for the first STAGES chunks
         mbarrier.expect(full.index(slot), 2 * q_desc.block_type.nbytes + GROUPS * v_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(q_desc, [b, key_head, t, 0], full.index(slot), q_tiles.index(slot))
         tma.async_copy_global_to_shared(k_desc, [b, key_head, t, 0], full.index(slot), k_tiles.index(slot))
@@ -155,7 +157,12 @@ def _load_warp(given, HEADS: gl.constexpr, STAGES: gl.constexpr):
 def _gate_warps(
     gates, given, HEADS: gl.constexpr, NORMALIZER: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr
 ):
-    """Sums the gates and computes u, chunk after chunk."""
+    """Sums the gates and computes u in each chunk.
+
+    Args:
+        gates: for each head of the block, the pointer to its gate at token 0 and the stride of tokens; None without
+            gates.
+    """
     tiles, barriers, start, length = given
     q_tiles, k_tiles, v_tiles, u_tiles, sums, decays = tiles
     full, gated = barriers
@@ -166,26 +173,27 @@ def _gate_warps(
     HAS_GATE: gl.constexpr = gates is not None
     line: gl.constexpr = gl.BlockedLayout([C // 32], [32], [4], [0])  # every warp holds all tokens
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    token = gl.arange(0, C, line)
+    token = gl.arange(0, C, line)  # [C]
     if HAS_GATE:
-        g_next = ()
+        g_next = ()  # the gates of the next chunk, [C] for each head
         for j in gl.static_range(HEADS):
             g_next += (gates_of(gates[j], start, length, token, NORMALIZER),)  # [C]
     for i in range(gl.cdiv(length, C)):
         slot = i % STAGES
         rows = length - i * C
-        sums_of_heads = ()
+        sums_of_heads = ()  # b [C] and b_C of each head
         arriving = ()
         if HAS_GATE:
             for j in gl.static_range(HEADS):
                 g = g_next[j].to(gl.float64) * LOG2E  # [C]
-                arriving += (gates_of(gates[j], start + (i + 1) * C, rows - C, token, NORMALIZER),)  # during this chunk
+                # The loads of the next gates run during this chunk.
+                arriving += (gates_of(gates[j], start + (i + 1) * C, rows - C, token, NORMALIZER),)
                 b = gl.associative_scan(g, 0, plus)  # [C]
                 sums_of_heads += ((b, gl.sum(g, 0)),)
             g_next = arriving
         mbarrier.wait(full.index(slot), (i // STAGES) & 1)
         if HAS_GATE:
-            # The state warps have read what was written to this slot before: the load warp has waited for them.
+            # The load warp has waited until the state warps have read the slot, so its sums may be replaced too.
             for j in gl.static_range(HEADS):
                 at = HEADS * slot + j
                 b, b_end = sums_of_heads[j]
@@ -195,7 +203,7 @@ def _gate_warps(
                 decays.index(at).store(gl.full([1], decay, gl.float32, gl.SliceLayout(1, layout)))
         if PACKED:
             clear_rows(k_tiles.index(slot).reshape([C, BK]), rows, layout)
-            if q_tiles.dtype == gl.float16:  # the unit of the scores is the one of their largest number
+            if q_tiles.dtype == gl.float16:  # rows of the next sequence would count in the largest score
                 clear_rows(q_tiles.index(slot).reshape([C, BK]), rows, layout)
         for w in gl.static_range(GROUPS):
             v_tile = v_tiles.index(GROUPS * slot + w).reshape([C, W])
@@ -206,7 +214,7 @@ def _gate_warps(
                 leaving = sums.index(2 * at + 1).load(gl.SliceLayout(1, layout))[:, None]  # [C, 1], exp(b_C - b)
                 u_tile = u_tiles.index(GROUPS * slot + w)
                 u_tile.store((v_tile.load(layout).to(gl.float32) * leaving).to(v_tile.dtype))
-        fence_async_shared()
+        fence_async_shared()  # u has been stored, and rows cleared, from registers; wgmma reads them
         mbarrier.arrive(gated.index(slot), count=1)
 
 
@@ -219,7 +227,12 @@ def _state_warps(
     PACKED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Carries W columns of the state through the segment and writes the outputs."""
+    """Carries W columns of the state through the segment, and writes W columns of the outputs.
+
+    Args:
+        given: see `_state_warps` of forward.py.
+        WARPGROUP: the number of this state warpgroup.
+    """
     tiles, barriers, outputs, states, units, kept, place, sizes = given
     q_tiles, k_tiles, v_tiles, u_tiles, sums, decays, s_tiles, o_tiles = tiles
     full, gated, empty = barriers
@@ -248,9 +261,9 @@ def _state_warps(
     value = first + gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]  # [1, W]
     S = gl.zeros([BK, W], gl.float32, layout)
     is_first = start == origin  # whether this is the first segment of its sequence
-    wait_for_predecessor()
+    wait_for_predecessor()  # it writes `entering`
     S = first_state(S, states, n, sequence, h, is_first, key, value, (Hv, K, V))
-    outer = 1.0  # the unit of S: the one of k^T u in the previous chunk
+    outer = 1.0  # the unit of S, which is the unit of k^T u in the previous chunk
     if q_units is not None:
         outer = gl.to_tensor(1.0)
     for i in range(gl.cdiv(length, C)):
@@ -264,9 +277,9 @@ def _state_warps(
         if s_desc is not None:
             tma.store_wait(1)  # the copy of the checkpoint has read s_tile; the copy of o may go on
         s_unit = store_state(s_tile, S, None, outer)
-        fence_async_shared()
+        fence_async_shared()  # wgmma and TMA read S from the tile
         if s_desc is not None or checkpoints is not None:
-            if left == 0:
+            if left == 0:  # this chunk begins at a checkpoint
                 if s_desc is not None:
                     tma.async_copy_shared_to_global(s_desc, [b, checkpoint, h, 0, first], s_block)
                 elif pool is not None:
@@ -292,7 +305,7 @@ def _state_warps(
             decay = gl.max(decays.index(at).load(gl.SliceLayout(1, layout)), 0)
             a, o = warpgroup_mma_wait(0, [a, o])
             a = gl.where(t >= s, a * between, 0.0)  # [C, C]
-            o = o * gl.exp2(sums.index(2 * at).load(gl.SliceLayout(1, layout)))[:, None]
+            o = o * gl.exp2(sums.index(2 * at).load(gl.SliceLayout(1, layout)))[:, None]  # [C, W]
             S = S * decay
         else:
             a, o = warpgroup_mma_wait(0, [a, o])
@@ -304,20 +317,20 @@ def _state_warps(
             S = S * (outer / kv_unit)
             outer = kv_unit
         if q_tile.dtype == gl.float16:
-            o = o * (s_unit / (a_unit * kv_unit))
-        a = gl.convert_layout(a, operand)
+            o = o * (s_unit / (a_unit * kv_unit))  # in the units of A v
+        a = gl.convert_layout(a, operand)  # the left operand of wgmma may stay in registers
         o = warpgroup_mma(a, v_tile, o, is_async=True)
         S = warpgroup_mma(k_tile.permute([1, 0]), u_tile, S, is_async=True)
         o, S = warpgroup_mma_wait(0, [o, S])
         mbarrier.arrive(empty.index(slot), count=1)
         tma.store_wait(0)  # the copy has read o_tile
-        of_o = scale * a_unit * (q_unit * kv_unit)
+        of_o = scale * a_unit * (q_unit * kv_unit)  # factor of o
         write(o_desc, o_ptr, o_tile, o * of_o, first, V, (b, h, start + i * C, T, Hv), rows, PACKED)
     write_last_state(S * outer, states, n, sequence, h, key, value, (Hv, K, V))
     tma.store_wait(0)
 
 
-# V and strides are specialised: if they are multiples of 16, two elements of a state are moved at once.
+# V and strides are specialised: if they are multiples of 16, a thread moves two elements of a state at once.
 @gluon.jit(
     do_not_specialize=["scale", "g_b", "g_t", "g_h", "T", "segment", "segments", "every", "rows", "Hv", "R", "K"]
 )
@@ -329,28 +342,28 @@ def _chunk_gla_fwd_head_kernel(
     s_desc,  # checkpoints [B, n, Hv, K, V] in bfloat16, tiles [BK, W], or None
     checkpoints,  # [B, n, Hv, K, V] in float32, or the pool, or None
     g_ptr,  # [B, T, Hv], or [Hv] with g_b = g_t = 0, or None
-    o_ptr,  # [B, T, Hv, V]
+    o_ptr,  # [B, T, Hv, V], contiguous
     initial_state,  # [N, Hv, K, V] or None
     entering,  # [I, Hv, K, V] or None
     final_state,  # [N, Hv, K, V], or None if sequences are cut
-    order,  # [I, 5] or None
+    order,  # [I, 5], or None for a batch
     pool,  # [P, Hv, K, V], instead of initial_state and final_state, or None
     slots,  # [N, 4], or None without a pool
     q_units,  # [chunks, H] if q, k and v were float32, else None
     k_units,  # like q_units
     v_units,  # [chunks, Hv] or None
     scale,
-    g_b,
+    g_b,  # strides of g
     g_t,
     g_h,
-    state_n,
+    state_n,  # strides of initial_state or of the pool; see `in_state`
     state_h,
     state_k,
     state_v,
     T,
-    segment,
-    segments,
-    every,
+    segment,  # tokens of a segment
+    segments,  # segments of a sequence of a batch
+    every,  # tokens between checkpoints
     rows,  # n
     Hv,
     R,
@@ -361,6 +374,7 @@ def _chunk_gla_fwd_head_kernel(
     GROUPS: gl.constexpr,
     HEADS: gl.constexpr,
 ):
+    """Computes GROUPS W columns of the outputs of one value head of one segment, or of two value heads."""
     C: gl.constexpr = q_desc.block_type.shape[2]
     BK: gl.constexpr = q_desc.block_type.shape[3]
     W: gl.constexpr = v_desc.block_type.shape[3]
@@ -399,7 +413,7 @@ def _chunk_gla_fwd_head_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(gated.index(i), count=1)
-        mbarrier.init(empty.index(i), count=GROUPS)
+        mbarrier.init(empty.index(i), count=GROUPS)  # each state warpgroup arrives once
 
     gates: gl.constexpr = None
     if HAS_GATE:
@@ -416,7 +430,7 @@ def _chunk_gla_fwd_head_kernel(
     units = (q_units, k_units, v_units, chunk_of(sequence, start, T, C, PACKED))
     sizes = (T, Hv, R, K, V)
     own = (tiles, (full, gated, empty), (o_desc, o_ptr, scale), states, units, kept, place, sizes)
-    # Registers of a thread. The gate warps take the rest.
+    # Registers of a thread of the state warps. The gate warps have the remaining registers.
     STATE: gl.constexpr = 208
     if GROUPS == 1:
         gl.warp_specialize(

@@ -1,19 +1,28 @@
 """Computes chunked gated linear attention on Hopper for heads with K from 129 to 256: first the gates, then the state.
 
-forward.py gives the mathematics. With K this large, a few columns of a state fill the registers, and therefore
-several blocks share a head. If each block computed the gates, they would take most of the time. So gates have a kernel
-of their own:
+Let S be the state that enters a chunk, and S' the state that leaves it. common.py defines qg, kg, r, b_C and the terms
+of A. K is divided into two slices of BK = 128 keys, and each slice of a chunk is mild or not, independently of the
+other. A is the sum of the scores of both slices, and for each slice
 
-    _gate_kernel     one block per chunk and head: writes qg, kg, the scores A and the decay of the state to memory
-    _state_kernel    one block per segment, head and 2 W columns of v: a load warp, and two warpgroups with W columns of
-                     S each
+    o  = scale (qg (after S) + A v)          with both slices in qg S
+    S' = after (before S + kg^T v)
 
-K is divided into slices of 128 keys; each slice of a chunk is mild or not, independently of the other. Calls without
-gates are refused. In qg, kg and A, every chunk has its own C rows, even the last chunk of a sequence. Chunks are
-numbered like segments of C tokens (segments.py).
+    mild slice         before = exp(r)       after = exp(r)
+    any other slice    before = exp(b_C)     after = 1
 
-B batch   T tokens   N sequences   I segments, by default the N sequences   M chunks   H heads
-K, V key and value width   C tokens of a chunk   BK keys of a slice   W columns of v of a warpgroup; a block has two
+With K this large, a few columns of a state fill the registers, so several blocks share a head. If each block summed the
+gates, this would take most of the time. So the gates have a kernel of their own:
+
+    _gate_kernel     one block per chunk and head: writes qg, kg, A, before and after to memory
+    _state_kernel    one block per segment, head and 2 W columns of v. A load warp copies the next slices by TMA; two
+                     state warpgroups carry W columns of S each. common.py gives the rules of barriers.
+
+The kernel refuses calls without gates. In qg, kg and A, every chunk has C rows of its own, even the last chunk of a
+sequence. Chunks are numbered like segments of C tokens (segments.py).
+
+B batch   T tokens   N sequences   I segments, by default the N sequences   M chunks   H heads   P slots of a pool
+K, V key and value width   C tokens of a chunk   BK keys of a slice   W columns of v of a warpgroup
+n rows of checkpoints   STAGES pipeline stages   slot   a pipeline stage in shared memory, or a state of a pool
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
@@ -57,7 +66,7 @@ from gla_triton_kernels.chunk_gla.tensors import Tensors
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles
 
-STAGES = gl.constexpr(4)  # slices of qg and kg that are prefetched: two chunks, like A and v
+STAGES = gl.constexpr(4)  # pipeline stages of slices of qg and kg: two chunks, as many as of A and v
 
 
 def launch_outputs(
@@ -74,7 +83,7 @@ def launch_outputs(
     chunks = cut(B, T, C, C, x.cu_seqlens, longest_first=False)
     qg, kg = (x.q.new_empty(1, chunks.count * C, H, K) for _ in range(2))
     scores = x.q.new_empty(1, chunks.count * C, H, C)
-    decays = x.q.new_empty(H, chunks.count, 2, 2 * BK, dtype=torch.float32)  # factors before and after kg^T v is added
+    decays = x.q.new_empty(H, chunks.count, 2, 2 * BK, dtype=torch.float32)  # `before` and `after` of both slices
     arguments = {
         "q_desc": shared_tiles(x.q, C, BK),
         "k_desc": shared_tiles(x.k, C, BK),
@@ -121,7 +130,7 @@ def launch_outputs(
 
 @gluon.jit
 def _write_decays(ptr, before, after):
-    """Writes the factors [BK] of a slice of the state, before and after kg^T v is added."""
+    """Writes the factors `before` and `after` [BK] of a slice of the state."""
     BK: gl.constexpr = before.shape[0]
     key = gl.arange(0, BK, before.type.layout)  # [BK]
     gl.store(ptr + key, before)
@@ -142,6 +151,7 @@ def _gate_kernel(
     T,
     NORMALIZER: gl.constexpr,
 ):
+    """Computes qg, kg, A and the factors of the state of one chunk and head."""
     PACKED: gl.constexpr = order is not None
     C: gl.constexpr = q_desc.block_type.shape[2]
     BK: gl.constexpr = q_desc.block_type.shape[3]
@@ -173,7 +183,7 @@ def _gate_kernel(
     decays += (h * gl.num_programs(0) + i).to(gl.int64) * 4 * BK
     A = gl.zeros([C, C], gl.float32, scores)
     for j in range(2):
-        tma.store_wait(0)
+        tma.store_wait(0)  # qg and kg of the first slice have left the tiles
         mbarrier.expect(full, 2 * q_desc.block_type.nbytes + g_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(q_desc, [b, h, first, j * BK], full, q_box)
         tma.async_copy_global_to_shared(k_desc, [b, h, first, j * BK], full, k_box)
@@ -187,7 +197,7 @@ def _gate_kernel(
         if gl.min(end, 0) > -MILD_DECAY_SM90:
             outer = decay_mild_chunk(q_tile, k_tile, x, end)  # [BK], exp(r)
             _write_decays(decays + j * BK, outer, outer)
-            fence_async_shared()
+            fence_async_shared()  # qg and kg have been stored from registers; wgmma and TMA read them
             product = gl.zeros([C, C], gl.float32, scores)
             product = warpgroup_mma(q_tile, k_tile.permute([1, 0]), product, use_acc=False, is_async=True)
             A += gl.where(t >= s, warpgroup_mma_wait(0, [product]), 0.0)
@@ -196,7 +206,7 @@ def _gate_kernel(
             decay, a = decay_any_chunk(q_tile, k_tile, scratch, again)  # [BK], exp(b_C)
             _write_decays(decays + j * BK, decay, gl.full_like(decay, 1.0))
             A += a
-            fence_async_shared()
+            fence_async_shared()  # as above
         tma.async_copy_shared_to_global(qg_desc, [0, h, i * C, j * BK], q_box)
         tma.async_copy_shared_to_global(kg_desc, [0, h, i * C, j * BK], k_box)
     a_box.reshape([C, C]).store(A.to(dtype))
@@ -207,7 +217,7 @@ def _gate_kernel(
 
 @gluon.jit
 def _load_warp(descriptors, tiles, barriers, place):
-    """Prefetches the next slices of qg and kg, and the next chunks of A and v."""
+    """Loads slices of qg and kg, and A and v of chunks, ahead of the state warps."""
     q_desc, k_desc, a_desc, v_desc = descriptors
     q_tiles, k_tiles, a_tiles, v_tiles = tiles
     full, empty, v_full, v_empty = barriers
@@ -236,7 +246,12 @@ def _load_warp(descriptors, tiles, barriers, place):
 
 @gluon.jit
 def _state_warps(given, WARPGROUP: gl.constexpr, PACKED: gl.constexpr, HAS_CHECKPOINTS: gl.constexpr):
-    """Carries W columns of the state, in two slices, through the segment and writes the outputs."""
+    """Carries W columns of the state, in two slices S0 and S1, through the segment, and writes the outputs.
+
+    Args:
+        given: see `_state_warps` of forward.py.
+        WARPGROUP: the number of this state warpgroup.
+    """
     tiles, barriers, outputs, scale, decays, states, kept, place, sizes = given
     q_tiles, k_tiles, a_tiles, v_tiles, s_tiles, o_tiles = tiles
     full, empty, v_full, v_empty = barriers
@@ -249,7 +264,7 @@ def _state_warps(given, WARPGROUP: gl.constexpr, PACKED: gl.constexpr, HAS_CHECK
     BK: gl.constexpr = q_tiles.type.shape[4]
     W: gl.constexpr = v_tiles.type.shape[4]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
-    s_block = s_tiles.index(WARPGROUP)  # [1, 1, 1, BK, W], a slice of S as an operand, or for a checkpoint
+    s_block = s_tiles.index(WARPGROUP)  # [1, 1, 1, BK, W], a slice of S as an operand or as the source of a checkpoint
     s_tile = s_block.reshape([BK, W])
     o_tile = o_tiles.index(WARPGROUP).reshape([C, W])
     first = column + WARPGROUP * W
@@ -260,7 +275,7 @@ def _state_warps(given, WARPGROUP: gl.constexpr, PACKED: gl.constexpr, HAS_CHECK
     S1 = gl.zeros([BK, W], gl.float32, layout)
     row0, row1 = key[:, None], BK + key[:, None]  # [BK, 1], the keys of the slices
     if entering is not None:
-        # With a pool, the scan has written the last states, so the pool no longer holds the first ones.
+        # With a pool, the scan has written final states, perhaps over initial states; `entering` holds both.
         taken = (start >= 0) if pool is not None else not is_first
         S0 = _load_slice(entering + head, V, None, row0, value, K, V, taken, S0)
         S1 = _load_slice(entering + head, V, None, row1, value, K, V, taken, S1)
@@ -314,13 +329,13 @@ def _state_warps(given, WARPGROUP: gl.constexpr, PACKED: gl.constexpr, HAS_CHECK
 
 @gluon.jit
 def _load_slice(states_in, state_k, state_v, key, value, K, V, taken, other):
-    """Loads rows `key` and columns `value` of a state; returns `other` beyond its edges, or if not `taken`."""
+    """Returns keys `key` [BK, 1] and values `value` [1, W] of a state; `other` beyond its edges, or if not `taken`."""
     return gl.load(states_in + in_state(key, value, state_k, state_v), (key < K) & (value < V) & taken, other)
 
 
 @gluon.jit
 def _write_slice(desc, place, s_block, S):
-    """Writes S [BK, W] to the coordinates `place` of the checkpoints, through s_block."""
+    """Writes S [BK, W] through `s_block` to the checkpoints, at the coordinates `place`."""
     BK: gl.constexpr = S.shape[0]
     W: gl.constexpr = S.shape[1]
     s_block.reshape([BK, W]).store(S.to(desc.dtype))
@@ -331,7 +346,12 @@ def _write_slice(desc, place, s_block, S):
 
 @gluon.jit
 def _step(o, S, q_tiles, k_tiles, v_tile, s_tile, full, empty, decays, step):
-    """Adds the term of a slice to the outputs o [C, W], and advances its state S [BK, W] to the end of the chunk."""
+    """Adds qg (after S) of a slice to o [C, W], and returns o and the state S' [BK, W] that leaves the chunk.
+
+    Args:
+        decays: pointers [BK] to `before` of the slice.
+        step: the number of the slice, counted from the start of the segment.
+    """
     C: gl.constexpr = q_tiles.type.shape[3]
     BK: gl.constexpr = q_tiles.type.shape[4]
     before = gl.load(decays)[:, None]  # [BK, 1]
@@ -340,7 +360,7 @@ def _step(o, S, q_tiles, k_tiles, v_tile, s_tile, full, empty, decays, step):
     q_tile = q_tiles.index(slot).reshape([C, BK])
     k_tile = k_tiles.index(slot).reshape([C, BK])
     s_tile.store((S * after).to(s_tile.dtype))
-    fence_async_shared()
+    fence_async_shared()  # S has been stored from registers; wgmma reads it
     mbarrier.wait(full.index(slot), step // STAGES & 1)
     o = warpgroup_mma(q_tile, s_tile, o, is_async=True)
     S = warpgroup_mma(k_tile.permute([1, 0]), v_tile, S * before, is_async=True)
@@ -366,24 +386,25 @@ def _state_kernel(
     initial_state,  # [N, H, K, V] or None
     entering,  # [I, H, K, V] or None
     final_state,  # [N, H, K, V], or None if sequences are cut
-    order,  # [I, 5] or None
+    order,  # [I, 5], or None for a batch
     pool,  # [P, H, K, V], instead of initial_state and final_state, or None
     slots,  # [N, 4], or None without a pool
     scale,
-    state_n,
+    state_n,  # strides of initial_state or of the pool; see `in_state`
     state_h,
     state_k,
     state_v,
     T,
-    segment,
-    segments,
+    segment,  # tokens of a segment
+    segments,  # segments of a sequence of a batch
     chunks,  # M
-    every,
+    every,  # tokens between checkpoints
     H,
     K,
     V,
     HAS_CHECKPOINTS: gl.constexpr,
 ):
+    """Computes 2 W columns of the outputs of one head of one segment."""
     PACKED: gl.constexpr = order is not None
     C: gl.constexpr = q_desc.block_type.shape[2]
     BK: gl.constexpr = q_desc.block_type.shape[3]

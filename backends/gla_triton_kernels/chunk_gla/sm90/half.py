@@ -1,8 +1,12 @@
 """Converts float32 tensors to float16, in which the kernels for SM90 compute float32 under matmul precision "high".
 
-A float16 number has as many bits as a TF32 operand, but a smaller range. So the tile of a chunk and head is divided by
-its unit, the power of two that brings its largest absolute value to 64 or above, but below 128. A unit is at least
-LEAST, and 1 if the tile is 0: states are divided by units of other chunks.
+A float16 number has as many bits of precision as a TF32 operand, but a smaller range. So the tile x [C, W] of a chunk
+and head is divided by its unit:
+
+    y = x / unit        unit = the power of two for which 64 <= max |y| < 128
+
+Kernels multiply products of such tiles by the units. Because they also divide states by the units of other chunks, a
+unit is at least LEAST, and 1 if the tile is 0.
 
 B batch   T tokens   N sequences   Hx heads of x   W width of a head   C tokens of a chunk   D columns read at once
 """
@@ -26,7 +30,7 @@ from gla_triton_kernels.runtime.sizes import power_of_two
 
 LEAST = 2.0**-20
 LEAST_OF_GRADIENTS = 2.0**-60
-"""The least unit of do: the gradients of a mean over many tokens are small."""
+"""The least unit of do, because the gradients of a mean over many tokens are small."""
 
 NO_UNITS = dict.fromkeys(("q_units", "k_units", "v_units", "do_units"))
 
@@ -36,14 +40,16 @@ AnyTensors = TypeVar("AnyTensors", Tensors, BackwardTensors, Recurrence)
 def in_half(
     x: AnyTensors, names: tuple[str, ...], cu_seqlens: Tensor | None
 ) -> tuple[AnyTensors, dict[str, Tensor | None], list[Launch]]:
-    """Returns x with float16 in place of float32, the units of the tensors, and the launches that fill them.
+    """Converts float32 tensors of x to float16.
 
     Args:
-        names: the tensors [B, T, Hx, W] of x to convert, all of one dtype. Nothing is converted if it is not float32.
+        names: names of the tensors [B, T, Hx, W] of x, all of the same dtype. If it is not float32, nothing is
+            converted.
 
     Returns:
-        The units are arguments of a kernel, "q_units" and so on: [rows, Hx] in float32, or None if nothing is
-        converted. Rows are numbered like checkpoints every `CHUNK` tokens.
+        x with the converted tensors; the units as arguments of a kernel, by names such as "q_units"; and the launches
+        that fill both. Units are [rows, Hx] in float32, or None if nothing is converted. Rows are numbered like
+        checkpoints every `CHUNK` tokens.
     """
     given: dict[str, Tensor] = {name: getattr(x, name) for name in names}
     if given[names[0]].dtype != torch.float32:
@@ -94,7 +100,7 @@ def _to_half_kernel(
     C: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Converts the tile of a chunk and head."""
+    """Converts the tile of one chunk and head, and writes its unit."""
     row, h = tl.program_id(0) // H, tl.program_id(0) % H
     if cu_seqlens_ptr is None:
         chunks = tl.cdiv(T, C)
@@ -109,10 +115,11 @@ def _to_half_kernel(
     column = tl.arange(0, D)[None, :]  # [1, D]
     x_at = x_ptr + tl.cast(b, tl.int64) * stride_b + token.to(tl.int64) * stride_t + tl.cast(h, tl.int64) * stride_h
     y_at = y_ptr + ((tl.cast(b, tl.int64) * T + token) * H + h) * W  # [C, 1]
-    most = 0.0
+    most = 0.0  # the largest absolute value of the tile
     for first in range(0, W, D):
         inside = (token < end) & (column < W - first)  # [C, D]
         most = tl.maximum(most, tl.max(tl.abs(tl.load(x_at + (first + column), mask=inside, other=0.0))))
+    # The biased exponent of `most`, less 6: then max |y| is at least 2^6 = 64.
     exponent = tl.maximum((most.to(tl.int32, bitcast=True) >> 23) - 6, LEAST)
     exponent = tl.where(most == 0.0, 127, exponent)
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
@@ -125,7 +132,7 @@ def _to_half_kernel(
 
 @triton.jit
 def _sequence_of(row, cu_seqlens_ptr, N, C: tl.constexpr):
-    """Returns the last of N sequences whose chunks begin in this row or before; 0 if there is none."""
+    """Returns the last of N sequences whose chunks begin at or before this row; 0 if there is none."""
     n, above = 0, N
     while above - n > 1:
         middle = (n + above) // 2

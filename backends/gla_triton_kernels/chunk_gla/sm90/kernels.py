@@ -1,7 +1,7 @@
 """The kernels for Hopper (SM90): their refusals, launch parameters and prices. Imports no Triton.
 
 The kernels use warp specialisation: TMA loads the tiles of a chunk while warpgroups multiply earlier tiles. Launch
-parameters were measured on an H200 with its 132 multiprocessors.
+parameters were chosen by measurements on an H200, which has 132 multiprocessors.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
     from gla_triton_kernels.chunk_gla.kernel import LaunchFunction
 
 TILES = 200 * 2**10
-"""The most bytes of a multiprocessor's shared memory that tiles fill."""
+"""The maximum number of bytes of the shared memory of a multiprocessor that tiles may fill."""
 STATE_KEYS = 128
-"""The most keys of a state that a block of states.py builds."""
+"""The maximum number of keys of a state that a block of states.py computes."""
 
 START = 2.5e-6
 """Seconds before the first step of a block. This and the times below were fitted to times on an H200."""
 FORWARD_STEP, FORWARD_TILE, NARROW = 0.64e-6, 1.05e-6, 0.71
-"""Seconds of forward.py for 64 tokens, and for each tile of 64 keys and 128 values; time of a block with 64 values, as
-a share of the time with 128."""
+"""Seconds of forward.py for 64 tokens: of a block with 128 values, a constant and a time for each 64 keys; and the time
+of a block with 64 values, as a share of the time with 128."""
 HEAD_STEP, HEAD_TILE = 0.5e-6, 0.75e-6
 """The same for forward_head.py."""
 WIDE_STEP, GATE_RATE = 3e-6, 2.8e11
@@ -58,12 +58,12 @@ GRADIENT_START, GRADIENT_STEP, GRADIENT_TILE = 10e-6, 5.7e-6, 1.26e-6
 HEAD_GRADIENT_STEP, HEAD_GRADIENT_TILE = 2.6e-6, 0.85e-6
 """Seconds of backward_head.py for 64 tokens, and for each tile of 64 keys and values."""
 GRADIENTS_SHARED = 1.2
-"""Number of blocks of backward.py that share a multiprocessor at no cost to each other, if a block has one tile."""
+"""Number of blocks of backward.py with one tile that share a multiprocessor without slowing each other down."""
 STATE_GRADIENTS = 1.3e-6
 """Seconds of state_gradients.py for 64 tokens. They are predicted from numbers of instructions."""
 WIDE_CHUNK, WIDE_KEYS, WIDE_VALUES = 3.2e-6, 2.5e-6, 1e-6
-"""Seconds of backward_wide.py for a chunk of a block of 128 keys, for each 64 keys, and for each 64 values. They are
-predicted from numbers of instructions."""
+"""Seconds of backward_wide.py for a chunk and a slice of 128 keys: a constant, a time for each 64 keys, and a time for
+each 64 values. They are predicted from numbers of instructions."""
 
 
 def _refusal(call: OpCall, gpu: Gpu) -> Reason | None:
@@ -88,7 +88,7 @@ def _of_bfloat16(call: OpCall) -> Reason | None:
 
 
 def _of_keys(call: OpCall) -> Reason | None:
-    """Returns the reason why the kernels for a gate of each key cannot compute a call, or None."""
+    """Returns the reason why the kernels with one gate for each key cannot compute a call, or None."""
     if call.gate_form in ("constant", "head"):
         return f"computes gates {GATES['key']}; g has one {GATES[call.gate_form]}"
     if call.dims["Hv"] > call.dims["H"]:
@@ -97,7 +97,7 @@ def _of_keys(call: OpCall) -> Reason | None:
 
 
 def _of_heads(call: OpCall) -> Reason | None:
-    """Returns the reason why the kernels for a gate of each head, or none, cannot compute a call, or None."""
+    """Returns the reason why the kernels with one gate for each head, or no gates, cannot compute a call, or None."""
     gates = call.gate_form or ("key" if call.gate_dtype is not None else None)
     return f"computes one gate for each head, or none; g has one {GATES['key']}" if gates == "key" else None
 
@@ -115,8 +115,8 @@ def _states(call: OpCall, gpu: Gpu, length: int, outputs: Parameters) -> Paramet
     """Returns the launch parameters of states.py.
 
     A warpgroup has 64 keys. A block has two warpgroups, or one if K is at most 64. Two blocks of one warpgroup share a
-    multiprocessor. If all blocks of one warpgroup can run at once with 64 columns of v each, they have 64 columns: this
-    takes a tenth to a fifth less time.
+    multiprocessor. If all blocks of one warpgroup can run at once with 64 columns of v each, they have 64 columns
+    instead of 128, which takes a tenth to a fifth less time.
     """
     T, N, Hv, K, V = (call.dims[name] for name in ("T", "N", "Hv", "K", "V"))
     BK, C, gate = 64, 64, 0 if call.gate_form in ("constant", "head") else gate_itemsize(call)
@@ -198,8 +198,8 @@ def _forward_wide_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
 def _forward(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
     """Returns the launch parameters of forward.py.
 
-    A block with 64 columns of v takes a fifth less time than a block with 128. This pays if the device runs all blocks
-    at once. The bits of the results are the same.
+    A block with 64 columns of v takes a fifth less time than a block with 128. This pays if the device can run all
+    blocks of 64 columns at once. The bits of the results are the same.
     """
     Hv, V = call.dims["Hv"], call.dims["V"]
     fit = sequences * Hv * ceil_div(V, 64) <= gpu.multiprocessors
@@ -207,7 +207,7 @@ def _forward(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
 
 
 def _forward_head(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
-    """Returns the launch parameters of forward_head.py: a block has two value heads if they share q and k."""
+    """Returns the launch parameters of forward_head.py. With BV = 128 and V up to 64, a block has two value heads."""
     Hv, V = call.dims["Hv"], call.dims["V"]
     fit = sequences * Hv * ceil_div(V, 64) <= gpu.multiprocessors
     return _output_parameters(call, 64 if fit or (V <= 64 and not _in_pairs(call)) else 128)
@@ -225,7 +225,7 @@ def _forward_wide(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
 
 def _output_parameters(call: OpCall, BV: int) -> Parameters:
     BK = 64 if call.dims["K"] <= 64 else 128
-    stages = 2 if BK == 128 else 4 if BV == 64 else 3  # the most that shared memory holds
+    stages = 2 if BK == 128 else 4 if BV == 64 else 3  # the most that fit into shared memory
     return Parameters(C=64, BK=BK, BV=BV, stages=stages, tma=True)
 
 
@@ -337,7 +337,7 @@ def _backward_wide_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
 
 
 def _has_several_blocks(call: OpCall) -> bool:
-    """Returns whether backward.py needs several blocks for a head; each would repeat the work on q, k and g."""
+    """Returns whether backward.py needs several blocks for a head. Each would repeat the work on q, k and g."""
     return call.dims["K"] > 128 or call.dims["V"] > 128
 
 
@@ -371,12 +371,12 @@ def _backward_head_seconds(call: OpCall, x: GradientParameters, through: Cut, si
 
 
 def _backward_wide_seconds(call: OpCall, x: GradientParameters, through: Cut, size: float, c: Constants) -> list[float]:
-    """Returns the seconds of two kernels; one writes P and the other reads it.
+    """Returns the seconds of two kernels. The first writes P, and the second reads P.
 
-    P has the size of one checkpoint per chunk, for each query head.
+    P has one state for each chunk and query head.
     """
     K, V = call.dims["K"], call.dims["V"]
-    heads = call.dims["Hq"] // max(call.dims["H"], 1)  # of a group: value heads have no groups here
+    heads = call.dims["Hq"] // max(call.dims["H"], 1)  # query heads of a group; k and v have equally many heads here
     P = heads * checkpoint_bytes(call, CHUNK)
     block = BlockTime(CHUNK, x.BV, START, STATE_GRADIENTS, keys=x.BK)
     states = kernel_seconds(call, block, through, moved_bytes(call) / 2 + P, c)

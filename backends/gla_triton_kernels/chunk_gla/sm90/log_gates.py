@@ -1,4 +1,6 @@
-"""Writes the log gates of logits to memory, for kernels each of which would compute them several times.
+"""Computes log gates g = log sigma(x) / NORMALIZER from logits x, and writes them to memory.
+
+A launch of this kernel pays if later kernels read the same gates several times.
 
 B batch   T tokens   H heads   K key width   ROWS tokens and D keys of a block
 """
@@ -22,7 +24,7 @@ LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 
 
 def launch_log_gates(x: Tensor, normalizer: int) -> tuple[Tensor, Launch]:
-    """Returns memory for the log gates of logits x [B, T, H, K], in float32, and the launch that fills it."""
+    """Returns memory [B, T, H, K] in float32 for the log gates of logits x, and the launch that fills it."""
     B, T, H, K = x.shape
     g = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     arguments = {"x_ptr": x, "g_ptr": g, **strides_of("", x), "T": T, "H": H, "K": K, "NORMALIZER": normalizer}
@@ -30,7 +32,7 @@ def launch_log_gates(x: Tensor, normalizer: int) -> tuple[Tensor, Launch]:
     return g, Launch(_log_gates_kernel, (blocks, 1, 1), arguments, {"num_warps": 4})
 
 
-# K is specialised: if it is a multiple of 16, several gates are read and written at once.
+# K is specialised: if it is a multiple of 16, a thread reads and writes several gates at once.
 @gluon.jit(do_not_specialize=["T", "H"])
 def _log_gates_kernel(
     x_ptr,  # [B, T, H, K]
@@ -43,12 +45,13 @@ def _log_gates_kernel(
     K,
     NORMALIZER: gl.constexpr,
 ):
+    """Computes the log gates of ROWS tokens and D keys of a head."""
     columns, rows = gl.cdiv(K, D), gl.cdiv(T, ROWS)
     head = gl.program_id(0) // columns
     h = head % H
     b = (head // H // rows).to(gl.int64)
     token = head // H % rows * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]  # [ROWS, 1]
     key = gl.program_id(0) % columns * D + gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
-    inside = (token < T) & (key < K)
+    inside = (token < T) & (key < K)  # [ROWS, D]
     x = gl.load(x_ptr + b * stride_b + token.to(gl.int64) * stride_t + h.to(gl.int64) * stride_h + key, inside, 0.0)
     gl.store(g_ptr + ((b * T + token) * H + h) * K + key, log_gates(x, NORMALIZER), inside)

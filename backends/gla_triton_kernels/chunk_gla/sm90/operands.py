@@ -1,7 +1,11 @@
 """Converts states and their gradients to operands of matrix products of the backward kernels for SM90.
 
-A state is a sum over many tokens, which float16 may not hold. So its keys, D at a time, are divided by their unit, a
-power of two, and products with them are multiplied by the unit. A unit of bfloat16 is 1.
+A state S is a sum over many tokens, which float16 may not hold. So each block [D, V] of D keys of S is divided by its
+unit, a power of two, and products with the block are multiplied by the unit:
+
+    operand = S / unit        unit as in common.py: `unit_of`
+
+With bfloat16, states are operands as they are, and units are 1.
 
 H heads   K, V key and value width   D = 64 keys or columns of a tile
 """
@@ -21,15 +25,15 @@ from gla_triton_kernels.chunk_gla.sm90.common import divisible_unit_of, largest,
 from gla_triton_kernels.runtime.launch import Launch
 
 D = gl.constexpr(64)
-W = gl.constexpr(128)  # columns that are read at once
+W = gl.constexpr(128)  # columns that a block reads at once
 LAYOUT = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
 LEAST_FACTOR = gl.constexpr(2.0**-40)
 
 
 def as_operands(states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, list[Launch]]:
-    """Returns states [.., H, K, V] as operands of products with `dtype`, their units, and the launches that fill them.
+    """Returns states [.., H, K, V] as operands in `dtype`, their units, and the launches that fill both.
 
-    For bfloat16, the states themselves are operands. The units are [rows, H, ceil(K / 64)] in float32.
+    The units are [rows, H, ceil(K / 64)] in float32. If dtype is bfloat16, the states are returned, and no units.
     """
     if dtype == torch.bfloat16:
         return states, None, []
@@ -43,9 +47,10 @@ def as_operands(states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | No
 
 @gluon.jit
 def factors_of(scale, dtype: gl.constexpr):
-    """Returns the factors of q and of gradients, whose product is the scale; q in float16 then keeps its range.
+    """Returns a factor of q and a factor of all gradients, whose product is the scale.
 
-    Gradients of states are divided by the second factor, which therefore is not small.
+    In float16, q is not multiplied by the scale, to keep its range; the gradients are. Gradients of states are divided
+    by the second factor, so it must not be small. If the scale is below LEAST_FACTOR, it multiplies q after all.
     """
     if dtype == gl.float16:
         small = gl.abs(scale) < LEAST_FACTOR
@@ -56,7 +61,7 @@ def factors_of(scale, dtype: gl.constexpr):
 
 @gluon.jit
 def store_operands(tiles, first, P, HALVES: gl.constexpr):
-    """Stores matrices P, a tuple of HALVES, as operands in the tiles from `first` on, and returns their common unit."""
+    """Stores HALVES matrices P [D, D] as operands in the tiles from `first` on, and returns their common unit."""
     HALF: gl.constexpr = tiles.dtype == gl.float16
     unit = 1.0
     if HALF:
@@ -78,6 +83,7 @@ def _to_operands_kernel(
     K,
     V,
 ):
+    """Converts D keys of a state, and writes their unit."""
     blocks = gl.cdiv(K, D)
     first = gl.program_id(0) % blocks * D
     state = (gl.program_id(0) // blocks).to(gl.int64) * K * V

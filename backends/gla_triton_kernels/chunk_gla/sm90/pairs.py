@@ -1,38 +1,39 @@
-"""Adds terms of pairs of tokens within a chunk to gradients of gated linear attention, for chunks with strong decay.
+"""Adds the terms of pairs of tokens of a chunk to gradients of gated linear attention, for chunks that are not mild.
 
-If a chunk of C tokens is not mild, the backward kernels for SM90 leave these pairs out and mark the chunk. Let dA_ts =
-dA_st = scale * do_t . v_s, for s <= t, be the gradients of scores, and e_ts = exp(g_{s+1} + .. + g_t) the decay of each
-channel of K:
+If a chunk of C tokens is not mild, the backward kernels for SM90 leave out the pairs s <= t of its tokens and mark the
+chunk. Let dA_ts = dA_st = scale * do_t . v_s, for s <= t, be the gradients of scores, and
+e_ts = exp(g_{s+1} + .. + g_t) the decay of each channel of K. The terms are
 
     dq_t += sum over s <= t of dA_ts e_ts k_s        dv_s += scale * sum over t >= s of (sum_K q_t e_ts k_s) do_t
     dk_s += sum over t >= s of dA_ts e_ts q_t        dg_u += sum over s < u <= t of q_t dA_ts e_ts k_s
 
-The chunk is halved repeatedly: every pair s < t lies in the two halves of one block of 2m tokens, for one m of 1, 2,
-4 .. C/2. Let b_t = g_1 + .. + g_t, let b* be b at the last token of the block's left half, and u the first token of its
-right half:
+The chunk is halved repeatedly: every pair s < t lies in the two halves of one block of 2m tokens, for exactly one level
+m among 1, 2, 4 .. C/2. Let b_t = g_1 + .. + g_t, let b* be b at the last token of the left half of the block, and u the
+first token of its right half. Then
 
     z_t = q_t e_t,  e_t = exp(b_t - b_u)  in the right half        f = exp(g_u)
     z_s = k_s e_s,  e_s = exp(b* - b_s)   in the left half         dz = f * dA z
 
-dA is masked to pairs of the two halves. The product e dz is added to dq in right halves, and to dk in left halves. The
-product z z^T, with the same mask and with f in right halves, replaces the sum over K in dv.
+where dA is masked to pairs of the two halves. e dz is added to dq in right halves, and to dk in left halves. The
+product z z^T, with the same mask and with f in right halves, gives the sums over K in dv.
 
-No exponent is above 0, so any gate down to -inf is exact. Next to the middle of a block e is 1, so no gate makes all of
-z small. Therefore z and dA can be float16, in units that keep numbers down to 2^-28 times the largest. Gate u decays
-each pair that has one token before u and one token at or after u:
+No exponent is above 0, so gates down to -inf need no special case. Next to the middle of a block e is 1, so no gate
+makes all of z small. Therefore z and dA can be float16, in units that keep numbers down to 2^-28 times the largest.
+Gate u decays each pair that has one token before u and one token at or after u:
 
-    dg_u += sum over t >= u of w_t        w = z * dz in right halves, -z * dz in left ones
+    dg_u += sum over t >= u of w_t        w = z * dz in right halves, -z * dz in left halves
 
-A pair whose tokens are both at or after u adds the same products of rounded numbers twice, with opposite signs. dg is
-set to exactly 0 where exp(g) is 0 in float32. Pairs s = t have no gate and are multiplied element by element.
+A pair whose tokens are both at or after u adds the same product of rounded numbers twice, with opposite signs, and so
+adds 0. If exp(g_u) is 0 in float32, dg_u is set to 0. Pairs s = t have no gate and are multiplied element by element.
 
-The levels m, the blocks of keys and the blocks of values are loops at run time: this keeps the code small, so that its
-instructions stay in the cache. Each step loads all its inputs at once; the step before has prefetched them into the L2
-cache.
+Loops over levels, blocks of keys and blocks of values run at run time. This keeps the code small, so its instructions
+stay in the cache. Each iteration loads all its inputs at once, after the previous iteration has prefetched them into
+the L2 cache.
 
 B batch   T tokens   N sequences   H key/value heads, of k, v and g   Hq query heads   G query heads of a group
-K, V key and value width   C tokens of a chunk   D = 64 columns of a tile
-i rows of marks, one for each chunk, numbered as checkpoints are   blocks_k blocks of `keys` keys
+K, V key and value width   C tokens of a chunk   D = 64 columns of a tile   W = 64 or 128 columns of v and do
+KEYS keys that share a mark   blocks_k blocks of KEYS keys   unit   see common.py
+rows   of marks: one for each chunk, numbered like checkpoints
 
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635), sec. 4.
 """
@@ -65,14 +66,14 @@ from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
 from gla_triton_kernels.runtime.launch import Launch, strides_of
 
 MARKS = 64
-"""The most pairs (chunk, head) that a program checks at once. Starting a program takes longer than checking them."""
+"""The maximum number of pairs (chunk, head) that a program checks. Checking them takes less time than starting it."""
 PROGRAMS = 1024
-"""Up to this number of pairs (chunk, head), each has its own program: several for every multiprocessor."""
+"""The number of pairs (chunk, head) up to which each pair has its own program: several for every multiprocessor."""
 
 C = gl.constexpr(CHUNK)
 D = gl.constexpr(64)
 LOG2_FAR = gl.constexpr(-40.0)
-FAR = gl.constexpr(2.0**-40)  # in this unit float32 holds exp(g) for g down to -115, instead of -87
+FAR = gl.constexpr(2.0**-40)  # divided by FAR, exp(g) is a normal float32 for g down to -115, instead of -87
 LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
 OF_ROWS = gl.constexpr(gl.SliceLayout(1, LAYOUT.value))
 OF_COLUMNS = gl.constexpr(gl.SliceLayout(0, LAYOUT.value))
@@ -85,7 +86,12 @@ TILE_32 = gl.constexpr(gl.NVMMASharedLayout.get_default_for([CHUNK, 64], gl.floa
 
 
 def new_marks(x: BackwardTensors, entering: Tensor, keys: int) -> Tensor | None:
-    """Returns memory for the marks of the chunks whose entering states are in `entering`; None without gates."""
+    """Returns memory for the marks of chunks; None without gates.
+
+    Args:
+        entering: the states that enter chunks, [.., H, K, V].
+        keys: number of keys that share a mark.
+    """
     if x.g is None:
         return None
     Hq, (H, K, V) = x.q.shape[2], entering.shape[-3:]
@@ -107,11 +113,11 @@ def launch_pairs(
         x: tensors in bfloat16 or float16, except for gates. The gradients are contiguous, have Hq heads, and lack the
             terms of pairs in marked chunks.
         units: the units of q, k, v and do, if these were float32; see half.py.
-        marks: [rows, Hq, ceil(K / keys)] int32, contiguous; not 0 where a chunk is marked. Rows are numbered like
-            checkpoints every `CHUNK` tokens; rows without a chunk are not read. None without gates: there is then no
-            launch, because it would have nothing to add.
+        marks: [rows, Hq, ceil(K / keys)] int32, contiguous; not 0 if a chunk is marked. Rows are numbered like
+            checkpoints every `CHUNK` tokens; rows without a chunk are not read. None without gates; then there is no
+            launch, because there is nothing to add.
         scale: factor of the scores.
-        keys: number of keys of a block that has a mark, 64 or 128.
+        keys: number of keys that share a mark, 64 or 128.
         normalizer: see `launch_outputs` of general/forward.py.
     """
     if marks is None or x.g is None:
@@ -178,7 +184,7 @@ def _pairs_kernel(
     T,
     N,
     Hq,
-    count,
+    count,  # number of pairs (chunk, head)
     stride_qb,
     stride_qt,
     stride_qh,
@@ -202,15 +208,15 @@ def _pairs_kernel(
     KEYS: gl.constexpr,
     NORMALIZER: gl.constexpr,
     MARKS: gl.constexpr,
-    FAR_ROWS: gl.constexpr,
+    FAR_ROWS: gl.constexpr,  # whether offsets within a chunk exceed int32
 ):
     """Completes the gradients of the marked pairs (chunk, head) among MARKS pairs that are `programs` apart.
 
-    In most programs no pair is marked.
+    Most programs find no mark.
     """
     pid, programs = gl.program_id(0), gl.num_programs(0)
     blocks_k: gl.constexpr = (K + KEYS - 1) // KEYS
-    # Each tensor with its strides of batches, tokens and heads, and the number of query heads for each of its heads.
+    # Each tuple is a tensor, its strides of batches, tokens and heads, and the number of query heads that share a head.
     q = (q_ptr, stride_qb, _stride(stride_qt, FAR_ROWS), stride_qh, 1)
     k = (k_ptr, stride_kb, _stride(stride_kt, FAR_ROWS), stride_kh, G)
     v = (v_ptr, stride_vb, _stride(stride_vt, FAR_ROWS), stride_vh, G)
@@ -220,10 +226,10 @@ def _pairs_kernel(
     dq, dk = (dq_ptr, stride_dkb, tokens_k, K, 1), (dk_ptr, stride_dkb, tokens_k, K, 1)
     dv, dg = (dv_ptr, stride_dvb, tokens_v, V, 1), (dg_ptr, stride_dkb, tokens_k, K, 1)
     own = pid + programs * gl.arange(0, MARKS, MARKED)  # [MARKS]
-    marks = gl.zeros([MARKS], gl.int32, MARKED)
+    marks = gl.zeros([MARKS], gl.int32, MARKED)  # [MARKS]
     for block in range(blocks_k):
         marks |= gl.load(marks_ptr + own.to(gl.int64) * blocks_k + block, mask=own < count, other=0)
-    marked = gl.associative_scan((marks != 0).to(gl.int32), 0, plus)  # [MARKS], the number of marks up to each
+    marked = gl.associative_scan((marks != 0).to(gl.int32), 0, plus)  # [MARKS], inclusive counts of marked pairs
     for j in range(gl.max(marked, 0)):
         ih = pid + programs * gl.sum((marked <= j).to(gl.int32), 0)
         i, h = ih // Hq, ih % Hq
@@ -264,13 +270,14 @@ def _pairs_kernel(
 
 @gluon.jit
 def _rows_and_columns():
+    """Returns the numbers of rows and of columns of a tile."""
     row = gl.arange(0, C, OF_ROWS) + opaque_zero()
     return row[:, None], gl.arange(0, C, OF_COLUMNS)[None, :]  # [C, 1], [1, C]
 
 
 @gluon.jit
 def _sequence_of(i, cu_seqlens_ptr, N):
-    """Returns the last of N sequences whose chunks begin in row i or before; 0 if there is none."""
+    """Returns the last of N sequences whose chunks begin at or before row i; 0 if there is none."""
     n, above = 0, N
     while above - n > 1:
         middle = (n + above) // 2
@@ -282,15 +289,19 @@ def _sequence_of(i, cu_seqlens_ptr, N):
 
 @gluon.jit
 def _stride(stride, FAR_ROWS: gl.constexpr):
-    """Returns a stride of tokens in an integer type that holds the distance of any two rows of a chunk."""
+    """Returns a stride of tokens in an integer type that holds the offset between any two rows of a chunk."""
     return gl.to_tensor(stride).to(gl.int64) if FAR_ROWS else gl.to_tensor(stride)
 
 
 @gluon.jit
 def _first(x, at, column):
-    """Returns a pointer to this column in row t of a head, and the stride of rows.
+    """Returns a pointer to a column of token t of a head, and the stride of tokens.
 
-    The pointer is computed anew for each use: the pointers of all tensors would not fit into registers.
+    The pointer is computed again for each use, because the pointers of all tensors would not fit into registers.
+
+    Args:
+        x: a tensor with its strides; see `_pairs_kernel`.
+        at: batch, first token of the chunk, query head.
     """
     ptr, stride_b, stride_t, stride_h, group = x
     b, t, h = at
@@ -302,7 +313,7 @@ def _first(x, at, column):
 
 @gluon.jit
 def _tile(x, at, column, rows, width: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
-    """Returns pointers to a tile from this column, and a mask of elements within `rows` rows and `width` columns."""
+    """Returns pointers to a tile from `column` on, and a mask of elements within `rows` rows and `width` columns."""
     ptr, stride_t = _first(x, at, column)
     row = (gl.arange(0, shape[0], gl.SliceLayout(1, layout)) + opaque_zero())[:, None]  # [C, 1]
     columns = gl.arange(0, shape[1], gl.SliceLayout(0, layout))[None, :]  # [1, shape[1]]
@@ -314,7 +325,7 @@ def _tile(x, at, column, rows, width: gl.constexpr, shape: gl.constexpr, layout:
 
 @gluon.jit
 def _load(x, at, column, rows, width: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
-    """Loads a tile, with 0 beyond `rows` rows and beyond the tensor's width."""
+    """Returns a tile from `column` on, with 0 beyond `rows` rows and `width` columns; see `_tile`."""
     ptr, inside = _tile(x, at, column, rows, width, shape, layout)
     return gl.load(ptr, inside, 0.0)
 
@@ -340,7 +351,7 @@ def _prefetch(x, at, column, rows, width: gl.constexpr):
 
 @gluon.jit
 def _choose(bits, x, y):
-    """Returns x where all bits are set, and y where no bit is set; handles two numbers of 16 bits at once."""
+    """Returns x where `bits` is -1, and y where it is 0. One instruction handles two numbers of 16 bits."""
     return gl.inline_asm_elementwise(
         "lop3.b32 $0, $1, $2, $3, 0xCA;", "=r,r,r,r", [bits, x, y], gl.float16, is_pure=True, pack=2
     )
@@ -348,7 +359,7 @@ def _choose(bits, x, y):
 
 @gluon.jit
 def _load_rows(ptr, stride, row, rows, columns):
-    """Loads the rows `row` [C, 1] of a tile [C, D], with 0 beyond `rows` rows and `columns` columns."""
+    """Returns rows `row` [C, 1] of a tensor as a tile [C, D], with 0 beyond `rows` rows and `columns` columns."""
     column = gl.arange(0, D, OF_COLUMNS)[None, :]  # [1, D]
     inside = row < rows  # [C, 1]
     if columns is not None:
@@ -358,19 +369,20 @@ def _load_rows(ptr, stride, row, rows, columns):
 
 @gluon.jit
 def _log_gates(x, inside, NORMALIZER: gl.constexpr):
-    """Returns the log gates of a tile [C, D]; logits beyond the tensor's edges, which are 0, give a gate of 0."""
+    """Returns the log gates of a tile x [C, D]; they are 0 beyond the edges of the tensor, even if x holds logits."""
     g = log_gates(x, NORMALIZER)
     return g if NORMALIZER is None else gl.where(inside, g, 0.0)
 
 
 @gluon.jit
 def _larger(a, b, c, d):
+    """Combines two pairs of numbers to the pair of their maxima."""
     return gl.maximum(a, c), gl.maximum(b, d)
 
 
 @gluon.jit
 def _score_gradients_in_units(do, v, at, rows, V: gl.constexpr, scale):
-    """Returns a tile with dA [C, C], its diagonal s = t [C] divided by FAR, and the unit of the diagonal."""
+    """Returns a tile with dA [C, C] divided by its unit; its diagonal [C], also divided by FAR; and FAR * unit."""
     W: gl.constexpr = D if V <= D else 2 * D
     products = gl.zeros([C, C], gl.float32, LAYOUT)
     transposed = gl.zeros([C, C], gl.float32, LAYOUT)
@@ -398,14 +410,20 @@ def _score_gradients_in_units(do, v, at, rows, V: gl.constexpr, scale):
 
 @gluon.jit
 def _pairs(m):
-    """Returns whether two tokens are in different halves of a block of 2m, [C, C]."""
+    """Returns the mask [C, C] of pairs of tokens that lie in different halves of one block of 2m tokens."""
     row, column = _rows_and_columns()
     return ((row ^ column) & -m) == m
 
 
 @gluon.jit
 def _add_block_of_keys(scores, inputs, outputs, at, k0, rows, K: gl.constexpr, NORMALIZER: gl.constexpr):
-    """Adds the terms of D keys to dq, dk and dg and, summed over these keys, to A [C, C]."""
+    """Adds the terms of D keys to dq, dk and dg, and their sum over these keys to A [C, C].
+
+    Args:
+        scores: the tiles of A and dA, the diagonal of dA, and its unit.
+        inputs: q, k and g, and the units of q and k.
+        k0: the first key.
+    """
     a_tile, da_tile, da_tt, da_unit = scores
     q, k, g, of_q, of_k = inputs
     dq, dk, dg = outputs
@@ -434,7 +452,8 @@ def _add_block_of_keys(scores, inputs, outputs, at, k0, rows, K: gl.constexpr, N
     b_tile.store(gl.associative_scan(gates, 0, plus))
     fence_async_shared()
     unit = q_unit * k_unit
-    # No product is above 2^45 in these units.
+    # In these units, no product is above 2^45. So a level whose gates are below `least` adds less than the least normal
+    # number.
     least = gl.minimum(LEAST_NORMAL, LEAST_NORMAL - 45 + LOG2_FAR - gl.log2(da_unit) - gl.log2(unit))
     levels = levels_that_count(gl.where(inside_runs, gates, 2 * LEAST_GATE), least)
     row, column = _rows_and_columns()
@@ -463,16 +482,16 @@ def _add_block_of_keys(scores, inputs, outputs, at, k0, rows, K: gl.constexpr, N
         f = log_gates(_load_rows(g_at, stride_g, first, rows, columns), NORMALIZER)  # [C, D]
         f = gl.exp2(gl.maximum(f, LEAST_GATE) * LOG2E - LOG2_FAR)  # in units of `FAR`
         b = b_tile.load(LAYOUT)  # [C, D]
-        e = gl.exp2(-gl.abs(b - gl.gather(b, nearest + gl.zeros([C, D], gl.int32, LAYOUT), 0)))
+        e = gl.exp2(-gl.abs(b - gl.gather(b, nearest + gl.zeros([C, D], gl.int32, LAYOUT), 0)))  # [C, D]
         z = (_choose(right_bits, q_tile.load(LAYOUT), k_tile.load(LAYOUT)).to(gl.float32) * e).to(gl.float16)
         own_tile.store(z)
         far_tile.store((z.to(gl.float32) * (f * FAR)).to(gl.float16))
-        pairs = _pairs(m)
+        pairs = _pairs(m)  # [C, C]
         masked_tile.store(gl.where(pairs, da_tile.load(LAYOUT), 0.0))
         fence_async_shared()
         dz = gl.zeros([C, D], gl.float32, LAYOUT)
         dz = warpgroup_mma(masked_tile, own_tile, dz, use_acc=False, is_async=True)
-        dz = warpgroup_mma_wait(0, [dz]) * f
+        dz = warpgroup_mma_wait(0, [dz]) * f  # [C, D]
         w = own_tile.load(LAYOUT).to(gl.float32) * gl.where(right, 1.0, -1.0) * dz
         w_tile.store(w_tile.load(LAYOUT) + w)
         dz *= e
@@ -489,15 +508,15 @@ def _add_block_of_keys(scores, inputs, outputs, at, k0, rows, K: gl.constexpr, N
     dq_block, dk_block = gl.load(dq_at, inside, 0.0), gl.load(dk_at, inside, 0.0)
     g_block = _load(g, at, k0, rows, K, [C, D], RUNS)
     dg_block = gl.load(dg_at, inside_runs, 0.0)
-    sum_q += da_tt[:, None] * k_tile.load(LAYOUT).to(gl.float32)  # of pairs s = t
+    sum_q += da_tt[:, None] * k_tile.load(LAYOUT).to(gl.float32)  # pairs s = t
     sum_k += da_tt[:, None] * q_tile.load(LAYOUT).to(gl.float32)
     q_sums = gl.allocate_shared_memory(gl.float32, [C, D], TILE_32)
     k_sums = gl.allocate_shared_memory(gl.float32, [C, D], TILE_32)
     q_sums.store(sum_q)
     k_sums.store(sum_k)
     w_runs = w_tile.load(RUNS)  # [C, D]
-    # All w sum to 0, so the sum of w at or after a token is minus the sum before it. For the first token this is
-    # exactly 0.
+    # All w sum to 0, so the sum of w at or after a token is the negative of the sum before it. For the first token this
+    # is exactly 0.
     x = (w_runs - gl.associative_scan(w_runs, 0, plus)) * da_unit * q_unit * k_unit
     if NORMALIZER is not None:
         x *= slope_of_gates(g_block, NORMALIZER)
@@ -511,7 +530,7 @@ def _add_block_of_keys(scores, inputs, outputs, at, k0, rows, K: gl.constexpr, N
 
 @gluon.jit
 def _add_dv(a_tile, dv, do, at, rows, V: gl.constexpr, scale):
-    """Adds scale * A^T do to dv; A [C, C], masked to s <= t, is split into two parts in the dtype of do."""
+    """Adds scale * A^T do to dv. A [C, C], masked to s <= t, is split into a high and a low part in the dtype of do."""
     W: gl.constexpr = D if V <= D else 2 * D
     dtype: gl.constexpr = do[0].dtype.element_ty
     high_tile = gl.allocate_shared_memory(dtype, [C, C], TILE)

@@ -1,15 +1,23 @@
 """Computes the gradients of the states that leave chunks, on Hopper: backwards through segments, with dS in registers.
 
-    dS' = exp(b_C) dS + (scale q exp(b))^T do        P = exp(b_C - r) dS, or dS where the chunk is not mild
+For a chunk of C tokens, let dS be the gradient of the leaving state, dS' the gradient of the entering state, b_t the
+sum of the log gates of the chunk through token t, and r = b_C / 2. Then
 
-for each chunk of C tokens, the last chunk first. backward.py defines these symbols. The kernel writes P to memory.
+    dS' = exp(b_C) dS + (scale q exp(b))^T do        P = exp(b_C - r) dS, or dS if the chunk is not mild
+
+The kernel goes from the last chunk of a segment to the first, and writes P of each chunk to memory.
 
 B batch   T tokens   N sequences   I segments   H key/value heads   Hq query heads   G query heads of a group
 K, V key and value width   C tokens of a chunk   D = 64 keys of a warpgroup   BV values of a block
-KEYS = 2 D keys of a block, which share one mark, mild or not   n rows of states
+KEYS = 2 D keys of a block, which are mild or not together   n rows of states, one for each chunk
+STAGES pipeline stages   slot   a pipeline stage in shared memory: the tiles of one chunk
 
-The grid has one block per segment, query head, 2 D keys and BV values. A block has a load warp, two gate warpgroups,
-each of which decays D keys of q of the next chunks, and two state warpgroups, each of which carries D rows of dS.
+The grid has one block per segment, query head, KEYS keys and BV values. The warps of a block are specialised. They
+communicate over barriers in shared memory; common.py gives the rules.
+
+    load    one warp: copies q, do and g of the next chunks to shared memory by TMA
+    gate    two warpgroups: each replaces D keys of q by scale q exp(b), while the state warps process earlier chunks
+    state   two warpgroups: each carries the rows of dS of D keys, and writes P
 
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
 """
@@ -46,17 +54,17 @@ from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles, state_tiles
 
 KEYS = 2 * WIDTH
-STAGES = gl.constexpr(3)  # chunks whose q, do and g are in shared memory
+STAGES = gl.constexpr(3)  # pipeline stages of q, do and g
 
 
 class StateGradients(NamedTuple):
-    """Holds what the kernel of all chunks reads beside the tensors of the call.
+    """Inputs of the kernel of backward_wide.py that are not tensors of the call.
 
     Attributes:
         g: log gates [B, T, H, K], or None.
-        P: [n, Hq, K, V] bfloat16.
-        marks: see `launch_pairs` of pairs.py; a mark stands for KEYS keys.
-        launches: the launches that write them.
+        P: decayed gradients of the states that leave chunks, [n, Hq, K, V] bfloat16.
+        marks: see `launch_pairs` of pairs.py; there is one mark for KEYS keys.
+        launches: the launches that fill these tensors.
     """
 
     g: Tensor | None
@@ -74,7 +82,7 @@ def launch_state_gradients(
     scale: float,
     normalizer: int | None,
 ) -> StateGradients:
-    """Returns P and the marks of chunks that are not mild, and the launches that write them.
+    """Returns log gates, P, the marks of chunks that are not mild, and the launches that fill them.
 
     Args:
         entering, leaving, segments, normalizer: see `launch_gradients` of general/backward.py; entering is bfloat16.
@@ -112,7 +120,7 @@ def launch_state_gradients(
 
 @gluon.jit
 def _load_chunks(descriptors, tiles, barriers, place, G: gl.constexpr):
-    """Prefetches q, do and g of the next chunks, the last chunk first."""
+    """Loads q, do and g of all chunks, the last chunk first, ahead of the other warps."""
     q_desc, do_desc, g_desc = descriptors
     q_tiles, do_tiles, g_tiles = tiles
     full, empty = barriers
@@ -135,7 +143,11 @@ def _load_chunks(descriptors, tiles, barriers, place, G: gl.constexpr):
 
 @gluon.jit
 def _gate_warps(given, part: gl.constexpr, PACKED: gl.constexpr):
-    """Decays D keys of q of every chunk, the last chunk first, and marks chunks that are not mild."""
+    """Replaces D keys of q by scale q exp(b) in each chunk, and marks chunks that are not mild.
+
+    Args:
+        part: the number of this gate warpgroup.
+    """
     tiles, barriers, marks, place, sizes, scale = given
     q_tiles, do_tiles, g_tiles, r_tiles, least_tiles, mild_flags = tiles
     full, gated, both = barriers
@@ -153,7 +165,7 @@ def _gate_warps(given, part: gl.constexpr, PACKED: gl.constexpr):
         if marks is not None:
             g = gates(g_tiles.index(2 * slot + part), rows, None, PACKED)  # [C, D]
             end = gl.sum(g, 0)  # [D]
-            least = gl.min(end, 0)
+            least = gl.min(end, 0)  # the strongest decay of a channel of this part
             least_tiles.index(2 * (i & 1) + part).store(gl.full([1], least, gl.float32, gl.SliceLayout(1, RUNS)))
             r_tiles.index(2 * slot + part).store(end)
             mbarrier.arrive(both, count=1)
@@ -172,7 +184,7 @@ def _gate_warps(given, part: gl.constexpr, PACKED: gl.constexpr):
                 if value == 0:
                     at = ((row + c) * Hq + h).to(gl.int64) * gl.cdiv(K, 2 * D) + key // (2 * D)
                     gl.store(marks + at, gl.where(mild, 0, 1))
-        fence_async_shared()
+        fence_async_shared()  # q has been stored from registers; wgmma reads it
         mbarrier.arrive(gated.index(slot), count=1)
 
 
@@ -188,7 +200,11 @@ def _state_warps(
     HAS_GATE: gl.constexpr,
     G: gl.constexpr,
 ):
-    """Carries D rows of dS backwards through the segment, and writes P of every chunk."""
+    """Carries the rows of dS of D keys backwards through the segment, and writes P of each chunk.
+
+    Args:
+        part: the number of this state warpgroup.
+    """
     q_tiles, do_tiles, p_tiles, r_tiles, mild_flags = tiles
     full, gated, empty = barriers
     leaving, held, state_n, state_h, state_k, state_v, dinitial = states
@@ -198,10 +214,10 @@ def _state_warps(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
     keys = key + part * D + gl.arange(0, D, gl.SliceLayout(1, layout))[:, None]  # [D, 1]
     values = value + gl.arange(0, BV, gl.SliceLayout(0, layout))[None, :]  # [1, BV]
-    inside = (keys < K) & (values < V)
+    inside = (keys < K) & (values < V)  # [D, BV]
     if leaving is not None:
         head = leaving + n.to(gl.int64) * state_n + (h // G).to(gl.int64) * state_h
-        taken = inside & (keys < held) & (h % G == 0)  # only one head of a group adds it
+        taken = inside & (keys < held) & (h % G == 0)  # only one query head of a group adds the gradient
         dS = gl.load(head + in_state(keys, values, state_k, state_v), taken, 0.0)  # [D, BV]
     else:
         dS = gl.zeros([D, BV], gl.float32, layout)
@@ -213,18 +229,18 @@ def _state_warps(
         phase = i // STAGES & 1
         q_tile = q_tiles.index(2 * slot + part).reshape([C, D])
         do_tile = do_tiles.index(slot).reshape([C, BV])
-        tma.store_wait(0)  # P of the chunk before has left the tile
+        tma.store_wait(0)  # P of the previous chunk has left the tile
         mbarrier.wait(full.index(slot), phase)
         mbarrier.wait(gated.index(slot), phase)
         if HAS_GATE:
             mild = gl.max(mild_flags.index(slot).load(gl.SliceLayout(1, layout)), 0) != 0
             end = r_tiles.index(2 * slot + part).load(gl.SliceLayout(1, layout))[:, None]  # b_C [D, 1]
             p_tile.store((dS * gl.exp2(gl.where(mild, 0.5 * end, 0.0))).to(gl.bfloat16))
-            decayed = dS * gl.exp2(end)
+            decayed = dS * gl.exp2(end)  # [D, BV]
         else:
             p_tile.store(dS.to(gl.bfloat16))
             decayed = dS
-        fence_async_shared()
+        fence_async_shared()  # P has been stored from registers; TMA reads it
         tma.async_copy_shared_to_global(p_desc, [row + chunks - 1 - i, h, key + part * D, value], p_block)
         dS = warpgroup_mma_wait(0, [product(q_tile.permute([1, 0]), do_tile, decayed)])
         mbarrier.arrive(empty.index(slot), count=1)
@@ -239,30 +255,30 @@ def _state_kernel(
     do_desc,  # [B, Hq, T, V], tiles [C, BV]
     g_desc,  # [B, H, T, K], tiles [C, D], or None
     p_desc,  # P, [n, Hq, K, V], tiles [D, BV]
-    marks,  # [n, Hq, blocks of KEYS], 1 where a chunk is not mild; None if g is None
+    marks,  # [n, Hq, blocks of KEYS], 1 if a chunk is not mild; None if g is None
     leaving,  # gradients of leaving states, [I, H, K, V] or None
     dinitial,  # gradients of initial states, [N, Hq, K, V] or None
-    order,  # [I, 5] or None
+    order,  # [I, 5], or None for a batch
     scale,
-    state_n,
+    state_n,  # strides of `leaving`; see `in_state`
     state_h,
     state_k,
     state_v,
     T,
-    segment,
-    segments,
+    segment,  # tokens of a segment
+    segments,  # segments of a sequence of a batch
     Hq,
     K,
     V,
     G: gl.constexpr,
     LAST_LEAVE_NONE: gl.constexpr,
 ):
-    """Computes 2 D keys and BV values of dS of one head of a segment, with two warpgroups and a load warp."""
+    """Computes dS and P of KEYS keys and BV values of one query head of one segment."""
     PACKED: gl.constexpr = order is not None
     BV: gl.constexpr = do_desc.block_type.shape[3]
     blocks_v = gl.cdiv(V, BV)
     blocks_k = gl.cdiv(K, 2 * D)
-    pid = gl.program_id(0)  # neighbours share q and g
+    pid = gl.program_id(0)  # neighbouring blocks read the same q and g
     value = pid % blocks_v * BV
     key = pid // blocks_v % blocks_k * (2 * D)
     h = pid // (blocks_v * blocks_k) % Hq
@@ -277,17 +293,17 @@ def _state_kernel(
     g_tiles = (
         q_tiles if g_desc is None else gl.allocate_shared_memory(g_desc.dtype, [2 * STAGES, 1, 1, C, D], g_desc.layout)
     )
-    r_tiles = gl.allocate_shared_memory(gl.float32, [2 * STAGES, D], row_layout)
-    least_tiles = gl.allocate_shared_memory(gl.float32, [4, 1], row_layout)
+    r_tiles = gl.allocate_shared_memory(gl.float32, [2 * STAGES, D], row_layout)  # b_C
+    least_tiles = gl.allocate_shared_memory(gl.float32, [4, 1], row_layout)  # least b_C of both parts, double buffered
     mild_flags = gl.allocate_shared_memory(gl.int32, [STAGES, 1], row_layout)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # q, do, g have been loaded
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # both warpgroups have read q and do
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # both state warpgroups have read q and do
     gated = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # q has been decayed
-    both = gl.allocate_shared_memory(gl.int64, [1], bars)  # both gate warpgroups have written their least gate sum
+    both = gl.allocate_shared_memory(gl.int64, [1], bars)  # both gate warpgroups have written their least b_C
     for slot in gl.static_range(STAGES):
         mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(gated.index(slot), count=2)
+        mbarrier.init(gated.index(slot), count=2)  # both gate warpgroups arrive
         mbarrier.init(empty.index(slot), count=2)
     mbarrier.init(both, count=2)
 

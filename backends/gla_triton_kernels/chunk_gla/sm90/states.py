@@ -1,39 +1,39 @@
-"""Computes the states of all segments from zero, or their gradients, on Hopper.
+"""Computes the state of each segment from a zero initial state, or backwards its gradient, on Hopper.
 
-The kernel has specialised warps, and holds the states in registers.
+Let a segment have the tokens 1 to L, and b_t = g_1 + .. + g_t. Its decay D and its state S from a zero initial state
+are
 
-A segment has the tokens 1 to L, and b_t = g_1 + .. + g_t. Its decay, its state from zero and, for the recurrence
-backwards (see `Recurrence`), its gradient from zero are
+    D = exp(b_L)        S = sum over t of (k_t exp(b_L - b_t))^T v_t                forwards
+                        S = scale * sum over t of (q_t exp(b_t))^T do_t             backwards (see `Recurrence`)
 
-    D = exp(b_L)        S = sum over t of (k_t exp(b_L - b_t))^T v_t
-                        S = scale * sum over t of (q_t exp(b_t))^T do_t
-
-The kernel processes the chunks of a segment in the order opposite to the recurrence. All gates that decay a token are
-then known when the kernel reaches the token, and S is a plain sum. Let R be the sum of the gates of all chunks so far,
-0 at first, and let b_t now be the sum within a chunk of C tokens:
+The kernel goes through the chunks of a segment in the order opposite to the recurrence. When it reaches a token, it
+then knows all gates that decay the token, so S is a plain sum. Let R be the sum of the gates of all chunks so far, 0 at
+first, and let b_t now be the sum of the gates of a chunk of C tokens through t:
 
     left = k_t exp(R + b_C - b_t)    from the last chunk to the first
     left = q_t exp(R + b_t)          backwards, from the first to the last
     S += left^T right                R += b_C
 
-No exponent is above 0 and no state is decayed, so one path handles gates of any strength. With one gate for each head
-instead of each key, b and R are numbers; R is then a sum of numbers of float64, rounded when it is used. Backwards,
-exp(R + b_t) may be 0 in float16 for all tokens, so R then begins at -g_1, and exp(g_1) multiplies S.
+No exponent is above 0 and S is never decayed, so one path handles gates of any strength. With one gate for each head,
+b and R are numbers instead of vectors; R is then summed in float64 and rounded when it is used. Backwards, exp(R + b_t)
+may be 0 in float16 for all tokens. With float16, R therefore begins at -g_1 (`first`), and exp(g_1) multiplies S.
 
-A block leaves its segment once exp(R) is 0 in float32, and does not read the chunks after that. One gate for each head
-tells beforehand how many chunks count. With one for each key, the state warps write R to shared memory; the load warp
-reads it before every STAGES-th chunk, and passes on whether that chunk is the last.
+A block stops once exp(R) is 0 in float32, and does not read the remaining chunks. With one gate for each head, the
+block computes beforehand how many chunks count. With one gate for each key, the state warps write R to shared memory.
+The load warp reads R before every STAGES-th chunk, and writes the number of chunks that count for the state warps.
 
-B batch   T tokens   I segments   Hv heads of `right`, of gates and of S   R = Hv / heads of `left`
+B batch   T tokens   I segments   Hv heads of `right`, of gates and of S   R = Hv / heads of `left`, in the kernel
 K, V key and value width   C tokens of a chunk
 BV columns of `right` of a block   PART keys of a warpgroup, BK of the plan   PARTS warpgroups of a block
+STAGES pipeline stages   slot   a pipeline stage in shared memory: the tiles of one chunk
 
-The grid has one block per segment, head, PARTS * PART keys and BV columns of `right`. Two kinds of warps communicate
-over barriers in shared memory:
+The grid has one block per segment, head, PARTS * PART keys and BV columns of `right`. The warps of a block are
+specialised. They communicate over barriers in shared memory; common.py gives the rules.
 
-    load    one warp: copies left, right, g of the next chunks by TMA
-    state   PARTS warpgroups: each decays its part of `left` in shared memory and adds left^T right to its rows of S.
-            The product runs while the next chunk's `left` is decayed. The warpgroups are independent of each other.
+    load    one warp: copies left, right, g of the next chunks to shared memory by TMA
+    state   PARTS warpgroups: each decays its part of `left` in shared memory and adds left^T right to its rows of S,
+            which stay in registers. The product of a chunk runs while `left` of the next chunk is decayed. The
+            warpgroups do not wait for each other.
 
 Sources: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
 """
@@ -77,10 +77,10 @@ from gla_triton_kernels.runtime.tma import shared_tiles
 
 
 def launch_states(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tensor, D: Tensor | None) -> list[Launch]:
-    """Returns the launch that fills S [I, Hv, K, V] and D [I, Hv, K]; D is None without gates.
+    """Returns the launches that fill S [I, Hv, K, V] and D [I, Hv, K]; D is None without gates.
 
-    The rows of empty segments are not written. If x.after is None, the rows of the last segment of each sequence are
-    not written either.
+    They do not write the rows of empty segments. If x.after is None, they do not write the rows of the last segment of
+    each sequence either.
     """
     x, units, before = in_half(x, ("left", "right"), segments.cu_seqlens)
     kernel, packed, skip_last = plan.parameters, segments.order is not None, x.after is None
@@ -126,7 +126,8 @@ def launch_states(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tenso
     return [*before, Launch(_build_states_kernel, (blocks, 1, 1), arguments, options)]
 
 
-FORGOTTEN = gl.constexpr(-88.0)  # exp of it is computed as 0: it is below 2^-126, with room for the rounding of sums
+# A sum of gates, in nats, whose exp is computed as 0: it is below 2^-126, with room for the rounding of sums.
+FORGOTTEN = gl.constexpr(-88.0)
 AHEAD = gl.constexpr(32)  # chunks whose gates are summed at once
 
 
@@ -134,15 +135,15 @@ AHEAD = gl.constexpr(32)  # chunks whose gates are summed at once
 def chunks_of(length, C: gl.constexpr):
     """Returns the number of chunks of a segment, at least one.
 
-    Segments are not empty here, but the compiler needs the bound: the loop over chunks then leaves S in the registers
-    where wgmma writes it.
+    Segments are not empty here. But the compiler must know that the loop over chunks runs at least once, so that it
+    leaves S in the registers that wgmma writes.
     """
     return gl.maximum(gl.cdiv(length, C), 1)
 
 
 @gluon.jit
 def _chunks_that_count(gates, start, length, C: gl.constexpr, NORMALIZER: gl.constexpr, BACKWARDS: gl.constexpr):
-    """Returns the number of chunks of a segment, in the order of the kernel, before exp(R) is 0; see `gates_of`."""
+    """Returns the number of chunks that a block computes before exp(R) is 0; `gates_of` explains `gates`."""
     layout: gl.constexpr = gl.BlockedLayout([1, C // 32], [1, 32], [4, 1], [1, 0])
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])  # every warp holds all chunks
     column = gl.arange(0, C, gl.SliceLayout(0, layout))[None, :]  # [1, C]
@@ -154,7 +155,7 @@ def _chunks_that_count(gates, start, length, C: gl.constexpr, NORMALIZER: gl.con
         g = gates_of(gates, start, length, gl.where(token < 0, length, token), NORMALIZER)  # [AHEAD, C]
         end = gl.convert_layout(gl.sum(g, 1), line)  # [AHEAD]
         before = R + gl.associative_scan(end, 0, plus) - end  # [AHEAD]
-        read = (before > FORGOTTEN) & (first + gl.arange(0, AHEAD, line) < n_chunks)
+        read = (before > FORGOTTEN) & (first + gl.arange(0, AHEAD, line) < n_chunks)  # [AHEAD]
         R += gl.sum(end, 0)
         count += gl.sum(read.to(gl.int32), 0)
         first += AHEAD
@@ -163,7 +164,7 @@ def _chunks_that_count(gates, start, length, C: gl.constexpr, NORMALIZER: gl.con
 
 @gluon.jit
 def _forgotten(R_tiles, slot, PARTS: gl.constexpr):
-    """Returns whether exp(R) is 0 for all keys of the block after the chunk of a slot; for one warp."""
+    """Returns whether exp(R) is 0 for all keys of the block after the chunk of a slot. Only one warp may call it."""
     layout: gl.constexpr = gl.BlockedLayout([R_tiles.shape[1] // 32], [32], [1], [0])
     most = R_tiles.index(PARTS * slot).load(layout)  # [PART]
     for part in gl.static_range(1, PARTS):
@@ -175,7 +176,7 @@ def _forgotten(R_tiles, slot, PARTS: gl.constexpr):
 def _load_warp(
     descriptors, tiles, barriers, chunks, PARTS: gl.constexpr, BACKWARDS: gl.constexpr, STAGES: gl.constexpr
 ):
-    """Prefetches STAGES chunks of left, right and g, in the order opposite to the recurrence."""
+    """Loads left, right and g of the chunks that count, up to STAGES chunks ahead of the state warps."""
     left_desc, right_desc, g_desc = descriptors
     left_tiles, right_tiles, g_tiles, R_tiles, count_tiles = tiles
     full, empty = barriers
@@ -191,7 +192,7 @@ def _load_warp(
         bar = full.index(slot)
         mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
         if g_desc is not None:
-            if (slot == 0) & (i > 0):  # slot 0 was freed in the course of the chunk in slot 1
+            if (slot == 0) & (i > 0):  # slot 0 was freed during the chunk of slot 1, after R of slot 1 was written
                 count = gl.where(_forgotten(R_tiles, 1, PARTS), i + 1, count)
             count_tiles.index(slot).store(gl.full([1], count, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
         mbarrier.expect(bar, SIZE)
@@ -222,7 +223,11 @@ def _state_warps(
     BACKWARDS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Builds PART rows of S and of D."""
+    """Computes PART rows of S and of D.
+
+    Args:
+        part: the number of this state warpgroup.
+    """
     left_tiles, right_tiles, g_tiles, R_tiles, count_tiles = tiles
     full, empty = barriers
     S_ptr, D_ptr, scale = states
@@ -236,19 +241,19 @@ def _state_warps(
     PART: gl.constexpr = left_tiles.type.shape[4]
     BV: gl.constexpr = right_tiles.type.shape[4]
     state_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
-    # A thread holds runs of 16 rows of two columns, so that few threads take part in a sum over rows.
+    # A thread holds runs of 16 rows of two columns, so that few threads share a column in sums over rows.
     layout: gl.constexpr = gl.BlockedLayout([16, 2], [4, 8], [1, 4], [1, 0])
-    R = gl.zeros([PART], gl.float32, gl.SliceLayout(0, layout))  # in units of log 2
-    S = warpgroup_mma_init(gl.zeros([PART, BV], gl.float32, state_layout))
+    R = gl.zeros([PART], gl.float32, gl.SliceLayout(0, layout))  # [PART], in units of log 2
+    S = warpgroup_mma_init(gl.zeros([PART, BV], gl.float32, state_layout))  # [PART, BV], a product that may be running
     first_key += part * PART
     own_key = first_key + gl.arange(0, PART, gl.SliceLayout(0, layout))  # [PART]
     n_chunks = chunks_of(length, C)
-    outer = 1.0  # the unit of S: the one of the product in the chunk before
+    outer = 1.0  # the unit of S, which is the unit of the product of the previous chunk
     if left_units is not None:
         outer = gl.to_tensor(1.0)
     if OF_HEADS:
         line: gl.constexpr = gl.BlockedLayout([C // 32], [32], [4], [0])  # every warp holds all tokens
-        token = gl.arange(0, C, line)
+        token = gl.arange(0, C, line)  # [C]
         sum_of_gates = gl.to_tensor(0.0).to(gl.float64)
         before = 0 if BACKWARDS else (n_chunks - 1) * C
         g_next = gates_of(gates, start + before, length - before, token, NORMALIZER)  # [C]
@@ -265,10 +270,10 @@ def _state_warps(
             wide = g_next.to(gl.float64) * LOG2E  # [C]
             after = (i + 1 if BACKWARDS else n_chunks - 2 - i) * C
             ahead = gl.where(i + 1 < count, length - after, 0)
-            g_next = gates_of(gates, start + after, ahead, token, NORMALIZER)
+            g_next = gates_of(gates, start + after, ahead, token, NORMALIZER)  # [C], loaded during this chunk
             b = gl.associative_scan(wide, 0, plus)  # [C]
             end = gl.sum(wide, 0)
-            x = (sum_of_gates + b if BACKWARDS else sum_of_gates + (end - b)).to(gl.float32)
+            x = (sum_of_gates + b if BACKWARDS else sum_of_gates + (end - b)).to(gl.float32)  # [C]
             sum_of_gates += end
             factor = gl.convert_layout(gl.exp2(x), gl.SliceLayout(1, layout))[:, None]  # [C, 1]
         left_tile = left_tiles.index(PARTS * slot + part).reshape([C, PART])
@@ -286,7 +291,7 @@ def _state_warps(
                 first = gl.where(i == 0, gl.sum(gl.where(row == 0, g, 0.0), 0), first)  # [PART]
                 R = gl.where(i == 0, -first, R)
             b = gl.associative_scan(g, 0, plus)  # [C, PART]
-            R_end = R + gl.sum(g, 0)
+            R_end = R + gl.sum(g, 0)  # [PART]
             x = R[None, :] + b if BACKWARDS else R_end[None, :] - b  # [C, PART]
             R = R_end
             R_tiles.index(PARTS * slot + part).store(gl.where(own_key < K, R, FORGOTTEN * LOG2E))
@@ -294,8 +299,8 @@ def _state_warps(
         if PACKED:
             clear_rows(left_tile, rows, layout)
             clear_rows(right_tile, rows, layout)
-        fence_async_shared()
-        S = warpgroup_mma_wait(0, [S])
+        fence_async_shared()  # `left` has been stored from registers; wgmma reads it
+        S = warpgroup_mma_wait(0, [S])  # the product of the previous chunk
         if left_units is not None:
             own = chunk + (i if BACKWARDS else n_chunks - 1 - i)
             unit = unit_at(left_units, own, left_heads, left_head) * unit_at(right_units, own, right_heads, h)
@@ -325,7 +330,7 @@ def _state_warps(
         gl.store(D_ptr + state + own_key, gl.exp2(R), (own_key < K) & (column == 0))
 
 
-# V is specialised: if it is a multiple of 16, two elements of a state are written at once.
+# V is specialised: if it is a multiple of 16, a thread writes two elements of a state at once.
 @gluon.jit(do_not_specialize=["scale", "g_b", "g_t", "g_h", "T", "segment", "segments", "Hv", "K"])
 def _build_states_kernel(
     left_desc,  # [B, Hv / R, T, K], tiles [C, PART]
@@ -334,19 +339,19 @@ def _build_states_kernel(
     g_ptr,  # [B, T, Hv], or [Hv] with g_b = g_t = 0, or None
     S_ptr,  # [I, Hv, K, V]
     D_ptr,  # [I, Hv, K]; None if there are no gates
-    order,  # [I, 5] or None
-    counts,  # [2] or None
+    order,  # [I, 5], or None for a batch
+    counts,  # [2] or None; see `Segments`
     left_units,  # [chunks, Hv / R] if left and right were float32, else None
     right_units,  # [chunks, Hv], or None
     scale,
-    g_b,
+    g_b,  # strides of g_ptr
     g_t,
     g_h,
     T,
-    segment,
-    segments,
+    segment,  # tokens of a segment
+    segments,  # segments of a sequence of a batch
     Hv,
-    R,
+    R,  # Hv / heads of `left`
     K,
     V,
     NORMALIZER: gl.constexpr,
@@ -355,12 +360,13 @@ def _build_states_kernel(
     SKIP_LAST: gl.constexpr,
     STAGES: gl.constexpr,
 ):
+    """Computes PARTS * PART rows and BV columns of S, and these rows of D, of one head of one segment."""
     C: gl.constexpr = left_desc.block_type.shape[2]
     PART: gl.constexpr = left_desc.block_type.shape[3]
     BV: gl.constexpr = right_desc.block_type.shape[3]
     PACKED: gl.constexpr = order is not None
     if PACKED:
-        # Dependents read the order without waiting for it: none may start before the order has been written.
+        # Dependent kernels read the order without waiting, so none may start before the predecessor has written it.
         wait_for_predecessor()
     let_dependents_start()
     columns = gl.cdiv(V, BV)
@@ -375,7 +381,7 @@ def _build_states_kernel(
                 return
         b = gl.to_tensor(0)
         i, start, length, _, last = segment_at(order, i)
-        if SKIP_LAST and BACKWARDS:  # build the segment after the followed one
+        if SKIP_LAST and BACKWARDS:  # backwards, the segments to compute are those that come after a followed segment
             i, start = i + 1, start + length
             length = gl.minimum(segment, last - start)
         if length == 0:
@@ -397,7 +403,7 @@ def _build_states_kernel(
     )
     row: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     R_tiles = gl.allocate_shared_memory(gl.float32, [PARTS * STAGES, PART], row)  # R after the chunk of each slot
-    count_tiles = gl.allocate_shared_memory(gl.int32, [STAGES, 1], row)  # chunks that count, as known by then
+    count_tiles = gl.allocate_shared_memory(gl.int32, [STAGES, 1], row)  # number of chunks that count, as known so far
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # left, right, g have been loaded
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # all warpgroups have read them
@@ -419,7 +425,7 @@ def _build_states_kernel(
     sizes = (Hv, K, V)
     descriptors = (left_desc, right_desc, g_desc)
     chunks = (b, h // R, h, key, column, start, chunks_of(length, C), count)
-    # Registers of a thread: the warpgroups share evenly the registers that the load warp does not need.
+    # Registers of a thread: the state warpgroups share the registers that the load warp does not need.
     if PARTS == 1:
         gl.warp_specialize(
             [
