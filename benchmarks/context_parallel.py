@@ -44,6 +44,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import lists
 import torch
 import torch.distributed as dist
 
@@ -360,25 +361,17 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the results file")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tokens", type=_numbers, default=TOKENS, help="lengths, separated by commas")
-    parser.add_argument("--heads", type=_numbers, default=HEADS, help="numbers of heads, separated by commas")
-    parser.add_argument("--kinds", type=_kinds, default=KINDS, help="of rows, separated by commas")
+    parser.add_argument("--tokens", type=lists.numbers, default=TOKENS, help="lengths, separated by commas")
+    parser.add_argument("--heads", type=lists.numbers, default=HEADS, help="numbers of heads, separated by commas")
+    parser.add_argument(
+        "--kinds", type=functools.partial(lists.names, known=KINDS), default=KINDS, help="of rows, separated by commas"
+    )
     parser.add_argument("--width", type=int, default=128, help="of keys and values of a head")
     parser.add_argument("--eager", action="store_true", help="time calls, not replays of CUDA graphs")
     parser.add_argument("--commit", help="of the source, where it cannot be asked of git")
     parser.add_argument("--plot", action="store_true", help="draw efficiency against length, beside the file")
     parser.add_argument("--draw", type=Path, metavar="FILE", help="draw what such a file holds, and measure nothing")
     return parser
-
-
-def _kinds(text: str) -> list[str]:
-    if unknown := set(found := text.split(",")) - set(KINDS):
-        raise argparse.ArgumentTypeError(f"unknown kinds {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
-    return found
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
 
 
 if __name__ == "__main__":

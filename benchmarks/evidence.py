@@ -28,6 +28,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import lists
 import readme
 import selection
 import shapes
@@ -135,9 +136,11 @@ def _parser() -> argparse.ArgumentParser:
     of_times.set_defaults(run=measure_times)
     of_times.add_argument("--seconds", type=float, default=1.0, help="of timed calls per row")
     of_times.add_argument("--name", default="baseline", help="first part of the file's name")
-    of_times.add_argument("--backends", type=_names, default=["reference", "gla_fla"], help="FLA itself comes anyway")
-    of_times.add_argument("--workloads", type=_names, help="these alone, separated by commas")
-    of_times.add_argument("--directions", type=_names, help="these alone, such as forward,step_graph")
+    of_times.add_argument(
+        "--backends", type=lists.names, default=["reference", "gla_fla"], help="FLA itself comes anyway"
+    )
+    of_times.add_argument("--workloads", type=lists.names, help="these alone, separated by commas")
+    of_times.add_argument("--directions", type=lists.names, help="these alone, such as forward,step_graph")
     of_times.add_argument("--cache", type=Path, help="Triton's cache, to share between runs; a new one by default")
 
     of_selection = commands.add_parser("selection", parents=[shared])
@@ -151,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     of_shapes = commands.add_parser("shapes", parents=[shared])
     of_shapes.set_defaults(run=measure_shapes)
     of_shapes.add_argument("--seconds", type=float, default=0.05, help="of timed calls for each backend and call")
-    of_shapes.add_argument("--parts", type=_names, default=shapes.PARTS, help="these alone, separated by commas")
+    of_shapes.add_argument("--parts", type=lists.names, default=shapes.PARTS, help="these alone, separated by commas")
     of_shapes.add_argument("--share", help="i/n: run the i-th of n shares of the odd pairs once, and measure nothing")
 
     of_readme = commands.add_parser("readme", parents=[shared])
@@ -160,10 +163,6 @@ def _parser() -> argparse.ArgumentParser:
     of_readme.add_argument("--cache", type=Path, help="folder of compiled kernels, to share between runs")
     of_readme.add_argument("--prepare", type=int, metavar="N", help="compile in N processes, and measure nothing")
     return parser
-
-
-def _names(text: str) -> list[str]:
-    return text.split(",")
 
 
 if __name__ == "__main__":

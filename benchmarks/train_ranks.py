@@ -30,6 +30,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import lists
 import torch
 
 from gla_core.bench import results
@@ -149,22 +150,14 @@ def losses(out: Path) -> list[float]:
     return json.loads((last / "run.json").read_text())["losses"]
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
-
-
-def _kinds(text: str) -> list[str]:
-    if unknown := set(text.split(",")) - set(KINDS):
-        raise argparse.ArgumentTypeError(
-            f"there is no kind {', '.join(sorted(unknown))}; choose from {', '.join(KINDS)}"
-        )
-    return text.split(",")
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", type=_numbers, default=[1, 2, 4, 8], help="numbers of ranks, separated by commas")
-    parser.add_argument("--kinds", type=_kinds, default=KINDS, help="of rows, separated by commas")
+    parser.add_argument(
+        "--ranks", type=lists.numbers, default=[1, 2, 4, 8], help="numbers of ranks, separated by commas"
+    )
+    parser.add_argument(
+        "--kinds", type=functools.partial(lists.names, known=KINDS), default=KINDS, help="of rows, separated by commas"
+    )
     parser.add_argument("--preset", default="340m", help="of train_lm.py (%(default)s)")
     parser.add_argument("--batch", type=int, default=8, help="windows of a rank in a step (%(default)s)")
     parser.add_argument("--steps", type=int, default=20, help="of a training that is timed (%(default)s)")

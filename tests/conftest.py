@@ -38,7 +38,8 @@ hypothesis.settings.load_profile("any speed")
 
 def pytest_addoption(parser):
     parser.addoption("--thorough", action="store_true", help="run the tests marked `thorough` as well")
-    parser.addoption("--gate-form", help="form of every gate in random cases: none, key, head or constant")
+    forms = ("none", "key", "head", "constant")
+    parser.addoption("--gate-form", choices=forms, help="form of every gate in random cases")
 
 
 def pytest_configure():

@@ -269,10 +269,8 @@ class GatedLinearAttention(Merging):
             ValueError, TypeError: an argument has a wrong shape or dtype, or two arguments exclude each other.
             NoBackendError, UnknownBackendError: no backend can serve the request in `backend`.
         """
-        given = (x, state, output_final_state, cu_seqlens, max_seqlen, attention_mask, shard)
-        padded = attention_mask is not None  # o is then packed, and the residual is not
-        y, after = recurrence.read_sequences(self, *self._functions(None if padded else residual), *given)
-        return (residual + y if padded and residual is not None else y), after
+        given = (x, state, output_final_state, cu_seqlens, max_seqlen, attention_mask, shard, residual)
+        return recurrence.read_sequences(self, *self._functions(), *given)
 
     if TYPE_CHECKING:
 
@@ -309,7 +307,7 @@ class GatedLinearAttention(Merging):
         Raises:
             ValueError, TypeError, NoBackendError, UnknownBackendError: as in `forward`.
         """
-        return recurrence.read_tokens(self, *self._functions(residual), x, state, inplace, state_indices)
+        return recurrence.read_tokens(self, *self._functions(), x, state, inplace, state_indices, residual)
 
     @torch.no_grad()
     def step_between(
@@ -363,7 +361,7 @@ class GatedLinearAttention(Merging):
             layers.append(halves[0])
         return [layers]
 
-    def _functions(self, residual: Tensor | None) -> tuple[OpInputs, Output]:
+    def _functions(self) -> tuple[OpInputs, Output]:
         """Returns functions for one call, which computes the output gate together with the op's inputs if it can."""
         gates: list[Tensor | None] = []
 
@@ -372,7 +370,7 @@ class GatedLinearAttention(Merging):
             gates.append(made.gate)
             return self._op_inputs(x, made, convolve)
 
-        def output(o: Tensor | Step, x: Tensor) -> Tensor:
+        def output(o: Tensor | Step, x: Tensor, residual: Tensor | None = None) -> Tensor:
             return self._output(o, x, gates[0], residual)
 
         return op_inputs, output

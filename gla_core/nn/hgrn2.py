@@ -180,11 +180,8 @@ class HGRN2(Merging):
         The other arguments, the results and the errors are as in `GatedLinearAttention.forward`.
         """
         op_inputs = functools.partial(self.op_inputs, lower_bound=lower_bound)
-        given = (x, state, output_final_state, cu_seqlens, max_seqlen, attention_mask, shard)
-        padded = attention_mask is not None  # o is then packed, and the residual is not
-        output = functools.partial(self._output, residual=None if padded else residual)
-        y, after = recurrence.read_sequences(self, op_inputs, output, *given)
-        return (residual + y if padded and residual is not None else y), after
+        given = (x, state, output_final_state, cu_seqlens, max_seqlen, attention_mask, shard, residual)
+        return recurrence.read_sequences(self, op_inputs, self._output, *given)
 
     if TYPE_CHECKING:
 
@@ -204,8 +201,7 @@ class HGRN2(Merging):
     ) -> tuple[Tensor, GLAState]:
         """Reads one token of each sequence, as `GatedLinearAttention.step` does; lower_bound is as in `forward`."""
         op_inputs = functools.partial(self.op_inputs, lower_bound=lower_bound)
-        output = functools.partial(self._output, residual=residual)
-        return recurrence.read_tokens(self, op_inputs, output, x, state, inplace, state_indices)
+        return recurrence.read_tokens(self, op_inputs, self._output, x, state, inplace, state_indices, residual)
 
     @torch.no_grad()
     def step_between(

@@ -8,6 +8,7 @@ if the layer has one: the number of tokens before a call is a part of the state.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -66,22 +67,24 @@ def read_sequences(
     max_seqlen: int | None,
     attention_mask: Tensor | None,
     shard: Shard | None,
+    residual: Tensor | None = None,
 ) -> tuple[Tensor, GLAState | None]:
     """Computes a layer's `forward`.
 
     Args:
         op_inputs: computes the op's inputs from x.
-        output: computes y from the op's o and x.
+        output: computes y from the op's o and x; if a residual is given, it takes one by name.
 
     The other arguments and the results are as in `GatedLinearAttention.forward`.
     """
+    added = output if residual is None else functools.partial(output, residual=residual)
     if shard is not None or layer.context_parallel is not None:
         _refuse_over_ranks(
             layer, state=state, output_final_state=output_final_state or None, attention_mask=attention_mask
         )
         from gla_core.nn.context_parallel import read_shard
 
-        return read_shard(layer, op_inputs, output, x, cu_seqlens, shard), None
+        return read_shard(layer, op_inputs, added, x, cu_seqlens, shard), None
     dims: dict[str, Any] = {"hidden_size": layer.hidden_size}
     checks.tensor("x", x, "B T hidden_size", dims)
     dims["N"] = dims["B"]
@@ -122,11 +125,13 @@ def read_sequences(
         max_seqlen=max_seqlen,
         **gate_options(layer),
     )
-    y = output(o, x, *others)
-    if padded is not None:
-        y = padded.back(y)
-    elif cu_seqlens is not None and others:  # o is 0 outside the sequences, and the others are not
-        y = within(y, cu_seqlens)
+    if padded is not None:  # the tokens of o are in front of the padding, and those of the residual are not
+        y = padded.back(output(o, x, *others))
+        y = y if residual is None else residual + y
+    else:
+        y = added(o, x, *others)
+        if cu_seqlens is not None and others:  # o is 0 outside the sequences, and the others are not
+            y = within(y, cu_seqlens)
     return y, None if recurrent is None else GLAState(recurrent, convolve.after, position)
 
 
@@ -138,6 +143,7 @@ def read_tokens(
     state: GLAState,
     inplace: bool,
     state_indices: Tensor | None,
+    residual: Tensor | None = None,
 ) -> tuple[Tensor, GLAState]:
     """Computes a layer's `step`.
 
@@ -173,7 +179,7 @@ def read_tokens(
         conv = tuple(_with_rows(pool, new, state_indices, inplace) for pool, new in pairs)
     if position is not None and before is not None:
         position = _with_rows(position, before + 1, state_indices, inplace)
-    y = output(o, x, *others)
+    y = output(o, x, *others) if residual is None else output(o, x, *others, residual=residual)
     if others and state_indices is not None:  # o is 0 in skipped rows, and the others are not
         y = torch.where(_skipped(state_indices, len(state.recurrent))[:, None], 0, y)
     return y, state if inplace else GLAState(recurrent, conv, position)

@@ -80,7 +80,10 @@ class RMSNormGated(nn.Module):
         return self._computed(x, self.weight, gate)
 
     def activation_in_op(self, gate: Tensor | None) -> str | None:
-        """Returns the activation with which `recurrent_gla_layer_step` computes this norm, None if it does not."""
+        """Returns the activation with which `recurrent_gla_layer_step` computes this norm, None if it does not.
+
+        Norms of subclasses, with hooks, of several groups or over ranks are not computed elsewhere.
+        """
         hooks = self._forward_hooks or self._forward_pre_hooks
         return None if hooks or type(self) is not RMSNormGated else self._activation(gate)
 

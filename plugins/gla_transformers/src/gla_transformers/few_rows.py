@@ -96,7 +96,7 @@ def _hgrn2(
     """Returns x + attn(norm(x)), as `_gla` does."""
     (of_x,), own = attn.merged_layers(), attn.g_norm
     found = _matrices(kernel, x, of_x, [attn.o_proj])
-    if found is None or not _is_plain(own, x) or own._forward_hooks or own._forward_pre_hooks:
+    if found is None or not _is_plain(own, x):
         return None
     y = kernel.product(x, found[0], norm_weight=norm.weight, norm_eps=norm.eps)
     o, _ = attn.step_between(x, [part[:, None] for part in split(y, of_x)], state, **options)
@@ -112,9 +112,8 @@ def _matrices(kernel: Any, x: Tensor, *groups: Sequence[nn.Module]) -> list[Tens
 
 def _is_plain(norm: Any, x: Tensor) -> bool:
     """Returns whether the kernel computes a norm of x."""
-    if type(norm) is not RMSNormGated or norm.groups > 1 or norm.mean_over_ranks is not None:
-        return False
-    return norm.weight is not None and _is_alike(norm.weight, x)
+    plain = isinstance(norm, RMSNormGated) and norm.activation_in_op(None) is not None
+    return plain and norm.weight is not None and _is_alike(norm.weight, x)
 
 
 def _is_alike(vector: Tensor, x: Tensor) -> bool:

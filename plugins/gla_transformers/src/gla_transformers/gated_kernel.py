@@ -160,10 +160,7 @@ def _gated(
     BLOCK: tl.constexpr,
 ):
     """Computes a block of one row of y."""
-    n, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < V
-    gate = tl.load(gate_ptr + n * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
-    x = tl.load(x_ptr + n * x_stride + columns, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+    gate, x, n, columns, inside = _block(gate_ptr, x_ptr, gate_stride, x_stride, V, BLOCK)
     tl.store(y_ptr + n * V + columns, (gate * tl.sigmoid(gate) * x).to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -181,10 +178,7 @@ def _gated_backward(
 ):
     """Computes a block of one row of dg and dx."""
     dtype = dx_ptr.dtype.element_ty
-    n, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < V
-    gate = tl.load(gate_ptr + n * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
-    x = tl.load(x_ptr + n * x_stride + columns, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+    gate, x, n, columns, inside = _block(gate_ptr, x_ptr, gate_stride, x_stride, V, BLOCK)
     dy = tl.load(dy_ptr + n * V + columns, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
     f, slope = _silu(gate)
     tl.store(dgate_ptr + n * V + columns, (slope * x * dy).to(dtype), mask=inside)
@@ -205,10 +199,8 @@ def _forgetting(
     BLOCK: tl.constexpr,
 ):
     """Computes a block of one row of silu(q), of keys and of log gates."""
-    n, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside, places = columns < V, n * V + columns
-    q = tl.load(q_ptr + n * q_stride + columns, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
-    f = tl.load(f_ptr + n * f_stride + columns, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+    q, f, n, columns, inside = _block(q_ptr, f_ptr, q_stride, f_stride, V, BLOCK)
+    places = n * V + columns  # [BLOCK]
     bound = 0.0
     if bound_ptr is not None:
         bound = tl.load(bound_ptr + columns, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
@@ -223,6 +215,16 @@ def _forgetting(
     tl.store(y_ptr + places, (q * tl.sigmoid(q)).to(y_ptr.dtype.element_ty), mask=inside)
     tl.store(k_ptr + places, k.to(k_ptr.dtype.element_ty), mask=inside)
     tl.store(g_ptr + places, g, mask=inside)
+
+
+@triton.jit
+def _block(a_ptr, b_ptr, a_stride, b_stride, V, BLOCK: tl.constexpr):
+    """Returns a block [BLOCK] of a row of two matrices [N, V], its row, its columns, and which of these are inside."""
+    n, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < V
+    a = tl.load(a_ptr + n * a_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(b_ptr + n * b_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    return a, b, n, columns, inside
 
 
 @triton.jit
