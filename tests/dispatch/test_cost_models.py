@@ -192,7 +192,7 @@ def test_much_more_work_is_never_predicted_to_be_faster(name, kind, op, capturin
     for dim in growing:
         grown = [name for name in call_of(op, kind).dims if name == dim or (dim == "H" and name in ("Hq", "Hv"))]
         others = {tuple((k, v) for k, v in sizes.items() if k not in grown) for sizes in SIZES[op]}
-        for size, fixed in itertools.product((1, 20, 700, 5000), others):
+        for size, fixed in itertools.product((1, 3, 20, 100, 700, 5000), others):
             small, large = (
                 call_of(op, kind, capturing=capturing, **dict(fixed), **dict.fromkeys(grown, n))
                 for n in (size, 8 * size)

@@ -19,9 +19,9 @@ def test_it_learns(capsys):
     import train_lm
 
     sizes = ("--width=32", "--layers=2", "--window=64", "--batch=16", "--learning-rate=1e-2", "--device=cpu")
-    train_lm.main([*sizes, "--steps=40", "--evaluate-every=40"])
+    train_lm.main([*sizes, "--steps=60", "--evaluate-every=60"])
     out = capsys.readouterr().out
-    first, last = (float(line.split(": ")[1].split()[0]) for line in (find(out, "step 2 of 40"), find(out, "step 40")))
+    first, last = (float(line.split(": ")[1].split()[0]) for line in (find(out, "step 3 of 60"), find(out, "step 60")))
     held_out = float(find(out, "held-out text").split(": ")[1].split()[0])
     assert first == pytest.approx(8, abs=0.3)  # bits for 256 bytes
     assert last < 5
