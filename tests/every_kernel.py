@@ -1,4 +1,4 @@
-"""Runs every kernel of a backend once, in each of its configurations, on small inputs, for a checker to watch:
+"""Runs every kernel of a backend on small inputs, for a checker to watch:
 
     python tests/every_kernel.py BACKEND [general_chunks] [hopper_chunks] [general_backwards] [hopper_backwards]
         [summaries] [steps] [softmaxes] [attentions]
@@ -6,14 +6,16 @@
     compute-sanitizer --tool racecheck python tests/every_kernel.py triton_fused general_chunks steps softmaxes
     compute-sanitizer --tool memcheck python tests/every_kernel.py triton_fused hopper_backwards 0/8  # one of 8
 
-Run it without a checker first, so that it compiles undisturbed.
+Run it without a checker first, so that it compiles undisturbed. The calls of chunk_gla have every two values of
+`FACTORS` together in some call, and all combinations of `MOST_USED`. All combinations of `FACTORS` would take hours to
+compile.
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -36,6 +38,27 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHARE = [0, 1]
 """The number of this process's share of the calls of chunk_gla, and the number of shares."""
 WIDTHS = ((16, 16), (64, 64), (64, 136), (128, 128), (128, 256), (256, 128), (512, 64))
+GATES: tuple[dict[str, Any], ...] = (
+    {"gates": "mild"},
+    {"gates": "-inf"},
+    {"gates": "none"},
+    {"gate_form": "head"},
+    {"gate_form": "constant"},
+    {"gate": "logsigmoid"},
+)
+LAYOUTS: tuple[dict[str, Any], ...] = (
+    {"B": 1, "T": 70, "H": 2},
+    {"lengths": (70, 0, 3)},
+    {"B": 1, "T": 10, "G": 2},
+    {"B": 1, "T": 70, "H": 1, "R": 2},
+)
+STATES: tuple[dict[str, Any], ...] = (
+    {"initial_state": True, "checkpoint_every": 64},
+    {"initial_state": False, "checkpoint_every": 128},
+)
+FACTORS = (tuple({"K": K, "V": V} for K, V in WIDTHS), GATES, LAYOUTS, STATES)
+"""What calls of chunk_gla are made of, beside their dtype."""
+MOST_USED = (({"dtype": torch.bfloat16},), ({"K": 128, "V": 128},), GATES, LAYOUTS, STATES[:1])
 
 
 def general_chunks() -> None:
@@ -44,7 +67,7 @@ def general_chunks() -> None:
         chunks()
     general.TMA_ELEMENTS = 0
     with general_kernels():
-        chunk(gla_inputs(B=1, T=70, H=2, K=128, V=128, dtype=torch.bfloat16, device="cuda"))
+        chunk({"B": 1, "T": 70, "H": 2, "K": 128, "V": 128, "dtype": torch.bfloat16})
 
 
 def hopper_chunks() -> None:
@@ -94,23 +117,36 @@ def hopper_kernels() -> Iterator[None]:
 
 
 def chunks() -> None:
-    for x in chunk_calls():
-        chunk(x)
+    for call in calls():
+        chunk(call)
 
 
-def chunk_calls() -> Iterator[GlaInputs]:
-    """Yields calls with every width, dtype and kind of gate; packed and grouped at the widths of models."""
+def calls() -> Iterator[dict[str, Any]]:
+    """Yields this process's share of the calls of chunk_gla."""
     first, step = SHARE
-    combinations = itertools.product(WIDTHS, ("mild", "-inf", "none"), dtypes())
-    for (K, V), gates, dtype in itertools.islice(combinations, first, None, step):
-        sizes = {"K": K, "V": V, "gates": gates, "dtype": dtype, "device": "cuda", "initial_state": True}
-        yield gla_inputs(B=1, T=70, H=2, gate_dtype=torch.float32, **sizes)
-        if K in (128, 256):
-            yield gla_inputs(lengths=(70, 0, 3), **sizes)
-            yield gla_inputs(B=1, T=10, G=2, **sizes)
-        if K <= 256 and gates != "none":
-            yield gla_inputs(B=1, T=70, H=1, R=2, gate_form="head", **sizes)
-            yield gla_inputs(lengths=(70, 0, 3), R=2, gate_form="constant", **sizes)
+    types = tuple({"dtype": dtype} for dtype in dtypes())
+    most_used = itertools.product(*MOST_USED) if torch.bfloat16 in dtypes() else ()
+    for chosen in itertools.islice(itertools.chain(pairwise((types, *FACTORS)), most_used), first, None, step):
+        yield {name: value for part in chosen for name, value in part.items()}
+
+
+def pairwise(factors: Sequence[Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
+    """Yields combinations of one value of each factor, until every two values of two factors were together in one."""
+    places = [[(i, a) for a in range(len(values))] for i, values in enumerate(factors)]
+    missing = {pair for one, two in itertools.combinations(places, 2) for pair in itertools.product(one, two)}
+    while missing:
+        chosen = list(min(missing))
+        for place in places:
+            if place[0] not in dict(chosen):
+                chosen.append(max(place, key=lambda new: sum(tuple(sorted((new, old))) in missing for old in chosen)))
+        chosen.sort()
+        missing.difference_update(itertools.combinations(chosen, 2))
+        yield tuple(factors[i][a] for i, a in chosen)
+
+
+def inputs(call: dict[str, Any]) -> GlaInputs:
+    sizes = {name: value for name, value in call.items() if name not in ("gate", "checkpoint_every")}
+    return gla_inputs(gate_dtype=torch.float32, device="cuda", **sizes)
 
 
 def dtypes() -> tuple[torch.dtype, ...]:
@@ -118,8 +154,9 @@ def dtypes() -> tuple[torch.dtype, ...]:
     return DTYPES if torch.get_float32_matmul_precision() == "highest" else (torch.float32,)
 
 
-def chunk(x: GlaInputs) -> None:
-    gla.chunk_gla(x.q, x.k, x.v, x.g, None, x.initial_state, True, x.cu_seqlens)
+def chunk(call: dict[str, Any]) -> None:
+    x = inputs(call)
+    gla.chunk_gla(x.q, x.k, x.v, x.g, None, x.initial_state, True, x.cu_seqlens, gate=call.get("gate"))
 
 
 def general_backwards() -> None:
@@ -139,19 +176,16 @@ def backwards() -> None:
 
     Calls with checkpoints have an initial and a final state, the others have neither.
     """
-    for every in (64, 128):
-        for x in chunk_calls():
-            backward(x, every)
-            if x.g is not None and x.k.shape[3] == 256:
-                backward(x, every, "logsigmoid")
+    for call in calls():
+        backward(call)
 
 
-def backward(x: GlaInputs, checkpoint_every: int, gate: str | None = None) -> None:
-    initial_state = x.initial_state if checkpoint_every == 64 else None
-    leaves = [y.requires_grad_() for y in (x.q, x.k, x.v, x.g, initial_state) if y is not None]
-    states = (initial_state, initial_state is not None)
-    given = {"gate": gate, "checkpoint_every": checkpoint_every}
-    o, state, *_ = gla.chunk_gla(x.q, x.k, x.v, x.g, None, *states, x.cu_seqlens, **given)
+def backward(call: dict[str, Any]) -> None:
+    x = inputs(call)
+    leaves = [y.requires_grad_() for y in (x.q, x.k, x.v, x.g, x.initial_state) if y is not None]
+    given = {"gate": call.get("gate"), "checkpoint_every": call["checkpoint_every"]}
+    final = x.initial_state is not None
+    o, state, *_ = gla.chunk_gla(x.q, x.k, x.v, x.g, None, x.initial_state, final, x.cu_seqlens, **given)
     results = [y for y in (o, state) if y is not None]
     torch.autograd.grad(results, leaves, [torch.randn_like(y) for y in results])
 
@@ -160,7 +194,10 @@ def summaries() -> None:
     """Computes states from zero of the same calls in both directions, with both kinds of kernels."""
     for kernels in (general_kernels, hopper_kernels):
         with kernels():
-            for x in chunk_calls():
+            for call in calls():
+                x = inputs(call)
+                if call.get("gate") is not None:  # summaries take gates, no logits
+                    continue
                 do = torch.randn(output_shape(x.q, x.v), device="cuda").to(x.q.dtype)
                 for k, v, reverse in ((x.k, x.v, False), (x.q, do, True)):
                     function = gla.chunk_gla_gradient_summary if reverse else gla.chunk_gla_summary
