@@ -215,16 +215,13 @@ class _Own:
         Returns:
             [segments or parts, Hv, K, V] and [N, Hv, K, V].
         """
-        places, cut, upto = self.shard.places, self.cut, None
+        places, cut, before = self.shard.places, self.cut, None
         if self.segments > 1:
-            upto = exchange.up_to_each(summary, self.segments, backwards)
-            summary = upto[0][:, -1], upto[1][:, -1]
+            before, summary = exchange.before_each(summary, self.segments, backwards)
         decay, state = summary
         by_row, passed = self.shard.packed is None, None if cut is None else cut.passed
         gathered = to_end or self.shard.ranks <= exchange.MOST_GATHERED
         wait = exchange.gather(self.shard, decay, state, by_row) if gathered else None
-        # This needs nothing from the other ranks, so it runs while they send.
-        before = None if upto is None else exchange.before_each(upto, backwards)
         if start is None:
             start = state.new_zeros(len(state) // len(places), *state.shape[1:])
         parts = None if cut is None else state.new_zeros(len(cut.parts) - 1, *state.shape[1:])

@@ -36,6 +36,7 @@ R ranks   P pieces of a rank   N sequences   H value heads   K, V key and value 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
@@ -75,43 +76,32 @@ def gather(shard: Shard, decay: Tensor, state: Tensor, by_row: bool) -> Callable
     return wait
 
 
-def up_to_each(summary: Summary, segments: int, backwards: bool) -> Summary:
-    """Returns, for each segment, the summary of its piece up to and including that segment [M, segments, ...].
+def before_each(summary: Summary, segments: int, backwards: bool) -> tuple[Summary, Summary]:
+    """Returns summaries of the tokens before each segment in its piece [M, segments, ...], and of each piece [M, ...].
 
-    It works by doubling: every round joins the summaries of segments that are 1, 2, 4 .. apart, all at once.
+    States are joined one segment after another, which reads and writes each of them once.
 
     Args:
         summary: summaries of M * segments segments; the segments of a piece follow each other.
-        backwards: whether the order begins with the last segment.
+        backwards: whether the order begins with the last segment, so that "before" a segment is what follows it.
     """
     D, S = (x.unflatten(0, (-1, segments)) for x in summary)
-    if backwards:
-        D, S = D.flip(1), S.flip(1)
-    distance = 1
-    while distance < segments:
-        joined = _joined((D[:, :-distance], S[:, :-distance]), (D[:, distance:], S[:, distance:]))
-        D, S = (torch.cat([x[:, :distance], y], 1) for x, y in zip((D, S), joined, strict=True))
-        distance *= 2
-    return D, S
+    order = range(segments)[::-1] if backwards else range(segments)
+    upto = (D.flip(1) if backwards else D).cumprod(1)
+    decay = torch.cat([torch.ones_like(upto[:, :1]), upto[:, :-1]], 1)
+    state = torch.empty_like(S)
+    state[:, order[0]] = 0
+    for here, then in itertools.pairwise(order):
+        torch.addcmul(S[:, here], D[:, here, ..., None], state[:, here], out=state[:, then])
+    last = order[-1]
+    whole = upto[:, -1], torch.addcmul(S[:, last], D[:, last, ..., None], state[:, last])
+    return (decay.flip(1) if backwards else decay, state), whole
 
 
 def _joined(first: Summary, then: Summary) -> Summary:
     """Returns the summary of two consecutive stretches of a sequence, given the summary of each."""
     D, S = then
     return D * first[0], torch.addcmul(S, D[..., None], first[1])
-
-
-def before_each(upto: Summary, backwards: bool) -> Summary:
-    """Returns the summaries of the tokens before each segment in its piece, in the order of the tokens.
-
-    Args:
-        upto: the result of `up_to_each`.
-        backwards: as in `up_to_each`.
-    """
-    D, S = upto
-    D = torch.cat([torch.ones_like(D[:, :1]), D[:, :-1]], 1)
-    S = torch.cat([torch.zeros_like(S[:, :1]), S[:, :-1]], 1)
-    return (D.flip(1), S.flip(1)) if backwards else (D, S)
 
 
 def _by_piece(x: Tensor, dim: int, pieces: int, by_row: bool) -> Sequence[Tensor]:
