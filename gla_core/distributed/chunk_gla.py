@@ -199,8 +199,7 @@ class _Own:
         if self.cut is None:
             return summarized(left, right, g, self.offsets, backend)
         decay, state = summarized(left, right, g, self.cut.heads if backwards else self.cut.tails, backend)
-        wanted = slice(0 if backwards else 1, None, 2)
-        return decay[wanted], state[wanted]
+        return decay[::2], state[::2]  # the others are of the rows between
 
     def passed_on(self, summary: Summary, start: Tensor | None, backwards: bool, to_end: bool) -> tuple[Tensor, Tensor]:
         """Exchanges summaries; returns the state that enters each of this rank's segments or parts, and the last state.

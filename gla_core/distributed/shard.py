@@ -49,8 +49,8 @@ class Packed:
     Attributes:
         cu_seqlens: [N+1], offsets of the sequences in the row of all ranks' tokens.
         parts: [P * N + 1], offsets of the parts, piece by piece.
-        tails: [2 * P + 1], offsets of two stretches per piece: the rows before its tail, and its tail.
-        heads: [2 * P + 1], offsets of two stretches per piece: its head, and the rows behind its head.
+        tails: [2 * P], offsets of the tails, and of the rows between two tails.
+        heads: [2 * P], offsets of the heads, and of the rows between two heads.
         entered: [P], index of the part that the state before a piece enters.
         left: [P], index of the part that the state behind a piece leaves.
         before: [P], number of rows in front of a piece that belong to the sequence that continues in it.
@@ -221,18 +221,17 @@ def _packed(cu_seqlens: Tensor, bounds: Tensor, places: tuple[int, ...]) -> Pack
     start, end = own(bounds), own(bounds, 1)
     before = (end - start).cumsum(0) - (end - start)  # rows of this rank in front of each of its pieces
 
-    def in_row(begins: Tensor, closing: Tensor) -> Tensor:
-        """Converts begins of stretches [P, ..] in the row of all tokens to offsets in this rank's row."""
-        begins, closing = (before + x.clamp(start, end) - start for x in (begins, closing))
-        return torch.cat([begins.flatten(), closing[-1]])
+    def in_row(x: Tensor) -> Tensor:
+        """Converts places in the row of all tokens [P or 1, ..] to offsets in this rank's row, piece by piece."""
+        return (before + x.clamp(start, end) - start).flatten()
 
     tail, head = torch.where(is_cut, first, bounds), torch.where(is_cut, last, bounds)
     piece = torch.cat([before.new_full((1,), i * N) for i in range(len(places))])  # index of each piece's first part
     return Packed(
         cu_seqlens,
-        parts=in_row(offsets[None, :-1], offsets[None, -1:]),
-        tails=in_row(torch.cat([start, own(tail, 1)], 1), end),
-        heads=in_row(torch.cat([start, own(head)], 1), end),
+        parts=torch.cat([in_row(offsets[None, :-1]), in_row(offsets[None, -1:])[-1:]]),
+        tails=in_row(torch.cat([own(tail, 1), end], 1)),
+        heads=in_row(torch.cat([start, own(head)], 1)),
         entered=own(sequence)[:, 0] + piece,
         left=own(sequence, 1)[:, 0] + piece,
         before=own((bounds - first) * is_cut)[:, 0],
