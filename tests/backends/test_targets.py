@@ -73,6 +73,7 @@ CALLS = {
     "forward, few blocks": (forward, "triton_fused", {"B": 1, "T": 2048, "H": 2}),
     "forward, in segments": (forward, "parallel_scan", {"B": 1, "T": 65536, "H": 8}),
     "forward, wide, in segments": (forward, "parallel_scan", WIDE | {"B": 1, "T": 65536}),
+    "forward, packed": (forward, "triton_fused", SERVING),
     "pool": (pool, "triton_fused", SERVING),
     "pool, in segments": (pool, "parallel_scan", SERVING | {"H": 4, "form": "head"}),
     "backward": (backward, "triton_fused", TRAINING),

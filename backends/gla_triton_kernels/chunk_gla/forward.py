@@ -209,7 +209,8 @@ def prepare(call: OpCall, plan: Plan, kernels: Sequence[OutputKernel] = KERNELS)
         final_state = v.new_empty(N, Hv, K, V, dtype=torch.float32) if output_final_state else None
         checkpoints = None if checkpoint_every is None else new_checkpoints(k, v, cu_seqlens, checkpoint_every)
         if empty:
-            return o.zero_(), final_state, checkpoints  # tokens, if there are any, belong to no sequence
+            # Tokens, if there are any, belong to no sequence.
+            return o.zero_(), final_state, None if checkpoints is None else checkpoints.zero_()
         x = Tensors(q, k, v, g, initial_state, cu_seqlens, o, final_state, checkpoints)
         launched.start(with_copies(x, copied) if copied else x, scale)
         return o, final_state, checkpoints
@@ -286,10 +287,14 @@ def launches(
         slots: the slots that sequences read and write, if states are in a pool.
     """
     from gla_triton_kernels.chunk_gla.shared.entering import launch_entering
+    from gla_triton_kernels.chunk_gla.shared.padding import clear_unused_checkpoints
     from gla_triton_kernels.chunk_gla.shared.segments import Recurrence, whole
 
     B, T = x.q.shape[:2]
     o = x.o if T > 0 else None
+    cleared = []
+    if every is not None and x.checkpoints is not None and x.cu_seqlens is not None:
+        cleared = clear_unused_checkpoints(x.checkpoints, x.cu_seqlens, every)
     if plan.segments is None:
         segments = whole(B, T, x.cu_seqlens, o, slots)
         before, each = [*segments.launches], x
@@ -301,4 +306,4 @@ def launches(
             plan.segments, states, x.v.shape[2], x.cu_seqlens, skip_first=not in_slots, o=o, slots=slots
         )
         each = x._replace(entering=entering, final_state=None)
-    return before + plan.outputs.load()(plan, each, segments, scale, every, normalizer)
+    return cleared + before + plan.outputs.load()(plan, each, segments, scale, every, normalizer)

@@ -44,10 +44,8 @@ def widened(x: AnyTensors, K: int, V: int) -> tuple[AnyTensors, list[Launch], li
         for name, y in given.items()
         if shapes[name] != y.shape
     }
-    # A forward does not fill all rows of the checkpoints of packed sequences. So their wide memory is filled like an
-    # input as well, and the remaining rows keep their values.
     written = RESULTS if "do" in given else RESULTS | {"checkpoints"}
-    read = [launch_copy(given[name], y) for name, y in wide.items() if name not in RESULTS and y.numel() > 0]
+    read = [launch_copy(given[name], y) for name, y in wide.items() if name not in written and y.numel() > 0]
     back = [launch_copy(y, given[name]) for name, y in wide.items() if name in written and y.numel() > 0]
     return x._replace(**wide), list(itertools.chain(*read)), list(itertools.chain(*back))
 
