@@ -59,11 +59,11 @@ HEAD_GRADIENT_STEP, HEAD_GRADIENT_TILE = 2.6e-6, 0.85e-6
 """Seconds of backward_head.py for 64 tokens, and for each tile of 64 keys and values."""
 GRADIENTS_SHARED = 1.2
 """Number of blocks of backward.py with one tile that share a multiprocessor without slowing each other down."""
-STATE_GRADIENTS = 1.3e-6
-"""Seconds of state_gradients.py for 64 tokens. They are predicted from numbers of instructions."""
-WIDE_CHUNK, WIDE_KEYS, WIDE_VALUES = 3.2e-6, 2.5e-6, 1e-6
-"""Seconds of backward_wide.py for a chunk and a slice of 128 keys: a constant, a time for each 64 keys, and a time for
-each 64 values. They are predicted from numbers of instructions."""
+STATE_GRADIENTS = 1.6e-6
+"""Seconds of state_gradients.py for 64 tokens. This and the next times were fitted to times on an H100."""
+WIDE_CHUNK, WIDE_TILE, WIDE_SLICE = 3.2e-6, 1.7e-6, 5.8e-6
+"""Seconds of backward_wide.py for a chunk: a constant, a time for each tile of 64 keys and values, and a time for each
+slice of 128 keys of wider heads."""
 
 
 def _refusal(call: OpCall, gpu: Gpu) -> Reason | None:
@@ -380,8 +380,8 @@ def _backward_wide_seconds(call: OpCall, x: GradientParameters, through: Cut, si
     P = heads * checkpoint_bytes(call, CHUNK)
     block = BlockTime(CHUNK, x.BV, START, STATE_GRADIENTS, keys=x.BK)
     states = kernel_seconds(call, block, through, moved_bytes(call) / 2 + P, c)
-    blocks, parts = ceil_div(K, 128), min(2, ceil_div(K, 64))
-    step = blocks * (WIDE_CHUNK + WIDE_KEYS * parts + WIDE_VALUES * ceil_div(V, 64))
+    slices, tiles = ceil_div(K, 128), min(2, ceil_div(K, 64)) * ceil_div(V, 64)
+    step = slices * (WIDE_CHUNK + WIDE_TILE * tiles + (WIDE_SLICE if slices > 1 else 0))
     chunks = cut(call, CHUNK, CHUNK)
     chunks = chunks._replace(number=chunks.number * heads)
     return [states, kernel_seconds(call, BlockTime(CHUNK, MAX_WIDTH, 0, step), chunks, size + P, c)]
