@@ -263,7 +263,8 @@ def _conditions(found: Results) -> str:
     named = ("torch", "triton", "fla")
     versions = ", ".join(f"{name} {getattr(found, name)}" for name in named if getattr(found, name))
     bandwidth = f"; copies run at {found.copy_bandwidth / 1e12:.2f} TB/s" if found.copy_bandwidth else ""
-    commit = f" at {found.commit[:10]}" if found.commit else ""
+    # A commit with spaces also names rows that were measured again at another commit.
+    commit = f" at {found.commit if ' ' in found.commit else found.commit[:10]}" if found.commit else ""
     return f"gla_core {found.gla_core}{commit}, {versions}{driver}, {found.date[:10]}{bandwidth}"
 
 
