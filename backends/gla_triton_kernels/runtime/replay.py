@@ -249,9 +249,9 @@ def record(tensors: Sequence[Tensor | None], launches: Sequence[Launch]) -> Reco
     """Returns the launches of a call for `replay`, or None if they cannot be replayed.
 
     Args:
-        tensors: the tensors that the call takes and returns, at least two. Any other tensor of the launches is either scratch or a
-            `part` of a tensor. Scratch is contiguous and allocated anew for each call, and no result depends on its
-            initial contents.
+        tensors: the tensors that the call takes and returns, at least two. Any other tensor of the launches is either
+            scratch or a `part` of a tensor. Scratch is contiguous and allocated anew for each call, and no result
+            depends on its initial contents.
         launches: the launches of the call in order, after they have been made. Each takes all floats of the call, or
             none of them. The parameters of its kernel are in the order of `_Arguments`.
     """
@@ -385,7 +385,7 @@ def _behind_encoding(launch: Any) -> Any:
 
 
 def replay(call: RecordedCall, tensors: Sequence[Tensor | None], floats: tuple[float, ...]) -> bool:
-    """Makes recorded launches on other tensors, which must have the layouts of the recorded tensors, or be None as they.
+    """Makes recorded launches on other tensors, which have the recorded layouts, and are None at the same places.
 
     Returns:
         Whether the launches were made. Nothing is launched if an address is not aligned, if `call.device` is not the
