@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -147,7 +147,7 @@ def prepare(call: OpCall, plan: Plan, kernels: Sequence[GradientKernel] = KERNEL
     empty, normalizer = N == 0 or T == 0, call.scalars["gate_normalizer"]
     plans = [] if empty else plan(seen, gpu, kernels)
 
-    def describe(tensors: tuple[Tensor | None, ...], scale: float) -> list[Launch]:
+    def describe(tensors: tuple[Any, ...], scale: float) -> list[Launch]:
         x = BackwardTensors(*tensors)
         same_widths = (seen.dims["K"], seen.dims["V"]) == (K, V)
         wide, before, after = (x, [], []) if same_widths else widened(x, seen.dims["K"], seen.dims["V"])

@@ -188,7 +188,7 @@ def prepare(call: OpCall, plan: Plan, kernels: Sequence[OutputKernel] = KERNELS)
     empty = N == 0 or (T == 0 and not call.scalars["output_final_state"])
     plans = [] if empty else plan(seen, gpu, kernels)
 
-    def describe(tensors: tuple[Tensor | None, ...], scale: float) -> list[Launch]:
+    def describe(tensors: tuple[Any, ...], scale: float) -> list[Launch]:
         x = Tensors(*tensors)
         same_widths = (seen.dims["K"], seen.dims["V"]) == (K, V)
         wide, before, after = (x, [], []) if same_widths else widened(x, seen.dims["K"], seen.dims["V"])
