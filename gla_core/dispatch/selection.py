@@ -31,7 +31,7 @@ from gla_core.dispatch.backend import (
 from gla_core.dispatch.calibration import Prediction, predict
 from gla_core.dispatch.composed.layer_step import implementation
 from gla_core.dispatch.errors import NoBackendError
-from gla_core.dispatch.request import Choice, Request
+from gla_core.dispatch.request import Choice, Request, current_request
 
 _cannot_launch: dict[Hashable, Reason] = {}
 registry.on_change.append(_cannot_launch.clear)
@@ -141,20 +141,20 @@ def select(call: OpCall, request: Request) -> Backend:
     return found[0][0]
 
 
-def makes_checkpoints(op: str, request: Request) -> bool:
-    """Returns whether all backends that a request names return checkpoints; if it names none, whether one does."""
-    choice = request.choice(op)
-    return _make_checkpoints(op, choice.names, choice.source)
-
-
 @functools.lru_cache(maxsize=4096)
-def _make_checkpoints(op: str, names: tuple[str, ...], source: str) -> bool:
-    named = [registry.get(name, f"{source}: ") for name in names]
+def makes_checkpoints(op: str, request: str) -> bool:
+    """Returns whether all backends that a request names return checkpoints; if it names none, whether one does.
+
+    Args:
+        request: the text of the whole request, as in `Request.spec`.
+    """
+    choice = current_request(request).choice(op)
+    named = [registry.get(name, f"{choice.source}: ") for name in choice.names]
     able = (backend.can(op).checkpoints for backend in named or registry.installed().values())
     return all(able) if named else any(able)
 
 
-registry.on_change.append(_make_checkpoints.cache_clear)
+registry.on_change.append(makes_checkpoints.cache_clear)
 
 
 def explain_call(call: OpCall, request: Request) -> Explanation:

@@ -12,8 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from gla_core.ops._run import bypasses_torch, run
 from gla_core.ops.spec import OpSpec, picker, size_of
 
 
@@ -60,18 +62,20 @@ def gradient(
         ctx.save_for_backward(*tensors_of(values))
         ctx.kept = others_of(values), absent, inputs[-1]
 
-    def run(ctx: Any, *incoming: Tensor | None) -> tuple:
+    def compute(ctx: Any, *incoming: Tensor | None) -> tuple:
         others, absent, request = ctx.kept
         ds = _without(incoming, absent) if absent else incoming
         args = arguments_of((*ctx.saved_tensors, *others, *ds))
         for i in required:
             if args[i] is None:
                 args = (*args[:i], _zeros(backward, args, i), *args[i + 1 :])
-        found = run_backward(*args, request)
+        if bypasses_torch(args[0]) and not torch.is_grad_enabled():
+            return gradients_of((*run(backward, backward.prepared(args), False, request), None))
+        found = run_backward(*args, request)  # an empty tensor for a gradient that does not exist
         gradients = [None if x is None else d for x, d in zip(likes_of(args), found, strict=True)]
         return gradients_of((*gradients, None))
 
-    return setup_context, run
+    return setup_context, compute
 
 
 def _without(values: tuple, places: Sequence[int]) -> tuple:

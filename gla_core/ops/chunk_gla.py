@@ -236,7 +236,7 @@ def chunk_gla(
 
 def interval_for_backward(backend: str | None) -> int | None:
     """Returns the interval of the checkpoints that a forward on a GPU keeps for its backward; None if it keeps none."""
-    if environment().checkpoints and makes_checkpoints("chunk_gla_fwd", current_request(backend)):
+    if environment().checkpoints and makes_checkpoints("chunk_gla_fwd", current_request(backend).spec):
         return CHUNK
     return None
 

@@ -206,6 +206,23 @@ def test_launches_are_recorded_at_the_first_call_and_replayed_from_the_second_on
     assert described.floats == [0.5]
 
 
+def test_a_call_that_writes_the_slots_it_reads_replays_no_launches_of_calls_that_write_others(absent_gpu, monkeypatch):
+    from gla_triton_kernels.runtime import prepared
+
+    started = []
+    monkeypatch.setattr(prepared.Launches, "start", lambda self, tensors, *floats: started.append((self, tensors)))
+    arguments = arguments_of("chunk_gla_pool", "cpu")
+    read = arguments[6]
+    arguments[7] = read + 1
+    run = preparing("parallel_scan", "chunk_gla_pool")(absent_gpu(described("chunk_gla_pool", *arguments)))
+    started.clear()
+    for write in (read + 1, read, read + 1):
+        run(*arguments[:7], write, *arguments[8:])
+    (others, of_others), (own, of_own), (again, _) = started
+    assert again is others is not own
+    assert [x is None for x in of_others] != [x is None for x in of_own]
+
+
 @pytest.mark.parametrize("why", ["profiled", "unaligned", "one tensor twice", "scratch that is not contiguous"])
 def test_launches_that_cannot_be_recorded_are_described_by_every_call(gpu, monkeypatch, why):
     from gla_triton_kernels.runtime import replay

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -147,7 +147,8 @@ def prepare(call: OpCall, plan: Plan, kernels: Sequence[GradientKernel] = KERNEL
     empty, normalizer = N == 0 or T == 0, call.scalars["gate_normalizer"]
     plans = [] if empty else plan(seen, gpu, kernels)
 
-    def describe(x: BackwardTensors, scale: float) -> list[Launch]:
+    def describe(tensors: tuple[Any, ...], scale: float) -> list[Launch]:
+        x = BackwardTensors(*tensors)
         same_widths = (seen.dims["K"], seen.dims["V"]) == (K, V)
         wide, before, after = (x, [], []) if same_widths else widened(x, seen.dims["K"], seen.dims["V"])
         of_rows = plans_with_rows(plans, wide)
@@ -187,8 +188,8 @@ def prepare(call: OpCall, plan: Plan, kernels: Sequence[GradientKernel] = KERNEL
                 dinitial.zero_() if dstate is None else dinitial.copy_(dstate)
             return dq, dk, dv, dg, dinitial
         results = (dq, dk, dv, dg, dinitial)
-        x = BackwardTensors(q, k, v, g, initial_state, cu_seqlens, checkpoints, do, dstate, *results)
-        launched.start(with_copies(x, copied) if copied else x, scale)
+        x = (q, k, v, g, initial_state, cu_seqlens, checkpoints, do, dstate, *results)
+        launched.start(with_copies(BackwardTensors(*x), copied) if copied else x, scale)
         return results
 
     return rehearsed(run, call)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gla_core.dispatch.backend import OpCall
 from gla_core.dispatch.composed import forward_of_pool
-from gla_core.dispatch.tensors import new_checkpoints
+from gla_core.dispatch.tensors import checkpoint_dtype, checkpoint_rows
 from gla_triton_kernels.chunk_gla.cost import forward_prices
 from gla_triton_kernels.chunk_gla.cutting import (
     INTERPRETED_SEGMENT,
@@ -180,11 +180,15 @@ def prepare(call: OpCall, plan: Plan, kernels: Sequence[OutputKernel] = KERNELS)
     gpu = gpu_of_call(call)
     seen, copied = seen_by_kernels(call, gpu), copied_for_invariance(call)
     B, T, Hq, Hv, K, V, N = (call.dims[name] for name in ("B", "T", "Hq", "Hv", "K", "V", "N"))
+    Ho = max(Hq, Hv)
     every, normalizer = call.scalars["checkpoint_every"], call.scalars["gate_normalizer"]
+    n = None if every is None else checkpoint_rows(T, N, every, call.variable_length)
+    of_checkpoints = checkpoint_dtype(call.dtype)
     empty = N == 0 or (T == 0 and not call.scalars["output_final_state"])
     plans = [] if empty else plan(seen, gpu, kernels)
 
-    def describe(x: Tensors, scale: float) -> list[Launch]:
+    def describe(tensors: tuple[Any, ...], scale: float) -> list[Launch]:
+        x = Tensors(*tensors)
         same_widths = (seen.dims["K"], seen.dims["V"]) == (K, V)
         wide, before, after = (x, [], []) if same_widths else widened(x, seen.dims["K"], seen.dims["V"])
         of_rows = plans_with_rows(plans, wide)
@@ -205,14 +209,14 @@ def prepare(call: OpCall, plan: Plan, kernels: Sequence[OutputKernel] = KERNELS)
         checkpoint_every: int | None,
         gate_normalizer: int | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        o = v.new_empty(B, T, max(Hq, Hv), V)
+        o = v.new_empty(B, T, Ho, V)
         final_state = v.new_empty(N, Hv, K, V, dtype=torch.float32) if output_final_state else None
-        checkpoints = None if checkpoint_every is None else new_checkpoints(k, v, cu_seqlens, checkpoint_every)
+        checkpoints = None if n is None else v.new_empty(B, n, Hv, K, V, dtype=of_checkpoints)
         if empty:
             # Tokens, if there are any, belong to no sequence.
             return o.zero_(), final_state, None if checkpoints is None else checkpoints.zero_()
-        x = Tensors(q, k, v, g, initial_state, cu_seqlens, o, final_state, checkpoints)
-        launched.start(with_copies(x, copied) if copied else x, scale)
+        x = (q, k, v, g, initial_state, cu_seqlens, o, final_state, checkpoints)
+        launched.start(with_copies(Tensors(*x), copied) if copied else x, scale)
         return o, final_state, checkpoints
 
     return rehearsed(run, call)
@@ -239,7 +243,7 @@ def prepare_pool(call: OpCall, plan: Plan, kernels: Sequence[OutputKernel] = KER
         ((_, planned),) = plans
         return launches(planned, x, scale, None, normalizer, slots)
 
-    launched = Launches(call.device, describe)
+    launched, launched_in_place = Launches(call.device, describe), Launches(call.device, describe)
 
     def run(
         q: Tensor,
@@ -261,11 +265,12 @@ def prepare_pool(call: OpCall, plan: Plan, kernels: Sequence[OutputKernel] = KER
         o = v.new_empty(*q.shape[:2], max(q.shape[2], v.shape[2]), v.shape[3]) if out is None else out
         if not plans:
             return o.zero_()  # tokens, if there are any, belong to no sequence
-        write_slots = None if write_slots is read_slots else write_slots  # a tensor passed twice prevents replays
+        in_place = write_slots is None or write_slots is read_slots
+        write_slots = None if in_place else write_slots  # a tensor passed twice prevents replays
         if copied:
             q, k, v, g, *_ = with_copies(Tensors(q, k, v, g, None, cu_seqlens, o, None), copied)
         slots = (read_slots, write_slots, has_state, checkpoint_offsets, checkpoint_slots)
-        launched.start((q, k, v, g, pool, cu_seqlens, *slots, o), scale)
+        (launched_in_place if in_place else launched).start((q, k, v, g, pool, cu_seqlens, *slots, o), scale)
         return o
 
     return rehearsed(run, call)

@@ -14,9 +14,10 @@ import contextlib
 import functools
 import itertools
 import math
+import operator
 import os
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -202,10 +203,11 @@ class RecordedCall:
     """The launches of a call in order. A recorded call equals only itself.
 
     All scratch tensors of a call lie in one block of memory. The addresses of a call are numbered: first the tensors of
-    the call, then the scratch memory, then `parts`. These numbers are called places.
+    the call that are not None, then the scratch memory, then `parts`. These numbers are called places.
 
     Attributes:
         device: index of the device of the launches.
+        given: takes the tensors of a call, of which there are at least two, and returns those that are not None.
         memory: arguments of `torch.empty` for the scratch memory; None if there are no scratch tensors.
         parts: the scratch tensors, then the parts of tensors (see `part`). For each, the place of the memory or tensor
             that contains it, and its offset in bytes.
@@ -214,6 +216,7 @@ class RecordedCall:
     """
 
     device: int
+    given: Callable[[Sequence[Tensor | None]], tuple[Tensor, ...]]
     memory: dict[str, Any] | None
     parts: tuple[tuple[int, int], ...]
     aligned: tuple[int, ...]
@@ -245,20 +248,21 @@ def record(tensors: Sequence[Tensor | None], launches: Sequence[Launch]) -> Reco
     """Returns the launches of a call for `replay`, or None if they cannot be replayed.
 
     Args:
-        tensors: the tensors that the call takes and returns. Any other tensor of the launches is either scratch or a
-            `part` of a tensor. Scratch is contiguous and allocated anew for each call, and no result depends on its
-            initial contents.
+        tensors: the tensors that the call takes and returns, at least two. Any other tensor of the launches is either
+            scratch or a `part` of a tensor. Scratch is contiguous and allocated anew for each call, and no result
+            depends on its initial contents.
         launches: the launches of the call in order, after they have been made. Each takes all floats of the call, or
             none of them. The parameters of its kernel are in the order of `_Arguments`.
     """
     if why_not_replayed():
         return None
     arguments = [_arguments(launch) for launch in launches]
-    given = [x for x in tensors if x is not None]
+    given_of = operator.itemgetter(*(i for i, x in enumerate(tensors) if x is not None))
+    given = given_of(tensors)
     taken = [getattr(x, "base", x) for each in arguments for x in each.tensors if x is not None]
     aligned = [x for launch, each in zip(launches, arguments, strict=True) for x in _aligned(launch, each)]
     parts = {id(x): x for x in taken if hasattr(x, _WHOLE)}
-    places = {id(x): i for i, x in enumerate(tensors) if x is not None}
+    places = {id(x): i for i, x in enumerate(given)}
     scratch = list({id(x): x for x in map(_whole_of, taken) if id(x) not in places}.values())
     one_in_two_places = len({id(x) for x in given}) < len(given)
     are_aligned = math.gcd(ALIGNMENT, *(x.data_ptr() for x in aligned)) == ALIGNMENT
@@ -267,15 +271,15 @@ def record(tensors: Sequence[Tensor | None], launches: Sequence[Launch]) -> Reco
         return None
     *begins, size = itertools.accumulate((ceil_div(x.nbytes, _LINE) * _LINE for x in scratch), initial=0)
     memory = {"size": (size,), "dtype": torch.uint8, "device": given[0].device} if scratch else None
-    places.update({id(x): len(tensors) + 1 + i for i, x in enumerate([*scratch, *parts.values()])})
-    into = [(len(tensors), begin) for begin in begins]
+    places.update({id(x): len(given) + 1 + i for i, x in enumerate([*scratch, *parts.values()])})
+    into = [(len(given), begin) for begin in begins]
     into += [(places[id(_whole_of(x))], x.data_ptr() - _whole_of(x).data_ptr()) for x in parts.values()]
     if any(launch.compiled.run.global_scratch_size or launch.compiled.run.profile_scratch_size for launch in launches):
         return None  # Triton would have to allocate memory for each launch
     recorded = tuple(_recorded(*each, places) for each in zip(launches, arguments, strict=True))
     wholes = {id(_whole_of(x)) for x in aligned}
-    of_call = tuple(i for i, x in enumerate(tensors) if id(x) in wholes)
-    return RecordedCall(current_device(), memory, tuple(into), of_call, recorded)
+    of_call = tuple(i for i, x in enumerate(given) if id(x) in wholes)
+    return RecordedCall(current_device(), given_of, memory, tuple(into), of_call, recorded)
 
 
 class _Arguments(NamedTuple):
@@ -380,7 +384,7 @@ def _behind_encoding(launch: Any) -> Any:
 
 
 def replay(call: RecordedCall, tensors: Sequence[Tensor | None], floats: tuple[float, ...]) -> bool:
-    """Makes recorded launches on other tensors, which must have the layouts of the recorded tensors.
+    """Makes recorded launches on other tensors, which have the recorded layouts, and are None at the same places.
 
     Returns:
         Whether the launches were made. Nothing is launched if an address is not aligned, if `call.device` is not the
@@ -388,8 +392,9 @@ def replay(call: RecordedCall, tensors: Sequence[Tensor | None], floats: tuple[f
     """
     if call.device != current_device() or _profiled():
         return False
+    addresses = [*map(Tensor.data_ptr, call.given(tensors))]
     memory = torch.empty(**call.memory) if call.memory else None
-    addresses = [0 if x is None else x.data_ptr() for x in (*tensors, memory)]
+    addresses.append(0 if memory is None else memory.data_ptr())
     prepared_for = (call, floats, *addresses)
     prepared = _prepared.get(prepared_for)
     if prepared is None:  # the addresses of a cached entry were checked when it was made
