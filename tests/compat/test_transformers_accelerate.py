@@ -13,7 +13,7 @@ from gla_core.compat.transformers.accelerate import FUNCTIONS, MODELS
 
 PRESENT = ("bamba", "mamba2")
 PATHS = {model: f"transformers.models.{model}.modeling_{model}" for model in MODELS}
-SCAN, STEP, SPLIT = FUNCTIONS
+SCAN, STEP, SPLIT, CONVOLUTION = FUNCTIONS
 
 
 @pytest.fixture

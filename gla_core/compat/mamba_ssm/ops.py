@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gla_core.compat.mamba_ssm import kernels
 from gla_core.dispatch.tensors import wide
 from gla_core.ops import checks, chunk_gla, recurrent_gla_step
 
@@ -195,8 +196,16 @@ def selective_state_update(
     _check(_STEP, state=states, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
     dtype = wide(x.dtype)
     if _shared(A, 1, 2) and _shared(dt, 2) and (dt_bias is None or _shared(dt_bias, 1)):
-        dt = _time_steps(dt[..., 0], None if dt_bias is None else dt_bias[:, 0], dt_softplus, dtype)
-        v, g, pool = x * dt[..., None], dt * A[:, 0, 0].to(dtype), states
+        dt, A, dt_bias = dt[..., 0], A[:, 0, 0], None if dt_bias is None else dt_bias[:, 0]
+        out = None
+        if kernels.provided is not None:
+            out = kernels.provided.step(
+                states, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices
+            )
+        if out is not None:
+            return out if state.ndim > 3 else out.squeeze(1)
+        dt = _time_steps(dt, dt_bias, dt_softplus, dtype)
+        v, g, pool = x * dt[..., None], dt * A.to(dtype), states
     else:
         dt = _time_steps(dt, dt_bias, dt_softplus, dtype)
         v, g = (x * dt).flatten(1)[..., None], (dt[..., None] * A.to(dtype)).flatten(1, 2)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from gla_core.compat.mamba_ssm import kernels
+from gla_transformers import mamba2
 from gla_transformers.cache import GLACache
 from gla_transformers.configuration import GLAConfig, HGRN2Config
 from gla_transformers.modeling import GLAForCausalLM, GLAModel, HGRN2ForCausalLM, HGRN2Model
@@ -37,3 +39,4 @@ def register() -> None:
 
 
 register()
+kernels.provided = mamba2

@@ -1,0 +1,98 @@
+"""Parts of a Mamba-2 layer in one kernel each: `gla_core.compat.mamba_ssm.kernels` has the meaning of the functions.
+
+The convolution and the step are for one token of each sequence, without gradients. The norm has a backward, and serves
+prompts and training too. Compiled code is left to PyTorch's compiler.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from gla_core.ops import autocast
+from gla_core.ops.calls import bypasses_torch, needs_gradient
+from gla_transformers.gated import normed
+
+MOST_STATES = 2048
+"""The greatest number of channels of B and C: registers hold whole rows of a state."""
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_INDICES = (torch.int32, torch.int64)
+
+
+def convolve(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor | None:
+    """Returns the convolution at one more token, as `Kernels.convolve` says."""
+    if x.shape[2] != 1 or state.shape != (*x.shape[:2], weight.shape[1]) or activation not in (None, "silu", "swish"):
+        return None
+    if state.stride()[1:] != (state.shape[2], 1) or not weight.is_contiguous() or not (bias is None or bias.stride(0) == 1):
+        return None
+    kernels = _kernels(x, state, weight, bias)
+    return None if kernels is None else kernels.convolve(x[..., 0], state, weight, bias, activation is not None).mT
+
+
+def step(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+    state_batch_indices: Tensor | None,
+) -> Tensor | None:
+    """Returns the step of one token, as `Kernels.step` says."""
+    slots = state_batch_indices
+    if B.shape[2] > MOST_STATES or state.stride(3) != 1 or not (slots is None or slots.dtype in _INDICES):
+        return None
+    kernels = _kernels(x, state, dt, A, B, C, D, z, dt_bias)
+    if kernels is None or (slots is not None and slots.device != x.device):
+        return None
+    x, B, C = _with_rows(x), _with_rows(B), _with_rows(C)
+    z = None if z is None else _with_rows(z)
+    return kernels.step(state, x, dt, A, B, C, D, z, dt_bias, slots, dt_softplus)
+
+
+def norm(x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, groups: int, gate_first: bool) -> Tensor | None:
+    """Returns the norm of each group, as `Kernels.norm` says."""
+    if x.ndim < 2 or x.shape[-1] % groups or weight.dtype != x.dtype:
+        return None
+    split, shape = (groups, x.shape[-1] // groups), x.shape
+    gate = None if gate is None else gate.unflatten(-1, split)
+    y = normed(x.unflatten(-1, split), weight.view(split), gate, eps, gate_first)
+    return None if y is None else y.view(shape)
+
+
+def _with_rows(x: Tensor) -> Tensor:
+    """Returns x with a contiguous last dimension."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _kernels(x: Tensor, *others: Tensor | None) -> ModuleType | None:
+    """Returns the module of the kernels; None if PyTorch computes the call."""
+    tensors = [x, *(other for other in others if other is not None)]
+    if is_compiling() or needs_gradient(*tensors):
+        return None
+    for tensor in tensors:
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.dtype not in _DTYPES or tensor.device != x.device:
+            return None
+    with autocast.off(x.device.type):  # it changes nothing here
+        return _kernels_of(x.device) if bypasses_torch(x) else None
+
+
+def _kernels_of(device: torch.device) -> ModuleType | None:
+    return _of_triton() if device.type == "cuda" and device.index == torch.cuda.current_device() else None
+
+
+@functools.cache
+def _of_triton() -> ModuleType | None:
+    try:
+        from gla_transformers import mamba2_kernel
+    except ImportError:
+        return None
+    return mamba2_kernel
