@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gla_core.compat.mamba_ssm import kernels
+from gla_core.dispatch.request import current_request
 from gla_core.dispatch.tensors import wide
 from gla_core.ops import checks, chunk_gla, recurrent_gla_step
 
@@ -197,11 +198,7 @@ def selective_state_update(
     dtype = wide(x.dtype)
     if _shared(A, 1, 2) and _shared(dt, 2) and (dt_bias is None or _shared(dt_bias, 1)):
         dt, A, dt_bias = dt[..., 0], A[:, 0, 0], None if dt_bias is None else dt_bias[:, 0]
-        out = None
-        if kernels.provided is not None:
-            out = kernels.provided.step(
-                states, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices
-            )
+        out = _by_kernel(states, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices)
         if out is not None:
             return out if state.ndim > 3 else out.squeeze(1)
         dt = _time_steps(dt, dt_bias, dt_softplus, dtype)
@@ -218,6 +215,17 @@ def selective_state_update(
         pool.copy_(written)
     out = _output(o.reshape(x.shape), x, D, z)
     return out if state.ndim > 3 else out.squeeze(1)
+
+
+def _by_kernel(*given: Any) -> Tensor | None:
+    """Returns the result of a step with one gate for each head by one kernel; None if there is none.
+
+    A request that names backends for the op, or asks for batch invariance, is left to the op.
+    """
+    request = current_request()
+    if kernels.provided is None or request.choice("recurrent_gla_step").names or request.batch_invariant is not None:
+        return None
+    return kernels.provided.step(*given)
 
 
 _compiled = functools.cache(torch.compile)

@@ -17,8 +17,8 @@ from gla_core.ops import autocast
 from gla_core.ops.calls import bypasses_torch, needs_gradient
 from gla_transformers.gated import normed
 
-MOST_STATES = 2048
-"""The greatest number of channels of B and C: registers hold whole rows of a state."""
+MOST_STATES = 256
+"""The greatest number of channels of B and C: registers hold all of them for each channel of a program."""
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _INDICES = (torch.int32, torch.int64)
 
@@ -48,7 +48,7 @@ def step(
 ) -> Tensor | None:
     """Returns the step of one token, as `Kernels.step` says."""
     slots = state_batch_indices
-    if B.shape[2] > MOST_STATES or state.stride(3) != 1 or not (slots is None or slots.dtype in _INDICES):
+    if B.shape[2] > MOST_STATES or not (slots is None or slots.dtype in _INDICES):
         return None
     kernels = _kernels(x, state, dt, A, B, C, D, z, dt_bias)
     if kernels is None or (slots is not None and slots.device != x.device):

@@ -27,15 +27,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.gates import log_gates
-from gla_triton_kernels.runtime.architecture import gpu_of
+from gla_triton_kernels.runtime.architecture import Gpu, gpu_of
 from gla_triton_kernels.runtime.launch import Launch, overlapping
 from gla_triton_kernels.runtime.prepared import Launches
 from gla_triton_kernels.runtime.sizes import power_of_two
 
 CHANNELS = 128
 """The number of channels of a program of the convolution: one for each thread."""
-TILE = 2048
-"""The number of values of a state that a program of the step computes: 16 for each thread, read 16 bytes at once."""
+FULL = 3
+"""The least number of programs of a multiprocessor for which a program computes many channels of a head, as in
+`gla_core.recurrent_gla_step`."""
 
 
 def convolve(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
@@ -69,7 +70,7 @@ def step(
     """Returns y [B, H, V] after one more token, and overwrites the states.
 
     Args:
-        state: [P, H, V, N]; its last dimension is contiguous.
+        state: [P, H, V, N]; it is read faster if V or N is contiguous.
         x, z: [B, H, V]; the last dimension is contiguous.
         dt: [B, H], of any strides.
         A, bias: [H], of any strides.
@@ -83,7 +84,7 @@ def step(
 
 
 def _start(describe: Callable[..., Launch], tensors: tuple[Tensor | None, ...], flag: bool) -> None:
-    """Makes the launch that `describe(tensors, flag, overlaps)` returns; none if there are no results."""
+    """Makes the launch that `describe(tensors, flag, gpu)` returns; none if there are no results."""
     if tensors[-1] is not None and tensors[-1].numel():
         layouts = tuple([None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors])
         _launches(tensors[-1].device, describe, layouts, flag).start(tensors)
@@ -92,14 +93,13 @@ def _start(describe: Callable[..., Launch], tensors: tuple[Tensor | None, ...], 
 @functools.lru_cache(1024)
 def _launches(device: torch.device, describe: Callable[..., Launch], layouts: tuple[Any, ...], flag: bool) -> Launches:
     """Returns the launches of calls that differ in the values and addresses of their tensors alone."""
-    overlaps = gpu_of(device).facts.overlaps_kernels
-    return Launches(device, lambda tensors: [describe(tensors, flag, overlaps)])
+    return Launches(device, lambda tensors: [describe(tensors, flag, gpu_of(device))])
 
 
-def convolution(tensors: tuple[Any, ...], silu: bool, overlaps: bool) -> Launch:
+def convolution(tensors: tuple[Any, ...], silu: bool, gpu: Gpu) -> Launch:
     """Returns the launch of `convolve`. The tensors are x, state, weight, bias and y."""
     x, state, weight, bias, y = tensors
-    (B, C), W = x.shape, weight.shape[1]
+    (B, C), W, overlaps = x.shape, weight.shape[1], gpu.facts.overlaps_kernels
     arguments = {
         "x_ptr": x,
         "state_ptr": state,
@@ -119,12 +119,11 @@ def convolution(tensors: tuple[Any, ...], silu: bool, overlaps: bool) -> Launch:
     return Launch(_convolve, (B, ceil_div(C, CHANNELS), 1), arguments, overlapping(overlaps))
 
 
-def state_update(tensors: tuple[Any, ...], softplus: bool, overlaps: bool) -> Launch:
+def state_update(tensors: tuple[Any, ...], softplus: bool, gpu: Gpu) -> Launch:
     """Returns the launch of `step`. The tensors are its arguments, in order, and y."""
     state, x, dt, A, B, C, D, z, bias, slots, y = tensors
     P, H, V, N = state.shape
-    ALL = power_of_two(N)
-    BV = min(power_of_two(V), max(1, TILE // ALL))
+    BV, warps = _tile(len(x) * H, V, N, state.element_size(), gpu.multiprocessors)
     arguments = {
         "state_ptr": state,
         "x_ptr": x,
@@ -137,7 +136,7 @@ def state_update(tensors: tuple[Any, ...], softplus: bool, overlaps: bool) -> La
         "D_ptr": D,
         "bias_ptr": bias,
         "slots_ptr": slots,
-        **_strides("state", state, "phv"),
+        **_strides("state", state, "phvn"),
         **_strides("x", x, "bh"),
         **_strides("B", B, "bg"),
         **_strides("C", C, "bg"),
@@ -154,10 +153,22 @@ def state_update(tensors: tuple[Any, ...], softplus: bool, overlaps: bool) -> La
         "N": N,
         "SOFTPLUS": softplus,
         "BV": BV,
-        "ALL": ALL,
-        "OVERLAPS": overlaps,
+        "ALL": power_of_two(N),
+        "OVERLAPS": gpu.facts.overlaps_kernels,
     }
-    return Launch(_step, (len(x), H, ceil_div(V, BV)), arguments, overlapping(overlaps))
+    options = {"num_warps": warps, **overlapping(gpu.facts.overlaps_kernels)}
+    return Launch(_step, (len(x), H, ceil_div(V, BV)), arguments, options)
+
+
+def _tile(heads: int, V: int, N: int, itemsize: int, multiprocessors: int) -> tuple[int, int]:
+    """Returns BV and the number of warps of a step of all heads of all sequences.
+
+    Channels are often contiguous in memory: a program then reads rows of 256 bytes, or of 64 if there are few heads.
+    """
+    wide, small = min(power_of_two(V), 256 // itemsize), N <= 128
+    if heads * ceil_div(V, wide) >= FULL * multiprocessors:
+        return wide, 4 if small else 8
+    return min(power_of_two(V), 64 // itemsize), 1 if small else 4
 
 
 def _strides(name: str, x: Tensor | None, dims: str) -> dict[str, int]:
@@ -223,6 +234,7 @@ def _step(
     state_stride_p,
     state_stride_h,
     state_stride_v,
+    state_stride_n,
     x_stride_b,
     x_stride_h,
     B_stride_b,
@@ -259,8 +271,9 @@ def _step(
     if slots_ptr is not None:
         p = tl.load(slots_ptr + b * slots_stride_b).to(tl.int64)
         inside &= (p >= 0) & (p < P)
-    block = state_ptr + p * state_stride_p + h * state_stride_h + v[:, None] * state_stride_v + n[None, :]
-    S = tl.load(block, mask=inside, other=0.0).to(tl.float32)  # [BV, ALL]
+    block = state_ptr + p * state_stride_p + h * state_stride_h
+    places = block + v[:, None] * state_stride_v + n[None, :] * state_stride_n  # [BV, ALL]
+    S = tl.load(places, mask=inside, other=0.0).to(tl.float32)  # [BV, ALL]
     dt = tl.load(dt_ptr + b * dt_stride_b + h * dt_stride_h).to(tl.float32)
     if bias_ptr is not None:
         dt += tl.load(bias_ptr + h * bias_stride_h).to(tl.float32)
@@ -272,7 +285,7 @@ def _step(
     B = tl.load(B_ptr + b * B_stride_b + group * B_stride_g + n, mask=in_n, other=0.0).to(tl.float32)  # [ALL]
     C = tl.load(C_ptr + b * C_stride_b + group * C_stride_g + n, mask=in_n, other=0.0).to(tl.float32)  # [ALL]
     S = tl.where(inside, S * tl.exp(dt * A) + (dt * x)[:, None] * B[None, :], 0.0)
-    tl.store(block, S.to(state_ptr.dtype.element_ty), mask=inside)
+    tl.store(places, S.to(state_ptr.dtype.element_ty), mask=inside)
     y = tl.sum(S * C[None, :], axis=1)  # [BV]
     if D_ptr is not None:
         y += tl.load(D_ptr + h * D_stride_h + v * D_stride_v, mask=in_v, other=0.0).to(tl.float32) * x
