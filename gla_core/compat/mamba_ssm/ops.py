@@ -195,12 +195,30 @@ def selective_state_update(
     x, dt, B, C, z = (_with_heads(y, 3, 1) for y in (x, dt, B, C, z))
     A, D, dt_bias = _with_heads(A, 3, 0), _with_heads(D, 2, 0), _with_heads(dt_bias, 2, 0)
     _check(_STEP, state=states, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
+    out = advance(states, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices)
+    return out if state.ndim > 3 else out.squeeze(1)
+
+
+def advance(
+    states: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+    state_batch_indices: Tensor | None = None,
+) -> Tensor:
+    """Computes `selective_state_update` for arguments that have the dimension nheads and need no checks."""
     dtype = wide(x.dtype)
     if _shared(A, 1, 2) and _shared(dt, 2) and (dt_bias is None or _shared(dt_bias, 1)):
         dt, A, dt_bias = dt[..., 0], A[:, 0, 0], None if dt_bias is None else dt_bias[:, 0]
         out = _by_kernel(states, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices)
         if out is not None:
-            return out if state.ndim > 3 else out.squeeze(1)
+            return out
         dt = _time_steps(dt, dt_bias, dt_softplus, dtype)
         v, g, pool = x * dt[..., None], dt * A.to(dtype), states
     else:
@@ -213,8 +231,7 @@ def selective_state_update(
     o, _ = recurrent_gla_step(*token, written, 1.0, state_batch_indices, inplace=True, state_v_first=True)
     if written is not pool:
         pool.copy_(written)
-    out = _output(o.reshape(x.shape), x, D, z)
-    return out if state.ndim > 3 else out.squeeze(1)
+    return _output(o.reshape(x.shape), x, D, z)
 
 
 def _by_kernel(*given: Any) -> Tensor | None:

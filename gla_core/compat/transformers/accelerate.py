@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gla_core.compat.mamba_ssm import kernels, mamba_chunk_scan_combined, selective_state_update
+from gla_core.compat.mamba_ssm import kernels, mamba_chunk_scan_combined
+from gla_core.compat.mamba_ssm.ops import advance
 from gla_core.compat.replace import (
     COMPUTED,
     LOCK,
@@ -194,7 +195,7 @@ def _step(
     **_: Any,
 ) -> Tensor:
     """Computes transformers' `mamba2_selective_state_update`; `state` is overwritten."""
-    return selective_state_update(state, hidden_states, dt, A, B, C, D, z, dt_bias, dt_softplus)
+    return advance(state, hidden_states, dt, A, B, C, D, z, dt_bias, dt_softplus)
 
 
 def _no_kernel(*_: Any, **__: Any) -> None:

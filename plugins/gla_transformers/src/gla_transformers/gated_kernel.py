@@ -130,7 +130,8 @@ def _of_tokens(gate: Tensor | None) -> Tensor | None:
     if gate is None:
         return None
     gates = gate.flatten(0, -3)
-    return gates if gates.stride()[1:] == (gates.shape[2], 1) else gates.contiguous()
+    _, H, V = gates.shape
+    return gates if gates.stride(2) == 1 and (H == 1 or gates.stride(1) == V) else gates.contiguous()
 
 
 class _Sizes(NamedTuple):
