@@ -37,10 +37,12 @@ class Kernels(Protocol):
         dt_bias: Tensor | None,
         dt_softplus: bool,
         state_batch_indices: Tensor | None,
+        A_is_log: bool,
     ) -> Tensor | None:
         """Returns the result of `selective_state_update`, and overwrites the state.
 
         Args: as in `selective_state_update`, but dt [B, nheads], A and dt_bias [nheads].
+            A_is_log: whether A holds log(-A).
         """
         ...
 

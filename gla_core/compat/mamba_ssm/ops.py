@@ -211,19 +211,24 @@ def advance(
     dt_bias: Tensor | None,
     dt_softplus: bool,
     state_batch_indices: Tensor | None = None,
+    A_is_log: bool = False,
 ) -> Tensor:
-    """Computes `selective_state_update` for arguments that have the dimension nheads and need no checks."""
+    """Computes `selective_state_update` for arguments that have the dimension nheads and need no checks.
+
+    Args:
+        A_is_log: whether A holds log(-A).
+    """
     dtype = wide(x.dtype)
     if _shared(A, 1, 2) and _shared(dt, 2) and (dt_bias is None or _shared(dt_bias, 1)):
         dt, A, dt_bias = dt[..., 0], A[:, 0, 0], None if dt_bias is None else dt_bias[:, 0]
-        out = _by_kernel(states, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices)
+        out = _by_kernel(states, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices, A_is_log)
         if out is not None:
             return out
         dt = _time_steps(dt, dt_bias, dt_softplus, dtype)
-        v, g, pool = x * dt[..., None], dt * A.to(dtype), states
+        v, g, pool = x * dt[..., None], dt * _rates(A, A_is_log, dtype), states
     else:
         dt = _time_steps(dt, dt_bias, dt_softplus, dtype)
-        v, g = (x * dt).flatten(1)[..., None], (dt[..., None] * A.to(dtype)).flatten(1, 2)
+        v, g = (x * dt).flatten(1)[..., None], (dt[..., None] * _rates(A, A_is_log, dtype)).flatten(1, 2)
         pool = _channels_as_heads(states)
     token = (C.to(x.dtype), B.to(x.dtype), v.to(x.dtype), g)
     taken = (torch.float64,) if dtype == torch.float64 else (torch.float32, torch.bfloat16)
@@ -282,6 +287,12 @@ def _time_steps(dt: Tensor, bias: Tensor | None, softplus: bool, dtype: torch.dt
     """Returns the time steps that multiply A and x."""
     dt = dt.to(dtype) if bias is None else dt.to(dtype) + bias.to(dtype)
     return F.softplus(dt) if softplus else dt
+
+
+def _rates(A: Tensor, is_log: bool, dtype: torch.dtype) -> Tensor:
+    """Returns A; -exp(A) if `is_log`."""
+    A = A.to(dtype)
+    return -A.exp() if is_log else A
 
 
 def _output(o: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:

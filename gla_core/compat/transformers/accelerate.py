@@ -8,7 +8,8 @@ mamba_ssm. Its replacement returns None. This is the result by which transformer
 kernel, and the layer calls its convolution, the scan, the norm and the projection one after another.
 
 The convolution of a decoding step and the norms run in the kernels of `gla_core.compat.mamba_ssm.kernels`, if a plugin
-provides them, and otherwise in transformers. Norms are classes, whose `forward` is replaced.
+provides them, and otherwise in transformers. Norms are classes, whose `forward` is replaced. So is that of layers for
+decoding steps; see one_token.py.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from gla_core.compat.mamba_ssm import kernels, mamba_chunk_scan_combined
 from gla_core.compat.mamba_ssm.ops import advance
+from gla_core.compat.transformers import one_token
 from gla_core.compat.replace import (
     COMPUTED,
     LOCK,
@@ -71,7 +73,9 @@ def accelerate(*models: str) -> Acceleration:
             for name, new in FUNCTIONS.items()
             for module in modules
         ]
-        wanted += [method_replacement(norm, _norm, BY_KERNEL) for module in modules for norm in _norms(module)]
+        for module in modules:
+            wanted += [method_replacement(norm, _norm, BY_KERNEL) for norm in _norms(module)]
+            wanted += [method_replacement(layer, one_token.forward, ONE_TOKEN) for layer in one_token.layers(module)]
         note = "convolutions of whole sequences are left to transformers"
         return Acceleration("transformers", wanted, note if kernels.provided else f"{note}; {NO_KERNELS}")
 
@@ -221,6 +225,7 @@ class _New(NamedTuple):
     how: str
 
 
+ONE_TOKEN = "computed by gla_core for one token"
 BY_KERNEL = "computed in one kernel, if a plugin provides it"
 NO_KERNELS = "import gla_transformers to compute norms, and most of a decoding step, in its kernels on a GPU"
 FUNCTIONS: Mapping[str, _New] = {

@@ -280,8 +280,8 @@ def test_they_compile_for_gpus(target, whole, swapped):
     history = torch.empty(64, 4352, 4, dtype=torch.bfloat16)
     convolution = (x, history, filters, filters[:, 0].contiguous() if whole else None, torch.empty_like(x))
     for launch in (
-        mamba2_kernel.state_update(tensors, whole, gpu),
-        mamba2_kernel.convolution(convolution, whole, gpu),
+        mamba2_kernel.state_update(tensors, gpu, whole, whole),
+        mamba2_kernel.convolution(convolution, gpu, whole),
     ):
         signature, constants, attributes = described(launch)
         source = ASTSource(launch.kernel, signature, constants, attributes)

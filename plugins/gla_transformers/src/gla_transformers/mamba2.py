@@ -45,6 +45,7 @@ def step(
     dt_bias: Tensor | None,
     dt_softplus: bool,
     state_batch_indices: Tensor | None,
+    A_is_log: bool,
 ) -> Tensor | None:
     """Returns the step of one token, as `Kernels.step` says."""
     slots = state_batch_indices
@@ -55,7 +56,7 @@ def step(
         return None
     x, B, C = _with_rows(x), _with_rows(B), _with_rows(C)
     z = None if z is None else _with_rows(z)
-    return kernels.step(state, x, dt, A, B, C, D, z, dt_bias, slots, dt_softplus)
+    return kernels.step(state, x, dt, A, B, C, D, z, dt_bias, slots, dt_softplus, A_is_log)
 
 
 def norm(x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, groups: int, gate_first: bool) -> Tensor | None:

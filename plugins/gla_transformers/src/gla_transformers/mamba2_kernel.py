@@ -4,7 +4,7 @@
     step            S <- exp(dt A) S + dt x^T B                        y = (S C + D x) silu(z)
 
 Per channel, s has the last W inputs of the convolution, and f is silu or the identity. Per head, S [V, N] is a state,
-dt = softplus(given dt + bias) is a number, and so is A. Each kernel reads its inputs once, computes in float32, and
+dt = softplus(given dt + bias) is a number, and so is A, which may be given by its logarithm. Each kernel reads its inputs once, computes in float32, and
 rounds each result once. States are overwritten.
 
 B sequences   C channels   W width of the filter   BC channels of a program
@@ -66,6 +66,7 @@ def step(
     bias: Tensor | None,
     slots: Tensor | None,
     softplus: bool,
+    A_is_log: bool,
 ) -> Tensor:
     """Returns y [B, H, V] after one more token, and overwrites the states.
 
@@ -73,30 +74,30 @@ def step(
         state: [P, H, V, N]; it is read faster if V or N is contiguous.
         x, z: [B, H, V]; the last dimension is contiguous.
         dt: [B, H], of any strides.
-        A, bias: [H], of any strides.
+        A, bias: [H], of any strides. If A_is_log, A holds log(-A).
         B, C: [B, G, N]; the last dimension is contiguous.
         D: [H, V], of any strides.
         slots: [B], the index of the state of each sequence. The state of a sequence with another index is 0.
     """
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _start(state_update, (state, x, dt, A, B, C, D, z, bias, slots, y), softplus)
+    _start(state_update, (state, x, dt, A, B, C, D, z, bias, slots, y), softplus, A_is_log)
     return y
 
 
-def _start(describe: Callable[..., Launch], tensors: tuple[Tensor | None, ...], flag: bool) -> None:
-    """Makes the launch that `describe(tensors, flag, gpu)` returns; none if there are no results."""
+def _start(describe: Callable[..., Launch], tensors: tuple[Tensor | None, ...], *flags: bool) -> None:
+    """Makes the launch that `describe(tensors, gpu, *flags)` returns; none if there are no results."""
     if tensors[-1] is not None and tensors[-1].numel():
         layouts = tuple([None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors])
-        _launches(tensors[-1].device, describe, layouts, flag).start(tensors)
+        _launches(tensors[-1].device, describe, layouts, *flags).start(tensors)
 
 
 @functools.lru_cache(1024)
-def _launches(device: torch.device, describe: Callable[..., Launch], layouts: tuple[Any, ...], flag: bool) -> Launches:
+def _launches(device: torch.device, describe: Callable[..., Launch], layouts: tuple[Any, ...], *flags: bool) -> Launches:
     """Returns the launches of calls that differ in the values and addresses of their tensors alone."""
-    return Launches(device, lambda tensors: [describe(tensors, flag, gpu_of(device))])
+    return Launches(device, lambda tensors: [describe(tensors, gpu_of(device), *flags)])
 
 
-def convolution(tensors: tuple[Any, ...], silu: bool, gpu: Gpu) -> Launch:
+def convolution(tensors: tuple[Any, ...], gpu: Gpu, silu: bool) -> Launch:
     """Returns the launch of `convolve`. The tensors are x, state, weight, bias and y."""
     x, state, weight, bias, y = tensors
     (B, C), W, overlaps = x.shape, weight.shape[1], gpu.facts.overlaps_kernels
@@ -119,7 +120,7 @@ def convolution(tensors: tuple[Any, ...], silu: bool, gpu: Gpu) -> Launch:
     return Launch(_convolve, (B, ceil_div(C, CHANNELS), 1), arguments, overlapping(overlaps))
 
 
-def state_update(tensors: tuple[Any, ...], softplus: bool, gpu: Gpu) -> Launch:
+def state_update(tensors: tuple[Any, ...], gpu: Gpu, softplus: bool, A_is_log: bool) -> Launch:
     """Returns the launch of `step`. The tensors are its arguments, in order, and y."""
     state, x, dt, A, B, C, D, z, bias, slots, y = tensors
     P, H, V, N = state.shape
@@ -152,6 +153,7 @@ def state_update(tensors: tuple[Any, ...], softplus: bool, gpu: Gpu) -> Launch:
         "V": V,
         "N": N,
         "SOFTPLUS": softplus,
+        "A_IS_LOG": A_is_log,
         "BV": BV,
         "ALL": power_of_two(N),
         "OVERLAPS": gpu.facts.overlaps_kernels,
@@ -256,6 +258,7 @@ def _step(
     V,
     N: tl.constexpr,
     SOFTPLUS: tl.constexpr,
+    A_IS_LOG: tl.constexpr,
     BV: tl.constexpr,
     ALL: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -280,6 +283,8 @@ def _step(
     if SOFTPLUS:
         dt = -log_gates(-dt, 1)
     A = tl.load(A_ptr + h * A_stride_h).to(tl.float32)
+    if A_IS_LOG:
+        A = -tl.exp(A)
     x = tl.load(x_ptr + b * x_stride_b + h * x_stride_h + v, mask=in_v, other=0.0).to(tl.float32)  # [BV]
     group = h // HEADS
     B = tl.load(B_ptr + b * B_stride_b + group * B_stride_g + n, mask=in_n, other=0.0).to(tl.float32)  # [ALL]
