@@ -24,7 +24,6 @@ from torch import Tensor
 
 from gla_core.compat.mamba_ssm import kernels, mamba_chunk_scan_combined
 from gla_core.compat.mamba_ssm.ops import advance
-from gla_core.compat.transformers import one_token
 from gla_core.compat.replace import (
     COMPUTED,
     LOCK,
@@ -34,6 +33,7 @@ from gla_core.compat.replace import (
     method_replacement,
     replacement,
 )
+from gla_core.compat.transformers import one_token
 from gla_core.dispatch.errors import nearest
 
 MODELS = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2")
@@ -45,6 +45,8 @@ def accelerate(*models: str) -> Acceleration:
 
     The models' modules are imported. Calls that are not computed here go to the original functions: decoding steps that
     record gradients or have `seq_idx`, calls with `cu_seqlens` but without `seq_idx`, and a negative `time_step_limit`.
+
+    If `gla_transformers` is imported, before or after, its kernels compute norms, and most of a decoding step, on a GPU.
 
     Args:
         models: names among `MODELS`; by default all that the installed transformers has. Functions that are replaced
@@ -76,8 +78,7 @@ def accelerate(*models: str) -> Acceleration:
         for module in modules:
             wanted += [method_replacement(norm, _norm, BY_KERNEL) for norm in _norms(module)]
             wanted += [method_replacement(layer, one_token.forward, ONE_TOKEN) for layer in one_token.layers(module)]
-        note = "convolutions of whole sequences are left to transformers"
-        return Acceleration("transformers", wanted, note if kernels.provided else f"{note}; {NO_KERNELS}")
+        return Acceleration("transformers", wanted, NOTE if kernels.provided else f"{NOTE}; {NO_KERNELS}")
 
 
 def _modules(models: tuple[str, ...]) -> list[ModuleType]:
@@ -226,8 +227,9 @@ class _New(NamedTuple):
 
 
 ONE_TOKEN = "computed by gla_core for one token"
-BY_KERNEL = "computed in one kernel, if a plugin provides it"
-NO_KERNELS = "import gla_transformers to compute norms, and most of a decoding step, in its kernels on a GPU"
+BY_KERNEL = "computed by a kernel of a plugin, if there is one,"
+NOTE = "convolutions of whole sequences are left to transformers"
+NO_KERNELS = "there are no kernels for norms and decoding steps on a GPU; import gla_transformers, which has them"
 FUNCTIONS: Mapping[str, _New] = {
     "mamba2_chunk_scan": _New(_chunk_scan, _is_computed_here, COMPUTED),
     "mamba2_selective_state_update": _New(_step, _is_step_without_gradients, COMPUTED),

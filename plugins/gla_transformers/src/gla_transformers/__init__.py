@@ -2,6 +2,8 @@
 
 Importing this package registers `model_type` "gla" and "hgrn2" with AutoConfig, AutoModel and AutoModelForCausalLM. FLA
 does so too, and the package that is imported last is used. Call `register()` after both imports to use this one.
+
+It also provides kernels for Mamba-2 to `gla_core.compat`: `accelerate()` makes transformers' Mamba-2 models run in them.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from gla_core.compat.mamba_ssm import kernels
+from gla_core.compat.transformers import accelerate
 from gla_transformers import mamba2
 from gla_transformers.cache import GLACache
 from gla_transformers.configuration import GLAConfig, HGRN2Config
@@ -23,6 +26,7 @@ __all__ = [
     "HGRN2Config",
     "HGRN2ForCausalLM",
     "HGRN2Model",
+    "accelerate",
     "register",
 ]
 
