@@ -122,8 +122,8 @@ def by_kernels(request, monkeypatch):
         (gated, gated_kernel, ("normed", "normed_backward")),
     ):
         found |= dict.fromkeys(names, 0)
-        functions = {name: counted(found, name, getattr(module, name)) for name in names}
-        monkeypatch.setattr(dispatch, "_kernels_of", lambda device, kernels=SimpleNamespace(**functions): kernels)
+        functions = SimpleNamespace(**{name: counted(found, name, getattr(module, name)) for name in names})
+        monkeypatch.setattr(dispatch, "_kernels_of", lambda device, functions=functions: functions)
     return found
 
 

@@ -46,7 +46,7 @@ def accelerate(*models: str) -> Acceleration:
     The models' modules are imported. Calls that are not computed here go to the original functions: decoding steps that
     record gradients or have `seq_idx`, calls with `cu_seqlens` but without `seq_idx`, and a negative `time_step_limit`.
 
-    If `gla_transformers` is imported, before or after, its kernels compute norms, and most of a decoding step, on a GPU.
+    If `gla_transformers` is imported, its kernels compute norms and most of a decoding step on a GPU.
 
     Args:
         models: names among `MODELS`; by default all that the installed transformers has. Functions that are replaced
@@ -126,9 +126,7 @@ def _norm(layer: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Any:
     width = hidden_states.shape[-1]
     groups = getattr(layer, "n_groups", None) or width // getattr(layer, "group_size", width)
     gate_first = not getattr(layer, "norm_before_gate", False)
-    return _found(
-        kernels.provided.norm(hidden_states, layer.weight, gate, layer.variance_epsilon, groups, gate_first)
-    )
+    return _found(kernels.provided.norm(hidden_states, layer.weight, gate, layer.variance_epsilon, groups, gate_first))
 
 
 def _convolve(

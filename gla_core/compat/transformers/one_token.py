@@ -19,14 +19,15 @@ from torch.compiler import is_compiling
 
 from gla_core.compat.mamba_ssm.ops import advance
 
-NAMES = frozenset(
-    "A_log D activation apply_mask_to_padding_states bias causal_conv1d_fn causal_conv1d_update chunk_size conv1d "
-    "conv_dim conv_kernel_size conv_states dt_bias dtype exp expand float get_conv_state get_recurrent_state "
-    "has_previous_state head_dim in_proj intermediate_size is_recording_past layer_idx layers mamba2_chunk_scan "
-    "mamba2_selective_state_update mamba2_split_conv1d_scan_combined n_groups norm num_heads out_proj record_past "
-    "recurrent_states reshape shape split squeeze ssm_state_size time_step_limit to torch training transpose "
-    "update_conv_state update_recurrent_state variance_epsilon view weight".split()
-)
+_NAMES = """
+A_log D activation apply_mask_to_padding_states bias causal_conv1d_fn causal_conv1d_update chunk_size conv1d conv_dim
+conv_kernel_size conv_states dt_bias dtype exp expand float get_conv_state get_recurrent_state has_previous_state
+head_dim in_proj intermediate_size is_recording_past layer_idx layers mamba2_chunk_scan mamba2_selective_state_update
+mamba2_split_conv1d_scan_combined n_groups norm num_heads out_proj record_past recurrent_states reshape shape split
+squeeze ssm_state_size time_step_limit to torch training transpose update_conv_state update_recurrent_state
+variance_epsilon view weight
+"""
+NAMES = frozenset(_NAMES.split())
 """The names of attributes and functions in the `forward` of the layers that are known, in transformers 5.16 to 5.23."""
 
 

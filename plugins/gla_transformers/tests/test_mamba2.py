@@ -180,7 +180,7 @@ def test_small_time_steps_keep_their_precision(calls):
     """softplus(-12) is 6e-6; log(1 + e) would round it to 1 %."""
     given, state = step_inputs(*SHAPES[0], torch.float32), torch.zeros(1, 4, 8, 16, device=DEVICE)
     given |= {"dt": torch.full((1, 4, 1), -12.0, device=DEVICE).expand(-1, -1, 8), "dt_bias": None}
-    expected, after = stepped(state, **given)
+    _, after = stepped(state, **given)
     selective_state_update(state, **given, dt_softplus=True)
     torch.testing.assert_close(state.double(), after, rtol=1e-5, atol=1e-12)
     assert calls == ["step"]
@@ -265,8 +265,8 @@ def test_they_compile_for_gpus(target, whole, swapped):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from gla_triton_kernels.runtime.architecture import Architecture, Gpu
     from gla_transformers import mamba2_kernel
+    from gla_triton_kernels.runtime.architecture import Architecture, Gpu
 
     gpu = Gpu({"H100": Architecture.SM90, "A100": Architecture.SM80, "MI300X": Architecture.AMD}[target], 132)
     given = {k: v.cpu() for k, v in step_inputs(64, 128, 8, 64, 128, torch.bfloat16).items()}

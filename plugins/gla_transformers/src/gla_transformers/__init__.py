@@ -3,7 +3,7 @@
 Importing this package registers `model_type` "gla" and "hgrn2" with AutoConfig, AutoModel and AutoModelForCausalLM. FLA
 does so too, and the package that is imported last is used. Call `register()` after both imports to use this one.
 
-It also provides kernels for Mamba-2 to `gla_core.compat`: `accelerate()` makes transformers' Mamba-2 models run in them.
+It also provides kernels to `gla_core.compat`. `accelerate()` makes transformers' Mamba-2 models run in them.
 """
 
 from __future__ import annotations

@@ -27,7 +27,11 @@ def convolve(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, acti
     """Returns the convolution at one more token, as `Kernels.convolve` says."""
     if x.shape[2] != 1 or state.shape != (*x.shape[:2], weight.shape[1]) or activation not in (None, "silu", "swish"):
         return None
-    if state.stride()[1:] != (state.shape[2], 1) or not weight.is_contiguous() or not (bias is None or bias.stride(0) == 1):
+    if (
+        state.stride()[1:] != (state.shape[2], 1)
+        or not weight.is_contiguous()
+        or not (bias is None or bias.stride(0) == 1)
+    ):
         return None
     kernels = _kernels(x, state, weight, bias)
     return None if kernels is None else kernels.convolve(x[..., 0], state, weight, bias, activation is not None).mT

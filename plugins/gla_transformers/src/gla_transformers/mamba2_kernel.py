@@ -4,8 +4,8 @@
     step            S <- exp(dt A) S + dt x^T B                        y = (S C + D x) silu(z)
 
 Per channel, s has the last W inputs of the convolution, and f is silu or the identity. Per head, S [V, N] is a state,
-dt = softplus(given dt + bias) is a number, and so is A, which may be given by its logarithm. Each kernel reads its inputs once, computes in float32, and
-rounds each result once. States are overwritten.
+dt = softplus(given dt + bias) is a number, and so is A, which may be given by its logarithm. Each kernel reads its
+inputs once, computes in float32, and rounds each result once. States are overwritten.
 
 B sequences   C channels   W width of the filter   BC channels of a program
 P states   H heads   G groups of heads that share B and C   V channels of a head   N channels of B and C
@@ -92,7 +92,9 @@ def _start(describe: Callable[..., Launch], tensors: tuple[Tensor | None, ...], 
 
 
 @functools.lru_cache(1024)
-def _launches(device: torch.device, describe: Callable[..., Launch], layouts: tuple[Any, ...], *flags: bool) -> Launches:
+def _launches(
+    device: torch.device, describe: Callable[..., Launch], layouts: tuple[Any, ...], *flags: bool
+) -> Launches:
     """Returns the launches of calls that differ in the values and addresses of their tensors alone."""
     return Launches(device, lambda tensors: [describe(tensors, gpu_of(device), *flags)])
 
