@@ -15,7 +15,7 @@ from gla_core.compat.transformers.one_token import layers
 
 PRESENT = ("bamba", "mamba2")
 PATHS = {model: f"transformers.models.{model}.modeling_{model}" for model in MODELS}
-SCAN, STEP, SPLIT, CONVOLUTION = FUNCTIONS
+SCAN, STEP, SPLIT, CONVOLUTION, UPDATE = FUNCTIONS
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def fakes(monkeypatch):
     found = {}
     for model, path in PATHS.items():
         module = types.ModuleType(path)
-        vars(module).update({name: original(name) for name in (*FUNCTIONS, "causal_conv1d_fn")})
+        vars(module).update({name: original(name) for name in FUNCTIONS})
         monkeypatch.setitem(sys.modules, path, module if model in PRESENT else None)
         found[model] = module
     return found
@@ -76,14 +76,15 @@ def test_all_models_that_exist(fakes):
         assert (out.shape, state.shape) == ((2, 3, 4, 5), (2, 4, 5, 6))
         assert fakes[model].mamba2_selective_state_update(*one_token()).shape == (2, 4, 5)
         assert fakes[model].mamba2_split_conv1d_scan_combined(torch.zeros(2, 3, 8), dt_limit=(0.0, 1.0)) is None
-        assert fakes[model].causal_conv1d_fn(1)[0] == "causal_conv1d_fn"
+        assert fakes[model].causal_conv1d_fn(1, 2)[0] == CONVOLUTION
     places = f"{PATHS['bamba']}, {PATHS['mamba2']}"
     assert str(found).splitlines() == [
         f"mamba2_chunk_scan: computed by gla_core in {places}",
         f"mamba2_selective_state_update: computed by gla_core in {places}",
         f"mamba2_split_conv1d_scan_combined: left out for mamba2_chunk_scan in {places}",
+        f"causal_conv1d_fn: computed by a kernel of a plugin, if there is one, in {places}",
         f"causal_conv1d_update: computed by a kernel of a plugin, if there is one, in {places}",
-        f"{NOTE}; {NO_KERNELS}",
+        NO_KERNELS,
     ]
     found.undo()
     assert originals(fakes) == before
@@ -108,8 +109,11 @@ def test_several_in_force(fakes):
 class Provided:
     """Kernels that return their name, or None for tensors of more than one element."""
 
-    def convolve(self, x, *_):
-        return "convolve" if x.numel() == 1 else None
+    def convolve_token(self, x, *_):
+        return "convolve_token" if x.numel() == 1 else None
+
+    def convolve_sequences(self, x, *_):
+        return "convolve_sequences" if x.numel() == 1 else None
 
     def norm(self, x, weight, gate, eps, groups, gate_first):
         return ("norm", eps, groups, gate_first) if x.numel() == 1 else None
@@ -134,14 +138,16 @@ def test_kernels_of_a_plugin(fakes, monkeypatch):
     with accelerate("mamba2") as found:
         assert found.replaced["Mamba2RMSNorm.forward"] == (module.__name__,)
         held = layer.forward
-        assert (held(one), module.causal_conv1d_update(one, 0, 0)[0]) == ("original", CONVOLUTION)
+        assert (held(one), module.causal_conv1d_update(one, 0, 0)[0]) == ("original", UPDATE)
         monkeypatch.setattr(kernels, "provided", Provided())
         assert layer.forward(one) == layer.forward(one, gate=one) == held(one) == ("norm", 0.5, 3, False)
-        assert module.causal_conv1d_update(one, 0, 0) == "convolve"
-        assert (layer.forward(two), module.causal_conv1d_update(two, 0, 0)[0]) == ("original", CONVOLUTION)
+        assert module.causal_conv1d_update(one, 0, 0) == "convolve_token"
+        assert module.causal_conv1d_fn(one, 0) == "convolve_sequences"
+        assert (layer.forward(two), module.causal_conv1d_update(two, 0, 0)[0]) == ("original", UPDATE)
+        assert module.causal_conv1d_fn(two, 0)[0] == module.causal_conv1d_fn(one, 0, seq_idx=one)[0] == CONVOLUTION
         with accelerate() as inner:
             assert "Mamba2RMSNorm.forward" not in inner.replaced
-            assert NO_KERNELS not in str(inner)
+            assert str(inner).endswith(NOTE)
         assert layer.forward(one)[0] == "norm"
     assert Mamba2RMSNorm.forward is original
     assert held(one) == "original"

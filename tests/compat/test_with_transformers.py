@@ -115,12 +115,14 @@ def by_kernels(request, monkeypatch):
     found: dict[str, int] = {}
     if request.param == "PyTorch":
         return found
-    from gla_transformers import gated, gated_kernel, mamba2, mamba2_kernel
+    from gla_transformers import causal_convolution, gated, mamba2
 
-    for dispatch, module, names in (
-        (mamba2, mamba2_kernel, ("convolve", "step")),
-        (gated, gated_kernel, ("normed", "normed_backward")),
+    for dispatch, names in (
+        (mamba2, ("convolve_token", "step")),
+        (causal_convolution, ("convolve", "convolve_backward")),
+        (gated, ("normed", "normed_backward")),
     ):
+        module = importlib.import_module(f"{dispatch.__name__}_kernel")
         found |= dict.fromkeys(names, 0)
         functions = SimpleNamespace(**{name: counted(found, name, getattr(module, name)) for name in names})
         monkeypatch.setattr(dispatch, "_kernels_of", lambda device, functions=functions: functions)
@@ -183,8 +185,9 @@ def test_training(name, seed, calls, by_kernels):
         found, gradients = trained(model, tokens)
     assert calls == {"chunk_gla": layers_of(model), "recurrent_gla_step": 0}
     if by_kernels:
-        norms = norms_of(model)
-        assert by_kernels == {"convolve": 0, "step": 0, "normed": norms, "normed_backward": norms}
+        norms, layers = norms_of(model), layers_of(model)
+        backward = {"normed_backward": norms, "convolve_backward": layers}
+        assert by_kernels == {"convolve_token": 0, "step": 0, "normed": norms, "convolve": layers} | backward
     assert_close(found, expected)
     assert_close(gradients, expected_gradients, CLOSE_GRADIENTS)
 
@@ -202,7 +205,8 @@ def test_generating_from_a_padded_batch(model, calls, by_kernels):
         n = layers_of(model)
         assert calls == {"chunk_gla": n, "recurrent_gla_step": 0 if by_kernels else 7 * n}
         if by_kernels:
-            assert by_kernels == {"convolve": 7 * n, "step": 7 * n, "normed": 8 * norms_of(model), "normed_backward": 0}
+            forward = {"convolve": n, "convolve_token": 7 * n, "step": 7 * n, "normed": 8 * norms_of(model)}
+            assert by_kernels == forward | {"convolve_backward": 0, "normed_backward": 0}
         with torch.no_grad():
             assert_close(model(tokens, attention_mask=mask).logits[:1, 9:], model(tokens[:1, 9:]).logits)
     assert torch.equal(found.sequences, expected.sequences)

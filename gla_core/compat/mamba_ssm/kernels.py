@@ -12,7 +12,7 @@ class Kernels(Protocol):
     and have then computed nothing.
     """
 
-    def convolve(
+    def convolve_token(
         self, x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
     ) -> Tensor | None:
         """Returns f(convolution) at one more token x [B, C, 1], and overwrites the last inputs, `state` [B, C, W].
@@ -21,6 +21,15 @@ class Kernels(Protocol):
             weight: [C, W].
             bias: [C].
             activation: the name of f; None for the identity.
+        """
+        ...
+
+    def convolve_sequences(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+    ) -> Tensor | None:
+        """Returns f(causal convolution) of whole sequences x [B, C, T], differentiably.
+
+        Args: as in `convolve_token`.
         """
         ...
 

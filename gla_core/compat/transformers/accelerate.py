@@ -7,8 +7,8 @@ In training, a layer first calls `mamba2_split_conv1d_scan_combined`, which may 
 mamba_ssm. Its replacement returns None. This is the result by which transformers itself says that there is no such
 kernel, and the layer calls its convolution, the scan, the norm and the projection one after another.
 
-The convolution of a decoding step and the norms run in the kernels of `gla_core.compat.mamba_ssm.kernels`, if a plugin
-provides them, and otherwise in transformers. Norms are classes, whose `forward` is replaced. So is that of layers for
+Convolutions and norms run in the kernels of `gla_core.compat.mamba_ssm.kernels`, if a plugin provides them, and
+otherwise in transformers. Norms are classes, whose `forward` is replaced. So is that of layers for
 decoding steps; see one_token.py.
 """
 
@@ -46,7 +46,7 @@ def accelerate(*models: str) -> Acceleration:
     The models' modules are imported. Calls that are not computed here go to the original functions: decoding steps that
     record gradients or have `seq_idx`, calls with `cu_seqlens` but without `seq_idx`, and a negative `time_step_limit`.
 
-    If `gla_transformers` is imported, its kernels compute norms and most of a decoding step on a GPU.
+    If `gla_transformers` is imported, its kernels compute convolutions, norms and the decoding step on a GPU.
 
     Args:
         models: names among `MODELS`; by default all that the installed transformers has. Functions that are replaced
@@ -78,7 +78,7 @@ def accelerate(*models: str) -> Acceleration:
         for module in modules:
             wanted += [method_replacement(norm, _norm, BY_KERNEL) for norm in _norms(module)]
             wanted += [method_replacement(layer, one_token.forward, ONE_TOKEN) for layer in one_token.layers(module)]
-        return Acceleration("transformers", wanted, NOTE if kernels.provided else f"{NOTE}; {NO_KERNELS}")
+        return Acceleration("transformers", wanted, NOTE if kernels.provided else NO_KERNELS)
 
 
 def _modules(models: tuple[str, ...]) -> list[ModuleType]:
@@ -140,7 +140,16 @@ def _convolve(
     """Computes transformers' `causal_conv1d_update` by a kernel; `conv_state` is overwritten."""
     if kernels.provided is None:
         return NotImplemented
-    return _found(kernels.provided.convolve(hidden_states, conv_state, weight, bias, activation))
+    return _found(kernels.provided.convolve_token(hidden_states, conv_state, weight, bias, activation))
+
+
+def _convolve_sequences(
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
+) -> Any:
+    """Computes transformers' `causal_conv1d_fn` by a kernel."""
+    if kernels.provided is None:
+        return NotImplemented
+    return _found(kernels.provided.convolve_sequences(hidden_states, weight, bias, activation))
 
 
 def _found(result: Tensor | None) -> Any:
@@ -210,10 +219,14 @@ def _is_computed_here(given: dict[str, Any]) -> bool:
     return not offsets_alone and given.get("dt_limit", (0.0,))[0] >= 0
 
 
+def _is_not_packed(given: dict[str, Any]) -> bool:
+    return given.get("cu_seqlens") is None and given.get("seq_idx") is None
+
+
 def _is_step_without_gradients(given: dict[str, Any]) -> bool:
-    if given.get("cu_seqlens") is not None or given.get("seq_idx") is not None:
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given.values()):
         return False
-    return not (torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given.values()))
+    return _is_not_packed(given)
 
 
 class _New(NamedTuple):
@@ -226,12 +239,13 @@ class _New(NamedTuple):
 
 ONE_TOKEN = "computed by gla_core for one token"
 BY_KERNEL = "computed by a kernel of a plugin, if there is one,"
-NOTE = "convolutions of whole sequences are left to transformers"
-NO_KERNELS = "there are no kernels for norms and decoding steps on a GPU; import gla_transformers, which has them"
+NOTE = "convolutions of packed sequences are left to transformers"
+NO_KERNELS = "convolutions and norms are left to transformers; on a GPU, import gla_transformers, which has kernels"
 FUNCTIONS: Mapping[str, _New] = {
     "mamba2_chunk_scan": _New(_chunk_scan, _is_computed_here, COMPUTED),
     "mamba2_selective_state_update": _New(_step, _is_step_without_gradients, COMPUTED),
     "mamba2_split_conv1d_scan_combined": _New(_no_kernel, _is_computed_here, "left out for mamba2_chunk_scan"),
+    "causal_conv1d_fn": _New(_convolve_sequences, _is_not_packed, BY_KERNEL),
     "causal_conv1d_update": _New(_convolve, _is_step_without_gradients, BY_KERNEL),
 }
 """Replacements of the functions that each model's module defines."""

@@ -148,7 +148,9 @@ def test_a_decoding_step_of_mamba2(family, monkeypatch):
             def kernel(name, number, launches=launches):
                 return lambda *given, **_: launches.counted(name, lambda: torch.zeros_like(given[number]))
 
-            functions = SimpleNamespace(convolve=kernel("convolve", 0), step=kernel("step", 1), norm=kernel("norm", 0))
+            functions = SimpleNamespace(
+                convolve_token=kernel("convolve", 0), step=kernel("step", 1), norm=kernel("norm", 0)
+            )
             patch.setattr(kernels, "provided", functions)
             model(torch.ones(2, 1, dtype=torch.long), use_cache=True, **{key: out[key]})
         totals.append(launches.found.total())

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from gla_core.compat.mamba_ssm import kernels, selective_state_update
 from gla_core.conformance.tolerances import FORWARD, relative_error
-from gla_transformers import gated, mamba2
+from gla_transformers import causal_convolution, gated, mamba2
 
 triton = pytest.importorskip("triton")
 
@@ -28,14 +28,15 @@ EPS = 1e-5
 @pytest.fixture(autouse=True)
 def calls(monkeypatch):
     """A list to which every call of a kernel adds its name. On a CPU, kernels are interpreted."""
-    from gla_transformers import gated_kernel, mamba2_kernel
+    from gla_transformers import causal_convolution_kernel, gated_kernel, mamba2_kernel
 
     def noted(module, name):
         return lambda *args: found.append(name) or getattr(module, name)(*args)
 
     found: list[str] = []
     for dispatch, module, names in (
-        (mamba2, mamba2_kernel, ("convolve", "step")),
+        (mamba2, mamba2_kernel, ("convolve_token", "step")),
+        (causal_convolution, causal_convolution_kernel, ("convolve", "convolve_backward")),
         (gated, gated_kernel, ("normed", "normed_backward")),
     ):
         functions = SimpleNamespace(**{name: noted(module, name) for name in names})
@@ -66,13 +67,65 @@ def test_convolution(batch, channels, width, activation, dtype, calls):
     history = state.double()
     for _ in range(width + 1):
         x = rand(batch, 1, channels + 7, dtype=dtype)[..., 3 : 3 + channels].mT
-        y = mamba2.convolve(x, state, weight, bias, activation)
+        y = mamba2.convolve_token(x, state, weight, bias, activation)
         history = torch.cat([history[..., 1:], x.double()], -1)
         expected = (history * weight.double()).sum(-1, keepdim=True) + (0 if bias is None else bias.double()[:, None])
         check(y, F.silu(expected) if activation else expected, dtype)
         assert y.mT.is_contiguous()
         assert torch.equal(state.double(), history)
-    assert calls == ["convolve"] * (width + 1)
+    assert calls == ["convolve_token"] * (width + 1)
+
+
+def convolved(x, weight, bias, activation):
+    """Returns the causal convolution of x [B, C, T] by PyTorch."""
+    width = weight.shape[1]
+    y = F.conv1d(x, weight[:, None], bias, padding=width - 1, groups=len(weight))[..., : x.shape[2]]
+    return y if activation is None else F.silu(y)
+
+
+@runs
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ["silu", "swish", None])
+@pytest.mark.parametrize("order", ["tokens", "channels"])
+@pytest.mark.parametrize(
+    ("batch", "channels", "T", "width"), [(1, 5, 1, 4), (3, 130, 70, 3), (2, 64, 33, 4), (0, 8, 8, 2)]
+)
+def test_convolution_of_sequences(batch, channels, T, width, order, activation, dtype, calls):
+    """Values and gradients. The memory of x is that of a slice of a projection, or has tokens contiguous."""
+    x = rand(batch, T, channels + 7, dtype=dtype)[..., 3 : 3 + channels].mT
+    x = (x if order == "channels" else x.contiguous()).requires_grad_()
+    given = [x, rand(channels, width, dtype=dtype).requires_grad_(), rand(channels, dtype=dtype).requires_grad_()]
+    for some in (given, given[:2]) if batch else (given,):
+        exact = [y.detach().double().requires_grad_() for y in some]
+        bias = some[2] if len(some) > 2 else None
+        y = mamba2.convolve_sequences(*some[:2], bias, activation)
+        expected = convolved(*exact[:2], None if bias is None else exact[2], activation) if batch else x.double()
+        dy = torch.randn_like(y)
+        gradients = torch.autograd.grad(y, some, dy)
+        if batch:
+            for a, b in zip(
+                (y, *gradients), (expected, *torch.autograd.grad(expected, exact, dy.double())), strict=True
+            ):
+                check(a, b, dtype)
+        assert y.shape == x.shape
+        assert y.mT.is_contiguous()
+    assert calls == ["convolve", "convolve_backward"] * (2 if batch else 1)
+
+
+@runs
+def test_convolutions_that_are_left_to_pytorch(calls):
+    x, weight = rand(2, 6, 9), rand(6, 4)
+    wide = rand(6, causal_convolution.WIDEST + 1)
+    for given in (
+        (x.double(), weight),
+        (x, weight.double()),
+        (x, rand(5, 4)),
+        (x, wide),
+        (x, weight.mT.contiguous().mT),
+    ):
+        assert mamba2.convolve_sequences(*given, None, "silu") is None
+    assert mamba2.convolve_sequences(x, weight, None, "gelu") is None
+    assert calls == []
 
 
 def step_inputs(batch, heads, groups, V, N, dtype):
@@ -233,9 +286,9 @@ def test_calls_that_are_left_to_pytorch(calls):
         (x.double(), state, weight, None, "silu"),
         (x, state.mT.contiguous().mT, weight, None, "silu"),
     ):
-        assert mamba2.convolve(*given) is None
+        assert mamba2.convolve_token(*given) is None
     with torch.enable_grad():
-        assert mamba2.convolve(x.clone().requires_grad_(), state, weight, None, "silu") is None
+        assert mamba2.convolve_token(x.clone().requires_grad_(), state, weight, None, "silu") is None
     assert mamba2.norm(rand(2, 6), weight.new_ones(6, dtype=torch.float64), None, EPS, 2, True) is None
     assert mamba2.norm(rand(2, 6), rand(6), None, EPS, 4, True) is None
     assert calls == []
@@ -265,6 +318,7 @@ def test_they_compile_for_gpus(target, whole, swapped):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from gla_transformers import causal_convolution_kernel as sequences
     from gla_transformers import mamba2_kernel
     from gla_triton_kernels.runtime.architecture import Architecture, Gpu
 
@@ -276,13 +330,17 @@ def test_they_compile_for_gpus(target, whole, swapped):
     bias = None if rest[2] is None else rest[2][:, 0]
     slots = torch.arange(64) if whole else None
     tensors = (state, given["x"], *one, given["B"], given["C"], *rest[:2], bias, slots, torch.empty_like(given["x"]))
-    x, filters = torch.empty(64, 9000, dtype=torch.bfloat16)[:, :4352], torch.empty(4352, 4, dtype=torch.bfloat16)
+    x, filters = torch.empty(64, 9088, dtype=torch.bfloat16)[:, :4352], torch.empty(4352, 4, dtype=torch.bfloat16)
     history = torch.empty(64, 4352, 4, dtype=torch.bfloat16)
     convolution = (x, history, filters, filters[:, 0].contiguous() if whole else None, torch.empty_like(x))
-    for launch in (
+    launches = [
         mamba2_kernel.state_update(tensors, gpu, whole, whole),
         mamba2_kernel.convolution(convolution, gpu, whole),
-    ):
+    ]
+    u, sums = x[:, None].expand(-1, 99, -1).mT, torch.empty(64 * 4, 5, 4352)
+    for kernel, rest in ((sequences._convolve, (u,)), (sequences._convolve_backward, (u, u, sums))):
+        launches.append(sequences.launch(kernel, (u, *convolution[2:4], *rest), whole))
+    for launch in launches:
         signature, constants, attributes = described(launch)
         source = ASTSource(launch.kernel, signature, constants, attributes)
         compiled = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=dict(launch.options))
@@ -291,6 +349,8 @@ def test_they_compile_for_gpus(target, whole, swapped):
         elif launch.kernel is mamba2_kernel._step:
             assert "ld.global.v4.b32" in compiled.asm["ptx"]
             assert "st.global.v4.b32" in compiled.asm["ptx"]
+        elif launch.kernel in (sequences._convolve, sequences._convolve_backward):
+            assert compiled.asm["ptx"].count("ld.global.v4.b32") >= 8, "4 taps, 2 loads of each"
 
 
 def described(launch):

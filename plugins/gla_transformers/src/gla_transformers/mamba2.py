@@ -1,7 +1,7 @@
 """Parts of a Mamba-2 layer in one kernel each: `gla_core.compat.mamba_ssm.kernels` has the meaning of the functions.
 
-The convolution and the step are for one token of each sequence, without gradients. The norm has a backward, and serves
-prompts and training too. Compiled code is left to PyTorch's compiler.
+`convolve_token` and `step` are for one token of each sequence, without gradients. The norm and `convolve_sequences` have
+a backward, and serve prompts and training. Compiled code is left to PyTorch's compiler.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from torch.compiler import is_compiling
 
 from gla_core.ops import autocast
 from gla_core.ops.calls import bypasses_torch, needs_gradient
+from gla_transformers.causal_convolution import convolve_sequences
 from gla_transformers.gated import normed
+
+__all__ = ["convolve_sequences", "convolve_token", "norm", "step"]
 
 MOST_STATES = 256
 """The greatest number of channels of B and C: registers hold all of them for each channel of a program."""
@@ -23,18 +26,18 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _INDICES = (torch.int32, torch.int64)
 
 
-def convolve(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor | None:
-    """Returns the convolution at one more token, as `Kernels.convolve` says."""
+def convolve_token(
+    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+) -> Tensor | None:
+    """Returns the convolution at one more token, as `Kernels.convolve_token` says."""
     if x.shape[2] != 1 or state.shape != (*x.shape[:2], weight.shape[1]) or activation not in (None, "silu", "swish"):
         return None
-    if (
-        state.stride()[1:] != (state.shape[2], 1)
-        or not weight.is_contiguous()
-        or not (bias is None or bias.stride(0) == 1)
-    ):
+    if state.stride()[1:] != (state.shape[2], 1) or not weight.is_contiguous():
         return None
-    kernels = _kernels(x, state, weight, bias)
-    return None if kernels is None else kernels.convolve(x[..., 0], state, weight, bias, activation is not None).mT
+    kernels = _kernels(x, state, weight, bias) if bias is None or bias.is_contiguous() else None
+    if kernels is None:
+        return None
+    return kernels.convolve_token(x[..., 0], state, weight, bias, activation is not None).mT
 
 
 def step(

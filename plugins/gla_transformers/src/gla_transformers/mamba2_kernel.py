@@ -39,7 +39,7 @@ FULL = 3
 `gla_core.recurrent_gla_step`."""
 
 
-def convolve(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+def convolve_token(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
     """Returns the convolution at one more token, [B, 1, C], and overwrites its history.
 
     Args:
@@ -100,7 +100,7 @@ def _launches(
 
 
 def convolution(tensors: tuple[Any, ...], gpu: Gpu, silu: bool) -> Launch:
-    """Returns the launch of `convolve`. The tensors are x, state, weight, bias and y."""
+    """Returns the launch of `convolve_token`. The tensors are x, state, weight, bias and y."""
     x, state, weight, bias, y = tensors
     (B, C), W, overlaps = x.shape, weight.shape[1], gpu.facts.overlaps_kernels
     arguments = {
@@ -119,7 +119,7 @@ def convolution(tensors: tuple[Any, ...], gpu: Gpu, silu: bool) -> Launch:
         "ALL": power_of_two(W),
         "OVERLAPS": overlaps,
     }
-    return Launch(_convolve, (B, ceil_div(C, CHANNELS), 1), arguments, overlapping(overlaps))
+    return Launch(_convolve_token, (B, ceil_div(C, CHANNELS), 1), arguments, overlapping(overlaps))
 
 
 def state_update(tensors: tuple[Any, ...], gpu: Gpu, softplus: bool, A_is_log: bool) -> Launch:
@@ -181,7 +181,7 @@ def _strides(name: str, x: Tensor | None, dims: str) -> dict[str, int]:
 
 
 @triton.jit(do_not_specialize_on_alignment=["bias_ptr"])
-def _convolve(
+def _convolve_token(
     x_ptr,  # [B, C]
     state_ptr,  # [B, C, W], channels contiguous
     weight_ptr,  # [C, W], contiguous
