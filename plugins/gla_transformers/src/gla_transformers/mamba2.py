@@ -1,7 +1,7 @@
 """Parts of a Mamba-2 layer in one kernel each: `gla_core.compat.mamba_ssm.kernels` has the meaning of the functions.
 
-`convolve_token` and `step` are for one token of each sequence, without gradients. The norm and `convolve_sequences` have
-a backward, and serve prompts and training. Compiled code is left to PyTorch's compiler.
+`convolve_token` and `step` are for one token of each sequence, without gradients. The norm and `convolve_sequences`
+have a backward, and serve prompts and training. Compiled code is left to PyTorch's compiler.
 """
 
 from __future__ import annotations
