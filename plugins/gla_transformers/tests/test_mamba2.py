@@ -289,6 +289,10 @@ def test_calls_that_are_left_to_pytorch(calls):
         assert mamba2.convolve_token(*given) is None
     with torch.enable_grad():
         assert mamba2.convolve_token(x.clone().requires_grad_(), state, weight, None, "silu") is None
+    given = step_inputs(*SHAPES[0], torch.float32)
+    with pytest.raises(ValueError, match="in place"):
+        selective_state_update(torch.zeros(1, 4, 8, 1, device=DEVICE).expand(-1, -1, -1, 16), **given)
+    selective_state_update(torch.zeros(1, 4, 8, 16, device=DEVICE), **given | {"A": given["A"].contiguous()})  # Mamba-1
     assert mamba2.norm(rand(2, 6), weight.new_ones(6, dtype=torch.float64), None, EPS, 2, True) is None
     assert mamba2.norm(rand(2, 6), rand(6), None, EPS, 4, True) is None
     assert calls == []

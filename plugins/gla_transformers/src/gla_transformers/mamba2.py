@@ -56,7 +56,7 @@ def step(
 ) -> Tensor | None:
     """Returns the step of one token, as `Kernels.step` says."""
     slots = state_batch_indices
-    if B.shape[2] > MOST_STATES or not (slots is None or slots.dtype in _INDICES):
+    if B.shape[2] > MOST_STATES or 0 in state.stride() or not (slots is None or slots.dtype in _INDICES):
         return None
     kernels = _kernels(x, state, dt, A, B, C, D, z, dt_bias)
     if kernels is None or (slots is not None and slots.device != x.device):
