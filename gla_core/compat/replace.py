@@ -22,6 +22,8 @@ LOCK = threading.RLock()
 """The lock that is held while functions are exchanged and their holders are counted."""
 _made: dict[tuple[str, Callable], Replacement] = {}
 """The replacement of each original function."""
+_of_methods: dict[type, MethodReplacement] = {}
+"""The replacement of the `forward` of each class."""
 
 
 class Exchange(Protocol):
@@ -94,7 +96,7 @@ class Replacement:
     """A replacement for a function; it calls the original for calls that it does not serve.
 
     It applies within one module, or within a package and all its modules. References to it that remain after it is
-    removed call the original.
+    removed call the original. So does a call for which the function returns NotImplemented.
     """
 
     def __init__(
@@ -113,7 +115,8 @@ class Replacement:
         functools.update_wrapper(self, original, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return (self.function if self.in_force and self.accepts(*args, **kwargs) else self.original)(*args, **kwargs)
+        found = self.function(*args, **kwargs) if self.in_force and self.accepts(*args, **kwargs) else NotImplemented
+        return self.original(*args, **kwargs) if found is NotImplemented else found
 
     def accepts(self, *args: Any, **kwargs: Any) -> bool:
         """Returns whether the replacement serves a call with these arguments, while it is in force."""
@@ -128,6 +131,39 @@ class Replacement:
         """Puts the original back."""
         self.in_force = False
         _exchange(self.name, self, self.original, self.within)
+
+
+class MethodReplacement:
+    """A replacement for the `forward` of a class of modules; see `Replacement`."""
+
+    def __init__(self, owner: type, function: Callable, how: str) -> None:
+        self.name, self.how, self.holders, self.in_force = f"{owner.__name__}.forward", how, 0, False
+        self.owner, self.original = owner, vars(owner)["forward"]
+
+        @functools.wraps(self.original)
+        def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            found = function(layer, *args, **kwargs) if self.in_force else NotImplemented
+            return self.original(layer, *args, **kwargs) if found is NotImplemented else found
+
+        self.forward = forward
+
+    def put(self) -> tuple[str, ...]:
+        """Replaces the method; returns the name of the class's module."""
+        self.in_force = True
+        setattr(self.owner, "forward", self.forward)  # noqa: B010 -- a type checker knows no `forward` of a type
+        return (self.owner.__module__,)
+
+    def remove(self) -> None:
+        """Puts the original back."""
+        self.in_force = False
+        setattr(self.owner, "forward", self.original)  # noqa: B010
+
+
+def method_replacement(owner: type, function: Callable, how: str) -> MethodReplacement:
+    """Returns the replacement of a class's `forward`: the current one, or a new one."""
+    if owner not in _of_methods:
+        _of_methods[owner] = MethodReplacement(owner, function, how)
+    return _of_methods[owner]
 
 
 def replacement(

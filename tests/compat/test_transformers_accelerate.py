@@ -8,12 +8,20 @@ import types
 import pytest
 import torch
 
+from gla_core.compat.mamba_ssm import kernels
 from gla_core.compat.transformers import accelerate
-from gla_core.compat.transformers.accelerate import FUNCTIONS, MODELS
+from gla_core.compat.transformers.accelerate import FUNCTIONS, MODELS, NO_KERNELS, NOTE
+from gla_core.compat.transformers.one_token import layers
 
 PRESENT = ("bamba", "mamba2")
 PATHS = {model: f"transformers.models.{model}.modeling_{model}" for model in MODELS}
-SCAN, STEP, SPLIT = FUNCTIONS
+SCAN, STEP, SPLIT, CONVOLUTION, UPDATE = FUNCTIONS
+
+
+@pytest.fixture(autouse=True)
+def no_kernels(monkeypatch):
+    """There are no kernels, even if another test has imported a plugin that provides them."""
+    monkeypatch.setattr(kernels, "provided", None)
 
 
 @pytest.fixture
@@ -29,7 +37,7 @@ def fakes(monkeypatch):
     found = {}
     for model, path in PATHS.items():
         module = types.ModuleType(path)
-        vars(module).update({name: original(name) for name in (*FUNCTIONS, "causal_conv1d_fn")})
+        vars(module).update({name: original(name) for name in FUNCTIONS})
         monkeypatch.setitem(sys.modules, path, module if model in PRESENT else None)
         found[model] = module
     return found
@@ -68,12 +76,15 @@ def test_all_models_that_exist(fakes):
         assert (out.shape, state.shape) == ((2, 3, 4, 5), (2, 4, 5, 6))
         assert fakes[model].mamba2_selective_state_update(*one_token()).shape == (2, 4, 5)
         assert fakes[model].mamba2_split_conv1d_scan_combined(torch.zeros(2, 3, 8), dt_limit=(0.0, 1.0)) is None
-        assert fakes[model].causal_conv1d_fn(1)[0] == "causal_conv1d_fn"
+        assert fakes[model].causal_conv1d_fn(1, 2)[0] == CONVOLUTION
+    places = f"{PATHS['bamba']}, {PATHS['mamba2']}"
     assert str(found).splitlines() == [
-        f"mamba2_chunk_scan: computed by gla_core in {PATHS['bamba']}, {PATHS['mamba2']}",
-        f"mamba2_selective_state_update: computed by gla_core in {PATHS['bamba']}, {PATHS['mamba2']}",
-        f"mamba2_split_conv1d_scan_combined: left out for mamba2_chunk_scan in {PATHS['bamba']}, {PATHS['mamba2']}",
-        "convolutions are left to transformers",
+        f"mamba2_chunk_scan: computed by gla_core in {places}",
+        f"mamba2_selective_state_update: computed by gla_core in {places}",
+        f"mamba2_split_conv1d_scan_combined: left out for mamba2_chunk_scan in {places}",
+        f"causal_conv1d_fn: computed by a kernel of a plugin, if there is one, in {places}",
+        f"causal_conv1d_update: computed by a kernel of a plugin, if there is one, in {places}",
+        NO_KERNELS,
     ]
     found.undo()
     assert originals(fakes) == before
@@ -93,6 +104,68 @@ def test_several_in_force(fakes):
     second.undo()
     assert originals(fakes) == before
     assert kept(1) == (SCAN, (1,), {})
+
+
+class Provided:
+    """Kernels that return their name, or None for tensors of more than one element."""
+
+    def convolve_token(self, x, *_):
+        return "convolve_token" if x.numel() == 1 else None
+
+    def convolve_sequences(self, x, *_):
+        return "convolve_sequences" if x.numel() == 1 else None
+
+    def norm(self, x, weight, gate, eps, groups, gate_first):
+        return ("norm", eps, groups, gate_first) if x.numel() == 1 else None
+
+
+def test_kernels_of_a_plugin(fakes, monkeypatch):
+    """They compute what they take, while the replacement is in force; otherwise the original does."""
+    module, one, two = fakes["mamba2"], torch.zeros(1, 1, 1), torch.zeros(2, 1, 1)
+
+    class Mamba2RMSNorm:
+        weight, variance_epsilon, n_groups, norm_before_gate = None, 0.5, 3, True
+
+        def forward(self, x, gate=None):
+            return "original"
+
+    class Other(Mamba2RMSNorm):
+        pass
+
+    Mamba2RMSNorm.__module__ = Other.__module__ = module.__name__
+    vars(module).update(norm=Mamba2RMSNorm, other=Other)
+    layer, original = Mamba2RMSNorm(), Mamba2RMSNorm.forward
+    with accelerate("mamba2") as found:
+        assert found.replaced["Mamba2RMSNorm.forward"] == (module.__name__,)
+        held = layer.forward
+        assert (held(one), module.causal_conv1d_update(one, 0, 0)[0]) == ("original", UPDATE)
+        monkeypatch.setattr(kernels, "provided", Provided())
+        assert layer.forward(one) == layer.forward(one, gate=one) == held(one) == ("norm", 0.5, 3, False)
+        assert module.causal_conv1d_update(one, 0, 0) == "convolve_token"
+        assert module.causal_conv1d_fn(one, 0) == "convolve_sequences"
+        assert (layer.forward(two), module.causal_conv1d_update(two, 0, 0)[0]) == ("original", UPDATE)
+        assert module.causal_conv1d_fn(two, 0)[0] == module.causal_conv1d_fn(one, 0, seq_idx=one)[0] == CONVOLUTION
+        with accelerate() as inner:
+            assert "Mamba2RMSNorm.forward" not in inner.replaced
+            assert str(inner).endswith(NOTE)
+        assert layer.forward(one)[0] == "norm"
+    assert Mamba2RMSNorm.forward is original
+    assert held(one) == "original"
+
+
+def test_layers_with_unknown_names_keep_their_forward(fakes):
+    class Known:
+        def forward(self, x):
+            return self.A_log.float()
+
+    class Unknown:
+        def forward(self, x):
+            return self.A_log.float() * self.multiplier
+
+    module = fakes["mamba2"]
+    Known.__module__ = Unknown.__module__ = module.__name__
+    vars(module).update(known=Known, unknown=Unknown)
+    assert layers(module) == [Known]
 
 
 def test_after_an_error_all_is_as_before(fakes):

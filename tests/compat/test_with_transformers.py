@@ -1,5 +1,7 @@
 """Mamba-2 models of transformers itself, accelerated: `make test-fla`, on a CPU too.
 
+With TRITON_INTERPRET=1 the kernels of gla_transformers compute what they would compute on a GPU.
+
 A difference is divided by the largest element of the tensor. The tolerances are the changes of transformers' own
 results when the last bit of the parameters changes: over 30 seeds, at most 4e-6 for logits and 9e-5 for gradients. Over
 the same seeds, accelerated models differ by at most 1.5e-6 in logits and states, and by at most 1e-5 in gradients.
@@ -8,6 +10,8 @@ the same seeds, accelerated models differ by at most 1.5e-6 in logits and states
 from __future__ import annotations
 
 import importlib
+import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +26,7 @@ MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_st
 ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
 BARE = {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 16, "chunk_size": 16, "num_hidden_layers": 2}
 CLOSE, CLOSE_GRADIENTS = 1e-5, 1e-4
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CONFIGS = {
     "Mamba2": BARE,
     "Mamba2, limits": BARE | {"time_step_limit": (0.02, 0.05)},
@@ -91,25 +96,55 @@ def layers_of(model):
     return sum(hasattr(module, "A_log") for module in model.modules())
 
 
+def norms_of(model):
+    """Returns the number of norms that a call of the model computes."""
+    return sum(type(module).__name__.endswith(("RMSNorm", "RMSNormGated")) for module in model.modules())
+
+
 @pytest.fixture(params=CONFIGS)
 def model(request):
     return model_of(request.param)
 
 
+IN_KERNELS = [pytest.mark.kernels, pytest.mark.skipif(not INTERPRETED, reason="the models are on a CPU")]
+
+
+@pytest.fixture(autouse=True, params=["PyTorch", pytest.param("kernels", marks=IN_KERNELS)])
+def by_kernels(request, monkeypatch):
+    """The numbers of calls of the kernels of gla_transformers, which are interpreted; empty if PyTorch computes."""
+    found: dict[str, int] = {}
+    if request.param == "PyTorch":
+        return found
+    from gla_transformers import causal_convolution, gated, mamba2
+
+    for dispatch, names in (
+        (mamba2, ("convolve_token", "step")),
+        (causal_convolution, ("convolve", "convolve_backward")),
+        (gated, ("normed", "normed_backward")),
+    ):
+        module = importlib.import_module(f"{dispatch.__name__}_kernel")
+        found |= dict.fromkeys(names, 0)
+        functions = SimpleNamespace(**{name: counted(found, name, getattr(module, name)) for name in names})
+        monkeypatch.setattr(dispatch, "_kernels_of", lambda device, functions=functions: functions)
+    return found
+
+
+def counted(found, name, function):
+    """Returns a function that counts its calls."""
+
+    def call(*args, **kwargs):
+        found[name] += 1
+        return function(*args, **kwargs)
+
+    return call
+
+
 @pytest.fixture
-def calls(monkeypatch):
+def calls(by_kernels, monkeypatch):
     """The numbers of calls of our ops."""
     found = {"chunk_gla": 0, "recurrent_gla_step": 0}
-
-    def counted(name, op):
-        def call(*args, **kwargs):
-            found[name] += 1
-            return op(*args, **kwargs)
-
-        return call
-
     for name in found:
-        monkeypatch.setattr(ops, name, counted(name, getattr(ops, name)))
+        monkeypatch.setattr(ops, name, counted(found, name, getattr(ops, name)))
     return found
 
 
@@ -142,18 +177,22 @@ def states_of(out):
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_training(name, seed, calls):
+def test_training(name, seed, calls, by_kernels):
     model, tokens = model_of(name, seed), tokens_of(seed)
     expected, expected_gradients = trained(model, tokens)
     assert calls["chunk_gla"] == 0
     with accelerate():
         found, gradients = trained(model, tokens)
     assert calls == {"chunk_gla": layers_of(model), "recurrent_gla_step": 0}
+    if by_kernels:
+        norms, layers = norms_of(model), layers_of(model)
+        backward = {"normed_backward": norms, "convolve_backward": layers}
+        assert by_kernels == {"convolve_token": 0, "step": 0, "normed": norms, "convolve": layers} | backward
     assert_close(found, expected)
     assert_close(gradients, expected_gradients, CLOSE_GRADIENTS)
 
 
-def test_generating_from_a_padded_batch(model, calls):
+def test_generating_from_a_padded_batch(model, calls, by_kernels):
     tokens, mask = tokens_of(), torch.ones(2, 40, dtype=torch.long)
     mask[0, :9] = 0
     options = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
@@ -164,7 +203,10 @@ def test_generating_from_a_padded_batch(model, calls):
     with accelerate():
         found = model.generate(tokens, attention_mask=mask, **options)
         n = layers_of(model)
-        assert calls == {"chunk_gla": n, "recurrent_gla_step": 7 * n}
+        assert calls == {"chunk_gla": n, "recurrent_gla_step": 0 if by_kernels else 7 * n}
+        if by_kernels:
+            forward = {"convolve": n, "convolve_token": 7 * n, "step": 7 * n, "normed": 8 * norms_of(model)}
+            assert by_kernels == forward | {"convolve_backward": 0, "normed_backward": 0}
         with torch.no_grad():
             assert_close(model(tokens, attention_mask=mask).logits[:1, 9:], model(tokens[:1, 9:]).logits)
     assert torch.equal(found.sequences, expected.sequences)
@@ -255,7 +297,7 @@ def test_compiled_without_a_break(calls):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["Mamba2", "FalconH1"])
-def test_bfloat16(name, calls):
+def test_bfloat16(name, calls, by_kernels):
     """The error is that of transformers' own computation in bfloat16, up to the rounding of the scan's result."""
     model, tokens = model_of(name), tokens_of()
     exact = model(tokens).logits
@@ -264,5 +306,6 @@ def test_bfloat16(name, calls):
     with accelerate():
         found = model(tokens).logits
         model.generate(tokens, max_new_tokens=4)
-    assert calls == {"chunk_gla": 2 * layers_of(model), "recurrent_gla_step": 3 * layers_of(model)}
+    steps = by_kernels["step"] if by_kernels else calls["recurrent_gla_step"]
+    assert (calls["chunk_gla"], steps) == (2 * layers_of(model), 3 * layers_of(model))
     assert (found - exact).norm() <= 1.5 * (own - exact).norm()

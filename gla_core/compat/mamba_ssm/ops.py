@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gla_core.compat.mamba_ssm import kernels
+from gla_core.dispatch.request import current_request
 from gla_core.dispatch.tensors import wide
 from gla_core.ops import checks, chunk_gla, recurrent_gla_step
 
@@ -193,13 +195,40 @@ def selective_state_update(
     x, dt, B, C, z = (_with_heads(y, 3, 1) for y in (x, dt, B, C, z))
     A, D, dt_bias = _with_heads(A, 3, 0), _with_heads(D, 2, 0), _with_heads(dt_bias, 2, 0)
     _check(_STEP, state=states, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
+    out = advance(states, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices)
+    return out if state.ndim > 3 else out.squeeze(1)
+
+
+def advance(
+    states: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+    state_batch_indices: Tensor | None = None,
+    A_is_log: bool = False,
+) -> Tensor:
+    """Computes `selective_state_update` for arguments that have the dimension nheads and need no checks.
+
+    Args:
+        A_is_log: whether A holds log(-A).
+    """
     dtype = wide(x.dtype)
     if _shared(A, 1, 2) and _shared(dt, 2) and (dt_bias is None or _shared(dt_bias, 1)):
-        dt = _time_steps(dt[..., 0], None if dt_bias is None else dt_bias[:, 0], dt_softplus, dtype)
-        v, g, pool = x * dt[..., None], dt * A[:, 0, 0].to(dtype), states
+        dt, A, dt_bias = dt[..., 0], A[:, 0, 0], None if dt_bias is None else dt_bias[:, 0]
+        out = _by_kernel(states, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices, A_is_log)
+        if out is not None:
+            return out
+        dt = _time_steps(dt, dt_bias, dt_softplus, dtype)
+        v, g, pool = x * dt[..., None], dt * _rates(A, A_is_log, dtype), states
     else:
         dt = _time_steps(dt, dt_bias, dt_softplus, dtype)
-        v, g = (x * dt).flatten(1)[..., None], (dt[..., None] * A.to(dtype)).flatten(1, 2)
+        v, g = (x * dt).flatten(1)[..., None], (dt[..., None] * _rates(A, A_is_log, dtype)).flatten(1, 2)
         pool = _channels_as_heads(states)
     token = (C.to(x.dtype), B.to(x.dtype), v.to(x.dtype), g)
     taken = (torch.float64,) if dtype == torch.float64 else (torch.float32, torch.bfloat16)
@@ -207,8 +236,18 @@ def selective_state_update(
     o, _ = recurrent_gla_step(*token, written, 1.0, state_batch_indices, inplace=True, state_v_first=True)
     if written is not pool:
         pool.copy_(written)
-    out = _output(o.reshape(x.shape), x, D, z)
-    return out if state.ndim > 3 else out.squeeze(1)
+    return _output(o.reshape(x.shape), x, D, z)
+
+
+def _by_kernel(*given: Any) -> Tensor | None:
+    """Returns the result of a step with one gate for each head by one kernel; None if there is none.
+
+    A request that names backends for the op, or asks for batch invariance, is left to the op.
+    """
+    request = current_request()
+    if kernels.provided is None or request.choice("recurrent_gla_step").names or request.batch_invariant is not None:
+        return None
+    return kernels.provided.step(*given)
 
 
 _compiled = functools.cache(torch.compile)
@@ -248,6 +287,12 @@ def _time_steps(dt: Tensor, bias: Tensor | None, softplus: bool, dtype: torch.dt
     """Returns the time steps that multiply A and x."""
     dt = dt.to(dtype) if bias is None else dt.to(dtype) + bias.to(dtype)
     return F.softplus(dt) if softplus else dt
+
+
+def _rates(A: Tensor, is_log: bool, dtype: torch.dtype) -> Tensor:
+    """Returns A; -exp(A) if `is_log`."""
+    A = A.to(dtype)
+    return -A.exp() if is_log else A
 
 
 def _output(o: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:

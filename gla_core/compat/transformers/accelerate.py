@@ -5,8 +5,11 @@ it is called. So replacing them in these modules changes all layers, and undoing
 
 In training, a layer first calls `mamba2_split_conv1d_scan_combined`, which may compute the whole layer in a kernel of
 mamba_ssm. Its replacement returns None. This is the result by which transformers itself says that there is no such
-kernel, and the layer calls its convolution, the scan, the norm and the projection one after another. Convolutions stay
-those of transformers.
+kernel, and the layer calls its convolution, the scan, the norm and the projection one after another.
+
+Convolutions and norms run in the kernels of `gla_core.compat.mamba_ssm.kernels`, if a plugin provides them, and
+otherwise in transformers. Norms are classes, whose `forward` is replaced. So is that of layers for
+decoding steps; see one_token.py.
 """
 
 from __future__ import annotations
@@ -19,8 +22,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gla_core.compat.mamba_ssm import mamba_chunk_scan_combined, selective_state_update
-from gla_core.compat.replace import COMPUTED, LOCK, Acceleration, replacement
+from gla_core.compat.mamba_ssm import kernels, mamba_chunk_scan_combined
+from gla_core.compat.mamba_ssm.ops import advance
+from gla_core.compat.replace import (
+    COMPUTED,
+    LOCK,
+    Acceleration,
+    MethodReplacement,
+    Replacement,
+    method_replacement,
+    replacement,
+)
+from gla_core.compat.transformers import one_token
 from gla_core.dispatch.errors import nearest
 
 MODELS = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2")
@@ -32,6 +45,8 @@ def accelerate(*models: str) -> Acceleration:
 
     The models' modules are imported. Calls that are not computed here go to the original functions: decoding steps that
     record gradients or have `seq_idx`, calls with `cu_seqlens` but without `seq_idx`, and a negative `time_step_limit`.
+
+    If `gla_transformers` is imported, its kernels compute convolutions, norms and the decoding step on a GPU.
 
     Args:
         models: names among `MODELS`; by default all that the installed transformers has. Functions that are replaced
@@ -55,12 +70,15 @@ def accelerate(*models: str) -> Acceleration:
             raise ValueError(f"unknown model {name!r}{nearest(name, MODELS)} (there are {', '.join(MODELS)})")
     modules = _modules(models)
     with LOCK:
-        wanted = [
+        wanted: list[Replacement | MethodReplacement] = [
             replacement(module, name, new.function, new.serves, within=module.__name__, how=new.how)
             for name, new in FUNCTIONS.items()
             for module in modules
         ]
-        return Acceleration("transformers", wanted, "convolutions are left to transformers")
+        for module in modules:
+            wanted += [method_replacement(norm, _norm, BY_KERNEL) for norm in _norms(module)]
+            wanted += [method_replacement(layer, one_token.forward, ONE_TOKEN) for layer in one_token.layers(module)]
+        return Acceleration("transformers", wanted, NOTE if kernels.provided else NO_KERNELS)
 
 
 def _modules(models: tuple[str, ...]) -> list[ModuleType]:
@@ -90,6 +108,53 @@ def _module(model: str) -> ModuleType | None:
             raise
         return None
     return module if all(hasattr(module, name) for name in FUNCTIONS) else None
+
+
+def _norms(module: ModuleType) -> list[type]:
+    """Returns the classes of norms that a model's module defines."""
+    own = [x for x in vars(module).values() if isinstance(x, type) and x.__module__ == module.__name__]
+    return [x for x in own if x.__name__.endswith(("RMSNorm", "RMSNormGated"))]
+
+
+def _norm(layer: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Any:
+    """Computes the norm of one of transformers' layers by a kernel.
+
+    Models differ in how they name the groups of channels, and most multiply by the gate before the norm.
+    """
+    if kernels.provided is None:
+        return NotImplemented
+    width = hidden_states.shape[-1]
+    groups = getattr(layer, "n_groups", None) or width // getattr(layer, "group_size", width)
+    gate_first = not getattr(layer, "norm_before_gate", False)
+    return _found(kernels.provided.norm(hidden_states, layer.weight, gate, layer.variance_epsilon, groups, gate_first))
+
+
+def _convolve(
+    hidden_states: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> Any:
+    """Computes transformers' `causal_conv1d_update` by a kernel; `conv_state` is overwritten."""
+    if kernels.provided is None:
+        return NotImplemented
+    return _found(kernels.provided.convolve_token(hidden_states, conv_state, weight, bias, activation))
+
+
+def _convolve_sequences(
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
+) -> Any:
+    """Computes transformers' `causal_conv1d_fn` by a kernel."""
+    if kernels.provided is None:
+        return NotImplemented
+    return _found(kernels.provided.convolve_sequences(hidden_states, weight, bias, activation))
+
+
+def _found(result: Tensor | None) -> Any:
+    """Returns the result of a kernel; NotImplemented, by which the original is called, if there is none."""
+    return NotImplemented if result is None else result
 
 
 def _chunk_scan(
@@ -142,7 +207,7 @@ def _step(
     **_: Any,
 ) -> Tensor:
     """Computes transformers' `mamba2_selective_state_update`; `state` is overwritten."""
-    return selective_state_update(state, hidden_states, dt, A, B, C, D, z, dt_bias, dt_softplus)
+    return advance(state, hidden_states, dt, A, B, C, D, z, dt_bias, dt_softplus)
 
 
 def _no_kernel(*_: Any, **__: Any) -> None:
@@ -154,10 +219,14 @@ def _is_computed_here(given: dict[str, Any]) -> bool:
     return not offsets_alone and given.get("dt_limit", (0.0,))[0] >= 0
 
 
+def _is_not_packed(given: dict[str, Any]) -> bool:
+    return given.get("cu_seqlens") is None and given.get("seq_idx") is None
+
+
 def _is_step_without_gradients(given: dict[str, Any]) -> bool:
-    if given.get("cu_seqlens") is not None or given.get("seq_idx") is not None:
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given.values()):
         return False
-    return not (torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given.values()))
+    return _is_not_packed(given)
 
 
 class _New(NamedTuple):
@@ -168,9 +237,15 @@ class _New(NamedTuple):
     how: str
 
 
+ONE_TOKEN = "computed by gla_core for one token"
+BY_KERNEL = "computed by a kernel of a plugin, if there is one,"
+NOTE = "convolutions of packed sequences are left to transformers"
+NO_KERNELS = "convolutions and norms are left to transformers; on a GPU, import gla_transformers, which has kernels"
 FUNCTIONS: Mapping[str, _New] = {
     "mamba2_chunk_scan": _New(_chunk_scan, _is_computed_here, COMPUTED),
     "mamba2_selective_state_update": _New(_step, _is_step_without_gradients, COMPUTED),
     "mamba2_split_conv1d_scan_combined": _New(_no_kernel, _is_computed_here, "left out for mamba2_chunk_scan"),
+    "causal_conv1d_fn": _New(_convolve_sequences, _is_not_packed, BY_KERNEL),
+    "causal_conv1d_update": _New(_convolve, _is_step_without_gradients, BY_KERNEL),
 }
 """Replacements of the functions that each model's module defines."""

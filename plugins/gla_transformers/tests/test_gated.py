@@ -163,15 +163,17 @@ def test_gates_that_are_left_to_pytorch(calls):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiles")
+@pytest.mark.parametrize("gate_first", [False, True])
 @pytest.mark.parametrize("whole", [True, False])
-def test_they_compile_for_an_h100(whole):
+def test_they_compile_for_an_h100(whole, gate_first):
     """With a weight and a gate, and without both. Each thread reads 16 bytes at once."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from gla_transformers import gated_kernel as kernels
 
-    head = {"H": 4, "V": 256, "BN": kernels.TILE // 256, "ALL": 256}
+    head = {"H": 4, "G": 4 if gate_first else 1, "V": 256, "BN": kernels.TILE // 256, "ALL": 256}
+    head |= {"GATE_FIRST": gate_first and whole}
     head |= {} if whole else {"weight_ptr": None, "gate_ptr": None}
     written = {} if whole else {"dgate_ptr": None, "sums_ptr": None}
     for kernel, constants in [

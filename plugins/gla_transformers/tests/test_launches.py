@@ -8,12 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gla_transformers import GLACache, few_rows, gated
+from gla_core.compat.mamba_ssm import kernels
+from gla_transformers import GLACache, accelerate, few_rows, gated
 
 VIEWS = {"slice", "select", "unsqueeze", "view", "_unsafe_view", "t", "split", "split_with_sizes", "detach"}
-VIEWS |= {"empty", "set_", "unbind"}
+VIEWS |= {"empty", "set_", "unbind", "expand", "transpose", "squeeze", "alias"}
 A_LAYER = 10
 """Norm, projections, second half of the gate, step, output projection, norm, projections, two of the gated activation
 (one on a GPU), last projection."""
@@ -29,6 +31,10 @@ BOUNDS = 4
 HGRN2 = 11
 """Norm, projections, gates, step, norm, output projection, norm, projections, two of the gated activation (one on a
 GPU), last projection."""
+MAMBA2 = 8
+"""Cast, norm, projections, convolution, step, norm with the gate, output projection, residual."""
+HYBRID = 7
+"""The same without the cast, in models that keep the residual in the dtype of the weights."""
 HGRN2_OF_FEW_ROWS = 6
 """Projections, gates, step, output projection, projections, last projection."""
 
@@ -113,6 +119,42 @@ def test_a_decoding_step_of_hgrn2(ours, few, monkeypatch):
         monkeypatch.setattr(few_rows, "_kernel", lambda device: kernel if few else None)
         model(tokens[:, :1], past_key_values=cache)
     assert launches.found.total() <= 3 * (HGRN2_OF_FEW_ROWS if few else HGRN2) + OUTSIDE + BOUNDS, launches.found
+
+
+SIZES = {"hidden_size": 32, "vocab_size": 61, "head_dim": 8, "n_groups": 2, "chunk_size": 16}
+ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+FAMILIES = {
+    "Mamba2": (MAMBA2, {"num_heads": 8, "state_size": 16}),
+    "NemotronH": (HYBRID, {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 16} | ATTENTION),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_decoding_step_of_mamba2(family, monkeypatch):
+    """On a GPU the convolution, the step and each norm are one kernel. Here they are replaced by nothing."""
+    expected, options = FAMILIES[family]
+    totals = []
+    for layers in (1, 3):
+        number = {"num_hidden_layers": layers}
+        if family == "NemotronH":  # its cache needs a layer of attention
+            number = {"layers_block_type": ["full_attention"] + ["linear_attention"] * layers}
+        config = getattr(transformers, f"{family}Config")(**SIZES, **options, **number)
+        model = getattr(transformers, f"{family}ForCausalLM")(config).bfloat16().eval()
+        out = model(torch.ones(2, 5, dtype=torch.long), use_cache=True)
+        key = next(name for name in ("cache", "past_key_values", "cache_params") if name in out)
+        with monkeypatch.context() as patch, Launches(patch) as launches, accelerate():
+
+            def kernel(name, number, launches=launches):
+                return lambda *given, **_: launches.counted(name, lambda: torch.zeros_like(given[number]))
+
+            functions = SimpleNamespace(
+                convolve_token=kernel("convolve", 0), step=kernel("step", 1), norm=kernel("norm", 0)
+            )
+            patch.setattr(kernels, "provided", functions)
+            model(torch.ones(2, 1, dtype=torch.long), use_cache=True, **{key: out[key]})
+        totals.append(launches.found.total())
+    assert (totals[1] - totals[0]) / 2 == expected, launches.found
 
 
 @torch.no_grad()

@@ -1,11 +1,12 @@
-"""The model on a GPU: decoding in a CUDA graph, and a compiled step of training."""
+"""The models on a GPU: decoding in a CUDA graph, and a compiled step of training; and transformers' Mamba-2."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 
-from gla_transformers import GLACache
+from gla_transformers import GLACache, accelerate
 
 # Without the repository's conftest.py, as the plugin is also tested, the marker skips nothing.
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -106,3 +107,83 @@ def test_kernels_of_a_step(ours, options):
             torch.cuda.synchronize()
         numbers.append(sum(x.count for x in profile.key_averages() if x.device_type.name == "CUDA"))
     assert (numbers[1] - numbers[0]) / 2 <= 7, numbers
+
+
+def mamba2(layers):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "num_heads": 8, "head_dim": 64, "state_size": 128, "n_groups": 2, "vocab_size": 61}
+    config = transformers.Mamba2Config(**sizes, num_hidden_layers=layers, residual_in_fp32=False)
+    return transformers.Mamba2ForCausalLM(config).eval().cuda()
+
+
+def tokens_and_cache(model, prompt):
+    """Returns a function that reads a token, and the states that it advances."""
+    out = model(prompt, use_cache=True)
+    key = next(name for name in ("cache", "past_key_values", "cache_params") if name in out)
+    layers = out[key].layers
+    states = [x for layer in layers for x in (layer.conv_states[0], layer.recurrent_states[0])]
+    return lambda words: model(words, use_cache=True, **{key: out[key]}).logits, states
+
+
+@torch.no_grad()
+def test_mamba2_of_transformers(prompt):
+    """A step by kernels has the error of transformers' own, and the same results in a CUDA graph."""
+    model, word = mamba2(2), prompt[:, :1].clone()
+    exact = tokens_and_cache(model, prompt)[0](word)
+    model.bfloat16()
+    own = tokens_and_cache(model, prompt)[0](word)
+    with accelerate():
+        read, states = tokens_and_cache(model, prompt)
+        before = [x.clone() for x in states]
+        found = read(word)
+        assert (found - exact).norm() <= 1.5 * (own - exact).norm()
+        after = [x.clone() for x in states]
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            read(word)
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(graph):
+            captured = read(word)
+        torch._foreach_copy_(states, before)
+        graph.replay()
+        for a, b in zip((captured, *states), (found, *after), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)  # a captured product may sum in another order
+
+
+@torch.no_grad()
+def test_kernels_of_a_step_of_mamba2(prompt):
+    """Counts the kernels that two more layers add to a step; PyTorch may run two for a product."""
+    numbers = []
+    for layers in (2, 4):
+        model = mamba2(layers).bfloat16()
+        with accelerate():
+            read, _ = tokens_and_cache(model, prompt)
+            for _ in range(3):
+                read(prompt[:, :1])
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                read(prompt[:, :1])
+                torch.cuda.synchronize()
+        numbers.append(sum(x.count for x in profile.key_averages() if x.device_type.name == "CUDA"))
+    assert (numbers[1] - numbers[0]) / 2 <= 9, numbers
+
+
+def test_training_mamba2_of_transformers(prompt):
+    """Gradients by kernels have the error of transformers' own in bfloat16."""
+    model = mamba2(2).train()
+    parameters = list(model.parameters())
+
+    def gradients():
+        return torch.autograd.grad(model(prompt, labels=prompt).loss, parameters)
+
+    exact = gradients()
+    model.bfloat16()
+    parameters = list(model.parameters())
+    own = gradients()
+    with accelerate():
+        found = gradients()
+
+    def error(a):
+        return sum((x.float() - y).norm() ** 2 for x, y in zip(a, exact, strict=True)) ** 0.5
+
+    assert error(found) <= 1.5 * error(own)

@@ -2,12 +2,17 @@
 
 Importing this package registers `model_type` "gla" and "hgrn2" with AutoConfig, AutoModel and AutoModelForCausalLM. FLA
 does so too, and the package that is imported last is used. Call `register()` after both imports to use this one.
+
+It also provides kernels to `gla_core.compat`. `accelerate()` makes transformers' Mamba-2 models run in them.
 """
 
 from __future__ import annotations
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from gla_core.compat.mamba_ssm import kernels
+from gla_core.compat.transformers import accelerate
+from gla_transformers import mamba2
 from gla_transformers.cache import GLACache
 from gla_transformers.configuration import GLAConfig, HGRN2Config
 from gla_transformers.modeling import GLAForCausalLM, GLAModel, HGRN2ForCausalLM, HGRN2Model
@@ -21,6 +26,7 @@ __all__ = [
     "HGRN2Config",
     "HGRN2ForCausalLM",
     "HGRN2Model",
+    "accelerate",
     "register",
 ]
 
@@ -37,3 +43,4 @@ def register() -> None:
 
 
 register()
+kernels.provided = mamba2

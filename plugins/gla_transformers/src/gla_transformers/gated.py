@@ -1,7 +1,7 @@
 """The activation of the MLP, norms, and the gates of HGRN2, in one kernel each where there is Triton.
 
     gated(gate, x)                      silu(gate) * x
-    normed(x, weight, gate, eps)        x / sqrt(mean(x^2) + eps) * weight * silu(gate)
+    normed(x, weight, gate, eps)        x / sqrt(mean(x^2) + eps) * weight * silu(gate), or of x silu(gate)
     forgetting(q, f, c)                 silu(q), 1 - alpha, log alpha       for alpha = c + (1 - c) sigmoid(f)
 
 PyTorch takes several kernels, forward and backward, that read and write these large tensors again and again. Compiled
@@ -21,9 +21,9 @@ from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
 from gla_core.ops import autocast
-from gla_core.ops.calls import bypasses_torch
+from gla_core.ops.calls import bypasses_torch, needs_gradient
 
-WIDEST = 4096
+WIDEST = 8192
 """The greatest width of a norm that the kernels compute: registers hold whole rows."""
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -34,14 +34,24 @@ def gated(gate: Tensor, x: Tensor) -> Tensor:
     return F.silu(gate) * x if kernels is None else _Gated.apply(kernels, gate, x)  # pyright: ignore[reportReturnType]
 
 
-def normed(x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float) -> Tensor | None:
+def normed(
+    x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float, gate_first: bool = False
+) -> Tensor | None:
     """Returns the norm of x [..., heads, width] with a gate, as at the top; None if it is left to PyTorch.
 
     Without a gate its factor is 1, and x may be [..., width]. It is a value for `RMSNormGated.kernel`.
+
+    Args:
+        weight: [width], or [heads, width].
+        gate_first: whether the gate multiplies x before the norm.
     """
     fits = x.ndim > (gate is not None) + 1 and 0 < x.shape[-1] <= WIDEST and _is_plain(weight, x)
     kernels = _kernels(x, gate) if fits else None
-    return None if kernels is None else _Normed.apply(kernels, x, weight, gate, float(eps))  # pyright: ignore[reportReturnType]
+    if kernels is None:
+        return None
+    if not needs_gradient(x, weight, gate):  # a Function takes longer on the host than the launch
+        return kernels.normed(x, weight, gate, float(eps), gate_first)
+    return _Normed.apply(kernels, x, weight, gate, float(eps), gate_first)  # pyright: ignore[reportReturnType]
 
 
 def forgetting(q: Tensor, f: Tensor, lower_bound: Tensor | None) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -103,12 +113,12 @@ class _Gated(torch.autograd.Function):
 
 class _Normed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, kernels: Any, x: Tensor, weight: Any, gate: Any, eps: float) -> Tensor:
-        ctx.kernels, ctx.eps = kernels, eps
+    def forward(ctx: Any, kernels: Any, x: Tensor, weight: Any, gate: Any, eps: float, gate_first: bool) -> Tensor:
+        ctx.kernels, ctx.options = kernels, (eps, gate_first)
         ctx.save_for_backward(x, weight, gate)
-        return kernels.normed(x, weight, gate, eps)
+        return kernels.normed(x, weight, gate, eps, gate_first)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, *ctx.kernels.normed_backward(*ctx.saved_tensors, ctx.eps, dy), None
+        return None, *ctx.kernels.normed_backward(*ctx.saved_tensors, *ctx.options, dy), None, None

@@ -2,25 +2,27 @@
 
     gated       y = f(g) x                  dx = f(g) dy                    dg = f'(g) x dy
     normed      y = f(g) n w                dx = r (u - n mean(u n))        dg = f'(g) n w dy       dw = sum f(g) n dy
+      of f(g) x y = n w                     dx = f(g) r (u - n mean(u n))   dg = f'(g) x r (u - n mean(u n))
 
     forgetting  y = f(q)                    k = (1 - c) sigma(-z)           log(1 - k), for logits z and a bound c
 
     f(g) = g sigma(g)       r = 1 / sqrt(mean(x^2) + eps)       n = r x       u = f(g) w dy
 
-Without a gate f = 1, and without a weight w = 1.
+Without a gate f = 1, and without a weight w = 1. If the gate comes first, the norm is that of f(g) x: then this stands
+for x in r and n, u = w dy, and dw = sum n dy.
 
 Each kernel reads its inputs once, computes in float32, and rounds each result once. A sum over rows is made of the sums
 of programs in a fixed order.
 
-N rows, which are tokens or heads of tokens   H heads of a token   V width of a row   ALL V rounded up to a power of two
-BN rows of a tile   P programs
+N rows, which are tokens or heads of tokens   H heads of a token   G rows of w: 1 or H   V width of a row
+ALL V rounded up to a power of two   BN rows of a tile   P programs
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -37,6 +39,8 @@ BLOCK = 1024
 """The number of values of a row that a program of `gated` computes."""
 TILE = 2048
 """The number of values of a tile of `normed`: 16 for each thread."""
+WARP = 1024
+"""The greatest number of values of a row that a warp computes: 32 for each thread."""
 PROGRAMS = 4
 """The number of programs of a multiprocessor in the backward of `normed`: about as many as run at the same time."""
 
@@ -79,29 +83,36 @@ def _blocks(x: Tensor) -> Grid:
     return x.numel() // max(1, V), ceil_div(V, BLOCK), 1
 
 
-def normed(x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float) -> Tensor:
-    """Returns x / sqrt(mean(x^2) + eps) * weight * silu(gate) for x and gate [..., H, V] of one dtype, weight [V].
+def normed(x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float, gate_first: bool = False) -> Tensor:
+    """Returns x / sqrt(mean(x^2) + eps) * weight * silu(gate) for x and gate [..., H, V] of one dtype.
 
     Without a gate its factor is 1. The tokens of gate may be any equal distance apart.
+
+    Args:
+        weight: [V] or [H, V].
+        gate_first: whether x * silu(gate) is normed.
     """
     x, gates, y = x.contiguous(), _of_tokens(gate), _like(x)
-    stride, N, H, V, BN, ALL = _sizes(x, gates)
-    _start(_normed, (ceil_div(N, BN), 1, 1), (x, weight, gates, y), (eps,), stride, N, H, V, BN, ALL)
+    sizes = _sizes(x, weight, gates, gate_first)
+    _start(_normed, (ceil_div(sizes.N, sizes.BN), 1, 1), (x, weight, gates, y), (eps,), *sizes)
     return y
 
 
 def normed_backward(
-    x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float, dy: Tensor
+    x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float, gate_first: bool, dy: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Returns the gradients of x, weight and gate from that of y [..., H, V]."""
     x, gates, dy = x.contiguous(), _of_tokens(gate), dy.contiguous()
-    stride, N, H, V, BN, ALL = _sizes(x, gates)
-    programs = min(ceil_div(N, BN), PROGRAMS * gpu_of(x.device).multiprocessors)
+    sizes = _sizes(x, weight, gates, gate_first)
+    groups = ceil_div(min(ceil_div(sizes.N, sizes.BN), PROGRAMS * gpu_of(x.device).multiprocessors), sizes.G)
+    programs = groups * sizes.G  # row i of each tile of a program then has the same row of w
     dx, dgate = _like(x), None if gates is None else _like(x)
-    sums = None if weight is None else x.new_empty(programs, V, dtype=torch.float32)
+    parts = groups if sizes.G == 1 else groups * sizes.BN
+    sums = None if weight is None else x.new_empty(parts, sizes.G, sizes.V, dtype=torch.float32)
     tensors = (x, weight, gates, dy, dx, dgate, sums)
-    _start(_normed_backward, (programs, 1, 1), tensors, (eps,), stride, N, H, V, BN, ALL)
-    return dx, None if weight is None or sums is None else sums.sum(0).to(weight.dtype), dgate
+    _start(_normed_backward, (programs, 1, 1), tensors, (eps,), *sizes)
+    dw = None if weight is None or sums is None else sums.sum(0).view(weight.shape).to(weight.dtype)
+    return dx, dw, dgate
 
 
 def _like(x: Tensor) -> Tensor:
@@ -119,15 +130,30 @@ def _of_tokens(gate: Tensor | None) -> Tensor | None:
     if gate is None:
         return None
     gates = gate.flatten(0, -3)
-    return gates if gates.stride()[1:] == (gates.shape[2], 1) else gates.contiguous()
+    _, H, V = gates.shape
+    return gates if gates.stride(2) == 1 and (H == 1 or gates.stride(1) == V) else gates.contiguous()
 
 
-def _sizes(x: Tensor, gates: Tensor | None) -> tuple[int, int, int, int, int, int]:
-    """Returns gate_stride, N, H, V, BN and ALL of x [..., V] and gates [tokens, H, V]."""
+class _Sizes(NamedTuple):
+    """The last parameters of the kernels of norms, in order."""
+
+    gate_stride: int
+    N: int
+    H: int
+    G: int
+    V: int
+    BN: int
+    ALL: int
+    GATE_FIRST: bool
+
+
+def _sizes(x: Tensor, weight: Tensor | None, gates: Tensor | None, gate_first: bool) -> _Sizes:
+    """Returns the sizes of a norm of x [..., V] with a weight [V] or [H, V] and gates [tokens, H, V]."""
     V = x.shape[-1]
     ALL = power_of_two(V)
+    G = 1 if weight is None or weight.ndim == 1 else len(weight)
     stride, H = (0, 1) if gates is None else (gates.stride(0), gates.shape[1])
-    return stride, x.numel() // V, H, V, max(1, TILE // ALL), ALL
+    return _Sizes(stride, x.numel() // V, H, G, V, max(1, TILE // ALL), ALL, gate_first and gates is not None)
 
 
 def _start(kernel: Any, grid: Grid, tensors: tuple[Any, ...], floats: tuple[float, ...], *rest: int) -> None:
@@ -144,7 +170,8 @@ def _launches(
     """Returns the launches of calls that differ in their tensors and floats alone."""
 
     def describe(tensors: tuple[Any, ...], *floats: float) -> list[Launch]:
-        return [Launch(kernel, grid, dict(zip(kernel.arg_names, (*tensors, *floats, *rest), strict=True)))]
+        arguments = dict(zip(kernel.arg_names, (*tensors, *floats, *rest), strict=True))
+        return [Launch(kernel, grid, arguments, {"num_warps": max(4, arguments.get("ALL", 0) // WARP)})]
 
     return Launches(device, describe)
 
@@ -230,41 +257,47 @@ def _block(a_ptr, b_ptr, a_stride, b_stride, V, BLOCK: tl.constexpr):
 @triton.jit
 def _normed(
     x_ptr,  # [N, V], contiguous
-    weight_ptr,  # [V] or None
+    weight_ptr,  # [G, V] or None
     gate_ptr,  # [N / H, H, V], tokens gate_stride apart, or None
     y_ptr,  # [N, V], contiguous
     eps,
     gate_stride,
     N,
     H: tl.constexpr,
+    G: tl.constexpr,
     V: tl.constexpr,
     BN: tl.constexpr,
     ALL: tl.constexpr,
+    GATE_FIRST: tl.constexpr,
 ):
     """Computes a tile of BN rows of y."""
     rows = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)  # [BN]
     columns = tl.arange(0, ALL)  # [ALL]
-    n, _, weight, f, _, inside = _tile(x_ptr, weight_ptr, gate_ptr, eps, gate_stride, rows, columns, N, H, V)
-    y = n * weight * f  # [BN, ALL]
+    n, _, weight, _, f, _, inside = _tile(
+        x_ptr, weight_ptr, gate_ptr, eps, gate_stride, rows, columns, N, H, G, V, GATE_FIRST
+    )
+    y = n * weight if GATE_FIRST else n * weight * f  # [BN, ALL]
     tl.store(y_ptr + rows[:, None] * V + columns[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _normed_backward(
     x_ptr,  # [N, V], contiguous
-    weight_ptr,  # [V] or None
+    weight_ptr,  # [G, V] or None
     gate_ptr,  # [N / H, H, V], tokens gate_stride apart, or None
     dy_ptr,  # [N, V], contiguous
     dx_ptr,  # [N, V], contiguous
     dgate_ptr,  # [N, V], contiguous, or None
-    sums_ptr,  # [P, V], contiguous, or None: the sums of each program for dw
+    sums_ptr,  # [P, V], or [P, BN, V] if G > 1, contiguous, or None: the sums of each program for dw
     eps,
     gate_stride,
     N,
     H: tl.constexpr,
+    G: tl.constexpr,
     V: tl.constexpr,
     BN: tl.constexpr,
     ALL: tl.constexpr,
+    GATE_FIRST: tl.constexpr,
 ):
     """Computes every P-th tile of BN rows of dx and dg."""
     dtype = dx_ptr.dtype.element_ty
@@ -272,33 +305,60 @@ def _normed_backward(
     total = tl.zeros([BN, ALL], tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(N, BN), tl.num_programs(0)):
         rows = (tile * BN + tl.arange(0, BN)).to(tl.int64)  # [BN]
-        n, r, weight, f, slope, inside = _tile(x_ptr, weight_ptr, gate_ptr, eps, gate_stride, rows, columns, N, H, V)
+        n, r, weight, x, f, slope, inside = _tile(
+            x_ptr, weight_ptr, gate_ptr, eps, gate_stride, rows, columns, N, H, G, V, GATE_FIRST
+        )
         places = rows[:, None] * V + columns[None, :]  # [BN, ALL]
         dy = tl.load(dy_ptr + places, mask=inside, other=0.0).to(tl.float32)  # [BN, ALL]
-        u = f * weight * dy
-        dx = r * (u - n * (tl.sum(u * n, axis=1) / V)[:, None])
-        tl.store(dx_ptr + places, dx.to(dtype), mask=inside)
+        dn = weight * dy if GATE_FIRST else f * weight * dy
+        du = r * (dn - n * (tl.sum(dn * n, axis=1) / V)[:, None])  # of what is normed
+        tl.store(dx_ptr + places, (du * f if GATE_FIRST else du).to(dtype), mask=inside)
         if gate_ptr is not None:
-            tl.store(dgate_ptr + places, (slope * n * weight * dy).to(dtype), mask=inside)
-        total += f * n * dy
+            dgate = slope * x * du if GATE_FIRST else slope * n * weight * dy
+            tl.store(dgate_ptr + places, dgate.to(dtype), mask=inside)
+        total += n * dy if GATE_FIRST else f * n * dy
     if sums_ptr is not None:
-        tl.store(sums_ptr + tl.program_id(0) * V + columns, tl.sum(total, axis=0), mask=columns < V)
+        if G == 1:
+            tl.store(sums_ptr + tl.program_id(0) * V + columns, tl.sum(total, axis=0), mask=columns < V)
+        else:
+            rows = tl.program_id(0) * BN + tl.arange(0, BN)  # [BN]
+            tl.store(sums_ptr + rows[:, None] * V + columns[None, :], total, mask=(columns < V)[None, :])
 
 
 @triton.jit
-def _tile(x_ptr, weight_ptr, gate_ptr, eps, gate_stride, rows, columns, N, H: tl.constexpr, V: tl.constexpr):
-    """Returns n [BN, ALL], r [BN, 1], w [1, ALL], f(g) and f'(g) [BN, ALL] of a tile, and where it is in the matrix."""
+def _tile(
+    x_ptr,
+    weight_ptr,
+    gate_ptr,
+    eps,
+    gate_stride,
+    rows,
+    columns,
+    N,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    V: tl.constexpr,
+    GATE_FIRST: tl.constexpr,
+):
+    """Returns n [BN, ALL], r [BN, 1], w [1 or BN, ALL], x, f(g) and f'(g) [BN, ALL] of a tile, and where it is inside
+    of the matrix.
+    """
     inside = (rows < N)[:, None] & (columns < V)[None, :]  # [BN, ALL]
     x = tl.load(x_ptr + rows[:, None] * V + columns[None, :], mask=inside, other=0.0).to(tl.float32)  # [BN, ALL]
-    r = tl.rsqrt(tl.sum(x * x, axis=1) / V + eps)[:, None]
     weight, f, slope = 1.0, 1.0, 0.0
     if weight_ptr is not None:
-        weight = tl.load(weight_ptr + columns, mask=columns < V, other=0.0).to(tl.float32)[None, :]
+        if G == 1:
+            weight = tl.load(weight_ptr + columns, mask=columns < V, other=0.0).to(tl.float32)[None, :]
+        else:
+            weight_rows = weight_ptr + rows % G * V  # [BN]
+            weight = tl.load(weight_rows[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)
     if gate_ptr is not None:
         gate_rows = gate_ptr + rows // H * gate_stride + rows % H * V  # [BN]
         gate = tl.load(gate_rows[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)
         f, slope = _silu(gate)
-    return x * r, r, weight, f, slope, inside
+    u = x * f if GATE_FIRST else x
+    r = tl.rsqrt(tl.sum(u * u, axis=1) / V + eps)[:, None]
+    return u * r, r, weight, x, f, slope, inside
 
 
 @triton.jit

@@ -1,0 +1,71 @@
+"""Kernels for parts of a Mamba-2 layer that no op computes. A plugin provides them: `import gla_transformers` does."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Kernels(Protocol):
+    """Functions that compute a part of a layer in one kernel. They return None for a call that PyTorch is to compute,
+    and have then computed nothing.
+    """
+
+    def convolve_token(
+        self, x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+    ) -> Tensor | None:
+        """Returns f(convolution) at one more token x [B, C, 1], and overwrites the last inputs, `state` [B, C, W].
+
+        Args:
+            weight: [C, W].
+            bias: [C].
+            activation: the name of f; None for the identity.
+        """
+        ...
+
+    def convolve_sequences(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+    ) -> Tensor | None:
+        """Returns f(causal convolution) of whole sequences x [B, C, T], differentiably.
+
+        Args: as in `convolve_token`.
+        """
+        ...
+
+    def step(
+        self,
+        state: Tensor,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None,
+        z: Tensor | None,
+        dt_bias: Tensor | None,
+        dt_softplus: bool,
+        state_batch_indices: Tensor | None,
+        A_is_log: bool,
+    ) -> Tensor | None:
+        """Returns the result of `selective_state_update`, and overwrites the state.
+
+        Args: as in `selective_state_update`, but dt [B, nheads], A and dt_bias [nheads].
+            A_is_log: whether A holds log(-A).
+        """
+        ...
+
+    def norm(
+        self, x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, groups: int, gate_first: bool
+    ) -> Tensor | None:
+        """Returns the RMS norm of each of the equal groups of x [..., width], differentiably.
+
+        Args:
+            weight: [width].
+            gate: [..., width]; silu(gate) multiplies x if gate_first, and otherwise the normed x.
+        """
+        ...
+
+
+provided: Kernels | None = None
+"""The functions of the plugin that was imported last; None if there is none."""

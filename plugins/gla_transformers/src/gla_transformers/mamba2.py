@@ -1,0 +1,109 @@
+"""Parts of a Mamba-2 layer in one kernel each: `gla_core.compat.mamba_ssm.kernels` has the meaning of the functions.
+
+`convolve_token` and `step` are for one token of each sequence, without gradients. The norm and `convolve_sequences`
+have a backward, and serve prompts and training. Compiled code is left to PyTorch's compiler.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from gla_core.ops import autocast
+from gla_core.ops.calls import bypasses_torch, needs_gradient
+from gla_transformers.causal_convolution import convolve_sequences
+from gla_transformers.gated import normed
+
+__all__ = ["convolve_sequences", "convolve_token", "norm", "step"]
+
+MOST_STATES = 256
+"""The greatest number of channels of B and C: registers hold all of them for each channel of a program."""
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_INDICES = (torch.int32, torch.int64)
+
+
+def convolve_token(
+    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+) -> Tensor | None:
+    """Returns the convolution at one more token, as `Kernels.convolve_token` says."""
+    if x.shape[2] != 1 or state.shape != (*x.shape[:2], weight.shape[1]) or activation not in (None, "silu", "swish"):
+        return None
+    if state.stride()[1:] != (state.shape[2], 1) or not weight.is_contiguous():
+        return None
+    kernels = _kernels(x, state, weight, bias) if bias is None or bias.is_contiguous() else None
+    if kernels is None:
+        return None
+    return kernels.convolve_token(x[..., 0], state, weight, bias, activation is not None).mT
+
+
+def step(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+    state_batch_indices: Tensor | None,
+    A_is_log: bool,
+) -> Tensor | None:
+    """Returns the step of one token, as `Kernels.step` says."""
+    slots = state_batch_indices
+    if B.shape[2] > MOST_STATES or 0 in state.stride() or not (slots is None or slots.dtype in _INDICES):
+        return None
+    kernels = _kernels(x, state, dt, A, B, C, D, z, dt_bias)
+    if kernels is None or (slots is not None and slots.device != x.device):
+        return None
+    x, B, C = _with_rows(x), _with_rows(B), _with_rows(C)
+    z = None if z is None else _with_rows(z)
+    return kernels.step(state, x, dt, A, B, C, D, z, dt_bias, slots, dt_softplus, A_is_log)
+
+
+def norm(x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, groups: int, gate_first: bool) -> Tensor | None:
+    """Returns the norm of each group, as `Kernels.norm` says."""
+    width = x.shape[-1]
+    if x.ndim < 2 or width % groups or weight.dtype != x.dtype or weight.shape != (width,):
+        return None
+    if groups == 1 and (gate is None or x.shape[-2] == 1):  # views would take a third of the time on the host
+        return normed(x, weight, gate, eps, gate_first)
+    split = (groups, width // groups)
+    gate = None if gate is None else gate.view(gate.shape[:-1] + split)
+    y = normed(x.view(x.shape[:-1] + split), weight.view(split), gate, eps, gate_first)
+    return None if y is None else y.view(x.shape)
+
+
+def _with_rows(x: Tensor) -> Tensor:
+    """Returns x with a contiguous last dimension."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _kernels(x: Tensor, *others: Tensor | None) -> ModuleType | None:
+    """Returns the module of the kernels; None if PyTorch computes the call."""
+    tensors = [x, *(other for other in others if other is not None)]
+    if is_compiling() or needs_gradient(*tensors):
+        return None
+    for tensor in tensors:
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.dtype not in _DTYPES or tensor.device != x.device:
+            return None
+    with autocast.off(x.device.type):  # it changes nothing here
+        return _kernels_of(x.device) if bypasses_torch(x) else None
+
+
+def _kernels_of(device: torch.device) -> ModuleType | None:
+    return _of_triton() if device.type == "cuda" and device.index == torch.cuda.current_device() else None
+
+
+@functools.cache
+def _of_triton() -> ModuleType | None:
+    try:
+        from gla_transformers import mamba2_kernel
+    except ImportError:
+        return None
+    return mamba2_kernel

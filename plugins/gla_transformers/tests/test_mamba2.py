@@ -1,0 +1,374 @@
+"""Parts of a Mamba-2 layer in one kernel each: their values, the calls that they leave to PyTorch, and their number.
+
+tests/compat/test_with_transformers.py has transformers' models that run in these kernels.
+"""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gla_core.compat.mamba_ssm import kernels, selective_state_update
+from gla_core.conformance.tolerances import FORWARD, relative_error
+from gla_transformers import causal_convolution, gated, mamba2
+
+triton = pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+runs = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a GPU, or TRITON_INTERPRET=1")
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (not INTERPRETED)
+EPS = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch):
+    """A list to which every call of a kernel adds its name. On a CPU, kernels are interpreted."""
+    from gla_transformers import causal_convolution_kernel, gated_kernel, mamba2_kernel
+
+    def noted(module, name):
+        return lambda *args: found.append(name) or getattr(module, name)(*args)
+
+    found: list[str] = []
+    for dispatch, module, names in (
+        (mamba2, mamba2_kernel, ("convolve_token", "step")),
+        (causal_convolution, causal_convolution_kernel, ("convolve", "convolve_backward")),
+        (gated, gated_kernel, ("normed", "normed_backward")),
+    ):
+        functions = SimpleNamespace(**{name: noted(module, name) for name in names})
+        monkeypatch.setattr(dispatch, "_kernels_of", lambda device, functions=functions: functions)
+    monkeypatch.setattr(kernels, "provided", mamba2)
+    return found
+
+
+def rand(*shape, dtype=torch.float32):
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def check(found, expected, dtype):
+    assert found.dtype == dtype
+    assert found.shape == expected.shape
+    assert relative_error(found, expected) <= FORWARD[dtype]
+
+
+@runs
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ["silu", "swish", None])
+@pytest.mark.parametrize(("batch", "channels", "width"), [(1, 5, 4), (3, 130, 3), (2, 300, 2)])
+def test_convolution(batch, channels, width, activation, dtype, calls):
+    """Several tokens, slices of a projection, one after the other."""
+    state, weight, bias = rand(batch, channels, width, dtype=dtype), rand(channels, width, dtype=dtype), rand(channels)
+    bias = None if activation == "swish" else bias.to(dtype)
+    history = state.double()
+    for _ in range(width + 1):
+        x = rand(batch, 1, channels + 7, dtype=dtype)[..., 3 : 3 + channels].mT
+        y = mamba2.convolve_token(x, state, weight, bias, activation)
+        history = torch.cat([history[..., 1:], x.double()], -1)
+        expected = (history * weight.double()).sum(-1, keepdim=True) + (0 if bias is None else bias.double()[:, None])
+        check(y, F.silu(expected) if activation else expected, dtype)
+        assert y.mT.is_contiguous()
+        assert torch.equal(state.double(), history)
+    assert calls == ["convolve_token"] * (width + 1)
+
+
+def convolved(x, weight, bias, activation):
+    """Returns the causal convolution of x [B, C, T] by PyTorch."""
+    width = weight.shape[1]
+    y = F.conv1d(x, weight[:, None], bias, padding=width - 1, groups=len(weight))[..., : x.shape[2]]
+    return y if activation is None else F.silu(y)
+
+
+@runs
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ["silu", None])
+@pytest.mark.parametrize("order", ["tokens", "channels"])
+@pytest.mark.parametrize(("batch", "channels", "T", "width"), [(1, 5, 1, 4), (2, 70, 37, 3), (1, 64, 32, 4)])
+def test_convolution_of_sequences(batch, channels, T, width, order, activation, dtype, calls):
+    """Values and gradients. The memory of x is that of a slice of a projection, or has tokens contiguous."""
+    x = rand(batch, T, channels + 7, dtype=dtype)[..., 3 : 3 + channels].mT
+    x = (x if order == "channels" else x.contiguous()).requires_grad_()
+    given = [x, rand(channels, width, dtype=dtype).requires_grad_(), rand(channels, dtype=dtype).requires_grad_()]
+    for some in (given, given[:2]):
+        exact = [y.detach().double().requires_grad_() for y in some]
+        without = [None] * (3 - len(some))
+        y, expected = mamba2.convolve_sequences(*some, *without, activation), convolved(*exact, *without, activation)
+        dy = torch.randn_like(y)
+        gradients = torch.autograd.grad(y, some, dy), torch.autograd.grad(expected, exact, dy.double())
+        for a, b in zip((y, *gradients[0]), (expected, *gradients[1]), strict=True):
+            check(a, b, dtype)
+        assert y.mT.is_contiguous()
+    assert calls == ["convolve", "convolve_backward"] * 2
+
+
+@runs
+def test_no_sequences(calls):
+    x, weight = rand(0, 6, 9).requires_grad_(), rand(6, 4).requires_grad_()
+    y = mamba2.convolve_sequences(x, weight, None, "silu")
+    assert torch.autograd.grad(y.sum(), weight)[0].eq(0).all()
+
+
+@runs
+def test_convolutions_that_are_left_to_pytorch(calls):
+    x, weight = rand(2, 6, 9), rand(6, 4)
+    wide = rand(6, causal_convolution.WIDEST + 1)
+    for given in (
+        (x.double(), weight),
+        (x, weight.double()),
+        (x, rand(5, 4)),
+        (x, wide),
+        (x, weight.mT.contiguous().mT),
+    ):
+        assert mamba2.convolve_sequences(*given, None, "silu") is None
+    assert mamba2.convolve_sequences(x, weight, None, "gelu") is None
+    assert calls == []
+
+
+def step_inputs(batch, heads, groups, V, N, dtype):
+    """Returns the arguments of a step as mamba_ssm's layer passes them; tokens are slices of a projection."""
+    x, z = (rand(batch, heads * V + 5, dtype=dtype)[:, : heads * V].unflatten(-1, (heads, V)) for _ in range(2))
+    B, C = rand(batch, 2 * groups * N, dtype=dtype).unflatten(-1, (2, groups, N)).unbind(1)
+    return {
+        "x": x,
+        "dt": (3 * rand(batch, heads, 1, dtype=dtype)).expand(-1, -1, V),
+        "A": (-rand(heads).exp())[:, None, None].expand(-1, V, N),
+        "B": B,
+        "C": C,
+        "D": rand(heads, 1, dtype=dtype).expand(-1, V),
+        "z": z,
+        "dt_bias": rand(heads, 1, dtype=dtype).expand(-1, V),
+    }
+
+
+def stepped(state, x, dt, A, B, C, D=None, z=None, dt_bias=None, softplus=True):
+    """Returns the output and the next state in float64."""
+    x, dt, A, B, C = (y.double() for y in (x, dt, A, B, C))
+    dt = dt if dt_bias is None else dt + dt_bias.double()
+    dt = (F.softplus(dt) if softplus else dt)[..., None]
+    B, C = (y.repeat_interleave(x.shape[1] // y.shape[1], 1)[:, :, None] for y in (B, C))
+    state = (dt * A).exp() * state.double() + dt * x[..., None] * B
+    y = (state * C).sum(-1)
+    y = y if D is None else y + x * D.double()
+    return (y if z is None else y * F.silu(z.double())), state
+
+
+SHAPES = [(1, 4, 2, 8, 16), (3, 3, 1, 20, 24), (2, 6, 6, 5, 130)]
+"""batch, heads, groups, V and N."""
+
+
+@runs
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("wide", [False, True])
+def test_step(shape, dtype, swapped, wide, calls, monkeypatch):
+    """Several tokens; in a state in memory, N is contiguous or V. A program computes few channels or many."""
+    from gla_transformers import mamba2_kernel
+
+    monkeypatch.setattr(mamba2_kernel, "FULL", 0 if wide else 10**9)
+    mamba2_kernel._launches.cache_clear()
+    batch, heads, _, V, N = shape
+    state = rand(batch, heads, N, V).mT if swapped else rand(batch, heads, V, N)
+    exact = state.double()
+    for _ in range(3):
+        given = step_inputs(*shape, dtype)
+        y = selective_state_update(state, **given, dt_softplus=True)
+        expected, exact = stepped(exact, **given)
+        check(y, expected, dtype)
+        check(state, exact, torch.float32)
+    assert calls == ["step"] * 3
+
+
+@runs
+@torch.no_grad()
+@pytest.mark.parametrize("left", [(), ("D",), ("z",), ("dt_bias",), ("D", "z", "dt_bias")], ids=str)
+@pytest.mark.parametrize("softplus", [False, True])
+def test_options_of_a_step(left, softplus, calls):
+    given = {name: x for name, x in step_inputs(*SHAPES[1], torch.float32).items() if name not in left}
+    if "D" in given:
+        given["D"] = rand(3, 20)
+    if not softplus:
+        given["dt"] = given["dt"][..., :1].abs().expand(-1, -1, 20)
+    state = rand(3, 3, 20, 24)
+    expected, after = stepped(state, **given, softplus=softplus)
+    check(selective_state_update(state, **given, dt_softplus=softplus), expected, torch.float32)
+    check(state, after, torch.float32)
+    assert calls == ["step"]
+
+
+@runs
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_states_of_half_precision_are_rounded_once(dtype, calls):
+    given, state = step_inputs(*SHAPES[1], torch.float32), rand(3, 3, 20, 24, dtype=dtype)
+    expected, after = stepped(state, **given)
+    check(selective_state_update(state, **given, dt_softplus=True), expected, torch.float32)
+    check(state, after, dtype)
+    assert calls == ["step"]
+
+
+@runs
+@torch.no_grad()
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+def test_states_of_a_pool(index, calls):
+    """A row with a negative index reads and writes no state."""
+    given, pool = step_inputs(*SHAPES[1], torch.float32), rand(5, 3, 20, 24)
+    before, slots = pool.clone(), torch.tensor([4, -1, 2], dtype=index, device=DEVICE)
+    y = selective_state_update(pool, **given, dt_softplus=True, state_batch_indices=slots)
+    expected, after = stepped(before[[4, 0, 2]], **given)
+    check(y[::2], expected[::2], torch.float32)
+    check(y[1], given["x"][1] * given["D"] * F.silu(given["z"][1]), torch.float32)
+    check(pool[[4, 2]], after[::2], torch.float32)
+    assert torch.equal(pool[[0, 1, 3]], before[[0, 1, 3]])
+    assert calls == ["step"]
+
+
+@runs
+def test_small_time_steps_keep_their_precision(calls):
+    """softplus(-12) is 6e-6; log(1 + e) would round it to 1 %."""
+    given, state = step_inputs(*SHAPES[0], torch.float32), torch.zeros(1, 4, 8, 16, device=DEVICE)
+    given |= {"dt": torch.full((1, 4, 1), -12.0, device=DEVICE).expand(-1, -1, 8), "dt_bias": None}
+    _, after = stepped(state, **given)
+    selective_state_update(state, **given, dt_softplus=True)
+    torch.testing.assert_close(state.double(), after, rtol=1e-5, atol=1e-12)
+    assert calls == ["step"]
+
+
+def norm(x, weight, gate, groups, gate_first):
+    """Returns the norm of groups by PyTorch."""
+    u = x * F.silu(gate) if gate_first and gate is not None else x
+    y = F.rms_norm(u.unflatten(-1, (groups, -1)), (x.shape[-1] // groups,), None, EPS).flatten(-2) * weight
+    return y if gate_first or gate is None else y * F.silu(gate)
+
+
+@runs
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("gate_first", [False, True])
+@pytest.mark.parametrize(("rows", "groups", "width"), [(1, 1, 20), (7, 4, 16), (3, 3, 700), (90, 2, 64), (0, 2, 8)])
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_norm(rows, tokens, groups, width, gate_first, dtype, calls):
+    """Values and gradients; the gate is a slice of a projection."""
+    x, gates = (rand(rows, tokens, groups * width + n, dtype=dtype) for n in (0, 5))
+    gate = gates[..., : groups * width].requires_grad_()
+    weight = rand(groups * width, dtype=dtype).requires_grad_()
+    x.requires_grad_()
+    for given in ((x, weight, gate), (x, weight)):
+        exact = [y.detach().double().requires_grad_() for y in given]
+        y = mamba2.norm(*given, *[None] * (3 - len(given)), EPS, groups, gate_first)
+        expected = norm(*exact, *[None] * (3 - len(given)), groups, gate_first)
+        dy = torch.randn_like(y)
+        results = torch.autograd.grad(y, given, dy), torch.autograd.grad(expected, exact, dy.double())
+        for a, b in zip((y, *results[0]), (expected, *results[1]), strict=True):
+            check(a, b, dtype)
+    assert calls == ["normed", "normed_backward"] * 2
+
+
+@runs
+def test_wide_norms(calls):
+    """Rows of Mamba-2 models have up to 8192 channels; more warps read longer ones."""
+    x, weight = rand(3, 5120), rand(5120)
+    check(mamba2.norm(x, weight, x, EPS, 1, True), norm(x.double(), weight.double(), x.double(), 1, True), x.dtype)
+    assert calls == ["normed"]
+
+
+@torch.no_grad()
+def test_calls_that_are_left_to_pytorch(calls):
+    x, state, weight = rand(2, 6, 1), rand(2, 6, 4), rand(6, 4)
+    for given in (
+        (rand(2, 6, 2), state, weight, None, "silu"),
+        (x, rand(2, 6, 5), weight, None, "silu"),
+        (x, state, weight, None, "gelu"),
+        (x.double(), state, weight, None, "silu"),
+        (x, state.mT.contiguous().mT, weight, None, "silu"),
+    ):
+        assert mamba2.convolve_token(*given) is None
+    with torch.enable_grad():
+        assert mamba2.convolve_token(x.clone().requires_grad_(), state, weight, None, "silu") is None
+    given = step_inputs(*SHAPES[0], torch.float32)
+    with pytest.raises(ValueError, match="in place"):
+        selective_state_update(torch.zeros(1, 4, 8, 1, device=DEVICE).expand(-1, -1, -1, 16), **given)
+    selective_state_update(torch.zeros(1, 4, 8, 16, device=DEVICE), **given | {"A": given["A"].contiguous()})  # Mamba-1
+    assert mamba2.norm(rand(2, 6), weight.new_ones(6, dtype=torch.float64), None, EPS, 2, True) is None
+    assert mamba2.norm(rand(2, 6), rand(6), None, EPS, 4, True) is None
+    assert calls == []
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("request_", ["reference", "batch_invariant=64"])
+def test_a_request_is_left_to_the_op(request_, calls):
+    import gla_core as gla
+
+    given, state = step_inputs(*SHAPES[0], torch.float32), rand(*SHAPES[0][:2], *SHAPES[0][3:])
+    expected, _ = stepped(state, **given)
+    with gla.use_backend(request_):
+        check(selective_state_update(state, **given, dt_softplus=True), expected, torch.float32)
+    assert calls == []
+
+
+TARGETS = {"H100": ("cuda", 90, 32), "A100": ("cuda", 80, 32), "MI300X": ("hip", "gfx942", 64)}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiles")
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("whole", [True, False])
+def test_they_compile_for_gpus(target, whole, swapped):
+    """With all optional arguments, and without them. On NVIDIA GPUs, a thread reads 16 bytes of a state at once."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from gla_transformers import causal_convolution_kernel as sequences
+    from gla_transformers import mamba2_kernel
+    from gla_triton_kernels.runtime.architecture import Architecture, Gpu
+
+    gpu = Gpu({"H100": Architecture.SM90, "A100": Architecture.SM80, "MI300X": Architecture.AMD}[target], 132)
+    given = {k: v.cpu() for k, v in step_inputs(64, 128, 8, 64, 128, torch.bfloat16).items()}
+    rest = [given[name] if whole else None for name in ("D", "z", "dt_bias")]
+    state = torch.empty(64, 128, 128, 64).mT if swapped else torch.empty(64, 128, 64, 128)
+    one = [given["dt"][..., 0], given["A"][:, 0, 0]]
+    bias = None if rest[2] is None else rest[2][:, 0]
+    slots = torch.arange(64) if whole else None
+    tensors = (state, given["x"], *one, given["B"], given["C"], *rest[:2], bias, slots, torch.empty_like(given["x"]))
+    x, filters = torch.empty(64, 9088, dtype=torch.bfloat16)[:, :4352], torch.empty(4352, 4, dtype=torch.bfloat16)
+    history = torch.empty(64, 4352, 4, dtype=torch.bfloat16)
+    convolution = (x, history, filters, filters[:, 0].contiguous() if whole else None, torch.empty_like(x))
+    launches = [
+        mamba2_kernel.state_update(tensors, gpu, whole, whole),
+        mamba2_kernel.convolution(convolution, gpu, whole),
+    ]
+    u, sums = x[:, None].expand(-1, 99, -1).mT, torch.empty(64 * 4, 5, 4352)
+    for kernel, rest in ((sequences._convolve, (u,)), (sequences._convolve_backward, (u, u, sums))):
+        launches.append(sequences.launch(kernel, (u, *convolution[2:4], *rest), whole))
+    for launch in launches:
+        signature, constants, attributes = described(launch)
+        source = ASTSource(launch.kernel, signature, constants, attributes)
+        compiled = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=dict(launch.options))
+        if target == "MI300X":
+            assert compiled.asm["hsaco"]
+        elif launch.kernel is mamba2_kernel._step:
+            assert "ld.global.v4.b32" in compiled.asm["ptx"]
+            assert "st.global.v4.b32" in compiled.asm["ptx"]
+        elif launch.kernel in (sequences._convolve, sequences._convolve_backward):
+            assert compiled.asm["ptx"].count("ld.global.v4.b32") >= 8, "4 taps, 2 loads of each"
+
+
+def described(launch):
+    """Returns the signature, the constants and the attributes with which a launch is compiled."""
+    names = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64"}
+    signature, constants, attributes = {}, {}, {}
+    for i, (parameter, value) in enumerate(zip(launch.kernel.params, launch.arguments.values(), strict=True)):
+        if isinstance(value, torch.Tensor):
+            signature[parameter.name] = names[value.dtype]
+        elif parameter.is_constexpr or value is None or value == 1:
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+        else:
+            signature[parameter.name] = "i32"
+        aligned = not isinstance(value, int) or value % 16 == 0
+        if signature[parameter.name] != "constexpr" and aligned and not parameter.do_not_specialize_on_alignment:
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    return signature, constants, attributes
