@@ -57,7 +57,7 @@ STATES: tuple[dict[str, Any], ...] = (
     {"initial_state": False, "checkpoint_every": 128},
 )
 FACTORS = (tuple({"K": K, "V": V} for K, V in WIDTHS), GATES, LAYOUTS, STATES)
-"""What calls of chunk_gla are made of, beside their dtype."""
+"""The parts of a call of chunk_gla, other than its dtype."""
 MOST_USED = (({"dtype": torch.bfloat16},), ({"K": 128, "V": 128},), GATES, LAYOUTS, STATES[:1])
 
 
