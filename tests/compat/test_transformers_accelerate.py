@@ -82,8 +82,8 @@ def test_all_models_that_exist(fakes):
         f"mamba2_chunk_scan: computed by gla_core in {places}",
         f"mamba2_selective_state_update: computed by gla_core in {places}",
         f"mamba2_split_conv1d_scan_combined: left out for mamba2_chunk_scan in {places}",
-        f"causal_conv1d_fn: computed by a kernel of a plugin, if there is one, in {places}",
-        f"causal_conv1d_update: computed by a kernel of a plugin, if there is one, in {places}",
+        f"causal_conv1d_fn: computed on a GPU by a kernel of gla_transformers, if it is imported, in {places}",
+        f"causal_conv1d_update: computed on a GPU by a kernel of gla_transformers, if it is imported, in {places}",
         NO_KERNELS,
     ]
     found.undo()

@@ -295,6 +295,30 @@ def test_compiled_without_a_break(calls):
         torch.testing.assert_close(found, layer(x))
 
 
+def test_generating_with_a_static_cache_compiles_a_step_without_a_break(model):
+    """A GPU replays this step as a CUDA graph."""
+    pytest.importorskip("gla_transformers")  # whose kernels are left out of compiled code
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    every_device = transformers.CompileConfig(fullgraph=True, dynamic=False, backend=backend, mode=None)
+    every_device._compile_all_devices = True
+    torch._dynamo.reset()
+    options = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static"}
+    try:
+        expected = model.generate(tokens_of(), **options, disable_compile=True)
+    except IndexError as error:  # 5.17: FalconH1 with mamba_rms_norm
+        pytest.skip(f"transformers itself fails here: {error}")
+    with accelerate():
+        found = model.generate(tokens_of(), **options, compile_config=every_device)
+    assert torch.equal(found, expected)
+    (graph,) = graphs
+    assert sum("recurrent_gla_step" in str(node.target) for node in graph.graph.nodes) == layers_of(model)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["Mamba2", "FalconH1"])
 def test_bfloat16(name, calls, by_kernels):

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from gla_core.compat.mamba_ssm import kernels
 from gla_core.dispatch.request import current_request
@@ -244,8 +245,10 @@ def _by_kernel(*given: Any) -> Tensor | None:
 
     A request that names backends for the op, or asks for batch invariance, is left to the op.
     """
+    if kernels.provided is None or is_compiling():
+        return None
     request = current_request()
-    if kernels.provided is None or request.choice("recurrent_gla_step").names or request.batch_invariant is not None:
+    if request.choice("recurrent_gla_step").names or request.batch_invariant is not None:
         return None
     return kernels.provided.step(*given)
 

@@ -238,7 +238,7 @@ class _New(NamedTuple):
 
 
 ONE_TOKEN = "computed by gla_core for one token"
-BY_KERNEL = "computed by a kernel of a plugin, if there is one,"
+BY_KERNEL = "computed on a GPU by a kernel of gla_transformers, if it is imported,"
 NOTE = "convolutions of packed sequences are left to transformers"
 NO_KERNELS = "convolutions and norms are left to transformers; on a GPU, import gla_transformers, which has kernels"
 FUNCTIONS: Mapping[str, _New] = {
