@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import gla_core as gla
+from gla_core.conformance.conftest import prepare_threads
 from gla_core.conformance.conftest import pytest_runtest_teardown as pytest_runtest_teardown  # frees memory
 from gla_core.ops import _run
 
@@ -43,8 +44,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure():
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        torch.set_num_threads(1)  # else each worker starts a thread a core
+    prepare_threads()
 
 
 @functools.cache

@@ -33,15 +33,27 @@ _backend = pytest.StashKey[Backend]()
 _device = pytest.StashKey[str]()
 _precision = pytest.StashKey[str]()
 _HERE = Path(__file__).parent
+_ELEMENTARY = (torch.exp, torch.expm1, torch.log, torch.log1p, torch.sqrt, torch.sin, torch.cos, torch.tanh, torch.erf)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "over(op, *workloads, **conditions): the cases that a test runs on")
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        torch.set_num_threads(1)  # else each worker starts a thread a core, and the oracle takes many times as long
+    prepare_threads()
     config.stash[_backend], config.stash[_device] = subject(config)
     config.stash[_precision] = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
+
+
+def prepare_threads() -> None:
+    """Makes results on a CPU independent of the threads of PyTorch.
+
+    If several threads make the first call of an elementary function, one of them may compute it in low precision, with
+    errors of 1e-4. So one thread calls each of them first. Source: https://github.com/pytorch/pytorch/issues/188792.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)  # else each worker starts a thread a core, and the oracle takes many times as long
+    for dtype, function in itertools.product((torch.float32, torch.float64), _ELEMENTARY):
+        function(torch.ones(1, dtype=dtype))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
