@@ -5,21 +5,18 @@ transformers takes PyTorch's convolution, which copies its input to put time las
 
 from __future__ import annotations
 
-import functools
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.compiler import is_compiling
 
-from gla_core.ops import autocast
-from gla_core.ops.calls import bypasses_torch, needs_gradient
+from gla_core.ops.calls import needs_gradient
+from gla_transformers.dispatch import is_eager, is_taken, module_of
 
 WIDEST = 8
 """The greatest width of a filter that the kernels compute: they are unrolled over pairs of its taps."""
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def convolve_sequences(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor | None:
@@ -35,28 +32,14 @@ def convolve_sequences(x: Tensor, weight: Tensor, bias: Tensor | None, activatio
 
 def _kernels(x: Tensor, weight: Tensor, bias: Tensor | None) -> ModuleType | None:
     """Returns the module of the kernels; None if PyTorch computes the call."""
-    if is_compiling() or x.dtype not in _DTYPES:
+    parameters = [weight] if bias is None else [weight, bias]
+    if not is_eager(x) or not all(is_taken(parameter, x) and parameter.is_contiguous() for parameter in parameters):
         return None
-    for parameter in (weight, bias):
-        if parameter is not None:
-            plain = type(parameter) in (Tensor, nn.Parameter) and parameter.is_contiguous()
-            if not plain or parameter.dtype not in _DTYPES or parameter.device != x.device:
-                return None
-    with autocast.off(x.device.type):  # it changes nothing here
-        return _kernels_of(x.device) if bypasses_torch(x) else None
+    return _kernels_of(x.device)
 
 
 def _kernels_of(device: torch.device) -> ModuleType | None:
-    return _of_triton() if device.type == "cuda" and device.index == torch.cuda.current_device() else None
-
-
-@functools.cache
-def _of_triton() -> ModuleType | None:
-    try:
-        from gla_transformers import causal_convolution_kernel
-    except ImportError:
-        return None
-    return causal_convolution_kernel
+    return module_of("causal_convolution_kernel", device)
 
 
 class _Convolved(torch.autograd.Function):

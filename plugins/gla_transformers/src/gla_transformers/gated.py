@@ -10,22 +10,19 @@ code is left to PyTorch's compiler, which makes one kernel of them too.
 
 from __future__ import annotations
 
-import functools
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.compiler import is_compiling
 
-from gla_core.ops import autocast
-from gla_core.ops.calls import bypasses_torch, needs_gradient
+from gla_core.ops.calls import needs_gradient
+from gla_transformers.dispatch import is_eager, is_taken, module_of
 
 WIDEST = 8192
 """The greatest width of a norm that the kernels compute: registers hold whole rows."""
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def gated(gate: Tensor, x: Tensor) -> Tensor:
@@ -69,33 +66,20 @@ def forgetting(q: Tensor, f: Tensor, lower_bound: Tensor | None) -> tuple[Tensor
 
 def _is_plain(weight: Tensor | None, x: Tensor) -> bool:
     """Returns whether the kernels take a weight together with x."""
-    if weight is None:
-        return True
-    plain = type(weight) in (Tensor, nn.Parameter) and weight.is_contiguous()
-    return plain and weight.dtype in _DTYPES and weight.device == x.device
+    return weight is None or (is_taken(weight, x) and weight.is_contiguous())
 
 
 def _kernels(x: Tensor, gate: Tensor | None) -> ModuleType | None:
     """Returns the module of the kernels; None if PyTorch computes the call."""
-    if is_compiling() or x.dtype not in _DTYPES:
+    if not is_eager(x):
         return None
     if gate is not None and (type(gate), gate.shape, gate.dtype, gate.device) != (Tensor, x.shape, x.dtype, x.device):
         return None
-    with autocast.off(x.device.type):  # it changes nothing here
-        return _kernels_of(x.device) if bypasses_torch(x) else None
+    return _kernels_of(x.device)
 
 
 def _kernels_of(device: torch.device) -> ModuleType | None:
-    return _of_triton() if device.type == "cuda" and device.index == torch.cuda.current_device() else None
-
-
-@functools.cache
-def _of_triton() -> ModuleType | None:
-    try:
-        from gla_transformers import gated_kernel
-    except ImportError:
-        return None
-    return gated_kernel
+    return module_of("gated_kernel", device)
 
 
 class _Gated(torch.autograd.Function):

@@ -6,23 +6,20 @@ have a backward, and serve prompts and training. Compiled code is left to PyTorc
 
 from __future__ import annotations
 
-import functools
 from types import ModuleType
 
 import torch
-from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch import Tensor
 
-from gla_core.ops import autocast
-from gla_core.ops.calls import bypasses_torch, needs_gradient
+from gla_core.ops.calls import needs_gradient
 from gla_transformers.causal_convolution import convolve_sequences
+from gla_transformers.dispatch import is_eager, is_taken, module_of
 from gla_transformers.gated import normed
 
 __all__ = ["convolve_sequences", "convolve_token", "norm", "step"]
 
 MOST_STATES = 256
 """The greatest number of channels of B and C: registers hold all of them for each channel of a program."""
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _INDICES = (torch.int32, torch.int64)
 
 
@@ -87,23 +84,10 @@ def _with_rows(x: Tensor) -> Tensor:
 def _kernels(x: Tensor, *others: Tensor | None) -> ModuleType | None:
     """Returns the module of the kernels; None if PyTorch computes the call."""
     tensors = [x, *(other for other in others if other is not None)]
-    if is_compiling() or needs_gradient(*tensors):
+    if not is_eager(x) or needs_gradient(*tensors) or not all(is_taken(tensor, x) for tensor in tensors):
         return None
-    for tensor in tensors:
-        if type(tensor) not in (Tensor, nn.Parameter) or tensor.dtype not in _DTYPES or tensor.device != x.device:
-            return None
-    with autocast.off(x.device.type):  # it changes nothing here
-        return _kernels_of(x.device) if bypasses_torch(x) else None
+    return _kernels_of(x.device)
 
 
 def _kernels_of(device: torch.device) -> ModuleType | None:
-    return _of_triton() if device.type == "cuda" and device.index == torch.cuda.current_device() else None
-
-
-@functools.cache
-def _of_triton() -> ModuleType | None:
-    try:
-        from gla_transformers import mamba2_kernel
-    except ImportError:
-        return None
-    return mamba2_kernel
+    return module_of("mamba2_kernel", device)
