@@ -62,10 +62,10 @@ def checkpoint_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def new_checkpoints(k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None, every: int) -> torch.Tensor:
-    """Returns new memory for the checkpoints [B, n, Hv, K, V] of chunk_gla_fwd.
-
-    Packed sequences leave some rows unused, and a backend has to fill these with zeros.
+    """Returns memory for the checkpoints [B, n, Hv, K, V] of chunk_gla_fwd. For packed sequences it is filled with
+    zeros, because they leave some rows unwritten.
     """
     B, T, Hv, V = v.shape
-    n = checkpoint_rows(T, number_of_sequences(B, cu_seqlens), every, packed=cu_seqlens is not None)
-    return v.new_empty(B, n, Hv, k.shape[3], V, dtype=checkpoint_dtype(k.dtype))
+    N, allocate = number_of_sequences(B, cu_seqlens), v.new_empty if cu_seqlens is None else v.new_zeros
+    n = checkpoint_rows(T, N, every, packed=cu_seqlens is not None)
+    return allocate(B, n, Hv, k.shape[3], V, dtype=checkpoint_dtype(k.dtype))

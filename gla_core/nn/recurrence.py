@@ -77,7 +77,7 @@ def read_sequences(
 
     The other arguments and the results are as in `GatedLinearAttention.forward`.
     """
-    added = output if residual is None else functools.partial(output, residual=residual)
+    added = _added(output, residual)
     if shard is not None or layer.context_parallel is not None:
         _refuse_over_ranks(
             layer, state=state, output_final_state=output_final_state or None, attention_mask=attention_mask
@@ -125,7 +125,7 @@ def read_sequences(
         max_seqlen=max_seqlen,
         **gate_options(layer),
     )
-    if padded is not None:  # the tokens of o are in front of the padding, and those of the residual are not
+    if padded is not None:  # o has the padding of each row at its end, and the residual where the mask has it
         y = padded.back(output(o, x, *others))
         y = y if residual is None else residual + y
     else:
@@ -179,10 +179,15 @@ def read_tokens(
         conv = tuple(_with_rows(pool, new, state_indices, inplace) for pool, new in pairs)
     if position is not None and before is not None:
         position = _with_rows(position, before + 1, state_indices, inplace)
-    y = output(o, x, *others) if residual is None else output(o, x, *others, residual=residual)
+    y = _added(output, residual)(o, x, *others)
     if others and state_indices is not None:  # o is 0 in skipped rows, and the others are not
         y = torch.where(_skipped(state_indices, len(state.recurrent))[:, None], 0, y)
     return y, state if inplace else GLAState(recurrent, conv, position)
+
+
+def _added(output: Output, residual: Tensor | None) -> Output:
+    """Returns a function that computes y and adds a residual, if there is one."""
+    return output if residual is None else functools.partial(output, residual=residual)
 
 
 class Step(NamedTuple):

@@ -151,7 +151,7 @@ def _forward(
     """Computes chunk_gla_fwd, segment by segment."""
     o = v.new_zeros(*q.shape[:2], max(q.shape[2], v.shape[2]), v.shape[3])
     states = _states(k, v, cu_seqlens, initial_state)
-    checkpoints = None if checkpoint_every is None else new_checkpoints(k, v, cu_seqlens, checkpoint_every).zero_()
+    checkpoints = None if checkpoint_every is None else new_checkpoints(k, v, cu_seqlens, checkpoint_every)
     parts = _segments(tokens, q, cu_seqlens, checkpoint_every)
     given = ((q, k, v, g), scale, states, checkpoint_every, gate_normalizer)
     for part, _, found, kept in _forwards(compute, parts, *given):

@@ -58,7 +58,7 @@ def chunk_gla_fwd(
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
     o = v.new_empty(B, T, max(q.shape[2], H), V)
     final = v.new_empty(N, H, K, V, dtype=dtype)
-    checkpoints = None if checkpoint_every is None else new_checkpoints(k, v, cu_seqlens, checkpoint_every).zero_()
+    checkpoints = None if checkpoint_every is None else new_checkpoints(k, v, cu_seqlens, checkpoint_every)
     if N == 0:
         return o.zero_(), final if output_final_state else None, checkpoints  # no token belongs to a sequence
     C = min(SEGMENT, 1 << max(T - 1, 0).bit_length())  # at most the power of two that holds T
