@@ -54,14 +54,15 @@ def normed(
 def forgetting(q: Tensor, f: Tensor, lower_bound: Tensor | None) -> tuple[Tensor, Tensor, Tensor] | None:
     """Returns the op's q, k and g of HGRN2 from q and f [..., width]; None if they are left to PyTorch.
 
-    It is a value for `HGRN2.kernel`. PyTorch computes calls that need a gradient, and bounds that are not [width].
+    It is a value for `HGRN2.kernel`. Autograd keeps q, f and the bound. PyTorch computes bounds that are not [width].
     """
-    if torch.is_grad_enabled() or q.ndim < 2 or q.shape != f.shape:
+    fits = q.ndim > 1 and (lower_bound is None or lower_bound.shape == q.shape[-1:]) and _is_plain(lower_bound, q)
+    kernels = _kernels(q, f) if fits else None
+    if kernels is None:
         return None
-    if lower_bound is not None and (lower_bound.shape != q.shape[-1:] or not _is_plain(lower_bound, q)):
-        return None
-    kernels = _kernels(q, f)
-    return None if kernels is None else kernels.forgetting(q, f, lower_bound)
+    if not needs_gradient(q, f, lower_bound):
+        return kernels.forgetting(q, f, lower_bound)
+    return _Forgetting.apply(kernels, q, f, lower_bound)  # pyright: ignore[reportReturnType]
 
 
 def _is_plain(weight: Tensor | None, x: Tensor) -> bool:
@@ -106,3 +107,16 @@ class _Normed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple:  # pyright: ignore[reportIncompatibleMethodOverride]
         return None, *ctx.kernels.normed_backward(*ctx.saved_tensors, *ctx.options, dy), None, None
+
+
+class _Forgetting(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernels: Any, q: Tensor, f: Tensor, bound: Any) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.kernels = kernels
+        ctx.save_for_backward(q, f, bound)
+        return kernels.forgetting(q, f, bound)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, dk: Tensor, dg: Tensor) -> tuple:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, *ctx.kernels.forgetting_backward(*ctx.saved_tensors, dy, dk, dg, ctx.needs_input_grad[3])

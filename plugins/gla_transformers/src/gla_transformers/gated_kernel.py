@@ -4,9 +4,11 @@
     normed      y = f(g) n w                dx = r (u - n mean(u n))        dg = f'(g) n w dy       dw = sum f(g) n dy
       of f(g) x y = n w                     dx = f(g) r (u - n mean(u n))   dg = f'(g) x r (u - n mean(u n))
 
-    forgetting  y = f(q)                    k = (1 - c) sigma(-z)           log(1 - k), for logits z and a bound c
+    forgetting  y = f(q)                    k = (1 - c) sigma(-z)           g = log alpha, for logits z and a bound c
+                dq = f'(q) dy               dz = (1 - c) sigma(z) e             dc = sum e
 
     f(g) = g sigma(g)       r = 1 / sqrt(mean(x^2) + eps)       n = r x       u = f(g) w dy
+    alpha = 1 - k = c + (1 - c) sigma(z)                        e = sigma(-z) (dg / alpha - dk)
 
 Without a gate f = 1, and without a weight w = 1. If the gate comes first, the norm is that of f(g) x: then this stands
 for x in r and n, u = w dy, and dw = sum n dy.
@@ -42,7 +44,7 @@ TILE = 2048
 WARP = 1024
 """The greatest number of values of a row that a warp computes: 32 for each thread."""
 PROGRAMS = 4
-"""The number of programs of a multiprocessor in the backward of `normed`: about as many as run at the same time."""
+"""The number of programs of a multiprocessor that sum over rows: about as many as run at the same time."""
 
 Grid = tuple[int, int, int]
 
@@ -76,6 +78,23 @@ def forgetting(q: Tensor, f: Tensor, bound: Tensor | None) -> tuple[Tensor, Tens
     tensors, strides = (queries, logits, bound, y, k, g), (queries.stride(0), logits.stride(0))
     _start(_forgetting, _blocks(q), tensors, (), *strides, q.shape[-1], BLOCK)
     return y, k, g
+
+
+def forgetting_backward(
+    q: Tensor, f: Tensor, bound: Tensor | None, dy: Tensor, dk: Tensor, dg: Tensor, of_bound: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns the gradients of q, f and, if `of_bound`, of bound, from those of the results of `forgetting`."""
+    dq, df = _like(q), _like(q)
+    queries, logits = _rows(q), _rows(f)
+    rows, blocks, _ = _blocks(q)
+    programs, sums = rows, None
+    if of_bound:
+        programs = min(rows, ceil_div(PROGRAMS * gpu_of(q.device).multiprocessors, max(1, blocks)))
+        sums = q.new_empty(programs, q.shape[-1], dtype=torch.float32)
+    tensors = (queries, logits, bound, dy.contiguous(), dk.contiguous(), dg.contiguous(), dq, df, sums)
+    strides = (queries.stride(0), logits.stride(0))
+    _start(_forgetting_backward, (programs, blocks, 1), tensors, (), *strides, rows, q.shape[-1], BLOCK)
+    return dq, df, None if bound is None or sums is None else sums.sum(0).to(bound.dtype)
 
 
 def _blocks(x: Tensor) -> Grid:
@@ -187,8 +206,9 @@ def _gated(
     BLOCK: tl.constexpr,
 ):
     """Computes a block of one row of y."""
-    gate, x, n, columns, inside = _block(gate_ptr, x_ptr, gate_stride, x_stride, V, BLOCK)
-    tl.store(y_ptr + n * V + columns, (gate * tl.sigmoid(gate) * x).to(y_ptr.dtype.element_ty), mask=inside)
+    n = tl.program_id(0).to(tl.int64)
+    gate, x, places, inside = _block(gate_ptr, x_ptr, gate_stride, x_stride, n, V, BLOCK)
+    tl.store(y_ptr + places, (gate * tl.sigmoid(gate) * x).to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -205,11 +225,12 @@ def _gated_backward(
 ):
     """Computes a block of one row of dg and dx."""
     dtype = dx_ptr.dtype.element_ty
-    gate, x, n, columns, inside = _block(gate_ptr, x_ptr, gate_stride, x_stride, V, BLOCK)
-    dy = tl.load(dy_ptr + n * V + columns, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+    n = tl.program_id(0).to(tl.int64)
+    gate, x, places, inside = _block(gate_ptr, x_ptr, gate_stride, x_stride, n, V, BLOCK)
+    dy = tl.load(dy_ptr + places, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
     f, slope = _silu(gate)
-    tl.store(dgate_ptr + n * V + columns, (slope * x * dy).to(dtype), mask=inside)
-    tl.store(dx_ptr + n * V + columns, (f * dy).to(dtype), mask=inside)
+    tl.store(dgate_ptr + places, (slope * x * dy).to(dtype), mask=inside)
+    tl.store(dx_ptr + places, (f * dy).to(dtype), mask=inside)
 
 
 @triton.jit
@@ -226,32 +247,87 @@ def _forgetting(
     BLOCK: tl.constexpr,
 ):
     """Computes a block of one row of silu(q), of keys and of log gates."""
-    q, f, n, columns, inside = _block(q_ptr, f_ptr, q_stride, f_stride, V, BLOCK)
-    places = n * V + columns  # [BLOCK]
-    bound = 0.0
-    if bound_ptr is not None:
-        bound = tl.load(bound_ptr + columns, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
-    small = tl.exp(-tl.abs(f))
-    sigma = tl.where(f >= 0.0, 1.0, small) / (1.0 + small)  # of f; the other one is of -f
-    other = tl.where(f >= 0.0, small, 1.0) / (1.0 + small)
-    k, alpha = (1.0 - bound) * other, bound + (1.0 - bound) * sigma
+    n = tl.program_id(0).to(tl.int64)
+    q, f, places, inside = _block(q_ptr, f_ptr, q_stride, f_stride, n, V, BLOCK)
+    bound = _bound(bound_ptr, V, BLOCK)  # [BLOCK], or 0
+    up, down = _logistic(f)
+    both = up + down
+    k, alpha = (1.0 - bound) * (down / both), bound + (1.0 - bound) * (up / both)
     # log(1 - k) for small k, by the quotient of log(rounded 1 - k) and its rounded argument
     near = 1.0 - k
     few = tl.where(near == 1.0, -k, tl.log(near) * (k / tl.where(near == 1.0, 1.0, 1.0 - near)))
-    g = tl.where(k < 0.5, few, tl.where(bound == 0.0, tl.minimum(f, 0.0) - tl.log(1.0 + small), tl.log(alpha)))
+    g = tl.where(k < 0.5, few, tl.where(bound == 0.0, tl.minimum(f, 0.0) - tl.log(both), tl.log(alpha)))
     tl.store(y_ptr + places, (q * tl.sigmoid(q)).to(y_ptr.dtype.element_ty), mask=inside)
     tl.store(k_ptr + places, k.to(k_ptr.dtype.element_ty), mask=inside)
     tl.store(g_ptr + places, g, mask=inside)
 
 
 @triton.jit
-def _block(a_ptr, b_ptr, a_stride, b_stride, V, BLOCK: tl.constexpr):
-    """Returns a block [BLOCK] of a row of two matrices [N, V], its row, its columns, and which of these are inside."""
-    n, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+def _forgetting_backward(
+    q_ptr,  # [N, V], rows q_stride apart
+    f_ptr,  # [N, V], rows f_stride apart
+    bound_ptr,  # [V] or None
+    dy_ptr,  # [N, V], contiguous
+    dk_ptr,  # [N, V], contiguous
+    dg_ptr,  # [N, V], contiguous
+    dq_ptr,  # [N, V], contiguous
+    df_ptr,  # [N, V], contiguous
+    sums_ptr,  # [P, V], contiguous, or None: the sums of each program for the gradient of the bound
+    q_stride,
+    f_stride,
+    N,
+    V,
+    BLOCK: tl.constexpr,
+):
+    """Computes a block of every P-th row of dq and df."""
+    dtype = dq_ptr.dtype.element_ty
+    bound = _bound(bound_ptr, V, BLOCK)  # [BLOCK], or 0
+    total = tl.zeros([BLOCK], tl.float32)
+    for row in range(tl.program_id(0), N, tl.num_programs(0)):
+        q, f, places, inside = _block(q_ptr, f_ptr, q_stride, f_stride, tl.cast(row, tl.int64), V, BLOCK)
+        dy = tl.load(dy_ptr + places, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+        dk = tl.load(dk_ptr + places, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+        dg = tl.load(dg_ptr + places, mask=inside, other=0.0)  # [BLOCK]
+        _, slope = _silu(q)
+        tl.store(dq_ptr + places, (slope * dy).to(dtype), mask=inside)
+        up, down = _logistic(f)
+        up = tl.maximum(up, 1e-30)  # not 0: up / alpha is 1 where the bound is 0
+        both, alpha = up + down, up + bound * down  # sigma(f), sigma(-f) and alpha are up, down and alpha over both
+        e = down * (dg / alpha - dk / both)  # [BLOCK], without cancellation where alpha is near 0 or 1
+        tl.store(df_ptr + places, ((1.0 - bound) * (up / both) * e).to(dtype), mask=inside)
+        total += e
+    if sums_ptr is not None:
+        columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+        tl.store(sums_ptr + tl.program_id(0) * V + columns, total, mask=columns < V)
+
+
+@triton.jit
+def _block(a_ptr, b_ptr, a_stride, b_stride, n, V, BLOCK: tl.constexpr):
+    """Returns a block [BLOCK] of row n of two matrices [N, V], its places in a contiguous matrix, and which of its
+    columns are inside.
+    """
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < V
     a = tl.load(a_ptr + n * a_stride + columns, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(b_ptr + n * b_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    return a, b, n, columns, inside
+    return a, b, n * V + columns, inside
+
+
+@triton.jit
+def _bound(bound_ptr, V, BLOCK: tl.constexpr):
+    """Returns a block [BLOCK] of a bound [V]; 0 for None."""
+    bound = 0.0
+    if bound_ptr is not None:
+        columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        bound = tl.load(bound_ptr + columns, mask=columns < V, other=0.0).to(tl.float32)
+    return bound
+
+
+@triton.jit
+def _logistic(f):
+    """Returns a and b for which sigma(f) is a / (a + b) and sigma(-f) is b / (a + b). The larger one is 1."""
+    small = tl.exp(-tl.abs(f))
+    return tl.where(f >= 0.0, 1.0, small), tl.where(f >= 0.0, small, 1.0)
 
 
 @triton.jit
