@@ -59,8 +59,8 @@ class HGRN2(Merging):
 
     Attributes:
         kernel: a function (q, f, lower_bound) that computes silu(q), 1 - alpha and log alpha in less time than PyTorch,
-            the last one in float32. It returns None for a call that PyTorch is to compute. None if there is no
-            function.
+            the last one in float32, and their gradients. It returns None for a call that PyTorch is to compute. None if
+            there is no function.
 
     Raises:
         ValueError: sizes do not fit together, or a mode is not known.

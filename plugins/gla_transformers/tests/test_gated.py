@@ -34,7 +34,7 @@ def calls(monkeypatch):
         return lambda *args: found.append(name) or getattr(gated_kernel, name)(*args)
 
     found: list[str] = []
-    names = ("gated", "gated_backward", "normed", "normed_backward", "forgetting")
+    names = ("gated", "gated_backward", "normed", "normed_backward", "forgetting", "forgetting_backward")
     kernels = SimpleNamespace(**{name: noted(name) for name in names})
     monkeypatch.setattr(dispatch, "_kernels_of", lambda device: kernels)
     return found
@@ -125,40 +125,95 @@ def test_calls_that_are_left_to_pytorch(calls):
     assert calls == []
 
 
+@pytest.fixture
+def gates(dtype, bounded):
+    """Returns q, logits [2, 3, 1100] from -100 to 100, slices of one projection, and a bound with zeros, or None."""
+    q, f = (x.detach().flatten(-2) for x in slices((2, 3, 1, 1100), dtype))
+    f.copy_(torch.linspace(-100, 100, 6600, device=DEVICE).view(2, 3, 1100))
+    bound = torch.linspace(0, 0.999, 1100, device=DEVICE) if bounded else None
+    if bounded:
+        bound[::9] = 0
+    return q, f, bound
+
+
+def of_gates(q, f, bound):
+    """Returns what `forgetting` does in float64, by terms that neither cancel nor overflow, nor do their gradients."""
+    c = 0 if bound is None else bound
+    sigma, other = f.clamp(max=0).sigmoid(), (-f.clamp(min=0)).sigmoid()  # of f where f < 0, and of -f elsewhere
+    k = (1 - c) * torch.where(f < 0, 1 - sigma, other)
+    g = torch.where(f < 0, (c + (1 - c) * sigma).log(), (-(1 - c) * other).log1p())
+    return F.silu(q), k, g
+
+
+def double(tensors):
+    return [None if x is None else x.detach().double().requires_grad_() for x in tensors]
+
+
 @runs
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bounded", [False, True])
-def test_forgetting(dtype, bounded, calls):
-    """Logits from -100 to 100: log gates have their relative precision at both ends, where keys are 1 and near 0."""
-    q, f = (x.detach().flatten(-2) for x in slices((2, 3, 1, 1100), dtype))
-    f.copy_(torch.linspace(-100, 100, 6600, device=DEVICE).view(2, 3, 1100))
-    bound = None
-    if bounded:
-        bound = torch.rand(1100, device=DEVICE)
-        bound[::9] = 0
-    found = forgetting(q, f, bound)
-    z, c = f.double(), 0 if bound is None else bound.double()
-    alpha = c + (1 - c) * z.sigmoid()
-    k = (1 - c) * (-z).sigmoid()
-    expected = F.silu(q.double()), k, torch.where(z < 0, alpha.log(), (-k).log1p())
+def test_forgetting(dtype, gates, calls):
+    """Log gates have their relative precision at both ends, where keys are 1 and near 0."""
+    found, expected = forgetting(*gates), of_gates(*double(gates))
     assert [x.dtype for x in found] == [dtype, dtype, torch.float32]
     for a, b, precision in zip(found, expected, (dtype, dtype, torch.float32), strict=True):
         assert relative_error(a, b) <= FORWARD[precision]
     torch.testing.assert_close(found[2].double(), expected[2], rtol=2e-5, atol=1e-37)  # a GPU rounds exponents
     usual = expected[2] > -70  # PyTorch's are not below -87
-    torch.testing.assert_close(found[2][usual], log_gate(f, bound)[usual], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found[2][usual], log_gate(*gates[1:])[usual], rtol=1e-4, atol=1e-6)
     assert calls == ["forgetting"]
+
+
+@runs
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bounded", [False, True])
+def test_gradients_of_forgetting(dtype, gates, calls):
+    """The gradients of logits and of the bound have their relative precision too."""
+    exact, inputs, kept = double(gates), [x for x in gates if x is not None], []
+    for x in inputs:
+        x.requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        results = forgetting(*gates)
+    assert [x.data_ptr() for x in kept] == [x.data_ptr() for x in inputs], "nothing else is kept"
+    dy, dk, dg = torch.randn_like(results[0]), -torch.rand_like(results[1]), torch.rand_like(results[2])
+    if gates[2] is not None:
+        dg[(gates[2] == 0) & (gates[1] < -60)] = 0  # times exp(-f) it may be too large for float32
+    found = torch.autograd.grad(results, inputs, (dy, dk, dg))
+    wanted = torch.autograd.grad(of_gates(*exact), exact[: len(inputs)], (dy.double(), dk.double(), dg.double()))
+    for x, a, b in zip(inputs, found, wanted, strict=True):
+        assert (a.dtype, a.shape) == (x.dtype, x.shape)
+        assert relative_error(a, b) <= FORWARD[x.dtype]
+        if x is not gates[0]:  # silu's slope has a zero
+            smallest = 1e-7 if x.dtype == torch.float16 else 1e-25
+            torch.testing.assert_close(a.double(), b, rtol=max(2e-5, FORWARD[x.dtype]), atol=smallest)
+    assert calls == ["forgetting", "forgetting_backward"]
+
+
+@runs
+@pytest.mark.parametrize("i", range(3))
+def test_one_gradient_of_forgetting(i, calls):
+    """Of one input from one result, with a bound in half precision; and without rows."""
+    for rows in (3, 0):
+        q, f = (x.detach().flatten(-2) for x in slices((2, rows, 1, 8), torch.float32))
+        inputs = [q, f, (0.9 * torch.rand(8, device=DEVICE)).half()]
+        x, exact = inputs[i].requires_grad_(), double(inputs)
+        (found,) = torch.autograd.grad(forgetting(*inputs)[i].sum(), x)
+        (wanted,) = torch.autograd.grad(of_gates(*exact)[i].sum(), exact[i])
+        assert found.dtype == x.dtype
+        assert relative_error(found, wanted) <= FORWARD[x.dtype]
+    assert calls == ["forgetting", "forgetting_backward"] * 2
 
 
 @runs
 def test_gates_that_are_left_to_pytorch(calls):
     q, f = (x.flatten(-2) for x in slices((2, 3, 1, 8), torch.float32))
-    assert forgetting(q, f, None) is None
-    with torch.no_grad():
-        for bound in (torch.zeros((), device=DEVICE), torch.zeros(8, dtype=torch.float64, device=DEVICE)):
-            assert forgetting(q, f, bound) is None
-        assert forgetting(q, f[..., :4], None) is forgetting(q.double(), f.double(), None) is None
+    for bound in (torch.zeros((), device=DEVICE), torch.zeros(8, dtype=torch.float64, device=DEVICE)):
+        assert forgetting(q, f, bound) is None
+    assert forgetting(q, f[..., :4], None) is forgetting(q.double(), f.double(), None) is None
+    found = []
+    torch.func.vmap(lambda q, f: found.append(forgetting(q, f, None)) or q)(q, f)
+    assert found == [None]
     assert calls == []
 
 
@@ -175,15 +230,18 @@ def test_they_compile_for_an_h100(whole, gate_first):
     head = {"H": 4, "G": 4 if gate_first else 1, "V": 256, "BN": kernels.TILE // 256, "ALL": 256}
     head |= {"GATE_FIRST": gate_first and whole}
     head |= {} if whole else {"weight_ptr": None, "gate_ptr": None}
+    unbounded = {} if whole else {"bound_ptr": None}
+    no_sums = {} if whole else {"sums_ptr": None}
     written = {} if whole else {"dgate_ptr": None, "sums_ptr": None}
     for kernel, constants in [
         (kernels._gated, {"BLOCK": kernels.BLOCK}),
         (kernels._gated_backward, {"BLOCK": kernels.BLOCK}),
-        (kernels._forgetting, {"BLOCK": kernels.BLOCK} if whole else {"BLOCK": kernels.BLOCK, "bound_ptr": None}),
+        (kernels._forgetting, {"BLOCK": kernels.BLOCK} | unbounded),
+        (kernels._forgetting_backward, {"BLOCK": kernels.BLOCK} | unbounded | no_sums),
         (kernels._normed, head),
         (kernels._normed_backward, head | written),
     ]:
-        floats = {"eps": "fp32", "sums_ptr": "*fp32", "bound_ptr": "*fp32", "g_ptr": "*fp32"}
+        floats = {"eps": "fp32"} | dict.fromkeys(("sums_ptr", "bound_ptr", "g_ptr", "dg_ptr"), "*fp32")
         types = {name: "*bf16" if name.endswith("_ptr") else "i32" for name in kernel.arg_names} | floats
         signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
         aligned = [i for i, kind in enumerate(signature.values()) if kind not in ("constexpr", "fp32")]
@@ -236,6 +294,16 @@ def test_training(ours, tokens, calls, checkpointing, monkeypatch):
     of_norm, activation = ["normed", "normed_backward"], ["gated", "gated_backward"]
     backward = (LAYER if checkpointing else []) + activation + of_norm * 3
     assert calls == LAYER * 2 + ["normed"] + of_norm + backward * 2
+    monkeypatch.setattr(dispatch, "_kernels_of", lambda device: None)
+    for a, b in zip(found, gradients(model, tokens), strict=True):
+        assert relative_error(a, b) <= 1e-5
+
+
+@runs
+def test_training_of_hgrn2(ours, tokens, calls, monkeypatch):
+    model, tokens = ours(model_type="hgrn2").to(DEVICE).train(), tokens[:, :20].to(DEVICE)
+    found = gradients(model, tokens)
+    assert calls.count("forgetting") == calls.count("forgetting_backward") == 2
     monkeypatch.setattr(dispatch, "_kernels_of", lambda device: None)
     for a, b in zip(found, gradients(model, tokens), strict=True):
         assert relative_error(a, b) <= 1e-5

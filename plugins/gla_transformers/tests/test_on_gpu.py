@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 
+from gla_core.conformance.tolerances import GRADIENT, relative_error
 from gla_transformers import GLACache, accelerate
+from gla_transformers.gated import forgetting
 
 # Without the repository's conftest.py, as the plugin is also tested, the marker skips nothing.
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -107,6 +110,22 @@ def test_kernels_of_a_step(ours, options):
             torch.cuda.synchronize()
         numbers.append(sum(x.count for x in profile.key_averages() if x.device_type.name == "CUDA"))
     assert (numbers[1] - numbers[0]) / 2 <= 7, numbers
+
+
+def test_gradients_of_gates():
+    """The gates of HGRN2 in more rows than there are programs, which sum for the gradient of the lower bound."""
+    q, f, _ = torch.randn(4, 2048, 3072, device="cuda").mul_(4).bfloat16().split(1024, -1)
+    inputs = [x.requires_grad_() for x in (q.detach(), f.detach(), torch.rand(1024, device="cuda") * 0.9)]
+    z, x, c = exact = [y.detach().double().requires_grad_() for y in inputs]
+    alpha = c + (1 - c) * x.sigmoid()
+    results, expected = forgetting(*inputs), (F.silu(z), 1 - alpha, alpha.log())
+    gradients = [torch.randn_like(y) for y in results]
+    found = torch.autograd.grad(results, inputs, gradients)
+    wanted = torch.autograd.grad(expected, exact, [y.double() for y in gradients])
+    for y, a, b in zip(inputs, found, wanted, strict=True):
+        assert relative_error(a, b) <= GRADIENT[y.dtype]
+    again = torch.autograd.grad(forgetting(*inputs), inputs, gradients)
+    assert all(map(torch.equal, found, again))
 
 
 def mamba2(layers):

@@ -291,7 +291,7 @@ def _forgetting_backward(
         _, slope = _silu(q)
         tl.store(dq_ptr + places, (slope * dy).to(dtype), mask=inside)
         up, down = _logistic(f)
-        up = tl.maximum(up, 1e-30)  # not 0: up / alpha is 1 where the bound is 0
+        up = tl.maximum(up, 1e-30)  # not 0, because up / alpha is 1 where the bound is 0
         both, alpha = up + down, up + bound * down  # sigma(f), sigma(-f) and alpha are up, down and alpha over both
         e = down * (dg / alpha - dk / both)  # [BLOCK], without cancellation where alpha is near 0 or 1
         tl.store(df_ptr + places, ((1.0 - bound) * (up / both) * e).to(dtype), mask=inside)
