@@ -47,7 +47,8 @@ test-fla: $(INSTALLED) .fla/.installed
 	PYTHONPATH=.fla:plugins/gla_transformers/src $(PYTEST) tests/compat tests/docs plugins/gla_transformers/tests
 	$(GPU) || TRITON_INTERPRET=1 PYTHONPATH=.fla:plugins/gla_transformers/src $(PYTEST) \
 		plugins/gla_transformers/tests/test_few_rows.py plugins/gla_transformers/tests/test_gated.py \
-		plugins/gla_transformers/tests/test_mamba2.py tests/compat/test_with_transformers.py
+		plugins/gla_transformers/tests/test_loss.py plugins/gla_transformers/tests/test_mamba2.py \
+		tests/compat/test_with_transformers.py
 
 .fla/.installed:
 	$(BIN)/pip install --quiet --disable-pip-version-check --target .fla --no-deps fla-core==0.6.0 flash-linear-attention==0.6.0

@@ -1,4 +1,4 @@
-"""The models on a GPU: decoding in a CUDA graph, and a compiled step of training; and transformers' Mamba-2."""
+"""The models on a GPU: decoding in a CUDA graph, and training, its loss too; and transformers' Mamba-2."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import transformers
 
 from gla_core.conformance.tolerances import GRADIENT, relative_error
-from gla_transformers import GLACache, accelerate
+from gla_transformers import GLACache, accelerate, loss
 from gla_transformers.gated import forgetting
 
 # Without the repository's conftest.py, as the plugin is also tested, the marker skips nothing.
@@ -72,6 +72,23 @@ def test_a_compiled_step_of_training(model, prompt):
     for a, b in zip(torch.autograd.grad(compiled(prompt), parameters), expected, strict=True):
         difference = (a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-6)
         assert difference < 3e-2
+
+
+def test_the_loss_of_logits():
+    """In bfloat16, with more than 2^31 logits, against float32."""
+    n, D = 67_584, 32_000
+    logits = torch.randn(n, D, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    targets = torch.randint(0, D, (n,), device="cuda").masked_fill_(torch.rand(n, device="cuda") < 0.1, loss.IGNORED)
+    assert loss._functions(logits, targets).__name__ == "gla_transformers.loss_kernel"
+    found = loss.sum_of_losses(logits, targets, loss.IGNORED)
+    (gradient,) = torch.autograd.grad(found / n, logits)
+    expected = 0
+    for x, labels, dx in zip(*(y.split(4096) for y in (logits.detach(), targets, gradient)), strict=True):
+        x = x.float().requires_grad_()
+        part = F.cross_entropy(x, labels, reduction="sum")
+        torch.testing.assert_close(dx.float(), torch.autograd.grad(part / n, x)[0], rtol=5e-3, atol=1e-12)
+        expected = expected + part.detach().double()
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
 
 
 @torch.no_grad()

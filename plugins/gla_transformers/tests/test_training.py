@@ -10,7 +10,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from gla_core.bench.kept import Storages, bytes_kept
 from gla_transformers import GLACache, modeling
-from gla_transformers.loss import ROWS, next_token_loss
+from gla_transformers.loss import next_token_loss
+from gla_transformers.loss_pytorch import ROWS
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 

@@ -1,8 +1,9 @@
-"""A language model's loss in parts: of whole logits, and without all logits at once. With l2warp, GLA's option."""
+"""A language model's loss: of whole logits, and without all logits at once. With l2warp, GLA's option."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -12,12 +13,12 @@ from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint
 
 from gla_core.ops.calls import transformed
+from gla_transformers import loss_pytorch
+from gla_transformers.dispatch import is_eager, module_of
 
 IGNORED = -100
 """The label of tokens without a loss."""
 PARTS = 8
-ROWS = 1024
-"""Number of tokens whose logits are in float32 at a time."""
 
 
 def l2warp(logits: Tensor, rows: int) -> Tensor:
@@ -63,10 +64,15 @@ def targets_of(labels: Tensor, ignored: int) -> Tensor:
 
 
 def sum_of_losses(logits: Tensor, targets: Tensor, ignored: int) -> Tensor:
-    """Returns the sum of the cross entropies of logits [n, D], in float32. `ignored` in targets [n] counts as 0."""
+    """Returns the sum of the cross entropies of logits [n, D], in float32. `ignored` in targets [n] counts as 0.
+
+    For another label out of range, PyTorch raises an error, and the kernels give NaN: the loss and its row's gradient.
+    """
     if type(logits) is not Tensor or is_compiling() or transformed():
         return _sum_of_losses(logits, targets, ignored)
-    found = _SumOfLosses.apply(logits, targets, ignored)
+    if len(logits) != len(targets):
+        raise ValueError(f"logits have {len(logits)} rows, and labels {len(targets)}; expected the same number")
+    found = _SumOfLosses.apply(_functions(logits, targets), logits, targets, ignored)
     assert isinstance(found, Tensor)
     return found
 
@@ -75,38 +81,35 @@ def _sum_of_losses(logits: Tensor, targets: Tensor, ignored: int) -> Tensor:
     return F.cross_entropy(logits.float(), targets, ignore_index=ignored, reduction="sum")
 
 
+def _functions(logits: Tensor, targets: Tensor) -> ModuleType:
+    """Returns the module of the functions `losses` and `gradient`: of kernels, or of PyTorch's operators."""
+    kinds = type(targets), targets.dtype, targets.device
+    fits = is_eager(logits) and logits.stride(1) == 1 and kinds == (Tensor, torch.int64, logits.device)
+    return (_kernels_of(logits.device) if fits else None) or loss_pytorch
+
+
+def _kernels_of(device: torch.device) -> ModuleType | None:
+    return module_of("loss_kernel", device)
+
+
 class _SumOfLosses(torch.autograd.Function):
-    """Computes `_sum_of_losses` in parts. The gradient is softmax(logits), less 1 at the targets."""
+    """Computes `_sum_of_losses`, and keeps the logits and a normalizer of each row for the backward."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignored: int) -> Tensor:
-        if len(logits) != len(targets):
-            raise ValueError(f"logits have {len(logits)} rows, and labels {len(targets)}; expected the same number")
-        losses, normalizers = [], []
-        for x, target in zip(logits.split(ROWS), targets.split(ROWS), strict=True):
-            logs = x.float().log_softmax(-1)
-            losses.append(F.nll_loss(logs, target, ignore_index=ignored, reduction="sum"))
-            most, place = x.max(-1, keepdim=True)
-            normalizers.append(most.float() - logs.gather(1, place))
-        ctx.ignored = ignored
-        ctx.save_for_backward(logits, targets, torch.cat(normalizers))
-        return torch.stack(losses).sum()
+    def forward(ctx: Any, functions: Any, logits: Tensor, targets: Tensor, ignored: int) -> Tensor:
+        losses, normalizers = functions.losses(logits, targets, ignored)
+        ctx.functions, ctx.ignored = functions, ignored
+        ctx.save_for_backward(logits, targets, normalizers)
+        return losses.sum()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,), (logits, targets, normalizers) = gradients, ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph
-            logits = logits.view_as(logits)
-            loss = _sum_of_losses(logits, targets, ctx.ignored)
-            return *torch.autograd.grad(loss, logits, gradient, create_graph=True), None, None
-        found = torch.empty_like(logits)
-        parts = zip(*(x.split(ROWS) for x in (logits, targets, normalizers, found)), strict=True)
-        for x, target, normalizer, place in parts:
-            counts = target != ctx.ignored
-            y = (x - normalizer).exp_()
-            y[torch.arange(len(y), device=y.device), torch.where(counts, target, 0)] -= 1
-            torch.mul(y, torch.where(counts, gradient, 0)[:, None], out=place)
-        return found, None, None
+        if not torch.is_grad_enabled():
+            return None, ctx.functions.gradient(logits, targets, normalizers, gradient, ctx.ignored), None, None
+        logits = logits.view_as(logits)  # create_graph
+        loss = _sum_of_losses(logits, targets, ctx.ignored)
+        return None, *torch.autograd.grad(loss, logits, gradient, create_graph=True), None, None
 
 
 def loss_in_parts(
