@@ -83,7 +83,7 @@ def blocks_of(call: OpCall, gpu: Gpu, kernel: GradientKernel, x: GradientParamet
     """Returns the number of blocks that compute one sequence, and the number of blocks that the GPU runs at once."""
     heads = max(call.dims["Hq"], call.dims["Hv"]) if kernel.heads_apart else call.dims["Hv"]
     blocks = heads * ceil_div(call.dims["K"], x.BK) * ceil_div(call.dims["V"], x.BV)
-    return blocks, gpu.multiprocessors * (2 if x.BK == x.BV == 64 else 1)
+    return blocks, gpu.multiprocessors * kernel.at_once(x)
 
 
 def _whole(call: OpCall, gpu: Gpu, kernels: Sequence[GradientKernel]) -> BackwardPlan:

@@ -204,6 +204,7 @@ class GradientKernel(Kernel):
             and the number of partial results of dv.
         seconds: takes a call, the parameters, the segments, the number of bytes that are moved, and constants. Returns
             the seconds of each launch.
+        at_once: takes the parameters, returns the number of blocks that fit on a multiprocessor.
         layouts: number of launches that compute the segments of packed sequences for the kernel.
         by_chunks: whether the kernel computes all chunks in parallel. It then reads the gradients of the states that
             leave chunks.
@@ -214,6 +215,7 @@ class GradientKernel(Kernel):
     adds_pairs: bool
     partials: Callable[[OpCall, GradientParameters], tuple[int, int]]
     seconds: Callable[[OpCall, GradientParameters, Cut, float, Constants], list[float]]
+    at_once: Callable[[GradientParameters], int] = lambda parameters: 1
     layouts: int = 1
     by_chunks: bool = False
 

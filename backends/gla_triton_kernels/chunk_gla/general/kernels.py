@@ -271,6 +271,7 @@ BACKWARD = GradientKernel(
     adds_pairs=False,
     partials=partials_of_blocks,
     seconds=_backward_seconds,
+    at_once=lambda parameters: 2 if parameters.BK == parameters.BV == 64 else 1,
 )
 
 BACKWARD_CHUNKS = GradientKernel(

@@ -31,7 +31,8 @@ So exp(b) is divided by exp(a), where a is the largest gate of the first token (
 B batch   T tokens   N sequences   I segments   H key/value heads, of k, v, g and S   Hq query heads
 G query heads of a group   K, V key and value width   C tokens of a chunk   D = 64 columns of a tile
 PARTS parts of 64 keys of a block   HALVES parts of 64 values of a block
-SLOTS = 2 pipeline stages   slot   a pipeline stage in shared memory: the tiles of one chunk
+SLOTS = 2 pipeline stages of q, k and g   slot   a pipeline stage in shared memory: the tiles of one chunk
+VALUE_SLOTS pipeline stages of v, do and S: 2, or 1 for 128 keys and 128 values, for which shared memory is too small
 rows   of checkpoints: one for each chunk; see common.py: `chunk_of`
 
 The grid has one block per segment (by default a whole sequence), query head, 64 PARTS keys and 64 HALVES values. The
@@ -44,10 +45,6 @@ warps of a block are specialised. They communicate over barriers in shared memor
                anchor of these keys. dv is a sum over all keys: after all warpgroups have written P, each of them
                computes some halves of dv. If there are two warpgroups, the first computes dA and the second A^T. They
                exchange these through the tiles of S.
-
-If a block has 64 keys and 64 values, two blocks share a multiprocessor. Such a block has no load warp, which leaves
-more registers to the other warps: the gate warpgroup starts the copies of q, k and g, and the gradient warpgroup starts
-those of v, do and S, as soon as it has finished with the chunk that they overwrite.
 
 Sources: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
 """
@@ -172,8 +169,8 @@ def launch_gradients(
         "LAST_LEAVE_NONE": x.last_leave_none,
     }
     grid = (blocks_k * blocks_v * segments.count * Hq, 1, 1)
-    # With 128 registers and 8 warps, two blocks of 64 keys and 64 values fit on a multiprocessor.
-    options = {"num_warps": kernel.warps, "maxnreg": 128}
+    # A block has all registers of a multiprocessor, for 12 or 16 warps: the load warp takes as many as four warps.
+    options = {"num_warps": kernel.warps, "maxnreg": 168 if kernel.BK == WIDTH else 128}
     computed = Launch(_chunk_gla_bwd_kernel, grid, arguments, options)
     summed = partials.launch_partial_sums((dq, dk, dg, dv), (x.dq, x.dk, x.dg, x.dv))
     added = pairs.launch_pairs(x, units, marks, scale, kernel.BK, normalizer)
@@ -213,58 +210,43 @@ def _masked(scores, beyond, units, part: gl.constexpr, PARTS: gl.constexpr, dtyp
 
 
 @gluon.jit
-def _load_queries(i, loads, PARTS: gl.constexpr, G: gl.constexpr):
-    """Starts the loads of g, q and k of chunk i, counted from the last chunk, once its slot is empty."""
-    descriptors, tiles, barriers, place = loads
-    q_desc, k_desc, _, _, g_desc, _ = descriptors
-    q_tiles, k_tiles, _, _, x_tiles, _ = tiles
-    g_full, qk_full, qk_empty, _, _ = barriers
-    b, h, key, _, start, chunks, _ = place
-    t = start + (chunks - 1 - i) * C
-    slot = i % SLOTS
-    mbarrier.wait(qk_empty.index(slot), (i // SLOTS & 1) ^ 1)
-    if g_desc is not None:
-        bar = g_full.index(slot)
-        mbarrier.expect(bar, PARTS * g_desc.block_type.nbytes)
-        for p in gl.static_range(PARTS):
-            x_tile = gate_tile(g_desc, x_tiles, PARTS * slot + p)
-            tma.async_copy_global_to_shared(g_desc, [b, h // G, t, key + p * D], bar, x_tile)
-    bar = qk_full.index(slot)
-    mbarrier.expect(bar, 2 * PARTS * q_desc.block_type.nbytes)
-    for p in gl.static_range(PARTS):
-        tma.async_copy_global_to_shared(q_desc, [b, h, t, key + p * D], bar, q_tiles.index(PARTS * slot + p))
-        tma.async_copy_global_to_shared(k_desc, [b, h // G, t, key + p * D], bar, k_tiles.index(PARTS * slot + p))
-
-
-@gluon.jit
-def _load_values(i, loads, PARTS: gl.constexpr, HALVES: gl.constexpr, G: gl.constexpr):
-    """Starts the loads of v, do and S of chunk i, counted from the last chunk, once chunk i - 1 has been computed."""
-    descriptors, tiles, barriers, place = loads
-    q_desc, _, v_desc, do_desc, _, s_desc = descriptors
-    _, _, v_tiles, do_tiles, _, s_tiles = tiles
-    _, _, _, v_full, done = barriers
-    b, h, key, value, start, chunks, row = place
-    c = chunks - 1 - i
-    t = start + c * C
-    mbarrier.wait(done, (i & 1) ^ 1)
-    mbarrier.expect(v_full, (2 + PARTS) * HALVES * q_desc.block_type.nbytes)
-    for j in gl.static_range(HALVES):
-        tma.async_copy_global_to_shared(v_desc, [b, h // G, t, value + j * D], v_full, v_tiles.index(j))
-        tma.async_copy_global_to_shared(do_desc, [b, h, t, value + j * D], v_full, do_tiles.index(j))
-    for p in gl.static_range(PARTS):
-        for j in gl.static_range(HALVES):
-            at = [row + c, h // G, key + p * D, value + j * D]
-            tma.async_copy_global_to_shared(s_desc, at, v_full, s_tiles.index(HALVES * p + j))
-
-
-@gluon.jit
 def _load_warp(loads, PARTS: gl.constexpr, HALVES: gl.constexpr, G: gl.constexpr):
     """Loads the inputs of all chunks, the last chunk first, ahead of the other warps."""
-    _, _, _, place = loads
-    _, _, _, _, _, chunks, _ = place
+    descriptors, tiles, barriers, place = loads
+    q_desc, k_desc, v_desc, do_desc, g_desc, s_desc = descriptors
+    q_tiles, k_tiles, v_tiles, do_tiles, x_tiles, s_tiles = tiles
+    g_full, qk_full, qk_empty, v_full, done = barriers
+    b, h, key, value, start, chunks, row = place
+    VALUE_SLOTS: gl.constexpr = v_tiles.shape[0] // HALVES
     for i in range(chunks):
-        _load_queries(i, loads, PARTS, G)
-        _load_values(i, loads, PARTS, HALVES, G)
+        c = chunks - 1 - i
+        t = start + c * C
+        slot = i % SLOTS
+        mbarrier.wait(qk_empty.index(slot), (i // SLOTS & 1) ^ 1)
+        if g_desc is not None:
+            bar = g_full.index(slot)
+            mbarrier.expect(bar, PARTS * g_desc.block_type.nbytes)
+            for p in gl.static_range(PARTS):
+                x_tile = gate_tile(g_desc, x_tiles, PARTS * slot + p)
+                tma.async_copy_global_to_shared(g_desc, [b, h // G, t, key + p * D], bar, x_tile)
+        bar = qk_full.index(slot)
+        mbarrier.expect(bar, 2 * PARTS * q_desc.block_type.nbytes)
+        for p in gl.static_range(PARTS):
+            tma.async_copy_global_to_shared(q_desc, [b, h, t, key + p * D], bar, q_tiles.index(PARTS * slot + p))
+            tma.async_copy_global_to_shared(k_desc, [b, h // G, t, key + p * D], bar, k_tiles.index(PARTS * slot + p))
+        value_slot = i % VALUE_SLOTS
+        bar = v_full.index(value_slot)
+        mbarrier.wait(done.index(value_slot), (i // VALUE_SLOTS & 1) ^ 1)
+        mbarrier.expect(bar, (2 + PARTS) * HALVES * q_desc.block_type.nbytes)
+        for j in gl.static_range(HALVES):
+            half = HALVES * value_slot + j
+            tma.async_copy_global_to_shared(v_desc, [b, h // G, t, value + j * D], bar, v_tiles.index(half))
+            tma.async_copy_global_to_shared(do_desc, [b, h, t, value + j * D], bar, do_tiles.index(half))
+        for p in gl.static_range(PARTS):
+            for j in gl.static_range(HALVES):
+                at = [row + c, h // G, key + p * D, value + j * D]
+                s_tile = s_tiles.index(max(PARTS * HALVES, 2) * value_slot + HALVES * p + j)
+                tma.async_copy_global_to_shared(s_desc, at, bar, s_tile)
 
 
 @gluon.jit
@@ -290,17 +272,16 @@ def _decay(g, mild, i, tiles, scale):
 
 
 @gluon.jit
-def _write_dg(tiles, where, dg_ptr, logits, key, K, slot, rows, zero, NORMALIZER: gl.constexpr, PARTS: gl.constexpr):
+def _write_dg(tiles, where, dg_ptr, logits, key, K, slot, rows, NORMALIZER: gl.constexpr, PARTS: gl.constexpr):
     """Writes dg of a chunk: the anchor minus the sum of w over the rows before each row.
 
     Args:
         where: (batch, head, first token, T, Hq).
         logits: if NORMALIZER is given, a pointer to the logits of the head at token 0, and the stride of tokens.
-        zero: 0, or an opaque zero if addresses must not occupy registers between chunks.
     """
     _, _, x_tiles, r_tiles, _ = tiles
     b, h, t, T, Hq = where
-    row = (gl.arange(0, C, gl.SliceLayout(1, RUNS)) + zero)[:, None]  # [C, 1]
+    row = gl.arange(0, C, gl.SliceLayout(1, RUNS))[:, None]  # [C, 1]
     column = gl.arange(0, D, gl.SliceLayout(0, RUNS))[None, :]  # [1, D]
     first = dg_ptr + ((b.to(gl.int64) * T + t) * Hq + h) * K + key
     offsets = row.to(gl.int64) * (Hq * K) + column  # [C, D]
@@ -333,22 +314,11 @@ def _is_mild_in_half(least, q_tiles, k_tiles, first, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def _gate_warps(
-    given,
-    loads,
-    NORMALIZER: gl.constexpr,
-    PARTS: gl.constexpr,
-    HALVES: gl.constexpr,
-    PACKED: gl.constexpr,
-    G: gl.constexpr,
-):
+def _gate_warps(given, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, PACKED: gl.constexpr):
     """Replaces q, k by qg, kg in each chunk, marks chunks that are not mild, and writes dg of the previous chunk.
 
     Loops over parts run at run time, to keep the code small: the instructions are fetched again for each chunk. The
     gates of a part are therefore read twice; if they come from logits, the first loop stores them for the second.
-
-    Args:
-        loads: the arguments of `_load_queries` if there is no load warp and this warpgroup copies q, k and g.
     """
     g_desc, tiles, barriers, marks, marks_c, dg_ptr, logits, place, sizes, scale = given
     q_tiles, k_tiles, x_tiles, r_tiles, firsts, mild_flags = tiles
@@ -356,12 +326,8 @@ def _gate_warps(
     b, h, _, key, _, start, length = place
     T, Hq, K, _ = sizes
     HALF: gl.constexpr = q_tiles.dtype == gl.float16
-    LOADS: gl.constexpr = PARTS * HALVES == 1
     parts = (q_tiles, k_tiles, x_tiles, r_tiles, firsts)
     chunks = gl.cdiv(length, C)
-    if LOADS:
-        for i in range(gl.minimum(chunks, SLOTS)):
-            _load_queries(i, loads, PARTS, G)
     for i in range(chunks + 1):
         c = chunks - 1 - i
         slot = i % SLOTS
@@ -408,12 +374,8 @@ def _gate_warps(
                 mbarrier.wait(w_full.index(before), (i - 1) // SLOTS & 1)
                 where = (b, h, start + (c + 1) * C, T, Hq)
                 rows = gl.minimum(length - (c + 1) * C, C)
-                zero = opaque_zero() if LOADS else 0
-                _write_dg(parts, where, dg_ptr, logits, key, K, before, rows, zero, NORMALIZER, PARTS)
+                _write_dg(parts, where, dg_ptr, logits, key, K, before, rows, NORMALIZER, PARTS)
             mbarrier.arrive(qk_empty.index(before), count=1)
-            if LOADS:  # noqa: SIM102 -- known when this is compiled, and the number of chunks is not
-                if i - 1 + SLOTS < chunks:
-                    _load_queries(i - 1 + SLOTS, loads, PARTS, G)
 
 
 @gluon.jit
@@ -421,14 +383,15 @@ def _values(given, part: gl.constexpr, PARTS: gl.constexpr, HALVES: gl.constexpr
     """Starts the products dv = A^T do + kg P [C, D] of the halves of this warpgroup, and returns a tuple of them.
 
     Args:
-        given: among others aT, the tile of A^T, and first, the unit of A^T do.
+        given: among others aT, the tile of A^T, value, the number of the first tile of do, and first, the unit of
+            A^T do.
     """
-    k_tiles, do_tiles, p_tiles, op_units, aT, slot, zero, first = given
+    k_tiles, do_tiles, p_tiles, op_units, aT, slot, value, zero, first = given
     HALF: gl.constexpr = do_tiles.dtype == gl.float16
     dv = ()
     for j in gl.static_range(HALVES):
         if j % PARTS == part:
-            acc = product(aT, do_tiles.index(zero + j).reshape([C, D]), gl.zeros([C, D], gl.float32, LAYOUT))
+            acc = product(aT, do_tiles.index(value + j).reshape([C, D]), gl.zeros([C, D], gl.float32, LAYOUT))
             unit = first
             for p in gl.static_range(PARTS):
                 if HALF:
@@ -461,7 +424,6 @@ def _chunk(
     outputs,
     factors,
     units,
-    loads,
     place,
     part: gl.constexpr,
     PARTS: gl.constexpr,
@@ -469,7 +431,6 @@ def _chunk(
     HAS_GATE: gl.constexpr,
     PACKED: gl.constexpr,
     UNITS: gl.constexpr,
-    G: gl.constexpr,
 ):
     """Writes the gradients of a chunk, except dg, from the gradient of its leaving state, waiting * dS.
 
@@ -481,9 +442,8 @@ def _chunk(
         waiting: [D], a factor of each key of dS that has not been applied yet.
         factors: the factor of q (`of_queries`) and the factor of all gradients (`outer`); see `factors_of`.
         units: the units of the tiles of S, q, k, v and do; see half.py.
-        loads: the arguments of `_load_values` if there is no load warp and this warpgroup copies v, do and S.
-        place: the number of the chunk counted from the last one, the number of chunks, the slot, the rows of the chunk,
-            (batch, head, first token, T, Hq), the first key and value of this warpgroup, K and V.
+        place: the number of the chunk counted from the last one, its slot, its rows, (batch, head, first token, T, Hq),
+            the first key and value of this warpgroup, K and V.
 
     Returns:
         dS and waiting of the entering state. The next chunk multiplies the factor by its own decay, so that dS is
@@ -491,14 +451,18 @@ def _chunk(
     """
     q_tiles, k_tiles, v_tiles, do_tiles, x_tiles, s_tiles, p_tiles, r_tiles, firsts, mild_flags, op_units = tiles
     w_full, ready, done = barriers
-    LAST: gl.constexpr = max(PARTS * HALVES, 2) - 1  # the last tile of S
-    i, chunks, slot, rows, where, key, value, K, V = place
+    LAST: gl.constexpr = max(PARTS * HALVES, 2) - 1  # the last tile of S of a slot
+    VALUE_SLOTS: gl.constexpr = v_tiles.shape[0] // HALVES
+    i, slot, rows, where, key, value, K, V = place
+    value_slot = i % VALUE_SLOTS
     dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr = outputs
     of_queries, outer = factors
     dtype: gl.constexpr = q_tiles.dtype
     HALF: gl.constexpr = dtype == gl.float16
     zero = opaque_zero()
     own = PARTS * slot + part  # the number of this warpgroup's tiles of q, k and g
+    v_first = zero + HALVES * value_slot  # the number of the first tile of v and do
+    s_first = zero + (LAST + 1) * value_slot  # the number of the first tile of S
     q_tile = q_tiles.index(own).reshape([C, D])
     k_tile = k_tiles.index(own).reshape([C, D])
     x_tile = x_tiles.index(own).reshape([C, D])
@@ -527,7 +491,6 @@ def _chunk(
         decayed += (dS[j] * decay if HAS_GATE or UNITS else dS[j],)
     # P is stored while the first products run, if registers suffice for both.
     LATER: gl.constexpr = PARTS > 1 and not HALF
-    LOADS: gl.constexpr = PARTS * HALVES == 1
     TOGETHER: gl.constexpr = PARTS >= HALVES  # whether registers suffice for dv beside dq and dk
     if not LATER:
         p_unit = store_operands(p_tiles, zero + HALVES * part, P, HALVES)
@@ -539,8 +502,8 @@ def _chunk(
             acc = none
             if n == 0:
                 for j in gl.static_range(HALVES):
-                    v_tile = v_tiles.index(zero + j).reshape([C, D])
-                    acc = product(do_tiles.index(zero + j).reshape([C, D]), v_tile.permute([1, 0]), acc)
+                    v_tile = v_tiles.index(v_first + j).reshape([C, D])
+                    acc = product(do_tiles.index(v_first + j).reshape([C, D]), v_tile.permute([1, 0]), acc)
             else:
                 for p in gl.static_range(PARTS):
                     other_q = q_tiles.index(PARTS * slot + p).reshape([C, D])
@@ -551,13 +514,13 @@ def _chunk(
         scores = _masked(warpgroup_mma_wait(0, scores), beyond, op_units, part, PARTS, dtype)
     dq = none  # [C, D], do S^T
     for j in gl.static_range(HALVES):
-        s_tile = s_tiles.index(zero + HALVES * part + j).reshape([D, D])
-        dq = product(do_tiles.index(zero + j).reshape([C, D]), s_tile.permute([1, 0]), dq)
+        s_tile = s_tiles.index(s_first + HALVES * part + j).reshape([D, D])
+        dq = product(do_tiles.index(v_first + j).reshape([C, D]), s_tile.permute([1, 0]), dq)
     if LATER:
         store_operands(p_tiles, zero + HALVES * part, P, HALVES)
     started = (dq,)
     for j in gl.static_range(HALVES):
-        do_tile = do_tiles.index(zero + j).reshape([C, D])
+        do_tile = do_tiles.index(v_first + j).reshape([C, D])
         started += (product(q_tile.permute([1, 0]), do_tile, decayed[j]),)
 
     if PARTS > 1:  # while the other products run; `warpgroup_mma_wait` returns a tuple of one element as the element
@@ -567,20 +530,20 @@ def _chunk(
     if HAS_GATE:
         anchor = gl.zeros([D], gl.float32, gl.SliceLayout(1, LAYOUT))
         for j in gl.static_range(HALVES):
-            s_tile = s_tiles.index(zero + HALVES * part + j).reshape([D, D])
+            s_tile = s_tiles.index(s_first + HALVES * part + j).reshape([D, D])
             anchor += gl.sum(entering[j] * s_tile.load(LAYOUT).to(gl.float32), 1)
         of_columns = r_tiles.index(own).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
         dq *= gl.exp2(gl.where(mild, of_columns, first))
     # dA and A^T take the place of S: all products with S are done.
     for n in gl.static_range(2):
         if n % PARTS == part:
-            s_tiles.index(zero + n * LAST).reshape([C, C]).store(scores[n // PARTS])
+            s_tiles.index(s_first + n * LAST).reshape([C, C]).store(scores[n // PARTS])
     fence_async_shared()  # P, dA and A^T have been stored from registers; wgmma reads them
     if PARTS > 1:
         mbarrier.arrive(ready, count=1)
         mbarrier.wait(ready, i & 1)
-    dA = s_tiles.index(zero).reshape([C, C])
-    aT = s_tiles.index(zero + LAST).reshape([C, C])
+    dA = s_tiles.index(s_first).reshape([C, C])
+    aT = s_tiles.index(s_first + LAST).reshape([C, C])
     if HALF:
         dA_unit = gl.max(op_units.index(PARTS).load(gl.SliceLayout(1, LAYOUT)), 0)
         a_unit = gl.max(op_units.index(PARTS + 1).load(gl.SliceLayout(1, LAYOUT)), 0)
@@ -592,8 +555,9 @@ def _chunk(
         dk = warpgroup_mma_wait(0, [dk]) * (dA_unit * (q_unit * do_unit) / p_unit)
     for j in gl.static_range(HALVES):
         p_tile = p_tiles.index(zero + HALVES * part + j).reshape([D, D])
-        dk = product(v_tiles.index(zero + j).reshape([C, D]), p_tile.permute([1, 0]), dk)
-    of_dv = (k_tiles, do_tiles, p_tiles, op_units, aT, slot, zero, a_unit * (q_unit * do_unit) if HALF else 1.0)
+        dk = product(v_tiles.index(v_first + j).reshape([C, D]), p_tile.permute([1, 0]), dk)
+    dv_start = a_unit * (q_unit * do_unit) if HALF else 1.0
+    of_dv = (k_tiles, do_tiles, p_tiles, op_units, aT, slot, v_first, zero, dv_start)
     started = (dq, dk)
     if TOGETHER:
         started += _values(of_dv, part, PARTS, HALVES)
@@ -602,11 +566,8 @@ def _chunk(
     dv_unit = gl.max(op_units.index(PARTS - 1).load(gl.SliceLayout(1, LAYOUT)), 0) * (k_unit * outer) if HALF else 1.0
     to = (dv_desc, dv_ptr, p_tiles, dv_unit, value, V, where, rows, zero)
     if TOGETHER:
-        mbarrier.arrive(done, count=1)
-        if not LOADS:
-            mbarrier.wait(done, i & 1)
-        elif i + 1 < chunks:
-            _load_values(i + 1, loads, PARTS, HALVES, G)
+        mbarrier.arrive(done.index(value_slot), count=1)
+        mbarrier.wait(done.index(value_slot), i // VALUE_SLOTS & 1)
         _write_values(to, found[2:], part, PARTS, HALVES, PACKED)
     if HALF:
         dq *= dq_unit * do_unit
@@ -629,7 +590,7 @@ def _chunk(
         if dk_desc is not None:  # converted before it is written: half the registers
             dk = dk.to(dtype)
         dv = warpgroup_mma_wait(0, _values(of_dv, part, PARTS, HALVES))
-        mbarrier.arrive(done, count=1)
+        mbarrier.arrive(done.index(value_slot), count=1)
         _write_values(to, dv, part, PARTS, HALVES, PACKED)
     write(dk_desc, dk_ptr, k_tile, dk, key, K, where, rows, PACKED)
     return entering, inner
@@ -638,7 +599,6 @@ def _chunk(
 @gluon.jit
 def _gradient_warps(
     given,
-    loads,
     part: gl.constexpr,
     PARTS: gl.constexpr,
     HALVES: gl.constexpr,
@@ -649,13 +609,12 @@ def _gradient_warps(
     """Carries the rows of dS of D keys backwards through the segment, and writes the gradients.
 
     Args:
-        loads: see `_chunk`.
         part: the number of this gradient warpgroup.
     """
     tiles, barriers, outputs, states, place, sizes, factors = given
     v_tiles, do_tiles = tiles[2], tiles[3]
     HALF: gl.constexpr = do_tiles.dtype == gl.float16
-    LOADS: gl.constexpr = PARTS * HALVES == 1
+    VALUE_SLOTS: gl.constexpr = v_tiles.shape[0] // HALVES
     gated, w_full, qk_empty, v_full, ready, done = barriers
     leaving, held, state_n, state_h, state_k, state_v, dinitial, s_units, given_units, row = states
     q_units, k_units, v_units, do_units = given_units
@@ -678,24 +637,23 @@ def _gradient_warps(
             dS += (gl.zeros([D, D], gl.float32, LAYOUT),)
     waiting = gl.full([D], 1.0, gl.float32, gl.SliceLayout(1, LAYOUT))  # [D]
     chunks = gl.cdiv(length, C)
-    if LOADS:  # noqa: SIM102 -- known when this is compiled, and the number of chunks is not
-        if chunks > 0:
-            _load_values(0, loads, PARTS, HALVES, G)
     for i in range(chunks):
         c = chunks - 1 - i
         slot = i % SLOTS
         rows = gl.minimum(length - c * C, C)
         tma.store_wait(0)  # the gradients of the previous chunk have left the tiles
         mbarrier.arrive(qk_empty.index((i + SLOTS - 1) % SLOTS), count=1, pred=i > 0)
-        mbarrier.wait(v_full, i & 1)
+        value_slot = i % VALUE_SLOTS
+        mbarrier.wait(v_full.index(value_slot), i // VALUE_SLOTS & 1)
         if PACKED:
             for j in gl.static_range(HALVES):
-                clear_rows(do_tiles.index(j).reshape([C, D]), rows, LAYOUT)
+                half = HALVES * value_slot + j
+                clear_rows(do_tiles.index(half).reshape([C, D]), rows, LAYOUT)
                 if HALF:  # rows of the next sequence would count in the largest number of dA
-                    clear_rows(v_tiles.index(j).reshape([C, D]), rows, LAYOUT)
+                    clear_rows(v_tiles.index(half).reshape([C, D]), rows, LAYOUT)
             fence_async_shared()  # rows have been cleared from registers; wgmma reads the tiles
         mbarrier.wait(gated.index(slot), i // SLOTS & 1)
-        at = (i, chunks, slot, rows, (b, h, start + c * C, T, Hq), key + part * D, value, K, V)
+        at = (i, slot, rows, (b, h, start + c * C, T, Hq), key + part * D, value, K, V)
         chunk_barriers = (w_full, ready, done)
         s_unit = gl.load(s_units + c.to(gl.int64) * (Hq // G) * blocks + (key // D + part)) if HALF else 1.0
         q_unit, do_unit = unit_at(q_units, row + c, Hq, h), unit_at(do_units, row + c, Hq, h)
@@ -709,7 +667,6 @@ def _gradient_warps(
             outputs,
             factors,
             units,
-            loads,
             at,
             part,
             PARTS,
@@ -717,11 +674,8 @@ def _gradient_warps(
             HAS_GATE,
             PACKED,
             UNITS,
-            G,
         )
     if dinitial is not None:
-        if LOADS:  # computed again here, so that they occupy no registers in the loop
-            keys, values = keys + opaque_zero(), values + opaque_zero()
         for j in gl.static_range(HALVES):
             to = dinitial + ((n * Hq + h).to(gl.int64) * K + keys) * V + values + j * D
             x = dS[j] * waiting[:, None]
@@ -808,12 +762,13 @@ def _chunk_gla_bwd_kernel(
     row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_tiles = gl.allocate_shared_memory(dtype, [SLOTS * PARTS, 1, 1, C, D], q_desc.layout)
     k_tiles = gl.allocate_shared_memory(dtype, [SLOTS * PARTS, 1, 1, C, D], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [HALVES, 1, 1, C, D], v_desc.layout)
-    do_tiles = gl.allocate_shared_memory(dtype, [HALVES, 1, 1, C, D], do_desc.layout)
+    VALUE_SLOTS: gl.constexpr = 1 if PARTS * HALVES == 4 else 2
+    v_tiles = gl.allocate_shared_memory(dtype, [VALUE_SLOTS * HALVES, 1, 1, C, D], v_desc.layout)
+    do_tiles = gl.allocate_shared_memory(dtype, [VALUE_SLOTS * HALVES, 1, 1, C, D], do_desc.layout)
     # These hold g, then the exponents of queries, then w.
     x_tiles = gl.allocate_shared_memory(gl.float32, [SLOTS * PARTS, 1, 1, C, D], exponents) if HAS_GATE else q_tiles
-    # The tiles of S also hold dA and A^T, so there are at least two.
-    s_tiles = gl.allocate_shared_memory(dtype, [max(PARTS * HALVES, 2), 1, 1, D, D], s_desc.layout)
+    # The tiles of S also hold dA and A^T, so a slot has at least two.
+    s_tiles = gl.allocate_shared_memory(dtype, [VALUE_SLOTS * max(PARTS * HALVES, 2), 1, 1, D, D], s_desc.layout)
     p_tiles = gl.allocate_shared_memory(dtype, [PARTS * HALVES, 1, 1, D, D], s_desc.layout)
     r_tiles = gl.allocate_shared_memory(gl.float32, [SLOTS * PARTS, D], row_layout)  # b_C / 2, then the anchor
     firsts = gl.allocate_shared_memory(gl.float32, [SLOTS * PARTS, 1], row_layout)  # a of each part, for float16
@@ -825,18 +780,19 @@ def _chunk_gla_bwd_kernel(
     gated = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # q, k have become qg, kg, and g the exponents
     w_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # w and the anchor have been written
     qk_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # dq, dk, dg have left the tiles of q, k, g
-    v_full = gl.allocate_shared_memory(gl.int64, [1], bars)  # v, do, S have been loaded
+    v_full = gl.allocate_shared_memory(gl.int64, [VALUE_SLOTS, 1], bars)  # v, do, S have been loaded
     ready = gl.allocate_shared_memory(gl.int64, [1], bars)  # P, dA and A^T have been written
-    done = gl.allocate_shared_memory(gl.int64, [1], bars)  # all products of the chunk are done
+    done = gl.allocate_shared_memory(gl.int64, [VALUE_SLOTS, 1], bars)  # all products of the chunk are done
     for i in gl.static_range(SLOTS):
         mbarrier.init(g_full.index(i), count=1)
         mbarrier.init(qk_full.index(i), count=1)
         mbarrier.init(gated.index(i), count=1)
         mbarrier.init(w_full.index(i), count=PARTS)  # each gradient warpgroup arrives once, here and below
         mbarrier.init(qk_empty.index(i), count=PARTS + 1)  # and so does the gate warpgroup
-    mbarrier.init(v_full, count=1)
+    for i in gl.static_range(VALUE_SLOTS):
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(done.index(i), count=PARTS)
     mbarrier.init(ready, count=PARTS)
-    mbarrier.init(done, count=PARTS)
 
     descriptors = (q_desc, k_desc, v_desc, do_desc, g_desc, s_desc)
     load_tiles = (q_tiles, k_tiles, v_tiles, do_tiles, x_tiles, s_tiles)
@@ -866,31 +822,22 @@ def _chunk_gla_bwd_kernel(
     gate = (g_desc, gate_tiles, gate_barriers, marks, Hq * blocks_k, dg_ptr, logits, place, sizes, factors[0])
     gradients = (tiles, barriers, outputs, states, place, sizes, factors)
     # Registers of a thread: the gradient warps need most of them, and the gate warps have the remaining ones.
-    if PARTS * HALVES == 1:
+    if PARTS == 1:
         gl.warp_specialize(
             [
-                (_gate_warps, (gate, loads, NORMALIZER, PARTS, HALVES, PACKED, G)),
-                (_gradient_warps, (gradients, loads, 0, PARTS, HALVES, HAS_GATE, PACKED, G)),
-            ],
-            [4],
-            [176],
-        )
-    elif PARTS == 1:
-        gl.warp_specialize(
-            [
-                (_gate_warps, (gate, None, NORMALIZER, PARTS, HALVES, PACKED, G)),
-                (_gradient_warps, (gradients, None, 0, PARTS, HALVES, HAS_GATE, PACKED, G)),
+                (_gate_warps, (gate, NORMALIZER, PARTS, PACKED)),
+                (_gradient_warps, (gradients, 0, PARTS, HALVES, HAS_GATE, PACKED, G)),
                 (_load_warp, (loads, PARTS, HALVES, G)),
             ],
             [4, 1],
-            [232, 24],
+            [240, 24],
         )
     else:
         gl.warp_specialize(
             [
-                (_gate_warps, (gate, None, NORMALIZER, PARTS, HALVES, PACKED, G)),
-                (_gradient_warps, (gradients, None, 0, PARTS, HALVES, HAS_GATE, PACKED, G)),
-                (_gradient_warps, (gradients, None, 1, PARTS, HALVES, HAS_GATE, PACKED, G)),
+                (_gate_warps, (gate, NORMALIZER, PARTS, PACKED)),
+                (_gradient_warps, (gradients, 0, PARTS, HALVES, HAS_GATE, PACKED, G)),
+                (_gradient_warps, (gradients, 1, PARTS, HALVES, HAS_GATE, PACKED, G)),
                 (_load_warp, (loads, PARTS, HALVES, G)),
             ],
             [4, 4, 1],

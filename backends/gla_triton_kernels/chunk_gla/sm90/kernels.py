@@ -53,12 +53,11 @@ WIDE_STEP, GATE_RATE = 3e-6, 2.8e11
 """Seconds of the second kernel of forward_wide.py for 64 tokens, and elements of k per second of its first kernel."""
 STATE_STEP, STATE_TILE = 0.12e-6, 0.65e-6
 """Seconds of states.py for 64 tokens, and for each 64 keys of a block."""
-GRADIENT_START, GRADIENT_STEP, GRADIENT_TILE = 10e-6, 5.7e-6, 1.26e-6
-"""Seconds of backward.py: before the first step of a block, for 64 tokens, and for each tile of 64 keys and values."""
+GRADIENT_START, GRADIENT_STEP, GRADIENT_TILE = 5e-6, 2.3e-6, 1.48e-6
+"""Seconds of backward.py: before the first step of a block, for 64 tokens, and for each tile of 64 keys and values. They
+were fitted to times on an H100."""
 HEAD_GRADIENT_STEP, HEAD_GRADIENT_TILE = 2.6e-6, 0.85e-6
 """Seconds of backward_head.py for 64 tokens, and for each tile of 64 keys and values."""
-GRADIENTS_SHARED = 1.2
-"""Number of blocks of backward.py with one tile that share a multiprocessor without slowing each other down."""
 STATE_GRADIENTS = 1.6e-6
 """Seconds of state_gradients.py for 64 tokens. This and the next times were fitted to times on an H100."""
 WIDE_CHUNK, WIDE_TILE, WIDE_SLICE = 3.2e-6, 1.7e-6, 5.8e-6
@@ -350,7 +349,7 @@ def _gradient_parameters(call: OpCall, gpu: Gpu) -> GradientParameters:
 def _backward_seconds(call: OpCall, x: GradientParameters, through: Cut, size: float, c: Constants) -> list[float]:
     tiles = x.BK * x.BV / 64**2
     step = GRADIENT_STEP + GRADIENT_TILE * tiles
-    block = BlockTime(CHUNK, x.BV, GRADIENT_START, step, GRADIENTS_SHARED if tiles <= 1 else 1, keys=x.BK)
+    block = BlockTime(CHUNK, x.BV, GRADIENT_START, step, keys=x.BK)
     return [*_operands_seconds(call, c), kernel_seconds(call, block, through, size, c)]
 
 

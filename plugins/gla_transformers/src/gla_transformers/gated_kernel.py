@@ -43,8 +43,9 @@ TILE = 2048
 """The number of values of a tile of `normed`: 16 for each thread."""
 WARP = 1024
 """The greatest number of values of a row that a warp computes: 32 for each thread."""
-PROGRAMS = 4
-"""The number of programs of a multiprocessor that sum over rows: about as many as run at the same time."""
+PROGRAMS, GATE_PROGRAMS = 4, 8
+"""The number of programs of a multiprocessor that sum over rows, about as many as run at the same time: in the backward
+of `normed`, and in that of `forgetting`."""
 
 Grid = tuple[int, int, int]
 
@@ -89,7 +90,7 @@ def forgetting_backward(
     rows, blocks, _ = _blocks(q)
     programs, sums = rows, None
     if of_bound:
-        programs = min(rows, ceil_div(PROGRAMS * gpu_of(q.device).multiprocessors, max(1, blocks)))
+        programs = min(rows, ceil_div(GATE_PROGRAMS * gpu_of(q.device).multiprocessors, max(1, blocks)))
         sums = q.new_empty(programs, q.shape[-1], dtype=torch.float32)
     tensors = (queries, logits, bound, dy.contiguous(), dk.contiguous(), dg.contiguous(), dq, df, sums)
     strides = (queries.stride(0), logits.stride(0))
