@@ -54,12 +54,12 @@ WIDE_STEP, GATE_RATE = 3e-6, 2.8e11
 STATE_STEP, STATE_TILE = 0.12e-6, 0.65e-6
 """Seconds of states.py for 64 tokens, and for each 64 keys of a block."""
 GRADIENT_START, GRADIENT_STEP, GRADIENT_TILE = 5e-6, 2.3e-6, 1.48e-6
-"""Seconds of backward.py: before the first step of a block, for 64 tokens, and for each tile of 64 keys and values. They
-were fitted to times on an H100."""
-HEAD_GRADIENT_STEP, HEAD_GRADIENT_TILE = 2.6e-6, 0.85e-6
-"""Seconds of backward_head.py for 64 tokens, and for each tile of 64 keys and values."""
+"""Seconds of backward.py: before the first step of a block, for 64 tokens, and for each tile of 64 keys and values.
+These times and those of state_gradients.py and backward_wide.py were fitted to times on an H100."""
+HEAD_GRADIENT_START, HEAD_GRADIENT_STEP, HEAD_GRADIENT_TILE = 10e-6, 2.6e-6, 0.85e-6
+"""The same for backward_head.py."""
 STATE_GRADIENTS = 1.6e-6
-"""Seconds of state_gradients.py for 64 tokens. This and the next times were fitted to times on an H100."""
+"""Seconds of state_gradients.py for 64 tokens."""
 WIDE_CHUNK, WIDE_TILE, WIDE_SLICE = 3.2e-6, 1.7e-6, 5.8e-6
 """Seconds of backward_wide.py for a chunk: a constant, a time for each tile of 64 keys and values, and a time for each
 slice of 128 keys of wider heads."""
@@ -365,7 +365,7 @@ def _operands_seconds(call: OpCall, c: Constants) -> list[float]:
 
 def _backward_head_seconds(call: OpCall, x: GradientParameters, through: Cut, size: float, c: Constants) -> list[float]:
     step = HEAD_GRADIENT_STEP + HEAD_GRADIENT_TILE * x.BK * x.BV / 64**2
-    block = BlockTime(CHUNK, x.BV, GRADIENT_START, step, keys=x.BK)
+    block = BlockTime(CHUNK, x.BV, HEAD_GRADIENT_START, step, keys=x.BK)
     return [*_operands_seconds(call, c), kernel_seconds(call, block, through, size, c)]
 
 
