@@ -193,7 +193,7 @@ def test_gradients_of_forgetting(dtype, gates, calls):
 @runs
 @pytest.mark.parametrize("i", range(3))
 def test_one_gradient_of_forgetting(i, calls):
-    """Of one input from one result, with a bound in half precision; and without rows."""
+    """Compares the gradient of one input from one result, with a bound in half precision; and without rows."""
     for rows in (3, 0):
         q, f = (x.detach().flatten(-2) for x in slices((2, rows, 1, 8), torch.float32))
         inputs = [q, f, (0.9 * torch.rand(8, device=DEVICE)).half()]

@@ -1,4 +1,4 @@
-"""What `loss_kernel` computes, by PyTorch's operators, on any device and in any dtype."""
+"""Computes the losses and the gradient of `loss_kernel` by PyTorch's operators, on any device and in any dtype."""
 
 from __future__ import annotations
 
