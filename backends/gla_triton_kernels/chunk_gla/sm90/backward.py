@@ -489,9 +489,9 @@ def _chunk(
     for j in gl.static_range(HALVES):
         P += (dS[j] * factor if HAS_GATE or UNITS else dS[j],)
         decayed += (dS[j] * decay if HAS_GATE or UNITS else dS[j],)
-    # P is stored while the first products run, if registers suffice for both.
-    LATER: gl.constexpr = PARTS > 1 and not HALF
-    TOGETHER: gl.constexpr = PARTS >= HALVES  # whether registers suffice for dv beside dq and dk
+    TOGETHER: gl.constexpr = PARTS >= HALVES  # whether registers suffice for most products at once
+    # With float16, the largest number of P has to be found, which takes registers, so P is stored before the products.
+    LATER: gl.constexpr = TOGETHER and not HALF
     if not LATER:
         p_unit = store_operands(p_tiles, zero + HALVES * part, P, HALVES)
     if HALF:
@@ -510,7 +510,7 @@ def _chunk(
                     acc = product(k_tiles.index(PARTS * slot + p).reshape([C, D]), other_q.permute([1, 0]), acc)
             scores += (acc,)
     beyond = gl.where(mild, 0, C) if HAS_GATE else 0  # C masks every element
-    if PARTS == 1:  # registers suffice for few products at once, here and below
+    if not TOGETHER:
         scores = _masked(warpgroup_mma_wait(0, scores), beyond, op_units, part, PARTS, dtype)
     dq = none  # [C, D], do S^T
     for j in gl.static_range(HALVES):
@@ -523,8 +523,9 @@ def _chunk(
         do_tile = do_tiles.index(v_first + j).reshape([C, D])
         started += (product(q_tile.permute([1, 0]), do_tile, decayed[j]),)
 
-    if PARTS > 1:  # while the other products run; `warpgroup_mma_wait` returns a tuple of one element as the element
-        scores = _masked((warpgroup_mma_wait(2 * HALVES, scores),), beyond, op_units, part, PARTS, dtype)
+    if TOGETHER:  # while the other products run; `warpgroup_mma_wait` returns a tuple of one element as the element
+        waited = warpgroup_mma_wait(2 * HALVES, scores)
+        scores = _masked(waited if PARTS == 1 else (waited,), beyond, op_units, part, PARTS, dtype)
     found = warpgroup_mma_wait(0, started)
     dq, entering = found[0], found[1:]  # [C, D]; [D, D] each, the gradient of S before the factor `inner`
     if HAS_GATE:
