@@ -71,7 +71,7 @@ def gradient(
                 args = (*args[:i], _zeros(backward, args, i), *args[i + 1 :])
         if bypasses_torch(args[0]) and not torch.is_grad_enabled():
             return gradients_of((*run(backward, backward.prepared(args), False, request), None))
-        found = run_backward(*args, request)  # an empty tensor for a gradient that does not exist
+        found = run_backward(*args, str(request))  # an empty tensor for a gradient that does not exist
         gradients = [None if x is None else d for x, d in zip(likes_of(args), found, strict=True)]
         return gradients_of((*gradients, None))
 

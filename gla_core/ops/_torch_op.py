@@ -51,6 +51,18 @@ def torch_op_of(
     return torch_op(spec.schema(), runner(spec), faker(spec), setup_context, backward, vmap, spec.flops, spec)
 
 
+def eager_op_of(spec: OpSpec, setup_context: Callable[..., None], backward: Callable[..., tuple]) -> TorchOp:
+    """Returns a function that runs an op of several results for a gradient, if `bypasses_torch` allows it.
+
+    It takes the arguments of the torch op, as `OpSpec.prepared` returns them. The request may be a `Request`.
+    """
+
+    def run(*args: Any) -> tuple:
+        return tuple(run_op(spec, args[:-2], True, args[-1]))
+
+    return _eager(spec.name, run, getattr(torch.ops.gla, spec.name).default, setup_context, backward)
+
+
 def runner(spec: OpSpec, *last: Any) -> Callable[..., Any]:
     """Returns the function that runs an op as a torch op. `last` are the last arguments if the torch op omits them."""
     arguments = _arguments(spec, last)
@@ -164,41 +176,51 @@ def _as_torch_op(run: Callable[..., Any]) -> Callable[..., Any]:
 def _differentiable(
     name: str, run: Callable, op: Any, setup_context: Callable, backward: Callable, vmap: Callable
 ) -> TorchOp:
-    """Returns a function that calls the op, in eager mode and under torch.func as an `autograd.Function`.
-
-    In eager mode this takes half the time of PyTorch's dispatcher. PyTorch inspects the signature of a Function with
-    setup_context in every call, so the Function of eager mode has no setup_context. Its first argument is a tuple of
-    all arguments, and the others are the tensors among them: autograd takes time for each argument.
-    """
-    tensors_of = picker([i for i, argument in enumerate(op._schema.arguments) if "Tensor" in str(argument.type)])
+    """Returns a function that calls the op, in eager mode and under torch.func as an `autograd.Function`."""
 
     def forward(*args: Any) -> Any:
         return _without_none(args[0], run(*args)) if bypasses_torch(args[0]) else op(*args)
 
-    def forward_eagerly(ctx: Any, args: tuple, *_: Any) -> Any:
+    func = _function(name, forward=forward, setup_context=setup_context, backward=backward, vmap=vmap, jvp=_refuse_jvp)
+    eagerly = _eager(name, run, op, setup_context, backward)
+
+    def call(*args: Any) -> Any:
+        if bypasses_torch(args[0]):
+            return eagerly(*args) if torch.is_grad_enabled() else run(*args)
+        return op(*args) if is_compiling() or not transformed() else func.apply(*args)
+
+    return call
+
+
+def _eager(name: str, run: Callable, op: Any, setup_context: Callable, backward: Callable) -> TorchOp:
+    """Returns a function that calls the op as an `autograd.Function` in eager mode. The request may be a `Request`.
+
+    This takes half the time of PyTorch's dispatcher. PyTorch inspects the signature of a Function with setup_context in
+    every call, so this one has no setup_context. Its first argument is a tuple of all arguments, and the others are the
+    tensors among them: autograd takes time for each argument.
+    """
+    tensors_of = picker([i for i, argument in enumerate(op._schema.arguments) if "Tensor" in str(argument.type)])
+
+    def forward(ctx: Any, args: tuple, *_: Any) -> Any:
         found = run(*args)
         setup_context(ctx, args, found)
         return found
 
-    def backward_eagerly(ctx: Any, *grads: Any) -> tuple:
+    def backward_of_all(ctx: Any, *grads: Any) -> tuple:
         return None, *tensors_of(backward(ctx, *grads))
 
-    func = _function(name, forward=forward, setup_context=setup_context, backward=backward, vmap=vmap, jvp=_refuse_jvp)
-    eager = _function(name, forward=forward_eagerly, backward=backward_eagerly, jvp=_refuse_jvp)
+    function = _function(name, forward=forward, backward=backward_of_all, jvp=_refuse_jvp)
     # `Function.apply` would first look for tensors of torch.func among the arguments.
-    without_torch_func: Any = super(torch.autograd.Function, eager)
+    without_torch_func: Any = super(torch.autograd.Function, function)
     apply = without_torch_func.apply
 
     def call(*args: Any) -> Any:
-        if bypasses_torch(args[0]):
-            if not torch.is_grad_enabled():
-                return run(*args)
-            try:
-                return apply(args, *tensors_of(args))
-            except RuntimeError:
-                if not any(map(_has_outlived_a_transform, args)):
-                    raise
-        return op(*args) if is_compiling() or not transformed() else func.apply(*args)
+        try:
+            return apply(args, *tensors_of(args))
+        except RuntimeError:
+            if not any(map(_has_outlived_a_transform, args)):
+                raise
+        return op(*args[:-1], str(args[-1]))
 
     return call
 

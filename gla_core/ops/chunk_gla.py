@@ -54,13 +54,13 @@ from torch import Tensor
 
 from gla_core.dispatch.backend import CHUNK
 from gla_core.dispatch.environment import environment
-from gla_core.dispatch.request import current_request
+from gla_core.dispatch.request import Request, current_request
 from gla_core.dispatch.selection import makes_checkpoints
 from gla_core.dispatch.tensors import checkpoint_rows
 from gla_core.ops import autocast, checks
 from gla_core.ops._autograd import gradient
 from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run
-from gla_core.ops._torch_op import exportable, no_second_derivative, refuse_tangents, torch_op_of
+from gla_core.ops._torch_op import eager_op_of, exportable, no_second_derivative, refuse_tangents, torch_op_of
 from gla_core.ops.spec import (
     AS_INPUT,
     CHECKPOINTS,
@@ -216,25 +216,27 @@ def chunk_gla(
     c = None if gate is None else checks.normalizer(gate, gate_normalizer, g)
     needs_grad, directly, every = needs_gradient(q, k, v, g, initial_state), bypasses_torch(q), checkpoint_every
     if directly:
-        scale = scale_or_default(q, scale)
+        scale, request = scale_or_default(q, scale), current_request(backend)
     else:
         q, k, v, g = autocast.tokens(q, k, v, g)
         refuse_tangents(q, k, v, g, initial_state)
-        scale = plain_number(scale)
+        scale, request = plain_number(scale), backend
     if every is None and needs_grad and q.is_cuda:
-        every = interval_for_backward(backend)
+        every = interval_for_backward(request)
     args = (q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, every, c, max_seqlen)
-    if directly and not needs_grad:
-        o, state, checkpoints = run(FORWARD, args, False, backend)
-    else:
+    if not directly:
         o, state, checkpoints = torch_fwd(*args, needs_grad, request_text(backend))
-        state = state if output_final_state else None
+    elif needs_grad:
+        o, state, checkpoints = eager_fwd(*args, True, request)
+    else:
+        o, state, checkpoints = run(FORWARD, args, False, request)
+    state = state if output_final_state else None
     if state_v_first:
         state, checkpoints = checks.transposed(state), checks.transposed(checkpoints)
     return ChunkGla(o, state) if checkpoint_every is None else ChunkGlaWithCheckpoints(o, state, checkpoints)
 
 
-def interval_for_backward(backend: str | None) -> int | None:
+def interval_for_backward(backend: str | Request | None) -> int | None:
     """Returns the interval of the checkpoints that a forward on a GPU keeps for its backward; None if it keeps none."""
     if environment().checkpoints and makes_checkpoints("chunk_gla_fwd", current_request(backend).spec):
         return CHUNK
@@ -345,4 +347,6 @@ BACKWARD = OpSpec(
 
 
 torch_bwd = torch_op_of(BACKWARD, backward=no_second_derivative("chunk_gla"))
-torch_fwd = torch_op_of(FORWARD, *gradient(FORWARD, BACKWARD, torch_bwd))
+_gradient = gradient(FORWARD, BACKWARD, torch_bwd)
+torch_fwd = torch_op_of(FORWARD, *_gradient)
+eager_fwd = eager_op_of(FORWARD, *_gradient)

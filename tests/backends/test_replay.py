@@ -202,7 +202,7 @@ def test_launches_are_told_of_the_addresses_and_floats_of_their_call(gpu, monkey
     recorded = record_two(gpu, x, y, tensor())
     calls = [(x, y, 0.5), (y, x, 0.5), (x, y, 0.25), (x, z, 0.25), (z, y, 0.5)]
     for memory, (a, b, scale) in zip(itertools.cycle([tensor(), tensor()]), 4 * calls, strict=False):
-        monkeypatch.setattr(torch, "empty", lambda memory=memory, **_: memory)
+        monkeypatch.setattr(torch, "UntypedStorage", lambda *_, memory=memory, **__: memory)
         assert replay(recorded, (a, b), (scale,))
         first, second = gpu.launched[-2:]
         assert first[-4:] == [a.data_ptr(), memory.data_ptr(), 1, 2]
@@ -214,7 +214,7 @@ def replay_two(recorded, x, y, scratch, monkeypatch):
     """Replays a call of two launches. The memory for scratch is always the given tensor."""
     from gla_triton_kernels.runtime.replay import replay
 
-    monkeypatch.setattr(torch, "empty", lambda **_: scratch)
+    monkeypatch.setattr(torch, "UntypedStorage", lambda *_, **__: scratch)
     assert replay(recorded, (x, y), (0.5,))
 
 

@@ -12,8 +12,9 @@ import gla_core as gla
 from gla_core.conformance import oracle
 from gla_core.conformance.calls import gradients, oracle_gradients
 from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
-from gla_core.dispatch.backend import Backend
+from gla_core.dispatch.backend import Backend, Prepared
 from gla_core.dispatch.registry import get
+from gla_core.ops.chunk_gla import BACKWARD
 from gla_core.workloads.inputs import gla_inputs
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # it is slow for float32, which it computes token by token
@@ -241,6 +242,24 @@ def test_a_backward_runs_as_its_forward(device):
         inside = torch.autograd.grad(o, leaves, do, retain_graph=True)
     outside = torch.autograd.grad(o, leaves, do)
     assert all(torch.equal(a, b) for a, b in zip(inside, outside, strict=True))
+
+
+def test_a_block_around_a_backward_alone_changes_nothing():
+    reference, seen = get("reference"), []
+
+    def prepare(call):
+        seen.append(call.batch_invariant)
+        return reference.ops["chunk_gla_bwd"]
+
+    backward = Prepared(prepare, BACKWARD.contract)
+    q, k, v = (torch.randn(1, 70, 1, 4, requires_grad=True) for _ in range(3))
+    with gla.register(
+        Backend("mine", "0", {**reference.ops, "chunk_gla_bwd": backward}, reference.can("chunk_gla_bwd"))
+    ):
+        o, _ = gla.chunk_gla(q, k, v, backend="mine")
+        with gla.batch_invariant(TOKENS):
+            o.sum().backward()
+    assert seen == [None]
 
 
 def test_mapped():

@@ -44,7 +44,7 @@ class Graph:
                 _call("cuStreamEndCapture", stream, byref(graph))
             after.callback(_call, "cuGraphDestroy", graph)
             _call("cuGraphInstantiateWithFlags", byref(executable), graph, ctypes.c_ulonglong(0))
-        self._executable = executable
+        self._executable, self._launch = executable, _driver().cuGraphLaunch
         weakref.finalize(self, _destroy, executable).atexit = False
 
     def start(self, stream: int) -> None:
@@ -53,11 +53,12 @@ class Graph:
         Raises:
             RuntimeError: the driver refuses; no launch was made.
         """
-        status = _driver().cuGraphLaunch(self._executable, c_void_p(stream))
+        status = self._launch(self._executable, stream)
         if status == _INVALID_CONTEXT:
             _call("cuCtxSetCurrent", self._context)
-            status = _driver().cuGraphLaunch(self._executable, c_void_p(stream))
-        _check("cuGraphLaunch", status)
+            status = self._launch(self._executable, stream)
+        if status:
+            _check("cuGraphLaunch", status)
 
 
 def _destroy(executable: c_void_p) -> None:
@@ -88,4 +89,6 @@ def _check(name: str, status: int) -> None:
 
 @functools.cache
 def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
+    driver = ctypes.CDLL("libcuda.so.1")
+    driver.cuGraphLaunch.argtypes = c_void_p, c_void_p  # with types, a stream is passed as an integer
+    return driver

@@ -208,7 +208,7 @@ class RecordedCall:
     Attributes:
         device: index of the device of the launches.
         given: takes the tensors of a call, of which there are at least two, and returns those that are not None.
-        memory: arguments of `torch.empty` for the scratch memory; None if there are no scratch tensors.
+        scratch: size in bytes and device of the scratch memory; None if there are no scratch tensors.
         parts: the scratch tensors, then the parts of tensors (see `part`). For each, the place of the memory or tensor
             that contains it, and its offset in bytes.
         aligned: the places of tensors of the call whose addresses must be multiples of `ALIGNMENT`.
@@ -217,7 +217,7 @@ class RecordedCall:
 
     device: int
     given: Callable[[Sequence[Tensor | None]], tuple[Tensor, ...]]
-    memory: dict[str, Any] | None
+    scratch: tuple[int, torch.device] | None
     parts: tuple[tuple[int, int], ...]
     aligned: tuple[int, ...]
     launches: tuple[_RecordedLaunch, ...]
@@ -270,7 +270,7 @@ def record(tensors: Sequence[Tensor | None], launches: Sequence[Launch]) -> Reco
     if one_in_two_places or not are_aligned or not all(x.is_contiguous() for x in scratch) or not told_apart:
         return None
     *begins, size = itertools.accumulate((ceil_div(x.nbytes, _LINE) * _LINE for x in scratch), initial=0)
-    memory = {"size": (size,), "dtype": torch.uint8, "device": given[0].device} if scratch else None
+    memory = (size, given[0].device) if scratch else None
     places.update({id(x): len(given) + 1 + i for i, x in enumerate([*scratch, *parts.values()])})
     into = [(len(given), begin) for begin in begins]
     into += [(places[id(_whole_of(x))], x.data_ptr() - _whole_of(x).data_ptr()) for x in parts.values()]
@@ -393,8 +393,12 @@ def replay(call: RecordedCall, tensors: Sequence[Tensor | None], floats: tuple[f
     if call.device != current_device() or _profiled():
         return False
     addresses = [*map(Tensor.data_ptr, call.given(tensors))]
-    memory = torch.empty(**call.memory) if call.memory else None
-    addresses.append(0 if memory is None else memory.data_ptr())
+    if call.scratch is None:
+        addresses.append(0)
+    else:
+        size, device = call.scratch
+        memory = torch.UntypedStorage(size, device=device)  # a tensor takes longer to make
+        addresses.append(memory.data_ptr())
     prepared_for = (call, floats, *addresses)
     prepared = _prepared.get(prepared_for)
     if prepared is None:  # the addresses of a cached entry were checked when it was made
