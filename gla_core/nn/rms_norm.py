@@ -37,8 +37,8 @@ class RMSNormGated(nn.Module):
         mean_over_ranks: a differentiable function that averages over ranks, if each rank holds an equal slice of the
             last dimension. It maps the mean of this rank's slice to the mean of all slices. None if one rank holds all.
         kernel: a differentiable function (x, weight, gate, eps) that computes a norm of one group in less time than
-            PyTorch, and after it the gate if there is one, with f = silu. It returns None for a call that PyTorch is to
-            compute. None if there is no function.
+            PyTorch, and after it the gate if there is one, with f = silu. For the backward it keeps its arguments
+            alone. It returns None for a call that PyTorch is to compute. None if there is no function.
 
     Example:
         >>> norm = RMSNormGated(64)
@@ -75,6 +75,10 @@ class RMSNormGated(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         """Normalizes x [..., width], with gate [..., width], in float32 or float64. The result has x's dtype."""
+        if self.kernel is not None and self._activation(gate) == "silu":
+            y = self.kernel(x, self.weight, gate, self.eps)
+            if y is not None:
+                return y
         if self.mean_over_ranks is None and (gate is None or self.gate_fn in ACTIVATIONS.values()):  # no parameters
             return recomputed(self._computed, x, self.weight, gate)
         return self._computed(x, self.weight, gate)
@@ -97,10 +101,6 @@ class RMSNormGated(nn.Module):
         return activation if self.norm_before_gate else None
 
     def _computed(self, x: Tensor, weight: Tensor | None, gate: Tensor | None) -> Tensor:
-        if self.kernel is not None and self._activation(gate) == "silu":
-            y = self.kernel(x, weight, gate, self.eps)
-            if y is not None:
-                return y
         if gate is None and self.groups == 1 and self.mean_over_ranks is None and _alike(x, weight):
             # In float32 within one kernel. Autocast makes the result float32.
             return F.rms_norm(x, (self.width,), weight, self.eps).to(x.dtype)

@@ -99,6 +99,58 @@ def test_what_a_linear_layer_does_not_keep(inputs):
     assert bytes_kept(lambda: projected(gated(*inputs))) > number  # not a result of `recomputed`
 
 
+def test_gradients_by_a_formula(inputs):
+    """The formula gives the gradients, and the function runs once in the backward, for all layers that read it."""
+    calls = []
+
+    def function(*x):
+        calls.append(len(x))
+        return gated(*x)
+
+    def gradients(x, y, gate, dy):
+        sigma = torch.sigmoid(gate)
+        dx = gate * sigma * dy
+        return dx, dx if y.requires_grad else None, sigma * (1 + gate * (1 - sigma)) * (x + y) * dy
+
+    first, second = (torch.nn.Linear(5, 4, dtype=torch.float64) for _ in range(2))
+
+    def run(y):
+        with not_kept(y):
+            return first(y) * second(y)
+
+    wanted = [*inputs, first.weight, second.weight]
+    found = torch.autograd.grad(run(recomputed(function, *inputs, gradients=gradients)).sum(), wanted)
+    torch.testing.assert_close(found, torch.autograd.grad(run(gated(*inputs)).sum(), wanted))
+    assert len(calls) == 2
+    assert bytes_kept(lambda: run(recomputed(function, *inputs, gradients=gradients))) == 3 * 3 * 4 * 8
+    for x in first.weight, second.weight:
+        x.requires_grad_(False)
+    calls.clear()
+    torch.autograd.grad(run(recomputed(function, *inputs, gradients=gradients)).sum(), inputs)
+    assert len(calls) == 1, "the formula alone needs no result"
+
+
+def test_second_derivatives_with_a_formula(inputs):
+    """The gradient of a layer's weight can be differentiated. The formula cannot, and is not taken as constant."""
+    layer, x = torch.nn.Linear(5, 4, dtype=torch.float64), inputs[0]
+
+    def gradient(function, wanted):
+        y = function(x)
+        with not_kept(y):
+            loss = layer(y).square().sum()
+        return torch.autograd.grad(loss, wanted, create_graph=True)[0].sum()
+
+    def by_formula(x):
+        return recomputed(lambda x: x * x, x, gradients=lambda x, dy: (2 * x * dy,))
+
+    found, wanted = (
+        torch.autograd.grad(gradient(function, layer.weight), x) for function in (by_formula, lambda x: x * x)
+    )
+    torch.testing.assert_close(found, wanted)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient(by_formula, x).backward()
+
+
 def test_a_weight_that_changes_before_the_backward(inputs):
     module = Projected()
     loss = module(*inputs).sum()

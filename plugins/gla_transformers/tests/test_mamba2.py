@@ -31,7 +31,7 @@ def calls(monkeypatch):
     from gla_transformers import causal_convolution_kernel, gated_kernel, mamba2_kernel
 
     def noted(module, name):
-        return lambda *args: found.append(name) or getattr(module, name)(*args)
+        return lambda *args, **options: found.append(name) or getattr(module, name)(*args, **options)
 
     found: list[str] = []
     for dispatch, module, names in (

@@ -10,6 +10,7 @@ code is left to PyTorch's compiler, which makes one kernel of them too.
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gla_core.nn.recompute import recomputed
 from gla_core.ops.calls import needs_gradient
 from gla_transformers.dispatch import is_eager, is_taken, module_of
 
@@ -26,9 +28,11 @@ WIDEST = 8192
 
 
 def gated(gate: Tensor, x: Tensor) -> Tensor:
-    """Returns silu(gate) * x for gate and x [..., width]."""
+    """Returns silu(gate) * x for gate and x [..., width]. Autograd keeps gate and x alone."""
     kernels = _kernels(x, gate) if x.ndim > 1 else None
-    return F.silu(gate) * x if kernels is None else _Gated.apply(kernels, gate, x)  # pyright: ignore[reportReturnType]
+    if kernels is None:
+        return recomputed(lambda gate, x: F.silu(gate) * x, gate, x)
+    return recomputed(kernels.gated, gate, x, gradients=kernels.gated_backward)
 
 
 def normed(
@@ -36,7 +40,8 @@ def normed(
 ) -> Tensor | None:
     """Returns the norm of x [..., heads, width] with a gate, as at the top; None if it is left to PyTorch.
 
-    Without a gate its factor is 1, and x may be [..., width]. It is a value for `RMSNormGated.kernel`.
+    Without a gate its factor is 1, and x may be [..., width]. Autograd keeps x, weight and gate alone. This function is
+    a value for `RMSNormGated.kernel`.
 
     Args:
         weight: [width], or [heads, width].
@@ -48,7 +53,11 @@ def normed(
         return None
     if not needs_gradient(x, weight, gate):  # a Function takes longer on the host than the launch
         return kernels.normed(x, weight, gate, float(eps), gate_first)
-    return _Normed.apply(kernels, x, weight, gate, float(eps), gate_first)  # pyright: ignore[reportReturnType]
+    function, gradients = (
+        functools.partial(kernel, eps=float(eps), gate_first=gate_first)
+        for kernel in (kernels.normed, kernels.normed_backward)
+    )
+    return recomputed(function, x, weight, gate, gradients=gradients)
 
 
 def forgetting(q: Tensor, f: Tensor, lower_bound: Tensor | None) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -81,32 +90,6 @@ def _kernels(x: Tensor, gate: Tensor | None) -> ModuleType | None:
 
 def _kernels_of(device: torch.device) -> ModuleType | None:
     return module_of("gated_kernel", device)
-
-
-class _Gated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, kernels: Any, gate: Tensor, x: Tensor) -> Tensor:
-        ctx.kernels = kernels
-        ctx.save_for_backward(gate, x)
-        return kernels.gated(gate, x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, *ctx.kernels.gated_backward(*ctx.saved_tensors, dy)
-
-
-class _Normed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, kernels: Any, x: Tensor, weight: Any, gate: Any, eps: float, gate_first: bool) -> Tensor:
-        ctx.kernels, ctx.options = kernels, (eps, gate_first)
-        ctx.save_for_backward(x, weight, gate)
-        return kernels.normed(x, weight, gate, eps, gate_first)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, *ctx.kernels.normed_backward(*ctx.saved_tensors, *ctx.options, dy), None, None
 
 
 class _Forgetting(torch.autograd.Function):

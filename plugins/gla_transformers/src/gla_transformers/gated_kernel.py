@@ -119,7 +119,7 @@ def normed(x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float, ga
 
 
 def normed_backward(
-    x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float, gate_first: bool, dy: Tensor
+    x: Tensor, weight: Tensor | None, gate: Tensor | None, dy: Tensor, eps: float, gate_first: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Returns the gradients of x, weight and gate from that of y [..., H, V]."""
     x, gates, dy = x.contiguous(), _of_tokens(gate), dy.contiguous()

@@ -29,7 +29,7 @@ from transformers.utils import can_return_tuple, logging
 from gla_core.dispatch.tensors import wide
 from gla_core.nn import HGRN2, GatedLinearAttention
 from gla_core.nn.merged import Merging, added, products
-from gla_core.nn.recompute import not_kept, recomputed
+from gla_core.nn.recompute import not_kept
 from gla_core.nn.rms_norm import RMSNormGated
 from gla_core.nn.short_convolution import ShortConvolution
 from gla_transformers import few_rows, packing
@@ -63,7 +63,7 @@ class GatedMLP(Merging):
         if made is None:
             with not_kept(x):
                 made = self.gate_proj(x), self.up_proj(x)
-        x = recomputed(gated, *made)
+        x = gated(*made)
         with not_kept(x):
             return self.down_proj(x) if residual is None else added(residual, self.down_proj, x)
 
