@@ -7,8 +7,8 @@ result would keep it for the gradient of its weight; `not_kept` prevents this to
     with not_kept(z):
         y = down_proj(z)                 keeps its weight, and not z
 
-The backward then computes z once, for down_proj and for the gradients of gate and x. A function with a formula for its
-gradients, as kernels have, is not computed for the latter: that takes the host a third of the time.
+The backward then computes z once, for down_proj and for the gradients of gate and x. If the function has a formula for
+its gradients, as kernels have, autograd need not record it a second time, which takes the host long:
 
     z = recomputed(kernels.gated, gate, x, gradients=kernels.gated_backward)
 """
