@@ -167,7 +167,9 @@ def test_a_prompt(ours, layers, monkeypatch):
         def kernel(x, *rest):
             return launches.counted("gated", lambda: torch.zeros_like(x))
 
-        monkeypatch.setattr(gated, "_kernels", lambda x, gate: SimpleNamespace(gated=kernel, gated_backward=None, normed=kernel))
+        monkeypatch.setattr(
+            gated, "_kernels", lambda x, gate: SimpleNamespace(gated=kernel, gated_backward=None, normed=kernel)
+        )
         model(tokens, use_cache=True)
     assert launches.found["gated"] == 4 * layers + 1
     assert launches.found.total() <= A_PROMPT * layers + OUTSIDE + 1, launches.found  # a new cache counts from zeros
