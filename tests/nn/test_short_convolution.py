@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from gla_core.nn.short_convolution import ShortConvolution, packing
 
@@ -18,6 +21,38 @@ def test_is_a_causal_conv1d_with_silu(W: int, T: int, bias: bool) -> None:
     y, history = convolution(x)
     torch.testing.assert_close(y, F.silu(torch_convolution(x.mT)[..., :T].mT))
     assert torch.equal(history, torch.cat([x.new_zeros(2, W - 1, 6), x], dim=1)[:, T:])
+
+
+@pytest.mark.parametrize("activation", ["silu", None, "relu"])
+@pytest.mark.parametrize("W", [1, 4])
+@pytest.mark.parametrize(
+    "given", [{}, {"history": True}, {"lengths": [2, 7]}, {"T": 2}, {"packed": [1, 4, 4, 9]}], ids=str
+)
+def test_by_a_kernel(given: dict[str, Any], W: int, activation: str | None) -> None:
+    """A kernel computes every call of an activation that it knows, and the result is that of PyTorch."""
+    shapes = []
+
+    def kernel(x: Tensor, weight: Tensor, bias: Tensor | None, name: str | None) -> Tensor:
+        shapes.append(list(x.shape))
+        y = F.conv1d(x, weight[:, None], bias, padding=W - 1, groups=6)[..., : x.shape[2]]
+        return y if name is None else getattr(F, name)(y)
+
+    convolution = ShortConvolution(6, W, bias=True, activation=activation).double()
+    x = torch.randn(1 if "packed" in given else 2, given.get("T", 10), 6, dtype=torch.float64, requires_grad=True)
+    offsets = torch.tensor(given["packed"]) if "packed" in given else None
+    N = len(x) if offsets is None else len(offsets) - 1
+    history = torch.randn(N, W - 1, 6, dtype=torch.float64) if "history" in given or "packed" in given else None
+    lengths = torch.tensor(given["lengths"]) if "lengths" in given else None
+    places = None if offsets is None else packing(offsets, x.shape[1], W)
+    results = []
+    for convolution.kernel in (kernel, None, lambda *_: None):
+        y, after = convolution(x, history, places, lengths)
+        results.append((y, after, *torch.autograd.grad((y**2).sum() + after.sum(), [x, *convolution.parameters()])))
+    torch.testing.assert_close(results[0], results[1])
+    torch.testing.assert_close(results[2], results[1], rtol=0, atol=0)
+    assert len(shapes) == (activation != "relu")
+    if not given and activation != "relu":
+        assert shapes == [[2, 6, 10]], "x itself, without room for a history"
 
 
 def test_packing_by_hand() -> None:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.nn.hgrn2 import log_gate
+from gla_transformers import GLACache, causal_convolution
 from gla_transformers import gated as dispatch
 from gla_transformers.gated import forgetting, gated, normed
 
@@ -296,6 +297,39 @@ def test_training(ours, tokens, calls, checkpointing, monkeypatch):
     assert calls == LAYER * 2 + ["normed"] + of_norm + backward * 2
     monkeypatch.setattr(dispatch, "_kernels_of", lambda device: None)
     for a, b in zip(found, gradients(model, tokens), strict=True):
+        assert relative_error(a, b) <= 1e-5
+
+
+@runs
+@pytest.mark.parametrize("model_type", ["gla", "hgrn2"])
+def test_short_convolutions(model_type, ours, tokens, monkeypatch):
+    """The kernels of convolutions compute training, prompts and steps, of padded rows too."""
+    from gla_transformers import causal_convolution_kernel as kernels
+
+    model, tokens = ours(model_type=model_type, use_short_conv=True).to(DEVICE), tokens[:, :20].to(DEVICE)
+    mask = torch.ones_like(tokens)
+    mask[0, :7] = 0
+
+    @torch.no_grad()
+    def generated():
+        cache = GLACache(model.config)
+        whole = model(tokens, attention_mask=mask).logits
+        pieces = [
+            model(part, past_key_values=cache).logits for part in (tokens[:, :13], tokens[:, 13:14], tokens[:, 14:])
+        ]
+        return whole[mask > 0], torch.cat(pieces, 1)
+
+    calls = []
+    noted = SimpleNamespace(
+        convolve=lambda *args: calls.append("convolve") or kernels.convolve(*args),
+        convolve_backward=lambda *args: calls.append("convolve_backward") or kernels.convolve_backward(*args),
+    )
+    monkeypatch.setattr(causal_convolution, "_kernels_of", lambda device: noted)
+    found = [*gradients(model, tokens), *generated()]
+    assert calls.count("convolve_backward") == 6
+    assert calls.count("convolve") == 6 * 5
+    monkeypatch.setattr(causal_convolution, "_kernels_of", lambda device: None)
+    for a, b in zip(found, [*gradients(model, tokens), *generated()], strict=True):
         assert relative_error(a, b) <= 1e-5
 
 

@@ -34,6 +34,7 @@ from gla_core.nn.rms_norm import RMSNormGated
 from gla_core.nn.short_convolution import ShortConvolution
 from gla_transformers import few_rows, packing
 from gla_transformers.cache import NAME, GLACache, LayerState, read
+from gla_transformers.causal_convolution import convolve_sequences
 from gla_transformers.configuration import GLAConfig, HGRN2Config, SharedConfig
 from gla_transformers.gated import forgetting, gated, normed
 from gla_transformers.graphs import Graphs
@@ -183,6 +184,8 @@ class GLAModel(GLAPreTrainedModel):
                 module.kernel = normed
             elif isinstance(module, HGRN2):
                 module.kernel = forgetting
+            elif isinstance(module, ShortConvolution):
+                module.kernel = convolve_sequences
         self.post_init()
 
     @can_return_tuple
