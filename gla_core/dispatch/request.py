@@ -111,10 +111,10 @@ def _combine(argument: str, context: tuple[str, ...], variable: str, tokens: str
         stronger, said = parse(text, source)
         choices = stronger if ANY_OP in stronger else {**choices, **stronger}
         setting = said or setting
+    length, source = setting or (0, "default")
     spec = [f"{op}={choice}@{choice.source}" for op, choice in choices.items()]
-    if setting is None:
-        return Request(choices, ";".join(spec))
-    return Request(choices, ";".join([*spec, f"{INVARIANT}={setting.tokens}@{setting.source}"]), setting.tokens or None)
+    # The text also says that batch_invariant is off: a block around the backward alone then changes nothing.
+    return Request(choices, ";".join([*spec, f"{INVARIANT}={length}@{source}"]), length or None)
 
 
 def check(request: str, source: str) -> dict[str, Choice]:

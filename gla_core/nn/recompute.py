@@ -45,12 +45,12 @@ def recomputed(
     """
     if not torch.is_grad_enabled():
         return function(*tensors)
-    if gradients is not None:
-        found = _WithGradients.apply(function, gradients, *tensors)
-    elif is_dynamo_compiling() and not _exports() and any(x is not None and x.requires_grad for x in tensors):
+    if is_dynamo_compiling() and not _exports() and any(x is not None and x.requires_grad for x in tensors):
         found = checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)
     elif is_compiling() or transformed():
         return function(*tensors)
+    elif gradients is not None:
+        found = _WithGradients.apply(function, gradients, *tensors)
     else:
         found = _Recomputed.apply(function, *tensors)
     assert isinstance(found, Tensor)
@@ -81,17 +81,19 @@ def not_kept(x: Tensor) -> contextlib.AbstractContextManager[Any]:
         return saved.shape if alike and saved.data_ptr() == place else (saved, saved._version)
 
     def unpack(packed: Any) -> Tensor:
-        if isinstance(packed, torch.Size):  # a tuple too
-            return _made(node)[1].view(packed)
-        saved, version = packed
-        if saved._version != version:  # autograd does not check what hooks return
-            raise RuntimeError(
-                f"a tensor {list(saved.shape)} that the backward needs was changed in place after the forward; run the "
-                "backward first"
-            )
-        return saved
+        return _made(node)[1].view(packed) if isinstance(packed, torch.Size) else _unchanged(*packed)
 
     return saved_tensors_hooks(pack, unpack)
+
+
+def _unchanged(x: Tensor, version: int) -> Tensor:
+    """Returns x, if it still has this version: autograd checks only what it keeps itself."""
+    if x._version != version:
+        raise RuntimeError(
+            f"a tensor {list(x.shape)} that the backward needs was changed in place after the forward; run the "
+            "backward first"
+        )
+    return x
 
 
 class _Recomputed(torch.autograd.Function):
@@ -120,7 +122,11 @@ class _WithGradients(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        tensors, ctx.made = ctx.saved_tensors if ctx.made is None else ctx.made[0], None
+        if ctx.made is None:
+            tensors = ctx.saved_tensors
+        else:
+            kept, ctx.made = ctx.made[0], None
+            tensors = [None if x is None else _unchanged(x, version) for x, version in kept]
         return None, None, *ctx.gradients(*tensors, dy)
 
 
@@ -129,12 +135,16 @@ _NODES = ("_RecomputedBackward", "_WithGradientsBackward")
 
 
 def _made(ctx: Any) -> tuple[Sequence[Any], Tensor]:
-    """Returns the arguments and the result of the function, computed again unless `not_kept` has computed them."""
+    """Returns the arguments and the result of the function, computed again unless `not_kept` has computed them.
+
+    The arguments are views for the gradient by autograd, and pairs of a tensor and its version for a formula.
+    """
     if ctx.made is not None:
         return ctx.made
     tensors = ctx.saved_tensors  # checkpointing allows one read
     if ctx.name() == "_WithGradientsBackward":
-        ctx.made = tensors, recomputed(ctx.function, *tensors, gradients=ctx.gradients)
+        kept = [(x, 0 if x is None else x._version) for x in tensors]
+        ctx.made = kept, recomputed(ctx.function, *tensors, gradients=ctx.gradients)
     else:
         with torch.enable_grad():
             # With views in their place, no gradient passes through one tensor to another on which it depends.

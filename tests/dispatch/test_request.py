@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import gla_core as gla
 from gla_core.dispatch.backend import OP_PARAMETERS, LaunchError
-from gla_core.dispatch.request import current_request, parse
+from gla_core.dispatch.request import Setting, current_request, parse
 
 pytestmark = pytest.mark.usefixtures("only_reference")
 
@@ -354,7 +354,7 @@ def test_the_text_of_a_request_says_the_same_as_the_request(text):
     again = current_request(request.spec)
     assert again.choices == request.choices
     assert again.spec == request.spec
-    assert parse(request.spec, "another source") == (request.choices, None)
+    assert parse(request.spec, "another source") == (request.choices, Setting(0, "default"))
     parsed, _ = parse(text, "backend=")
     assert {op: request.choices[op] for op in parsed} == parsed
     for op in OP_PARAMETERS:

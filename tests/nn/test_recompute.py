@@ -130,6 +130,27 @@ def test_gradients_by_a_formula(inputs):
     assert len(calls) == 1, "the formula alone needs no result"
 
 
+def test_a_formula_under_transforms(inputs):
+    x, gate = (z.detach() for z in inputs[:2])
+
+    def summed(gate):
+        return recomputed(lambda g: g * x, gate, gradients=lambda g, dy: (x * dy,)).sum()
+
+    assert torch.equal(torch.func.grad(summed)(gate), x)
+
+
+def test_an_argument_that_changes_after_a_part_of_the_backward(inputs):
+    layer, x = torch.nn.Linear(5, 4, dtype=torch.float64), 1 * inputs[0]
+    y = recomputed(lambda x: x * x, x, gradients=lambda x, dy: (2 * x * dy,))
+    with not_kept(y):
+        loss = layer(y).sum()
+    torch.autograd.grad(loss, layer.weight, retain_graph=True)
+    with torch.no_grad():
+        x.mul_(2)
+    with pytest.raises(RuntimeError, match=r"a tensor \[3, 5\] that the backward needs was changed in place"):
+        loss.backward()
+
+
 def test_second_derivatives_with_a_formula(inputs):
     """The gradient of a layer's weight can be differentiated. The formula cannot, and is not taken as constant."""
     layer, x = torch.nn.Linear(5, 4, dtype=torch.float64), inputs[0]

@@ -244,7 +244,8 @@ def test_a_backward_runs_as_its_forward(device):
     assert all(torch.equal(a, b) for a, b in zip(inside, outside, strict=True))
 
 
-def test_a_block_around_a_backward_alone_changes_nothing():
+@pytest.mark.parametrize("way", ["eager", "autocast", "create_graph"])
+def test_a_block_around_a_backward_alone_changes_nothing(way):
     reference, seen = get("reference"), []
 
     def prepare(call):
@@ -256,9 +257,10 @@ def test_a_block_around_a_backward_alone_changes_nothing():
     with gla.register(
         Backend("mine", "0", {**reference.ops, "chunk_gla_bwd": backward}, reference.can("chunk_gla_bwd"))
     ):
-        o, _ = gla.chunk_gla(q, k, v, backend="mine")
+        with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+            o, _ = gla.chunk_gla(q, k, v, backend="mine")
         with gla.batch_invariant(TOKENS):
-            o.sum().backward()
+            torch.autograd.grad(o.float().square().sum(), q, create_graph=way == "create_graph")
     assert seen == [None]
 
 

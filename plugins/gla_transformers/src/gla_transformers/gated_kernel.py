@@ -294,9 +294,11 @@ def _forgetting_backward(
         up, down = _logistic(f)
         up = tl.maximum(up, 1e-30)  # not 0, because up / alpha is 1 where the bound is 0
         both, alpha = up + down, up + bound * down  # sigma(f), sigma(-f) and alpha are up, down and alpha over both
-        e = down * (dg / alpha - dk / both)  # [BLOCK], without cancellation where alpha is near 0 or 1
-        tl.store(df_ptr + places, ((1.0 - bound) * (up / both) * e).to(dtype), mask=inside)
-        total += e
+        # Without cancellation where alpha is near 0 or 1; up / alpha is at most 1, and dg / alpha may be inf.
+        df = (1.0 - bound) * (down / both) * ((up / alpha) * dg - (up / both) * dk)  # [BLOCK]
+        tl.store(df_ptr + places, df.to(dtype), mask=inside)
+        if sums_ptr is not None:
+            total += down * (dg / alpha - dk / both)
     if sums_ptr is not None:
         columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
         tl.store(sums_ptr + tl.program_id(0) * V + columns, total, mask=columns < V)
