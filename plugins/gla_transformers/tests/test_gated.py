@@ -207,6 +207,15 @@ def test_one_gradient_of_forgetting(i, calls):
 
 
 @runs
+def test_large_gradients_of_closed_gates(calls):
+    """Without a bound the gradient of a logit is at most that of the log gate, though 1 / alpha is out of range."""
+    f = torch.tensor([[-80.0, -69.0, 0.0]], device=DEVICE, requires_grad=True)
+    _, _, g = forgetting(torch.zeros_like(f), f, None)
+    (found,) = torch.autograd.grad(g, f, torch.full_like(f, 1e9))
+    torch.testing.assert_close(found, torch.sigmoid(-f.detach()) * 1e9)
+
+
+@runs
 def test_gates_that_are_left_to_pytorch(calls):
     q, f = (x.flatten(-2) for x in slices((2, 3, 1, 8), torch.float32))
     for bound in (torch.zeros((), device=DEVICE), torch.zeros(8, dtype=torch.float64, device=DEVICE)):
