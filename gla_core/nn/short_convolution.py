@@ -130,13 +130,14 @@ class ShortConvolution(nn.Module):
         """
         N = x.shape[0] if packing is None else packing.histories.shape[0]
         room, T = self.kernel_size - 1, x.shape[1]
-        y = self._by_kernel(x) if history is None and packing is None else None
-        if y is not None and lengths is None and room <= T:
-            return y, x[:, T - room :].clone()
+        if history is None and packing is None and lengths is None and room <= T:
+            y = self._by_kernel(x)
+            if y is not None:
+                return y, x[:, T - room :].clone()
         history = x.new_zeros(N, room, self.width) if history is None else history.to(x.dtype)
         if packing is None:
             rows = torch.cat([history, x], dim=1)
-            return self._convolve(rows) if y is None else y, _last(rows, room, lengths)
+            return self._convolve(rows), _last(rows, room, lengths)
         order = torch.cat([packing.histories.flatten(), packing.tokens])
         rows = torch.cat([history.flatten(0, 1), x[0]])
         rows = rows.new_zeros(room + rows.shape[0], self.width).index_copy(0, order, rows)  # [T + (N + 1) (W - 1), D]

@@ -330,8 +330,10 @@ def test_short_convolutions(model_type, ours, tokens, monkeypatch):
 
     calls = []
     noted = SimpleNamespace(
-        convolve=lambda *args: calls.append("convolve") or kernels.convolve(*args),
-        convolve_backward=lambda *args: calls.append("convolve_backward") or kernels.convolve_backward(*args),
+        convolve=lambda *args, **option: calls.append("convolve") or kernels.convolve(*args, **option),
+        convolve_backward=lambda *args, **option: (
+            calls.append("convolve_backward") or kernels.convolve_backward(*args, **option)
+        ),
     )
     monkeypatch.setattr(causal_convolution, "_kernels_of", lambda device: noted)
     found = [*gradients(model, tokens), *generated()]

@@ -5,13 +5,13 @@ transformers takes PyTorch's convolution, which copies its input to put time las
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from gla_core.nn.recompute import recomputed
 from gla_core.ops.calls import needs_gradient
 from gla_transformers.dispatch import is_eager, is_taken, module_of
 
@@ -27,7 +27,11 @@ def convolve_sequences(x: Tensor, weight: Tensor, bias: Tensor | None, activatio
         return None
     if not needs_gradient(x, weight, bias):
         return kernels.convolve(x, weight, bias, activation is not None)
-    return _Convolved.apply(kernels, x, weight, bias, activation is not None)  # pyright: ignore[reportReturnType]
+    function, gradients = (
+        functools.partial(kernel, silu=activation is not None)
+        for kernel in (kernels.convolve, kernels.convolve_backward)
+    )
+    return recomputed(function, x, weight, bias, gradients=gradients)
 
 
 def _kernels(x: Tensor, weight: Tensor, bias: Tensor | None) -> ModuleType | None:
@@ -40,16 +44,3 @@ def _kernels(x: Tensor, weight: Tensor, bias: Tensor | None) -> ModuleType | Non
 
 def _kernels_of(device: torch.device) -> ModuleType | None:
     return module_of("causal_convolution_kernel", device)
-
-
-class _Convolved(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, kernels: Any, x: Tensor, weight: Tensor, bias: Any, silu: bool) -> Tensor:
-        ctx.kernels, ctx.silu = kernels, silu
-        ctx.save_for_backward(x, weight, bias)
-        return kernels.convolve(x, weight, bias, silu)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, *ctx.kernels.convolve_backward(*ctx.saved_tensors, ctx.silu, dy), None

@@ -44,7 +44,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tens
 
 
 def convolve_backward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, dy: Tensor
+    x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor, silu: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns the gradients of x, weight and bias from that of y [B, C, T], which may have any strides."""
     (B, C, T), W = x.shape, weight.shape[1]
