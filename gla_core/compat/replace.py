@@ -159,6 +159,11 @@ class MethodReplacement:
         setattr(self.owner, "forward", self.original)  # noqa: B010
 
 
+def classes_of(module: ModuleType) -> list[type]:
+    """Returns the classes that a module defines."""
+    return [x for x in vars(module).values() if isinstance(x, type) and x.__module__ == module.__name__]
+
+
 def method_replacement(owner: type, function: Callable, how: str) -> MethodReplacement:
     """Returns the replacement of a class's `forward`: the current one, or a new one."""
     if owner not in _of_methods:

@@ -30,6 +30,7 @@ from gla_core.compat.replace import (
     Acceleration,
     MethodReplacement,
     Replacement,
+    classes_of,
     method_replacement,
     replacement,
 )
@@ -112,8 +113,7 @@ def _module(model: str) -> ModuleType | None:
 
 def _norms(module: ModuleType) -> list[type]:
     """Returns the classes of norms that a model's module defines."""
-    own = [x for x in vars(module).values() if isinstance(x, type) and x.__module__ == module.__name__]
-    return [x for x in own if x.__name__.endswith(("RMSNorm", "RMSNormGated"))]
+    return [x for x in classes_of(module) if x.__name__.endswith(("RMSNorm", "RMSNormGated"))]
 
 
 def _norm(layer: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Any:

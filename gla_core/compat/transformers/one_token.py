@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from gla_core.compat.mamba_ssm.ops import advance
+from gla_core.compat.replace import classes_of
 
 _NAMES = """
 A_log D activation apply_mask_to_padding_states bias causal_conv1d_fn causal_conv1d_update chunk_size conv1d conv_dim
@@ -33,8 +34,7 @@ NAMES = frozenset(_NAMES.split())
 
 def layers(module: ModuleType) -> list[type]:
     """Returns the classes of Mamba-2 layers in a model's module that `forward` computes for one token."""
-    own = [x for x in vars(module).values() if isinstance(x, type) and x.__module__ == module.__name__]
-    return [x for x in own if "forward" in vars(x) and _is_known(vars(x)["forward"])]
+    return [x for x in classes_of(module) if "forward" in vars(x) and _is_known(vars(x)["forward"])]
 
 
 def _is_known(forward: Any) -> bool:

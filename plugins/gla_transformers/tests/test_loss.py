@@ -204,7 +204,7 @@ def test_training(ours, tokens, calls, in_parts, monkeypatch):
 @pytest.mark.parametrize("D", [32000, 50257])
 def test_they_compile_for_gpus(D, target):
     """A thread reads 16 bytes at once if rows are aligned. In the loop over the tiles of a row no thread waits for
-    another one: the shuffles and barriers are those of the two reductions behind it, over 8 warps.
+    another one: all shuffles and barriers belong to the two reductions over 8 warps that follow the loop.
     """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

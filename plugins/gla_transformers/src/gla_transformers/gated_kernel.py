@@ -84,7 +84,7 @@ def forgetting(q: Tensor, f: Tensor, bound: Tensor | None) -> tuple[Tensor, Tens
 def forgetting_backward(
     q: Tensor, f: Tensor, bound: Tensor | None, dy: Tensor, dk: Tensor, dg: Tensor, of_bound: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns the gradients of q, f and, if `of_bound`, of bound, from those of the results of `forgetting`."""
+    """Returns the gradients of q, f and, if `of_bound`, bound, from the gradients dy, dk and dg of `forgetting`."""
     dq, df = _like(q), _like(q)
     queries, logits = _rows(q), _rows(f)
     rows, blocks, _ = _blocks(q)
