@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gla_core.bench import measure
 from gla_core.dispatch.backend import OpCall
+from gla_core.dispatch.request import current_request
 from gla_core.ops import ABSTRACT_OPS
 from gla_core.ops.calls import run
 from gla_core.workloads.inputs import random_arguments
@@ -66,7 +67,7 @@ def calls_for(backend: str, call: OpCall, arguments: Arguments) -> list[measure.
 
 
 def _run(op: str, backend: str, arguments: Arguments) -> Any:
-    return run(ABSTRACT_OPS[op], arguments, backend=backend)
+    return run(ABSTRACT_OPS[op], arguments, current_request(backend))
 
 
 def _copy(x: Any) -> Any:

@@ -68,9 +68,6 @@ class Request:
     spec: str
     batch_invariant: int | None = None
 
-    def __str__(self) -> str:
-        return self.spec
-
     def choice(self, op: str) -> Choice:
         return self.choices.get(op) or self.choices[ANY_OP]
 
@@ -81,14 +78,14 @@ class Request:
         return texts[ANY_OP] if len(texts) == 1 and ANY_OP in texts else ";".join(f"{o}={t}" for o, t in texts.items())
 
 
-def current_request(argument: str | Request | None = None) -> Request:
-    """Returns the request in force: `argument` (a call's `backend=`), then `use_backend`, GLA_BACKEND, auto.
+def text_of(request: str | Request) -> str:
+    """Returns the text of a request, which may be a text already."""
+    return request if isinstance(request, str) else request.spec
 
-    A `Request` was in force before, and is returned as it is.
-    """
+
+def current_request(argument: str | None = None) -> Request:
+    """Returns the request in force: `argument` (a call's `backend=`), then `use_backend`, GLA_BACKEND, auto."""
     if argument is not None and not isinstance(argument, str):
-        if isinstance(argument, Request):
-            return argument
         raise _not_a_string("backend=", argument)
     blocks = _context.get()
     requests = tuple(block.request for block in blocks if not block.ended) if blocks else ()

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gla_core.dispatch.backend import Backend, OpCall, arguments_of
 from gla_core.dispatch.composed import through_layer_step, through_pool, through_replay, through_steps
+from gla_core.dispatch.request import current_request
 from gla_core.dispatch.tensors import new_checkpoints, new_state, number_of_sequences, wide
 
 Compute = Callable[..., Any]
@@ -74,7 +75,7 @@ def function_of(op: str, backend: Backend, call: OpCall) -> Callable[..., Any]:
         from gla_core.ops._run import run
 
         spec = ABSTRACT_OPS[each]
-        return run(spec, spec.complete(args, {}), backend=f"{backend.name};batch_invariant=0")
+        return run(spec, spec.complete(args, {}), current_request(f"{backend.name};batch_invariant=0"))
 
     function: Any = functools.partial(_BY_SEGMENT[op], compute, call.batch_invariant)
     function = _THROUGH[op](function) if op in _THROUGH else function

@@ -86,10 +86,9 @@ def _drop_plans() -> None:
 registry.on_change.append(_drop_plans)
 
 
-def run(spec: OpSpec, args: tuple, needs_grad: bool = False, backend: str | Request | None = None) -> Any:
-    """Runs an op with the backend that the request in force selects. `args` are all its arguments, in order."""
+def run(spec: OpSpec, args: tuple, request: Request, needs_grad: bool = False) -> Any:
+    """Runs an op with the backend that a request selects. `args` are all its arguments, in order."""
     plans = _plans
-    request = current_request(backend)
     capturing = getattr(args[0], "is_cuda", False) and _capturing()
     signature: list[Hashable] = [spec.name, request.spec, needs_grad, capturing, _deterministic(), _precision()]
     signature += map(type, args)  # 1, 1.0 and True are equal, and only one of them may be legal
@@ -104,7 +103,7 @@ def run(spec: OpSpec, args: tuple, needs_grad: bool = False, backend: str | Requ
     known = latest[1] if latest is not None and latest[0] == signature else _look_up(plans, spec.name, signature)
     plan = known or _plan(spec, args, needs_grad, capturing, request)
     if plan is None:
-        return run(spec, args, needs_grad, backend)
+        return run(spec, args, request, needs_grad)
     given = args
     if plan.copied:
         args = tuple(x.contiguous() if i in plan.copied else x for i, x in enumerate(args))
@@ -115,7 +114,7 @@ def run(spec: OpSpec, args: tuple, needs_grad: bool = False, backend: str | Requ
     except Exception as error:
         if not _is_passed_over(error, plan.backend, plan.call, request):
             raise
-        return run(spec, given, needs_grad, backend)
+        return run(spec, given, request, needs_grad)
     if known is None:
         _results.check(f"{spec.name}: backend {plan.backend.name!r}", found, spec.expected(*args), args)
         if len(plans.all) >= _MOST_PLANS:

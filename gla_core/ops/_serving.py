@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from gla_core.dispatch.request import current_request
 from gla_core.ops import autocast, checks
 from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run, transformed
 from gla_core.ops._torch_op import faker, refuse_in_place, refuse_tangents, runner, tell_autograd, torch_op
@@ -44,7 +45,7 @@ def serving(spec: OpSpec) -> Callable[[tuple, str | None], Tensor]:
             )
         if bypasses_torch(q):
             args = (*args[:scale_at], scale_or_default(q, scale), *args[scale_at + 1 :])
-            o = run(spec, args, backend=backend)
+            o = run(spec, args, current_request(backend))
             tell_autograd(*memory, out)
             return o
         q, k, v, g, *cast = autocast.tokens(q, k, v, g, *[args[i] for i in like_q])

@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.utils._pytree import _register_namedtuple
 
+from gla_core.dispatch.request import current_request, text_of
 from gla_core.dispatch.tensors import wide
 from gla_core.ops import _flops, autocast
 from gla_core.ops._over_mesh import taking_dtensors, taking_dtensors_of_rows
@@ -54,11 +55,11 @@ def torch_op_of(
 def eager_op_of(spec: OpSpec, setup_context: Callable[..., None], backward: Callable[..., tuple]) -> TorchOp:
     """Returns a function that runs an op of several results for a gradient, if `bypasses_torch` allows it.
 
-    It takes the arguments of the torch op, as `OpSpec.prepared` returns them. The request may be a `Request`.
+    It takes the arguments of the torch op, as `OpSpec.prepared` returns them, with a `Request` in place of its text.
     """
 
     def run(*args: Any) -> tuple:
-        return tuple(run_op(spec, args[:-2], True, args[-1]))
+        return tuple(run_op(spec, args[:-2], args[-1], True))
 
     return _eager(spec.name, run, getattr(torch.ops.gla, spec.name).default, setup_context, backward)
 
@@ -70,7 +71,7 @@ def runner(spec: OpSpec, *last: Any) -> Callable[..., Any]:
 
     def run(*args: Any) -> Any:
         values, needs_grad, backend = arguments(args)
-        found = run_op(spec, spec.prepared(values), needs_grad, backend)
+        found = run_op(spec, spec.prepared(values), current_request(backend), needs_grad)
         if written:
             tell_autograd(*[values[i] for i in written])
         return tuple(found) if isinstance(found, list) else found
@@ -220,7 +221,7 @@ def _eager(name: str, run: Callable, op: Any, setup_context: Callable, backward:
         except RuntimeError:
             if not any(map(_has_outlived_a_transform, args)):
                 raise
-        return op(*args[:-1], str(args[-1]))
+        return op(*args[:-1], text_of(args[-1]))
 
     return call
 

@@ -214,22 +214,23 @@ def chunk_gla(
     if state_v_first:
         initial_state = checks.transposed(initial_state)
     c = None if gate is None else checks.normalizer(gate, gate_normalizer, g)
-    needs_grad, directly, every = needs_gradient(q, k, v, g, initial_state), bypasses_torch(q), checkpoint_every
-    if directly:
-        scale, request = scale_or_default(q, scale), current_request(backend)
-    else:
+    needs_grad, every = needs_gradient(q, k, v, g, initial_state), checkpoint_every
+    request = current_request(backend) if bypasses_torch(q) else None  # None if PyTorch has to see the call
+    if request is None:
         q, k, v, g = autocast.tokens(q, k, v, g)
         refuse_tangents(q, k, v, g, initial_state)
-        scale, request = plain_number(scale), backend
+        scale = plain_number(scale)
+    else:
+        scale = scale_or_default(q, scale)
     if every is None and needs_grad and q.is_cuda:
-        every = interval_for_backward(request)
+        every = interval_for_backward(request or backend)
     args = (q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, every, c, max_seqlen)
-    if not directly:
+    if request is None:
         o, state, checkpoints = torch_fwd(*args, needs_grad, request_text(backend))
     elif needs_grad:
         o, state, checkpoints = eager_fwd(*args, True, request)
     else:
-        o, state, checkpoints = run(FORWARD, args, False, request)
+        o, state, checkpoints = run(FORWARD, args, request)
     state = state if output_final_state else None
     if state_v_first:
         state, checkpoints = checks.transposed(state), checks.transposed(checkpoints)
@@ -238,7 +239,8 @@ def chunk_gla(
 
 def interval_for_backward(backend: str | Request | None) -> int | None:
     """Returns the interval of the checkpoints that a forward on a GPU keeps for its backward; None if it keeps none."""
-    if environment().checkpoints and makes_checkpoints("chunk_gla_fwd", current_request(backend).spec):
+    request = backend if isinstance(backend, Request) else current_request(backend)
+    if environment().checkpoints and makes_checkpoints("chunk_gla_fwd", request.spec):
         return CHUNK
     return None
 

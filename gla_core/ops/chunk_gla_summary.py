@@ -36,6 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gla_core.dispatch.request import current_request
 from gla_core.ops import autocast, checks
 from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run
 from gla_core.ops._torch_op import refuse_tangents, torch_op_of
@@ -144,7 +145,7 @@ def _summary(
     needs_grad = needs_gradient(left, right, g)
     try:
         if not needs_grad and bypasses_torch(left):
-            decay, state = run(SUMMARY, (left, right, g, cu_seqlens, backwards), False, backend)
+            decay, state = run(SUMMARY, (left, right, g, cu_seqlens, backwards), current_request(backend))
         else:
             _, left, right, g = autocast.tokens(left, left, right, g)
             refuse_tangents(left, right, g)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gla_core.dispatch.request import current_request
 from gla_core.dispatch.tensors import wide
 from gla_core.ops import autocast, checks
 from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run
@@ -52,7 +53,7 @@ def online_softmax(x: Tensor, dim: int = -1, backend: str | None = None) -> Tens
     """
     needs_grad = needs_gradient(x)
     if not needs_grad and bypasses_torch(x):
-        return run(SOFTMAX, (x, _from_the_front(x, dim)), False, backend)
+        return run(SOFTMAX, (x, _from_the_front(x, dim)), current_request(backend))
     x = autocast.wide(x)
     refuse_tangents(x)
     return _torch_softmax(x, _from_the_front(x, dim), needs_grad, request_text(backend))

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
+from gla_core.dispatch.request import current_request
 from gla_core.ops import autocast, checks
 from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run, transformed
 from gla_core.ops._torch_op import (
@@ -111,7 +112,7 @@ def recurrent_gla_step(
         _no_backward()
     if bypasses_torch(q):
         args = (q, k, v, g, state, scale_or_default(q, scale), state_indices, c, inplace)
-        found = run(STEP, args, backend=backend)
+        found = run(STEP, args, current_request(backend))
         if inplace:
             tell_autograd(state)
         return found

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gla_core.dispatch.request import current_request
 from gla_core.ops import autocast, checks
 from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run
 from gla_core.ops._torch_op import no_second_derivative, refuse_tangents, torch_op, torch_op_of
@@ -67,7 +68,7 @@ def softmax_attention(
     """
     needs_grad = needs_gradient(q, k, v)
     if not needs_grad and bypasses_torch(q):
-        return run(ATTENTION, (q, k, v, scale_or_default(q, scale), causal), False, backend)
+        return run(ATTENTION, (q, k, v, scale_or_default(q, scale), causal), current_request(backend))
     q, k, v, _ = autocast.tokens(q, k, v, None)
     refuse_tangents(q, k, v)
     return _torch_attention(q, k, v, plain_number(scale), causal, needs_grad, request_text(backend))
