@@ -61,9 +61,18 @@ def run(q, k, v, g, do, state, dstate, cu_seqlens=None, backend="auto"):
     return [o.detach(), final.detach(), *torch.autograd.grad([o, final], leaves, [do, dstate])]
 
 
-def test_alone_and_packed(device, backend):
+@pytest.mark.parametrize(
+    ("gates", "width"),
+    [
+        ("-inf", {}),
+        pytest.param("mild", {}, marks=pytest.mark.gpu),  # other kernels or other parts of them on a GPU
+        pytest.param("-inf", {"K": 128, "V": 128}, marks=pytest.mark.gpu),
+        pytest.param("mild", {"K": 128, "V": 256}, marks=pytest.mark.gpu),
+    ],
+)
+def test_alone_and_packed(device, backend, gates, width):
     """Each sequence of a packed batch equals itself as a batch of one; both agree with the oracle."""
-    x, do, dstate = inputs(device)
+    x, do, dstate = inputs(device, gates=gates, **width)
     with gla.batch_invariant(TOKENS):
         o, final, *tokens, dinitial = run(x.q, x.k, x.v, x.g, do, x.initial_state, dstate, x.cu_seqlens, backend)
         for n, (first, last) in enumerate(itertools.pairwise(x.cu_seqlens.tolist())):

@@ -578,10 +578,9 @@ def _chunk(
         dq *= gl.exp2(x_tile.load(LAYOUT))
     write(dq_desc, dq_ptr, q_tile, dq * (of_queries * outer if HALF else of_queries), key, K, where, rows, PACKED)
     if HAS_GATE:
-        if HALF:
-            w = w * (q_unit * outer) - as_float32(k_tile.load(LAYOUT)) * (dk * k_unit)
-        else:
-            w -= as_float32(k_tile.load(LAYOUT)) * dk
+        # The compiler would also fuse one of the two products, but not the same one for packed sequences and batches.
+        minus_k = as_float32(k_tile.load(LAYOUT)) * -1.0
+        w = gl.fma(minus_k, dk * k_unit, w * (q_unit * outer)) if HALF else gl.fma(minus_k, dk, w)
         of_columns = r_tiles.index(own).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
         dk *= gl.exp2(gl.where(mild, 0.0, 2 * of_columns - first) - x_tile.load(LAYOUT))
         x_tile.store(w)
