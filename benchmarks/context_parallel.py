@@ -250,13 +250,15 @@ def whole(T: int, sizes: Sizes) -> Callable[[], Any]:
     """Returns a pass over all tokens on this rank."""
     _, _, kind, _, device = sizes
     offsets = offsets_of(T, kind, device)
-    return _pass_of(lambda *tokens: gla.chunk_gla(*tokens, cu_seqlens=offsets)[0], T, sizes)
+    longest = None if offsets is None else longest_of(T)
+    return _pass_of(lambda *tokens: gla.chunk_gla(*tokens, cu_seqlens=offsets, max_seqlen=longest)[0], T, sizes)
 
 
 def own(T: int, sizes: Sizes, group: dist.ProcessGroup | None = None) -> Callable[[], Any]:
     """Returns a pass over T tokens of this rank, together with the other ranks of a group."""
     ranks, (_, _, kind, _, device) = dist.get_world_size(group), sizes
-    cut = shard(T, offsets_of(ranks * T, kind, device), group, lengths=[T] * ranks)
+    offsets = offsets_of(ranks * T, kind, device)
+    cut = shard(T, offsets, group, lengths=[T] * ranks, max_seqlen=longest_of(ranks * T))
     return _pass_of(lambda *tokens: chunk_gla(*tokens, shard=cut)[0], T, sizes)
 
 
@@ -265,6 +267,11 @@ def offsets_of(T: int, kind: str, device: torch.device) -> torch.Tensor | None:
     if kind != "packed":
         return None
     return torch.linspace(0, T, PACKED + 1, dtype=torch.float64).round().to(device, torch.int32)
+
+
+def longest_of(T: int) -> int:
+    """Returns the number of tokens of the longest packed sequence in a row of T tokens."""
+    return T // PACKED + 1
 
 
 def gathers(sizes: Sizes) -> Callable[[], Any]:

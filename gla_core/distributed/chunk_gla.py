@@ -56,6 +56,7 @@ def chunk_gla(
     backend: str | None = None,
     *,
     shard: Shard | None = None,
+    max_seqlen: int | None = None,
     state_v_first: bool = False,
     gate: str | None = None,
     gate_normalizer: int = 16,
@@ -90,7 +91,9 @@ def chunk_gla(
         group: the ranks in the order of their shards; all ranks by default.
         layout: "contiguous" or "zigzag"; see `shard`.
         backend: a request such as "reference"; see `use_backend`.
-        shard: the value that `shard` returned, in place of cu_seqlens, group and layout. By default the call makes one.
+        shard: the value that `shard` returned, in place of cu_seqlens, group, layout and max_seqlen. By default the
+            call makes one.
+        max_seqlen: number of tokens of the longest packed sequence, or an upper bound; see `shard`.
         state_v_first: whether given and returned states are [N, Hv, V, K]. No copy is made: returned states are views.
         gate: None, or "logsigmoid" if g holds logits, as in `gla_core.chunk_gla`. Here a tensor of log gates is
             computed from them, because both the summaries and the outputs read it.
@@ -111,8 +114,10 @@ def chunk_gla(
         >>> cut = gla_core.distributed.shard(q.shape[1], cu_seqlens)  # once per batch
         >>> o, _ = gla_core.distributed.chunk_gla(q, k, v, g, shard=cut)  # in every layer
     """
-    if shard is not None and (cu_seqlens is not None or group is not None or layout != "contiguous"):
-        raise ValueError("shard is given; expected neither cu_seqlens nor group nor layout beside it: it has its own")
+    if shard is not None and ((cu_seqlens, group, max_seqlen) != (None, None, None) or layout != "contiguous"):
+        raise ValueError(
+            "shard is given; expected neither cu_seqlens nor group, layout or max_seqlen beside it: it has its own"
+        )
     if shard is not None and shard.packed is not None:
         cu_seqlens = shard.packed.cu_seqlens
     if state_v_first:
@@ -124,7 +129,7 @@ def chunk_gla(
     given = (q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
     call = FORWARD.describe(*FORWARD.complete(given, {"gate_normalizer": number}))
     B, T = q.shape[:2]
-    shard = shard or make_shard(T, cu_seqlens, group, layout)
+    shard = shard or make_shard(T, cu_seqlens, group, layout, max_seqlen=max_seqlen)
     if shard.tokens != T:
         raise ValueError(f"q has {T} tokens; expected {shard.tokens}, which its shard was made for")
     if environment().check_values:
@@ -186,6 +191,12 @@ class _Own:
     def offsets(self) -> Tensor | None:
         """Returns the offsets of packed sequences' parts in this rank's row; None without packed sequences."""
         return None if self.shard.packed is None else self.shard.packed.parts
+
+    @property
+    def longest(self) -> int | None:
+        """Returns an upper bound on the tokens of this rank's part of a packed sequence; None if there is none."""
+        longest = None if self.shard.packed is None else self.shard.packed.longest
+        return None if longest is None else min(longest, self.shard.tokens)
 
     def summary(self, left: Tensor, right: Tensor, g: Tensor | None, backwards: bool, backend: str) -> Summary:
         """Returns the summaries of this rank's segments, or of its parts of packed sequences.
@@ -264,7 +275,7 @@ class _chunk_gla_over_ranks(torch.autograd.Function):
         summary = own.summary(k, v, g, False, backend)
         entering, final = own.passed_on(summary, initial_state, False, output_final_state)
         every = interval_for_backward(backend) if needs_grad and q.is_cuda else None
-        args = (q, k, v, g, scale, entering, False, own.offsets, every, None, None)
+        args = (q, k, v, g, scale, entering, False, own.offsets, every, None, own.longest)
         o, _, checkpoints = torch_fwd(*args, needs_grad, backend)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, given, entering, None if every is None else checkpoints)
@@ -285,7 +296,7 @@ class _chunk_gla_over_ranks(torch.autograd.Function):
         needs_initial = ctx.needs_input_grad[5]
         leaving, dinitial = own.passed_on((decay, scale * state), dfinal, True, needs_initial)
         args = (q, k, v, g, scale, entering, own.offsets, checkpoints, ctx.every, do, leaving)
-        dq, dk, dv, dg, _ = torch_bwd(*args, None, None, backend)
+        dq, dk, dv, dg, _ = torch_bwd(*args, None, own.longest, backend)
         dg = None if given is None else gradient_of_logits(dg, given, ctx.number).to(given.dtype)
         return dq, dk, dv, dg, None, dinitial if needs_initial else None, None, None, None, None, None
 

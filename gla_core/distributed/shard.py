@@ -36,6 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gla_core.dispatch.environment import environment
 from gla_core.distributed.outside_graphs import outside_graphs
+from gla_core.ops import checks
 from gla_core.ops.checks import INTEGERS
 
 Layout = Literal["contiguous", "zigzag"]
@@ -56,6 +57,7 @@ class Packed:
         before: [P], number of rows in front of a piece that belong to the sequence that continues in it.
         passed: [P * R], whether one sequence covers the whole piece and continues on both sides, for the pieces of all
             ranks in the order of their places.
+        longest: number of tokens of the longest sequence, or an upper bound; None if the host does not know it.
     """
 
     cu_seqlens: Tensor
@@ -66,6 +68,7 @@ class Packed:
     left: Tensor
     before: Tensor
     passed: Tensor
+    longest: int | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,6 +103,7 @@ def shard(
     group: dist.ProcessGroup | DeviceMesh | None = None,
     layout: Layout = "contiguous",
     lengths: Sequence[int] | None = None,
+    max_seqlen: int | None = None,
 ) -> Shard:
     """Describes how a batch is cut into shards. All ranks of a group call it, once per batch.
 
@@ -111,6 +115,9 @@ def shard(
         layout: "contiguous": rank r holds piece r of R; "zigzag": rank r holds pieces r and 2R-1-r of 2R.
         lengths: number of tokens of every rank, if the host knows them. Without it, packed sequences cost one small
             gather. Without packed sequences it is not used.
+        max_seqlen: number of tokens of the longest packed sequence, or an upper bound; a hint, as in
+            `gla_core.chunk_gla`. It is worth giving: from the number of parts, most of which are empty, a kernel would
+            take sequences for shorter than they are.
 
     Returns:
         The value for `chunk_gla(..., shard=...)`.
@@ -132,12 +139,14 @@ def shard(
             f"cu_seqlens has shape {list(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}; expected [N+1] with N of at "
             "least 1, int32 or int64"
         )
+    checks.longest(max_seqlen)
     if environment().check_values:
-        _check_agreement(tokens, cu_seqlens, group, layout, lengths)
+        _check_agreement(tokens, cu_seqlens, group, layout, lengths, max_seqlen)
     if cu_seqlens is None:
         return Shard(tokens, layout, group, rank, ranks)
     bounds = _bounds(_lengths(tokens, cu_seqlens, group, ranks, lengths), layout)
-    return Shard(tokens, layout, group, rank, ranks, _packed(cu_seqlens, bounds, _places(layout, rank, ranks)))
+    packed = _packed(cu_seqlens, bounds, _places(layout, rank, ranks), max_seqlen)
+    return Shard(tokens, layout, group, rank, ranks, packed)
 
 
 def _places(layout: Layout, rank: int, ranks: int) -> tuple[int, ...]:
@@ -205,7 +214,7 @@ def _bounds(lengths: Tensor, layout: Layout) -> Tensor:
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 
 
-def _packed(cu_seqlens: Tensor, bounds: Tensor, places: tuple[int, ...]) -> Packed:
+def _packed(cu_seqlens: Tensor, bounds: Tensor, places: tuple[int, ...], longest: int | None) -> Packed:
     offsets = cu_seqlens.long()
     N = len(offsets) - 1
     # For each bound: the last sequence that begins before it, its offsets, and whether the bound cuts it.
@@ -236,16 +245,22 @@ def _packed(cu_seqlens: Tensor, bounds: Tensor, places: tuple[int, ...]) -> Pack
         left=own(sequence, 1)[:, 0] + piece,
         before=own((bounds - first) * is_cut)[:, 0],
         passed=passed,
+        longest=longest,
     )
 
 
 def _check_agreement(
-    tokens: int, cu_seqlens: Tensor | None, group: dist.ProcessGroup, layout: Layout, lengths: Sequence[int] | None
+    tokens: int,
+    cu_seqlens: Tensor | None,
+    group: dist.ProcessGroup,
+    layout: Layout,
+    lengths: Sequence[int] | None,
+    max_seqlen: int | None,
 ) -> None:
     """Checks, for GLA_CHECK=1, that the arguments are valid and the same on all ranks; it reads values of tensors."""
     offsets = None if cu_seqlens is None else cu_seqlens.tolist()
     known = None if lengths is None else list(lengths)
-    agreed = {"layout": layout, "cu_seqlens": offsets, "lengths": known}
+    agreed = {"layout": layout, "cu_seqlens": offsets, "lengths": known, "max_seqlen": max_seqlen}
     refuse_ranks_that_differ(agreed, group, "every rank has to describe the same row of all ranks' tokens")
     if offsets is None:
         return
@@ -256,6 +271,7 @@ def _check_agreement(
     if offsets[0] != 0 or not rises or offsets[-1] > T or (layout == "zigzag" and offsets[-1] != T):
         upto = "to" if layout == "zigzag" else "to at most"
         raise ValueError(f"cu_seqlens is {offsets}; expected offsets that rise from 0 {upto} the ranks' {T} tokens")
+    checks.offset_values(cu_seqlens, T, max_seqlen)
 
 
 def refuse_ranks_that_differ(agreed: Mapping[str, object], group: dist.ProcessGroup, what: str) -> None:

@@ -31,13 +31,14 @@ def read_shard(
     output: Output,
     x: Tensor,
     cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
     shard: Shard | None,
 ) -> Tensor:
     """Computes a layer's y for this rank's tokens x [B, T, hidden_size]. Arguments are as in `read_sequences`."""
     dims: dict[str, Any] = {"hidden_size": layer.hidden_size}
     if shard is None:
         checks.tensor("x", x, "B T hidden_size", dims)
-        shard = make_shard(x.shape[1], cu_seqlens, layer.context_parallel)
+        shard = make_shard(x.shape[1], cu_seqlens, layer.context_parallel, max_seqlen=max_seqlen)
     elif cu_seqlens is not None:
         raise ValueError("both cu_seqlens and shard are given; the shard has offsets of its own")
     dims["T"] = shard.tokens

@@ -258,7 +258,8 @@ class GatedLinearAttention(Merging):
             shard: the value that `gla_core.distributed.shard` returned for this batch, in place of cu_seqlens. All
                 layers of a model share it, and T is the number of this rank's tokens. With context_parallel and without
                 a shard, every layer makes a contiguous one, and cu_seqlens are offsets in the row of all ranks' tokens.
-                With either, state, output_final_state and attention_mask are not allowed, and max_seqlen is not used.
+                With either, state, output_final_state and attention_mask are not allowed. With a shard, max_seqlen is
+                not used: the shard has its own.
             residual: [B, T, hidden_size], added to y. Without gradients, y may be written into it.
 
         Returns:

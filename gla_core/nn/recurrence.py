@@ -84,7 +84,7 @@ def read_sequences(
         )
         from gla_core.nn.context_parallel import read_shard
 
-        return read_shard(layer, op_inputs, added, x, cu_seqlens, shard), None
+        return read_shard(layer, op_inputs, added, x, cu_seqlens, max_seqlen, shard), None
     dims: dict[str, Any] = {"hidden_size": layer.hidden_size}
     checks.tensor("x", x, "B T hidden_size", dims)
     dims["N"] = dims["B"]

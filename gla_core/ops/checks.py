@@ -134,16 +134,18 @@ def gate_values(g: Tensor | None) -> None:
         raise ValueError(f"g has values up to {float(g.max())}; expected the log of a forget gate, at most 0")
 
 
-def offset_values(cu_seqlens: Tensor | None, T: int, max_seqlen: int | None) -> None:
+def offset_values(cu_seqlens: Tensor | None, T: int, max_seqlen: int | None, from_zero: bool = True) -> None:
     """Raises ValueError for offsets that do not rise from 0 to at most T, and for a sequence above max_seqlen.
 
-    It reads values, and so it is only for GLA_CHECK=1. Rows after the last offset belong to no sequence.
+    It reads values, and so it is only for GLA_CHECK=1. Rows after the last offset belong to no sequence. Unless
+    `from_zero`, rows before the first offset may belong to none, too.
     """
     if cu_seqlens is None:
         return
     offsets = cu_seqlens.tolist()
-    if offsets[0] != 0 or offsets[-1] > T or offsets != sorted(offsets):
-        raise ValueError(f"cu_seqlens is {offsets}; expected offsets that rise from 0 to at most T = {T}")
+    if offsets[0] < 0 or (from_zero and offsets[0] > 0) or offsets[-1] > T or offsets != sorted(offsets):
+        first = "0" if from_zero else "0 or more"
+        raise ValueError(f"cu_seqlens is {offsets}; expected offsets that rise from {first} to at most T = {T}")
     longest = max((end - start for start, end in itertools.pairwise(offsets)), default=0)
     if max_seqlen is not None and longest > max_seqlen:
         raise ValueError(f"max_seqlen is {max_seqlen}; the longest sequence of cu_seqlens has {longest} tokens")

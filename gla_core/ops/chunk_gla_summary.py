@@ -66,8 +66,8 @@ def chunk_gla_summary(
         g: natural logarithm of the forget gate [B, T, Hv, K], [B, T, Hv] or [Hv], dtype of k or float32, in [-inf, 0].
             None means no decay.
         cu_seqlens: offsets of packed sequences [N+1], int32 or int64 on k's device; B is 1. Sequence i is rows
-            cu_seqlens[i] to cu_seqlens[i+1]. Empty sequences are legal. Rows after the last offset belong to no
-            sequence. None means one sequence per row of the batch, N = B.
+            cu_seqlens[i] to cu_seqlens[i+1]. Empty sequences are legal. Rows before the first offset and after the last
+            one belong to no sequence. None means one sequence per row of the batch, N = B.
         backend: a request such as "reference"; see `use_backend`.
         state_v_first: whether to return the state as a view [N, Hv, V, K].
 
@@ -180,7 +180,7 @@ def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
 def _check_values(left: Tensor, right: Tensor, g: Tensor | None, cu_seqlens: Tensor | None, backwards: bool) -> None:
     checks.no_nan(left=left, right=right, g=g)
     checks.gate_values(g)
-    checks.offset_values(cu_seqlens, left.shape[1], None)
+    checks.offset_values(cu_seqlens, left.shape[1], None, from_zero=False)
 
 
 def _flops(left: Sequence[int], right: Sequence[int], *_: Any, **__: Any) -> int:

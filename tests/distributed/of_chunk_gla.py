@@ -309,6 +309,22 @@ def check_one_state_is_sent_for_packed_sequences(ranks: Ranks) -> None:
     assert [call.args[1].numel() for call in gather.call_args_list] == [one, 5 * ranks.number * one]
 
 
+def check_the_longest_sequence_is_known(ranks: Ranks) -> None:
+    """The op learns that no part of a sequence is longer than `max_seqlen`, nor than this rank's tokens."""
+    x = gla_inputs(lengths=(5, 2 * ranks.number, 5), dtype=torch.float64, device=ranks.device)
+    T = x.q.shape[1]
+    lengths = tuple(T // ranks.number + (rank < T % ranks.number) for rank in range(ranks.number))
+    longest, module = max(5, 2 * ranks.number), sys.modules[distributed.chunk_gla.__module__]
+    batch, hints = Batch(x, lengths), []
+    for name, place in (("torch_fwd", 10), ("torch_bwd", 12)):
+        op = getattr(module, name)
+        with mock.patch.object(
+            module, name, lambda *args, op=op, place=place: (hints.append(args[place]), op(*args))[1]
+        ):
+            compare(ranks, batch, 1e-12, max_seqlen=longest)
+    assert hints == 2 * [min(longest, lengths[ranks.rank])]
+
+
 def check_nothing_passes_between_sequences(ranks: Ranks) -> None:
     """Infinities and NaN of one sequence stay in it, forwards and backwards."""
     each = 12 if ranks.number > 1 else 16
@@ -351,6 +367,7 @@ def check_bad_arguments(ranks: Ranks) -> None:
     refused(ValueError, "initial_state has shape", q, k, v, g, None, torch.zeros(3, 2, 4, 3), shard=cut)
     refused(ValueError, "q has 9 tokens; expected 10", q[:, 1:], k[:, 1:], v[:, 1:], shard=cut)
     refused(ValueError, "shard is given", q, k, v, cu_seqlens=x.cu_seqlens, shard=cut)
+    refused(ValueError, "shard is given", q, k, v, max_seqlen=4, shard=cut)
     refused(ValueError, "layout is 'zig'", q, k, v, layout="zig")
     refused(ValueError, "tokens is 9; expected an even number", q[:, 1:], k[:, 1:], v[:, 1:], layout="zigzag")
     refused(ValueError, "N of at least 1", q, k, v, cu_seqlens=torch.tensor([0]))
@@ -406,6 +423,7 @@ def check_ranks_that_differ(ranks: Ranks) -> None:
     offsets = torch.tensor([0, 4, 13], device=ranks.device)
     refused(ValueError, "cu_seqlens is [0, 4, 13]; expected", *tokens, cu_seqlens=offsets)
     refused(ValueError, "cu_seqlens is [0, 4]; expected", *tokens, cu_seqlens=offsets[:2], layout="zigzag")
+    refused(ValueError, "max_seqlen is 7; the longest sequence", *tokens, cu_seqlens=x.cu_seqlens, max_seqlen=7)
     narrow = [y[..., : 8 + ranks.rank] for y in (x.q, x.k)]
     gates = x.g[..., : 8 + ranks.rank]
     refused(
