@@ -106,8 +106,33 @@ def test_convolution_of_sequences(batch, channels, T, width, order, activation, 
 
 
 @runs
-def test_no_sequences(calls):
-    x, weight = rand(0, 6, 9).requires_grad_(), rand(6, 4).requires_grad_()
+@pytest.mark.parametrize(
+    ("T", "width", "many"),
+    [(3, 8, False), (32, 4, False), (33, 8, False), (39, 1, False), (31, 4, True), (128, 2, True), (131, 8, True)],
+)
+def test_convolution_of_runs(T, width, many, calls, monkeypatch):
+    """Short and many tokens, which end within a run, with it, and behind the tile of a program.
+
+    Channels end behind a tile, and dy has every second one of its memory.
+    """
+    from gla_transformers import causal_convolution_kernel
+
+    monkeypatch.setattr(causal_convolution_kernel, "MANY", 0 if many else 2**22)
+    x, weight, bias = (y.requires_grad_() for y in (rand(1, T, 129).mT, rand(129, width), rand(129)))
+    dy = rand(1, T, 258).mT[:, ::2]
+    y = mamba2.convolve_sequences(x, weight, bias, "silu")
+    exact = [y.detach().double().requires_grad_() for y in (x, weight, bias)]
+    expected = convolved(*exact, "silu")
+    gradients = torch.autograd.grad(y, (x, weight, bias), dy), torch.autograd.grad(expected, exact, dy.double())
+    for a, b in zip((y, *gradients[0]), (expected, *gradients[1]), strict=True):
+        check(a, b, torch.float32)
+    assert calls == ["convolve", "convolve_backward"]
+
+
+@runs
+@pytest.mark.parametrize("shape", [(0, 6, 9), (2, 6, 0)])
+def test_no_tokens(shape, calls):
+    x, weight = rand(*shape).requires_grad_(), rand(6, 4).requires_grad_()
     y = mamba2.convolve_sequences(x, weight, None, "silu")
     assert torch.autograd.grad(y.sum(), weight)[0].eq(0).all()
 
@@ -354,7 +379,9 @@ def test_they_compile_for_gpus(target, whole, swapped):
             assert "ld.global.v4.b32" in compiled.asm["ptx"]
             assert "st.global.v4.b32" in compiled.asm["ptx"]
         elif launch.kernel in (sequences._convolve, sequences._convolve_backward):
-            assert compiled.asm["ptx"].count("ld.global.v4.b32") >= 8, "4 taps, 2 loads of each"
+            # A thread loads 4 channels at once, of 8 tokens and of 4, and each token once but for those beside a run.
+            loads = 3 + 8 if launch.kernel is sequences._convolve else 3 + (6 if whole else 3) + 4 + 4
+            assert compiled.asm["ptx"].count("ld.global.v2.b32") == loads
 
 
 def described(launch):
