@@ -90,8 +90,8 @@ def test_a_decoding_step_of_few_rows(ours, layers, monkeypatch):
             number = len(weight) // 2 if gated else len(weight)
             return launches.counted("product", lambda: x.new_zeros(len(x), number))
 
-        kernel = SimpleNamespace(is_served=lambda weight, x: True, product=product)
-        monkeypatch.setattr(few_rows, "_kernel", lambda device: kernel)
+        kernel = SimpleNamespace(is_served=lambda weight, M: True, product=product)
+        monkeypatch.setattr(few_rows, "kernel_of", lambda device: kernel)
         model(tokens[:, :1], past_key_values=cache)
     assert launches.found["product"] == 5 * layers
     assert launches.found.total() <= OF_FEW_ROWS * layers + OUTSIDE, launches.found
@@ -115,8 +115,8 @@ def test_a_decoding_step_of_hgrn2(ours, few, monkeypatch):
 
         for layer in model.model.layers:
             layer.attn.kernel = gates
-        kernel = SimpleNamespace(is_served=lambda weight, x: True, product=product)
-        monkeypatch.setattr(few_rows, "_kernel", lambda device: kernel if few else None)
+        kernel = SimpleNamespace(is_served=lambda weight, M: True, product=product)
+        monkeypatch.setattr(few_rows, "kernel_of", lambda device: kernel if few else None)
         model(tokens[:, :1], past_key_values=cache)
     assert launches.found.total() <= 3 * (HGRN2_OF_FEW_ROWS if few else HGRN2) + OUTSIDE + BOUNDS, launches.found
 
