@@ -76,9 +76,8 @@ def forward(
     cache = _cache_of(layer, hidden_states, cache_params, attention_mask, kwargs)
     if cache is None:
         return NotImplemented
-    projected = layer.in_proj(hidden_states)
-    y = _step(layer, cache, projected, None)
-    gate = projected[..., : layer.intermediate_size]
+    gate, u, dt = _parts(layer, layer.in_proj(hidden_states))
+    y = _step(layer, cache, u, dt, None)
     return layer.out_proj(layer.norm(y, gate).to(hidden_states.dtype))
 
 
@@ -109,7 +108,8 @@ def forward_of_block(
     projected = provided.product(hidden_states, of_input, before.weight, before.variance_epsilon, 1, None)
     if projected is None:
         return NotImplemented
-    y = _step(layer, cache, projected, projected[..., : layer.intermediate_size])
+    gate, u, dt = _parts(layer, projected)
+    y = _step(layer, cache, u, dt, gate)
     residual = hidden_states.float() if getattr(block, "residual_in_fp32", False) else hidden_states
     groups = groups_of(within, y.shape[-1])
     out = provided.product(y, of_output, within.weight, within.variance_epsilon, groups, residual)
@@ -137,13 +137,14 @@ def _cache_of(
     return cache
 
 
-def _step(layer: Any, cache: Any, projected: Tensor, gate: Tensor | None) -> Tensor:
-    """Returns y [B, 1, width] for the product with W_in, times silu(gate) if there is a gate [B, 1, width].
+def _parts(layer: Any, projected: Tensor) -> Any:
+    """Cuts the product with W_in into the gate, u and dt, each [B, 1, ...]."""
+    return projected.split([layer.intermediate_size, layer.conv_dim, layer.num_heads], dim=-1)
 
-    It adds the token to the states of the layer.
-    """
-    B, H, G, N = len(projected), layer.num_heads, layer.n_groups, layer.ssm_state_size
-    _, u, dt = projected.split([layer.intermediate_size, layer.conv_dim, H], dim=-1)
+
+def _step(layer: Any, cache: Any, u: Tensor, dt: Tensor, gate: Tensor | None) -> Tensor:
+    """Returns y [B, 1, width], times silu(gate) if there is a gate [B, 1, width]; adds the token to the states."""
+    B, H, G, N = len(u), layer.num_heads, layer.n_groups, layer.ssm_state_size
     update = sys.modules[type(layer).__module__].causal_conv1d_update  # the one that is in force
     weight, bias = layer.conv1d.weight.squeeze(1), layer.conv1d.bias
     u = update(u.mT, cache.conv_states[0], weight, bias, activation=layer.activation)[..., 0]

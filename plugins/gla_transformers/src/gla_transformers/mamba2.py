@@ -81,9 +81,10 @@ def product(
     x: Tensor, weight: Tensor, norm_weight: Tensor, eps: float, groups: int, residual: Tensor | None
 ) -> Tensor | None:
     """Returns the product of the normed x, with the residual, as `Kernels.product` says."""
-    kernel = few_rows.kernel_of(x.device) if _are_taken(x, weight, norm_weight, residual) else None
-    M, (N, K), dtypes = len(x), weight.shape, (weight.dtype, torch.float32)
-    if kernel is None or not kernel.is_served(weight, M) or norm_weight.dtype != weight.dtype:
+    kernel, M, (N, K), dtypes = few_rows.kernel_of(x.device), len(x), weight.shape, (weight.dtype, torch.float32)
+    if kernel is None or not kernel.is_served(weight, M) or not _are_taken(x, weight, norm_weight, residual):
+        return None
+    if norm_weight.dtype != weight.dtype:
         return None
     for given, shape in ((x, (M, 1, K)), (norm_weight, (K,)), (residual, (M, 1, N))):
         if given is not None and (given.shape != shape or given.dtype not in dtypes or not given.is_contiguous()):
