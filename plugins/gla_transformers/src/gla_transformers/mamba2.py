@@ -86,7 +86,7 @@ def product(
         return None
     if norm_weight.dtype != weight.dtype:
         return None
-    for given, shape in ((x, (M, 1, K)), (norm_weight, (K,)), (residual, (M, 1, N))):
+    for given, shape in ((x, (M, 1, K)), (weight, (N, K)), (norm_weight, (K,)), (residual, (M, 1, N))):
         if given is not None and (given.shape != shape or given.dtype not in dtypes or not given.is_contiguous()):
             return None
     normed, of_x = (x, norm_weight) if groups == 1 else (norm(x, norm_weight, None, eps, groups, True), None)
