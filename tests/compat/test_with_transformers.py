@@ -272,9 +272,12 @@ def test_steps_of_blocks_in_half_precision(name, options, by_kernels):
         model, before = model_of(name, **options), by_kernels.get("product")
         exact, states = stepped(model, batch)
         model.half()
+        dtypes = []
+        blocks_of(model)[0].register_forward_hook(lambda block, given, y, dtypes=dtypes: dtypes.append(y.dtype))
         own, own_states = stepped(model, batch)
         with accelerate():
             found, after = stepped(model, batch)
+        assert dtypes[: STEPS + 1] == dtypes[STEPS + 1 :]
         for a, b, c in zip((found, *after), (own, *own_states), (exact, *states), strict=True):
             assert a.dtype == b.dtype
             assert (a - c).norm() <= 1.5 * (b - c).norm()
