@@ -97,23 +97,23 @@ def forward_of_block(
     provided, layer = kernels.provided, block.mixer
     if is_compiling() or provided is None or args or not _is_plain(layer):
         return NotImplemented
-    cache = cache_params if past_key_values is None else past_key_values
-    cache = _cache_of(layer, hidden_states, cache, attention_mask, kwargs)
-    before, within = block.norm, layer.norm
-    if cache is None or not (_is_plain(before) and _is_plain(within) and gate_is_first(within)):
+    caches = cache_params if past_key_values is None else past_key_values
+    cache = _cache_of(layer, hidden_states, caches, attention_mask, kwargs)
+    norm, gated_norm = block.norm, layer.norm
+    if cache is None or not (_is_plain(norm) and _is_plain(gated_norm) and gate_is_first(gated_norm)):
         return NotImplemented
-    of_input, of_output = (matrix_of([linear], hidden_states) for linear in (layer.in_proj, layer.out_proj))
-    if of_input is None or of_output is None:
+    w_in, w_out = (matrix_of([linear], hidden_states) for linear in (layer.in_proj, layer.out_proj))
+    if w_in is None or w_out is None:
         return NotImplemented
-    projected = provided.product(hidden_states, of_input, before.weight, before.variance_epsilon, 1, None)
+    projected = provided.product(hidden_states, w_in, norm.weight, norm.variance_epsilon, 1, None)
     if projected is None:
         return NotImplemented
     gate, u, dt = _parts(layer, projected)
     y = _step(layer, cache, u, dt, gate)
     residual = hidden_states.float() if getattr(block, "residual_in_fp32", False) else hidden_states
-    groups = groups_of(within, y.shape[-1])
-    out = provided.product(y, of_output, within.weight, within.variance_epsilon, groups, residual)
-    return residual + layer.out_proj(within(y)) if out is None else out
+    groups = groups_of(gated_norm, y.shape[-1])
+    out = provided.product(y, w_out, gated_norm.weight, gated_norm.variance_epsilon, groups, residual)
+    return residual + layer.out_proj(gated_norm(y)) if out is None else out
 
 
 def _is_plain(module: Any) -> bool:

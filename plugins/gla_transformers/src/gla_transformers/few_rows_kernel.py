@@ -7,8 +7,8 @@ multiplies them with one row of x after the other, which it norms by itself. The
 other rows then. More rows are multiplied by tensor cores, tile by tile, after a kernel that norms them. Sums are
 float32, and values are rounded where layers apart would round them.
 
-A stream of residuals may be float32 though W is not. As x, it is rounded to the dtype of W before its norm. As a
-residual, it is added to the product after that is rounded.
+x and the residual may be float32 though W is not. Then x is rounded to the dtype of W before its norm, and the product
+is rounded before the residual is added.
 
 Before it waits for the kernel that writes x, a program asks for its rows of W to be brought into the L2 cache. It reads
 them after the wait, so it finds what earlier kernels wrote to W.
@@ -226,7 +226,7 @@ def _normed(x, norm_ptr, part, factor, dtype):
 
 @triton.jit
 def _rounded(product, dtype, y_ptr):
-    """Returns a product, rounded to the dtype of W if y has another one; otherwise its sum is rounded, and not it."""
+    """Returns a product, rounded to the dtype of W if y has another dtype. Otherwise only its sum is rounded."""
     if y_ptr.dtype.element_ty != dtype:
         product = product.to(dtype).to(tl.float32)
     return product
