@@ -151,6 +151,7 @@ class MethodReplacement:
         """Replaces the method; returns the name of the class's module."""
         self.in_force = True
         setattr(self.owner, "forward", self.forward)  # noqa: B010 -- a type checker knows no `forward` of a type
+        self.owner.__init_subclass__()  # transformers wraps a block's `forward` here, for checkpoints in training
         return (self.owner.__module__,)
 
     def remove(self) -> None:
@@ -169,6 +170,12 @@ def method_replacement(owner: type, function: Callable, how: str) -> MethodRepla
     if owner not in _of_methods:
         _of_methods[owner] = MethodReplacement(owner, function, how)
     return _of_methods[owner]
+
+
+def is_replaced(owner: type) -> bool:
+    """Returns whether the `forward` of a class is replaced now."""
+    found = _of_methods.get(owner)
+    return found is not None and found.in_force
 
 
 def replacement(

@@ -11,7 +11,7 @@ import torch
 from gla_core.compat.mamba_ssm import kernels
 from gla_core.compat.transformers import accelerate
 from gla_core.compat.transformers.accelerate import FUNCTIONS, MODELS, NO_KERNELS, NOTE
-from gla_core.compat.transformers.one_token import layers
+from gla_core.compat.transformers.one_token import blocks, layers
 
 PRESENT = ("bamba", "mamba2")
 PATHS = {model: f"transformers.models.{model}.modeling_{model}" for model in MODELS}
@@ -166,6 +166,31 @@ def test_layers_with_unknown_names_keep_their_forward(fakes):
     Known.__module__ = Unknown.__module__ = module.__name__
     vars(module).update(known=Known, unknown=Unknown)
     assert layers(module) == [Known]
+
+
+def test_blocks_with_unknown_names_keep_their_forward(fakes):
+    class Known:
+        def forward(self, x):
+            return x + self.mixer(self.norm(x))
+
+    class Scaled:
+        def forward(self, x):
+            return x + self.scale * self.mixer(self.norm(x))
+
+    class WithoutMixer:
+        def forward(self, x):
+            return x + self.norm(x)
+
+    module = fakes["mamba2"]
+    for block in (Known, Scaled, WithoutMixer):
+        block.__module__ = module.__name__
+        setattr(module, block.__name__, block)
+    assert blocks(module) == [Known]
+    original = Known.forward
+    with accelerate() as found:
+        assert found.replaced["Known.forward"] == (module.__name__,)
+        assert blocks(module) == [Known]
+    assert Known.forward is original
 
 
 def test_after_an_error_all_is_as_before(fakes):

@@ -18,6 +18,7 @@ import torch
 
 from gla_core.compat.mamba_ssm import ops
 from gla_core.compat.transformers import accelerate
+from gla_core.compat.transformers.one_token import groups_of
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: make test-fla")
 
@@ -68,11 +69,11 @@ CONFIGS = {
 """Small models, each with several Mamba-2 layers of 8 heads in 2 groups."""
 
 
-def model_of(name, seed=0):
+def model_of(name, seed=0, **options):
     """Returns a model whose parameters are all random, so that each of them has an effect."""
     torch.manual_seed(seed)
     family = name.split(",")[0]  # by the names of classes: importing FLA makes AutoModel return its own mamba2
-    config = getattr(transformers, f"{family}Config")(**COMMON, **CONFIGS[name])
+    config = getattr(transformers, f"{family}Config")(**COMMON | CONFIGS[name] | options)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -101,6 +102,17 @@ def norms_of(model):
     return sum(type(module).__name__.endswith(("RMSNorm", "RMSNormGated")) for module in model.modules())
 
 
+def blocks_of(model):
+    """Returns the blocks whose steps take their norms and the residual into their products."""
+    return [x for x in model.modules() if hasattr(x, "norm") and hasattr(getattr(x, "mixer", None), "A_log")]
+
+
+def norms_within(model):
+    """Returns the number of norms that are computed within products of a step of one or two sequences."""
+    norms = [block.mixer.norm for block in blocks_of(model)]
+    return sum(1 + (groups_of(norm, len(norm.weight)) == 1) for norm in norms)
+
+
 @pytest.fixture(params=CONFIGS)
 def model(request):
     return model_of(request.param)
@@ -115,7 +127,7 @@ def by_kernels(request, monkeypatch):
     found: dict[str, int] = {}
     if request.param == "PyTorch":
         return found
-    from gla_transformers import causal_convolution, gated, mamba2
+    from gla_transformers import causal_convolution, few_rows, few_rows_kernel, gated, mamba2
 
     for dispatch, names in (
         (mamba2, ("convolve_token", "step")),
@@ -126,6 +138,10 @@ def by_kernels(request, monkeypatch):
         found |= dict.fromkeys(names, 0)
         functions = SimpleNamespace(**{name: counted(found, name, getattr(module, name)) for name in names})
         monkeypatch.setattr(dispatch, "_kernels_of", lambda device, functions=functions: functions)
+    found["product"] = 0
+    product = counted(found, "product", few_rows_kernel.product)
+    products = SimpleNamespace(is_served=few_rows_kernel.is_served, product=product)
+    monkeypatch.setattr(few_rows, "kernel_of", lambda device: products)
     return found
 
 
@@ -187,7 +203,8 @@ def test_training(name, seed, calls, by_kernels):
     if by_kernels:
         norms, layers = norms_of(model), layers_of(model)
         backward = {"normed_backward": norms, "convolve_backward": layers}
-        assert by_kernels == {"convolve_token": 0, "step": 0, "normed": norms, "convolve": layers} | backward
+        none = {"convolve_token": 0, "step": 0, "product": 0}
+        assert by_kernels == none | {"normed": norms, "convolve": layers} | backward
     assert_close(found, expected)
     assert_close(gradients, expected_gradients, CLOSE_GRADIENTS)
 
@@ -205,7 +222,9 @@ def test_generating_from_a_padded_batch(model, calls, by_kernels):
         n = layers_of(model)
         assert calls == {"chunk_gla": n, "recurrent_gla_step": 0 if by_kernels else 7 * n}
         if by_kernels:
-            forward = {"convolve": n, "convolve_token": 7 * n, "step": 7 * n, "normed": 8 * norms_of(model)}
+            norms = 8 * norms_of(model) - 7 * norms_within(model)
+            forward = {"convolve": n, "convolve_token": 7 * n, "step": 7 * n, "normed": norms}
+            forward["product"] = 14 * len(blocks_of(model))
             assert by_kernels == forward | {"convolve_backward": 0, "normed_backward": 0}
         with torch.no_grad():
             assert_close(model(tokens, attention_mask=mask).logits[:1, 9:], model(tokens[:1, 9:]).logits)
@@ -213,6 +232,188 @@ def test_generating_from_a_padded_batch(model, calls, by_kernels):
     assert_close(found.logits, expected.logits)
     assert_close(states_of(found), states_of(expected))
     assert len(states_of(found)) == 2 * n
+
+
+BLOCKS = [
+    ("Mamba2", {"n_groups": 1}),
+    ("Mamba2", {"residual_in_fp32": False}),
+    ("NemotronH", {"layers_block_type": ["linear_attention", "full_attention", "mlp"]}),
+]
+STEPS = 3
+
+
+@torch.no_grad()
+def stepped(model, batch):
+    """Returns the logits of some tokens after a prompt, and the states after them."""
+    tokens = torch.randint(3, 61, (batch, 9), generator=torch.Generator().manual_seed(batch))
+    out = model(tokens[:, :-STEPS], use_cache=True)
+    logits = [model(word, use_cache=True, **cache_of(out)).logits for word in tokens[:, -STEPS:].split(1, 1)]
+    return torch.cat(logits, 1), states_of(out)
+
+
+@pytest.mark.parametrize(("name", "options"), BLOCKS, ids=str)
+def test_steps_of_blocks(name, options, by_kernels):
+    """Products take one or two sequences in float32; others run in the functions apart."""
+    model = model_of(name, **options)
+    for batch in range(1, 6):
+        before = by_kernels.get("product")
+        expected, states = stepped(model, batch)
+        with accelerate():
+            found, after = stepped(model, batch)
+        assert_close([found, *after], [expected, *states])
+        if by_kernels:
+            assert by_kernels["product"] - before == (2 * STEPS * len(blocks_of(model)) if batch <= 2 else 0)
+
+
+@pytest.mark.parametrize(("name", "options"), BLOCKS, ids=str)
+def test_steps_of_blocks_in_half_precision(name, options, by_kernels):
+    """The error is that of transformers' own computation; the residual is float32 in the first model."""
+    for batch in range(1, 6):
+        model, before = model_of(name, **options), by_kernels.get("product")
+        exact, states = stepped(model, batch)
+        model.half()
+        dtypes = []
+        blocks_of(model)[0].register_forward_hook(lambda block, given, y, dtypes=dtypes: dtypes.append(y.dtype))
+        own, own_states = stepped(model, batch)
+        with accelerate():
+            found, after = stepped(model, batch)
+        assert dtypes[: STEPS + 1] == dtypes[STEPS + 1 :]
+        for a, b, c in zip((found, *after), (own, *own_states), (exact, *states), strict=True):
+            assert a.dtype == b.dtype
+            assert (a - c).norm() <= 1.5 * (b - c).norm()
+        if by_kernels:
+            assert by_kernels["product"] - before == 2 * STEPS * len(blocks_of(model))
+
+
+def launches_of_a_step(name, batch, monkeypatch, **options):
+    """Returns the number of Triton kernels of a step in half precision."""
+    from gla_triton_kernels.runtime import prepared
+
+    model, found, start = model_of(name, **options).half(), [], prepared.start
+    out = model(torch.ones(batch, 5, dtype=torch.long), use_cache=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(prepared, "start", lambda launches: found.extend(launches) or start(launches))
+        model(torch.ones(batch, 1, dtype=torch.long), use_cache=True, **cache_of(out))
+    return len(found)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("by_kernels", [pytest.param("kernels", marks=IN_KERNELS)], indirect=True)
+@pytest.mark.parametrize(
+    ("name", "batch", "expected"), [("Mamba2", 2, 4), ("Mamba2", 3, 6), ("NemotronH", 2, 5), ("NemotronH", 3, 6)]
+)
+def test_kernels_of_a_block(name, batch, expected, monkeypatch):
+    """Two products, the convolution and the step; a norm of groups, and norms of more rows, are kernels before them."""
+    numbers = []
+    for n in (1, 3):
+        options = {"num_hidden_layers": n, "n_groups": 1}
+        if name == "NemotronH":  # its cache needs a layer of attention
+            options = {"layers_block_type": ["full_attention"] + ["linear_attention"] * n}
+        with accelerate():
+            numbers.append(launches_of_a_step(name, batch, monkeypatch, **options))
+    assert (numbers[1] - numbers[0]) / 2 == expected
+
+
+def with_a_hook(path):
+    """Returns a function that puts a hook on a part of the first block, which doubles its output."""
+
+    def change(block):
+        block.get_submodule(path).register_forward_hook(lambda module, args, y: 2 * y)
+
+    change.__name__ = f"hook on {path}"
+    return change
+
+
+def with_a_hook_before(block):
+    block.mixer.register_forward_pre_hook(lambda module, args: (2 * args[0], *args[1:]))
+
+
+def another_forward(block):
+    norm, forward = block.norm, block.norm.forward
+    norm.forward = lambda x: 2 * forward(x)
+
+
+def another_linear_layer(block):
+    class Doubled(torch.nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    block.mixer.in_proj.__class__ = Doubled
+
+
+def another_norm(block):
+    class Doubled(type(block.norm)):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    block.norm.__class__ = Doubled
+
+
+def bias(block):
+    block.mixer.out_proj.bias = torch.nn.Parameter(torch.randn(32))
+
+
+PARTS = ("norm", "mixer", "mixer.in_proj", "mixer.norm", "mixer.out_proj")
+CHANGES = [*map(with_a_hook, PARTS), with_a_hook_before, another_forward, another_linear_layer, another_norm, bias]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_blocks_that_compute_part_by_part(change, by_kernels):
+    """Hooks and other modules in a block are called, as without acceleration. The other block is not affected."""
+    model = model_of("Mamba2", n_groups=1)
+    change(blocks_of(model)[0])
+    expected, states = stepped(model, 2)
+    with accelerate():
+        found, after = stepped(model, 2)
+    assert_close([found, *after], [expected, *states])
+    if by_kernels:
+        assert by_kernels["product"] == 2 * STEPS
+
+
+def test_a_product_that_is_refused_after_the_step(by_kernels, monkeypatch):
+    """The state has been advanced, so the parts of the layer that remain are computed apart."""
+    from gla_transformers import mamba2
+
+    model, product, calls = model_of("Mamba2"), mamba2.product, []
+
+    def first_alone(*given):
+        calls.append(given)
+        return None if given[-1] is not None else product(*given)
+
+    monkeypatch.setattr(mamba2, "product", first_alone)
+    expected, states = stepped(model, 2)
+    with accelerate():
+        found, after = stepped(model, 2)
+    assert_close([found, *after], [expected, *states])
+    assert len(calls) == STEPS * 2 * (2 if by_kernels else 1)
+
+
+@pytest.mark.parametrize(("name", "options"), BLOCKS, ids=str)
+def test_beams(name, options, by_kernels):
+    model, how = model_of(name, **options), {"num_beams": 2, "max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(tokens_of()[:1], **how)
+    with accelerate():
+        assert torch.equal(model.generate(tokens_of()[:1], **how), expected)
+    if by_kernels:
+        assert by_kernels["product"] == 2 * 5 * len(blocks_of(model))
+
+
+def test_checkpoints_in_training(monkeypatch):
+    """If it is asked to, transformers computes each block again in the backward."""
+    model, tokens = model_of("Mamba2"), tokens_of()
+    expected = trained(model, tokens)[1]
+    model.gradient_checkpointing_enable()
+    calls = []
+    for block in blocks_of(model):
+        checkpointed = block._gradient_checkpointing_func
+        monkeypatch.setattr(
+            block, "_gradient_checkpointing_func", lambda *a, f=checkpointed, **o: calls.append(1) or f(*a, **o)
+        )
+    with accelerate():
+        assert_close(trained(model, tokens)[1], expected, CLOSE_GRADIENTS)
+        assert len(calls) == 2
+    trained(model, tokens)
+    assert len(calls) == 4
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ mamba_ssm. Its replacement returns None. This is the result by which transformer
 kernel, and the layer calls its convolution, the scan, the norm and the projection one after another.
 
 Convolutions and norms run in the kernels of `gla_core.compat.mamba_ssm.kernels`, if a plugin provides them, and
-otherwise in transformers. Norms are classes, whose `forward` is replaced. So is that of layers for
+otherwise in transformers. Norms are classes, whose `forward` is replaced. So is that of layers and blocks for
 decoding steps; see one_token.py.
 """
 
@@ -79,6 +79,7 @@ def accelerate(*models: str) -> Acceleration:
         for module in modules:
             wanted += [method_replacement(norm, _norm, BY_KERNEL) for norm in _norms(module)]
             wanted += [method_replacement(layer, one_token.forward, ONE_TOKEN) for layer in one_token.layers(module)]
+            wanted += [method_replacement(x, one_token.forward_of_block, BLOCK) for x in one_token.blocks(module)]
         return Acceleration("transformers", wanted, NOTE if kernels.provided else NO_KERNELS)
 
 
@@ -117,15 +118,10 @@ def _norms(module: ModuleType) -> list[type]:
 
 
 def _norm(layer: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Any:
-    """Computes the norm of one of transformers' layers by a kernel.
-
-    Models differ in how they name the groups of channels, and most multiply by the gate before the norm.
-    """
+    """Computes the norm of one of transformers' layers by a kernel."""
     if kernels.provided is None:
         return NotImplemented
-    width = hidden_states.shape[-1]
-    groups = getattr(layer, "n_groups", None) or width // getattr(layer, "group_size", width)
-    gate_first = not getattr(layer, "norm_before_gate", False)
+    groups, gate_first = one_token.groups_of(layer, hidden_states.shape[-1]), one_token.gate_is_first(layer)
     return _found(kernels.provided.norm(hidden_states, layer.weight, gate, layer.variance_epsilon, groups, gate_first))
 
 
@@ -238,6 +234,7 @@ class _New(NamedTuple):
 
 
 ONE_TOKEN = "computed by gla_core for one token"
+BLOCK = "computed for one token on a GPU by kernels of gla_transformers, if it is imported,"
 BY_KERNEL = "computed on a GPU by a kernel of gla_transformers, if it is imported,"
 NOTE = "convolutions of packed sequences are left to transformers"
 NO_KERNELS = "convolutions and norms are left to transformers; on a GPU, import gla_transformers, which has kernels"

@@ -1,9 +1,14 @@
-"""Computes a Mamba-2 layer of transformers for one token of each sequence, with A = -exp(A_log) within the step.
+"""Computes a Mamba-2 layer of transformers, or its block, for one token of each sequence.
 
     gate, u, dt = x W_in        u = convolution(u)        y = step(u, dt, A_log)        norm(y, gate) W_out
 
-transformers' own layer takes three kernels for A alone. A layer is computed here only if its `forward` uses no name
-besides `NAMES`, so a model or a version with anything else in its layers, such as FalconH1, keeps its own.
+A is -exp(A_log), within the step. transformers' own layer takes three kernels for A alone. A block is
+residual + layer(norm(x)). If a plugin provides kernels, its norms and its residual are computed within the products:
+
+    norm(x) W_in                u = convolution(u)        y = step(...) silu(gate)          residual + norm(y) W_out
+
+A class is computed here only if its `forward` uses no name besides those that are known, so a model or a version with
+anything else in its layers, such as FalconH1, keeps its own.
 """
 
 from __future__ import annotations
@@ -17,8 +22,10 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from gla_core.compat.mamba_ssm import kernels
 from gla_core.compat.mamba_ssm.ops import advance
-from gla_core.compat.replace import classes_of
+from gla_core.compat.replace import classes_of, is_replaced
+from gla_core.nn.merged import matrix_of
 
 _NAMES = """
 A_log D activation apply_mask_to_padding_states bias causal_conv1d_fn causal_conv1d_update chunk_size conv1d conv_dim
@@ -30,32 +37,114 @@ variance_epsilon view weight
 """
 NAMES = frozenset(_NAMES.split())
 """The names of attributes and functions in the `forward` of the layers that are known, in transformers 5.16 to 5.23."""
+BLOCK_NAMES = frozenset(
+    {"block_type", "dtype", "float32", "mixer", "norm", "residual_in_fp32", "to", "torch", "weight"}
+)
+"""The same of the blocks: those of Mamba2 and NemotronH."""
 
 
 def layers(module: ModuleType) -> list[type]:
     """Returns the classes of Mamba-2 layers in a model's module that `forward` computes for one token."""
-    return [x for x in classes_of(module) if "forward" in vars(x) and _is_known(vars(x)["forward"])]
+    return [x for x in classes_of(module) if _is_known(x, {"A_log"}, NAMES)]
 
 
-def _is_known(forward: Any) -> bool:
-    code = getattr(inspect.unwrap(forward), "__code__", None)
-    return code is not None and "A_log" in code.co_names and NAMES.issuperset(code.co_names)
+def blocks(module: ModuleType) -> list[type]:
+    """Returns the classes of blocks in a model's module that `forward_of_block` computes for one token."""
+    return [x for x in classes_of(module) if _is_known(x, {"mixer", "norm"}, BLOCK_NAMES)]
+
+
+def _is_known(owner: type, needed: set[str], known: frozenset[str]) -> bool:
+    """Returns whether the `forward` of a class uses all needed names, and none that is not known."""
+    code = getattr(inspect.unwrap(vars(owner)["forward"]), "__code__", None) if "forward" in vars(owner) else None
+    return code is not None and needed.issubset(code.co_names) and known.issuperset(code.co_names)
+
+
+def groups_of(norm: Any, width: int) -> int:
+    """Returns the number of groups of the channels of a norm; models differ in how they name it."""
+    return getattr(norm, "n_groups", None) or width // getattr(norm, "group_size", width)
+
+
+def gate_is_first(norm: Any) -> bool:
+    """Returns whether the gate multiplies the input of a norm, as in most models, and not its output."""
+    return not getattr(norm, "norm_before_gate", False)
 
 
 def forward(
     layer: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> Any:
     """Computes a layer's `forward` for hidden_states [B, 1, width]; NotImplemented for other calls."""
-    if cache_params is None or hidden_states.shape[1] != 1 or attention_mask is not None or is_compiling():
+    cache = _cache_of(layer, hidden_states, cache_params, attention_mask, kwargs)
+    if cache is None:
         return NotImplemented
+    gate, u, dt = _parts(layer, layer.in_proj(hidden_states))
+    y = _step(layer, cache, u, dt, None)
+    return layer.out_proj(layer.norm(y, gate).to(hidden_states.dtype))
+
+
+def forward_of_block(
+    block: Any,
+    hidden_states: Tensor,
+    *args: Any,
+    cache_params: Any = None,
+    past_key_values: Any = None,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Computes a block's `forward` for hidden_states [B, 1, width] by the kernels of a plugin.
+
+    NotImplemented for other calls, for which nothing has been computed.
+    """
+    provided, layer = kernels.provided, block.mixer
+    if is_compiling() or provided is None or args or not _is_plain(layer):
+        return NotImplemented
+    caches = cache_params if past_key_values is None else past_key_values
+    cache = _cache_of(layer, hidden_states, caches, attention_mask, kwargs)
+    norm, gated_norm = block.norm, layer.norm
+    if cache is None or not (_is_plain(norm) and _is_plain(gated_norm) and gate_is_first(gated_norm)):
+        return NotImplemented
+    w_in, w_out = (matrix_of([linear], hidden_states) for linear in (layer.in_proj, layer.out_proj))
+    if w_in is None or w_out is None:
+        return NotImplemented
+    projected = provided.product(hidden_states, w_in, norm.weight, norm.variance_epsilon, 1, None)
+    if projected is None:
+        return NotImplemented
+    gate, u, dt = _parts(layer, projected)
+    y = _step(layer, cache, u, dt, gate)
+    residual = hidden_states.float() if getattr(block, "residual_in_fp32", False) else hidden_states
+    groups = groups_of(gated_norm, y.shape[-1])
+    out = provided.product(y, w_out, gated_norm.weight, gated_norm.variance_epsilon, groups, residual)
+    return residual + layer.out_proj(gated_norm(y)) if out is None else out
+
+
+def _is_plain(module: Any) -> bool:
+    """Returns whether a call of a module is only its class's `forward`, which is one of those that are replaced."""
+    hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    return is_replaced(type(module)) and not hooked
+
+
+def _cache_of(
+    layer: Any, hidden_states: Tensor, cache_params: Any, attention_mask: Tensor | None, options: dict[str, Any]
+) -> Any:
+    """Returns the states of a layer before a call for one token of each sequence; None for other calls."""
+    if cache_params is None or hidden_states.shape[1] != 1 or attention_mask is not None or is_compiling():
+        return None
     cache = cache_params.layers[layer.layer_idx]
     if torch.is_grad_enabled() or cache.record_past or not cache.has_previous_state[0]:
-        return NotImplemented
-    packed = kwargs.get("seq_idx") is not None or kwargs.get("cu_seqlens") is not None
+        return None
+    packed = options.get("seq_idx") is not None or options.get("cu_seqlens") is not None
     if packed or cache.recurrent_states[0] is None or getattr(layer.conv1d, "_hf_hook", None) is not None:
-        return NotImplemented
-    B, H, G, N = hidden_states.shape[0], layer.num_heads, layer.n_groups, layer.ssm_state_size
-    gate, u, dt = layer.in_proj(hidden_states).split([layer.intermediate_size, layer.conv_dim, H], dim=-1)
+        return None
+    return cache
+
+
+def _parts(layer: Any, projected: Tensor) -> Any:
+    """Cuts the product with W_in into the gate, u and dt, each [B, 1, ...]."""
+    return projected.split([layer.intermediate_size, layer.conv_dim, layer.num_heads], dim=-1)
+
+
+def _step(layer: Any, cache: Any, u: Tensor, dt: Tensor, gate: Tensor | None) -> Tensor:
+    """Returns y [B, 1, width], times silu(gate) if there is a gate [B, 1, width]; adds the token to the states."""
+    B, H, G, N = len(u), layer.num_heads, layer.n_groups, layer.ssm_state_size
     update = sys.modules[type(layer).__module__].causal_conv1d_update  # the one that is in force
     weight, bias = layer.conv1d.weight.squeeze(1), layer.conv1d.bias
     u = update(u.mT, cache.conv_states[0], weight, bias, activation=layer.activation)[..., 0]
@@ -69,9 +158,9 @@ def forward(
         k,
         q,
         layer.D[:, None].expand(-1, layer.head_dim),
-        None,
+        None if gate is None else gate.view(x.shape),
         layer.dt_bias[:, None].expand(-1, layer.head_dim),
         dt_softplus=True,
         A_is_log=True,
     )
-    return layer.out_proj(layer.norm(y.view(B, 1, -1), gate).to(hidden_states.dtype))
+    return y.view(B, 1, -1)

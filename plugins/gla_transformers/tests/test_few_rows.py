@@ -23,32 +23,37 @@ FORMS = {
     "residual": {"residual": True},
     "normed residual": {"norm": True, "residual": True},
     "gated": {"norm": True, "gated": True},
+    "norm of float32": {"norm": True, "wide": "x"},
+    "residual in float32": {"norm": True, "residual": True, "bias": True, "wide": "residual"},
 }
 
 
-def inputs(M, K, N, dtype=torch.float32, norm=False, bias=False, residual=False, gated=False):
-    """Returns the arguments of `product`; x is a slice of rows that are longer."""
+def inputs(M, K, N, dtype=torch.float32, norm=False, bias=False, residual=False, gated=False, wide=""):
+    """Returns the arguments of `product`; x is a slice of rows that are longer. The one that is `wide` is float32."""
     options = {"device": DEVICE, "dtype": torch.float32}
-    x = torch.randn(M, K + 16, **options).to(dtype)[:, :K]
+    x = torch.randn(M, K + 16, **options).to(torch.float32 if wide == "x" else dtype)[:, :K]
     weight = (torch.randn(2 * N if gated else N, K, **options) / K**0.5).to(dtype)
     rest = {
         "norm_weight": torch.rand(K, **options).to(dtype) if norm else None,
         "bias": torch.randn(N, **options).to(dtype) if bias else None,
-        "residual": torch.randn(M, N, **options).to(dtype) if residual else None,
+        "residual": torch.randn(M, N, **options).to(torch.float32 if wide else dtype) if residual else None,
     }
     return x, weight, {**rest, "norm_eps": 1e-5, "gated": gated}
 
 
 def expected(x, weight, norm_weight, norm_eps, bias, residual, gated):
     """Returns in float64 what layers apart compute, with the roundings between them."""
-    dtype, x, weight = x.dtype, x.double(), weight.double()
+    dtype, x, weight = weight.dtype, x.to(weight.dtype).double(), weight.double()
     if norm_weight is not None:
         x = F.rms_norm(x, x.shape[1:], norm_weight.double(), norm_eps).to(dtype).double()
     y = x @ weight.t()
     if gated:
         gate, up = y.to(dtype).double().chunk(2, 1)
         y = F.silu(gate) * up
-    return y + sum(part.double() for part in (bias, residual) if part is not None)
+    y = y if bias is None else y + bias.double()
+    if residual is not None:
+        y = y.to(dtype if residual.dtype != dtype else y.dtype).double() + residual.double()
+    return y
 
 
 @runs
@@ -62,8 +67,12 @@ def test_a_product(M, K, N, form, dtype):
 
     x, weight, options = inputs(M, K, N, dtype, **FORMS[form])
     y = product(x, weight, **options)
-    assert y.dtype == dtype
+    residual = options["residual"]
+    assert y.dtype == (dtype if residual is None else residual.dtype)
     assert relative_error(y, expected(x, weight, **options)) <= FORWARD[dtype]
+    if residual is not None:
+        alone = product(x, weight, **options | {"residual": residual.zero_()})
+        assert torch.equal(alone, alone.to(dtype).to(y.dtype)), "a product is rounded before the residual is added"
 
 
 @runs
@@ -81,23 +90,34 @@ def test_bits_of_a_row_do_not_depend_on_the_others(form):
 @pytest.mark.skipif(INTERPRETED, reason="compiles")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("M", [1, 64])
-def test_it_compiles_for_an_h100(M, form):
+@pytest.mark.parametrize("capability", [90, 80])
+def test_they_compile_for_an_h100_and_an_a100(capability, M, form):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from gla_transformers.few_rows_kernel import launches
 
     x, weight, options = inputs(M, 1024, 2816, torch.bfloat16, **FORMS[form])
-    tensors = (x, weight, options["norm_weight"], options["bias"], options["residual"], x.new_empty(M, 2816))
-    for launch in launches(tensors, 1e-5, options["gated"], overlaps=True):
+    residual = options["residual"]
+    y = (weight if residual is None else residual).new_empty(M, 2816)
+    tensors = (x, weight, options["norm_weight"], options["bias"], residual, y)
+    overlaps = capability == 90
+    for launch in launches(tensors, 1e-5, options["gated"], overlaps):
         constant = {p.name for p in launch.kernel.params if p.is_constexpr}
         constant |= {name for name, value in launch.arguments.items() if value is None}
-        types = {torch.Tensor: "*bf16", float: "fp32", int: "i32"}
-        signature = {n: "constexpr" if n in constant else types[type(x)] for n, x in launch.arguments.items()}
+        signature = {n: "constexpr" if n in constant else type_of(value) for n, value in launch.arguments.items()}
         source = ASTSource(launch.kernel, signature, {name: launch.arguments[name] for name in constant})
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(launch.options))
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(launch.options))
         assert compiled.metadata.shared <= 101_376, "of consumer cards; an H100 has more"
-        assert ("cp.async.bulk.prefetch.L2.global" in compiled.asm["ptx"]) == ("weight_ptr" in signature)
+        asks_for_weights = "cp.async.bulk.prefetch.L2.global" in compiled.asm["ptx"]
+        assert asks_for_weights == (overlaps and "weight_ptr" in signature)
+
+
+def type_of(value):
+    """Returns the type of an argument, in a signature of Triton."""
+    if isinstance(value, torch.Tensor):
+        return {torch.float32: "*fp32", torch.bfloat16: "*bf16"}[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
 
 
 # ---- layers
@@ -111,7 +131,7 @@ def calls(monkeypatch):
     found = []
     product = few_rows_kernel.product
     monkeypatch.setattr(few_rows_kernel, "product", lambda x, *a, **o: found.append(len(x)) or product(x, *a, **o))
-    monkeypatch.setattr(few_rows, "_kernel", lambda device: few_rows_kernel)
+    monkeypatch.setattr(few_rows, "kernel_of", lambda device: few_rows_kernel)
     return found
 
 
@@ -131,7 +151,7 @@ def compare(model, tokens, monkeypatch, mask=None, tolerance=1e-4):
     close = {"rtol": tolerance, "atol": tolerance}
     found, cache = steps(model, tokens, mask)
     with monkeypatch.context() as patch:
-        patch.setattr(few_rows, "_kernel", lambda device: None)
+        patch.setattr(few_rows, "kernel_of", lambda device: None)
         wanted, other = steps(model, tokens, mask)
     torch.testing.assert_close(found, wanted, **close)
     for a, b in zip(cache.tensors(), other.tensors(), strict=True):

@@ -35,6 +35,10 @@ MAMBA2 = 8
 """Cast, norm, projections, convolution, step, norm with the gate, output projection, residual."""
 HYBRID = 7
 """The same without the cast, in models that keep the residual in the dtype of the weights."""
+MAMBA2_OF_FEW_ROWS = 4
+"""Projections, convolution, step, output projection."""
+HYBRID_OF_FEW_ROWS = 5
+"""The same with the norm of groups."""
 HGRN2_OF_FEW_ROWS = 6
 """Projections, gates, step, output projection, projections, last projection."""
 
@@ -90,8 +94,8 @@ def test_a_decoding_step_of_few_rows(ours, layers, monkeypatch):
             number = len(weight) // 2 if gated else len(weight)
             return launches.counted("product", lambda: x.new_zeros(len(x), number))
 
-        kernel = SimpleNamespace(is_served=lambda weight, x: True, product=product)
-        monkeypatch.setattr(few_rows, "_kernel", lambda device: kernel)
+        kernel = SimpleNamespace(is_served=lambda weight, M: True, product=product)
+        monkeypatch.setattr(few_rows, "kernel_of", lambda device: kernel)
         model(tokens[:, :1], past_key_values=cache)
     assert launches.found["product"] == 5 * layers
     assert launches.found.total() <= OF_FEW_ROWS * layers + OUTSIDE, launches.found
@@ -115,24 +119,31 @@ def test_a_decoding_step_of_hgrn2(ours, few, monkeypatch):
 
         for layer in model.model.layers:
             layer.attn.kernel = gates
-        kernel = SimpleNamespace(is_served=lambda weight, x: True, product=product)
-        monkeypatch.setattr(few_rows, "_kernel", lambda device: kernel if few else None)
+        kernel = SimpleNamespace(is_served=lambda weight, M: True, product=product)
+        monkeypatch.setattr(few_rows, "kernel_of", lambda device: kernel if few else None)
         model(tokens[:, :1], past_key_values=cache)
     assert launches.found.total() <= 3 * (HGRN2_OF_FEW_ROWS if few else HGRN2) + OUTSIDE + BOUNDS, launches.found
 
 
-SIZES = {"hidden_size": 32, "vocab_size": 61, "head_dim": 8, "n_groups": 2, "chunk_size": 16}
+SIZES = {"hidden_size": 32, "vocab_size": 61, "head_dim": 8, "chunk_size": 16}
 ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
 FAMILIES = {
-    "Mamba2": (MAMBA2, {"num_heads": 8, "state_size": 16}),
-    "NemotronH": (HYBRID, {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 16} | ATTENTION),
+    "Mamba2": ((MAMBA2, MAMBA2_OF_FEW_ROWS), {"num_heads": 8, "state_size": 16, "n_groups": 1}),
+    "NemotronH": (
+        (HYBRID, HYBRID_OF_FEW_ROWS),
+        {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 2} | ATTENTION,
+    ),
 }
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_decoding_step_of_mamba2(family, monkeypatch):
-    """On a GPU the convolution, the step and each norm are one kernel. Here they are replaced by nothing."""
+def test_a_decoding_step_of_mamba2(family, few, monkeypatch):
+    """On a GPU the convolution, the step and each norm are one kernel, as is a product of few rows with one group.
+
+    Here they are replaced by nothing.
+    """
     expected, options = FAMILIES[family]
     totals = []
     for layers in (1, 3):
@@ -148,13 +159,21 @@ def test_a_decoding_step_of_mamba2(family, monkeypatch):
             def kernel(name, number, launches=launches):
                 return lambda *given, **_: launches.counted(name, lambda: torch.zeros_like(given[number]))
 
+            def product(x, weight, norm_weight, eps, groups, residual, launches=launches):
+                normed = x if groups == 1 else launches.counted("norm", lambda: torch.zeros_like(x))
+                dtype = (weight if residual is None else residual).dtype
+                return launches.counted("product", lambda: normed.new_zeros(len(x), 1, len(weight), dtype=dtype))
+
             functions = SimpleNamespace(
-                convolve_token=kernel("convolve", 0), step=kernel("step", 1), norm=kernel("norm", 0)
+                convolve_token=kernel("convolve", 0),
+                step=kernel("step", 1),
+                norm=kernel("norm", 0),
+                product=product if few else lambda *given: None,
             )
             patch.setattr(kernels, "provided", functions)
             model(torch.ones(2, 1, dtype=torch.long), use_cache=True, **{key: out[key]})
         totals.append(launches.found.total())
-    assert (totals[1] - totals[0]) / 2 == expected, launches.found
+    assert (totals[1] - totals[0]) / 2 == expected[few], launches.found
 
 
 @torch.no_grad()

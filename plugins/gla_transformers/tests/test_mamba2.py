@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from gla_core.compat.mamba_ssm import kernels, selective_state_update
 from gla_core.conformance.tolerances import FORWARD, relative_error
-from gla_transformers import causal_convolution, gated, mamba2
+from gla_transformers import causal_convolution, few_rows, gated, mamba2
 
 triton = pytest.importorskip("triton")
 
@@ -28,7 +28,7 @@ EPS = 1e-5
 @pytest.fixture(autouse=True)
 def calls(monkeypatch):
     """A list to which every call of a kernel adds its name. On a CPU, kernels are interpreted."""
-    from gla_transformers import causal_convolution_kernel, gated_kernel, mamba2_kernel
+    from gla_transformers import causal_convolution_kernel, few_rows_kernel, gated_kernel, mamba2_kernel
 
     def noted(module, name):
         return lambda *args, **options: found.append(name) or getattr(module, name)(*args, **options)
@@ -41,6 +41,8 @@ def calls(monkeypatch):
     ):
         functions = SimpleNamespace(**{name: noted(module, name) for name in names})
         monkeypatch.setattr(dispatch, "_kernels_of", lambda device, functions=functions: functions)
+    products = SimpleNamespace(is_served=few_rows_kernel.is_served, product=noted(few_rows_kernel, "product"))
+    monkeypatch.setattr(few_rows, "kernel_of", lambda device: products)
     monkeypatch.setattr(kernels, "provided", mamba2)
     return found
 
@@ -299,6 +301,60 @@ def test_wide_norms(calls):
     x, weight = rand(3, 5120), rand(5120)
     check(mamba2.norm(x, weight, x, EPS, 1, True), norm(x.double(), weight.double(), x.double(), 1, True), x.dtype)
     assert calls == ["normed"]
+
+
+def product_inputs(M, K, N, dtype, stream=None, residual=True):
+    """Returns x, a weight, the weight of the norm and the residual; x and the residual have the dtype of the stream."""
+    stream = stream or dtype
+    weight = rand(N, K, dtype=dtype) / K**0.5
+    return rand(M, 1, K, dtype=stream), weight, rand(K, dtype=dtype), rand(M, 1, N, dtype=stream) if residual else None
+
+
+@runs
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("M", [1, 2, 5])
+def test_product(M, residual, groups, dtype, calls):
+    """Float32 is rounded to the dtype of the weight before the norm, which works in groups as a kernel of its own."""
+    if dtype == torch.float32 and M > 2:
+        pytest.skip("tensor cores multiply no float32")
+    for stream in {dtype, torch.float32} if groups == 1 else {dtype}:
+        x, weight, of_norm, added = product_inputs(M, 64, 24, dtype, stream, residual)
+        calls.clear()
+        y = mamba2.product(x, weight, of_norm, EPS, groups, added)
+        normed = norm(x.to(dtype).double(), of_norm.double(), None, groups, True).to(dtype)
+        expected = normed.double() @ weight.double().mT + (0 if added is None else added.double())
+        assert y.dtype == (dtype if added is None else stream)
+        assert relative_error(y, expected) <= FORWARD[dtype]
+        assert calls == ["normed"] * (groups > 1) + ["product"]
+
+
+@torch.no_grad()
+def test_products_that_are_left_to_pytorch(calls):
+    x, weight, of_norm, residual = product_inputs(2, 64, 24, torch.float32)
+    many = product_inputs(65, 64, 24, torch.float16)
+    for given in (
+        many,
+        product_inputs(3, 64, 24, torch.float32),
+        (x, weight.half(), of_norm, residual),
+        (x.double(), weight.double(), of_norm.double(), residual.double()),
+        (x.half(), weight, of_norm, residual),
+        (x.expand(-1, 2, -1), weight, of_norm, residual),
+        (x[..., :48], weight, of_norm, residual),
+        (x.mT.contiguous().mT.expand(2, 1, 64)[..., ::2], weight[:, :32].contiguous(), of_norm[:32], residual),
+        (x, weight.mT.contiguous().mT, of_norm, residual),
+        (x, weight, of_norm[:48], residual),
+        (x, weight, of_norm, residual[..., :23]),
+        (x, weight, of_norm, residual.half()),
+        (x[..., :20].contiguous(), weight[:, :20].contiguous(), of_norm[:20], residual),
+    ):
+        assert mamba2.product(*given[:3], EPS, 1, given[3]) is None
+    assert mamba2.product(x, weight, of_norm, EPS, 3, residual) is None
+    with torch.enable_grad():
+        assert mamba2.product(x.clone().requires_grad_(), weight, of_norm, EPS, 1, residual) is None
+    assert calls == []
 
 
 @torch.no_grad()

@@ -145,10 +145,10 @@ def test_gradients_of_gates():
     assert all(map(torch.equal, found, again))
 
 
-def mamba2(layers):
+def mamba2(layers, **options):
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "num_heads": 8, "head_dim": 64, "state_size": 128, "n_groups": 2, "vocab_size": 61}
-    config = transformers.Mamba2Config(**sizes, num_hidden_layers=layers, residual_in_fp32=False)
+    config = transformers.Mamba2Config(**sizes | {"residual_in_fp32": False} | options, num_hidden_layers=layers)
     return transformers.Mamba2ForCausalLM(config).eval().cuda()
 
 
@@ -162,9 +162,12 @@ def tokens_and_cache(model, prompt):
 
 
 @torch.no_grad()
-def test_mamba2_of_transformers(prompt):
+@pytest.mark.parametrize("options", [{}, {"n_groups": 1, "residual_in_fp32": True}], ids=str)
+@pytest.mark.parametrize("sequences", [1, 3, 70])
+def test_mamba2_of_transformers(sequences, options):
     """A step by kernels has the error of transformers' own, and the same results in a CUDA graph."""
-    model, word = mamba2(2), prompt[:, :1].clone()
+    prompt = torch.randint(1, 61, (sequences, 80), device="cuda")
+    model, word = mamba2(2, **options), prompt[:, :1].clone()
     exact = tokens_and_cache(model, prompt)[0](word)
     model.bfloat16()
     own = tokens_and_cache(model, prompt)[0](word)
@@ -188,11 +191,12 @@ def test_mamba2_of_transformers(prompt):
 
 
 @torch.no_grad()
-def test_kernels_of_a_step_of_mamba2(prompt):
-    """Counts the kernels that two more layers add to a step; PyTorch may run two for a product."""
-    numbers = []
+@pytest.mark.parametrize(("sequences", "groups", "most"), [(1, 1, 4), (1, 2, 5), (3, 1, 6), (3, 2, 6)])
+def test_kernels_of_a_step_of_mamba2(sequences, groups, most, prompt):
+    """Counts the kernels that two more layers add to a step."""
+    numbers, prompt = [], prompt[:sequences]
     for layers in (2, 4):
-        model = mamba2(layers).bfloat16()
+        model = mamba2(layers, n_groups=groups, residual_in_fp32=True).bfloat16()
         with accelerate():
             read, _ = tokens_and_cache(model, prompt)
             for _ in range(3):
@@ -201,7 +205,7 @@ def test_kernels_of_a_step_of_mamba2(prompt):
                 read(prompt[:, :1])
                 torch.cuda.synchronize()
         numbers.append(sum(x.count for x in profile.key_averages() if x.device_type.name == "CUDA"))
-    assert (numbers[1] - numbers[0]) / 2 <= 9, numbers
+    assert (numbers[1] - numbers[0]) / 2 <= most, numbers
 
 
 def test_training_mamba2_of_transformers(prompt):

@@ -48,7 +48,7 @@ def step(
             hooks.
         memory, attention_mask, lower_bound: as in `gla_transformers.cache.read`.
     """
-    kernel = _kernel(x.device) if x.shape[1] == 1 else None
+    kernel = kernel_of(x.device) if x.shape[1] == 1 else None
     if kernel is None or memory.state is None or not (_is_plain(attn_norm, x) and _is_plain(mlp_norm, x)):
         return None
     found = _matrices(kernel, x, [mlp.gate_proj, mlp.up_proj], [mlp.down_proj])
@@ -78,7 +78,7 @@ def _gla(
     bias = halves[1]._parameters.get("bias")
     found = _matrices(kernel, x, of_x, [attn.o_proj])
     second = matrix_of([halves[1]], x, biased=True)
-    if found is None or second is None or not kernel.is_served(second, x):
+    if found is None or second is None or not _is_served(kernel, second, x):
         return None
     if bias is not None and not _is_alike(bias, x):
         return None
@@ -106,8 +106,13 @@ def _hgrn2(
 def _matrices(kernel: Any, x: Tensor, *groups: Sequence[nn.Module]) -> list[Tensor] | None:
     """Returns the matrix of each group of layers of one input; None if the kernel does not take one of them."""
     found = [matrix_of(layers, x) for layers in groups]
-    served = [matrix for matrix in found if matrix is not None and kernel.is_served(matrix, x)]
+    served = [matrix for matrix in found if matrix is not None and _is_served(kernel, matrix, x)]
     return served if len(served) == len(groups) else None
+
+
+def _is_served(kernel: Any, matrix: Tensor, x: Tensor) -> bool:
+    """Returns whether the kernel multiplies x [B, ...] by a matrix."""
+    return _is_alike(matrix, x) and kernel.is_served(matrix, len(x))
 
 
 def _is_plain(norm: Any, x: Tensor) -> bool:
@@ -116,12 +121,12 @@ def _is_plain(norm: Any, x: Tensor) -> bool:
     return plain and norm.weight is not None and _is_alike(norm.weight, x)
 
 
-def _is_alike(vector: Tensor, x: Tensor) -> bool:
-    return vector.dtype == x.dtype and vector.device == x.device and vector.is_contiguous()
+def _is_alike(weight: Tensor, x: Tensor) -> bool:
+    return weight.dtype == x.dtype and weight.device == x.device and weight.is_contiguous()
 
 
 @functools.cache
-def _kernel(device: torch.device) -> ModuleType | None:
+def kernel_of(device: torch.device) -> ModuleType | None:
     """Returns the module of the kernel; None if it does not run on a device."""
     if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
         return None

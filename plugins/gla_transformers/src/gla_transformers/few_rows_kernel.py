@@ -7,6 +7,9 @@ multiplies them with one row of x after the other, which it norms by itself. The
 other rows then. More rows are multiplied by tensor cores, tile by tile, after a kernel that norms them. Sums are
 float32, and values are rounded where layers apart would round them.
 
+x and the residual may be float32 though W is not. Then x is rounded to the dtype of W before its norm, and the product
+is rounded before the residual is added.
+
 Before it waits for the kernel that writes x, a program asks for its rows of W to be brought into the L2 cache. It reads
 them after the wait, so it finds what earlier kernels wrote to W.
 
@@ -45,14 +48,12 @@ Tensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Ten
 """x, weight, norm_weight, bias, residual and y, which is written."""
 
 
-def is_served(weight: Tensor, x: Tensor) -> bool:
-    """Returns whether `product` takes a weight [E, K] for rows like x [M, ...]."""
-    M, K = len(x), weight.shape[1]
+def is_served(weight: Tensor, M: int) -> bool:
+    """Returns whether `product` takes a weight [E, K] for M rows."""
+    dtype, K = weight.dtype, weight.shape[1]
     return (
         0 < M <= MOST
-        and weight.device == x.device
-        and weight.dtype == x.dtype
-        and (x.dtype in (torch.bfloat16, torch.float16) or (x.dtype == torch.float32 and M <= FEW))
+        and (dtype in (torch.bfloat16, torch.float16) or (dtype == torch.float32 and M <= FEW))
         and weight.data_ptr() % ALIGNMENT == 0
         and K % 16 == 0
         and K // _part(K) <= MOST_PARTS
@@ -69,25 +70,26 @@ def product(
     residual: Tensor | None = None,
     gated: bool = False,
 ) -> Tensor:
-    """Returns a new y [M, N] for a few rows x [M, K], as at the top.
+    """Returns a new y [M, N] for a few rows x [M, K], as at the top. It has the dtype of the residual, or of weight.
 
     Args:
-        x: its last dimension is contiguous.
+        x: its last dimension is contiguous. It has the dtype of weight; if it is normed, it may be float32.
         weight: [N, K], contiguous; if `gated`, [2N, K], with W_gate first. `is_served` says whether it can be.
         norm_weight: [K], weight of the RMS norm of x; None if x is not normed.
         bias: [N].
-        residual: [M, N], contiguous.
+        residual: [M, N], contiguous; of the dtype of weight, or float32.
     """
     M, K = x.shape
     N = len(weight) // 2 if gated else len(weight)
-    y = x.new_empty(M, N)
+    y = weight.new_empty(M, N) if residual is None else residual.new_empty(M, N)
+    dtypes = (x.dtype, weight.dtype, y.dtype)
     form = (M, K, N, x.stride(0), gated, norm_weight is None, bias is None, residual is None)
-    _launches(x.device, x.dtype, *form).start((x, weight, norm_weight, bias, residual, y), norm_eps)
+    _launches(x.device, dtypes, *form).start((x, weight, norm_weight, bias, residual, y), norm_eps)
     return y
 
 
 @functools.lru_cache(1024)
-def _launches(device: torch.device, dtype: torch.dtype, *form: int) -> Launches:
+def _launches(device: torch.device, dtypes: tuple[torch.dtype, ...], *form: int) -> Launches:
     gated = bool(form[4])
     overlaps = gpu_of(device).facts.overlaps_kernels
     return Launches(device, lambda tensors, norm_eps: launches(tensors, norm_eps, gated, overlaps))
@@ -100,7 +102,7 @@ def launches(tensors: Tensors, norm_eps: float, gated: bool, overlaps: bool) -> 
     found, normed, options = [], x, overlapping(overlaps)
     norm = {"x_ptr": x, "norm_ptr": norm_weight, "norm_eps": norm_eps, "x_stride": x.stride(0)}
     if M > FEW and norm_weight is not None:
-        normed = x.new_empty(M, K)
+        normed = weight.new_empty(M, K)
         arguments = norm | {"y_ptr": normed, "K": K, "ALL": power_of_two(K), "OVERLAPS": overlaps}
         found.append(Launch(_norm, (M, 1, 1), arguments, options))
     arguments = {
@@ -122,7 +124,7 @@ def launches(tensors: Tensors, norm_eps: float, gated: bool, overlaps: bool) -> 
         found.append(Launch(_product_row_by_row, (N // BN, 1, 1), arguments, {"num_warps": 1, **options}))
     else:
         BM, BN, BK = _tile(M, N, K)
-        part = (BM + (2 * BN if gated else BN)) * BK * x.element_size()
+        part = (BM + (2 * BN if gated else BN)) * BK * weight.element_size()
         arguments |= {"BM": BM, "BN": BN, "BK": BK, "STAGES": min(6, 1 + SHARED // part)}
         found.append(Launch(_product_by_tiles, (ceil_div(N, BN), ceil_div(M, BM), 1), arguments, options))
     return found
@@ -167,7 +169,7 @@ def _product_row_by_row(
     BK: tl.constexpr,
 ):
     """Computes BN columns of y, which are in a whole block."""
-    dtype = y_ptr.dtype.element_ty
+    dtype = weight_ptr.dtype.element_ty
     first = tl.program_id(0).to(tl.int64) * BN
     values, part = tl.arange(0, BN), tl.arange(0, BK)  # [BN], [BK]
     weight_ptr += first * K
@@ -181,7 +183,7 @@ def _product_row_by_row(
 
     for m in range(M):
         x_block = x_ptr + m * x_stride + part  # [BK]
-        x = tl.load(x_block).to(tl.float32)  # [BK]
+        x = tl.load(x_block).to(dtype).to(tl.float32)  # [BK]
         weight = tl.load(weight_block)  # [BN, BK]
         up_weight = tl.load(weight_block + N * K) if GATED else weight
         factor = 1.0
@@ -189,7 +191,7 @@ def _product_row_by_row(
             tl.debug_barrier()  # the compiler would load W after the norm
             squares = x * x
             for k in tl.static_range(BK, K, BK):
-                more = tl.load(x_block + k).to(tl.float32)  # [BK]
+                more = tl.load(x_block + k).to(dtype).to(tl.float32)  # [BK]
                 squares += more * more
             factor = tl.rsqrt(tl.sum(squares, axis=0) / K + norm_eps)
 
@@ -197,7 +199,7 @@ def _product_row_by_row(
         total = x[None, :] * weight.to(tl.float32)  # [BN, BK]
         up = x[None, :] * up_weight.to(tl.float32)  # [BN, BK]
         for k in tl.static_range(BK, K, BK):
-            x = _normed(tl.load(x_block + k).to(tl.float32), norm_ptr, k + part, factor, dtype)
+            x = _normed(tl.load(x_block + k).to(dtype).to(tl.float32), norm_ptr, k + part, factor, dtype)
             total += x[None, :] * tl.load(weight_block + k).to(tl.float32)
             if GATED:
                 up += x[None, :] * tl.load(weight_block + N * K + k).to(tl.float32)
@@ -210,16 +212,24 @@ def _product_row_by_row(
             y += tl.load(bias_ptr + first + values).to(tl.float32)
         place = m * N + first + values  # [BN]
         if residual_ptr is not None:
-            y += tl.load(residual_ptr + place).to(tl.float32)
-        tl.store(y_ptr + place, y.to(dtype))
+            y = _rounded(y, dtype, y_ptr) + tl.load(residual_ptr + place).to(tl.float32)
+        tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty))
 
 
 @triton.jit
 def _normed(x, norm_ptr, part, factor, dtype):
-    """Returns a part [BK] of a row of x after the norm, rounded to the dtype of x; x itself if there is no norm."""
+    """Returns a part [BK] of a row of x after the norm, rounded to the dtype of W; x itself if there is no norm."""
     if norm_ptr is not None:
         x = (x * factor * tl.load(norm_ptr + part).to(tl.float32)).to(dtype).to(tl.float32)
     return x
+
+
+@triton.jit
+def _rounded(product, dtype, y_ptr):
+    """Returns a product, rounded to the dtype of W if y has another dtype. Otherwise only its sum is rounded."""
+    if y_ptr.dtype.element_ty != dtype:
+        product = product.to(dtype).to(tl.float32)
+    return product
 
 
 @triton.jit(do_not_specialize=["norm_eps"])
@@ -239,7 +249,8 @@ def _norm(
         gdc_wait()
         gdc_launch_dependents()
     inside = columns < K
-    x = tl.load(x_ptr + m * x_stride + columns, mask=inside, other=0.0).to(tl.float32)  # [ALL]
+    x = tl.load(x_ptr + m * x_stride + columns, mask=inside, other=0.0)  # [ALL]
+    x = x.to(y_ptr.dtype.element_ty).to(tl.float32)
     weight = tl.load(norm_ptr + columns, mask=inside, other=0.0).to(tl.float32)  # [ALL]
     y = x * tl.rsqrt(tl.sum(x * x, axis=0) / K + norm_eps) * weight
     tl.store(y_ptr + m * K + columns, y.to(y_ptr.dtype.element_ty), mask=inside)
@@ -264,7 +275,7 @@ def _product_by_tiles(
     STAGES: tl.constexpr,
 ):
     """Computes BM rows and BN columns of y, transposed: a product by wgmma would take 64 columns at least."""
-    dtype = y_ptr.dtype.element_ty
+    dtype = weight_ptr.dtype.element_ty
     first = tl.program_id(0) * BN
     rows = tl.program_id(1) * BM + tl.arange(0, BM)  # [BM]
     values, part = first + tl.arange(0, BN), tl.arange(0, BK)  # [BN], [BK]
@@ -297,8 +308,8 @@ def _product_by_tiles(
     place = rows[None, :] * N + values[:, None]  # [BN, BM]
     inside = in_n[:, None] & in_m[None, :]
     if residual_ptr is not None:
-        total += tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y_ptr + place, total.to(dtype), mask=inside)
+        total = _rounded(total, dtype, y_ptr) + tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + place, total.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Parts of a Mamba-2 layer in one kernel each: `gla_core.compat.mamba_ssm.kernels` has the meaning of the functions.
 
-`convolve_token` and `step` are for one token of each sequence, without gradients. The norm and `convolve_sequences`
-have a backward, and serve prompts and training. Compiled code is left to PyTorch's compiler.
+`convolve_token`, `step` and `product` are for one token of each sequence, without gradients. The norm and
+`convolve_sequences` have a backward, and serve prompts and training. Compiled code is left to PyTorch's compiler.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from gla_core.ops.calls import needs_gradient
+from gla_transformers import few_rows
 from gla_transformers.causal_convolution import convolve_sequences
 from gla_transformers.dispatch import is_eager, is_taken, module_of
 from gla_transformers.gated import normed
 
-__all__ = ["convolve_sequences", "convolve_token", "norm", "step"]
+__all__ = ["convolve_sequences", "convolve_token", "norm", "product", "step"]
 
 MOST_STATES = 256
 """The greatest number of channels of B and C: registers hold all of them for each channel of a program."""
@@ -76,6 +77,25 @@ def norm(x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, groups: int
     return None if y is None else y.view(x.shape)
 
 
+def product(
+    x: Tensor, weight: Tensor, norm_weight: Tensor, eps: float, groups: int, residual: Tensor | None
+) -> Tensor | None:
+    """Returns the product of the normed x, with the residual, as `Kernels.product` says."""
+    kernel, M, (N, K), dtypes = few_rows.kernel_of(x.device), len(x), weight.shape, (weight.dtype, torch.float32)
+    if kernel is None or not kernel.is_served(weight, M) or not _are_taken(x, weight, norm_weight, residual):
+        return None
+    if norm_weight.dtype != weight.dtype:
+        return None
+    for given, shape in ((x, (M, 1, K)), (weight, (N, K)), (norm_weight, (K,)), (residual, (M, 1, N))):
+        if given is not None and (given.shape != shape or given.dtype not in dtypes or not given.is_contiguous()):
+            return None
+    normed, of_x = (x, norm_weight) if groups == 1 else (norm(x, norm_weight, None, eps, groups, True), None)
+    if normed is None:
+        return None
+    residual = None if residual is None else residual[:, 0]
+    return kernel.product(normed[:, 0], weight, norm_weight=of_x, norm_eps=eps, residual=residual)[:, None]
+
+
 def _with_rows(x: Tensor) -> Tensor:
     """Returns x with a contiguous last dimension."""
     return x if x.stride(-1) == 1 else x.contiguous()
@@ -83,10 +103,13 @@ def _with_rows(x: Tensor) -> Tensor:
 
 def _kernels(x: Tensor, *others: Tensor | None) -> ModuleType | None:
     """Returns the module of the kernels; None if PyTorch computes the call."""
+    return _kernels_of(x.device) if _are_taken(x, *others) else None
+
+
+def _are_taken(x: Tensor, *others: Tensor | None) -> bool:
+    """Returns whether kernels without a backward take x and other tensors."""
     tensors = [x, *(other for other in others if other is not None)]
-    if not is_eager(x) or needs_gradient(*tensors) or not all(is_taken(tensor, x) for tensor in tensors):
-        return None
-    return _kernels_of(x.device)
+    return is_eager(x) and not needs_gradient(*tensors) and all(is_taken(tensor, x) for tensor in tensors)
 
 
 def _kernels_of(device: torch.device) -> ModuleType | None:
