@@ -399,7 +399,7 @@ def test_beams(name, options, by_kernels):
 
 
 def test_checkpoints_in_training(monkeypatch):
-    """If it is asked to, transformers computes each block again in the backward."""
+    """Transformers computes each block again in the backward, if it is asked to."""
     model, tokens = model_of("Mamba2"), tokens_of()
     expected = trained(model, tokens)[1]
     model.gradient_checkpointing_enable()
