@@ -1,7 +1,7 @@
 # make demo         install into .venv and train a small language model on the CPU
 # make test         the tests as users see the library; without a GPU, then those of Triton kernels, interpreted
 # make conformance  what `make test` runs a sample of: the conformance kit on every backend here, and thorough tests
-# make targets      kernels compiled for GPUs that are not here, and whether they fit; 10 minutes
+# make targets      kernels compiled for GPUs that are not here: whether they fit, and round alike; 15 minutes
 # make test-fla     models of flash-linear-attention 0.6.0 and of transformers, which are installed beside .venv, in .fla
 # make test-vllm    models in vLLM's engine on a CPU, which is installed in .vllm; 3 GB, a few minutes
 # make check        format, lint, types, direction of imports, links of the documentation
@@ -14,6 +14,7 @@ INSTALLED := .venv/.installed
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
 KIT := --pyargs gla_core.conformance --gla-backend
 INTERPRETED := TRITON_INTERPRET=1 PYTHONPATH=tests
+TARGETS := tests/backends/test_targets.py tests/backends/test_same_rounding.py
 GPU := $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 
 .PHONY: demo test test-library test-kernels conformance targets test-fla test-vllm check docs bench format
@@ -30,7 +31,7 @@ test-kernels: $(INSTALLED)
 	$(GPU) || $(INTERPRETED) $(PYTEST)
 
 conformance: $(INSTALLED)
-	$(PYTEST) --thorough -m thorough --ignore tests/backends/test_targets.py
+	$(PYTEST) --thorough -m thorough $(TARGETS:%=--ignore %)
 	$(GPU) || $(INTERPRETED) $(PYTEST) --thorough -m thorough
 	$(PYTEST) $(KIT) reference
 	$(PYTEST) $(KIT) parallel_scan
@@ -41,7 +42,7 @@ conformance: $(INSTALLED)
 	fi
 
 targets: $(INSTALLED)
-	$(PYTEST) --thorough tests/backends/test_targets.py
+	$(PYTEST) --thorough $(TARGETS)
 
 test-fla: $(INSTALLED) .fla/.installed
 	PYTHONPATH=.fla:plugins/gla_transformers/src $(PYTEST) tests/compat tests/docs plugins/gla_transformers/tests

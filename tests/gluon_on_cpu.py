@@ -352,6 +352,7 @@ def _language() -> ModuleType:
     gl.full = lambda shape, x, dtype, _: _value(torch.full(shape, float(x), dtype=dtype))
     gl.zeros_like, gl.associative_scan = torch.zeros_like, _scan
     gl.abs, gl.exp2, gl.log2 = (lambda x: _value(x).abs()), torch.exp2, torch.log2
+    gl.fma = lambda a, b, c: torch.addcmul(c.double(), a.double(), b.double()).to(c.dtype)
     gl.gather = lambda x, index, axis: torch.gather(x, axis, index.long())
     gl.sum = lambda x, axis: x.sum(axis)
     gl.reduce = _reduce

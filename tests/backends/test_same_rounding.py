@@ -1,0 +1,93 @@
+"""Kernels for packed sequences round the same sums as kernels for batches, so that results have the same bits.
+
+The compiler fuses a sum and one of its products to an fma, which does not round the product. If both terms of a sum
+are products, it chooses one, and it sees only products in the block of instructions of the sum. Kernels for packed
+sequences have more branches, so it may choose another product there. The test compiles both kernels for GPUs that are
+not here, and compares which terms of each fma are products.
+
+K, V key and value width
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections import Counter
+
+import pytest
+import torch
+
+from gla_core.dispatch.backend import KnownDevice
+from tests.backends import prepared_calls
+from tests.backends.test_offsets import backward, forward
+
+pytest.importorskip("triton")
+
+GPUS = {"H100": KnownDevice("absent", 132, (9, 0), "NVIDIA"), "A100": KnownDevice("absent", 108, (8, 0), "NVIDIA")}
+FLOAT32 = {"dtype": torch.float32}
+CALLS = {
+    "K = V = 64": {"K": 64, "V": 64},
+    "K = V = 128": {},
+    "V = 256": {"V": 256},
+    "K = 256, V = 512": {"K": 256, "V": 512},
+    "per head": {"form": "head"},
+    "constant": {"form": "constant"},
+    "no gates": {"form": "none"},
+    "Mamba-2": {"form": "head", "H": 1, "R": 16, "V": 64},
+    "grouped": {"G": 4},
+    "float16": {"dtype": torch.float16},
+    "TF32": FLOAT32,
+    "float32": FLOAT32,
+}
+SAMPLE = {("backward", "K = V = 64", "H100")}
+"""The calls that `make test` compiles; `make targets` compiles all."""
+
+
+def cases():
+    for describe, call, gpu in itertools.product((forward, backward), CALLS, GPUS):
+        marks = [] if (describe.__name__, call, gpu) in SAMPLE else [pytest.mark.thorough]
+        yield pytest.param(describe, call, gpu, marks=marks, id=f"{describe.__name__}, {call}, {gpu}")
+
+
+@pytest.mark.parametrize(("describe", "call", "gpu"), list(cases()))
+def test_packed_and_batch(describe, call, gpu, monkeypatch):
+    described = prepared_calls.described
+    monkeypatch.setattr(
+        prepared_calls, "described", lambda *given: dataclasses.replace(described(*given), batch_invariant=64)
+    )
+    sizes = {"B": 1, "T": 4096, "H": 4} | CALLS[call]
+    precision = "high" if call == "TF32" else "highest"
+    batch, packed = (
+        sums_of(prepared_calls.launches_on(GPUS[gpu], "parallel_scan", precision, *arguments, monkeypatch=monkeypatch))
+        for arguments in (describe(**sizes, packed=False), describe(**sizes, packed=True))
+    )
+    both = batch.keys() & packed.keys()  # kernels that only packed sequences need do not compute sums
+    assert any("chunk_gla" in name or "gradient" in name or "state" in name for name in both)
+    for name in both:
+        assert batch[name] == packed[name], name
+
+
+def sums_of(launches):
+    """Returns the fmas of each kernel, by which of their terms are products, and their number."""
+    found = {}
+    for launch in launches:
+        compiled = launch.kernel.warmup(*launch.arguments.values(), grid=launch.grid, **launch.options)
+        found[launch.kernel.fn.__name__] = fmas(compiled.asm["ptx"])
+    return found
+
+
+def fmas(ptx):
+    """Counts the fmas of a kernel by the instructions that compute their terms."""
+    lines = re.findall(r"^\s*(?:@!?%p\d+\s+)?([a-z0-9_.]+)\s+(%\w+), (.*);", ptx, re.MULTILINE)
+    instructions = {result: operation.split(".")[0] for operation, result, _ in lines}
+
+    def kind(term):
+        return found if (found := instructions.get(term)) in ("mul", "neg") else "other"
+
+    counts = Counter()
+    for operation, _, given in lines:
+        if operation.startswith("fma.rn.f"):
+            *factors, added = map(kind, given.split(", "))
+            counts[*sorted(factors), added] += 1
+    return counts
