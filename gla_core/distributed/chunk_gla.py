@@ -114,7 +114,8 @@ def chunk_gla(
         >>> cut = gla_core.distributed.shard(q.shape[1], cu_seqlens)  # once per batch
         >>> o, _ = gla_core.distributed.chunk_gla(q, k, v, g, shard=cut)  # in every layer
     """
-    if shard is not None and ((cu_seqlens, group, max_seqlen) != (None, None, None) or layout != "contiguous"):
+    cut_otherwise = any(x is not None for x in (cu_seqlens, group, max_seqlen)) or layout != "contiguous"
+    if shard is not None and cut_otherwise:
         raise ValueError(
             "shard is given; expected neither cu_seqlens nor group, layout or max_seqlen beside it: it has its own"
         )

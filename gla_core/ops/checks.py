@@ -76,7 +76,7 @@ def transposed(states: Any) -> Any:
 def packed(sizes: dict[str, Any], of: str) -> None:
     """Binds N, given N+1 offsets. Raises ValueError if there are no offsets, or the tensor named `of` has B != 1."""
     if sizes["N+1"] < 1:
-        raise ValueError("cu_seqlens is empty; expected N+1 offsets, the first of them 0")
+        raise ValueError("cu_seqlens is empty; expected N+1 offsets")
     if sizes["B"] != 1:
         raise ValueError(f"cu_seqlens goes with B = 1; {of} has B = {sizes['B']}: pack the sequences along T")
     sizes["N"] = sizes["N+1"] - 1
@@ -144,8 +144,8 @@ def offset_values(cu_seqlens: Tensor | None, T: int, max_seqlen: int | None, fro
         return
     offsets = cu_seqlens.tolist()
     if offsets[0] < 0 or (from_zero and offsets[0] > 0) or offsets[-1] > T or offsets != sorted(offsets):
-        first = "0" if from_zero else "0 or more"
-        raise ValueError(f"cu_seqlens is {offsets}; expected offsets that rise from {first} to at most T = {T}")
+        first = "rise from 0" if from_zero else "rise, the first of them at least 0,"
+        raise ValueError(f"cu_seqlens is {offsets}; expected offsets that {first} to at most T = {T}")
     longest = max((end - start for start, end in itertools.pairwise(offsets)), default=0)
     if max_seqlen is not None and longest > max_seqlen:
         raise ValueError(f"max_seqlen is {max_seqlen}; the longest sequence of cu_seqlens has {longest} tokens")

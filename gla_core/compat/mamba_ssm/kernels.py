@@ -67,14 +67,14 @@ class Kernels(Protocol):
         ...
 
     def product(
-        self, x: Tensor, weight: Tensor, norm_weight: Tensor, eps: float, groups: int, residual: Tensor | None
+        self, x: Tensor, weight: Tensor, norm_weight: Tensor | None, eps: float, groups: int, residual: Tensor | None
     ) -> Tensor | None:
         """Returns n W^T + residual [B, 1, N] of one token; n is the RMS norm of each group of x [B, 1, K].
 
         Args:
-            x: of the dtype of weight, to which float32 is rounded before the norm.
+            x: of the dtype of weight, to which float32 is rounded before a norm.
             weight: W [N, K].
-            norm_weight: [K].
+            norm_weight: [K]; None if n is x.
             groups: number of equal groups.
             residual: [B, 1, N], of the dtype of weight, or float32; None for 0. The sum has its dtype.
         """

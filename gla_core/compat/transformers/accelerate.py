@@ -47,7 +47,8 @@ def accelerate(*models: str) -> Acceleration:
     The models' modules are imported. Calls that are not computed here go to the original functions: decoding steps that
     record gradients or have `seq_idx`, calls with `cu_seqlens` but without `seq_idx`, and a negative `time_step_limit`.
 
-    If `gla_transformers` is imported, its kernels compute convolutions, norms and the decoding step on a GPU.
+    If `gla_transformers` is imported, its kernels compute convolutions, norms and the decoding step on a GPU, and the
+    products and the residual of a decoding step of a few sequences.
 
     Args:
         models: names among `MODELS`; by default all that the installed transformers has. Functions that are replaced

@@ -3,7 +3,8 @@
     gate, u, dt = x W_in        u = convolution(u)        y = step(u, dt, A_log)        norm(y, gate) W_out
 
 A is -exp(A_log), within the step. transformers' own layer takes three kernels for A alone. A block is
-residual + layer(norm(x)). If a plugin provides kernels, its norms and its residual are computed within the products:
+residual + layer(norm(x)). If a plugin provides kernels, the norms are parts of the products or kernels before them,
+and the residual is a part of the last product:
 
     norm(x) W_in                u = convolution(u)        y = step(...) silu(gate)          residual + norm(y) W_out
 
@@ -36,11 +37,13 @@ squeeze ssm_state_size time_step_limit to torch training transpose update_conv_s
 variance_epsilon view weight
 """
 NAMES = frozenset(_NAMES.split())
-"""The names of attributes and functions in the `forward` of the layers that are known, in transformers 5.16 to 5.23."""
+"""The names of attributes and functions in the `forward` of the layers that are known, in transformers 5.16 to 5.24."""
+CACHES = ("cache", "cache_params", "past_key_values")
+"""The names by which versions of transformers give layers and blocks their cache."""
 BLOCK_NAMES = frozenset(
     {"block_type", "dtype", "float32", "mixer", "norm", "residual_in_fp32", "to", "torch", "weight"}
 )
-"""The same of the blocks: those of Mamba2 and NemotronH."""
+"""The names of attributes and functions in the `forward` of the blocks that are known, of Mamba2 and NemotronH."""
 
 
 def layers(module: ModuleType) -> list[type]:
@@ -70,37 +73,29 @@ def gate_is_first(norm: Any) -> bool:
 
 
 def forward(
-    layer: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
+    layer: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **options: Any
 ) -> Any:
-    """Computes a layer's `forward` for hidden_states [B, 1, width]; NotImplemented for other calls."""
-    cache = _cache_of(layer, hidden_states, cache_params, attention_mask, kwargs)
-    if cache is None:
+    """Computes a layer's `forward` for hidden_states [B, 1, width]; returns NotImplemented for other calls."""
+    options |= {"cache_params": cache_params, "attention_mask": attention_mask}
+    states = _states_of(layer, hidden_states, options)
+    if states is None:
         return NotImplemented
     gate, u, dt = _parts(layer, layer.in_proj(hidden_states))
-    y = _step(layer, cache, u, dt, None)
+    y = _step(layer, states, u, dt, None)
     return layer.out_proj(layer.norm(y, gate).to(hidden_states.dtype))
 
 
-def forward_of_block(
-    block: Any,
-    hidden_states: Tensor,
-    *args: Any,
-    cache_params: Any = None,
-    past_key_values: Any = None,
-    attention_mask: Tensor | None = None,
-    **kwargs: Any,
-) -> Any:
+def forward_of_block(block: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
     """Computes a block's `forward` for hidden_states [B, 1, width] by the kernels of a plugin.
 
-    NotImplemented for other calls, for which nothing has been computed.
+    Returns NotImplemented for other calls, before it computes anything.
     """
     provided, layer = kernels.provided, block.mixer
     if is_compiling() or provided is None or args or not _is_plain(layer):
         return NotImplemented
-    caches = cache_params if past_key_values is None else past_key_values
-    cache = _cache_of(layer, hidden_states, caches, attention_mask, kwargs)
+    states = _states_of(layer, hidden_states, options)
     norm, gated_norm = block.norm, layer.norm
-    if cache is None or not (_is_plain(norm) and _is_plain(gated_norm) and gate_is_first(gated_norm)):
+    if states is None or not (_is_plain(norm) and _is_plain(gated_norm) and gate_is_first(gated_norm)):
         return NotImplemented
     w_in, w_out = (matrix_of([linear], hidden_states) for linear in (layer.in_proj, layer.out_proj))
     if w_in is None or w_out is None:
@@ -109,11 +104,17 @@ def forward_of_block(
     if projected is None:
         return NotImplemented
     gate, u, dt = _parts(layer, projected)
-    y = _step(layer, cache, u, dt, gate)
     residual = hidden_states.float() if getattr(block, "residual_in_fp32", False) else hidden_states
+    if projected.dtype == torch.float16:  # y silu(gate) may be too large for it; the norm computes it in float32
+        y, weight = gated_norm(_step(layer, states, u, dt, None), gate), None
+    else:
+        y, weight = _step(layer, states, u, dt, gate), gated_norm.weight
     groups = groups_of(gated_norm, y.shape[-1])
-    out = provided.product(y, w_out, gated_norm.weight, gated_norm.variance_epsilon, groups, residual)
-    return residual + layer.out_proj(gated_norm(y)) if out is None else out
+    out = provided.product(y, w_out, weight, gated_norm.variance_epsilon, groups, residual)
+    if out is not None:
+        return out
+    normed = y if weight is None else gated_norm(y)
+    return residual + layer.out_proj(normed.to(projected.dtype))
 
 
 def _is_plain(module: Any) -> bool:
@@ -122,19 +123,19 @@ def _is_plain(module: Any) -> bool:
     return is_replaced(type(module)) and not hooked
 
 
-def _cache_of(
-    layer: Any, hidden_states: Tensor, cache_params: Any, attention_mask: Tensor | None, options: dict[str, Any]
-) -> Any:
+def _states_of(layer: Any, hidden_states: Tensor, options: dict[str, Any]) -> Any:
     """Returns the states of a layer before a call for one token of each sequence; None for other calls."""
-    if cache_params is None or hidden_states.shape[1] != 1 or attention_mask is not None or is_compiling():
+    caches = next((options[name] for name in CACHES if options.get(name) is not None), None)
+    if caches is None or hidden_states.shape[1] != 1 or is_compiling():
         return None
-    cache = cache_params.layers[layer.layer_idx]
-    if torch.is_grad_enabled() or cache.record_past or not cache.has_previous_state[0]:
+    if any(options.get(name) is not None for name in ("attention_mask", "seq_idx", "cu_seqlens")):
         return None
-    packed = options.get("seq_idx") is not None or options.get("cu_seqlens") is not None
-    if packed or cache.recurrent_states[0] is None or getattr(layer.conv1d, "_hf_hook", None) is not None:
+    states = caches.layers[layer.layer_idx]
+    if torch.is_grad_enabled() or states.record_past or not states.has_previous_state[0]:
         return None
-    return cache
+    if states.recurrent_states[0] is None or getattr(layer.conv1d, "_hf_hook", None) is not None:
+        return None
+    return states
 
 
 def _parts(layer: Any, projected: Tensor) -> Any:
@@ -142,16 +143,16 @@ def _parts(layer: Any, projected: Tensor) -> Any:
     return projected.split([layer.intermediate_size, layer.conv_dim, layer.num_heads], dim=-1)
 
 
-def _step(layer: Any, cache: Any, u: Tensor, dt: Tensor, gate: Tensor | None) -> Tensor:
+def _step(layer: Any, states: Any, u: Tensor, dt: Tensor, gate: Tensor | None) -> Tensor:
     """Returns y [B, 1, width], times silu(gate) if there is a gate [B, 1, width]; adds the token to the states."""
     B, H, G, N = len(u), layer.num_heads, layer.n_groups, layer.ssm_state_size
     update = sys.modules[type(layer).__module__].causal_conv1d_update  # the one that is in force
     weight, bias = layer.conv1d.weight.squeeze(1), layer.conv1d.bias
-    u = update(u.mT, cache.conv_states[0], weight, bias, activation=layer.activation)[..., 0]
+    u = update(u.mT, states.conv_states[0], weight, bias, activation=layer.activation)[..., 0]
     x, k, q = u.split([layer.intermediate_size, G * N, G * N], dim=-1)
     x, k, q = x.view(B, H, layer.head_dim), k.view(B, G, N), q.view(B, G, N)
     y = advance(
-        cache.recurrent_states[0],
+        states.recurrent_states[0],
         x,
         dt[:, 0, :, None].expand_as(x),
         layer.A_log[:, None, None].expand(-1, layer.head_dim, N),

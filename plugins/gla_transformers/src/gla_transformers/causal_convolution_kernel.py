@@ -30,8 +30,8 @@ from gla_triton_kernels.runtime.prepared import Launches
 R, BC = 4, 128
 """The tile of a program of 4 warps. A thread has 4 channels of a run, in bfloat16 8 bytes of memory."""
 AHEAD = tl.constexpr(4)
-"""The number of tokens that the backward loads at once. With 4 taps its threads have at most 128 registers then, so 16
-warps run on a multiprocessor of an H100."""
+"""The number of tokens that the backward loads at once. With 4 taps and contiguous channels, its threads then have at
+most 128 registers, so 16 warps run on a multiprocessor of an H100."""
 SHORT, LONG = 8, 32
 """The tokens of a run, multiples of AHEAD. The forward loads a whole run at once, a short one. In the backward, a long
 run reads and computes fewer tokens beside its own."""

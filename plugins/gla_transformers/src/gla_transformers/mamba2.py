@@ -78,22 +78,24 @@ def norm(x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, groups: int
 
 
 def product(
-    x: Tensor, weight: Tensor, norm_weight: Tensor, eps: float, groups: int, residual: Tensor | None
+    x: Tensor, weight: Tensor, norm_weight: Tensor | None, eps: float, groups: int, residual: Tensor | None
 ) -> Tensor | None:
-    """Returns the product of the normed x, with the residual, as `Kernels.product` says."""
-    kernel, M, (N, K), dtypes = few_rows.kernel_of(x.device), len(x), weight.shape, (weight.dtype, torch.float32)
+    """Returns the product of x, or of the normed x, with the residual, as `Kernels.product` says."""
+    kernel, M, (N, K), dtype = few_rows.kernel_of(x.device), len(x), weight.shape, weight.dtype
     if kernel is None or not kernel.is_served(weight, M) or not _are_taken(x, weight, norm_weight, residual):
         return None
-    if norm_weight.dtype != weight.dtype:
+    if (x if norm_weight is None else norm_weight).dtype != dtype:
         return None
     for given, shape in ((x, (M, 1, K)), (weight, (N, K)), (norm_weight, (K,)), (residual, (M, 1, N))):
-        if given is not None and (given.shape != shape or given.dtype not in dtypes or not given.is_contiguous()):
+        if given is not None and (given.shape != shape or not given.is_contiguous()):
             return None
-    normed, of_x = (x, norm_weight) if groups == 1 else (norm(x, norm_weight, None, eps, groups, True), None)
-    if normed is None:
-        return None
+        if given is not None and given.dtype not in (dtype, torch.float32):
+            return None
+    if norm_weight is not None and groups > 1:
+        normed = norm(x, norm_weight, None, eps, groups, True)
+        return None if normed is None else product(normed, weight, None, eps, 1, residual)
     residual = None if residual is None else residual[:, 0]
-    return kernel.product(normed[:, 0], weight, norm_weight=of_x, norm_eps=eps, residual=residual)[:, None]
+    return kernel.product(x[:, 0], weight, norm_weight=norm_weight, norm_eps=float(eps), residual=residual)[:, None]
 
 
 def _with_rows(x: Tensor) -> Tensor:
