@@ -151,9 +151,8 @@ class MethodReplacement:
         """Replaces the method; returns the name of the class's module."""
         self.in_force = True
         setattr(self.owner, "forward", self.forward)  # noqa: B010 -- a type checker knows no `forward` of a type
-        super(
-            self.owner, self.owner
-        ).__init_subclass__()  # transformers wraps a block's `forward` here, for checkpoints
+        # Here transformers wraps the `forward` of a block, for checkpoints in training.
+        super(self.owner, self.owner).__init_subclass__()
         return (self.owner.__module__,)
 
     def remove(self) -> None:

@@ -78,6 +78,11 @@ class Request:
         return texts[ANY_OP] if len(texts) == 1 and ANY_OP in texts else ";".join(f"{o}={t}" for o, t in texts.items())
 
 
+def request_of(request: str | Request | None) -> Request:
+    """Returns a request that may be given as a text: a call's `backend=`, or the text of a request."""
+    return request if isinstance(request, Request) else current_request(request)
+
+
 def text_of(request: str | Request) -> str:
     """Returns the text of a request, which may be a text already."""
     return request if isinstance(request, str) else request.spec

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.request import Request, current_request, text_of
+from gla_core.dispatch.request import request_of, text_of
 from gla_core.ops._run import bypasses_torch, run
 from gla_core.ops.spec import OpSpec, picker, size_of
 
@@ -71,8 +71,7 @@ def gradient(
             if args[i] is None:
                 args = (*args[:i], _zeros(backward, args, i), *args[i + 1 :])
         if bypasses_torch(args[0]) and not torch.is_grad_enabled():
-            under = request if isinstance(request, Request) else current_request(request)
-            return gradients_of((*run(backward, backward.prepared(args), under), None))
+            return gradients_of((*run(backward, backward.prepared(args), request_of(request)), None))
         found = run_backward(*args, text_of(request))  # an empty tensor for a gradient that does not exist
         gradients = [None if x is None else d for x, d in zip(likes_of(args), found, strict=True)]
         return gradients_of((*gradients, None))

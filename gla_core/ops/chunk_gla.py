@@ -54,7 +54,7 @@ from torch import Tensor
 
 from gla_core.dispatch.backend import CHUNK
 from gla_core.dispatch.environment import environment
-from gla_core.dispatch.request import Request, current_request
+from gla_core.dispatch.request import Request, current_request, request_of
 from gla_core.dispatch.selection import makes_checkpoints
 from gla_core.dispatch.tensors import checkpoint_rows
 from gla_core.ops import autocast, checks
@@ -239,8 +239,7 @@ def chunk_gla(
 
 def interval_for_backward(backend: str | Request | None) -> int | None:
     """Returns the interval of the checkpoints that a forward on a GPU keeps for its backward; None if it keeps none."""
-    request = backend if isinstance(backend, Request) else current_request(backend)
-    if environment().checkpoints and makes_checkpoints("chunk_gla_fwd", request.spec):
+    if environment().checkpoints and makes_checkpoints("chunk_gla_fwd", request_of(backend).spec):
         return CHUNK
     return None
 

@@ -63,12 +63,19 @@ class Absent:
 
 
 def launches_on(
-    device: KnownDevice, backend: str, precision: str, op: str, *arguments: Any, monkeypatch: pytest.MonkeyPatch
+    device: KnownDevice,
+    backend: str,
+    precision: str,
+    op: str,
+    *arguments: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    batch_invariant: int | None = None,
 ) -> list[Any]:
     """Returns the launches that preparing a call compiles for a device that need not be here.
 
     Args:
         precision: the float32 matmul precision of the call.
+        batch_invariant: as in `OpCall`.
     """
     from triton.runtime.driver import driver
 
@@ -78,6 +85,12 @@ def launches_on(
     monkeypatch.setattr(driver, "_active", Absent(device))
     monkeypatch.setattr(prepared, "on_device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(prepared, "compile_launches", made.extend)
-    call = dataclasses.replace(described(op, *arguments), float32_matmul_precision=precision)
-    preparing(backend, op)(dataclasses.replace(call, device=torch.device("cuda", 0), assumed=device))
+    call = dataclasses.replace(
+        described(op, *arguments),
+        device=torch.device("cuda", 0),
+        assumed=device,
+        float32_matmul_precision=precision,
+        batch_invariant=batch_invariant,
+    )
+    preparing(backend, op)(call)
     return made

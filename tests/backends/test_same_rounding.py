@@ -10,22 +10,17 @@ K, V key and value width
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import re
 from collections import Counter
 
 import pytest
-import torch
 
-from gla_core.dispatch.backend import KnownDevice
-from tests.backends import prepared_calls
+from tests.backends.prepared_calls import launches_on
 from tests.backends.test_offsets import backward, forward
+from tests.backends.test_targets import FLOAT16, FLOAT32, TARGETS, compiled_by, device_of
 
-pytest.importorskip("triton")
-
-GPUS = {"H100": KnownDevice("absent", 132, (9, 0), "NVIDIA"), "A100": KnownDevice("absent", 108, (8, 0), "NVIDIA")}
-FLOAT32 = {"dtype": torch.float32}
+GPUS = ("H100", "A100")
 CALLS = {
     "K = V = 64": {"K": 64, "V": 64},
     "K = V = 128": {},
@@ -36,7 +31,7 @@ CALLS = {
     "no gates": {"form": "none"},
     "Mamba-2": {"form": "head", "H": 1, "R": 16, "V": 64},
     "grouped": {"G": 4},
-    "float16": {"dtype": torch.float16},
+    "float16": FLOAT16,
     "TF32": FLOAT32,
     "float32": FLOAT32,
 }
@@ -52,29 +47,15 @@ def cases():
 
 @pytest.mark.parametrize(("describe", "call", "gpu"), list(cases()))
 def test_packed_and_batch(describe, call, gpu, monkeypatch):
-    described = prepared_calls.described
-    monkeypatch.setattr(
-        prepared_calls, "described", lambda *given: dataclasses.replace(described(*given), batch_invariant=64)
-    )
-    sizes = {"B": 1, "T": 4096, "H": 4} | CALLS[call]
-    precision = "high" if call == "TF32" else "highest"
-    batch, packed = (
-        sums_of(prepared_calls.launches_on(GPUS[gpu], "parallel_scan", precision, *arguments, monkeypatch=monkeypatch))
-        for arguments in (describe(**sizes, packed=False), describe(**sizes, packed=True))
-    )
-    both = batch.keys() & packed.keys()  # kernels that only packed sequences need do not compute sums
-    assert any("chunk_gla" in name or "gradient" in name or "state" in name for name in both)
-    for name in both:
-        assert batch[name] == packed[name], name
+    device, precision = device_of(TARGETS[gpu]), "high" if call == "TF32" else "highest"
 
+    def fmas_of(**sizes):
+        given = describe(**{"B": 1, "T": 4096, "H": 4} | CALLS[call] | sizes)
+        launches = launches_on(device, "parallel_scan", precision, *given, monkeypatch=monkeypatch, batch_invariant=64)
+        return {launch.kernel.fn.__name__: fmas(compiled_by(launch).asm["ptx"]) for launch in launches}
 
-def sums_of(launches):
-    """Returns the fmas of each kernel, by which of their terms are products, and their number."""
-    found = {}
-    for launch in launches:
-        compiled = launch.kernel.warmup(*launch.arguments.values(), grid=launch.grid, **launch.options)
-        found[launch.kernel.fn.__name__] = fmas(compiled.asm["ptx"])
-    return found
+    batch, packed = fmas_of(packed=False), fmas_of(packed=True)
+    assert batch == {name: packed[name] for name in batch}  # more kernels lay out packed sequences
 
 
 def fmas(ptx):

@@ -123,14 +123,23 @@ SAMPLE = {
 def launches_of(call, target, monkeypatch):
     """Returns the launches that preparing the call compiles on the target."""
     describe, backend, sizes = CALLS[call]
-    device = KnownDevice("absent", target.multiprocessors, target.capability, target.vendor)
     precision = "high" if "TF32" in call else "highest"
-    return launches_on(device, backend, precision, *describe(**sizes), monkeypatch=monkeypatch)
+    return launches_on(device_of(target), backend, precision, *describe(**sizes), monkeypatch=monkeypatch)
+
+
+def device_of(target):
+    """Returns a target as backends know it."""
+    return KnownDevice("absent", target.multiprocessors, target.capability, target.vendor)
+
+
+def compiled_by(launch):
+    """Returns the compiled kernel of a launch."""
+    return launch.kernel.warmup(*launch.arguments.values(), grid=launch.grid, **launch.options)
 
 
 def faults(launch, target, folder):
     """Compiles the kernel of a launch, and returns in words which of its needs exceed the target."""
-    compiled = launch.kernel.warmup(*launch.arguments.values(), grid=launch.grid, **launch.options)
+    compiled = compiled_by(launch)
     registers, stack = usage(compiled.asm, folder)
     columns = getattr(compiled.metadata, "tmem_size", 0) or 0
     needs = {

@@ -77,7 +77,7 @@ def forward(
 ) -> Any:
     """Computes a layer's `forward` for hidden_states [B, 1, width]; returns NotImplemented for other calls."""
     options |= {"cache_params": cache_params, "attention_mask": attention_mask}
-    states = _states_of(layer, hidden_states, options)
+    states = None if is_compiling() else _states_of(layer, hidden_states, options)
     if states is None:
         return NotImplemented
     gate, u, dt = _parts(layer, layer.in_proj(hidden_states))
@@ -126,7 +126,7 @@ def _is_plain(module: Any) -> bool:
 def _states_of(layer: Any, hidden_states: Tensor, options: dict[str, Any]) -> Any:
     """Returns the states of a layer before a call for one token of each sequence; None for other calls."""
     caches = next((options[name] for name in CACHES if options.get(name) is not None), None)
-    if caches is None or hidden_states.shape[1] != 1 or is_compiling():
+    if caches is None or hidden_states.shape[1] != 1:
         return None
     if any(options.get(name) is not None for name in ("attention_mask", "seq_idx", "cu_seqlens")):
         return None

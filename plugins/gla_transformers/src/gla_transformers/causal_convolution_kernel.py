@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gla_core.dispatch.tensors import ceil_div
+from gla_triton_kernels.chunk_gla.shared.limits import LOG2E
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.prepared import Launches
 
@@ -37,7 +38,6 @@ SHORT, LONG = 8, 32
 run reads and computes fewer tokens beside its own."""
 MANY = 2**22
 """The number of values of x from which the backward has long runs, enough of them to fill a GPU."""
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
@@ -253,4 +253,4 @@ def _dz(x, dy, taps, bias, n: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr)
 @triton.jit
 def _sigmoid(z):
     """Returns sigmoid(z). tl.sigmoid takes 4 instructions more, because its exponential may be subnormal."""
-    return 1.0 / (1.0 + tl.exp2(z * -LOG2_E))
+    return 1.0 / (1.0 + tl.exp2(z * -LOG2E))

@@ -81,15 +81,13 @@ def product(
     x: Tensor, weight: Tensor, norm_weight: Tensor | None, eps: float, groups: int, residual: Tensor | None
 ) -> Tensor | None:
     """Returns the product of x, or of the normed x, with the residual, as `Kernels.product` says."""
-    kernel, M, (N, K), dtype = few_rows.kernel_of(x.device), len(x), weight.shape, weight.dtype
+    kernel, M, (N, K), dtypes = few_rows.kernel_of(x.device), len(x), weight.shape, (weight.dtype, torch.float32)
     if kernel is None or not kernel.is_served(weight, M) or not _are_taken(x, weight, norm_weight, residual):
         return None
-    if (x if norm_weight is None else norm_weight).dtype != dtype:
+    if (x if norm_weight is None else norm_weight).dtype != weight.dtype:
         return None
     for given, shape in ((x, (M, 1, K)), (weight, (N, K)), (norm_weight, (K,)), (residual, (M, 1, N))):
-        if given is not None and (given.shape != shape or not given.is_contiguous()):
-            return None
-        if given is not None and given.dtype not in (dtype, torch.float32):
+        if given is not None and not (given.shape == shape and given.dtype in dtypes and given.is_contiguous()):
             return None
     if norm_weight is not None and groups > 1:
         normed = norm(x, norm_weight, None, eps, groups, True)
