@@ -133,6 +133,8 @@ def launch_gradients(
     dq, dk, dg = (partials.parts_of(y, blocks_v) for y in (x.dq, x.dk, x.dg))
     dv = partials.parts_of(x.dv, blocks_k)
     marks = pairs.new_marks(x, entering, kernel.BK)
+    # With one warpgroup, and for packed sequences, it takes less time to write dg from registers.
+    dg_by_tma = x.dg is not None and blocks_v == 1 and kernel.BK > WIDTH and segments.order is None
     arguments = {
         "q_desc": shared_tiles(x.q, CHUNK, WIDTH),
         "k_desc": shared_tiles(x.k, CHUNK, WIDTH),
@@ -143,6 +145,7 @@ def launch_gradients(
         "dq_desc": shared_tiles(x.dq, CHUNK, WIDTH) if blocks_v == 1 and not converted else None,
         "dk_desc": shared_tiles(x.dk, CHUNK, WIDTH) if blocks_v == 1 and not converted else None,
         "dv_desc": shared_tiles(x.dv, CHUNK, WIDTH) if blocks_k == 1 and not converted else None,
+        "dg_desc": shared_tiles(x.dg, CHUNK, WIDTH) if dg_by_tma else None,
         "dq_ptr": dq,
         "dk_ptr": dk,
         "dv_ptr": dv,
@@ -272,14 +275,17 @@ def _decay(g, mild, i, tiles, scale):
 
 
 @gluon.jit
-def _write_dg(tiles, where, dg_ptr, logits, key, K, slot, rows, NORMALIZER: gl.constexpr, PARTS: gl.constexpr):
+def _write_dg(tiles, where, outputs, logits, key, K, slot, rows, NORMALIZER: gl.constexpr, PARTS: gl.constexpr):
     """Writes dg of a chunk: the anchor minus the sum of w over the rows before each row.
 
     Args:
+        outputs: the descriptor of dg, or None, and the pointer to dg. With a descriptor, TMA writes dg from the tile of
+            w, and this function returns when the tile may be overwritten.
         where: (batch, head, first token, T, Hq).
         logits: if NORMALIZER is given, a pointer to the logits of the head at token 0, and the stride of tokens.
     """
     _, _, x_tiles, r_tiles, _ = tiles
+    dg_desc, dg_ptr = outputs
     b, h, t, T, Hq = where
     row = gl.arange(0, C, gl.SliceLayout(1, RUNS))[:, None]  # [C, 1]
     column = gl.arange(0, D, gl.SliceLayout(0, RUNS))[None, :]  # [1, D]
@@ -290,12 +296,21 @@ def _write_dg(tiles, where, dg_ptr, logits, key, K, slot, rows, NORMALIZER: gl.c
         if NORMALIZER is not None:
             g_ptr, g_t = logits
             x = gl.load(g_ptr + (t + row).to(gl.int64) * g_t + (key + p * D + column), inside, 0.0)  # [C, D], logits
-        w = x_tiles.index(PARTS * slot + p).reshape([C, D]).load(RUNS)  # [C, D]
+        x_tile = x_tiles.index(PARTS * slot + p).reshape([C, D])
+        w = x_tile.load(RUNS)  # [C, D]
         anchor = r_tiles.index(PARTS * slot + p).load(gl.SliceLayout(0, RUNS))  # [D]
         dg = anchor[None, :] - (gl.associative_scan(w, 0, plus) - w)  # [C, D]
         if NORMALIZER is not None:
             dg *= slope_of_gates(x, NORMALIZER)
-        gl.store(first + p * D + offsets, dg.to(dg_ptr.dtype.element_ty), inside)
+        if dg_desc is None:
+            gl.store(first + p * D + offsets, dg.to(dg_ptr.dtype.element_ty), inside)
+        else:
+            dg_tile = gate_tile(dg_desc, x_tiles, PARTS * slot + p)
+            dg_tile.reshape([C, D]).store(dg.to(dg_desc.dtype))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(dg_desc, [b, h, t, key + p * D], dg_tile)
+    if dg_desc is not None:
+        tma.store_wait(0)
 
 
 @gluon.jit
@@ -320,7 +335,7 @@ def _gate_warps(given, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, PACKED: gl
     Loops over parts run at run time, to keep the code small: the instructions are fetched again for each chunk. The
     gates of a part are therefore read twice; if they come from logits, the first loop stores them for the second.
     """
-    g_desc, tiles, barriers, marks, marks_c, dg_ptr, logits, place, sizes, scale = given
+    g_desc, tiles, barriers, marks, marks_c, outputs, logits, place, sizes, scale = given
     q_tiles, k_tiles, x_tiles, r_tiles, firsts, mild_flags = tiles
     g_full, qk_full, qk_empty, gated, w_full = barriers
     b, h, _, key, _, start, length = place
@@ -374,7 +389,7 @@ def _gate_warps(given, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, PACKED: gl
                 mbarrier.wait(w_full.index(before), (i - 1) // SLOTS & 1)
                 where = (b, h, start + (c + 1) * C, T, Hq)
                 rows = gl.minimum(length - (c + 1) * C, C)
-                _write_dg(parts, where, dg_ptr, logits, key, K, before, rows, NORMALIZER, PARTS)
+                _write_dg(parts, where, outputs, logits, key, K, before, rows, NORMALIZER, PARTS)
             mbarrier.arrive(qk_empty.index(before), count=1)
 
 
@@ -683,8 +698,8 @@ def _gradient_warps(
     tma.store_wait(0)
 
 
-# V is specialised: if it is a multiple of 16, a thread moves two elements of a state at once.
-@gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "g_b", "g_t", "g_h", "Hq", "K", "B"])
+# K, V and the strides of logits are specialised: if they are multiples of 16, a thread moves two elements at once.
+@gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "Hq", "B"])
 def _chunk_gla_bwd_kernel(
     q_desc,  # [B, Hq, T, K], tiles [C, D]
     k_desc,  # [B, H, T, K], tiles [C, D]
@@ -695,6 +710,7 @@ def _chunk_gla_bwd_kernel(
     dq_desc,  # [B, Hq, T, K], tiles [C, D]; None if there are several blocks of values
     dk_desc,  # like dq_desc
     dv_desc,  # [B, Hq, T, V], tiles [C, D]; None if there are several blocks of keys
+    dg_desc,  # [B, Hq, T, K], tiles [C, D]; None if there is no dg, or if it is written from registers
     dq_ptr,  # [blocks of values, B, T, Hq, K]
     dk_ptr,  # [blocks of values, B, T, Hq, K]
     dv_ptr,  # [blocks of keys, B, T, Hq, V]
@@ -819,7 +835,8 @@ def _chunk_gla_bwd_kernel(
     place = (b, h, n, key, value, start, length)
     sizes = (T, Hq, K, V)
     factors = factors_of(scale, dtype)
-    gate = (g_desc, gate_tiles, gate_barriers, marks, Hq * blocks_k, dg_ptr, logits, place, sizes, factors[0])
+    gate_outputs = (dg_desc, dg_ptr)
+    gate = (g_desc, gate_tiles, gate_barriers, marks, Hq * blocks_k, gate_outputs, logits, place, sizes, factors[0])
     gradients = (tiles, barriers, outputs, states, place, sizes, factors)
     # Registers of a thread: the gradient warps need most of them, and the gate warps have the remaining ones.
     if PARTS == 1:

@@ -488,6 +488,8 @@ def _gradient_warps(
                 through += gl.sum(dS[j] * as_float32(s_tile.load(LAYOUT)), 1)
         mbarrier.wait(gated.index(slot), i // SLOTS & 1)
         dk, dq = warpgroup_mma_wait(0, [dk, dq])
+        if HAS_GATE:
+            fence_async_shared()  # S has been loaded to registers; TMA overwrites the tiles
         mbarrier.arrive(s_empty, count=1)
         mbarrier.arrive(v_read, count=1)
         if HAS_GATE:

@@ -469,6 +469,8 @@ def _gradient_warps(
                 dq, square = warpgroup_mma_wait(0, [dq, square])
             else:
                 dk, square = warpgroup_mma_wait(0, [dk, square])
+            if HAS_GATE and OF_QUERIES:
+                fence_async_shared()  # S and P have been loaded to registers; TMA overwrites the tiles
             mbarrier.arrive(empty.index(S), count=1)
             mbarrier.arrive(empty.index(P), count=1)
             mbarrier.arrive(v_empty.index(v_slot), count=1)
@@ -539,7 +541,8 @@ def _gradient_warps(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["scale", "count", "T", "g_b", "g_t", "g_h", "Hq", "K", "V", "tiles_v"])
+# K, V and the strides of logits are specialised: if they are multiples of 16, a thread moves two elements at once.
+@gluon.jit(do_not_specialize=["scale", "count", "T", "Hq", "tiles_v"])
 def _gradient_kernel(
     q_desc,  # [B, Hq, T, K], tiles [C, D]
     k_desc,  # [B, H, T, K], tiles [C, D]

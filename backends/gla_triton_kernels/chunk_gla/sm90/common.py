@@ -15,10 +15,13 @@ tile   a matrix in shared memory
 unit   the power of two by which an operand in float16 is divided, so that its largest number is in range; a product
        with the operand is multiplied by the unit. Operands in bfloat16 have the unit 1.
 
-The kernels of this folder follow four rules of Hopper:
+The kernels of this folder follow five rules of Hopper:
 
 - wgmma and TMA access shared memory through a path of their own, the async proxy. `fence_async_shared` orders accesses
   from registers before it; without the fence, wgmma could read a tile before a store to it has arrived.
+- The same holds for loads. Without the fence, a load to registers may still be under way when TMA overwrites the tile,
+  even if the warp has arrived at the barrier that the load warp waits for. If a warp stores results that depend on all
+  of its loads before it arrives, it needs no fence.
 - `tma.store_wait(n)` returns when all copies to global memory except the latest n have read their tiles. Only then may
   a tile be overwritten.
 - A barrier completes a phase after `count` arrivals. `mbarrier.expect` is one arrival, and the phase then also waits
