@@ -181,3 +181,17 @@ def test_kernels_fit(call, target, monkeypatch, tmp_path):
     found = launches_of(call, TARGETS[target], monkeypatch)
     assert found
     assert not [fault for launch in found for fault in faults(launch, TARGETS[target], tmp_path)]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "backward, K = V = 64",
+        *(pytest.param(x, marks=pytest.mark.thorough) for x in ("backward", "backward, K = 128, V = 256")),
+    ],
+)
+def test_gradients_are_written_eight_bytes_at_a_time(call, monkeypatch):
+    """Checks stores: a compiler that does not know that K is a multiple of 16 writes each element of dg by itself."""
+    for launch in launches_of(call, TARGETS["H100"], monkeypatch):
+        narrow = re.findall(r"st\.global\.b\d+", compiled_by(launch).asm["ptx"])
+        assert len(narrow) <= 1, launch.kernel.fn.__name__  # one is the mark of a chunk

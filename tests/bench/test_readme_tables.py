@@ -42,7 +42,7 @@ def test_every_row_of_the_readme_comes_from_one_run_at_one_commit(tables):
 def test_the_pictures_are_those_of_the_run(tables):
     calls, of_models = tables.readme.read(tables.measured_in(tables.FOLDER))
     lengths = [row for row in of_models if row["what"] == "length" and "error" not in row]
-    drawn = {path.name for path in tables.pictures_of(tables.FOLDER).iterdir()}
+    drawn = {path.name for path in tables.pictures_of(tables.FOLDER).glob("*.svg")}
     of_models = {"training_speed.svg", "training_memory.svg"} if lengths else set()
     assert drawn == {f"{row.op}.svg" for row in calls} | of_models
 
