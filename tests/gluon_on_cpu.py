@@ -3,8 +3,9 @@
 Each kind of warps is a thread, barriers in shared memory are real, and shared memory starts as NaN. Asynchronous
 operations are carried out as late as the hardware may: a matrix product or a copy to memory reads its tiles when it is
 waited for. A product also compares its tiles with what they held when it was issued, so both a read that comes too
-early and a write that comes too early fail. Layouts and registers have no meaning here, and sums are rounded as PyTorch
-rounds them.
+early and a write that comes too early fail. A load to registers counts as under way until its warps store something or
+order it by a fence, and a copy over its tile fails before. Layouts and registers have no meaning here, and sums are
+rounded as PyTorch rounds them.
 
     kernels = load("forward_head")     # a copy of chunk_gla/sm90/forward_head.py, and of what it imports from there
     run(kernels.launch_outputs(plan, x, segments, scale, every))
@@ -112,6 +113,7 @@ def _load(at: Pointer, mask: Any = True, other: Any = 0.0) -> torch.Tensor:
 
 
 def _store(at: Pointer, x: Any, mask: Any = True) -> None:
+    _loads_are_done()
     x = torch.as_tensor(x).to(at.memory.dtype)
     mask, offsets, x = torch.broadcast_tensors(torch.as_tensor(mask), torch.as_tensor(at.offsets), x)
     assert bool((offsets[mask] >= 0).all())
@@ -156,10 +158,30 @@ class Tile:
         return Tile(self.memory.view(-1).view(torch.uint8)[:size].view(dtype).view(shape))
 
     def load(self, _: Any = None) -> torch.Tensor:
+        _loads.setdefault(threading.get_ident(), []).append(_addresses(self.memory))
         return _value(self.memory.clone())
 
     def store(self, x: Any) -> None:
+        _loads_are_done()
         self.memory.copy_(x)
+
+
+_loads: dict[int, list[range]] = {}
+"""The addresses of the loads of each thread that are under way."""
+
+
+def _addresses(memory: torch.Tensor) -> range:
+    return range(memory.data_ptr(), memory.data_ptr() + _extent(memory) * memory.itemsize)
+
+
+def _loads_are_done() -> None:
+    _loads[threading.get_ident()] = []
+
+
+def _overwritten(memory: torch.Tensor) -> bool:
+    """Returns whether a load of a part of this memory is under way."""
+    own = _addresses(memory)
+    return any(x.start < own.stop and own.start < x.stop for loads in list(_loads.values()) for x in list(loads))
 
 
 class Barrier:
@@ -251,6 +273,7 @@ def _host_descriptor(base: torch.Tensor, shape: Any, strides: Any, block_shape: 
 
 def _to_shared(desc: Descriptor, at: list[Any], bar: Barrier, tile: Tile) -> None:
     inside, of_block = desc.places(at)
+    assert not _overwritten(tile.memory), "TMA overwrites a tile while warps load it: a fence is missing"
     tile.memory.zero_()
     tile.memory.view(desc.block_type.shape)[of_block] = desc.x[inside]
     with _changed:
@@ -364,7 +387,7 @@ def _language() -> ModuleType:
 
 def _hopper(gl: Any) -> ModuleType:
     hopper: Any = ModuleType("triton.experimental.gluon.language.nvidia.hopper")
-    hopper.fence_async_shared = lambda: None
+    hopper.fence_async_shared = _loads_are_done
     hopper.mbarrier = SimpleNamespace(MBarrierLayout=_Barriers, init=_init, wait=_wait, arrive=_arrive, expect=_expect)
     hopper.tma = SimpleNamespace(
         async_copy_global_to_shared=_to_shared, async_copy_shared_to_global=_to_global, store_wait=_store_wait
@@ -461,6 +484,7 @@ def run(launches: Iterable[Any]) -> None:
             _program.id, _program.count = program, launch.grid[0]
             _failed.clear()
             _threads.stores = []
+            _loads.clear()
             constants = {name for name, kind in launch.kernel.__annotations__.items() if "constexpr" in str(kind)}
             launch.kernel(**{name: _argument(x, name in constants) for name, x in launch.arguments.items()})
 

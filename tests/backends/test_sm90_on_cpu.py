@@ -537,6 +537,15 @@ def test_a_write_before_the_last_read_is_found():
         product.finish()
 
 
+def test_a_copy_over_a_load_without_a_fence_is_found():
+    tiles = gluon_on_cpu.Tile(torch.ones(2, 2, 2))
+    tiles.index(0).load()
+    assert gluon_on_cpu._overwritten(tiles.index(0).memory)
+    assert not gluon_on_cpu._overwritten(tiles.index(1).memory)
+    gluon_on_cpu._loads_are_done()  # as a fence or a store does
+    assert not gluon_on_cpu._overwritten(tiles.index(0).memory)
+
+
 def test_a_barrier_that_never_completes_is_found(monkeypatch):
     monkeypatch.setattr(gluon_on_cpu, "PATIENCE", 0.01)
     bar = gluon_on_cpu.Barrier()
