@@ -112,7 +112,8 @@ def device(request):
 
 
 @pytest.fixture(autouse=True)
-def seed():
+def seeded():
+    # Not named `seed`: a test with a parameter of that name would replace it.
     # Without a GPU, torch.manual_seed keeps the stack of every call for the day that CUDA starts, which takes long.
     (torch.manual_seed if GPU else torch.default_generator.manual_seed)(0)
 

@@ -23,7 +23,7 @@ def made(models, model_type="gla", **options):
 
 
 @pytest.fixture(autouse=True)
-def seed():
+def seeded():
     torch.manual_seed(0)
 
 
