@@ -296,8 +296,7 @@ def _write_dg(tiles, where, outputs, logits, key, K, slot, rows, NORMALIZER: gl.
         if NORMALIZER is not None:
             g_ptr, g_t = logits
             x = gl.load(g_ptr + (t + row).to(gl.int64) * g_t + (key + p * D + column), inside, 0.0)  # [C, D], logits
-        x_tile = x_tiles.index(PARTS * slot + p).reshape([C, D])
-        w = x_tile.load(RUNS)  # [C, D]
+        w = x_tiles.index(PARTS * slot + p).reshape([C, D]).load(RUNS)  # [C, D]
         anchor = r_tiles.index(PARTS * slot + p).load(gl.SliceLayout(0, RUNS))  # [D]
         dg = anchor[None, :] - (gl.associative_scan(w, 0, plus) - w)  # [C, D]
         if NORMALIZER is not None:
@@ -305,10 +304,8 @@ def _write_dg(tiles, where, outputs, logits, key, K, slot, rows, NORMALIZER: gl.
         if dg_desc is None:
             gl.store(first + p * D + offsets, dg.to(dg_ptr.dtype.element_ty), inside)
         else:
-            dg_tile = gate_tile(dg_desc, x_tiles, PARTS * slot + p)
-            dg_tile.reshape([C, D]).store(dg.to(dg_desc.dtype))
-            fence_async_shared()
-            tma.async_copy_shared_to_global(dg_desc, [b, h, t, key + p * D], dg_tile)
+            dg_tile = gate_tile(dg_desc, x_tiles, PARTS * slot + p).reshape([C, D])
+            write(dg_desc, dg_ptr, dg_tile, dg, key + p * D, K, where, rows, False)
     if dg_desc is not None:
         tma.store_wait(0)
 
