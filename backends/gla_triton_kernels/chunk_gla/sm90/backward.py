@@ -472,7 +472,7 @@ def _chunk(
     dtype: gl.constexpr = q_tiles.dtype
     HALF: gl.constexpr = dtype == gl.float16
     zero = opaque_zero()
-    own = PARTS * slot + part  # the number of this warpgroup's tiles of q, k and g
+    own = zero + PARTS * slot + part  # the number of this warpgroup's tiles of q, k and g
     v_first = zero + HALVES * value_slot  # the number of the first tile of v and do
     s_first = zero + (LAST + 1) * value_slot  # the number of the first tile of S
     q_tile = q_tiles.index(own).reshape([C, D])
@@ -555,6 +555,14 @@ def _chunk(
     if PARTS > 1:
         mbarrier.arrive(ready, count=1)
         mbarrier.wait(ready, i & 1)
+    # Addresses are computed again from here on. The compiler would keep those of the first products, and spill them.
+    zero = opaque_zero()
+    slot += zero
+    own = PARTS * slot + part
+    v_first = zero + HALVES * value_slot
+    s_first = zero + (LAST + 1) * value_slot
+    q_tile = q_tiles.index(own).reshape([C, D])
+    k_tile = k_tiles.index(own).reshape([C, D])
     dA = s_tiles.index(s_first).reshape([C, C])
     aT = s_tiles.index(s_first + LAST).reshape([C, C])
     if HALF:

@@ -76,6 +76,7 @@ from gla_triton_kernels.chunk_gla.sm90.common import (
     in_units,
     log_gates,
     logits_of,
+    opaque_zero,
     plus,
     slope_of_gates,
     sum_of_earlier,
@@ -378,12 +379,13 @@ def _score_warps(given, scale, PARTS: gl.constexpr, HALVES: gl.constexpr, HAS_GA
         aT = gl.convert_layout(aT, LEFT)  # the left operand of wgmma may stay in registers
 
         mbarrier.wait(ready, i & 1)
+        zero = opaque_zero()  # addresses are computed again from here on, or the compiler would spill them
         dv = ()  # [C, D] each
         for j in gl.static_range(HALVES):
             acc = none
             for p in gl.static_range(PARTS):
-                k_tile = k_tiles.index(PARTS * slot + p).reshape([C, D])
-                acc = product(k_tile, p_tiles.index(HALVES * p + j).reshape([D, D]), acc)
+                k_tile = k_tiles.index(zero + PARTS * slot + p).reshape([C, D])
+                acc = product(k_tile, p_tiles.index(zero + HALVES * p + j).reshape([D, D]), acc)
                 if HALF:
                     unit = _number(p_units, p) * k_unit
                     following = _number(p_units, p + 1) * k_unit if p + 1 < PARTS else a_unit
@@ -398,7 +400,7 @@ def _score_warps(given, scale, PARTS: gl.constexpr, HALVES: gl.constexpr, HAS_GA
             mbarrier.arrive(p_read, count=1)
         finished = ()
         for j in gl.static_range(HALVES):
-            finished += (product(aT, do_tiles.index(HALVES * slot + j).reshape([C, D]), dv[j]),)
+            finished += (product(aT, do_tiles.index(zero + HALVES * slot + j).reshape([C, D]), dv[j]),)
         finished = warpgroup_mma_wait(0, finished)
         if HALVES == 1:
             finished = (finished,)  # `warpgroup_mma_wait` returns a tuple of one element as the element
@@ -407,7 +409,7 @@ def _score_warps(given, scale, PARTS: gl.constexpr, HALVES: gl.constexpr, HAS_GA
         mbarrier.wait(v_read, i & 1)
         where = (b, h, start + c * C, T, Ho)
         for j in gl.static_range(HALVES):
-            v_tile = v_tiles.index(HALVES * slot + j).reshape([C, D])
+            v_tile = v_tiles.index(zero + HALVES * slot + j).reshape([C, D])
             x = finished[j] * a_unit if HALF else finished[j]
             write(dv_desc, dv_ptr, v_tile, x, value + j * D, V, where, rows, PACKED)
     tma.store_wait(0)
@@ -447,19 +449,24 @@ def _gradient_warps(
     waiting = ()  # factors of dS that have not been applied yet, one for each half
     for _ in gl.static_range(HALVES):
         waiting += (gl.to_tensor(1.0),)
+    # With an opaque zero, addresses are computed again in each chunk, and the compiler does not spill them. In some
+    # cases fewer spills are left if only those of S are.
+    ONLY_S: gl.constexpr = (PACKED and not HALF) or dq_desc is None
     chunks = gl.cdiv(length, C)
     for i in range(chunks):
         c = chunks - 1 - i
         slot = i % SLOTS
         rows = gl.minimum(length - c * C, C)
-        q_tile = q_tiles.index(PARTS * slot + part).reshape([C, D])
-        k_tile = k_tiles.index(PARTS * slot + part).reshape([C, D])
+        zero = opaque_zero()
+        others = 0 if ONLY_S else zero
+        q_tile = q_tiles.index(others + PARTS * slot + part).reshape([C, D])
+        k_tile = k_tiles.index(others + PARTS * slot + part).reshape([C, D])
         if HALF:
             scaled = ()
             for j in gl.static_range(HALVES):
                 scaled += (dS[j] * waiting[j],)
             dS = scaled
-        p_unit = store_operands(p_tiles, HALVES * part, dS, HALVES)
+        p_unit = store_operands(p_tiles, others + HALVES * part, dS, HALVES)
         s_unit = 1.0
         q_unit, k_unit, v_unit, do_unit = _units_of(units, c)
         if HALF:
@@ -472,19 +479,19 @@ def _gradient_warps(
         mbarrier.wait(full.index(slot), i // SLOTS & 1)
         dk = none  # [C, D], v P^T
         for j in gl.static_range(HALVES):
-            p_tile = p_tiles.index(HALVES * part + j).reshape([D, D])
-            dk = product(v_tiles.index(HALVES * slot + j).reshape([C, D]), p_tile.permute([1, 0]), dk)
+            p_tile = p_tiles.index(others + HALVES * part + j).reshape([D, D])
+            dk = product(v_tiles.index(others + HALVES * slot + j).reshape([C, D]), p_tile.permute([1, 0]), dk)
         mbarrier.wait(s_full, i & 1)
         if PACKED:
             mbarrier.wait(gated.index(slot), i // SLOTS & 1)  # rows of the next sequence have been cleared
         dq = none  # [C, D], do S^T
         for j in gl.static_range(HALVES):
-            s_tile = s_tiles.index(HALVES * part + j).reshape([D, D])
-            dq = product(do_tiles.index(HALVES * slot + j).reshape([C, D]), s_tile.permute([1, 0]), dq)
+            s_tile = s_tiles.index(zero + HALVES * part + j).reshape([D, D])
+            dq = product(do_tiles.index(others + HALVES * slot + j).reshape([C, D]), s_tile.permute([1, 0]), dq)
         if HAS_GATE:
             through = gl.zeros([D], gl.float32, gl.SliceLayout(1, LAYOUT))  # sums of S * P over values
             for j in gl.static_range(HALVES):
-                s_tile = s_tiles.index(HALVES * part + j).reshape([D, D])
+                s_tile = s_tiles.index(zero + HALVES * part + j).reshape([D, D])
                 through += gl.sum(dS[j] * as_float32(s_tile.load(LAYOUT)), 1)
         mbarrier.wait(gated.index(slot), i // SLOTS & 1)
         dk, dq = warpgroup_mma_wait(0, [dk, dq])

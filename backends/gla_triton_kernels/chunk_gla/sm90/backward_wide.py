@@ -25,7 +25,7 @@ PARTS parts of a slice of the keys, 1 or 2   SLICES slices of the keys, PARTS D 
 n rows of states, one for each chunk   CHUNKS, V_SLOTS, SLOTS pipeline stages of q, k, g; of v, do; of S, P
 pair   a chunk and a query head   item   a pair of tiles of v and do, counted over all slices of a block
 
-The grid is persistent: a block computes every num_programs-th pair, and the slices of a pair one after the other. dv is
+The grid is persistent: a block computes every step-th pair, and the slices of a pair one after the other. dv is
 a sum over slices. The block keeps it in scratch memory of its own (`sums`), which stays in the L2 cache. The warps of a
 block are specialised. They communicate over barriers in shared memory; common.py gives the rules.
 
@@ -125,6 +125,7 @@ def launch_gradients(
         "order": chunks.order,
         "scale": scale,
         "count": count,
+        "step": programs,
         "T": T,
         **logits_strides(x.g, normalizer),
         "Hq": Hq,
@@ -133,7 +134,7 @@ def launch_gradients(
         "tiles_v": tiles_v,
         "PARTS": min(2, ceil_div(K, WIDTH)),
         "SLICES": slices,
-        "SLOTS": 3 if K > WIDTH else 4,  # the most that fit into shared memory
+        "SLOTS": 4 if K > WIDTH else 5,  # the most that fit into shared memory
         "G": Hq // H,
         "NORMALIZER": normalizer,
     }
@@ -240,7 +241,10 @@ def _load_states(desc, s_tiles, full, empty, item, place, PARTS: gl.constexpr, S
 
 @gluon.jit
 def _load_warp(given, PARTS: gl.constexpr, SLICES: gl.constexpr, SLOTS: gl.constexpr, G: gl.constexpr):
-    """Loads tiles of v and do, and of S and P in turns. After the first tiles, loads q, k and g of the next slice."""
+    """Loads tiles of v and do, and of S and P in turns. Before the last tiles, loads q, k and g of the next slice.
+
+    The tiles of q, k and g are released when dg has been written, and the first tiles of a slice do not wait for this.
+    """
     descriptors, tiles, barriers, work, tiles_v = given
     _, _, v_desc, do_desc, _, s_desc, p_desc = descriptors
     _, _, v_tiles, do_tiles, s_tiles, _ = tiles
@@ -254,8 +258,6 @@ def _load_warp(given, PARTS: gl.constexpr, SLICES: gl.constexpr, SLOTS: gl.const
         this = key  # the first key of this slice; n and key then refer to the next slice
         n, key = _next(n, key, work, SLICES)
         for j in range(tiles_v):
-            if (j == 1) & (n < count):
-                _load_queries(i + 1, n, key, descriptors, tiles, barriers, work, PARTS, G)
             item = i * tiles_v + j
             slot = item % V_SLOTS
             mbarrier.wait(v_empty.index(slot), (item // V_SLOTS & 1) ^ 1)
@@ -264,6 +266,8 @@ def _load_warp(given, PARTS: gl.constexpr, SLICES: gl.constexpr, SLOTS: gl.const
             tma.async_copy_global_to_shared(v_desc, [b, h // G, t, j * D], v_full.index(slot), v_tiles.index(slot))
             _load_states(s_desc, s_tiles, full, empty, 2 * item, (row, h // G, this, j * D), PARTS, SLOTS)
             _load_states(p_desc, s_tiles, full, empty, 2 * item + 1, (row, h, this, j * D), PARTS, SLOTS)
+            if (j == gl.maximum(tiles_v - 2, 1)) & (n < count):
+                _load_queries(i + 1, n, key, descriptors, tiles, barriers, work, PARTS, G)
         i += 1
 
 
@@ -374,6 +378,12 @@ def _gate_warps(
 
 
 @gluon.jit
+def _sums_of_runs(x):
+    """Returns the sums of each 8 adjacent columns of x [D, D] as [D, D / 8]. In ROWS, a thread holds all 8."""
+    return gl.sum(x.reshape([D, D // 8, 8]), 2)
+
+
+@gluon.jit
 def _masked(scores, row, column):
     """Returns the scores [C, C] where row <= column, else 0, as an operand."""
     return gl.where(row <= column, scores, 0.0).to(gl.bfloat16)
@@ -394,7 +404,7 @@ def _gradient_warps(
         part: the number of this gradient warpgroup.
     """
     tiles, barriers, outputs, work, sums, sizes, scale = given
-    q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, x_tiles, w_tiles, da_tile, out_tiles, r_tiles, anchors, flags = tiles
+    q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, x_tiles, w_tiles, out_tiles, r_tiles, anchors, flags = tiles
     qk_empty, gated, w_full, full, empty, v_full, v_empty, ready = barriers
     dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr = outputs
     T, Hq, K, V, tiles_v = sizes
@@ -403,10 +413,12 @@ def _gradient_warps(
     OF_QUERIES: gl.constexpr = PARTS > 1 or part == 0
     OF_KEYS: gl.constexpr = PARTS > 1 or part == 1
     own_part: gl.constexpr = part if PARTS > 1 else 0
+    KEEPS_P: gl.constexpr = PARTS > 1 and part == 1  # the tile of P of its keys holds dv until TMA has read it
     none = gl.zeros([C, C], gl.float32, LAYOUT)  # also for [C, D], since C = D
     in_order = gl.arange(0, C, gl.SliceLayout(1, LAYOUT))[:, None] * D  # [C, D] with the next line, offsets in a tile
     in_order += gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]
     i, n, key = 0, _filled(first, work), 0
+    item = 0
     while n < count:
         _row, b, h, t, rows = _place(n, work)
         where = (b, h, t, T, Hq)
@@ -433,9 +445,8 @@ def _gradient_warps(
             aT = gl.convert_layout(_masked(warpgroup_mma_wait(0, [aT]), row + beyond, column), LEFT)
         # dq and dk are [C, D]. `square` is dA [C, C] in the first warpgroup, and a tile of dv [C, D] in the second.
         dq, dk, square = none, none, none
-        crossing = gl.zeros([D, D], gl.float32, ROWS)  # S * P, summed over tiles of values
+        crossing = _sums_of_runs(gl.zeros([D, D], gl.float32, ROWS))  # S * P, summed over tiles of values
         for j in range(tiles_v):
-            item = i * tiles_v + j
             v_slot = item % V_SLOTS
             S, P = 2 * item % SLOTS, (2 * item + 1) % SLOTS  # the slots of S and of P
             v_tile, do_tile = _tile(v_tiles, v_slot), _tile(do_tiles, v_slot)
@@ -461,8 +472,11 @@ def _gradient_warps(
                 square = product(aT, do_tile, square)
                 for p in gl.static_range(PARTS):
                     square = product(_tile(k_tiles, PARTS * slot + p), _tile(s_tiles, PARTS * P + p), square)
+            if KEEPS_P:
+                tma.store_wait(0)
+                mbarrier.arrive(empty.index((2 * item - 1) % SLOTS), count=1, pred=j > 0)
             if HAS_GATE and OF_QUERIES:
-                crossing += s_tile.load(ROWS).to(gl.float32) * p_tile.load(ROWS).to(gl.float32)
+                crossing += _sums_of_runs(s_tile.load(ROWS).to(gl.float32) * p_tile.load(ROWS).to(gl.float32))
             if PARTS > 1:
                 dq, dk, square = warpgroup_mma_wait(0, [dq, dk, square])
             elif part == 0:
@@ -471,18 +485,22 @@ def _gradient_warps(
                 dk, square = warpgroup_mma_wait(0, [dk, square])
             if HAS_GATE and OF_QUERIES:
                 fence_async_shared()  # S and P have been loaded to registers; TMA overwrites the tiles
-            mbarrier.arrive(empty.index(S), count=1)
-            mbarrier.arrive(empty.index(P), count=1)
+            mbarrier.arrive(empty.index(S), count=1, pred=j + 1 < tiles_v)  # the last tile of S will hold dA
+            if not KEEPS_P:
+                mbarrier.arrive(empty.index(P), count=1)
             mbarrier.arrive(v_empty.index(v_slot), count=1)
             if part == 1:
                 if SLICES > 1:
                     gl.store(summed, square, key + 2 * D < K)
                 if last:
-                    tma.store_wait(0)
-                    write(dv_desc, dv_ptr, _tile(out_tiles, 0), square, j * D, V, where, rows, PACKED)
+                    if not KEEPS_P:
+                        tma.store_wait(0)
+                    dv_tile = p_tile if KEEPS_P else _tile(out_tiles, 0)
+                    write(dv_desc, dv_ptr, dv_tile, square, j * D, V, where, rows, PACKED)
+            item += 1
 
-        # The tile of dA may be overwritten: the second warpgroup has released tiles of this slice, so it has read dA of
-        # the previous slice.
+        last_S, last_P = (2 * item - 2) % SLOTS, (2 * item - 1) % SLOTS
+        da_tile = _tile(s_tiles, PARTS * last_S)  # [C, C]; only the first warpgroup has read S from it
         if part == 0:
             da_tile.store(_masked(square, column + beyond, row))
             fence_async_shared()
@@ -494,6 +512,9 @@ def _gradient_warps(
             started = product(da_tile, k_tile, none)  # [C, D], dA kg
         if OF_KEYS:
             dk = product(da_tile.permute([1, 0]), q_tile, dk)
+        if KEEPS_P:
+            tma.store_wait(0)
+            mbarrier.arrive(empty.index(last_P), count=1)
         if HAS_GATE:
             r = r_tiles.index(own).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
             x = _tile(x_tiles, own).load(LAYOUT)  # [C, D]
@@ -512,6 +533,7 @@ def _gradient_warps(
             started = warpgroup_mma_wait(0, [started])
         else:
             dk = warpgroup_mma_wait(0, [dk])
+        mbarrier.arrive(empty.index(last_S), count=1)
         if OF_QUERIES:
             dq += started
         if HAS_GATE:
@@ -542,7 +564,7 @@ def _gradient_warps(
 
 
 # K, V and the strides of logits are specialised: if they are multiples of 16, a thread moves two elements at once.
-@gluon.jit(do_not_specialize=["scale", "count", "T", "Hq", "tiles_v"])
+@gluon.jit(do_not_specialize=["scale", "count", "step", "T", "Hq", "tiles_v"])
 def _gradient_kernel(
     q_desc,  # [B, Hq, T, K], tiles [C, D]
     k_desc,  # [B, H, T, K], tiles [C, D]
@@ -564,6 +586,7 @@ def _gradient_kernel(
     order,  # [n, 5], the chunks as segments, or None for a batch
     scale,
     count,  # number of pairs
+    step,  # number of blocks
     T,
     g_b,  # strides of logits
     g_t,
@@ -578,11 +601,10 @@ def _gradient_kernel(
     G: gl.constexpr,
     NORMALIZER: gl.constexpr,
 ):
-    """Computes every num_programs-th pair of a chunk and a query head."""
+    """Computes every step-th pair of a chunk and a query head."""
     HAS_GATE: gl.constexpr = marks is not None
     dtype: gl.constexpr = gl.bfloat16
     exponents: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, C, D], gl.float32)
-    square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
     row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_tiles = gl.allocate_shared_memory(dtype, [CHUNKS * PARTS, 1, 1, C, D], q_desc.layout)
     k_tiles = gl.allocate_shared_memory(dtype, [CHUNKS * PARTS, 1, 1, C, D], k_desc.layout)
@@ -591,8 +613,8 @@ def _gradient_kernel(
     s_tiles = gl.allocate_shared_memory(dtype, [PARTS * SLOTS, 1, 1, D, D], s_desc.layout)
     # x_tiles hold g, then the exponents of queries; with two parts, then w.
     x_tiles = gl.allocate_shared_memory(gl.float32, [CHUNKS * PARTS, 1, 1, C, D], exponents) if HAS_GATE else q_tiles
-    da_tile = gl.allocate_shared_memory(dtype, [1, C, C], square).index(0)
-    out_tiles = gl.allocate_shared_memory(dtype, [1 if PARTS > 1 else 2, 1, 1, C, D], dv_desc.layout)  # of dv and dq
+    # out_tiles are of dk and dv, and of dq. With two parts, dq, dk and dv are written through tiles of inputs.
+    out_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, C, D], dv_desc.layout) if PARTS == 1 else q_tiles
     w_tiles = x_tiles
     if HAS_GATE and PARTS == 1:
         w_tiles = gl.allocate_shared_memory(gl.float32, [CHUNKS * 2, 1, 1, C, D], exponents)
@@ -605,7 +627,7 @@ def _gradient_kernel(
     gated = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], bars)  # q, k have become qg, kg, and g the exponents
     w_full = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], bars)  # w and the anchor have been written
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # a tile of S or P has been loaded
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # both warpgroups have read it
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # both warpgroups need it no longer
     v_full = gl.allocate_shared_memory(gl.int64, [V_SLOTS, 1], bars)  # tiles of v and do have been loaded
     v_empty = gl.allocate_shared_memory(gl.int64, [V_SLOTS, 1], bars)  # both warpgroups have read them
     ready = gl.allocate_shared_memory(gl.int64, [1], bars)  # dA has been written, and all of kg has been read
@@ -635,7 +657,6 @@ def _gradient_kernel(
         s_tiles,
         x_tiles,
         w_tiles,
-        da_tile,
         out_tiles,
         r_tiles,
         anchors,
@@ -643,7 +664,7 @@ def _gradient_kernel(
     )
     barriers = (qk_empty, gated, w_full, full, empty, v_full, v_empty, ready)
     outputs = (dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr)
-    work = (T, Hq, K, count, order, gl.program_id(0), gl.num_programs(0))
+    work = (T, Hq, K, count, order, gl.program_id(0), step)
     sizes = (T, Hq, K, V, tiles_v)
     if SLICES > 1:
         sums += gl.program_id(0) * (tiles_v * (C * D))
@@ -651,6 +672,8 @@ def _gradient_kernel(
     gate = (g_desc, gate_tiles, gate_barriers, marks, dg_ptr, logits, work, sizes, scale)
     gradients = (tiles, barriers, outputs, work, sums, sizes, scale)
     load = (descriptors, load_tiles, load_barriers, work, tiles_v)
+    # Registers of a thread of the gradient warpgroups. The gate warpgroup has the rest, and needs more for logits.
+    REGISTERS: gl.constexpr = 208 if NORMALIZER is None else 192
     gl.warp_specialize(
         [
             (_gate_warps, (gate, NORMALIZER, PARTS, SLICES, G)),
@@ -659,5 +682,5 @@ def _gradient_kernel(
             (_load_warp, (load, PARTS, SLICES, SLOTS, G)),
         ],
         [4, 4, 1],
-        [200, 200, 24],
+        [REGISTERS, REGISTERS, 24],
     )
