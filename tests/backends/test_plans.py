@@ -175,11 +175,11 @@ def layer_plan(B, **facts):
     return step.plan_layer_step(call, H200)
 
 
-def test_a_program_computes_a_whole_head_if_there_is_one_for_each_multiprocessor():
-    assert layer_plan(64) == (step.Plan(128, 64, 4, True), 4)
-    assert layer_plan(32) == (step.Plan(128, 64, 4, True), 1)
+def test_a_program_computes_a_whole_head_if_there_are_four_for_each_multiprocessor():
+    assert layer_plan(132) == (step.Plan(128, 64, 4, True), 4)
+    assert layer_plan(64) == (step.Plan(128, 64, 4, True), 1)
     assert layer_plan(1) == (step.Plan(128, 16, 1, True), 1)
-    assert layer_plan(64, batch_invariant=64) == layer_plan(1, batch_invariant=64)
+    assert layer_plan(132, batch_invariant=64) == layer_plan(1, batch_invariant=64)
 
 
 def test_steps_overlap_from_sm90_on():

@@ -12,8 +12,7 @@ from gla_triton_kernels.runtime.sizes import power_of_two
 FULL = 3
 """The least number of programs per multiprocessor for which blocks are wide."""
 
-
-WHOLE = 1
+WHOLE = 4
 """The least number of heads per multiprocessor for which a program of recurrent_gla_layer_step computes whole heads."""
 
 

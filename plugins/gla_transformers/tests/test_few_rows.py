@@ -60,7 +60,9 @@ def expected(x, weight, norm_weight, norm_eps, bias, residual, gated):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16] + [torch.bfloat16] * (not INTERPRETED), ids=str)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    ("M", "K", "N"), [(1, 32, 6), (3, 48, 5), (8, 16, 64), (2, 3072, 8), (9, 48, 21), (40, 256, 2050)], ids=str
+    ("M", "K", "N"),
+    [(1, 32, 6), (3, 48, 5), (8, 16, 64), (2, 3072, 8), (9, 48, 21), (40, 256, 2050), (35, 2048, 70)],
+    ids=str,
 )
 def test_a_product(M, K, N, form, dtype):
     from gla_transformers.few_rows_kernel import product

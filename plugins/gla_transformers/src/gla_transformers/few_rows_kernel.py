@@ -4,8 +4,9 @@
 
 Such a product takes the time of reading W. Up to `FEW` rows of x, a program is one warp that reads BN rows of W and
 multiplies them with one row of x after the other, which it norms by itself. The bits of a row of y do not depend on the
-other rows then. More rows are multiplied by tensor cores, tile by tile, after a kernel that norms them. Sums are
-float32, and values are rounded where layers apart would round them.
+other rows then. More rows are multiplied by tensor cores, tile by tile, after a kernel that norms them. If K is long,
+several programs share a tile, each with a split of K, and a kernel adds their products. Sums are float32, and values
+are rounded where layers apart would round them.
 
 x and the residual may be float32 though W is not. Then x is rounded to the dtype of W before its norm, and the product
 is rounded before the residual is added.
@@ -14,6 +15,7 @@ Before it waits for the kernel that writes x, a program asks for its rows of W t
 them after the wait, so it finds what earlier kernels wrote to W.
 
 M rows of x   K width of x   N width of y   BM rows of a program   BN values of y of a program   BK part of K
+SPLITS programs that share a tile
 """
 
 # pyright: reportGeneralTypeIssues=false
@@ -41,6 +43,12 @@ WIDE = 2048
 """The width of y from which programs compute more of it."""
 SHARED = 96 * 1024
 """Bytes of shared memory for parts of x and W that are on their way: consumer cards have 99 KiB."""
+ROWS_OF_WGMMA = 64
+"""The rows of the left operand of wgmma."""
+LONG = 2048
+"""The width of x from which K is split."""
+SUMS = 256
+"""The values of y of a program that adds the products with splits of K."""
 FEW, MOST = 2, 64
 """The most rows that are multiplied one after the other, and the most rows at all."""
 
@@ -96,7 +104,7 @@ def _launches(device: torch.device, dtypes: tuple[torch.dtype, ...], *form: int)
 
 
 def launches(tensors: Tensors, norm_eps: float, gated: bool, overlaps: bool) -> list[Launch]:
-    """Returns the launches of a product: one, or that of the norm and that of the product."""
+    """Returns the launches of a product: one, perhaps after that of the norm, or before that of the sum of splits."""
     x, weight, norm_weight, bias, residual, y = tensors
     (M, K), N = x.shape, y.shape[1]
     found, normed, options = [], x, overlapping(overlaps)
@@ -123,10 +131,22 @@ def launches(tensors: Tensors, norm_eps: float, gated: bool, overlaps: bool) -> 
         arguments |= norm | {"BN": BN, "BK": _part(K)}
         found.append(Launch(_product_row_by_row, (N // BN, 1, 1), arguments, {"num_warps": 1, **options}))
     else:
-        BM, BN, BK = _tile(M, N, K)
+        BM, BN, BK, splits = _tile(M, N, K, gated)
         part = (BM + (2 * BN if gated else BN)) * BK * weight.element_size()
-        arguments |= {"BM": BM, "BN": BN, "BK": BK, "STAGES": min(6, 1 + SHARED // part)}
-        found.append(Launch(_product_by_tiles, (ceil_div(N, BN), ceil_div(M, BM), 1), arguments, options))
+        x_first = BM >= ROWS_OF_WGMMA
+        # wgmma reads a stage until its products are done, so the compiler keeps memory for one stage more.
+        stages = min(6, SHARED // part if x_first else 1 + SHARED // part)
+        arguments |= {"BM": BM, "BN": BN, "BK": BK, "STAGES": stages, "X_FIRST": x_first, "SPLITS": splits}
+        grid = (ceil_div(N, BN), ceil_div(M, BM), splits)
+        if splits == 1:
+            found.append(Launch(_product_by_tiles, grid, arguments, options))
+        else:
+            parts = weight.new_empty(splits, M, N, dtype=torch.float32)
+            of_parts = {"bias_ptr": None, "residual_ptr": None, "y_ptr": parts}
+            of_sums = {name: arguments[name] for name in ("weight_ptr", "bias_ptr", "residual_ptr", "y_ptr", "N")}
+            of_sums |= {"parts_ptr": parts, "size": M * N, "SPLITS": splits, "BLOCK": SUMS, "OVERLAPS": overlaps}
+            found.append(Launch(_product_by_tiles, grid, arguments | of_parts, options))
+            found.append(Launch(_sum_of_splits, (ceil_div(M * N, SUMS), 1, 1), of_sums, {"num_warps": 1, **options}))
     return found
 
 
@@ -144,10 +164,15 @@ def _values(N: int, K: int, gated: bool) -> int:
     return min(N & -N, max(4 if many else 2, 512 // _part(K)))
 
 
-def _tile(M: int, N: int, K: int) -> tuple[int, int, int]:
-    """Returns BM, BN and BK of a tile. A narrow y is cut into more, smaller tiles, though more of them read x or W."""
+def _tile(M: int, N: int, K: int, gated: bool) -> tuple[int, int, int, int]:
+    """Returns BM, BN and BK of a tile, and the number of splits of K.
+
+    A narrow y is cut into more, smaller tiles, though more of them read x or W. With splits, tiles can be larger.
+    """
+    if M > 32 and K >= LONG and K % 256 == 0 and not gated:
+        return 64, 64, 64, 4
     BM = 16 if M <= 16 else 32 if M <= 32 or N < WIDE else 64
-    return BM, 32 if N >= WIDE else 16, min(K & -K, 128)
+    return BM, 32 if N >= WIDE else 16, min(K & -K, 128), 1
 
 
 @triton.jit(do_not_specialize=["norm_eps", "M"])  # one kernel for all M, which therefore rounds alike
@@ -273,42 +298,95 @@ def _product_by_tiles(
     BN: tl.constexpr,
     BK: tl.constexpr,
     STAGES: tl.constexpr,
+    X_FIRST: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
-    """Computes BM rows and BN columns of y, transposed: a product by wgmma would take 64 columns at least."""
+    """Computes BM rows and BN columns of y, transposed. With several splits, y is their products [SPLITS, M, N].
+
+    Args:
+        X_FIRST: whether x is the left operand of the products. With fewer than 64 rows it is the right one, because
+            tensor cores take 16 rows of the left operand at least, and 8 columns of the right one.
+    """
     dtype = weight_ptr.dtype.element_ty
     first = tl.program_id(0) * BN
     rows = tl.program_id(1) * BM + tl.arange(0, BM)  # [BM]
     values, part = first + tl.arange(0, BN), tl.arange(0, BK)  # [BN], [BK]
+    OWN: tl.constexpr = K // SPLITS
+    split = tl.program_id(2) if SPLITS > 1 else 0
     in_m, in_n = rows < M, values < N
     weight_block = weight_ptr + values[:, None].to(tl.int64) * K + part[None, :]  # [BN, BK]
     x_block = x_ptr + rows[:, None] * x_stride + part[None, :]  # [BM, BK]
     if OVERLAPS:
         elements = tl.minimum(BN, N - first) * K
-        _bring_into_cache(weight_ptr + first.to(tl.int64) * K, elements)
+        if SPLITS > 1:
+            _bring_each_into_cache(weight_ptr + tl.minimum(values, N - 1).to(tl.int64) * K + split * OWN, OWN)
+        else:
+            _bring_into_cache(weight_ptr + first.to(tl.int64) * K, elements)
         if GATED:
             _bring_into_cache(weight_ptr + (first + N).to(tl.int64) * K, elements)
         gdc_wait()
         gdc_launch_dependents()
 
-    total = tl.zeros([BN, BM], tl.float32)
-    up = tl.zeros([BN, BM], tl.float32)
-    for k in tl.range(0, K, BK, num_stages=STAGES):
+    total = tl.zeros([BM, BN] if X_FIRST else [BN, BM], tl.float32)
+    up = tl.zeros_like(total)
+    for k in tl.range(split * OWN, split * OWN + OWN, BK, num_stages=STAGES):
         x = tl.load(x_block + k, mask=in_m[:, None], other=0.0)  # [BM, BK]
         weight = tl.load(weight_block + k, mask=in_n[:, None], other=0.0)  # [BN, BK]
-        total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
+        total = _added(total, x, weight, X_FIRST)
         if GATED:
             up_weight = tl.load(weight_block + N * K + k, mask=in_n[:, None], other=0.0)  # [BN, BK]
-            up = tl.dot(up_weight, tl.trans(x), up, input_precision="ieee")
+            up = _added(up, x, up_weight, X_FIRST)
 
+    if X_FIRST:
+        total, up = tl.trans(total), tl.trans(up)  # [BN, BM]
     if GATED:
         gate = total.to(dtype).to(tl.float32)
         total = gate * tl.sigmoid(gate) * up.to(dtype).to(tl.float32)
     if bias_ptr is not None:
         total += tl.load(bias_ptr + values, mask=in_n, other=0.0).to(tl.float32)[:, None]
-    place = rows[None, :] * N + values[:, None]  # [BN, BM]
+    place = split * M * N + rows[None, :] * N + values[:, None]  # [BN, BM]
     inside = in_n[:, None] & in_m[None, :]
     if residual_ptr is not None:
         total = _rounded(total, dtype, y_ptr) + tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + place, total.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _added(total, x, weight, X_FIRST: tl.constexpr):
+    """Returns total [BM, BN] + x W^T if X_FIRST, else total [BN, BM] + W x^T, for x [BM, BK] and W [BN, BK]."""
+    if X_FIRST:
+        return tl.dot(x, tl.trans(weight), total, input_precision="ieee")
+    else:  # noqa: RET505 -- one branch is compiled
+        return tl.dot(weight, tl.trans(x), total, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=["size"])
+def _sum_of_splits(
+    parts_ptr,  # [SPLITS, M, N], contiguous, float32
+    weight_ptr,  # only its dtype is used
+    bias_ptr,  # [N] or None
+    residual_ptr,  # [M, N], contiguous, or None
+    y_ptr,  # [M, N], contiguous
+    size,  # M * N
+    N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Computes BLOCK values of y from the products with splits of K."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    inside = place < size
+    if OVERLAPS:
+        gdc_wait()
+        gdc_launch_dependents()
+    total = tl.load(parts_ptr + place, mask=inside, other=0.0)  # [BLOCK]
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(parts_ptr + split * size + place, mask=inside, other=0.0)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + place % N, mask=inside, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        total = _rounded(total, weight_ptr.dtype.element_ty, y_ptr)
+        total += tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
     tl.store(y_ptr + place, total.to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -328,6 +406,19 @@ def _bring_into_cache(first, number):
         """,
         "=r,l,r",
         [first.to(tl.int64), number * (first.dtype.element_ty.primitive_bitwidth // 8)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _bring_each_into_cache(rows, number: tl.constexpr):
+    """Asks for a number of values in global memory to be brought into the L2 cache, from each of several pointers."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [rows.to(tl.int64), tl.full(rows.shape, number * (rows.dtype.element_ty.primitive_bitwidth // 8), tl.int32)],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
