@@ -41,7 +41,7 @@ them and another use them. A backward that gets None, or cannot use them, comput
 
 On a GPU a forward whose inputs require a gradient keeps checkpoints every 64 tokens, if the backends of the request can
 make them. A backward without checkpoints computes them again: this takes longer, and the same memory during the
-backward. GLA_CHECKPOINTS=0 turns the checkpoints off.
+backward. `recompute_states` turns the checkpoints of a call off, and GLA_CHECKPOINTS=0 those of all calls.
 """
 
 from __future__ import annotations
@@ -117,6 +117,7 @@ def chunk_gla(
     state_v_first: bool = False,
     gate: str | None = None,
     gate_normalizer: int = 16,
+    recompute_states: bool = False,
 ) -> ChunkGla: ...
 
 
@@ -137,6 +138,7 @@ def chunk_gla(
     state_v_first: bool = False,
     gate: str | None = None,
     gate_normalizer: int = 16,
+    recompute_states: bool = False,
 ) -> ChunkGlaWithCheckpoints: ...
 
 
@@ -156,6 +158,7 @@ def chunk_gla(
     state_v_first: bool = False,
     gate: str | None = None,
     gate_normalizer: int = 16,
+    recompute_states: bool = False,
 ) -> ChunkGla | ChunkGlaWithCheckpoints:
     """Computes gated linear attention, differentiable in q, k, v, g and initial_state.
 
@@ -190,6 +193,8 @@ def chunk_gla(
             No tensor of log gates is written.
         gate_normalizer: the whole number by which log sigma is divided, at least 1; not used without `gate`. The
             default is that of the paper.
+        recompute_states: whether the backward computes the states of all chunks again, also on a GPU. Otherwise the
+            forward on a GPU keeps them, which takes 2 K V / 64 bytes a token and head with bfloat16 inputs.
 
     Returns:
         `o` [B, T, Ho, V] with the dtype of v, where Ho is the larger of Hq and Hv, and `state`, the final state
@@ -222,7 +227,7 @@ def chunk_gla(
         scale = plain_number(scale)
     else:
         scale = scale_or_default(q, scale)
-    if every is None and needs_grad and q.is_cuda:
+    if every is None and needs_grad and q.is_cuda and not recompute_states:
         every = interval_for_backward(request or backend)
     args = (q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, every, c, max_seqlen)
     if request is None:

@@ -17,8 +17,10 @@ from gla_core.conformance.tolerances import GRADIENT, relative_error
 from gla_core.dispatch.backend import CHUNK
 from gla_core.workloads.inputs import GATES, GlaInputs, gla_inputs
 from gla_reference.chunk_gla import chunk_gla_bwd, chunk_gla_fwd
+from gla_triton_kernels.chunk_gla import backward, forward
 from gla_triton_kernels.chunk_gla.general import kernels as general
 from gla_triton_kernels.chunk_gla.kernel import GradientParameters
+from tests.backends.prepared_calls import call_prepared
 
 pytest.importorskip("triton")
 
@@ -267,6 +269,26 @@ def test_partial_results_are_summed_in_order(device):
     parts, out = torch.randn(3, 5, 700, device=device), torch.empty(5, 700, dtype=torch.float16, device=device)
     start(partials.launch_sum(parts, out, 1))
     assert torch.equal(out, (parts[0] + parts[1] + parts[2]).half())
+
+
+@pytest.mark.parametrize("sizes", [{"G": 2}, {"lengths": (70, 0, 64, 3), "padding": 9}, {"gate_form": "head"}], ids=str)
+def test_a_forward_computes_the_checkpoints(device, sizes):
+    """Gradients have the bits that they have with the checkpoints of the same forward."""
+    x = case(device, **{"T": 150, "H": 2, "K": 16, "V": 16, "initial_state": True} | sizes)
+
+    def again(call, gpu, kernels):
+        ((_, plan),) = backward.plan_whole(call, gpu, kernels)
+        ((_, forwards),) = forward.plan_whole(call, gpu)
+        return [(call, dataclasses.replace(plan, entering=None, forward=forwards))]
+
+    def gradients(plan, checkpoints, every):
+        given = (SCALE, x.initial_state, x.cu_seqlens, checkpoints, every, x.do, x.dstate)
+        return call_prepared("chunk_gla_bwd", lambda c: backward.prepare(c, plan), x.q, x.k, x.v, x.g, *given)
+
+    given = (x.q, x.k, x.v, x.g, SCALE, x.initial_state, False, x.cu_seqlens, CHUNK)
+    _, _, kept = call_prepared("chunk_gla_fwd", lambda c: forward.prepare(c, forward.plan_whole), *given)
+    for y, wanted in zip(gradients(again, None, None), gradients(backward.plan_whole, kept, CHUNK), strict=True):
+        assert torch.equal(y, wanted)
 
 
 @pytest.mark.parametrize("initial_state", [False, True])

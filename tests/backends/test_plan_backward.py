@@ -114,10 +114,26 @@ def test_precision(dtype, precision, parts):
 
 
 @pytest.mark.parametrize("every", [None, CHUNK, 2 * CHUNK])
-def test_states_are_built_unless_checkpoints_hold_them(every):
-    entering = whole(call(every=every)).entering
-    assert (entering is None) == (every == CHUNK)
-    assert entering is None or entering.length == CHUNK
+@pytest.mark.parametrize(
+    ("changes", "gpu", "by_forward"),
+    [
+        ({}, H200, True),
+        ({"batch_invariant": 4096}, H200, False),
+        ({"float32_matmul_precision": "highest", "dtype": torch.float32}, H200, False),
+        ({}, A100, False),
+    ],
+    ids=str,
+)
+def test_states_are_computed_unless_checkpoints_hold_them(changes, gpu, by_forward, every):
+    plan = whole(replace(call(every=every), **changes), gpu)
+    if every == CHUNK:
+        assert plan.entering is plan.forward is None
+    elif by_forward:
+        assert plan.entering is None
+        assert plan.forward.outputs is sm90.FORWARD
+    else:
+        assert plan.forward is None
+        assert plan.entering.length == CHUNK
 
 
 def test_few_heads_are_cut_and_many_are_not():

@@ -1,6 +1,7 @@
 """Plans a call of chunk_gla_bwd, and describes its launches.
 
-The first launches compute the states that enter chunks, unless checkpoints hold these states. If sequences are cut, the
+The first launches compute the states that enter chunks, unless checkpoints hold these states. Where the forward has a
+kernel that writes checkpoints quickly, it computes them, and its outputs are dropped. If sequences are cut, the
 next launches compute the gradients of the states that leave segments. Then a kernel computes dq, dk, dv and dg;
 general/backward.py gives the mathematics. If that kernel computes each query head separately, or value heads share a
 head of q and k, it writes partial results for the heads of a group, and a last launch sums them.
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor
 
 from gla_core.dispatch.backend import CHUNK, OpCall
-from gla_core.dispatch.tensors import ceil_div, checkpoint_dtype
+from gla_core.dispatch.tensors import ceil_div, checkpoint_dtype, checkpoint_rows, number_of_sequences
+from gla_triton_kernels.chunk_gla import forward
 from gla_triton_kernels.chunk_gla.cost import backward_prices
 from gla_triton_kernels.chunk_gla.cutting import by_rows, segment_length, uncut_length
 from gla_triton_kernels.chunk_gla.forward import states_of_segments
@@ -27,7 +29,6 @@ from gla_triton_kernels.chunk_gla.kernel import (
     BackwardPlan,
     GradientKernel,
     GradientParameters,
-    SegmentPlan,
     first_able,
     refusals,
 )
@@ -89,7 +90,11 @@ def blocks_of(call: OpCall, gpu: Gpu, kernel: GradientKernel, x: GradientParamet
 def _whole(call: OpCall, gpu: Gpu, kernels: Sequence[GradientKernel]) -> BackwardPlan:
     kernel = first_able(kernels, call, gpu)
     leaving = states_of_segments(call, gpu, CHUNK, CHUNK) if kernel.by_chunks else None
-    return BackwardPlan(kernel, kernel.parameters(call, gpu), _entering(call, gpu), leaving)
+    entering = again = None
+    if call.scalars.get("checkpoint_every") != CHUNK:
+        again = forward.plan_checkpoints(call, gpu)
+        entering = states_of_segments(call, gpu, CHUNK, CHUNK) if again is None else None
+    return BackwardPlan(kernel, kernel.parameters(call, gpu), entering, again, leaving)
 
 
 def _segments(call: OpCall, gpu: Gpu, kernels: Sequence[GradientKernel]) -> BackwardPlan:
@@ -106,11 +111,6 @@ def _segments(call: OpCall, gpu: Gpu, kernels: Sequence[GradientKernel]) -> Back
     blocks = blocks_of(call, gpu, whole.gradients, whole.parameters)
     length = segment_length(call, gpu, *blocks, plan, backward_prices)
     return plan(min(length, CHUNK) if gpu.architecture is Architecture.INTERPRETED else length)
-
-
-def _entering(call: OpCall, gpu: Gpu) -> SegmentPlan | None:
-    """Plans the states that enter chunks, as segments of one chunk. Returns None if checkpoints hold these states."""
-    return None if call.scalars.get("checkpoint_every") == CHUNK else states_of_segments(call, gpu, CHUNK, CHUNK)
 
 
 def explained(plan: Plan) -> Callable[[OpCall], list[str]]:
@@ -214,12 +214,20 @@ def launches(plan: BackwardPlan, x: BackwardTensors, scale: float, normalizer: i
     from gla_triton_kernels.chunk_gla.shared.entering import launch_entering
     from gla_triton_kernels.chunk_gla.shared.partials import for_query_heads, for_value_heads, launch_sums_over_groups
     from gla_triton_kernels.chunk_gla.shared.segments import Recurrence, whole
+    from gla_triton_kernels.chunk_gla.tensors import Tensors
 
     Hv = x.v.shape[2]
     entering, found = x.checkpoints, []
     if plan.entering is not None:
         states = Recurrence(x.k, x.v, x.g, x.initial_state, None, normalizer=normalizer)
         entering, _, found = launch_entering(plan.entering, states, Hv, x.cu_seqlens, checkpoint_dtype(x.q.dtype))
+    elif plan.forward is not None:
+        (B, T, _, K), V = x.q.shape, x.v.shape[3]
+        n = checkpoint_rows(T, number_of_sequences(B, x.cu_seqlens), CHUNK, packed=x.cu_seqlens is not None)
+        entering = x.v.new_empty(B, n, Hv, K, V, dtype=checkpoint_dtype(x.q.dtype))
+        o = x.v.new_empty(x.do.shape)
+        again = Tensors(x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens, o, None, entering)
+        found = forward.launches(plan.forward, again, scale, CHUNK, normalizer)
     own = x  # the kernel for gradients fills the results in `own`
     if plan.leaving is None:
         leaving, segments = x.dstate, whole(len(x.q), x.q.shape[1], x.cu_seqlens)

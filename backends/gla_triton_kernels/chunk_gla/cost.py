@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 from gla_core.dispatch.backend import CHUNK, Constants, OpCall
@@ -135,6 +136,9 @@ def backward_prices(call: OpCall, plan: BackwardPlan, c: Constants) -> Prices:
     if plan.entering is not None:  # written and read in float32, then written in the checkpoints' dtype
         itemsize = checkpoint_dtype(call.dtype).itemsize
         found += _states(call, plan.entering, _of_states(call), 4 + 4 + itemsize, ends, c)
+    if plan.forward is not None:
+        scalars = {**call.scalars, "checkpoint_every": CHUNK, "output_final_state": False}
+        found += forward_prices(replace(call, scalars=scalars, checkpoints=True), plan.forward, c)
     if plan.leaving is not None:
         found += _states(call, plan.leaving, _of_gradients(call), 4 + 4 + 4, ends, c)
     return [*found, *_gradients(call, plan, c)]

@@ -149,6 +149,17 @@ def states_of_segments(call: OpCall, gpu: Gpu, length: int, uncut: int) -> Segme
     return segments_before(call, gpu, kernel, kernel.parameters(call, gpu, call.dims["N"]), length, uncut)
 
 
+def plan_checkpoints(call: OpCall, gpu: Gpu) -> ForwardPlan | None:
+    """Plans a forward that computes the checkpoints of a backward; None if states of chunks take less time.
+
+    The kernels for SM90 write checkpoints as they compute the chunks of a sequence. A scan of the states of all chunks
+    would move each state three times in float32. But its bits depend neither on the batch nor on other segments.
+    """
+    if call.batch_invariant is not None or _are_short(call) or first_able(KERNELS, call, gpu) is general.FORWARD:
+        return None
+    return _segments(call, gpu, KERNELS)
+
+
 def explained(plan: Plan) -> Callable[[OpCall], list[str]]:
     """Returns a function that names the kernels of a call, and gives the reasons why better kernels refuse the call."""
 

@@ -124,13 +124,16 @@ class BackwardPlan:
     Attributes:
         gradients, parameters: the kernel and its launch parameters. It goes backwards through a sequence or segment
             and computes dq, dk, dv and dg from the states that enter its chunks and the gradient of its leaving state.
-        entering: the plan of the states that enter chunks; None if checkpoints hold them.
+        entering: the plan of the states that enter chunks, which are segments then; None if checkpoints hold them.
+        forward: the plan of a forward that computes checkpoints, if there are none; its outputs are dropped. If it is
+            None, `entering` is the plan of the states.
         leaving: the plan of the gradients of the states that leave segments; None if sequences stay whole.
     """
 
     gradients: GradientKernel
     parameters: GradientParameters
     entering: SegmentPlan | None
+    forward: ForwardPlan | None = None
     leaving: SegmentPlan | None = None
 
 

@@ -33,6 +33,8 @@ def chunk_gla(
 ) -> tuple[Tensor, Tensor | None]:
     """Computes gated linear attention over sequences, as `fla.ops.gla.chunk_gla` does.
 
+    The backward computes the states of chunks again, as the original's does, so that it takes no more memory.
+
     Args:
         q: queries [B, T, Hq, K].
         k: keys [B, T, H, K].
@@ -65,6 +67,7 @@ def chunk_gla(
         cu_seqlens,
         max_seqlen=longest,
         state_v_first=state_v_first,
+        recompute_states=True,
     )
     return found[0], found[1]
 
