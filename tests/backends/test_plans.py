@@ -169,18 +169,5 @@ def test_many_states_take_wide_blocks_and_few_take_narrow_ones():
     assert step_plan(1, V=7).BV == 8
 
 
-def layer_plan(B, **facts):
-    dims = {"B": B, "H": 4, "Hq": 4, "Hv": 4, "K": 128, "V": 256, "P": B}
-    call = OpCall(op="recurrent_gla_layer_step", device=torch.device("cuda"), dtype=torch.bfloat16, dims=dims, **facts)
-    return step.plan_layer_step(call, H200)
-
-
-def test_a_program_computes_a_whole_head_if_there_are_four_for_each_multiprocessor():
-    assert layer_plan(132) == (step.Plan(128, 64, 4, True), 4)
-    assert layer_plan(64) == (step.Plan(128, 64, 4, True), 1)
-    assert layer_plan(1) == (step.Plan(128, 16, 1, True), 1)
-    assert layer_plan(132, batch_invariant=64) == layer_plan(1, batch_invariant=64)
-
-
 def test_steps_overlap_from_sm90_on():
     assert not step_plan(1, Gpu(Architecture.SM80, 108)).overlaps

@@ -43,6 +43,6 @@ def test_any_call(device, dtype, groups, **sizes):
 
 
 @pytest.mark.parametrize("groups", [{"H": 2, "G": 2}, {"H": 1, "R": 2}])
-def test_a_program_computes_a_whole_head_if_heads_fill_the_device(device, groups):
-    """Its values are in two blocks; most rows are skipped."""
+def test_heads_that_fill_a_device(device, groups):
+    """The values of a head are in two blocks; most rows are skipped."""
     check(device, torch.float32, B=80, K=5, V=100, rows=(2, -1, 0, 5, *[-1, 6] * 38), pool=6, **groups)

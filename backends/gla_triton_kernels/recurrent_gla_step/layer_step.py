@@ -2,15 +2,14 @@
 
     S' = diag(exp g) S + k^T v        u = scale * q S'        o = u / sqrt(mean(u^2) + eps) * w * f(output gate)
 
-f is sigma(x) or x * sigma(x). The norm needs all values of a head. If there are enough heads to fill the device, one
-kernel computes everything: a program computes u of a head, BV values at a time, and then the norm of the head.
-Otherwise several programs share a head, because one multiprocessor would read its state too slowly. A second kernel,
-which starts while the first ends, then computes the norms. u goes through memory, in float32.
+f is sigma(x) or x * sigma(x). The norm needs all values of a head. If a block of BV values holds them, one kernel
+computes everything. Otherwise several programs share a head, and a second kernel, which starts while the first ends,
+computes the norms. u goes through memory, in float32.
 
 B batch   P states of the pool   H key heads   Hq query heads   Hv heads of values, states and gates
 Ho = max(Hq, Hv) heads of o   G = Ho / Hv query heads of a state   R = Hv / H value heads of a key head
 K, V key and value width   BK K rounded up to a power of two   BV values of a block
-TILES blocks of a program   PARTS programs of a head   ALL V rounded up to a power of two
+PARTS programs of a head   ALL V rounded up to a power of two
 
 Sources: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635); Zhang
 and Sennrich, "Root Mean Square Layer Normalization" (arXiv 1910.07467).
@@ -29,7 +28,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gla_core.dispatch.backend import OpCall
 from gla_core.dispatch.tensors import ceil_div
-from gla_triton_kernels.recurrent_gla_step.plan import LayerPlan, plan_layer_step
+from gla_triton_kernels.recurrent_gla_step.plan import Plan, plan
 from gla_triton_kernels.recurrent_gla_step.step import advance, step_arguments, token_strides
 from gla_triton_kernels.runtime.architecture import gpu_of_call
 from gla_triton_kernels.runtime.launch import Launch, overlapping
@@ -46,7 +45,7 @@ def prepare(call: OpCall) -> Callable[..., Tensor]:
     Raises:
         LaunchError: a kernel does not compile for this device, or does not fit it.
     """
-    planned = plan_layer_step(call, gpu_of_call(call))
+    planned = plan(call, gpu_of_call(call))
     scalars = (call.scalars["activation"], call.scalars["gate_normalizer"])
     launched = Launches(
         call.device, lambda x, scale, norm_eps: launch_layer_step(planned, x, scale, norm_eps, *scalars)
@@ -75,7 +74,7 @@ def prepare(call: OpCall) -> Callable[..., Tensor]:
 
 
 def launch_layer_step(
-    plan: LayerPlan, tensors: Tensors, scale: float, norm_eps: float, activation: str, normalizer: int | None
+    plan: Plan, tensors: Tensors, scale: float, norm_eps: float, activation: str, normalizer: int | None
 ) -> list[Launch]:
     """Returns the launches of a step: one launch, or one for the states and one for the norms.
 
@@ -84,7 +83,7 @@ def launch_layer_step(
     """
     q, k, v, g, state, output_gate, norm_weight, state_indices, o = tensors
     B, (P, Hv, _, V), Ho = len(q), state.shape, o.shape[1]
-    parts = ceil_div(ceil_div(V, plan.step.BV), plan.tiles)
+    parts = ceil_div(V, plan.BV)
     u = o.new_empty(o.shape, dtype=torch.float32)
     for_norms = {
         "gate_ptr": output_gate,
@@ -99,17 +98,12 @@ def launch_layer_step(
         "SIGMOID": activation == "sigmoid",
         "V": V,
         "ALL": power_of_two(V),
-        "OVERLAPS": plan.step.overlaps,
+        "OVERLAPS": plan.overlaps,
     }
-    arguments = {
-        **step_arguments(plan.step, q, k, v, g, state, normalizer),
-        **for_norms,
-        "TILES": plan.tiles,
-        "PARTS": parts,
-    }
-    overlaps = overlapping(plan.step.overlaps)
+    arguments = {**step_arguments(plan, q, k, v, g, state, normalizer), **for_norms, "PARTS": parts}
+    overlaps = overlapping(plan.overlaps)
     of_states = (B * Hv * parts, 1, 1)
-    launches = [Launch(_layer_step, of_states, arguments, {"num_warps": plan.step.warps, **overlaps})]
+    launches = [Launch(_layer_step, of_states, arguments, {"num_warps": plan.warps, **overlaps})]
     if parts > 1:
         launches.append(Launch(_norms, (B * Ho, 1, 1), {**for_norms, "Ho": Ho}, {"num_warps": 1, **overlaps}))
     return launches
@@ -154,12 +148,11 @@ def _layer_step(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    TILES: tl.constexpr,
     PARTS: tl.constexpr,
     ALL: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Computes TILES blocks of BV columns of the state of one head and one row, and the norms if PARTS is 1."""
+    """Computes BV columns of the state of one head and one row, and the norms if PARTS is 1."""
     part, head = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS
     b, h = (head // Hv).to(tl.int64), (head % Hv).to(tl.int64)  # strides times these may exceed 32 bits
     rows = tl.arange(0, BK)  # [BK]
@@ -182,28 +175,27 @@ def _layer_step(
     g_block = g_ptr
     if g_ptr is not None:
         g_block = g_ptr + b * g_stride_b + h * g_stride_h + (rows if OF_KEYS else 0)  # [BK] if OF_KEYS, else []
-    for i in range(TILES):
-        columns = (part * TILES + i) * BV + tl.arange(0, BV)  # [BV]
-        v_block = v_ptr + b * v_stride_b + h * v_stride_h + columns  # [BV]
-        state_block = state_rows + columns[None, :] * state_stride_v  # [BK, BV]
-        u_block = u_ptr + (b * Hv + h) * G * V + columns  # [BV], of the first query head
-        advance(
-            q_block,
-            q_stride_h,
-            k_block,
-            v_block,
-            g_block,
-            state_block,
-            state_block,
-            u_block,
-            scale,
-            rows < K,
-            columns < V,
-            OF_KEYS,
-            NORMALIZER,
-            G,
-            V,
-        )
+    columns = part * BV + tl.arange(0, BV)  # [BV]
+    v_block = v_ptr + b * v_stride_b + h * v_stride_h + columns  # [BV]
+    state_block = state_rows + columns[None, :] * state_stride_v  # [BK, BV]
+    u_block = u_ptr + (b * Hv + h) * G * V + columns  # [BV], of the first query head
+    advance(
+        q_block,
+        q_stride_h,
+        k_block,
+        v_block,
+        g_block,
+        state_block,
+        state_block,
+        u_block,
+        scale,
+        rows < K,
+        columns < V,
+        OF_KEYS,
+        NORMALIZER,
+        G,
+        V,
+    )
 
     if PARTS == 1:
         tl.debug_barrier()  # other threads have written values of u that a thread reads now

@@ -5,15 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from gla_core.dispatch.backend import OpCall
-from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.runtime.architecture import Gpu
 from gla_triton_kernels.runtime.sizes import power_of_two
 
 FULL = 3
 """The least number of programs per multiprocessor for which blocks are wide."""
-
-WHOLE = 4
-"""The least number of heads per multiprocessor for which a program of recurrent_gla_layer_step computes whole heads."""
 
 
 class Plan(NamedTuple):
@@ -46,30 +42,6 @@ def plan(call: OpCall, gpu: Gpu) -> Plan:
     BK = wide.BK
     narrow = min(power_of_two(V), (128 if BK <= 64 else 64) // _itemsize(call))
     return Plan(BK, narrow, 2 if BK <= 64 else 1 if BK <= 128 else 4, wide.overlaps)
-
-
-class LayerPlan(NamedTuple):
-    """Launch parameters of a step of a layer.
-
-    Attributes:
-        step: launch parameters of the kernel that computes states.
-        tiles: number of blocks of a program. If these cover all values of a head, the program also computes its norm.
-    """
-
-    step: Plan
-    tiles: int
-
-
-def plan_layer_step(call: OpCall, gpu: Gpu) -> LayerPlan:
-    """Returns the launch parameters of a step of a layer.
-
-    If there are enough heads to fill the device, a program computes a whole head. In batch-invariant calls, the plan
-    does not depend on the number of rows.
-    """
-    if call.batch_invariant is None and call.dims["B"] * call.dims["Hv"] >= WHOLE * gpu.multiprocessors:
-        wide = _wide(call, gpu)
-        return LayerPlan(wide, ceil_div(call.dims["V"], wide.BV))
-    return LayerPlan(plan(call, gpu), 1)
 
 
 def _wide(call: OpCall, gpu: Gpu) -> Plan:
