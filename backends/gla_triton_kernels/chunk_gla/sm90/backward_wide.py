@@ -34,6 +34,9 @@ block are specialised. They communicate over barriers in shared memory; common.p
     gradient   two warpgroups: each computes dq and dk of its part of the keys. If there is one part, the first computes
                dq and the second dk. In addition, the first computes dA, and the second computes A^T and dv.
 
+Results take the place of inputs that have been read, so that four tiles of S and P fit: dA the last tile of S, and, with
+two parts, dv the tile of P of its warpgroup, and dq and dk those of q and k.
+
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
 """
 
@@ -413,7 +416,7 @@ def _gradient_warps(
     OF_QUERIES: gl.constexpr = PARTS > 1 or part == 0
     OF_KEYS: gl.constexpr = PARTS > 1 or part == 1
     own_part: gl.constexpr = part if PARTS > 1 else 0
-    KEEPS_P: gl.constexpr = PARTS > 1 and part == 1  # the tile of P of its keys holds dv until TMA has read it
+    KEEPS_P: gl.constexpr = PARTS > 1 and part == 1  # its tile of P then holds dv, until TMA has read that
     none = gl.zeros([C, C], gl.float32, LAYOUT)  # also for [C, D], since C = D
     in_order = gl.arange(0, C, gl.SliceLayout(1, LAYOUT))[:, None] * D  # [C, D] with the next line, offsets in a tile
     in_order += gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]
@@ -472,7 +475,7 @@ def _gradient_warps(
                 square = product(aT, do_tile, square)
                 for p in gl.static_range(PARTS):
                     square = product(_tile(k_tiles, PARTS * slot + p), _tile(s_tiles, PARTS * P + p), square)
-            if KEEPS_P:
+            if KEEPS_P:  # while the products run, the previous tile of dv leaves its tile of P
                 tma.store_wait(0)
                 mbarrier.arrive(empty.index((2 * item - 1) % SLOTS), count=1, pred=j > 0)
             if HAS_GATE and OF_QUERIES:
@@ -500,7 +503,7 @@ def _gradient_warps(
             item += 1
 
         last_S, last_P = (2 * item - 2) % SLOTS, (2 * item - 1) % SLOTS
-        da_tile = _tile(s_tiles, PARTS * last_S)  # [C, C]; only the first warpgroup has read S from it
+        da_tile = _tile(s_tiles, PARTS * last_S)  # [C, C]; only the first warpgroup reads this tile of S
         if part == 0:
             da_tile.store(_masked(square, column + beyond, row))
             fence_async_shared()
@@ -512,7 +515,7 @@ def _gradient_warps(
             started = product(da_tile, k_tile, none)  # [C, D], dA kg
         if OF_KEYS:
             dk = product(da_tile.permute([1, 0]), q_tile, dk)
-        if KEEPS_P:
+        if KEEPS_P:  # the same for the last tile of dv
             tma.store_wait(0)
             mbarrier.arrive(empty.index(last_P), count=1)
         if HAS_GATE:
