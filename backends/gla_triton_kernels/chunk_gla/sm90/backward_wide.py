@@ -34,8 +34,8 @@ block are specialised. They communicate over barriers in shared memory; common.p
     gradient   two warpgroups: each computes dq and dk of its part of the keys. If there is one part, the first computes
                dq and the second dk. In addition, the first computes dA, and the second computes A^T and dv.
 
-Results take the place of inputs that have been read, so that four tiles of S and P fit: dA the last tile of S, and, with
-two parts, dv the tile of P of its warpgroup, and dq and dk those of q and k.
+Results take the place of inputs that have been read, so that four tiles of S and P fit: dA that of the last tile of S.
+With two parts, dv takes that of the tile of P of its warpgroup, and dq and dk those of q and k.
 
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
 """
