@@ -38,6 +38,21 @@ def test_explain_shows_both(device):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton_fused", "parallel_scan"])
+def test_states_are_kept_unless_they_are_computed_again(backend):
+    x = gla_inputs(B=2, T=300, K=128, V=256, dtype=torch.bfloat16, gate_dtype=torch.float32, device="cuda")
+    leaves, found = [y.requires_grad_() for y in (x.q, x.k, x.v, x.g)], []
+    for again in (False, True):
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda y, kept=kept: kept.append(y) or y, lambda y: y):
+            o, _ = gla.chunk_gla(*leaves, backend=backend, recompute_states=again)
+        assert any(y.shape[-2:] == (128, 256) for y in kept) == (not again)
+        found.append(torch.autograd.grad(o, leaves, torch.ones_like(o)))
+    for y, expected in zip(*found, strict=True):
+        assert relative_error(y, expected) <= GRADIENT[torch.bfloat16]
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("op", ["chunk_gla_fwd", "chunk_gla_bwd"])
 def test_auto_takes_a_triton_backend_on_a_gpu(op):
     x = gla_inputs(device="cuda", dtype=torch.bfloat16)

@@ -62,6 +62,19 @@ def test_packed_and_grouped():
     close(fla.fused_recurrent_gla(*packed, initial_state=state, output_final_state=True, cu_seqlens=offsets), expected)
 
 
+def test_its_backward_computes_states_again(monkeypatch):
+    """So that a model takes no more memory than with flash-linear-attention's kernels, which keep no states either."""
+    seen, own = [], fla.ops._chunk_gla
+    monkeypatch.setattr(
+        fla.ops, "_chunk_gla", lambda *args, **kw: seen.append(kw["recompute_states"]) or own(*args, **kw)
+    )
+    q, k, v, g, _ = inputs()
+    fla.chunk_gla(q, k, v, g)
+    fla.fused_recurrent_gla(q, k, v, g)
+    fla.fused_chunk_gla(q, k, v, g)
+    assert seen == [True] * 3
+
+
 def test_the_longest_sequence_is_known_from_offsets_on_the_cpu(monkeypatch):
     seen = []
     own = fla.ops._chunk_gla
