@@ -61,11 +61,18 @@ def checkpoint_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.bfloat16 else torch.promote_types(dtype, torch.float32)
 
 
+def checkpoint_shape(
+    k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None, every: int
+) -> tuple[int, int, int, int, int]:
+    """Returns the shape [B, n, Hv, K, V] of the checkpoints of chunk_gla_fwd."""
+    B, T, Hv, V = v.shape
+    n = checkpoint_rows(T, number_of_sequences(B, cu_seqlens), every, packed=cu_seqlens is not None)
+    return B, n, Hv, k.shape[3], V
+
+
 def new_checkpoints(k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None, every: int) -> torch.Tensor:
     """Returns memory for the checkpoints [B, n, Hv, K, V] of chunk_gla_fwd. For packed sequences it is filled with
     zeros, because they leave some rows unwritten.
     """
-    B, T, Hv, V = v.shape
-    N, allocate = number_of_sequences(B, cu_seqlens), v.new_empty if cu_seqlens is None else v.new_zeros
-    n = checkpoint_rows(T, N, every, packed=cu_seqlens is not None)
-    return allocate(B, n, Hv, k.shape[3], V, dtype=checkpoint_dtype(k.dtype))
+    allocate = v.new_empty if cu_seqlens is None else v.new_zeros
+    return allocate(checkpoint_shape(k, v, cu_seqlens, every), dtype=checkpoint_dtype(k.dtype))

@@ -156,10 +156,12 @@ def test_causal_as_the_call_says_else_by_the_number_of_queries():
 # ---- recurrent_gla_step
 
 
-def step_plan(B, gpu=H200, dtype=torch.float32, K=128, V=128):
+def step_plan(B, gpu=H200, dtype=torch.float32, K=128, V=128, **facts):
     dims = {"B": B, "H": 16, "Hq": 16, "Hv": 16, "K": K, "V": V, "P": B}
     device, q = torch.device("cuda"), torch.bfloat16
-    return step.plan(OpCall(op="recurrent_gla_step", device=device, dtype=q, dims=dims, state_dtype=dtype), gpu)
+    return step.plan(
+        OpCall(op="recurrent_gla_step", device=device, dtype=q, dims=dims, state_dtype=dtype, **facts), gpu
+    )
 
 
 def test_many_states_take_wide_blocks_and_few_take_narrow_ones():
@@ -167,6 +169,7 @@ def test_many_states_take_wide_blocks_and_few_take_narrow_ones():
     assert step_plan(64) == step.Plan(128, 64, 4, True)
     assert step_plan(64, dtype=torch.bfloat16).BV == 128
     assert step_plan(1, V=7).BV == 8
+    assert step_plan(64, batch_invariant=64) == step_plan(1, batch_invariant=64)
 
 
 def test_steps_overlap_from_sm90_on():

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from gla_core.dispatch.backend import CHUNK, OpCall
-from gla_core.dispatch.tensors import ceil_div, checkpoint_dtype, checkpoint_rows, number_of_sequences
+from gla_core.dispatch.tensors import ceil_div, checkpoint_dtype, checkpoint_shape
 from gla_triton_kernels.chunk_gla import forward
 from gla_triton_kernels.chunk_gla.cost import backward_prices
 from gla_triton_kernels.chunk_gla.cutting import by_rows, segment_length, uncut_length
-from gla_triton_kernels.chunk_gla.forward import states_of_segments
 from gla_triton_kernels.chunk_gla.general import kernels as general
 from gla_triton_kernels.chunk_gla.kernel import (
     BackwardPlan,
@@ -89,24 +88,24 @@ def blocks_of(call: OpCall, gpu: Gpu, kernel: GradientKernel, x: GradientParamet
 
 def _whole(call: OpCall, gpu: Gpu, kernels: Sequence[GradientKernel]) -> BackwardPlan:
     kernel = first_able(kernels, call, gpu)
-    leaving = states_of_segments(call, gpu, CHUNK, CHUNK) if kernel.by_chunks else None
-    entering = again = None
+    leaving = forward.states_of_segments(call, gpu, CHUNK, CHUNK) if kernel.by_chunks else None
+    entering = checkpoints = None
     if call.scalars.get("checkpoint_every") != CHUNK:
-        again = forward.plan_checkpoints(call, gpu)
-        entering = states_of_segments(call, gpu, CHUNK, CHUNK) if again is None else None
-    return BackwardPlan(kernel, kernel.parameters(call, gpu), entering, again, leaving)
+        checkpoints = forward.plan_checkpoints(call, gpu)
+        entering = forward.states_of_segments(call, gpu, CHUNK, CHUNK) if checkpoints is None else None
+    return BackwardPlan(kernel, kernel.parameters(call, gpu), entering, checkpoints, leaving)
 
 
 def _segments(call: OpCall, gpu: Gpu, kernels: Sequence[GradientKernel]) -> BackwardPlan:
     whole, T, tokens = _whole(call, gpu, kernels), call.dims["T"], call.batch_invariant
     if tokens is not None:  # a scan always computes the gradient of an initial state; see forward.py
         stays_whole = tokens >= T and call.state_dtype is None
-        return whole if stays_whole else replace(whole, leaving=states_of_segments(call, gpu, tokens, tokens))
+        return whole if stays_whole else replace(whole, leaving=forward.states_of_segments(call, gpu, tokens, tokens))
 
     def plan(length: int) -> BackwardPlan:
         if length >= T:
             return whole
-        return replace(whole, leaving=states_of_segments(call, gpu, length, uncut_length(length)))
+        return replace(whole, leaving=forward.states_of_segments(call, gpu, length, uncut_length(length)))
 
     blocks = blocks_of(call, gpu, whole.gradients, whole.parameters)
     length = segment_length(call, gpu, *blocks, plan, backward_prices)
@@ -222,12 +221,11 @@ def launches(plan: BackwardPlan, x: BackwardTensors, scale: float, normalizer: i
         states = Recurrence(x.k, x.v, x.g, x.initial_state, None, normalizer=normalizer)
         entering, _, found = launch_entering(plan.entering, states, Hv, x.cu_seqlens, checkpoint_dtype(x.q.dtype))
     elif plan.forward is not None:
-        (B, T, _, K), V = x.q.shape, x.v.shape[3]
-        n = checkpoint_rows(T, number_of_sequences(B, x.cu_seqlens), CHUNK, packed=x.cu_seqlens is not None)
-        entering = x.v.new_empty(B, n, Hv, K, V, dtype=checkpoint_dtype(x.q.dtype))
+        shape = checkpoint_shape(x.k, x.v, x.cu_seqlens, CHUNK)
+        entering = x.v.new_empty(shape, dtype=checkpoint_dtype(x.q.dtype))
         o = x.v.new_empty(x.do.shape)
-        again = Tensors(x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens, o, None, entering)
-        found = forward.launches(plan.forward, again, scale, CHUNK, normalizer)
+        tensors = Tensors(x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens, o, None, entering)
+        found = forward.launches(plan.forward, tensors, scale, CHUNK, normalizer)
     own = x  # the kernel for gradients fills the results in `own`
     if plan.leaving is None:
         leaving, segments = x.dstate, whole(len(x.q), x.q.shape[1], x.cu_seqlens)

@@ -124,9 +124,9 @@ class BackwardPlan:
     Attributes:
         gradients, parameters: the kernel and its launch parameters. It goes backwards through a sequence or segment
             and computes dq, dk, dv and dg from the states that enter its chunks and the gradient of its leaving state.
-        entering: the plan of the states that enter chunks, which are segments then; None if checkpoints hold them.
-        forward: the plan of a forward that computes checkpoints, if there are none; its outputs are dropped. If it is
-            None, `entering` is the plan of the states.
+        entering: the plan of the states that enter chunks, as segments of one chunk; None if checkpoints hold them.
+        forward: the plan of a forward that computes these checkpoints, and whose outputs are dropped; None if the
+            checkpoints are given, or if there are none and `entering` is the plan of the states.
         leaving: the plan of the gradients of the states that leave segments; None if sequences stay whole.
     """
 

@@ -170,32 +170,13 @@ def _layer_step(
             return
 
     state_rows = state_ptr + p * state_stride_p + h * state_stride_h + rows[:, None].to(tl.int64) * state_stride_k
-    q_block = q_ptr + b * q_stride_b + h * G // R * q_stride_h + rows  # [BK], of the first query head
-    k_block = k_ptr + b * k_stride_b + h // R * k_stride_h + rows  # [BK]
-    g_block = g_ptr
-    if g_ptr is not None:
-        g_block = g_ptr + b * g_stride_b + h * g_stride_h + (rows if OF_KEYS else 0)  # [BK] if OF_KEYS, else []
     columns = part * BV + tl.arange(0, BV)  # [BV]
-    v_block = v_ptr + b * v_stride_b + h * v_stride_h + columns  # [BV]
     state_block = state_rows + columns[None, :] * state_stride_v  # [BK, BV]
     u_block = u_ptr + (b * Hv + h) * G * V + columns  # [BV], of the first query head
-    advance(
-        q_block,
-        q_stride_h,
-        k_block,
-        v_block,
-        g_block,
-        state_block,
-        state_block,
-        u_block,
-        scale,
-        rows < K,
-        columns < V,
-        OF_KEYS,
-        NORMALIZER,
-        G,
-        V,
-    )
+    token = (q_ptr, k_ptr, v_ptr, g_ptr)
+    strides = (q_stride_b, q_stride_h, k_stride_b, k_stride_h, v_stride_b, v_stride_h, g_stride_b, g_stride_h)
+    blocks = (state_block, state_block, u_block)
+    advance(token, strides, (b, h, rows, columns), blocks, scale, OF_KEYS, NORMALIZER, G, R, K, V)
 
     if PARTS == 1:
         tl.debug_barrier()  # other threads have written values of u that a thread reads now

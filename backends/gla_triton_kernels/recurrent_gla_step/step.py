@@ -170,7 +170,6 @@ def _recurrent_gla_step(
     b, h = (head // Hv).to(tl.int64), (head % Hv).to(tl.int64)  # strides times these may exceed 32 bits
     rows = tl.arange(0, BK)  # [BK]
     columns = tile * BV + tl.arange(0, BV)  # [BV]
-    in_k, in_v = rows < K, columns < V
     o_block = o_ptr + (b * Hv + h) * G * V + columns  # [BV], of the first query head
     if OVERLAPS:  # the results of earlier kernels are visible only after the wait
         gdc_wait()
@@ -181,7 +180,7 @@ def _recurrent_gla_step(
         p = tl.load(indices_ptr + b).to(tl.int64)
         if (p < 0) | (p >= P):
             for i in range(G):
-                tl.store(o_block + i * V, tl.zeros([BV], o_ptr.dtype.element_ty), mask=in_v)
+                tl.store(o_block + i * V, tl.zeros([BV], o_ptr.dtype.element_ty), mask=columns < V)
             return
 
     state_block = state_ptr + p * state_stride_p + h * state_stride_h  # [BK, BV]
@@ -189,66 +188,53 @@ def _recurrent_gla_step(
     new_block = state_block
     if new_ptr is not None:
         new_block = new_ptr + (b * Hv + h) * K * V + rows[:, None] * new_stride_k + columns[None, :] * new_stride_v
+    token = (q_ptr, k_ptr, v_ptr, g_ptr)
+    strides = (q_stride_b, q_stride_h, k_stride_b, k_stride_h, v_stride_b, v_stride_h, g_stride_b, g_stride_h)
+    blocks = (state_block, new_block, o_block)
+    advance(token, strides, (b, h, rows, columns), blocks, scale, OF_KEYS, NORMALIZER, G, R, K, V)
+
+
+@triton.jit
+def advance(
+    token,
+    strides,
+    place,
+    blocks,
+    scale,
+    OF_KEYS: tl.constexpr,
+    NORMALIZER: tl.constexpr,
+    G: tl.constexpr,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+):
+    """Computes BV columns of a state after a token, and the same columns of the outputs of its G query heads.
+
+    Args:
+        token: q, k, v and g, the last of which may be None.
+        strides: the strides of rows and of heads of each of them.
+        place: the row, the head of values, the keys [BK] and the values [BV].
+        blocks: pointers [BK, BV] from which the state is read, pointers [BK, BV] to which it is written, and pointers
+            to the output of the first query head [BV].
+    """
+    q_ptr, k_ptr, v_ptr, g_ptr = token
+    q_stride_b, q_stride_h, k_stride_b, k_stride_h, v_stride_b, v_stride_h, g_stride_b, g_stride_h = strides
+    b, h, rows, columns = place
+    state_block, new_block, o_block = blocks
     q_block = q_ptr + b * q_stride_b + h * G // R * q_stride_h + rows  # [BK], of the first query head
     k_block = k_ptr + b * k_stride_b + h // R * k_stride_h + rows  # [BK]
     v_block = v_ptr + b * v_stride_b + h * v_stride_h + columns  # [BV]
     g_block = g_ptr
     if g_ptr is not None:
         g_block = g_ptr + b * g_stride_b + h * g_stride_h + (rows if OF_KEYS else 0)  # [BK] if OF_KEYS, else []
-    advance(
-        q_block,
-        q_stride_h,
-        k_block,
-        v_block,
-        g_block,
-        state_block,
-        new_block,
-        o_block,
-        scale,
-        in_k,
-        in_v,
-        OF_KEYS,
-        NORMALIZER,
-        G,
-        V,
-    )
-
-
-@triton.jit
-def advance(
-    q_block,
-    q_stride_h,
-    k_block,
-    v_block,
-    g_block,
-    state_block,
-    new_block,
-    o_block,
-    scale,
-    in_k,
-    in_v,
-    OF_KEYS: tl.constexpr,
-    NORMALIZER: tl.constexpr,
-    G: tl.constexpr,
-    V: tl.constexpr,
-):
-    """Computes BV columns of a state after a token, and the same columns of the outputs of its G query heads.
-
-    Args:
-        q_block: pointers to the first query head [BK].
-        k_block, v_block: pointers to k [BK] and v [BV].
-        g_block: pointers to g [BK] if OF_KEYS, else one pointer; None without gates.
-        state_block, new_block: pointers [BK, BV] from which the state is read, and to which it is written.
-        o_block: pointers to the output of the first query head [BV].
-        in_k, in_v: masks of the keys [BK] and the values [BV] that exist.
-    """
+    in_k, in_v = rows < K, columns < V  # [BK], [BV]
     in_state = in_k[:, None] & in_v[None, :]  # [BK, BV]
     # All loads come before all conversions, because a conversion waits for its operand and would delay later loads.
     state = tl.load(state_block, mask=in_state, other=0.0)  # [BK, BV]
     k = tl.load(k_block, mask=in_k, other=0.0)  # [BK]
     v = tl.load(v_block, mask=in_v, other=0.0)  # [BV]
     q = tl.load(q_block, mask=in_k, other=0.0)  # [BK]
-    if g_block is not None:
+    if g_ptr is not None:
         if OF_KEYS:
             g = tl.load(g_block, mask=in_k, other=0.0)  # [BK]
             state = tl.exp(log_gates(g, NORMALIZER))[:, None] * state.to(tl.float32)

@@ -555,7 +555,8 @@ def _chunk(
     if PARTS > 1:
         mbarrier.arrive(ready, count=1)
         mbarrier.wait(ready, i & 1)
-    # Addresses are computed again from here on. The compiler would keep those of the first products, and spill them.
+    # A new zero makes the compiler compute the addresses of tiles again. Otherwise it would keep the addresses of the
+    # first products in registers, and spill them.
     zero = opaque_zero()
     slot += zero
     own = PARTS * slot + part

@@ -379,7 +379,7 @@ def _score_warps(given, scale, PARTS: gl.constexpr, HALVES: gl.constexpr, HAS_GA
         aT = gl.convert_layout(aT, LEFT)  # the left operand of wgmma may stay in registers
 
         mbarrier.wait(ready, i & 1)
-        zero = opaque_zero()  # addresses are computed again from here on, or the compiler would spill them
+        zero = opaque_zero()  # otherwise the compiler would keep addresses of the first products, and spill them
         dv = ()  # [C, D] each
         for j in gl.static_range(HALVES):
             acc = none

@@ -169,8 +169,9 @@ def _tile(M: int, N: int, K: int, gated: bool) -> tuple[int, int, int, int]:
 
     A narrow y is cut into more, smaller tiles, though more of them read x or W. With splits, tiles can be larger.
     """
-    if M > 32 and K >= LONG and K % 256 == 0 and not gated:
-        return 64, 64, 64, 4
+    BK, splits = 64, 4
+    if M > 32 and K >= LONG and K % (splits * BK) == 0 and not gated:
+        return ROWS_OF_WGMMA, 64, BK, splits
     BM = 16 if M <= 16 else 32 if M <= 32 or N < WIDE else 64
     return BM, 32 if N >= WIDE else 16, min(K & -K, 128), 1
 
@@ -354,10 +355,8 @@ def _product_by_tiles(
 @triton.jit
 def _added(total, x, weight, X_FIRST: tl.constexpr):
     """Returns total [BM, BN] + x W^T if X_FIRST, else total [BN, BM] + W x^T, for x [BM, BK] and W [BN, BK]."""
-    if X_FIRST:
-        return tl.dot(x, tl.trans(weight), total, input_precision="ieee")
-    else:  # noqa: RET505 -- one branch is compiled
-        return tl.dot(weight, tl.trans(x), total, input_precision="ieee")
+    left, right = (x, weight) if X_FIRST else (weight, x)
+    return tl.dot(left, tl.trans(right), total, input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=["size"])
