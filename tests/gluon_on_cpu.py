@@ -4,8 +4,9 @@ Each kind of warps is a thread, barriers in shared memory are real, and shared m
 operations are carried out as late as the hardware may: a matrix product or a copy to memory reads its tiles when it is
 waited for. A product also compares its tiles with what they held when it was issued, so both a read that comes too
 early and a write that comes too early fail. A load to registers counts as under way until its warps store something or
-order it by a fence, and a copy over its tile fails before. Layouts and registers have no meaning here, and sums are
-rounded as PyTorch rounds them.
+order it by a fence, and a copy over its tile fails before. A thread may read a tile that TMA has filled only if it
+knows that the copy has ended: from the barrier of the copy, or from another barrier, where a thread that knew it has
+arrived. Layouts and registers have no meaning here, and sums are rounded as PyTorch rounds them.
 
     kernels = load("forward_head")     # a copy of chunk_gla/sm90/forward_head.py, and of what it imports from there
     run(kernels.launch_outputs(plan, x, segments, scale, every))
@@ -158,6 +159,7 @@ class Tile:
         return Tile(self.memory.view(-1).view(torch.uint8)[:size].view(dtype).view(shape))
 
     def load(self, _: Any = None) -> torch.Tensor:
+        _check_copies(self.memory)
         _loads.setdefault(threading.get_ident(), []).append(_addresses(self.memory))
         return _value(self.memory.clone())
 
@@ -185,10 +187,15 @@ def _overwritten(memory: torch.Tensor) -> bool:
 
 
 class Barrier:
-    """A barrier in shared memory. A phase ends when all arrivals and all expected bytes are there."""
+    """A barrier in shared memory. A phase ends when all arrivals and all expected bytes are there.
+
+    Attributes:
+        told: for each phase, what the threads that arrived knew; see `_known`.
+    """
 
     def __init__(self) -> None:
         self.phase, self.count, self.pending, self.bytes = 0, 0, 0, 0
+        self.told: list[dict[Barrier, int]] = [{}]
 
     def index(self, i: Any) -> Barrier:
         assert int(i) == 0
@@ -197,6 +204,7 @@ class Barrier:
     def settle(self) -> None:
         if self.pending == 0 and self.bytes == 0:
             self.phase, self.pending = self.phase + 1, self.count
+            self.told.append({})
 
 
 class _Array:
@@ -218,17 +226,45 @@ _threads = threading.local()
 _program = threading.local()
 
 
+_copies: dict[int, tuple[range, Barrier, int]] = {}
+"""The copies to shared memory, by their first address: their addresses, and the phase of a barrier that they end."""
+
+
+def _known() -> dict[Barrier, int]:
+    """Returns, for each barrier, the number of phases that this thread knows to have ended."""
+    if not hasattr(_threads, "known"):
+        _threads.known = {}
+    return _threads.known
+
+
+def _learn(known: dict[Barrier, int], more: dict[Barrier, int]) -> None:
+    for bar, phases in more.items():
+        known[bar] = max(phases, known.get(bar, 0))
+
+
+def _check_copies(memory: torch.Tensor) -> None:
+    own, known = _addresses(memory), _known()
+    for addresses, bar, phase in list(_copies.values()):
+        if addresses.start < own.stop and own.start < addresses.stop:
+            assert known.get(bar, 0) > phase, "a tile is read by a thread that does not know that its copy has ended"
+
+
 def _wait(bar: Barrier, phase: Any) -> None:
     with _changed:
         done = _changed.wait_for(lambda: (bar.phase & 1) != int(phase) or _failed, PATIENCE)
         if not done or _failed:
             raise TimeoutError("deadlock: a barrier is waited for and never completes")
+        known = _known()
+        ended = known.get(bar, 0)
+        if (ended & 1) == int(phase):  # otherwise it is a phase that has ended, and the wait shows nothing new
+            _learn(known, bar.told[ended] | {bar: ended + 1})
 
 
 def _arrive(bar: Barrier, count: int = 1, pred: Any = True) -> None:
     if bool(pred):
         with _changed:
             assert bar.pending >= count, "more arrivals than the barrier counts"
+            _learn(bar.told[bar.phase], _known())
             bar.pending -= count
             bar.settle()
             _changed.notify_all()
@@ -236,6 +272,7 @@ def _arrive(bar: Barrier, count: int = 1, pred: Any = True) -> None:
 
 def _expect(bar: Barrier, size: int) -> None:
     with _changed:
+        _learn(bar.told[bar.phase], _known())
         bar.bytes += size
         bar.pending -= 1
         _changed.notify_all()
@@ -277,6 +314,8 @@ def _to_shared(desc: Descriptor, at: list[Any], bar: Barrier, tile: Tile) -> Non
     tile.memory.zero_()
     tile.memory.view(desc.block_type.shape)[of_block] = desc.x[inside]
     with _changed:
+        addresses = _addresses(tile.memory)
+        _copies[addresses.start] = (addresses, bar, bar.phase)
         bar.bytes -= desc.block_type.nbytes
         bar.settle()
         _changed.notify_all()
@@ -303,6 +342,9 @@ class Product:
     """A matrix product that has been started."""
 
     def __init__(self, a: Any, b: Any, acc: Any) -> None:
+        for x in (a, b):
+            if isinstance(x, Tile):
+                _check_copies(x.memory)
         self.operands = [(x, _held(x).clone()) for x in (a, b)]
         self.acc, self.result = acc, None
 
@@ -347,6 +389,7 @@ def _specialize(partitions: list[tuple[Callable, tuple]], *_: Any) -> None:
         thread.start()
     for thread in threads:
         thread.join()
+    _copies.clear()
     if _failed:
         raise next((e for e in _failed if not isinstance(e, TimeoutError)), _failed[0])
 

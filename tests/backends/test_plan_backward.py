@@ -142,3 +142,9 @@ def test_few_heads_are_cut_and_many_are_not():
     assert few is not None
     assert few.length % CHUNK == 0
     assert 100 <= 4 * 4096 / few.length <= 264  # blocks: about one for each multiprocessor
+
+
+def test_few_wide_heads_take_small_blocks_and_stay_whole():
+    few, many = (call(B=B, T=8192, H=8, V=256) for B in (2, 16))
+    assert (whole(few).parameters.BV, whole(many).parameters.BV) == (64, 128)
+    assert backward.plan_cut(few, H200) == [(few, whole(few))]

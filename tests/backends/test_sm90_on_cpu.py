@@ -231,13 +231,21 @@ def test_states_in_a_pool(kernels, sizes, length):
     check_pool(kernels, length, **sizes)
 
 
-def check_gradients(kernels, dstate=True, normalizer=None, factors=None, scale=None, **sizes):
-    """Checks gradients; `factors` multiplies q, k, v and do, which are then not negative, by four numbers."""
+def check_gradients(kernels, dstate=True, normalizer=None, factors=None, scale=None, blocks=None, mild=None, **sizes):
+    """Checks gradients.
+
+    Args:
+        factors: four numbers that multiply q, k, v and do, which are then not negative.
+        blocks: keys and values of a block.
+        mild: slice of the keys whose gates are divided by 1,000.
+    """
     x = inputs(normalizer, **sizes)
+    if mild is not None:
+        x.g[..., mild] /= 1000
     if factors is not None:
         x = dataclasses.replace(x, **{n: getattr(x, n).abs() * f for n, f in zip("qkv", factors[:3], strict=True)})
     (B, T, Hq, K), (H, (Hv, V)) = x.q.shape, (x.k.shape[2], x.v.shape[2:])
-    Ho, blocks = max(Hq, Hv), [64 if width <= 64 else 128 for width in (K, V)]
+    Ho, blocks = max(Hq, Hv), blocks or tuple(64 if width <= 64 else 128 for width in (K, V))
     dtype = x.q.dtype
     do = torch.randn(B, T, Ho, V).to(dtype)
     if factors is not None:
@@ -341,6 +349,11 @@ def test_gradients_of_every_gate(kernels, form, dtype, gates):
         PACKED | {"gate_form": "key", "K": 72, "V": 200},
         PACKED | {"gate_form": "key", "K": 40, "V": 136, "gates": "-inf"},
         {"gate_form": "key", "K": 64, "V": 200, "T": 100, "H": 4, "G": 2, "gates": "strong"},
+        {"gate_form": "key", "K": 128, "V": 136, "gates": "extreme", "mild": slice(64), "blocks": (64, 64)},
+        PACKED
+        | {"gate_form": "key", "K": 136, "V": 72, "gates": "extreme", "mild": slice(64, 128), "blocks": (64, 128)},
+        {"gate_form": "key", "V": 136, "T": 500, "blocks": (64, 64)},  # more chunks than pipeline stages
+        {"gate_form": "key", "V": 136, "T": 500, "blocks": (64, 128)},
         {"normalizer": 16, "gate_dtype": BFLOAT16, "initial_state": True},
         {"normalizer": 1, "gate_form": "constant"},
         {"normalizer": 16, "gate_form": "key", "gate_dtype": BFLOAT16, "K": 40, "G": 2},

@@ -194,7 +194,7 @@ def test_gradients_are_written_eight_bytes_at_a_time(call, monkeypatch):
     """Checks stores: a compiler that does not know that K is a multiple of 16 writes each element of dg by itself."""
     for launch in launches_of(call, TARGETS["H100"], monkeypatch):
         narrow = re.findall(r"st\.global\.b\d+", compiled_by(launch).asm["ptx"])
-        assert len(narrow) <= 1, launch.kernel.fn.__name__  # one is the mark of a chunk
+        assert len(narrow) <= 2, launch.kernel.fn.__name__  # the marks of the parts of a chunk
 
 
 @pytest.mark.thorough

@@ -22,12 +22,11 @@ from gla_core.dispatch.backend import CHUNK, OpCall
 from gla_core.dispatch.tensors import ceil_div, checkpoint_dtype, checkpoint_shape
 from gla_triton_kernels.chunk_gla import forward
 from gla_triton_kernels.chunk_gla.cost import backward_prices
-from gla_triton_kernels.chunk_gla.cutting import by_rows, segment_length, uncut_length
+from gla_triton_kernels.chunk_gla.cutting import by_rows, most_segments, segment_length, uncut_length
 from gla_triton_kernels.chunk_gla.general import kernels as general
 from gla_triton_kernels.chunk_gla.kernel import (
     BackwardPlan,
     GradientKernel,
-    GradientParameters,
     first_able,
     refusals,
 )
@@ -72,15 +71,19 @@ def plan_cut(call: OpCall, gpu: Gpu, kernels: Sequence[GradientKernel] = KERNELS
     return by_rows(
         call,
         gpu,
-        *blocks_of(call, gpu, kernel, kernel.parameters(call, gpu)),
+        *blocks_of(call, gpu, kernel),
         lambda rows: _whole(rows, gpu, kernels),
         lambda rows: _segments(rows, gpu, kernels),
         backward_prices,
     )
 
 
-def blocks_of(call: OpCall, gpu: Gpu, kernel: GradientKernel, x: GradientParameters) -> tuple[int, int]:
-    """Returns the number of blocks that compute one sequence, and the number of blocks that the GPU runs at once."""
+def blocks_of(call: OpCall, gpu: Gpu, kernel: GradientKernel) -> tuple[int, int]:
+    """Returns the number of blocks that compute one sequence, and the number of blocks that the GPU runs at once.
+
+    The blocks are as large as they are with many segments.
+    """
+    x = kernel.parameters(call, gpu, gpu.multiprocessors)
     heads = max(call.dims["Hq"], call.dims["Hv"]) if kernel.heads_apart else call.dims["Hv"]
     blocks = heads * ceil_div(call.dims["K"], x.BK) * ceil_div(call.dims["V"], x.BV)
     return blocks, gpu.multiprocessors * kernel.at_once(x)
@@ -93,22 +96,27 @@ def _whole(call: OpCall, gpu: Gpu, kernels: Sequence[GradientKernel]) -> Backwar
     if call.scalars.get("checkpoint_every") != CHUNK:
         checkpoints = forward.plan_checkpoints(call, gpu)
         entering = forward.states_of_segments(call, gpu, CHUNK, CHUNK) if checkpoints is None else None
-    return BackwardPlan(kernel, kernel.parameters(call, gpu), entering, checkpoints, leaving)
+    return BackwardPlan(kernel, kernel.parameters(call, gpu, call.dims["N"]), entering, checkpoints, leaving)
+
+
+def _cut(whole: BackwardPlan, call: OpCall, gpu: Gpu, length: int, uncut: int) -> BackwardPlan:
+    """Returns the plan of a call that is cut into segments of `length` tokens; see `SegmentPlan`."""
+    segments = most_segments(call.dims["N"], call.dims["T"], length, call.variable_length)
+    parameters = whole.gradients.parameters(call, gpu, segments)
+    leaving = forward.states_of_segments(call, gpu, length, uncut)
+    return replace(whole, parameters=parameters, leaving=leaving)
 
 
 def _segments(call: OpCall, gpu: Gpu, kernels: Sequence[GradientKernel]) -> BackwardPlan:
     whole, T, tokens = _whole(call, gpu, kernels), call.dims["T"], call.batch_invariant
     if tokens is not None:  # a scan always computes the gradient of an initial state; see forward.py
         stays_whole = tokens >= T and call.state_dtype is None
-        return whole if stays_whole else replace(whole, leaving=forward.states_of_segments(call, gpu, tokens, tokens))
+        return whole if stays_whole else _cut(whole, call, gpu, tokens, tokens)
 
     def plan(length: int) -> BackwardPlan:
-        if length >= T:
-            return whole
-        return replace(whole, leaving=forward.states_of_segments(call, gpu, length, uncut_length(length)))
+        return whole if length >= T else _cut(whole, call, gpu, length, uncut_length(length))
 
-    blocks = blocks_of(call, gpu, whole.gradients, whole.parameters)
-    length = segment_length(call, gpu, *blocks, plan, backward_prices)
+    length = segment_length(call, gpu, *blocks_of(call, gpu, whole.gradients), plan, backward_prices)
     return plan(min(length, CHUNK) if gpu.architecture is Architecture.INTERPRETED else length)
 
 

@@ -199,7 +199,7 @@ class GradientKernel(Kernel):
     """A kernel that computes the gradients of sequences or segments.
 
     Attributes:
-        parameters: takes a call and a GPU; returns the launch parameters.
+        parameters: takes a call, a GPU, and the number of sequences or segments; returns the launch parameters.
         heads_apart: whether each query head of a group is computed separately. A further launch then sums the partial
             gradients of the group.
         adds_pairs: whether a further launch adds the terms of pairs of tokens in chunks that are not mild.
@@ -213,7 +213,7 @@ class GradientKernel(Kernel):
             leave chunks.
     """
 
-    parameters: Callable[[OpCall, Gpu], GradientParameters]
+    parameters: Callable[[OpCall, Gpu, int], GradientParameters]
     heads_apart: bool
     adds_pairs: bool
     partials: Callable[[OpCall, GradientParameters], tuple[int, int]]

@@ -219,7 +219,7 @@ def _load_backward() -> LaunchFunction:
     return launch_gradients
 
 
-def _backward(call: OpCall, gpu: Gpu) -> GradientParameters:
+def _backward(call: OpCall, gpu: Gpu, segments: int) -> GradientParameters:
     widest, warps = (128, 8) if call.dtype == torch.bfloat16 else (64, 4)
     least = 16 if gpu.architecture is Architecture.INTERPRETED else LEAST_BLOCK
     BK, BV = (min(widest, power_of_two(call.dims[name], least)) for name in ("K", "V"))
@@ -238,7 +238,7 @@ def _chunks_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
     return "is tested by itself where kernels are interpreted" if gpu.architecture is Architecture.INTERPRETED else None
 
 
-def _backward_chunks(call: OpCall, gpu: Gpu) -> GradientParameters:
+def _backward_chunks(call: OpCall, gpu: Gpu, segments: int) -> GradientParameters:
     precision = _precision(call)
     narrow = precision == "bf16x6"
     if gpu.architecture is Architecture.SM120:

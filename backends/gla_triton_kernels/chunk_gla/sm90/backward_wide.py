@@ -8,8 +8,9 @@ values that backward.py defines. Then, in a mild chunk,
     dv = A^T do + kg P           w = q * dq - k * dk
     dg_u = exp(r) (sum over V of S * P) + sum over t of (qg * exp(r) (do S^T))_t - sum over t < u of w_t
 
-In any other chunk, A and dA count as 0. The factors exp(b - r), exp(r - b) and exp(r) become exp(b), exp(b_C - b) and
-1, and the factor of S * P becomes exp(b_C). pairs.py then adds the terms of pairs of tokens.
+In a part of the keys that is not mild, the factors exp(b - r), exp(r - b) and exp(r) become exp(b), exp(b_C - b) and
+1, and the factor of S * P becomes exp(b_C). In a slice with such a part, A and dA count as 0. The kernel marks all
+parts of this slice, and pairs.py adds the terms of pairs of tokens.
 
 If a head needed several blocks of states, each block would repeat the work on q, k and g, and dq, dk, dg and dv would
 be sums over blocks. Instead, the gradients of states are written to memory once:
@@ -77,11 +78,13 @@ from gla_triton_kernels.chunk_gla.sm90.common_backward import (
     product,
 )
 from gla_triton_kernels.chunk_gla.sm90.half import NO_UNITS
-from gla_triton_kernels.chunk_gla.sm90.state_gradients import KEYS, launch_state_gradients
+from gla_triton_kernels.chunk_gla.sm90.state_gradients import launch_state_gradients
 from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles, state_tiles
 
+SLICE = 2 * WIDTH
+"""The maximum number of keys of a slice."""
 CHUNKS = gl.constexpr(2)  # pipeline stages of q, k and g: slices in shared memory
 V_SLOTS = gl.constexpr(2)  # pipeline stages of v and do
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # few threads share a row, for sums over columns
@@ -104,7 +107,7 @@ def launch_gradients(
     H, V = x.v.shape[2:]
     g, P, marks, found = launch_state_gradients(kernel, x, entering, leaving, segments, scale, normalizer)
     chunks = cut(B, T, CHUNK, CHUNK, x.cu_seqlens, longest_first=False)
-    count, slices = len(P) * Hq, ceil_div(K, KEYS)
+    count, slices = len(P) * Hq, ceil_div(K, SLICE)
     programs, tiles_v = min(count, kernel.programs), max(2, ceil_div(V, WIDTH))
     sums = torch.empty(programs, tiles_v, CHUNK, WIDTH, dtype=torch.float32, device=x.q.device) if slices > 1 else None
     arguments = {
@@ -143,7 +146,7 @@ def launch_gradients(
     }
     options = {"num_warps": kernel.warps, "maxnreg": 128}
     gradients = Launch(_gradient_kernel, (programs, 1, 1), arguments, options)
-    return [*found, *chunks.launches, gradients, *pairs.launch_pairs(x, NO_UNITS, marks, scale, KEYS, normalizer)]
+    return [*found, *chunks.launches, gradients, *pairs.launch_pairs(x, NO_UNITS, marks, scale, WIDTH, normalizer)]
 
 
 @gluon.jit
@@ -281,7 +284,31 @@ def _tile(tiles, i):
 
 
 @gluon.jit
-def _decay(g_desc, tiles, slot, mild, rows, scale, PARTS: gl.constexpr, PACKED: gl.constexpr):
+def _are_mild(marks, keys, flags, slot, PARTS: gl.constexpr):
+    """Returns whether each part of a slice is mild, and stores it for the gradient warps.
+
+    A flag is 0 if the part is not mild, 1 if it is mild but another part is not, and 3 if all are mild. If some part is
+    not mild, all are marked.
+
+    Args:
+        marks: a pointer to the marks of the slice.
+        keys: number of keys from the start of the slice to the end of the head.
+    """
+    mild = ()
+    for p in gl.static_range(PARTS):
+        mild += (gl.load(marks + p, p * D < keys, 0) == 0,)
+    together = mild[0]
+    if PARTS > 1:
+        together = together & mild[1]
+    for p in gl.static_range(PARTS):
+        gl.store(marks + p, 1, (p * D < keys) & (together == 0))
+        flag = gl.where(mild[p], gl.where(together, 3, 1), 0)
+        flags.index(PARTS * slot + p).store(gl.full([1], flag, gl.int32, gl.SliceLayout(1, RUNS)))
+    return mild
+
+
+@gluon.jit
+def _decay(g_desc, tiles, slot, are_mild, rows, scale, PARTS: gl.constexpr, PACKED: gl.constexpr):
     """Replaces q, k by qg, kg, and the gates by the exponents of queries, and stores b_C / 2 [D] of each part.
 
     Loops over parts run at run time, here and below, to keep the code small: the instructions are fetched again for
@@ -295,6 +322,7 @@ def _decay(g_desc, tiles, slot, mild, rows, scale, PARTS: gl.constexpr, PACKED: 
             clear_rows(q_tile, rows, RUNS)
             clear_rows(k_tile, rows, RUNS)
         if g_desc is not None:
+            mild = are_mild[0] if PARTS == 1 else gl.where(p == 0, are_mild[0], are_mild[1])
             g = gates(gate_tile(g_desc, x_tiles, own), rows, None, PACKED)  # [C, D]
             x, end = exponents(g, mild, 0.0)  # [C, D], [D]
             _tile(x_tiles, own).store(x)
@@ -350,7 +378,7 @@ def _gate_warps(
     """Replaces q, k by qg, kg in each slice, and writes dg of the previous slice."""
     g_desc, tiles, barriers, marks, dg_ptr, logits, work, sizes, scale = given
     qk_full, qk_empty, gated, w_full = barriers
-    _, Hq, _, count, order, first, _ = work
+    _, Hq, K, count, order, first, _ = work
     PACKED: gl.constexpr = order is not None
     mild_flags = tiles[6]
     i, n, key = 0, _filled(first, work), 0
@@ -359,13 +387,12 @@ def _gate_warps(
         slot = i % CHUNKS
         if n < count:
             row, _b, h, _t, rows = _place(n, work)
-            mild = True
+            are_mild = ()
             if g_desc is not None:
-                at = (row * Hq + h).to(gl.int64) * SLICES + key // (2 * D)
-                mild = gl.load(marks + at) == 0
-                mild_flags.index(slot).store(gl.full([1], mild, gl.int32, gl.SliceLayout(1, RUNS)))
+                at = (row * Hq + h).to(gl.int64) * gl.cdiv(K, D) + key // D
+                are_mild = _are_mild(marks + at, K - key, mild_flags, slot, PARTS)
             mbarrier.wait(qk_full.index(slot), i // CHUNKS & 1)
-            _decay(g_desc, tiles, slot, mild, rows, scale, PARTS, PACKED)
+            _decay(g_desc, tiles, slot, are_mild, rows, scale, PARTS, PACKED)
             fence_async_shared()  # qg and kg have been stored from registers; wgmma reads them
             mbarrier.arrive(gated.index(slot), count=1)
         if last_n >= 0:
@@ -438,8 +465,9 @@ def _gradient_warps(
             last = key + 2 * D >= K
         beyond = 0  # C would mask every score
         if HAS_GATE:
-            mild = gl.max(flags.index(slot).load(gl.SliceLayout(1, LAYOUT)), 0) != 0
-            beyond = gl.where(mild, 0, C)
+            flag = gl.max(flags.index(own).load(gl.SliceLayout(1, LAYOUT)), 0)  # see `_are_mild`
+            mild = flag != 0
+            beyond = gl.where(flag == 3, 0, C)
         if part == 1:
             aT = none  # [C, C], A^T
             for p in gl.static_range(PARTS):
@@ -584,7 +612,7 @@ def _gradient_kernel(
     dv_ptr,  # [B, T, Hq, V]
     dg_ptr,  # [B, T, Hq, K] or None
     g_ptr,  # logits, [B, T, H, K], if NORMALIZER is given, else None
-    marks,  # [n, Hq, SLICES], 1 where a chunk is not mild; None if g is None
+    marks,  # [n, Hq, blocks of D keys], 1 if these keys of a chunk are not mild; None if g is None
     sums,  # [programs, tiles_v, C, D] float32, or None if there is one slice
     order,  # [n, 5], the chunks as segments, or None for a batch
     scale,
@@ -623,7 +651,7 @@ def _gradient_kernel(
         w_tiles = gl.allocate_shared_memory(gl.float32, [CHUNKS * 2, 1, 1, C, D], exponents)
     r_tiles = gl.allocate_shared_memory(gl.float32, [CHUNKS * PARTS, D], row_layout)  # b_C / 2
     anchors = gl.allocate_shared_memory(gl.float32, [CHUNKS * PARTS, D], row_layout)  # dg at the chunk's start
-    mild_flags = gl.allocate_shared_memory(gl.int32, [CHUNKS, 1], row_layout)
+    mild_flags = gl.allocate_shared_memory(gl.int32, [CHUNKS * PARTS, 1], row_layout)  # see `_are_mild`
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     qk_full = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], bars)  # q, k and g have been loaded
     qk_empty = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], bars)  # dq, dk, dg have left the tiles of q, k, g

@@ -58,8 +58,8 @@ GRADIENT_START, GRADIENT_STEP, GRADIENT_TILE = 5e-6, 2.3e-6, 1.48e-6
 These times and those of state_gradients.py and backward_wide.py were fitted to times on an H100."""
 HEAD_GRADIENT_START, HEAD_GRADIENT_STEP, HEAD_GRADIENT_TILE = 10e-6, 2.6e-6, 0.85e-6
 """The same for backward_head.py."""
-STATE_GRADIENTS = 1.6e-6
-"""Seconds of state_gradients.py for 64 tokens."""
+STATE_GRADIENT_STEP, STATE_GRADIENT_TILE = 0.54e-6, 0.15e-6
+"""Seconds of state_gradients.py for 64 tokens: a constant, and a time for each 64 values of a block."""
 WIDE_CHUNK, WIDE_TILE, WIDE_SLICE = 3.2e-6, 1.7e-6, 5.8e-6
 """Seconds of backward_wide.py for a chunk: a constant, a time for each tile of 64 keys and values, and a time for each
 slice of 128 keys of wider heads."""
@@ -340,10 +340,17 @@ def _has_several_blocks(call: OpCall) -> bool:
     return call.dims["K"] > 128 or call.dims["V"] > 128
 
 
-def _gradient_parameters(call: OpCall, gpu: Gpu) -> GradientParameters:
+def _gradient_parameters(call: OpCall, gpu: Gpu, segments: int) -> GradientParameters:
     several = _has_several_blocks(call)
     BK, BV = (128 if several or call.dims[name] > 64 else 64 for name in ("K", "V"))
     return GradientParameters(BK=BK, BV=BV, warps=4, programs=gpu.multiprocessors)
+
+
+def _wide_parameters(call: OpCall, gpu: Gpu, segments: int) -> GradientParameters:
+    """Returns the launch parameters of backward_wide.py and state_gradients.py."""
+    Hq, K, V = (call.dims[name] for name in ("Hq", "K", "V"))
+    all_fit = segments * Hq * ceil_div(K, 64) * ceil_div(V, 64) <= gpu.multiprocessors
+    return GradientParameters(BK=64, BV=64 if all_fit else 128, warps=4, programs=gpu.multiprocessors)
 
 
 def _backward_seconds(call: OpCall, x: GradientParameters, through: Cut, size: float, c: Constants) -> list[float]:
@@ -377,7 +384,8 @@ def _backward_wide_seconds(call: OpCall, x: GradientParameters, through: Cut, si
     K, V = call.dims["K"], call.dims["V"]
     heads = call.dims["Hq"] // max(call.dims["H"], 1)  # query heads of a group; k and v have equally many heads here
     P = heads * checkpoint_bytes(call, CHUNK)
-    block = BlockTime(CHUNK, x.BV, START, STATE_GRADIENTS, keys=x.BK)
+    step = STATE_GRADIENT_STEP + STATE_GRADIENT_TILE * x.BV / 64
+    block = BlockTime(CHUNK, x.BV, START, step, keys=x.BK)
     states = kernel_seconds(call, block, through, moved_bytes(call) / 2 + P, c)
     slices, tiles = ceil_div(K, 128), min(2, ceil_div(K, 64)) * ceil_div(V, 64)
     step = slices * (WIDE_CHUNK + WIDE_TILE * tiles + (WIDE_SLICE if slices > 1 else 0))
@@ -410,7 +418,7 @@ BACKWARD_WIDE = GradientKernel(
     name="sm90.backward_wide",
     load=_load_backward_wide,
     refusal=_backward_wide_refusal,
-    parameters=_gradient_parameters,
+    parameters=_wide_parameters,
     heads_apart=True,
     adds_pairs=True,
     partials=lambda call, x: (1, 1),  # a block has all keys and values
