@@ -189,7 +189,6 @@ def _state_warps(given, HAS_GATE: gl.constexpr, G: gl.constexpr, STAGES: gl.cons
     h, n, key, value, row, length = place
     Hq, K, V = sizes
     BV: gl.constexpr = do_tiles.type.shape[4]
-    P_TILES: gl.constexpr = p_tiles.type.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
     line: gl.constexpr = gl.SliceLayout(1, layout)
     keys = key + gl.arange(0, D, line)[:, None]  # [D, 1]
@@ -207,9 +206,9 @@ def _state_warps(given, HAS_GATE: gl.constexpr, G: gl.constexpr, STAGES: gl.cons
         phase = i // STAGES & 1
         q_tile = q_tiles.index(slot).reshape([C, D])
         do_tile = do_tiles.index(slot).reshape([C, BV])
-        p_block = p_tiles.index(i % P_TILES)
+        p_block = p_tiles.index(i & 1)
         p_tile = p_block.reshape([D, BV])
-        tma.store_wait(P_TILES - 1)  # P of an earlier chunk has left this tile
+        tma.store_wait(1)  # P of the chunk before the previous one has left this tile
         mbarrier.wait(full.index(slot), phase)
         mbarrier.wait(gated.index(slot), phase)
         if HAS_GATE:
@@ -271,7 +270,7 @@ def _state_kernel(
     row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, D], q_desc.layout)
     do_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BV], do_desc.layout)
-    p_tiles = gl.allocate_shared_memory(dtype, [128 // BV, 1, 1, D, BV], p_desc.layout)  # used in turns
+    p_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, D, BV], p_desc.layout)  # used in turns
     g_tiles = (
         q_tiles if g_desc is None else gl.allocate_shared_memory(g_desc.dtype, [STAGES, 1, 1, C, D], g_desc.layout)
     )
