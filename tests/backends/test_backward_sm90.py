@@ -27,10 +27,12 @@ SIZES = [(128, 128), (64, 64), (64, 128), (128, 64), (104, 72), (64, 200), (128,
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_sm90")]
 
 
-def case(dstate=True, **sizes):
-    """Returns inputs, and the gradients of o and of the final state."""
+def case(dstate=True, mild=None, **sizes):
+    """Returns inputs, and the gradients of o and of the final state. Gates of the keys `mild` are divided by 1,000."""
     sizes = {"B": 2, "T": 300, "H": 3, "K": 128, "V": 128, "gate_dtype": torch.float32, "initial_state": True, **sizes}
     x = gla_inputs(**{"dtype": BFLOAT16, **sizes}, device="cuda")
+    if mild is not None:
+        x.g[..., mild] /= 1000
     N = len(x.q) if x.cu_seqlens is None else len(x.cu_seqlens) - 1
     do = torch.randn(*x.q.shape[:3], x.v.shape[3], dtype=x.q.dtype, device="cuda")
     return x, do, torch.randn(N, *x.k.shape[2:], x.v.shape[3], device="cuda") if dstate else None
@@ -82,6 +84,13 @@ def check(**sizes):
 @pytest.mark.parametrize(("K", "V"), SIZES)
 def test_widths(gates, K, V):
     check(gates=gates, K=K, V=V)
+
+
+@pytest.mark.parametrize("H", [2, 24])  # blocks of 64 and of 128 values in state_gradients.py
+@pytest.mark.parametrize("mild", [slice(64), slice(64, 128)], ids=str)
+@pytest.mark.parametrize("lengths", [None, LENGTHS])
+def test_a_part_of_the_keys_is_mild(lengths, mild, H):
+    check(gates="extreme", mild=mild, lengths=lengths, H=H, K=200, V=256, **({} if lengths is None else {"B": 1}))
 
 
 @pytest.mark.usefixtures("tf32_allowed")

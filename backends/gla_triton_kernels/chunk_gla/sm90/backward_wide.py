@@ -9,8 +9,8 @@ values that backward.py defines. Then, in a mild chunk,
     dg_u = exp(r) (sum over V of S * P) + sum over t of (qg * exp(r) (do S^T))_t - sum over t < u of w_t
 
 In a part of the keys that is not mild, the factors exp(b - r), exp(r - b) and exp(r) become exp(b), exp(b_C - b) and
-1, and the factor of S * P becomes exp(b_C). In a slice with such a part, A and dA count as 0. The kernel marks all
-parts of this slice, and pairs.py adds the terms of pairs of tokens.
+1, and the factor of S * P becomes exp(b_C). In a slice with such a part, A and dA count as 0. pairs.py then adds the
+terms of pairs of tokens.
 
 If a head needed several blocks of states, each block would repeat the work on q, k and g, and dq, dk, dg and dv would
 be sums over blocks. Instead, the gradients of states are written to memory once:
@@ -146,7 +146,8 @@ def launch_gradients(
     }
     options = {"num_warps": kernel.warps, "maxnreg": 128}
     gradients = Launch(_gradient_kernel, (programs, 1, 1), arguments, options)
-    return [*found, *chunks.launches, gradients, *pairs.launch_pairs(x, NO_UNITS, marks, scale, WIDTH, normalizer)]
+    added = pairs.launch_pairs(x, NO_UNITS, marks, scale, WIDTH, normalizer, together=SLICE // WIDTH)
+    return [*found, *chunks.launches, gradients, *added]
 
 
 @gluon.jit
@@ -287,8 +288,7 @@ def _tile(tiles, i):
 def _are_mild(marks, keys, flags, slot, PARTS: gl.constexpr):
     """Returns whether each part of a slice is mild, and stores it for the gradient warps.
 
-    A flag is 0 if the part is not mild, 1 if it is mild but another part is not, and 3 if all are mild. If some part is
-    not mild, all are marked.
+    A flag is 0 if the part is not mild, 1 if it is mild but another part is not, and 3 if all are mild.
 
     Args:
         marks: a pointer to the marks of the slice.
@@ -301,7 +301,6 @@ def _are_mild(marks, keys, flags, slot, PARTS: gl.constexpr):
     if PARTS > 1:
         together = together & mild[1]
     for p in gl.static_range(PARTS):
-        gl.store(marks + p, 1, (p * D < keys) & (together == 0))
         flag = gl.where(mild[p], gl.where(together, 3, 1), 0)
         flags.index(PARTS * slot + p).store(gl.full([1], flag, gl.int32, gl.SliceLayout(1, RUNS)))
     return mild

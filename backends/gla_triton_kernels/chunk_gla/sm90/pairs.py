@@ -106,6 +106,7 @@ def launch_pairs(
     scale: float,
     keys: int,
     normalizer: int | None = None,
+    together: int = 1,
 ) -> list[Launch]:
     """Returns the launch that completes the gradients of marked chunks.
 
@@ -119,6 +120,7 @@ def launch_pairs(
         scale: factor of the scores.
         keys: number of keys that share a mark, 64 or 128.
         normalizer: see `launch_outputs` of general/forward.py.
+        together: number of adjacent marks of a chunk and head that count as one: if one is set, all are.
     """
     if marks is None or x.g is None:
         return []
@@ -155,6 +157,7 @@ def launch_pairs(
         "V": V,
         "G": Hq // H,
         "KEYS": keys,
+        "TOGETHER": together,
         "NORMALIZER": normalizer,
         "MARKS": MARKS,
         "FAR_ROWS": CHUNK * max(*strides_t, Hq * K, Hq * V) >= 2**31,
@@ -206,6 +209,7 @@ def _pairs_kernel(
     V: gl.constexpr,
     G: gl.constexpr,
     KEYS: gl.constexpr,
+    TOGETHER: gl.constexpr,  # adjacent marks that count as one
     NORMALIZER: gl.constexpr,
     MARKS: gl.constexpr,
     FAR_ROWS: gl.constexpr,  # whether offsets within a chunk exceed int32
@@ -256,7 +260,11 @@ def _pairs_kernel(
         for k0 in range(0, K, D):
             inside = rows
             if blocks_k > 1:  # a block of keys without a mark is neither read nor written
-                mark = gl.load(marks_ptr + ih.to(gl.int64) * blocks_k + k0 // KEYS)
+                first = k0 // (KEYS * TOGETHER) * TOGETHER
+                mark = gl.load(marks_ptr + ih.to(gl.int64) * blocks_k + first)
+                for more in gl.static_range(1, TOGETHER):
+                    at_mark = marks_ptr + ih.to(gl.int64) * blocks_k + first + more
+                    mark |= gl.load(at_mark, first + more < blocks_k, 0)
                 inside = gl.where(mark == 0, 0, rows)
             if k0 + D >= K:
                 for p in range(0, V, D):
