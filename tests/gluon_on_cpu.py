@@ -4,9 +4,9 @@ Each kind of warps is a thread, barriers in shared memory are real, and shared m
 operations are carried out as late as the hardware may: a matrix product or a copy to memory reads its tiles when it is
 waited for. A product also compares its tiles with what they held when it was issued, so both a read that comes too
 early and a write that comes too early fail. A load to registers counts as under way until its warps store something or
-order it by a fence, and a copy over its tile fails before. A thread may read a tile that TMA has filled only if it
-knows that the copy has ended: from the barrier of the copy, or from another barrier, where a thread that knew it has
-arrived. Layouts and registers have no meaning here, and sums are rounded as PyTorch rounds them.
+order it by a fence, and a copy over its tile fails before. A thread may read a tile only if it knows that the tile has
+been written: from the barrier of the copy, or from a barrier at which the writer, or a thread that knew, has arrived.
+Layouts and registers have no meaning here, and sums are rounded as PyTorch rounds them.
 
     kernels = load("forward_head")     # a copy of chunk_gla/sm90/forward_head.py, and of what it imports from there
     run(kernels.launch_outputs(plan, x, segments, scale, every))
@@ -159,12 +159,14 @@ class Tile:
         return Tile(self.memory.view(-1).view(torch.uint8)[:size].view(dtype).view(shape))
 
     def load(self, _: Any = None) -> torch.Tensor:
-        _check_copies(self.memory)
+        _check_writes(self.memory)
         _loads.setdefault(threading.get_ident(), []).append(_addresses(self.memory))
         return _value(self.memory.clone())
 
     def store(self, x: Any) -> None:
         _loads_are_done()
+        me = threading.get_ident()
+        _record_write(self.memory, me, _known().setdefault(me, 1))
         self.memory.copy_(x)
 
 
@@ -186,6 +188,11 @@ def _overwritten(memory: torch.Tensor) -> bool:
     return any(x.start < own.stop and own.start < x.stop for loads in list(_loads.values()) for x in list(loads))
 
 
+Knowledge = dict["Barrier | int", int]
+"""What a thread knows: how many phases of each barrier have ended, and up to which time it knows the stores of each
+thread. The time of a thread is 1 plus the number of its arrivals at barriers."""
+
+
 class Barrier:
     """A barrier in shared memory. A phase ends when all arrivals and all expected bytes are there.
 
@@ -195,7 +202,7 @@ class Barrier:
 
     def __init__(self) -> None:
         self.phase, self.count, self.pending, self.bytes = 0, 0, 0, 0
-        self.told: list[dict[Barrier, int]] = [{}]
+        self.told: list[Knowledge] = [{}]
 
     def index(self, i: Any) -> Barrier:
         assert int(i) == 0
@@ -226,27 +233,40 @@ _threads = threading.local()
 _program = threading.local()
 
 
-_copies: dict[int, tuple[range, Barrier, int]] = {}
-"""The copies to shared memory, by their first address: their addresses, and the phase of a barrier that they end."""
+_writes: dict[int, tuple[range, Barrier | int, int]] = {}
+"""The last writes to shared memory, by their first address: their addresses, and what a reader has to know. For a copy, it
+is the number of phases of a barrier; for a store, the time of its thread."""
 
 
-def _known() -> dict[Barrier, int]:
-    """Returns, for each barrier, the number of phases that this thread knows to have ended."""
+def _record_write(memory: torch.Tensor, by: Barrier | int, at: int) -> None:
+    addresses = _addresses(memory)
+    _writes[addresses.start] = (addresses, by, at)
+
+
+def _known() -> Knowledge:
+    """Returns what this thread knows."""
     if not hasattr(_threads, "known"):
         _threads.known = {}
     return _threads.known
 
 
-def _learn(known: dict[Barrier, int], more: dict[Barrier, int]) -> None:
-    for bar, phases in more.items():
-        known[bar] = max(phases, known.get(bar, 0))
+def _learn(known: Knowledge, more: Knowledge) -> None:
+    for one, number in more.items():
+        known[one] = max(number, known.get(one, 0))
 
 
-def _check_copies(memory: torch.Tensor) -> None:
+def _tell(bar: Barrier) -> None:
+    """Adds what this thread knows to the current phase of a barrier. Its later stores are of a later time."""
+    known, me = _known(), threading.get_ident()
+    _learn(bar.told[bar.phase], known)
+    known[me] = known.get(me, 1) + 1
+
+
+def _check_writes(memory: torch.Tensor) -> None:
     own, known = _addresses(memory), _known()
-    for addresses, bar, phase in list(_copies.values()):
+    for addresses, by, at in list(_writes.values()):
         if addresses.start < own.stop and own.start < addresses.stop:
-            assert known.get(bar, 0) > phase, "a tile is read by a thread that does not know that its copy has ended"
+            assert known.get(by, 0) >= at, "a tile is read by a thread that does not know that it has been written"
 
 
 def _wait(bar: Barrier, phase: Any) -> None:
@@ -264,7 +284,7 @@ def _arrive(bar: Barrier, count: int = 1, pred: Any = True) -> None:
     if bool(pred):
         with _changed:
             assert bar.pending >= count, "more arrivals than the barrier counts"
-            _learn(bar.told[bar.phase], _known())
+            _tell(bar)
             bar.pending -= count
             bar.settle()
             _changed.notify_all()
@@ -272,7 +292,7 @@ def _arrive(bar: Barrier, count: int = 1, pred: Any = True) -> None:
 
 def _expect(bar: Barrier, size: int) -> None:
     with _changed:
-        _learn(bar.told[bar.phase], _known())
+        _tell(bar)
         bar.bytes += size
         bar.pending -= 1
         _changed.notify_all()
@@ -314,8 +334,7 @@ def _to_shared(desc: Descriptor, at: list[Any], bar: Barrier, tile: Tile) -> Non
     tile.memory.zero_()
     tile.memory.view(desc.block_type.shape)[of_block] = desc.x[inside]
     with _changed:
-        addresses = _addresses(tile.memory)
-        _copies[addresses.start] = (addresses, bar, bar.phase)
+        _record_write(tile.memory, bar, bar.phase + 1)
         bar.bytes -= desc.block_type.nbytes
         bar.settle()
         _changed.notify_all()
@@ -344,7 +363,7 @@ class Product:
     def __init__(self, a: Any, b: Any, acc: Any) -> None:
         for x in (a, b):
             if isinstance(x, Tile):
-                _check_copies(x.memory)
+                _check_writes(x.memory)
         self.operands = [(x, _held(x).clone()) for x in (a, b)]
         self.acc, self.result = acc, None
 
@@ -384,12 +403,12 @@ def _specialize(partitions: list[tuple[Callable, tuple]], *_: Any) -> None:
                 _failed.append(error)
                 _changed.notify_all()
 
+    _writes.clear()
     threads = [threading.Thread(target=body, args=each) for each in partitions]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    _copies.clear()
     if _failed:
         raise next((e for e in _failed if not isinstance(e, TimeoutError)), _failed[0])
 
@@ -497,10 +516,17 @@ def _exponents(g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (b - 0.5 * b[-1]) * math.log2(math.e), b[-1]
 
 
+def _clear_rows(tile: Tile, rows: Any, _: Any) -> None:
+    """Computes `clear_rows` of common.py. It counts as no write: two warpgroups may clear the same rows, each for itself."""
+    _loads_are_done()
+    tile.memory[max(int(rows), 0) :] = 0
+
+
 def _simplify(module: Any) -> None:
     """Replaces what has no meaning here: constants of Triton by numbers, and inline assembly."""
     simple = {
         "exponents_of_mild_chunk": _exponents,
+        "clear_rows": _clear_rows,
         "as_float32": lambda x: x.float(),
         "_log2": torch.log2,
         "_reciprocal": torch.reciprocal,
@@ -529,7 +555,10 @@ def run(launches: Iterable[Any]) -> None:
             _threads.stores = []
             _loads.clear()
             constants = {name for name, kind in launch.kernel.__annotations__.items() if "constexpr" in str(kind)}
-            launch.kernel(**{name: _argument(x, name in constants) for name, x in launch.arguments.items()})
+            try:
+                launch.kernel(**{name: _argument(x, name in constants) for name, x in launch.arguments.items()})
+            finally:
+                _writes.clear()
 
 
 def _argument(x: Any, constant: bool) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import threading
 
 import pytest
 import torch
@@ -557,6 +558,20 @@ def test_a_copy_over_a_load_without_a_fence_is_found():
     assert not gluon_on_cpu._overwritten(tiles.index(1).memory)
     gluon_on_cpu._loads_are_done()  # as a fence or a store does
     assert not gluon_on_cpu._overwritten(tiles.index(0).memory)
+
+
+def test_a_read_that_may_come_before_the_write_is_found():
+    tile, bar = gluon_on_cpu.Tile(torch.zeros(2, 2)), gluon_on_cpu.Barrier()
+    gluon_on_cpu._init(bar, count=1)
+    writer = threading.Thread(target=lambda: (tile.store(torch.ones(2, 2)), gluon_on_cpu._arrive(bar)))
+    gluon_on_cpu._wait(bar, 1)  # passes at once: this is the wait for phase 1, and phase 0 has not ended
+    writer.start()
+    writer.join()
+    with pytest.raises(AssertionError, match="does not know"):
+        tile.load()
+    gluon_on_cpu._wait(bar, 0)
+    assert tile.load().sum() == 4
+    gluon_on_cpu._writes.clear()
 
 
 def test_a_barrier_that_never_completes_is_found(monkeypatch):

@@ -81,7 +81,7 @@ def plan_cut(call: OpCall, gpu: Gpu, kernels: Sequence[GradientKernel] = KERNELS
 def blocks_of(call: OpCall, gpu: Gpu, kernel: GradientKernel) -> tuple[int, int]:
     """Returns the number of blocks that compute one sequence, and the number of blocks that the GPU runs at once.
 
-    The blocks are as large as they are with many segments.
+    They are the blocks of a call with many segments, which are the largest.
     """
     x = kernel.parameters(call, gpu, gpu.multiprocessors)
     heads = max(call.dims["Hq"], call.dims["Hv"]) if kernel.heads_apart else call.dims["Hv"]
