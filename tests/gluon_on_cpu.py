@@ -234,8 +234,8 @@ _program = threading.local()
 
 
 _writes: dict[int, tuple[range, Barrier | int, int]] = {}
-"""The last writes to shared memory, by their first address: their addresses, and what a reader has to know. For a copy, it
-is the number of phases of a barrier; for a store, the time of its thread."""
+"""The last writes to shared memory, by their first address: their addresses, and what a reader has to know. For a copy,
+it is the number of phases of a barrier; for a store, the time of its thread."""
 
 
 def _record_write(memory: torch.Tensor, by: Barrier | int, at: int) -> None:
@@ -517,7 +517,7 @@ def _exponents(g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _clear_rows(tile: Tile, rows: Any, _: Any) -> None:
-    """Computes `clear_rows` of common.py. It counts as no write: two warpgroups may clear the same rows, each for itself."""
+    """Computes `clear_rows` of common.py. It counts as no write, because two warpgroups may clear the same rows."""
     _loads_are_done()
     tile.memory[max(int(rows), 0) :] = 0
 
