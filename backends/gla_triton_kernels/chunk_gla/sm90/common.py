@@ -28,7 +28,8 @@ The kernels of this folder follow five rules of Hopper:
   for that number of bytes from TMA. `mbarrier.arrive` is one arrival of all warps that run the function, whether they
   are one warp or a warpgroup.
 - The phases of a barrier are numbered 0, 1, 0, 1 and so on. A wait for phase 1 of a new barrier returns at once, so the
-  first wait for an empty pipeline stage, `phase ^ 1`, does not block.
+  first wait for an empty pipeline stage, `phase ^ 1`, does not block. For the same reason, a warpgroup may wait for a
+  phase only if it knows that the phase before has completed: otherwise the wait may return at once.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false

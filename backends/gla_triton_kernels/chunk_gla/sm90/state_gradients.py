@@ -19,7 +19,7 @@ communicate over barriers in shared memory; common.py gives the rules.
     load    one warp: copies q, do and g of the next chunks to shared memory by TMA
     gate    TURNS warpgroups, which take turns: each replaces q by scale q exp(b) in every TURNS-th chunk. They have the
             longest work on a chunk, so several chunks are decayed at once. A slot always belongs to the same warpgroup,
-            because a warpgroup may wait for a phase of a barrier only if it has waited for the phase before.
+            which has therefore waited for the phase before; see the last rule of common.py.
     state   one warpgroup: carries dS, and writes P
 
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
