@@ -189,8 +189,8 @@ def _overwritten(memory: torch.Tensor) -> bool:
 
 
 Knowledge = dict["Barrier | int", int]
-"""What a thread knows: how many phases of each barrier have ended, and up to which time it knows the stores of each
-thread. The time of a thread is 1 plus the number of its arrivals at barriers."""
+"""The knowledge of a thread: how many phases of each barrier have ended, and up to which time it knows the stores of
+each thread. The time of a thread is 1 plus the number of its arrivals at barriers."""
 
 
 class Barrier:
