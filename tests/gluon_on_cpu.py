@@ -4,9 +4,9 @@ Each kind of warps is a thread, barriers in shared memory are real, and shared m
 operations are carried out as late as the hardware may: a matrix product or a copy to memory reads its tiles when it is
 waited for. A product also compares its tiles with what they held when it was issued, so both a read that comes too
 early and a write that comes too early fail. A load to registers counts as under way until its warps store something or
-order it by a fence, and a copy over its tile fails before. A thread may read a tile only if it knows that the tile has
-been written: from the barrier of the copy, or from a barrier at which the writer, or a thread that knew, has arrived.
-Layouts and registers have no meaning here, and sums are rounded as PyTorch rounds them.
+order it by a fence, and a copy over its tile fails before. A read of a tile that has been written fails unless the
+thread knows of the write: from the barrier of the copy, or from a barrier at which the writer, or a thread that knew,
+has arrived. Layouts and registers have no meaning here, and sums are rounded as PyTorch rounds them.
 
     kernels = load("forward_head")     # a copy of chunk_gla/sm90/forward_head.py, and of what it imports from there
     run(kernels.launch_outputs(plan, x, segments, scale, every))
@@ -165,8 +165,7 @@ class Tile:
 
     def store(self, x: Any) -> None:
         _loads_are_done()
-        me = threading.get_ident()
-        _record_write(self.memory, me, _known().setdefault(me, 1))
+        _record_write(self.memory, _me(), _known().setdefault(_me(), 1))
         self.memory.copy_(x)
 
 
@@ -188,7 +187,7 @@ def _overwritten(memory: torch.Tensor) -> bool:
     return any(x.start < own.stop and own.start < x.stop for loads in list(_loads.values()) for x in list(loads))
 
 
-Knowledge = dict["Barrier | int", int]
+Knowledge = dict[object, int]
 """The knowledge of a thread: how many phases of each barrier have ended, and up to which time it knows the stores of
 each thread. The time of a thread is 1 plus the number of its arrivals at barriers."""
 
@@ -233,14 +232,24 @@ _threads = threading.local()
 _program = threading.local()
 
 
-_writes: dict[int, tuple[range, Barrier | int, int]] = {}
-"""The last writes to shared memory, by their first address: their addresses, and what a reader has to know. For a copy,
-it is the number of phases of a barrier; for a store, the time of its thread."""
+_writes: dict[range, tuple[object, int]] = {}
+"""The last writes to shared memory, by their addresses: what a reader has to know. For a copy, it is the number of
+phases of a barrier; for a store, the time of its thread."""
 
 
-def _record_write(memory: torch.Tensor, by: Barrier | int, at: int) -> None:
-    addresses = _addresses(memory)
-    _writes[addresses.start] = (addresses, by, at)
+def _record_write(memory: torch.Tensor, by: object, at: int) -> None:
+    own = _addresses(memory)
+    for other in list(_writes):
+        if own.start <= other.start and other.stop <= own.stop:
+            _writes.pop(other, None)
+    _writes[own] = (by, at)
+
+
+def _me() -> object:
+    """Returns what stands for this thread. The system uses the numbers of threads again."""
+    if not hasattr(_threads, "me"):
+        _threads.me = object()
+    return _threads.me
 
 
 def _known() -> Knowledge:
@@ -257,14 +266,14 @@ def _learn(known: Knowledge, more: Knowledge) -> None:
 
 def _tell(bar: Barrier) -> None:
     """Adds what this thread knows to the current phase of a barrier. Its later stores are of a later time."""
-    known, me = _known(), threading.get_ident()
+    known = _known()
     _learn(bar.told[bar.phase], known)
-    known[me] = known.get(me, 1) + 1
+    known[_me()] = known.get(_me(), 1) + 1
 
 
 def _check_writes(memory: torch.Tensor) -> None:
     own, known = _addresses(memory), _known()
-    for addresses, by, at in list(_writes.values()):
+    for addresses, (by, at) in list(_writes.items()):
         if addresses.start < own.stop and own.start < addresses.stop:
             assert known.get(by, 0) >= at, "a tile is read by a thread that does not know that it has been written"
 
@@ -331,10 +340,10 @@ def _host_descriptor(base: torch.Tensor, shape: Any, strides: Any, block_shape: 
 def _to_shared(desc: Descriptor, at: list[Any], bar: Barrier, tile: Tile) -> None:
     inside, of_block = desc.places(at)
     assert not _overwritten(tile.memory), "TMA overwrites a tile while warps load it: a fence is missing"
+    _record_write(tile.memory, bar, bar.phase + 1)
     tile.memory.zero_()
     tile.memory.view(desc.block_type.shape)[of_block] = desc.x[inside]
     with _changed:
-        _record_write(tile.memory, bar, bar.phase + 1)
         bar.bytes -= desc.block_type.nbytes
         bar.settle()
         _changed.notify_all()
@@ -518,8 +527,10 @@ def _exponents(g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _clear_rows(tile: Tile, rows: Any, _: Any) -> None:
     """Computes `clear_rows` of common.py. It counts as no write, because two warpgroups may clear the same rows."""
-    _loads_are_done()
-    tile.memory[max(int(rows), 0) :] = 0
+    if int(rows) < tile.shape[0]:
+        _check_writes(tile.memory)
+        _loads_are_done()
+        tile.memory[max(int(rows), 0) :] = 0
 
 
 def _simplify(module: Any) -> None:

@@ -567,11 +567,13 @@ def test_a_read_that_may_come_before_the_write_is_found():
     gluon_on_cpu._wait(bar, 1)  # passes at once: this is the wait for phase 1, and phase 0 has not ended
     writer.start()
     writer.join()
-    with pytest.raises(AssertionError, match="does not know"):
-        tile.load()
-    gluon_on_cpu._wait(bar, 0)
-    assert tile.load().sum() == 4
-    gluon_on_cpu._writes.clear()
+    try:
+        with pytest.raises(AssertionError, match="does not know"):
+            tile.load()
+        gluon_on_cpu._wait(bar, 0)
+        assert tile.load().sum() == 4
+    finally:
+        gluon_on_cpu._writes.clear()
 
 
 def test_a_barrier_that_never_completes_is_found(monkeypatch):

@@ -84,6 +84,7 @@ CALLS = {
     "backward, K = 128, V = 256": (backward, "triton_fused", TRAINING | {"V": 256}),
     "backward, K = 128, V = 256, packed": (backward, "triton_fused", SERVING | {"V": 256}),
     "backward, K = 128, V = 256, from logits": (backward, "triton_fused", TRAINING | {"V": 256, "normalizer": 16}),
+    "backward, few wide heads": (backward, "triton_fused", {"B": 2, "T": 8192, "H": 8, "V": 256}),
     "backward, float16": (backward, "triton_fused", TRAINING | FLOAT16),
     "backward, float32": (backward, "triton_fused", TRAINING | FLOAT32),
     "backward, TF32": (backward, "triton_fused", TRAINING | FLOAT32),
@@ -187,14 +188,18 @@ def test_kernels_fit(call, target, monkeypatch, tmp_path):
     "call",
     [
         "backward, K = V = 64",
-        *(pytest.param(x, marks=pytest.mark.thorough) for x in ("backward", "backward, K = 128, V = 256")),
+        *(
+            pytest.param(x, marks=pytest.mark.thorough)
+            for x in ("backward", "backward, K = 128, V = 256", "backward, few wide heads")
+        ),
     ],
 )
 def test_gradients_are_written_eight_bytes_at_a_time(call, monkeypatch):
     """Checks stores: a compiler that does not know that K is a multiple of 16 writes each element of dg by itself."""
     for launch in launches_of(call, TARGETS["H100"], monkeypatch):
         narrow = re.findall(r"st\.global\.b\d+", compiled_by(launch).asm["ptx"])
-        assert len(narrow) <= 2, launch.kernel.fn.__name__  # the marks of the parts of a chunk
+        marks = launch.arguments.get("TURNS", 1)  # each gate warpgroup stores the marks of its chunks
+        assert len(narrow) <= marks, launch.kernel.fn.__name__
 
 
 @pytest.mark.thorough

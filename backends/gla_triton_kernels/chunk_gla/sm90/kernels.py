@@ -347,7 +347,11 @@ def _gradient_parameters(call: OpCall, gpu: Gpu, segments: int) -> GradientParam
 
 
 def _wide_parameters(call: OpCall, gpu: Gpu, segments: int) -> GradientParameters:
-    """Returns the launch parameters of backward_wide.py and state_gradients.py."""
+    """Returns the launch parameters of backward_wide.py and state_gradients.py.
+
+    If all blocks of state_gradients.py with 64 values can run at once, they have 64 values instead of 128, and take
+    less time for a chunk. The bits of results do not depend on it.
+    """
     Hq, K, V = (call.dims[name] for name in ("Hq", "K", "V"))
     all_fit = segments * Hq * ceil_div(K, 64) * ceil_div(V, 64) <= gpu.multiprocessors
     return GradientParameters(BK=64, BV=64 if all_fit else 128, warps=4, programs=gpu.multiprocessors)

@@ -259,7 +259,7 @@ def _pairs_kernel(
         a_tile.store(gl.zeros([C, C], gl.float32, LAYOUT))
         for k0 in range(0, K, D):
             inside = rows
-            if blocks_k > 1:  # a block of keys without a mark is neither read nor written
+            if blocks_k > 1:  # a block of keys that does not count as marked is neither read nor written
                 first = k0 // (KEYS * TOGETHER) * TOGETHER
                 mark = gl.load(marks_ptr + ih.to(gl.int64) * blocks_k + first)
                 for more in gl.static_range(1, TOGETHER):

@@ -5,8 +5,8 @@ sum of the log gates of the chunk through token t, and r = b_C / 2. Then
 
     dS' = exp(b_C) dS + (scale q exp(b))^T do        P = exp(b_C - r) dS, or dS if the chunk is not mild
 
-The kernel goes from the last chunk of a segment to the first, and writes P of each chunk to memory. Each D keys of a
-chunk are mild or not for themselves.
+The kernel goes from the last chunk of a segment to the first, and writes P of each chunk to memory. Whether a chunk is
+mild is decided for each D keys separately.
 
 B batch   T tokens   N sequences   I segments   H key/value heads   Hq query heads   G query heads of a group
 K, V key and value width   C tokens of a chunk   D = 64 keys of a block   BV values of a block, 64 or 128
