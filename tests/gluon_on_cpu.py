@@ -160,16 +160,16 @@ class Tile:
 
     def load(self, _: Any = None) -> torch.Tensor:
         _check_writes(self.memory)
-        _loads.setdefault(threading.get_ident(), []).append(_addresses(self.memory))
+        _loads.setdefault(_thread.name, []).append(_addresses(self.memory))
         return _value(self.memory.clone())
 
     def store(self, x: Any) -> None:
         _loads_are_done()
-        _record_write(self.memory, _me(), _known().setdefault(_me(), 1))
+        _record_write(self.memory, _thread.name, _thread.known[_thread.name])
         self.memory.copy_(x)
 
 
-_loads: dict[int, list[range]] = {}
+_loads: dict[object, list[range]] = {}
 """The addresses of the loads of each thread that are under way."""
 
 
@@ -178,7 +178,7 @@ def _addresses(memory: torch.Tensor) -> range:
 
 
 def _loads_are_done() -> None:
-    _loads[threading.get_ident()] = []
+    _loads[_thread.name] = []
 
 
 def _overwritten(memory: torch.Tensor) -> bool:
@@ -196,7 +196,7 @@ class Barrier:
     """A barrier in shared memory. A phase ends when all arrivals and all expected bytes are there.
 
     Attributes:
-        told: for each phase, what the threads that arrived knew; see `_known`.
+        told: for each phase, what the threads that arrived knew.
     """
 
     def __init__(self) -> None:
@@ -227,11 +227,24 @@ def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
     return Tile(torch.full(shape, float("nan") if dtype.is_floating_point else 12345, dtype=dtype))
 
 
+class _Thread(threading.local):
+    """The state of each thread.
+
+    Attributes:
+        name: an object that stands for the thread. The numbers of threads are used again by later threads.
+        known: what the thread knows.
+        stores: the copies to global memory that have been started and not waited for.
+    """
+
+    def __init__(self) -> None:
+        self.name = object()
+        self.known: Knowledge = {self.name: 1}
+        self.stores: list[Callable[[], None]] = []
+
+
 _changed = threading.Condition()
-_threads = threading.local()
+_thread = _Thread()
 _program = threading.local()
-
-
 _writes: dict[range, tuple[object, int]] = {}
 """The last writes to shared memory, by their addresses: what a reader has to know. For a copy, it is the number of
 phases of a barrier; for a store, the time of its thread."""
@@ -245,20 +258,6 @@ def _record_write(memory: torch.Tensor, by: object, at: int) -> None:
     _writes[own] = (by, at)
 
 
-def _me() -> object:
-    """Returns what stands for this thread. The system uses the numbers of threads again."""
-    if not hasattr(_threads, "me"):
-        _threads.me = object()
-    return _threads.me
-
-
-def _known() -> Knowledge:
-    """Returns what this thread knows."""
-    if not hasattr(_threads, "known"):
-        _threads.known = {}
-    return _threads.known
-
-
 def _learn(known: Knowledge, more: Knowledge) -> None:
     for one, number in more.items():
         known[one] = max(number, known.get(one, 0))
@@ -266,16 +265,17 @@ def _learn(known: Knowledge, more: Knowledge) -> None:
 
 def _tell(bar: Barrier) -> None:
     """Adds what this thread knows to the current phase of a barrier. Its later stores are of a later time."""
-    known = _known()
-    _learn(bar.told[bar.phase], known)
-    known[_me()] = known.get(_me(), 1) + 1
+    _learn(bar.told[bar.phase], _thread.known)
+    _thread.known[_thread.name] += 1
 
 
 def _check_writes(memory: torch.Tensor) -> None:
-    own, known = _addresses(memory), _known()
+    own = _addresses(memory)
     for addresses, (by, at) in list(_writes.items()):
         if addresses.start < own.stop and own.start < addresses.stop:
-            assert known.get(by, 0) >= at, "a tile is read by a thread that does not know that it has been written"
+            assert _thread.known.get(by, 0) >= at, (
+                "a tile is read by a thread that does not know that it has been written"
+            )
 
 
 def _wait(bar: Barrier, phase: Any) -> None:
@@ -283,10 +283,9 @@ def _wait(bar: Barrier, phase: Any) -> None:
         done = _changed.wait_for(lambda: (bar.phase & 1) != int(phase) or _failed, PATIENCE)
         if not done or _failed:
             raise TimeoutError("deadlock: a barrier is waited for and never completes")
-        known = _known()
-        ended = known.get(bar, 0)
+        ended = _thread.known.get(bar, 0)
         if (ended & 1) == int(phase):  # otherwise it is a phase that has ended, and the wait shows nothing new
-            _learn(known, bar.told[ended] | {bar: ended + 1})
+            _learn(_thread.known, bar.told[ended] | {bar: ended + 1})
 
 
 def _arrive(bar: Barrier, count: int = 1, pred: Any = True) -> None:
@@ -355,15 +354,15 @@ def _to_global(desc: Descriptor, at: list[Any], tile: Tile) -> None:
     def copy() -> None:
         desc.x[inside] = tile.memory.reshape(desc.block_type.shape)[of_block]
 
-    _threads.stores = [*getattr(_threads, "stores", []), copy]
+    _thread.stores.append(copy)
 
 
 def _store_wait(pending: int) -> None:
-    stores = getattr(_threads, "stores", [])
+    stores = _thread.stores
     due = stores[: len(stores) - pending] if pending else stores
     for copy in due:
         copy()
-    _threads.stores = stores[len(due) :]
+    _thread.stores = stores[len(due) :]
 
 
 class Product:
@@ -406,7 +405,7 @@ def _specialize(partitions: list[tuple[Callable, tuple]], *_: Any) -> None:
     def body(function: Callable, args: tuple) -> None:
         try:
             function(*args)
-            assert not getattr(_threads, "stores", []), "a copy to memory was not waited for"
+            assert not _thread.stores, "a copy to memory was not waited for"
         except BaseException as error:
             with _changed:
                 _failed.append(error)
@@ -563,7 +562,7 @@ def run(launches: Iterable[Any]) -> None:
         for program in range(launch.grid[0]):
             _program.id, _program.count = program, launch.grid[0]
             _failed.clear()
-            _threads.stores = []
+            _thread.stores = []
             _loads.clear()
             constants = {name for name, kind in launch.kernel.__annotations__.items() if "constexpr" in str(kind)}
             try:
