@@ -349,12 +349,21 @@ def _gradient_parameters(call: OpCall, gpu: Gpu, segments: int) -> GradientParam
 def _wide_parameters(call: OpCall, gpu: Gpu, segments: int) -> GradientParameters:
     """Returns the launch parameters of backward_wide.py and state_gradients.py.
 
-    If all blocks of state_gradients.py with 64 values can run at once, they have 64 values instead of 128, and take
-    less time for a chunk. The bits of results do not depend on it.
+    A block of state_gradients.py has 64, 128 or 192 values. A larger block takes longer for a chunk, but may need fewer
+    waves of blocks. The bits of results do not depend on it.
     """
     Hq, K, V = (call.dims[name] for name in ("Hq", "K", "V"))
-    all_fit = segments * Hq * ceil_div(K, 64) * ceil_div(V, 64) <= gpu.multiprocessors
-    return GradientParameters(BK=64, BV=64 if all_fit else 128, warps=4, programs=gpu.multiprocessors)
+
+    def chunk_seconds(BV: int) -> float:
+        blocks = segments * Hq * ceil_div(K, 64) * ceil_div(V, BV)
+        return ceil_div(blocks, gpu.multiprocessors) * _state_gradient_step(BV)
+
+    return GradientParameters(BK=64, BV=min((64, 128, 192), key=chunk_seconds), warps=4, programs=gpu.multiprocessors)
+
+
+def _state_gradient_step(BV: int) -> float:
+    """Returns the seconds of a block of state_gradients.py for a chunk."""
+    return STATE_GRADIENT_STEP + STATE_GRADIENT_TILE * BV / 64
 
 
 def _backward_seconds(call: OpCall, x: GradientParameters, through: Cut, size: float, c: Constants) -> list[float]:
@@ -388,8 +397,7 @@ def _backward_wide_seconds(call: OpCall, x: GradientParameters, through: Cut, si
     K, V = call.dims["K"], call.dims["V"]
     heads = call.dims["Hq"] // max(call.dims["H"], 1)  # query heads of a group; k and v have equally many heads here
     P = heads * checkpoint_bytes(call, CHUNK)
-    step = STATE_GRADIENT_STEP + STATE_GRADIENT_TILE * x.BV / 64
-    block = BlockTime(CHUNK, x.BV, START, step, keys=x.BK)
+    block = BlockTime(CHUNK, x.BV, START, _state_gradient_step(x.BV), keys=x.BK)
     states = kernel_seconds(call, block, through, moved_bytes(call) / 2 + P, c)
     slices, tiles = ceil_div(K, 128), min(2, ceil_div(K, 64)) * ceil_div(V, 64)
     step = slices * (WIDE_CHUNK + WIDE_TILE * tiles + (WIDE_SLICE if slices > 1 else 0))

@@ -9,11 +9,11 @@ The kernel goes from the last chunk of a segment to the first, and writes P of e
 mild is decided for each D keys separately.
 
 B batch   T tokens   N sequences   I segments   H key/value heads   Hq query heads   G query heads of a group
-K, V key and value width   C tokens of a chunk   D = 64 keys of a block   BV values of a block, 64 or 128
-n rows of states, one for each chunk   TURNS gate warpgroups, 2 or 3
+K, V key and value width   C tokens of a chunk   D = 64 keys of a block, and values of a tile
+TILES tiles of values of a block, 1 to 3   n rows of states, one for each chunk   TURNS gate warpgroups, 2 or 3
 STAGES pipeline stages, a multiple of TURNS   slot   a pipeline stage in shared memory: the tiles of one chunk
 
-The grid has one block per segment, query head, D keys and BV values. The warps of a block are specialised. They
+The grid has one block per segment, query head, D keys and TILES D values. The warps of a block are specialised. They
 communicate over barriers in shared memory; common.py gives the rules.
 
     load    one warp: copies q, do and g of the next chunks to shared memory by TMA
@@ -50,7 +50,16 @@ from gla_triton_kernels.chunk_gla.shared.limits import LOG2E, MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.shared.segments import Segments, lengths_of, state_strides
 from gla_triton_kernels.chunk_gla.sm90 import pairs
 from gla_triton_kernels.chunk_gla.sm90.common import as_float32, clear_rows, in_state, plus
-from gla_triton_kernels.chunk_gla.sm90.common_backward import RUNS, WIDTH, C, D, gates, product, segment_backwards
+from gla_triton_kernels.chunk_gla.sm90.common_backward import (
+    LAYOUT,
+    RUNS,
+    WIDTH,
+    C,
+    D,
+    gates,
+    product,
+    segment_backwards,
+)
 from gla_triton_kernels.chunk_gla.sm90.log_gates import launch_log_gates
 from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
 from gla_triton_kernels.runtime.launch import Launch
@@ -95,12 +104,13 @@ def launch_state_gradients(
         found.append(log_gates)
     marks = pairs.new_marks(x, entering, WIDTH)
     P = torch.empty(entering.numel() // (H * K * V), Hq, K, V, dtype=entering.dtype, device=x.q.device)
-    turns = 3 if kernel.BV == 64 else 2
+    tiles = kernel.BV // WIDTH
+    turns = 3 if tiles == 1 else 2
     arguments = {
         "q_desc": shared_tiles(x.q, CHUNK, WIDTH),
-        "do_desc": shared_tiles(x.do, CHUNK, kernel.BV),
+        "do_desc": shared_tiles(x.do, CHUNK, WIDTH),
         "g_desc": None if g is None else shared_tiles(g, CHUNK, WIDTH),
-        "p_desc": state_tiles(P, WIDTH, kernel.BV),
+        "p_desc": state_tiles(P, WIDTH, WIDTH),
         "marks": marks,
         "leaving": leaving,
         "dinitial": x.dinitial_state,
@@ -112,6 +122,7 @@ def launch_state_gradients(
         "K": K,
         "V": V,
         "G": Hq // H,
+        "TILES": tiles,
         "TURNS": turns,
         "STAGES": 2 * turns,
         "LAST_LEAVE_NONE": x.last_leave_none,
@@ -123,7 +134,7 @@ def launch_state_gradients(
 
 
 @gluon.jit
-def _load_chunks(given, G: gl.constexpr, STAGES: gl.constexpr):
+def _load_chunks(given, TILES: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr):
     """Loads q, do and g of all chunks, the last chunk first, ahead of the other warps."""
     descriptors, tiles, barriers, place = given
     q_desc, do_desc, g_desc = descriptors
@@ -131,7 +142,7 @@ def _load_chunks(given, G: gl.constexpr, STAGES: gl.constexpr):
     full, empty = barriers
     b, h, key, value, start, chunks = place
     GATE_SIZE: gl.constexpr = 0 if g_desc is None else g_desc.block_type.nbytes
-    SIZE: gl.constexpr = q_desc.block_type.nbytes + GATE_SIZE + do_desc.block_type.nbytes
+    SIZE: gl.constexpr = q_desc.block_type.nbytes + GATE_SIZE + TILES * do_desc.block_type.nbytes
     for i in range(chunks):
         slot = i % STAGES
         t = start + (chunks - 1 - i) * C
@@ -141,18 +152,20 @@ def _load_chunks(given, G: gl.constexpr, STAGES: gl.constexpr):
         if g_desc is not None:
             tma.async_copy_global_to_shared(g_desc, [b, h // G, t, key], bar, g_tiles.index(slot))
         tma.async_copy_global_to_shared(q_desc, [b, h, t, key], bar, q_tiles.index(slot))
-        tma.async_copy_global_to_shared(do_desc, [b, h, t, value], bar, do_tiles.index(slot))
+        for j in gl.static_range(TILES):
+            tma.async_copy_global_to_shared(do_desc, [b, h, t, value + j * D], bar, do_tiles.index(TILES * slot + j))
 
 
 @gluon.jit
-def _gate_warps(given, turn: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr):
+def _gate_warps(
+    given, turn: gl.constexpr, TURNS: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr
+):
     """Replaces q by scale q exp(b), and marks chunks that are not mild, in every TURNS-th chunk from `turn` on."""
     tiles, barriers, marks, place, sizes, scale = given
     q_tiles, do_tiles, g_tiles, end_tiles, mild_flags = tiles
     full, gated = barriers
     h, key, value, row, length = place
     Hq, K = sizes
-    BV: gl.constexpr = do_tiles.type.shape[4]
     chunks = gl.cdiv(length, C)
     for i in range(turn, chunks, TURNS):
         c = chunks - 1 - i
@@ -174,13 +187,14 @@ def _gate_warps(given, turn: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.const
         q_tile.store((as_float32(q_tile.load(RUNS)) * factor).to(gl.bfloat16))
         if PACKED:
             clear_rows(q_tile, rows, RUNS)
-            clear_rows(do_tiles.index(slot).reshape([C, BV]), rows, RUNS)
+            for j in gl.static_range(TILES):
+                clear_rows(do_tiles.index(TILES * slot + j).reshape([C, D]), rows, RUNS)
         fence_async_shared()  # q has been stored from registers; wgmma reads it
         mbarrier.arrive(gated.index(slot), count=1)
 
 
 @gluon.jit
-def _state_warps(given, HAS_GATE: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr):
+def _state_warps(given, HAS_GATE: gl.constexpr, TILES: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr):
     """Carries dS backwards through the segment, and writes P of each chunk."""
     tiles, barriers, p_desc, states, place, sizes = given
     q_tiles, do_tiles, p_tiles, end_tiles, mild_flags = tiles
@@ -188,52 +202,60 @@ def _state_warps(given, HAS_GATE: gl.constexpr, G: gl.constexpr, STAGES: gl.cons
     leaving, held, state_n, state_h, state_k, state_v, dinitial = states
     h, n, key, value, row, length = place
     Hq, K, V = sizes
-    BV: gl.constexpr = do_tiles.type.shape[4]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
-    line: gl.constexpr = gl.SliceLayout(1, layout)
+    P_SLOTS: gl.constexpr = p_tiles.shape[0] // TILES
+    line: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     keys = key + gl.arange(0, D, line)[:, None]  # [D, 1]
-    values = value + gl.arange(0, BV, gl.SliceLayout(0, layout))[None, :]  # [1, BV]
-    inside = (keys < K) & (values < V)  # [D, BV]
-    if leaving is not None:
-        head = leaving + n.to(gl.int64) * state_n + (h // G).to(gl.int64) * state_h
-        taken = inside & (keys < held) & (h % G == 0)  # only one query head of a group adds the gradient
-        dS = gl.load(head + in_state(keys, values, state_k, state_v), taken, 0.0)  # [D, BV]
-    else:
-        dS = gl.zeros([D, BV], gl.float32, layout)
+    values = value + gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
+    dS = ()  # [D, D] each
+    for j in gl.static_range(TILES):
+        if leaving is not None:
+            head = leaving + n.to(gl.int64) * state_n + (h // G).to(gl.int64) * state_h
+            # Only one query head of a group adds the gradient.
+            taken = (keys < held) & (values + j * D < V) & (h % G == 0)
+            dS += (gl.load(head + in_state(keys, values + j * D, state_k, state_v), taken, 0.0),)
+        else:
+            dS += (gl.zeros([D, D], gl.float32, LAYOUT),)
     chunks = gl.cdiv(length, C)
     for i in range(chunks):
         slot = i % STAGES
         phase = i // STAGES & 1
         q_tile = q_tiles.index(slot).reshape([C, D])
-        do_tile = do_tiles.index(slot).reshape([C, BV])
-        p_block = p_tiles.index(i & 1)
-        p_tile = p_block.reshape([D, BV])
-        tma.store_wait(1)  # P of the chunk before the previous one has left this tile
+        p_first = i % P_SLOTS * TILES  # the number of the first tile of P
+        tma.store_wait((P_SLOTS - 1) * TILES)  # an earlier P has left these tiles
         mbarrier.wait(full.index(slot), phase)
         mbarrier.wait(gated.index(slot), phase)
         if HAS_GATE:
             mild = gl.max(mild_flags.index(slot).load(line), 0) != 0
             end = end_tiles.index(slot).load(line)[:, None]  # b_C [D, 1]
-            started = product(q_tile.permute([1, 0]), do_tile, dS * gl.exp2(end))  # [D, BV]
-            p_tile.store((dS * gl.exp2(gl.where(mild, 0.5 * end, 0.0))).to(gl.bfloat16))
-        else:
-            started = product(q_tile.permute([1, 0]), do_tile, dS)
-            p_tile.store(dS.to(gl.bfloat16))
+            decay = gl.exp2(end)
+            of_P = gl.exp2(gl.where(mild, 0.5 * end, 0.0))
+        started = ()
+        for j in gl.static_range(TILES):
+            do_tile = do_tiles.index(TILES * slot + j).reshape([C, D])
+            started += (product(q_tile.permute([1, 0]), do_tile, dS[j] * decay if HAS_GATE else dS[j]),)
+        for j in gl.static_range(TILES):
+            p_tiles.index(p_first + j).reshape([D, D]).store((dS[j] * of_P if HAS_GATE else dS[j]).to(gl.bfloat16))
         fence_async_shared()  # P has been stored from registers; TMA reads it
-        tma.async_copy_shared_to_global(p_desc, [row + chunks - 1 - i, h, key, value], p_block)
-        dS = warpgroup_mma_wait(0, [started])
+        for j in gl.static_range(TILES):
+            at = [row + chunks - 1 - i, h, key, value + j * D]
+            tma.async_copy_shared_to_global(p_desc, at, p_tiles.index(p_first + j))
+        dS = warpgroup_mma_wait(0, started)
+        if TILES == 1:  # `warpgroup_mma_wait` returns a tuple of one element as the element
+            dS = (dS,)
         mbarrier.arrive(empty.index(slot), count=1)
     if dinitial is not None:
-        gl.store(dinitial + ((n * Hq + h).to(gl.int64) * K + keys) * V + values, dS, inside)
+        for j in gl.static_range(TILES):
+            inside = (keys < K) & (values + j * D < V)
+            gl.store(dinitial + ((n * Hq + h).to(gl.int64) * K + keys) * V + values + j * D, dS[j], inside)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "Hq", "K"])
 def _state_kernel(
     q_desc,  # [B, Hq, T, K], tiles [C, D]
-    do_desc,  # [B, Hq, T, V], tiles [C, BV]
+    do_desc,  # [B, Hq, T, V], tiles [C, D]
     g_desc,  # [B, H, T, K], tiles [C, D], or None
-    p_desc,  # P, [n, Hq, K, V], tiles [D, BV]
+    p_desc,  # P, [n, Hq, K, V], tiles [D, D]
     marks,  # [n, Hq, blocks of D], 1 if these keys of a chunk are not mild; None if g is None
     leaving,  # gradients of leaving states, [I, H, K, V] or None
     dinitial,  # gradients of initial states, [N, Hq, K, V] or None
@@ -250,17 +272,17 @@ def _state_kernel(
     K,
     V,
     G: gl.constexpr,
+    TILES: gl.constexpr,
     TURNS: gl.constexpr,
     STAGES: gl.constexpr,
     LAST_LEAVE_NONE: gl.constexpr,
 ):
-    """Computes dS and P of D keys and BV values of one query head of one segment."""
+    """Computes dS and P of D keys and TILES D values of one query head of one segment."""
     PACKED: gl.constexpr = order is not None
-    BV: gl.constexpr = do_desc.block_type.shape[3]
-    blocks_v = gl.cdiv(V, BV)
+    blocks_v = gl.cdiv(V, TILES * D)
     blocks_k = gl.cdiv(K, D)
     pid = gl.program_id(0)  # neighbouring blocks read the same q and g
-    value = pid % blocks_v * BV
+    value = pid % blocks_v * (TILES * D)
     key = pid // blocks_v % blocks_k * D
     h = pid // (blocks_v * blocks_k) % Hq
     i = pid // (blocks_v * blocks_k * Hq)
@@ -269,8 +291,9 @@ def _state_kernel(
     dtype: gl.constexpr = gl.bfloat16
     row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, D], q_desc.layout)
-    do_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BV], do_desc.layout)
-    p_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, D, BV], p_desc.layout)  # used in turns
+    do_tiles = gl.allocate_shared_memory(dtype, [TILES * STAGES, 1, 1, C, D], do_desc.layout)
+    P_SLOTS: gl.constexpr = 1 if TILES == 3 else 2  # used in turns
+    p_tiles = gl.allocate_shared_memory(dtype, [TILES * P_SLOTS, 1, 1, D, D], p_desc.layout)
     g_tiles = (
         q_tiles if g_desc is None else gl.allocate_shared_memory(g_desc.dtype, [STAGES, 1, 1, C, D], g_desc.layout)
     )
@@ -296,25 +319,26 @@ def _state_kernel(
     gate = (gate_tiles, (full, gated), marks, (h, key, value, row, length), (Hq, K), scale)
     load = (descriptors, (q_tiles, do_tiles, g_tiles), (full, empty), (b, h, key, value, start, gl.cdiv(length, C)))
     state = (tiles, barriers, p_desc, states, place, sizes)
+    STATE: gl.constexpr = 200 if TILES == 3 else 168  # registers of a thread of the state warps
     if TURNS == 2:
         gl.warp_specialize(
             [
-                (_gate_warps, (gate, 0, TURNS, STAGES, PACKED)),
-                (_gate_warps, (gate, 1, TURNS, STAGES, PACKED)),
-                (_state_warps, (state, HAS_GATE, G, STAGES)),
-                (_load_chunks, (load, G, STAGES)),
+                (_gate_warps, (gate, 0, TURNS, TILES, STAGES, PACKED)),
+                (_gate_warps, (gate, 1, TURNS, TILES, STAGES, PACKED)),
+                (_state_warps, (state, HAS_GATE, TILES, G, STAGES)),
+                (_load_chunks, (load, TILES, G, STAGES)),
             ],
             [4, 4, 1],
-            [152, 168, 24],
+            [320 - STATE, STATE, 24],
         )
     else:
         gl.warp_specialize(
             [
-                (_gate_warps, (gate, 0, TURNS, STAGES, PACKED)),
-                (_gate_warps, (gate, 1, TURNS, STAGES, PACKED)),
-                (_gate_warps, (gate, 2, TURNS, STAGES, PACKED)),
-                (_state_warps, (state, HAS_GATE, G, STAGES)),
-                (_load_chunks, (load, G, STAGES)),
+                (_gate_warps, (gate, 0, TURNS, TILES, STAGES, PACKED)),
+                (_gate_warps, (gate, 1, TURNS, TILES, STAGES, PACKED)),
+                (_gate_warps, (gate, 2, TURNS, TILES, STAGES, PACKED)),
+                (_state_warps, (state, HAS_GATE, TILES, G, STAGES)),
+                (_load_chunks, (load, TILES, G, STAGES)),
             ],
             [4, 4, 4, 1],
             [104, 104, 136, 24],
