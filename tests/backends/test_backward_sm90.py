@@ -86,11 +86,13 @@ def test_widths(gates, K, V):
     check(gates=gates, K=K, V=V)
 
 
-@pytest.mark.parametrize("H", [1, 24])  # blocks of 64 and of 128 values in state_gradients.py
+@pytest.mark.parametrize(
+    ("H", "V"), [(1, 256), (24, 256), (24, 136)]
+)  # blocks of state_gradients.py: 64, 128, 192 values
 @pytest.mark.parametrize("mild", [slice(64), slice(64, 128)], ids=str)
 @pytest.mark.parametrize("lengths", [None, LENGTHS])
-def test_a_part_of_the_keys_is_mild(lengths, mild, H):
-    check(gates="extreme", mild=mild, lengths=lengths, H=H, K=200, V=256)
+def test_a_part_of_the_keys_is_mild(lengths, mild, H, V):
+    check(gates="extreme", mild=mild, lengths=lengths, H=H, K=200, V=V)
 
 
 @pytest.mark.usefixtures("tf32_allowed")

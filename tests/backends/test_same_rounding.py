@@ -58,20 +58,20 @@ def test_packed_and_batch(describe, call, gpu, monkeypatch):
     assert batch == {name: packed[name] for name in batch}  # more kernels lay out packed sequences
 
 
-def test_small_and_large_blocks_of_gradients_of_states(monkeypatch):
+def test_blocks_of_gradients_of_states(monkeypatch):
     """Checks that results do not depend on the size of blocks, which depends on the number of heads."""
 
     def fmas_of(**sizes):
-        given = backward(K=128, V=256, T=4096, **sizes)
+        given = backward(K=128, T=4096, **sizes)
         launches = launches_on(device_of(TARGETS["H100"]), "triton_fused", "highest", *given, monkeypatch=monkeypatch)
         launch = next(launch for launch in launches if launch.kernel.fn.__name__ == "_state_kernel")
-        values, turns = launch.arguments["do_desc"].block_shape[-1], launch.arguments["TURNS"]
         found = fmas(compiled_by(launch).asm["ptx"])
-        return values, {kind: number / turns for kind, number in found.items()}  # of one gate warpgroup
+        of_gate_warpgroup = {kind: number / launch.arguments["TURNS"] for kind, number in found.items()}
+        return launch.arguments["TILES"], of_gate_warpgroup
 
-    (small, few), (large, many) = fmas_of(B=1, H=2), fmas_of(B=16, H=16)
-    assert (small, large) == (64, 128)
-    assert few == many
+    found = [fmas_of(B=1, H=2, V=256), fmas_of(B=16, H=16, V=256), fmas_of(B=16, H=16, V=192)]
+    assert [tiles for tiles, _ in found] == [1, 2, 3]
+    assert found[0][1] == found[1][1] == found[2][1]
 
 
 def fmas(ptx):

@@ -355,6 +355,8 @@ def test_gradients_of_every_gate(kernels, form, dtype, gates):
         | {"gate_form": "key", "K": 136, "V": 72, "gates": "extreme", "mild": slice(64, 128), "blocks": (64, 128)},
         {"gate_form": "key", "V": 136, "T": 500, "blocks": (64, 64)},  # more chunks than pipeline stages
         {"gate_form": "key", "V": 136, "T": 500, "blocks": (64, 128)},
+        {"gate_form": "key", "V": 136, "T": 500, "blocks": (64, 192), "initial_state": True},
+        PACKED | {"gate_form": "key", "K": 72, "V": 200, "gates": "extreme", "mild": slice(64), "blocks": (64, 192)},
         {"normalizer": 16, "gate_dtype": BFLOAT16, "initial_state": True},
         {"normalizer": 1, "gate_form": "constant"},
         {"normalizer": 16, "gate_form": "key", "gate_dtype": BFLOAT16, "K": 40, "G": 2},

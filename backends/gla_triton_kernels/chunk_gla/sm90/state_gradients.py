@@ -105,7 +105,7 @@ def launch_state_gradients(
     marks = pairs.new_marks(x, entering, WIDTH)
     P = torch.empty(entering.numel() // (H * K * V), Hq, K, V, dtype=entering.dtype, device=x.q.device)
     tiles = kernel.BV // WIDTH
-    turns = 3 if tiles == 1 else 2
+    turns = 2 if tiles == 2 else 3
     arguments = {
         "q_desc": shared_tiles(x.q, CHUNK, WIDTH),
         "do_desc": shared_tiles(x.do, CHUNK, WIDTH),
@@ -124,7 +124,7 @@ def launch_state_gradients(
         "G": Hq // H,
         "TILES": tiles,
         "TURNS": turns,
-        "STAGES": 2 * turns,
+        "STAGES": turns if tiles == 3 else 2 * turns,  # the most that fit into shared memory
         "LAST_LEAVE_NONE": x.last_leave_none,
     }
     blocks = ceil_div(K, WIDTH) * ceil_div(V, kernel.BV) * segments.count * Hq
@@ -202,7 +202,6 @@ def _state_warps(given, HAS_GATE: gl.constexpr, TILES: gl.constexpr, G: gl.const
     leaving, held, state_n, state_h, state_k, state_v, dinitial = states
     h, n, key, value, row, length = place
     Hq, K, V = sizes
-    P_SLOTS: gl.constexpr = p_tiles.shape[0] // TILES
     line: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     keys = key + gl.arange(0, D, line)[:, None]  # [D, 1]
     values = value + gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
@@ -220,8 +219,8 @@ def _state_warps(given, HAS_GATE: gl.constexpr, TILES: gl.constexpr, G: gl.const
         slot = i % STAGES
         phase = i // STAGES & 1
         q_tile = q_tiles.index(slot).reshape([C, D])
-        p_first = i % P_SLOTS * TILES  # the number of the first tile of P
-        tma.store_wait((P_SLOTS - 1) * TILES)  # an earlier P has left these tiles
+        p_first = (i & 1) * TILES  # the number of the first tile of P
+        tma.store_wait(TILES)  # P of the chunk before the previous one has left these tiles
         mbarrier.wait(full.index(slot), phase)
         mbarrier.wait(gated.index(slot), phase)
         if HAS_GATE:
@@ -292,8 +291,7 @@ def _state_kernel(
     row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, D], q_desc.layout)
     do_tiles = gl.allocate_shared_memory(dtype, [TILES * STAGES, 1, 1, C, D], do_desc.layout)
-    P_SLOTS: gl.constexpr = 1 if TILES == 3 else 2  # used in turns
-    p_tiles = gl.allocate_shared_memory(dtype, [TILES * P_SLOTS, 1, 1, D, D], p_desc.layout)
+    p_tiles = gl.allocate_shared_memory(dtype, [2 * TILES, 1, 1, D, D], p_desc.layout)  # two halves, used in turns
     g_tiles = (
         q_tiles if g_desc is None else gl.allocate_shared_memory(g_desc.dtype, [STAGES, 1, 1, C, D], g_desc.layout)
     )
@@ -319,7 +317,6 @@ def _state_kernel(
     gate = (gate_tiles, (full, gated), marks, (h, key, value, row, length), (Hq, K), scale)
     load = (descriptors, (q_tiles, do_tiles, g_tiles), (full, empty), (b, h, key, value, start, gl.cdiv(length, C)))
     state = (tiles, barriers, p_desc, states, place, sizes)
-    STATE: gl.constexpr = 200 if TILES == 3 else 168  # registers of a thread of the state warps
     if TURNS == 2:
         gl.warp_specialize(
             [
@@ -329,7 +326,7 @@ def _state_kernel(
                 (_load_chunks, (load, TILES, G, STAGES)),
             ],
             [4, 4, 1],
-            [320 - STATE, STATE, 24],
+            [152, 168, 24],
         )
     else:
         gl.warp_specialize(
@@ -341,5 +338,5 @@ def _state_kernel(
                 (_load_chunks, (load, TILES, G, STAGES)),
             ],
             [4, 4, 4, 1],
-            [104, 104, 136, 24],
+            [88, 88, 176, 24] if TILES == 3 else [104, 104, 136, 24],
         )
