@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -59,6 +59,13 @@ STATES: tuple[dict[str, Any], ...] = (
 FACTORS = (tuple({"K": K, "V": V} for K, V in WIDTHS), GATES, LAYOUTS, STATES)
 """The parts of a call of chunk_gla, other than its dtype."""
 MOST_USED = (({"dtype": torch.bfloat16},), ({"K": 128, "V": 128},), GATES, LAYOUTS, STATES[:1])
+MANY_HEADS = (
+    ({"dtype": torch.bfloat16, "H": 24, "K": 256, "gates": "mild"},),
+    ({"V": 136}, {"V": 256}),
+    ({"B": 1, "T": 70}, {"lengths": (70, 0, 3)}),
+    STATES[:1],
+)
+"""The parts of calls that compute gradients of states in blocks of 192 and of 128 values."""
 
 
 def general_chunks() -> None:
@@ -123,10 +130,15 @@ def chunks() -> None:
 
 def calls() -> Iterator[dict[str, Any]]:
     """Yields this process's share of the calls of chunk_gla."""
-    first, step = SHARE
     types = tuple({"dtype": dtype} for dtype in dtypes())
     most_used = itertools.product(*MOST_USED) if torch.bfloat16 in dtypes() else ()
-    for chosen in itertools.islice(itertools.chain(pairwise((types, *FACTORS)), most_used), first, None, step):
+    yield from shared(itertools.chain(pairwise((types, *FACTORS)), most_used))
+
+
+def shared(combinations: Iterable[tuple[dict[str, Any], ...]]) -> Iterator[dict[str, Any]]:
+    """Yields this process's share of the calls whose parts are given."""
+    first, step = SHARE
+    for chosen in itertools.islice(combinations, first, None, step):
         yield {name: value for part in chosen for name, value in part.items()}
 
 
@@ -169,6 +181,8 @@ def hopper_backwards() -> None:
     """Computes gradients of the same calls with the kernels for compute capability 9.0."""
     with hopper_kernels():
         backwards()
+        for call in shared(itertools.product(*MANY_HEADS)):
+            backward(call)
 
 
 def backwards() -> None:
