@@ -291,7 +291,7 @@ def _state_kernel(
     row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, D], q_desc.layout)
     do_tiles = gl.allocate_shared_memory(dtype, [TILES * STAGES, 1, 1, C, D], do_desc.layout)
-    p_tiles = gl.allocate_shared_memory(dtype, [2 * TILES, 1, 1, D, D], p_desc.layout)  # two halves, used in turns
+    p_tiles = gl.allocate_shared_memory(dtype, [2 * TILES, 1, 1, D, D], p_desc.layout)  # P of two chunks, in turns
     g_tiles = (
         q_tiles if g_desc is None else gl.allocate_shared_memory(g_desc.dtype, [STAGES, 1, 1, C, D], g_desc.layout)
     )
