@@ -84,6 +84,7 @@ CALLS = {
     "backward, K = 128, V = 256": (backward, "triton_fused", TRAINING | {"V": 256}),
     "backward, K = 128, V = 256, packed": (backward, "triton_fused", SERVING | {"V": 256}),
     "backward, K = 128, V = 256, from logits": (backward, "triton_fused", TRAINING | {"V": 256, "normalizer": 16}),
+    "backward, K = 128, V = 192": (backward, "triton_fused", TRAINING | {"V": 192}),
     "backward, few wide heads": (backward, "triton_fused", {"B": 2, "T": 8192, "H": 8, "V": 256}),
     "backward, float16": (backward, "triton_fused", TRAINING | FLOAT16),
     "backward, float32": (backward, "triton_fused", TRAINING | FLOAT32),
