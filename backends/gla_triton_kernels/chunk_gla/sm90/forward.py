@@ -149,8 +149,9 @@ def _gate_tile(scratch_tiles, slot, g_desc):
 
 
 @gluon.jit
-def _load_warp(descriptors, tiles, barriers, place, HAS_GATE: gl.constexpr, STAGES: gl.constexpr):
+def _load_warp(given, HAS_GATE: gl.constexpr, STAGES: gl.constexpr):
     """Loads q, k, v and g of all chunks, up to STAGES chunks ahead of the other warps."""
+    descriptors, tiles, barriers, place = given
     q_desc, k_desc, v_desc, g_desc = descriptors
     q_tiles, k_tiles, v_tiles, scratch_tiles = tiles
     g_full, g_empty, full, empty = barriers
@@ -178,20 +179,12 @@ def _load_warp(descriptors, tiles, barriers, place, HAS_GATE: gl.constexpr, STAG
 
 
 @gluon.jit
-def _gate_warps(
-    g_desc,
-    tiles,
-    barriers,
-    length,
-    HAS_GATE: gl.constexpr,
-    NORMALIZER: gl.constexpr,
-    PACKED: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+def _gate_warps(given, HAS_GATE: gl.constexpr, NORMALIZER: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr):
     """Replaces q, k by qg, kg in each chunk, and computes A of chunks that are not mild.
 
     The gates arrive before q and k, so that they are summed while q and k are still being loaded.
     """
+    g_desc, tiles, barriers, length = given
     q_tiles, k_tiles, scratch_tiles, a_tiles, a_units, decays, mild_flags = tiles
     g_full, g_empty, full, gated = barriers
     C: gl.constexpr = q_tiles.type.shape[3]
@@ -246,30 +239,18 @@ def _gate_warps(
 
 
 @gluon.jit
-def _state_warps(
-    tiles,
-    barriers,
-    outputs,
-    states,
-    units,
-    kept,
-    place,
-    sizes,
-    WARPGROUP: gl.constexpr,
-    HAS_GATE: gl.constexpr,
-    PACKED: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+def _state_warps(given, WARPGROUP: gl.constexpr, HAS_GATE: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr):
     """Carries W columns of the state through the segment, and writes W columns of the outputs.
 
     Args:
-        kept: about checkpoints: the descriptor, the pointer, the rows of a batch entry, the row of the next checkpoint,
-            the tokens until it, and the tokens between checkpoints.
-        units: the units of q, k and v, and the number of the segment's first chunk.
-        place: batch, head, segment, sequence, first token of the sequence, first column of v of the block, first token
-            and number of tokens of the segment.
+        given: the tuples below. `units` holds the units of q, k and v, and the number of the segment's first chunk.
+            `kept` is about checkpoints: the descriptor, the pointer, the rows of a batch entry, the row of the next
+            checkpoint, the tokens until it, and the tokens between checkpoints. `place` holds batch, head, segment,
+            sequence, first token of the sequence, first column of v of the block, first token and number of tokens of
+            the segment.
         WARPGROUP: the number of this state warpgroup.
     """
+    tiles, barriers, outputs, states, units, kept, place, sizes = given
     q_tiles, k_tiles, v_tiles, a_tiles, a_units, decays, mild_flags, s_tiles, o_tiles = tiles
     full, gated, empty = barriers
     o_desc, o_ptr, scale = outputs
@@ -454,32 +435,26 @@ def _chunk_gla_fwd_kernel(
         mbarrier.init(gated.index(i), count=1)
         mbarrier.init(empty.index(i), count=GROUPS)  # each state warpgroup arrives once
 
-    load_tiles = (q_tiles, k_tiles, v_tiles, scratch_tiles)
-    load_barriers = (g_full, g_empty, full, empty)
+    descriptors = (q_desc, k_desc, v_desc, g_desc)
     load_place = (b, h, column, start, gl.cdiv(length, C))
+    load = (descriptors, (q_tiles, k_tiles, v_tiles, scratch_tiles), (g_full, g_empty, full, empty), load_place)
     gate_tiles = (q_tiles, k_tiles, scratch_tiles, a_tiles, a_units, decays, mild_flags)
-    gate_barriers = (g_full, g_empty, full, gated)
+    gate = (g_desc, gate_tiles, (g_full, g_empty, full, gated), length)
     tiles = (q_tiles, k_tiles, v_tiles, a_tiles, a_units, decays, mild_flags, s_tiles, o_tiles)
-    barriers = (full, gated, empty)
-    outputs = (o_desc, o_ptr, scale)
     kept = (s_desc, checkpoints, rows, checkpoint, left, every)
     states = (initial_state, (state_n, state_h, state_k, state_v), entering, final_state, pool, slots)
     place = (b, h, n, sequence, origin, column, start, length)
-    sizes = (T, H, K, V)
     units = (q_units, k_units, v_units, chunk_of(sequence, start, T, C, PACKED))
+    own = (tiles, (full, gated, empty), (o_desc, o_ptr, scale), states, units, kept, place, (T, H, K, V))
     # Registers of a thread of the state warps. With fewer, the state would spill, and the assembler would then wait
     # after every wgmma. The gate warps have the remaining registers, and spill in chunks that are not mild.
     STATE: gl.constexpr = 152 if PACKED or BK <= 64 else 144
-    descriptors = (q_desc, k_desc, v_desc, g_desc)
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_gate_warps, (g_desc, gate_tiles, gate_barriers, length, HAS_GATE, NORMALIZER, PACKED, STAGES)),
-                (
-                    _state_warps,
-                    (tiles, barriers, outputs, states, units, kept, place, sizes, 0, HAS_GATE, PACKED, STAGES),
-                ),
-                (_load_warp, (descriptors, load_tiles, load_barriers, load_place, HAS_GATE, STAGES)),
+                (_gate_warps, (gate, HAS_GATE, NORMALIZER, PACKED, STAGES)),
+                (_state_warps, (own, 0, HAS_GATE, PACKED, STAGES)),
+                (_load_warp, (load, HAS_GATE, STAGES)),
             ],
             [4, 1],
             [STATE, 24],
@@ -487,16 +462,10 @@ def _chunk_gla_fwd_kernel(
     else:
         gl.warp_specialize(
             [
-                (_gate_warps, (g_desc, gate_tiles, gate_barriers, length, HAS_GATE, NORMALIZER, PACKED, STAGES)),
-                (
-                    _state_warps,
-                    (tiles, barriers, outputs, states, units, kept, place, sizes, 0, HAS_GATE, PACKED, STAGES),
-                ),
-                (
-                    _state_warps,
-                    (tiles, barriers, outputs, states, units, kept, place, sizes, 1, HAS_GATE, PACKED, STAGES),
-                ),
-                (_load_warp, (descriptors, load_tiles, load_barriers, load_place, HAS_GATE, STAGES)),
+                (_gate_warps, (gate, HAS_GATE, NORMALIZER, PACKED, STAGES)),
+                (_state_warps, (own, 0, HAS_GATE, PACKED, STAGES)),
+                (_state_warps, (own, 1, HAS_GATE, PACKED, STAGES)),
+                (_load_warp, (load, HAS_GATE, STAGES)),
             ],
             [4, 4, 1],
             [STATE, STATE, 24],

@@ -173,10 +173,9 @@ def _forgotten(R_tiles, slot, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def _load_warp(
-    descriptors, tiles, barriers, chunks, PARTS: gl.constexpr, BACKWARDS: gl.constexpr, STAGES: gl.constexpr
-):
+def _load_warp(given, PARTS: gl.constexpr, BACKWARDS: gl.constexpr, STAGES: gl.constexpr):
     """Loads left, right and g of the chunks that count, up to STAGES chunks ahead of the state warps."""
+    descriptors, tiles, barriers, chunks = given
     left_desc, right_desc, g_desc = descriptors
     left_tiles, right_tiles, g_tiles, R_tiles, count_tiles = tiles
     full, empty = barriers
@@ -209,13 +208,7 @@ def _load_warp(
 
 @gluon.jit
 def _state_warps(
-    tiles,
-    barriers,
-    states,
-    units,
-    gates,
-    place,
-    sizes,
+    given,
     part: gl.constexpr,
     NORMALIZER: gl.constexpr,
     PARTS: gl.constexpr,
@@ -228,6 +221,7 @@ def _state_warps(
     Args:
         part: the number of this state warpgroup.
     """
+    tiles, barriers, states, units, gates, place, sizes = given
     left_tiles, right_tiles, g_tiles, R_tiles, count_tiles = tiles
     full, empty = barriers
     S_ptr, D_ptr, scale = states
@@ -424,30 +418,14 @@ def _build_states_kernel(
     place = (i, h, key, column, start, length, count)
     sizes = (Hv, K, V)
     descriptors = (left_desc, right_desc, g_desc)
-    chunks = (b, h // R, h, key, column, start, chunks_of(length, C), count)
+    load = (descriptors, tiles, barriers, (b, h // R, h, key, column, start, chunks_of(length, C), count))
+    own = (tiles, barriers, states, units, gates, place, sizes)
     # Registers of a thread: the state warpgroups share the registers that the load warp does not need.
     if PARTS == 1:
         gl.warp_specialize(
             [
-                (
-                    _state_warps,
-                    (
-                        tiles,
-                        barriers,
-                        states,
-                        units,
-                        gates,
-                        place,
-                        sizes,
-                        0,
-                        NORMALIZER,
-                        PARTS,
-                        PACKED,
-                        BACKWARDS,
-                        STAGES,
-                    ),
-                ),
-                (_load_warp, (descriptors, tiles, barriers, chunks, PARTS, BACKWARDS, STAGES)),
+                (_state_warps, (own, 0, NORMALIZER, PARTS, PACKED, BACKWARDS, STAGES)),
+                (_load_warp, (load, PARTS, BACKWARDS, STAGES)),
             ],
             [1],
             [24],
@@ -455,43 +433,9 @@ def _build_states_kernel(
     else:
         gl.warp_specialize(
             [
-                (
-                    _state_warps,
-                    (
-                        tiles,
-                        barriers,
-                        states,
-                        units,
-                        gates,
-                        place,
-                        sizes,
-                        0,
-                        NORMALIZER,
-                        PARTS,
-                        PACKED,
-                        BACKWARDS,
-                        STAGES,
-                    ),
-                ),
-                (
-                    _state_warps,
-                    (
-                        tiles,
-                        barriers,
-                        states,
-                        units,
-                        gates,
-                        place,
-                        sizes,
-                        1,
-                        NORMALIZER,
-                        PARTS,
-                        PACKED,
-                        BACKWARDS,
-                        STAGES,
-                    ),
-                ),
-                (_load_warp, (descriptors, tiles, barriers, chunks, PARTS, BACKWARDS, STAGES)),
+                (_state_warps, (own, 0, NORMALIZER, PARTS, PACKED, BACKWARDS, STAGES)),
+                (_state_warps, (own, 1, NORMALIZER, PARTS, PACKED, BACKWARDS, STAGES)),
+                (_load_warp, (load, PARTS, BACKWARDS, STAGES)),
             ],
             [4, 1],
             [168, 40],
