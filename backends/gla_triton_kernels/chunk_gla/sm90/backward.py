@@ -428,6 +428,66 @@ def _write_values(to, dv, part: gl.constexpr, PARTS: gl.constexpr, HALVES: gl.co
 
 
 @gluon.jit
+def _factors(waiting, tiles, slot, own, units, HAS_GATE: gl.constexpr, UNITS: gl.constexpr):
+    """Returns (mild, first, inner, factor, decay) of a chunk.
+
+    They are whether it is mild; `a` of the module's docstring, 0 unless q is float16; the factor of dS' [D], which the
+    next chunk applies; and the factors of dS [D, 1] that give P, and dS decayed to the start of the chunk, or to the
+    middle of a mild chunk.
+
+    Args:
+        waiting: [D], a factor of each key of dS that has not been applied yet.
+        own: the number of this warpgroup's tiles of q, k and g.
+        tiles, slot, units: see `_chunk`.
+    """
+    q_tiles, _, _, _, _, _, _, r_tiles, firsts, mild_flags, _ = tiles
+    HALF: gl.constexpr = q_tiles.dtype == gl.float16
+    mild, first = True, 0.0
+    if HAS_GATE:
+        mild = gl.max(mild_flags.index(slot).load(gl.SliceLayout(1, LAYOUT)), 0) != 0
+        r = r_tiles.index(own).load(gl.SliceLayout(1, LAYOUT))  # [D], b_C / 2, with keys as rows
+        if HALF:
+            first = gl.max(firsts.index(own).load(gl.SliceLayout(1, LAYOUT)), 0)
+        inner = gl.exp2(gl.where(mild, r, first))
+        of_P = gl.exp2(gl.where(mild, r, 0.0)) if HALF else inner  # [D]
+        factor = (waiting * of_P)[:, None]
+        decay = (waiting * gl.exp2(gl.where(mild, r, 2 * r - first)))[:, None]
+    else:
+        inner, factor, decay = waiting, waiting[:, None], waiting[:, None]
+    if UNITS:
+        _, q_unit, _, _, do_unit = units
+        decay = decay / (q_unit * do_unit)
+        inner = (inner if HAS_GATE else gl.zeros_like(inner) + 1.0) * (q_unit * do_unit)
+    return mild, first, inner, factor, decay
+
+
+@gluon.jit
+def _scores(tiles, q_first, v_first, part: gl.constexpr, PARTS: gl.constexpr, HALVES: gl.constexpr):
+    """Starts the products dA = do v^T and A^T = kg qg^T [C, C], or the one that this warpgroup computes.
+
+    Returns a tuple of them.
+
+    Args:
+        q_first, v_first: the numbers of the first tile of q and k, and of v and do.
+    """
+    q_tiles, k_tiles, v_tiles, do_tiles, _, _, _, _, _, _, _ = tiles
+    scores = ()
+    for n in gl.static_range(2):
+        if n % PARTS == part:
+            acc = gl.zeros([C, C], gl.float32, LAYOUT)
+            if n == 0:
+                for j in gl.static_range(HALVES):
+                    v_tile = v_tiles.index(v_first + j).reshape([C, D])
+                    acc = product(do_tiles.index(v_first + j).reshape([C, D]), v_tile.permute([1, 0]), acc)
+            else:
+                for p in gl.static_range(PARTS):
+                    q_tile = q_tiles.index(q_first + p).reshape([C, D])
+                    acc = product(k_tiles.index(q_first + p).reshape([C, D]), q_tile.permute([1, 0]), acc)
+            scores += (acc,)
+    return scores
+
+
+@gluon.jit
 def _chunk(
     dS,
     waiting,
@@ -461,7 +521,7 @@ def _chunk(
         dS and waiting of the entering state. The next chunk multiplies the factor by its own decay, so that dS is
         scaled once.
     """
-    q_tiles, k_tiles, v_tiles, do_tiles, x_tiles, s_tiles, p_tiles, r_tiles, firsts, mild_flags, op_units = tiles
+    q_tiles, k_tiles, v_tiles, do_tiles, x_tiles, s_tiles, p_tiles, r_tiles, _, _, op_units = tiles
     w_full, ready, done = barriers
     LAST: gl.constexpr = max(PARTS * HALVES, 2) - 1  # the last tile of S of a slot
     VALUE_SLOTS: gl.constexpr = v_tiles.shape[0] // HALVES
@@ -480,22 +540,7 @@ def _chunk(
     x_tile = x_tiles.index(own).reshape([C, D])
     none = gl.zeros([C, C], gl.float32, LAYOUT)  # also for [C, D], since C = D
     s_unit, q_unit, k_unit, v_unit, do_unit = units
-
-    if HAS_GATE:
-        mild = gl.max(mild_flags.index(slot).load(gl.SliceLayout(1, LAYOUT)), 0) != 0
-        r = r_tiles.index(own).load(gl.SliceLayout(1, LAYOUT))  # [D], b_C / 2, with keys as rows
-        first = 0.0
-        if HALF:
-            first = gl.max(firsts.index(own).load(gl.SliceLayout(1, LAYOUT)), 0)
-        inner = gl.exp2(gl.where(mild, r, first))  # [D], factor of dS'
-        of_P = gl.exp2(gl.where(mild, r, 0.0)) if HALF else inner  # [D]
-        factor = (waiting * of_P)[:, None]  # [D, 1], factor of P
-        decay = (waiting * gl.exp2(gl.where(mild, r, 2 * r - first)))[:, None]  # [D, 1], factor of `decayed`
-    else:
-        inner, factor, decay = waiting, waiting[:, None], waiting[:, None]
-    if UNITS:
-        decay = decay / (q_unit * do_unit)
-        inner = (inner if HAS_GATE else gl.zeros_like(inner) + 1.0) * (q_unit * do_unit)
+    mild, first, inner, factor, decay = _factors(waiting, tiles, slot, own, units, HAS_GATE, UNITS)
     P = ()  # [D, D] each
     decayed = ()  # [D, D] each, dS decayed to the start of the chunk, or to the middle of a mild chunk
     for j in gl.static_range(HALVES):
@@ -508,19 +553,7 @@ def _chunk(
         p_unit = store_operands(p_tiles, zero + HALVES * part, P, HALVES)
     if HALF:
         op_units.index(part).store(gl.full([1], p_unit, gl.float32, gl.SliceLayout(1, LAYOUT)))
-    scores = ()  # dA (n = 0) and A^T (n = 1), or one of them
-    for n in gl.static_range(2):
-        if n % PARTS == part:
-            acc = none
-            if n == 0:
-                for j in gl.static_range(HALVES):
-                    v_tile = v_tiles.index(v_first + j).reshape([C, D])
-                    acc = product(do_tiles.index(v_first + j).reshape([C, D]), v_tile.permute([1, 0]), acc)
-            else:
-                for p in gl.static_range(PARTS):
-                    other_q = q_tiles.index(PARTS * slot + p).reshape([C, D])
-                    acc = product(k_tiles.index(PARTS * slot + p).reshape([C, D]), other_q.permute([1, 0]), acc)
-            scores += (acc,)
+    scores = _scores(tiles, PARTS * slot, v_first, part, PARTS, HALVES)
     beyond = gl.where(mild, 0, C) if HAS_GATE else 0  # C masks every element
     if not TOGETHER:
         scores = _masked(warpgroup_mma_wait(0, scores), beyond, op_units, part, PARTS, dtype)
