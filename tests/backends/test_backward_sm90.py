@@ -86,9 +86,8 @@ def test_widths(gates, K, V):
     check(gates=gates, K=K, V=V)
 
 
-@pytest.mark.parametrize(
-    ("H", "V"), [(1, 256), (24, 256), (24, 136)]
-)  # blocks of state_gradients.py: 64, 128, 192 values
+# On 132 multiprocessors, blocks of state_gradients.py have 64, 128 and 192 values.
+@pytest.mark.parametrize(("H", "V"), [(1, 256), (24, 256), (24, 136)])
 @pytest.mark.parametrize("mild", [slice(64), slice(64, 128)], ids=str)
 @pytest.mark.parametrize("lengths", [None, LENGTHS])
 def test_a_part_of_the_keys_is_mild(lengths, mild, H, V):

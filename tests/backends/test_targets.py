@@ -211,6 +211,7 @@ def test_gradients_are_written_eight_bytes_at_a_time(call, monkeypatch):
         ("backward, wide", 48),
         ("backward, K = 128, V = 256", 48),
         ("backward, K = 128, V = 256, packed", 96),
+        ("backward, K = 128, V = 192", 48),
         ("backward, per head", 80),
     ],
 )

@@ -81,7 +81,7 @@ def plan_cut(call: OpCall, gpu: Gpu, kernels: Sequence[GradientKernel] = KERNELS
 def blocks_of(call: OpCall, gpu: Gpu, kernel: GradientKernel) -> tuple[int, int]:
     """Returns the number of blocks that compute one sequence, and the number of blocks that the GPU runs at once.
 
-    It counts the largest blocks, which calls with many segments have.
+    It counts the blocks that a call with many segments has.
     """
     x = kernel.parameters(call, gpu, gpu.multiprocessors)
     heads = max(call.dims["Hq"], call.dims["Hv"]) if kernel.heads_apart else call.dims["Hv"]

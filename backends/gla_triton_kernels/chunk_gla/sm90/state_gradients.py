@@ -317,6 +317,11 @@ def _state_kernel(
     gate = (gate_tiles, (full, gated), marks, (h, key, value, row, length), (Hq, K), scale)
     load = (descriptors, (q_tiles, do_tiles, g_tiles), (full, empty), (b, h, key, value, start, gl.cdiv(length, C)))
     state = (tiles, barriers, p_desc, states, place, sizes)
+    # Registers of a thread of a gate and of the state warpgroup. In the latter, dS of three tiles takes 96, and the
+    # addresses of given and returned states take more.
+    HAS_STATES: gl.constexpr = leaving is not None or dinitial is not None
+    GATE: gl.constexpr = 104 if TILES < 3 else 80 if HAS_STATES else 88
+    STATE: gl.constexpr = 136 if TILES < 3 else 208 if HAS_STATES else 176
     if TURNS == 2:
         gl.warp_specialize(
             [
@@ -338,5 +343,5 @@ def _state_kernel(
                 (_load_chunks, (load, TILES, G, STAGES)),
             ],
             [4, 4, 4, 1],
-            [88, 88, 176, 24] if TILES == 3 else [104, 104, 136, 24],
+            [GATE, GATE, STATE, 24],
         )
