@@ -132,10 +132,10 @@ def calls() -> Iterator[dict[str, Any]]:
     """Yields this process's share of the calls of chunk_gla."""
     types = tuple({"dtype": dtype} for dtype in dtypes())
     most_used = itertools.product(*MOST_USED) if torch.bfloat16 in dtypes() else ()
-    yield from shared(itertools.chain(pairwise((types, *FACTORS)), most_used))
+    yield from share_of(itertools.chain(pairwise((types, *FACTORS)), most_used))
 
 
-def shared(combinations: Iterable[tuple[dict[str, Any], ...]]) -> Iterator[dict[str, Any]]:
+def share_of(combinations: Iterable[tuple[dict[str, Any], ...]]) -> Iterator[dict[str, Any]]:
     """Yields this process's share of the calls whose parts are given."""
     first, step = SHARE
     for chosen in itertools.islice(combinations, first, None, step):
@@ -181,7 +181,7 @@ def hopper_backwards() -> None:
     """Computes gradients of the same calls with the kernels for compute capability 9.0."""
     with hopper_kernels():
         backwards()
-        for call in shared(itertools.product(*MANY_HEADS)):
+        for call in share_of(itertools.product(*MANY_HEADS)):
             backward(call)
 
 

@@ -80,7 +80,6 @@ from gla_triton_kernels.chunk_gla.sm90.common import (
     as_float32,
     clear_rows,
     fit_mild_chunk,
-    in_state,
     in_units,
     magnitudes,
     opaque_zero,
@@ -99,6 +98,7 @@ from gla_triton_kernels.chunk_gla.sm90.common_backward import (
     exponents,
     gate_tile,
     gates,
+    leaving_gradient,
     logits_strides,
     product,
     segment_backwards,
@@ -428,7 +428,7 @@ def _write_values(to, dv, part: gl.constexpr, PARTS: gl.constexpr, HALVES: gl.co
 
 
 @gluon.jit
-def _factors(waiting, tiles, slot, own, units, HAS_GATE: gl.constexpr, UNITS: gl.constexpr):
+def _factors_of_dS(waiting, tiles, slot, own, units, HAS_GATE: gl.constexpr, UNITS: gl.constexpr):
     """Returns (mild, first, inner, factor, decay) of a chunk.
 
     They are whether it is mild; `a` of the module's docstring, 0 unless q is float16; the factor of dS' [D], which the
@@ -540,7 +540,7 @@ def _chunk(
     x_tile = x_tiles.index(own).reshape([C, D])
     none = gl.zeros([C, C], gl.float32, LAYOUT)  # also for [C, D], since C = D
     s_unit, q_unit, k_unit, v_unit, do_unit = units
-    mild, first, inner, factor, decay = _factors(waiting, tiles, slot, own, units, HAS_GATE, UNITS)
+    mild, first, inner, factor, decay = _factors_of_dS(waiting, tiles, slot, own, units, HAS_GATE, UNITS)
     P = ()  # [D, D] each
     decayed = ()  # [D, D] each, dS decayed to the start of the chunk, or to the middle of a mild chunk
     for j in gl.static_range(HALVES):
@@ -670,7 +670,7 @@ def _gradient_warps(
     HALF: gl.constexpr = do_tiles.dtype == gl.float16
     VALUE_SLOTS: gl.constexpr = v_tiles.shape[0] // HALVES
     gated, w_full, qk_empty, v_full, ready, done = barriers
-    leaving, held, state_n, state_h, state_k, state_v, dinitial, s_units, given_units, row = states
+    leaving, held, strides, dinitial, s_units, given_units, row = states
     q_units, k_units, v_units, do_units = given_units
     UNITS: gl.constexpr = q_units is not None
     b, h, n, key, value, start, length = place
@@ -678,17 +678,8 @@ def _gradient_warps(
     blocks = gl.cdiv(K, D)  # tiles of keys, each of which has a unit
     keys = key + part * D + gl.arange(0, D, gl.SliceLayout(1, LAYOUT))[:, None]  # [D, 1]
     values = value + gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
-    dS = ()
-    for j in gl.static_range(HALVES):
-        if leaving is not None:
-            head = leaving + n.to(gl.int64) * state_n + (h // G).to(gl.int64) * state_h
-            inside = (keys < held) & (values + j * D < V)
-            if G > 1:
-                inside = inside & (h % G == 0)  # only one query head of a group adds the gradient
-            x = gl.load(head + in_state(keys, values + j * D, state_k, state_v), inside, 0.0)
-            dS += (x / factors[1] if HALF else x,)
-        else:
-            dS += (gl.zeros([D, D], gl.float32, LAYOUT),)
+    outer = factors[1] if HALF else None
+    dS = leaving_gradient(leaving, strides, n, h // G, held, h % G == 0, keys, values, V, outer, HALVES)
     waiting = gl.full([D], 1.0, gl.float32, gl.SliceLayout(1, LAYOUT))  # [D]
     chunks = gl.cdiv(length, C)
     for i in range(chunks):
@@ -862,10 +853,7 @@ def _chunk_gla_bwd_kernel(
     states = (
         leaving,
         held,
-        state_n,
-        state_h,
-        state_k,
-        state_v,
+        (state_n, state_h, state_k, state_v),
         dinitial,
         s_units,
         (q_units, k_units, v_units, do_units),

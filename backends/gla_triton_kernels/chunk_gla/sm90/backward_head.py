@@ -72,7 +72,6 @@ from gla_triton_kernels.chunk_gla.sm90.common import (
     as_float32,
     clear_rows,
     gates_of,
-    in_state,
     in_units,
     log_gates,
     logits_of,
@@ -83,7 +82,16 @@ from gla_triton_kernels.chunk_gla.sm90.common import (
     unit_at,
     write,
 )
-from gla_triton_kernels.chunk_gla.sm90.common_backward import LAYOUT, LEFT, WIDTH, C, D, product, segment_backwards
+from gla_triton_kernels.chunk_gla.sm90.common_backward import (
+    LAYOUT,
+    LEFT,
+    WIDTH,
+    C,
+    D,
+    leaving_gradient,
+    product,
+    segment_backwards,
+)
 from gla_triton_kernels.chunk_gla.sm90.half import in_half
 from gla_triton_kernels.chunk_gla.sm90.operands import as_operands, store_operands
 from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
@@ -431,21 +439,14 @@ def _gradient_warps(
     HALF: gl.constexpr = dtype == gl.float16
     full, empty, s_full, s_empty, gated, ready, used, v_read, p_read, dotted = barriers
     dq_desc, dk_desc, dq_ptr, dk_ptr = outputs
-    leaving, held, adds, state_n, state_h, state_k, state_v, dinitial, s_units = states
+    leaving, held, adds, strides, dinitial, s_units = states
     b, h, v_head, n, key, value, start, length = place
     T, Ho, K, V, Hv = sizes
     key += part * D
     keys = key + gl.arange(0, D, gl.SliceLayout(1, LAYOUT))[:, None]  # [D, 1]
     values = value + gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
     none = gl.zeros([C, D], gl.float32, LAYOUT)
-    dS = ()  # [D, D] each, keys by values
-    for j in gl.static_range(HALVES):
-        if leaving is not None:
-            head = leaving + n.to(gl.int64) * state_n + v_head.to(gl.int64) * state_h
-            inside = (keys < held) & (values + j * D < V) & adds  # only one head of a group adds the gradient
-            dS += (gl.load(head + in_state(keys, values + j * D, state_k, state_v), inside, 0.0),)
-        else:
-            dS += (gl.zeros([D, D], gl.float32, LAYOUT),)
+    dS = leaving_gradient(leaving, strides, n, v_head, held, adds, keys, values, V, None, HALVES)  # [D, D] each
     waiting = ()  # factors of dS that have not been applied yet, one for each half
     for _ in gl.static_range(HALVES):
         waiting += (gl.to_tensor(1.0),)
@@ -685,7 +686,7 @@ def _chunk_gla_bwd_head_kernel(
     tiles += (p_units, o_units)
     barriers = (full, empty, s_full, s_empty, gated, ready, used, v_read, p_read, dotted)
     outputs = (dq_desc, dk_desc, dq_ptr, dk_ptr)
-    states = (leaving, held, h % per_v == 0, state_n, state_h, state_k, state_v, dinitial, s_units)
+    states = (leaving, held, h % per_v == 0, (state_n, state_h, state_k, state_v), dinitial, s_units)
     place = (b, h, v_head, n, key, value, start, length)
     own = (tiles, barriers, outputs, states, units, place, (T, Ho, K, V, Hv), scale)
     # Registers of a thread. The score warps have the remaining registers.

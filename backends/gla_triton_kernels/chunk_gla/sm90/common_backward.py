@@ -1,8 +1,9 @@
-"""Functions shared by the backward kernels for SM90: gates and decays of a chunk.
+"""Functions shared by the backward kernels for SM90: gates and decays of a chunk, and gradients of leaving states.
 
 backward.py of this folder gives the mathematics. Gates and exponents of this file are in units of log 2.
 
-B batch   T tokens   I segments   H key/value heads   K key width   C tokens of a chunk   D = 64 columns of a tile
+B batch   T tokens   I segments   H key/value heads   K, V key and value width   C tokens of a chunk
+D = 64 columns of a tile
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
@@ -16,7 +17,14 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from gla_core.dispatch.backend import CHUNK
 from gla_triton_kernels.chunk_gla.shared.limits import LEAST_GATE, LOG2E
-from gla_triton_kernels.chunk_gla.sm90.common import as_float32, chunk_of, log_gates_of_tile, plus, tokens_of
+from gla_triton_kernels.chunk_gla.sm90.common import (
+    as_float32,
+    chunk_of,
+    in_state,
+    log_gates_of_tile,
+    plus,
+    tokens_of,
+)
 
 WIDTH = 64
 C = gl.constexpr(CHUNK)
@@ -50,6 +58,33 @@ def segment_backwards(n, T, segment, segments, order, K, LAST_LEAVE_NONE: gl.con
     row = chunk_of(sequence, start, T, C, order is not None)
     held = gl.where(start + length == end, 0, K) if LAST_LEAVE_NONE else K
     return n, b, start, length, row, held
+
+
+@gluon.jit
+def leaving_gradient(leaving, strides, n, h, held, adds, keys, values, V, outer, TILES: gl.constexpr):
+    """Returns the gradient of the state of head h that leaves segment n, divided by `outer`, as TILES tiles [D, D].
+
+    The tiles are zeros if `leaving` is None.
+
+    Args:
+        leaving: gradients of leaving states [I, H, K, V], or None.
+        strides: the strides of `leaving`; see `in_state`.
+        held: see `segment_backwards`.
+        adds: whether this block adds the gradient; only one query head of a group does.
+        keys, values: the indices of the keys [D, 1], and of the values [1, D] of the first tile.
+        outer: a number, or None to divide by nothing.
+    """
+    state_n, state_h, state_k, state_v = strides
+    found = ()
+    for j in gl.static_range(TILES):
+        if leaving is not None:
+            head = leaving + n.to(gl.int64) * state_n + h.to(gl.int64) * state_h
+            inside = (keys < held) & (values + j * D < V) & adds
+            x = gl.load(head + in_state(keys, values + j * D, state_k, state_v), inside, 0.0)
+            found += (x if outer is None else x / outer,)
+        else:
+            found += (gl.zeros([D, D], gl.float32, LAYOUT),)
+    return found
 
 
 @gluon.jit

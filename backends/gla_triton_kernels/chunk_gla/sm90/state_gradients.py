@@ -49,7 +49,7 @@ from gla_triton_kernels.chunk_gla.kernel import GradientParameters
 from gla_triton_kernels.chunk_gla.shared.limits import LOG2E, MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.shared.segments import Segments, lengths_of, state_strides
 from gla_triton_kernels.chunk_gla.sm90 import pairs
-from gla_triton_kernels.chunk_gla.sm90.common import as_float32, clear_rows, in_state, plus
+from gla_triton_kernels.chunk_gla.sm90.common import as_float32, clear_rows, plus
 from gla_triton_kernels.chunk_gla.sm90.common_backward import (
     LAYOUT,
     RUNS,
@@ -57,6 +57,7 @@ from gla_triton_kernels.chunk_gla.sm90.common_backward import (
     C,
     D,
     gates,
+    leaving_gradient,
     product,
     segment_backwards,
 )
@@ -199,21 +200,13 @@ def _state_warps(given, HAS_GATE: gl.constexpr, TILES: gl.constexpr, G: gl.const
     tiles, barriers, p_desc, states, place, sizes = given
     q_tiles, do_tiles, p_tiles, end_tiles, mild_flags = tiles
     full, gated, empty = barriers
-    leaving, held, state_n, state_h, state_k, state_v, dinitial = states
+    leaving, held, strides, dinitial = states
     h, n, key, value, row, length = place
     Hq, K, V = sizes
     line: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     keys = key + gl.arange(0, D, line)[:, None]  # [D, 1]
     values = value + gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
-    dS = ()  # [D, D] each
-    for j in gl.static_range(TILES):
-        if leaving is not None:
-            head = leaving + n.to(gl.int64) * state_n + (h // G).to(gl.int64) * state_h
-            # Only one query head of a group adds the gradient.
-            taken = (keys < held) & (values + j * D < V) & (h % G == 0)
-            dS += (gl.load(head + in_state(keys, values + j * D, state_k, state_v), taken, 0.0),)
-        else:
-            dS += (gl.zeros([D, D], gl.float32, LAYOUT),)
+    dS = leaving_gradient(leaving, strides, n, h // G, held, h % G == 0, keys, values, V, None, TILES)  # [D, D] each
     chunks = gl.cdiv(length, C)
     for i in range(chunks):
         slot = i % STAGES
@@ -310,18 +303,18 @@ def _state_kernel(
     gate_tiles = (q_tiles, do_tiles, g_tiles, end_tiles, mild_flags)
     tiles = (q_tiles, do_tiles, p_tiles, end_tiles, mild_flags)
     barriers = (full, gated, empty)
-    states = (leaving, held, state_n, state_h, state_k, state_v, dinitial)
+    states = (leaving, held, (state_n, state_h, state_k, state_v), dinitial)
     place = (h, i, key, value, row, length)
     sizes = (Hq, K, V)
     descriptors = (q_desc, do_desc, g_desc)
     gate = (gate_tiles, (full, gated), marks, (h, key, value, row, length), (Hq, K), scale)
     load = (descriptors, (q_tiles, do_tiles, g_tiles), (full, empty), (b, h, key, value, start, gl.cdiv(length, C)))
     state = (tiles, barriers, p_desc, states, place, sizes)
-    # Registers of a thread of a gate and of the state warpgroup. In the latter, dS of three tiles takes 96, and the
-    # addresses of given and returned states take more.
+    # Registers of a thread of a gate and of the state warpgroup. In the latter, a tile of dS takes 32, and addresses of
+    # given and returned states take more.
     HAS_STATES: gl.constexpr = leaving is not None or dinitial is not None
-    GATE: gl.constexpr = 104 if TILES < 3 else 80 if HAS_STATES else 88
-    STATE: gl.constexpr = 136 if TILES < 3 else 208 if HAS_STATES else 176
+    GATE: gl.constexpr = 104 if TILES == 1 else 152 if TILES == 2 else 80 if HAS_STATES else 88
+    STATE: gl.constexpr = 136 if TILES == 1 else 168 if TILES == 2 else 208 if HAS_STATES else 176
     if TURNS == 2:
         gl.warp_specialize(
             [
@@ -331,7 +324,7 @@ def _state_kernel(
                 (_load_chunks, (load, TILES, G, STAGES)),
             ],
             [4, 4, 1],
-            [152, 168, 24],
+            [GATE, STATE, 24],
         )
     else:
         gl.warp_specialize(
