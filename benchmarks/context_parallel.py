@@ -35,7 +35,6 @@ import contextlib
 import datetime
 import functools
 import itertools
-import json
 import math
 import os
 import statistics
@@ -45,6 +44,7 @@ from pathlib import Path
 from typing import Any
 
 import lists
+import record
 import torch
 import torch.distributed as dist
 
@@ -54,7 +54,6 @@ from gla_core.bench.measure import synchronize
 from gla_core.bench.plots import pyplot, save
 from gla_core.distributed import chunk_gla, shard
 from gla_core.distributed.exchange import MOST_GATHERED, gather
-from gla_core.files import write_json
 from gla_core.workloads.inputs import gla_inputs
 
 TOKENS = [2**n for n in range(16, 23)]
@@ -79,30 +78,26 @@ Sizes = tuple[int, int, str, str, torch.device]
 def main(arguments: Sequence[str] | None = None) -> None:
     """Reads the command line and measures on all ranks; rank 0 writes and draws."""
     options = _parser().parse_args(arguments)
-    if options.draw:
-        print(f"wrote {draw(json.loads(options.draw.read_text()), options.draw.with_suffix('.svg'))}")
-        return
     device = _join(options.device)
     speaks, graphs = dist.get_rank() == 0, device.type == "cuda" and not options.eager
-    found: Row = {**results.conditions(device, options.commit), "graphs": graphs, "width": options.width, "rows": []}
-    path = options.out / results.file_name("ranks", device)
+    about = record.conditions(device, options.commit)
+    path, rows = record.path_of(options.out, about["device"], "ranks"), []
     for kind, H, T, direction in itertools.product(options.kinds, options.heads, options.tokens, DIRECTIONS):
         row = measure(T, (H, options.width, kind, direction, device), graphs)
         if speaks:
-            found["rows"].append(row)
-            write_json(path, found)
+            rows += as_rows(row, about)
+            record.write(path, rows)
             print(in_words(row), flush=True)
     if speaks and options.plot:
-        print(_drawn(found, path.with_suffix(".svg")), flush=True)
+        print(_drawn(path), flush=True)
     if device.type == "cuda":
-        found["longest"] = longest(options.heads[0], options.width, device)
+        most = longest(options.heads[0], options.width, device)
         if speaks:
-            write_json(path, found)
-            print(
-                "longest that trains: {heads} heads, one rank {one_rank}, all ranks {all_ranks}".format_map(
-                    found["longest"]
-                )
-            )
+            facts = {"on one rank": most["one_rank"], "on all ranks": most["all_ranks"]}
+            call = f"most tokens of a sequence that trains, H{most['heads']}, {dist.get_world_size()} ranks"
+            rows.append(record.Row(call=call, who="gla-core", facts=facts, **about))
+            record.write(path, rows)
+            print(f"{call}: {facts}")
     dist.destroy_process_group()
 
 
@@ -320,6 +315,22 @@ def _received(R: int) -> int:
     return R - 1 if R <= MOST_GATHERED else math.ceil(math.log2(R)) + 1
 
 
+def as_rows(row: Row, about: Row) -> list[record.Row]:
+    """Returns the rows of the file: the time of one rank, and the time of all, compared with it.
+
+    Args:
+        about: the conditions of the run, as fields of `record.Row`.
+    """
+    call = f"{row['kind']} T{row['tokens']} H{row['heads']} K{row['width']} {row['direction']}, {row['ranks']} ranks"
+    facts = {name: row[name] for name in ("kind", "tokens", "heads", "width", "direction", "ranks", "efficiency")}
+    facts |= {"gathers, s": row["gather"]}
+    facts |= {f"predicted of {ranks}": x for ranks, x in (row["predicted"] or {}).items()}
+    return [
+        record.Row(call=call, who="one rank", seconds=row["one_rank"], **about),
+        record.Row(call=call, who="all ranks", baseline="one rank", seconds=row["all_ranks"], facts=facts, **about),
+    ]
+
+
 def in_words(row: Row) -> str:
     """Returns a row in one line."""
     one, all_ranks, exchanged = (results.time_text(row[name]) for name in ("one_rank", "all_ranks", "gather"))
@@ -330,36 +341,40 @@ def in_words(row: Row) -> str:
     )
 
 
-def draw(found: Row, target: Path) -> Path:
-    """Draws efficiency against length, a line for each direction and heads. Raises ValueError without matplotlib."""
+def draw(path: Path) -> Path:
+    """Draws efficiency against length from a file, a line for each direction and heads, beside the file.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(7, 4))
+    efficient = [row for row in record.read(path) if row.facts.get("efficiency") is not None]
     lines: dict[str, list[Row]] = {}
-    for row in found["rows"]:
-        if row["efficiency"] is not None:
-            lines.setdefault(f"{LABELS[row['kind']]}{row['heads']} heads, {row['direction']}", []).append(row)
+    for facts in (row.facts for row in efficient):
+        lines.setdefault(f"{LABELS[facts['kind']]}{facts['heads']} heads, {facts['direction']}", []).append(facts)
     for label, rows in lines.items():
-        axes.plot([row["tokens"] for row in rows], [row["efficiency"] for row in rows], "o-", label=label)
+        axes.plot([facts["tokens"] for facts in rows], [facts["efficiency"] for facts in rows], "o-", label=label)
     axes.set_xscale("log", base=2)
     axes.set_ylim(0, 1.1)
     axes.axhline(1, color="black", linestyle=":", linewidth=1)
     axes.grid(alpha=0.3)
-    ranks, width = found["rows"][0]["ranks"], (found if "width" in found else found["longest"])["width"]
+    first, facts = efficient[0], efficient[0].facts
     axes.set_xlabel("tokens in the sequence")
-    axes.set_ylabel(f"time on one / ({ranks} × time on {ranks})")
+    axes.set_ylabel("time on one / ({ranks} × time on {ranks})".format_map(facts))
     axes.legend(frameon=False)
-    dtype = "bfloat16 with float32 gates" if found["driver"] else "float32"
+    dtype = "bfloat16 with float32 gates" if first.driver else "float32"
     axes.set_title(
-        f"chunk_gla, one row of tokens over {ranks} ranks: efficiency, higher is better\n"
-        f"{ranks} × {found['device']}, {dtype}, K = V = {width}; torch {found['torch']}",
+        f"chunk_gla, one row of tokens over {facts['ranks']} ranks: efficiency, higher is better\n"
+        f"{facts['ranks']} × {first.device}, {dtype}, K = V = {facts['width']}; torch {first.versions['torch']}",
         fontsize=11,
     )
-    return save(figure, target)
+    return save(figure, path.with_suffix(".svg"))
 
 
-def _drawn(found: Row, target: Path) -> str:
+def _drawn(path: Path) -> str:
     try:
-        return f"wrote {draw(found, target)}"
+        return f"wrote {draw(path)}"
     except ValueError as error:
         return f"no plot: {error}"
 
@@ -377,7 +392,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--eager", action="store_true", help="time calls, not replays of CUDA graphs")
     parser.add_argument("--commit", help="of the source, where it cannot be asked of git")
     parser.add_argument("--plot", action="store_true", help="draw efficiency against length, beside the file")
-    parser.add_argument("--draw", type=Path, metavar="FILE", help="draw what such a file holds, and measure nothing")
     return parser
 
 

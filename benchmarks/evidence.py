@@ -1,22 +1,23 @@
 """Makes the files of benchmarks/results by measurements on this device.
 
-    python3 benchmarks/evidence.py times [--name baseline] [--backends reference,gla_fla] [--workloads NAME,..] ...
+    python3 benchmarks/evidence.py run --cache FOLDER --prepare 16    compiles the kernels of a run in 16 processes
+    python3 benchmarks/evidence.py run --cache FOLDER [--parts op,models]
     python3 benchmarks/evidence.py selection [--passes 3]
     python3 benchmarks/evidence.py selection --share 0/8    one of 8 processes that fill Triton's cache beforehand
     python3 benchmarks/evidence.py selection --picks FILE   after a change of constants: new picks for a file's times
-    python3 benchmarks/evidence.py shapes [--parts "odd pairs,invariant"]
-    python3 benchmarks/evidence.py readme --cache FOLDER --prepare 16    fills the caches of compiled kernels first
-    python3 benchmarks/evidence.py readme --cache FOLDER
 
-times       FLA, PyTorch and the backends over the workloads of models: see times.py
-selection   whether the backend that `auto` picks is the fastest: see selection.py
-shapes      odd widths beside the memory floor, a giant among packed sequences beside the giant alone, and
-            `batch_invariant` beside calls without it: see shapes.py
-readme      every row of the README's table and of the pictures, including whole models: see readme.py
+A run measures these parts in this order, each into results/<device>/<part>.jsonl (the schema is in record.py):
 
-Each writes its file after every measurement. `times`, `selection` and `readme` resume an earlier run that had
-the same conditions. `gla conformance NAME --report` writes the reports of the conformance kit; readme_tables.py makes
-pages and pictures from all these files.
+    op               the ops at the sizes of models beside FLA and PyTorch: op_calls.py
+    mamba2_scan      Mamba-2's scan and step beside mamba_ssm: mamba_scan.py
+    models           training and decoding with whole models: models.py
+    precision        errors beside FLA and mamba_ssm: precision.py
+    odd_shapes, giants, batch_invariant    shapes that tuning did not use: shapes.py
+    serving          the ops of a server beside vLLM's and SGLang's functions: serving.py
+
+The README and the results page are made of the first four; README_PARTS names them, and `--parts readme` measures them.
+A second run resumes an earlier one with the same commit and versions. `gla conformance NAME --report` writes the
+reports of the conformance kit; readme_tables.py makes pages and pictures from all these files.
 """
 
 from __future__ import annotations
@@ -24,21 +25,25 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import lists
-import readme
+import mamba_scan
+import models
+import op_calls
+import precision
+import record
 import selection
+import serving
 import shapes
-import times
 import torch
-from rich.console import Console
 
-import gla_core as gla
-from gla_core.bench.run import print_rows
-from gla_core.bench.suite import Case
+from gla_core.bench import measure
+
+README_PARTS = ("op", "mamba2_scan", "models", "precision")
+PARTS = (*README_PARTS, *shapes.PARTS, "serving")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -47,30 +52,60 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.run(options)
 
 
-def measure_times(options: argparse.Namespace) -> None:
-    """Measures with times.py, and prints the table."""
-    console = Console(markup=False, highlight=False, width=150)
-    say = functools.partial(console.print, soft_wrap=True)
-    for name in set(options.backends) - {info.name for info in gla.backends() if info.error is None}:
-        say(f"there is no backend {name!r} here; it is left out")
+def run_parts(options: argparse.Namespace) -> None:
+    """Measures the parts that are asked for, or compiles their kernels."""
+    device, say = torch.device(options.device), functools.partial(print, flush=True)
+    start = time.monotonic()
+    record.use_cache(options.cache)
+    if options.prepare is not None:
+        share = functools.partial(compile_share, options.parts, device)
+        record.prepare(share, options.prepare, say, 60 * options.minutes)
+        return
+    apart = record.Apart()
+    try:
+        about = record.conditions(device, options.commit)
+        bandwidth = apart(measure.copy_bandwidth, device)
+        say(f"{about['device']}: copies at {bandwidth / 1e12:.3f} TB/s")
+        for part in options.parts:
+            rows = record.Record(record.path_of(options.out, about["device"], part), about)
+            jobs = jobs_of(part, device, bandwidth, options.seconds, options.engines)
+            record.measure(rows, jobs, start + 60 * options.minutes, say, apart)
+            say(f"{part}: {len(rows.rows)} rows, {time.monotonic() - start:.0f} s since the start")
+    finally:
+        apart.end()
 
-    def wanted(case: Case) -> bool:
-        named = options.workloads is None or case.workload.name in options.workloads
-        return named and (options.directions is None or case.direction in options.directions)
 
-    _, found = times.run(
-        options.out,
-        options.cache or Path(tempfile.mkdtemp(prefix="triton-")),
-        options.minutes,
-        options.backends,
-        options.commit,
-        torch.device(options.device),
-        say,
-        options.name,
-        wanted,
-        options.seconds,
-    )
-    print_rows(found.rows, console, torch.device(options.device))
+def jobs_of(
+    part: str, device: torch.device, bandwidth: float, seconds: float, engines: Path | None
+) -> Sequence[record.Job]:
+    """Returns the jobs of a part.
+
+    Args:
+        bandwidth: bytes per second of a copy on the device.
+        seconds: of timed calls for each row.
+        engines: folder of other engines' files, for serving.
+    """
+    made: dict[str, Callable[[], Sequence[record.Job]]] = {
+        "op": lambda: op_calls.jobs(device, bandwidth, seconds),
+        "mamba2_scan": lambda: mamba_scan.jobs(device, seconds),
+        "models": lambda: models.jobs(device),
+        "precision": lambda: precision.jobs(device, seconds),
+        "serving": lambda: serving.jobs(device, bandwidth, engines),
+    }
+    return made[part]() if part in made else shapes.jobs(part, device, bandwidth, seconds)
+
+
+def compile_share(parts: Sequence[str], device: torch.device, share: int, shares: int) -> str:
+    """Compiles a share of the kernels of parts, and returns the name of the share."""
+    if "models" in parts:
+        models.compile_share(share, shares, device)
+    if "op" in parts:
+        op_calls.compile_share(share, shares, device)
+    if "mamba2_scan" in parts:
+        mamba_scan.compile_share(share, shares, device)
+    if "odd_shapes" in parts:
+        shapes.compile_share(share, shares, device)
+    return f"share {share} of {shares}"
 
 
 def measure_selection(options: argparse.Namespace) -> None:
@@ -93,75 +128,41 @@ def measure_selection(options: argparse.Namespace) -> None:
             options.passes,
             options.again,
         )
-    for part, found in json.loads(path.read_text())["summary"].items():
-        say(selection.in_words(part, found))
+    for part, summed in json.loads(path.read_text())["summary"].items():
+        say(selection.in_words(part, summed))
 
 
-def measure_shapes(options: argparse.Namespace) -> None:
-    """Measures with shapes.py, and prints its summary."""
-    device, say = torch.device(options.device), functools.partial(print, flush=True)
-    if options.share is not None:
-        first, step = map(int, options.share.split("/"))
-        shapes.compile_share(device, (first, step))
-        return
-    path = shapes.run(options.out, device, options.seconds, options.minutes, options.commit, say, options.parts)
-    for part, found in json.loads(path.read_text())["summary"].items():
-        say(f"{part}: {found['calls']} calls, {found['median']:.2f} in the median, {found['worst']:.2f} at worst")
-
-
-def measure_readme(options: argparse.Namespace) -> None:
-    """Measures with readme.py, or compiles the kernels that it runs."""
-    device, say = torch.device(options.device), functools.partial(print, flush=True)
-    cache = options.cache or Path(tempfile.mkdtemp(prefix="kernels-"))
-    if options.prepare is not None:
-        readme.prepare(options.prepare, cache, device, say, 60 * options.minutes)
-        return
-    apart = readme.Apart()
-    try:
-        readme.run(options.out, cache, options.minutes, options.seconds, options.commit, device, say, apart)
-    finally:
-        apart.end()
+def parts_of(text: str) -> tuple[str, ...]:
+    """Returns the parts that a command line names; "readme" stands for those of the README."""
+    return README_PARTS if text == "readme" else tuple(lists.names(text, known=PARTS))
 
 
 def _parser() -> argparse.ArgumentParser:
     shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the results file")
+    shared.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the results")
     shared.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     shared.add_argument("--minutes", type=float, default=9.0, help="begin no measurement after this long")
     shared.add_argument("--commit", help="of the source, where it cannot be asked of git")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
 
-    of_times = commands.add_parser("times", parents=[shared])
-    of_times.set_defaults(run=measure_times)
-    of_times.add_argument("--seconds", type=float, default=1.0, help="of timed calls per row")
-    of_times.add_argument("--name", default="baseline", help="first part of the file's name")
-    of_times.add_argument(
-        "--backends", type=lists.names, default=["reference", "gla_fla"], help="FLA itself comes anyway"
+    run = commands.add_parser("run", parents=[shared])
+    run.set_defaults(run=run_parts)
+    run.add_argument(
+        "--parts", type=parts_of, default=README_PARTS, help="separated by commas; by default the README's"
     )
-    of_times.add_argument("--workloads", type=lists.names, help="these alone, separated by commas")
-    of_times.add_argument("--directions", type=lists.names, help="these alone, such as forward,step_graph")
-    of_times.add_argument("--cache", type=Path, help="Triton's cache, to share between runs; a new one by default")
+    run.add_argument("--seconds", type=float, default=0.5, help="of timed calls for each row")
+    run.add_argument("--cache", type=Path, required=True, help="folder of compiled kernels, to share between runs")
+    run.add_argument("--prepare", type=int, metavar="N", help="compile in N processes, and measure nothing")
+    run.add_argument("--engines", type=Path, help="folder of lightning_attn.py of vLLM and seg_la.py of SGLang")
 
-    of_selection = commands.add_parser("selection", parents=[shared])
-    of_selection.set_defaults(run=measure_selection)
-    of_selection.add_argument("--seconds", type=float, default=0.05, help="of timed calls for each backend and call")
-    of_selection.add_argument("--passes", type=int, default=1, help="over all calls; the quickest time counts")
-    of_selection.add_argument("--again", type=int, default=0, help="passes after these, over the picks that were slow")
-    of_selection.add_argument("--picks", type=Path, help="a file: what `auto` would pick now of its times; no device")
-    of_selection.add_argument("--share", help="i/n: run the i-th of n shares of the calls once, and measure nothing")
-
-    of_shapes = commands.add_parser("shapes", parents=[shared])
-    of_shapes.set_defaults(run=measure_shapes)
-    of_shapes.add_argument("--seconds", type=float, default=0.05, help="of timed calls for each backend and call")
-    of_shapes.add_argument("--parts", type=lists.names, default=shapes.PARTS, help="these alone, separated by commas")
-    of_shapes.add_argument("--share", help="i/n: run the i-th of n shares of the odd pairs once, and measure nothing")
-
-    of_readme = commands.add_parser("readme", parents=[shared])
-    of_readme.set_defaults(run=measure_readme)
-    of_readme.add_argument("--seconds", type=float, default=0.5, help="of timed calls for each backend and call")
-    of_readme.add_argument("--cache", type=Path, help="folder of compiled kernels, to share between runs")
-    of_readme.add_argument("--prepare", type=int, metavar="N", help="compile in N processes, and measure nothing")
+    select = commands.add_parser("selection", parents=[shared])
+    select.set_defaults(run=measure_selection)
+    select.add_argument("--seconds", type=float, default=0.05, help="of timed calls for each backend and call")
+    select.add_argument("--passes", type=int, default=1, help="over all calls; the quickest time counts")
+    select.add_argument("--again", type=int, default=0, help="passes after these, over the picks that were slow")
+    select.add_argument("--picks", type=Path, help="a file: what `auto` would pick now of its times; no device")
+    select.add_argument("--share", help="i/n: run the i-th of n shares of the calls once, and measure nothing")
     return parser
 
 

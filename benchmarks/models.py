@@ -1,26 +1,22 @@
 """Measures training and generation of FLA's GLA model, of the same after `accelerate()`, and of gla_transformers'.
 
-readme.py runs these measurements. They need flash-linear-attention 0.6.0, transformers and gla_transformers. The model
-is FLA's with 374M parameters: hidden size 1024, 24 layers, 4 heads, 32,000 words, in bfloat16, with random weights.
+They need flash-linear-attention 0.6.0, transformers and gla_transformers. The model is FLA's with 374M parameters:
+hidden size 1024, 24 layers, 4 heads, 32,000 words, in bfloat16, with random weights.
 
-    train      A step of 8 sequences of 2048 tokens: forward, backward and fused AdamW. A row has the wall time
-               of consecutive steps, each measured to its end, the time of all kernels and of the GLA kernels, and the
-               peak memory.
-    length     The same for one sequence, with several lengths.
-    generate   Greedy decoding by `generate` after a prompt of 512 tokens.
+    train      A step: forward, backward and fused AdamW. The time of a row is that of all kernels, because the host can
+               limit the wall time, which stands beside it with the peak memory and the first step, tuning included.
+    generate   Greedy decoding by `generate` after a prompt of 512 tokens. The time is that of a step, on the wall.
     graph      The same in a CUDA graph of several steps. FLA returns new states, so the last step of the graph copies
                them to the place where the first step reads them.
-
-    fla            FLA's model as it is             compiled   ours, the loss under torch.compile(fullgraph=True)
-    accelerated    after compat.fla.accelerate()    blocks     ours, each layer compiled by itself
-    ours           gla_transformers, eager
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
+import os
 import re
 import statistics
 import time
@@ -28,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from record import Job, tune_anew
 from torch import Tensor
 
 from gla_core.bench.measure import synchronize
@@ -36,45 +33,74 @@ from gla_core.compat.fla import accelerate
 SIZES = {"hidden_size": 1024, "num_hidden_layers": 24, "num_heads": 4, "vocab_size": 32000}
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "vocab_size": 61}
 NO_END = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-SEQUENCES, TOKENS, PROMPT = 8, 2048, 512
-LENGTHS = (2048, 4096, 8192, 16384)
+PROMPT = 512
 NEW, PER_GRAPH, REPLAYS, REPEATS = 64, 8, 16, 5
-WARM_UP, STEPS, PROFILED = 3, 10, 3
+WARM_UP, STEPS, PROFILED = 3, 10, 5
 OF_GLA = re.compile(
     r"(?!triton_)\w*(chunk_|gla|_state_kernel|_gate_kernel|_gradient_kernel|_build_states|_scan|_pairs)"
 )
 """The names of FLA's and our kernels for gated linear attention. Kernels of torch.compile begin with `triton_`."""
+WAYS = {
+    "fla": "fla",
+    "accelerated": "fla after accelerate()",
+    "compiled": "gla_transformers, compiled",
+    "ours": "gla_transformers",
+}
+"""The implementations, as rows name them. "compiled" is the loss under torch.compile(fullgraph=True)."""
 Row = dict[str, Any]
 
 
 class Task(NamedTuple):
-    """A measurement: `what` and `way` as at the top; `size` is the number of tokens for "length", else of sequences."""
+    """A measurement of `what` by an implementation `way`, for `sequences` of `tokens` each; decoding reads prompts."""
 
     what: str
     way: str
-    size: int
+    sequences: int
+    tokens: int
 
 
 def tasks(device: torch.device) -> list[Task]:
-    """Returns the measurements to make, the README's rows first. There are few on a CPU."""
+    """Returns the measurements to make. There are few on a CPU."""
     if device.type == "cpu":
-        ways = [("train", "accelerated"), ("train", "ours"), ("generate", "ours"), ("graph", "fla"), ("graph", "ours")]
-        return [*(Task(what, way, 2) for what, way in ways), Task("length", "ours", 70)]
-    found = [Task("train", way, SEQUENCES) for way in ("fla", "accelerated", "compiled")]
-    found += [Task("generate", way, SEQUENCES) for way in ("fla", "ours")]
-    found += [Task("graph", way, SEQUENCES) for way in ("fla", "accelerated", "ours")]
-    found += [Task("length", way, T) for way in ("fla", "accelerated", "compiled") for T in LENGTHS]
-    found += [Task("train", way, SEQUENCES) for way in ("ours", "blocks")]
-    return found + [Task("graph", way, B) for B in (1, 64) for way in ("fla", "ours")]
+        return [
+            Task(what, way, 2, 70) for what, way in (("train", "accelerated"), ("generate", "ours"), ("graph", "ours"))
+        ]
+    made = [Task("train", way, 8, 2048) for way in ("fla", "accelerated", "compiled", "ours")]
+    made += [Task("graph", way, B, PROMPT) for B in (1, 8, 64) for way in ("fla", "ours")]
+    made += [Task("generate", way, 8, PROMPT) for way in ("fla", "ours")]
+    return made + [Task("train", way, 1, 16384) for way in ("fla", "accelerated", "compiled")]
+
+
+def jobs(device: torch.device) -> list[Job]:
+    """Returns a job for each task; rows are compared with FLA's model as it is."""
+    made, planned = [], tasks(device)
+    for task in planned:
+        compared = task.way != "fla" and task._replace(way="fla") in planned
+        row = (call_in_words(task), WAYS[task.way], "fla" if compared else None)
+        made.append(Job([row], functools.partial(_measure, task, device)))
+    return made
+
+
+def call_in_words(task: Task) -> str:
+    """Returns the words of a task, such as "training step, 8 x 2048 tokens"."""
+    if task.what == "train":
+        return f"training step, {task.sequences} x {task.tokens} tokens"
+    how = "in a CUDA graph" if task.what == "graph" else "by `generate`"
+    return f"decoding {how}, {task.sequences} sequence{'s' if task.sequences > 1 else ''}"
+
+
+def _measure(task: Task, device: torch.device) -> list[Row]:
+    if (task.what, task.way, device.type) == ("train", "fla", "cuda"):
+        tune_anew()  # rows of decoding use the choices of training
+    return [measure(task, device)]
 
 
 def measure(task: Task, device: torch.device) -> Row:
-    """Returns a row: the task, the median of its times in seconds, their spread as in `gla_core.bench`, and more."""
-    B, T = _shape(task, device)
-    run = {"train": _train, "length": _train, "generate": _generate, "graph": _in_graph}[task.what]
+    """Returns the fields of a row: the median of a task's times in seconds, their spread, and facts."""
+    run = {"train": _train, "generate": _generate, "graph": _in_graph}[task.what]
     try:
         with model_of(task.way, device) as model:
-            return {**task._asdict(), "sequences": B, "tokens": T, **run(task.way, model, tokens_of(B, T, device))}
+            return run(task.way, model, tokens_of(task.sequences, task.tokens, device))
     finally:
         gc.collect()
         if device.type == "cuda":
@@ -102,22 +128,13 @@ def model_of(way: str, device: torch.device, **changed: int) -> Iterator[Any]:
         with device:  # made on its device: a CPU takes seconds for the random weights
             model = models.GLAForCausalLM(config)
         yield model.to(device, dtype)
-    if way in ("compiled", "blocks"):
+    if way == "compiled":
         torch._dynamo.reset()  # each length is compiled without regard to earlier lengths
 
 
 def tokens_of(B: int, T: int, device: torch.device) -> Tensor:
     """Returns random words [B, T] without padding."""
     return torch.randint(1, sizes(device)["vocab_size"], (B, T), device=device)
-
-
-def _shape(task: Task, device: torch.device) -> tuple[int, int]:
-    """Returns the number of sequences, and of tokens in each; for generation these are prompts."""
-    if task.what == "length":
-        return 1, task.size
-    if device.type == "cpu":
-        return task.size, 70
-    return task.size, TOKENS if task.what == "train" else PROMPT
 
 
 # ---- training
@@ -131,9 +148,6 @@ def training_step(way: str, model: Any, words: Tensor) -> Callable[[], None]:
     def loss_of(words: Tensor) -> Tensor:
         return model(words, labels=words).loss
 
-    if way == "blocks":
-        for layer in model.model.layers:
-            layer.compile(fullgraph=True, dynamic=False)
     loss = torch.compile(loss_of, fullgraph=True, dynamic=False) if way == "compiled" else loss_of
 
     def step() -> None:
@@ -152,22 +166,24 @@ def _train(way: str, model: Any, words: Tensor) -> Row:
         torch.cuda.reset_peak_memory_stats()
     for _ in range(WARM_UP if cuda else 0):
         step()
-    times = [_seconds(step, device) for _ in range(STEPS if cuda else 2)]
-    row = {**_spread(times), "tokens_per_second": words.numel() / statistics.median(times), "first_step": first}
-    if cuda:
-        row |= {"gib": torch.cuda.max_memory_allocated() / 2**30, **_of_kernels(step)}
-    return row
+    wall = _spread([_seconds(step, device) for _ in range(STEPS if cuda else 2)])
+    facts = {"tokens/s": words.numel() / wall["seconds"], "first step, s": first}
+    if not cuda:
+        return {**wall, "facts": facts}
+    memory = torch.cuda.max_memory_allocated() / 2**30
+    kernels = [_of_kernels(step) for _ in range(PROFILED)]
+    facts |= {"wall, s": wall["seconds"], "wall spread": wall["spread"], "GiB": memory}
+    facts["of GLA, s"] = statistics.median(of_gla for _, of_gla in kernels)
+    return {**_spread([every for every, _ in kernels]), "facts": facts}
 
 
-def _of_kernels(step: Callable[[], None]) -> Row:
+def _of_kernels(step: Callable[[], None]) -> tuple[float, float]:
     """Returns the seconds of all kernels of a step, and of its GLA kernels."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(PROFILED):
-            step()
+        step()
         torch.cuda.synchronize()
-    kernels = {event.key: event.self_device_time_total / 1e6 / PROFILED for event in profile.key_averages()}
-    of_gla = sum(seconds for name, seconds in kernels.items() if OF_GLA.match(name))
-    return {"device_seconds": sum(kernels.values()), "gla_seconds": of_gla}
+    kernels = {event.key: event.self_device_time_total / 1e6 for event in profile.key_averages()}
+    return sum(kernels.values()), sum(seconds for name, seconds in kernels.items() if OF_GLA.match(name))
 
 
 # ---- generating
@@ -203,7 +219,8 @@ def _in_graph(way: str, model: Any, words: Tensor) -> Row:
                 again()
 
         times = [_seconds(replay, words.device) / replays / PER_GRAPH for _ in range(REPEATS)]
-    return {**_decoded(times, first, words), "steps_per_graph": PER_GRAPH, "same_words_as_eager": same}
+    row = _decoded(times, first, words)
+    return {**row, "facts": {**row["facts"], "same words": same}}
 
 
 class Decoding:
@@ -270,7 +287,8 @@ def _after(decoding: Decoding, steps: Callable[[], None]) -> Tensor:
 
 def _decoded(times: Sequence[float], first: float, words: Tensor) -> Row:
     """Returns a row with the seconds per word of each sequence, and the seconds to the first word."""
-    return {**_spread(times), "tokens_per_second": words.shape[0] / statistics.median(times), "first_token": first}
+    speed = words.shape[0] / statistics.median(times)
+    return {**_spread(times), "facts": {"tokens/s": speed, "first token, s": first}}
 
 
 def _spread(times: Sequence[float]) -> Row:
@@ -289,15 +307,22 @@ def _seconds(call: Callable[[], Any], device: torch.device) -> float:
 # ---- compilation beforehand
 
 
-def first_step(task: Task, device: torch.device) -> None:
-    """Trains one step, so that torch.compile fills its cache on disk."""
-    with model_of(task.way, device) as model:
-        training_step(task.way, model, tokens_of(*_shape(task, device), device))()
+def compile_share(share: int, shares: int, device: torch.device) -> None:
+    """Fills the caches with the kernels of a compiled model, or with a share of FLA's kernels."""
+    compiled = [task for task in tasks(device) if task.way == "compiled"]
+    if share < len(compiled):
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "4"  # other processes compile at the same time
+        _, way, sequences, tokens = compiled[share]
+        with model_of(way, device) as model:
+            training_step(way, model, tokens_of(sequences, tokens, device))()
+    else:
+        importlib.import_module("gla_fla.tune").compile_only(share - len(compiled), shares - len(compiled))
+        run_fla_once(device)
 
 
 def run_fla_once(device: torch.device) -> None:
     """Calls every kernel of FLA's model once, on short texts and one layer; if launches are off, this only compiles."""
-    for B in (SEQUENCES, 1):  # FLA compiles for each number of sequences, but not for each number of tokens
+    for B in (8, 1):  # FLA compiles for each number of sequences, but not for each number of tokens
         with model_of("fla", device, num_hidden_layers=1) as model:
             words = tokens_of(B, 256, device)
             # Without launches nothing is computed, so code that reads results may fail.

@@ -3,30 +3,27 @@
 python3 benchmarks/readme_tables.py          prints the generated part of docs/results.md
 python3 benchmarks/readme_tables.py --write  writes it between the markers of both pages, and draws (needs matplotlib)
 
-Every row of the README's table and every point of the pictures comes from one file, which one run of
-`evidence.py readme` wrote at one commit.
+Times are rows of record.py's schema in results/<device>/*.jsonl; what is in results/history is not shown. The README's
+table holds the calls of HEADLINE, all at one commit.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import re
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import context_parallel
 import crossover
-import model_pictures
-import readme
+import pictures
+import record
+from record import Row
 
-from gla_core.bench import plots, results
-from gla_core.bench.baselines import BASELINES
-from gla_core.bench.results import Results
-from gla_core.bench.run import by_op
-from gla_core.bench.suite import Row
+from gla_core.bench import results
 from gla_core.conformance.summary import ratio_text
 
 ROOT = Path(__file__).parents[1]
@@ -34,263 +31,389 @@ FOLDER = Path(__file__).parent / "results"
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "results.md"
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 MARKED = re.compile(f"{re.escape(BEGIN)}\n(.*?){re.escape(END)}", re.DOTALL)
+LONG = 30
+"""The number of rows above which a table is folded."""
 
-DEVICE = "NVIDIA H200"
-"""The device of the README's table and of the pictures."""
-OURS = ("triton_fused", "parallel_scan")
-HEADLINE = (
-    ("chunk_gla", "train_b8_t4096_h16", "forward"),
-    ("chunk_gla", "train_b8_t4096_h16", "forward+backward"),
-    ("chunk_gla", "long_b1_t65536_h8", "forward"),
-    ("chunk_gla", "prefill_b1_t8192_h16", "forward"),
-    ("chunk_gla", "packed_64_t65536_h8", "forward"),
-    ("chunk_gla", "packed_64_t65536_h8", "forward+backward"),
-    ("recurrent_gla_step", "decode_b64", "step_graph"),
-    ("recurrent_gla_step", "decode_b1024", "step_graph"),
-    ("online_softmax", "rows_8192_columns_50257", "forward"),
-    ("softmax_attention", "causal_b4_t4096_h16", "forward"),
-)
-IN_WORDS = {"forward": "forward", "forward+backward": "forward and backward", "step_graph": "in a CUDA graph"}
-WAYS = {
-    "fla": "FLA's model",
-    "accelerated": "FLA's model after `accelerate()`",
-    "ours": "`gla_transformers`, eager",
-    "blocks": "`gla_transformers`, each layer compiled",
-    "compiled": "`gla_transformers`, the whole loss compiled",
+
+class Section(NamedTuple):
+    """A section of the page: a title, what the reader has to know, and the facts that have a column."""
+
+    title: str
+    about: str
+    facts: Sequence[str] = ()
+
+
+SECTIONS = {
+    "op": Section(
+        "The ops at the sizes of models",
+        "The ops beside flash-linear-attention (fla) and PyTorch (torch). Tensors are bfloat16, gates float32 and one"
+        " per key, heads 128 wide (K = V = 128), unless a call says otherwise. Float32 is multiplied in TF32. FLA "
+        "tunes for each call by itself. 'Of floor' is the time to move each input and output once, at the speed of a "
+        "copy, divided by the time.",
+        ("backend", "of floor"),
+    ),
+    "mamba2_scan": Section(
+        "Mamba-2's scan and step",
+        "`gla_core.compat.mamba_ssm` beside mamba_ssm's Triton kernels, at the sizes of published models: bfloat16, "
+        "with D, dt_bias and softplus. States have one row per channel.",
+    ),
+    "models": Section(
+        "A whole model",
+        "FLA's GLA model with 374M parameters (hidden size 1024, 24 layers, 4 heads, 32,000 words) in bfloat16, with "
+        "random weights. A training step is forward, backward and a fused AdamW; its time is that of all kernels, and"
+        " the wall time, which the host may limit, stands beside it. The first step includes compilation and tuning, "
+        "from a cache of compiled kernels. Decoding is greedy after a prompt of 512 tokens; the time is that of a "
+        "step. In a CUDA graph of eight steps, FLA's states are copied once per graph to where its first step reads "
+        "them.",
+        ("wall, s", "GiB", "first step, s", "of GLA, s", "first token, s", "tokens/s", "same words"),
+    ),
+    "hgrn2": Section(
+        "HGRN2",
+        "HGRN2 of gla_transformers with 374M parameters (hidden size 1024, 24 layers, expand ratio 128), bfloat16. "
+        "Times of training and of first tokens are those of all kernels.",
+        ("wall, s", "kernels", "GiB"),
+    ),
+    "mamba2_steps": Section(
+        "Decoding with Mamba-2 models of transformers",
+        "A step of a whole model in a CUDA graph, and products of few rows in a graph of 48 layers, bfloat16.",
+        ("eager, s", "first token, s", "kernels"),
+    ),
+    "serving": Section(
+        "Serving",
+        "A layer of lightning attention as in Ling-2.5 (64 heads, K = V = 128, bfloat16, float32 states in a pool) "
+        "beside the functions that vLLM and SGLang run for it. 'Decode' is one token of each sequence, 'verify' and "
+        "'replay' are four drafts of each, in a CUDA graph. 'Prefill' and 'mixed' are eager.",
+        ("of floor",),
+    ),
+    "ranks": Section(
+        "One row of tokens over several GPUs",
+        "`gla_core.distributed.chunk_gla` beside `gla_core.chunk_gla` on one GPU, in CUDA graphs: one sequence with a"
+        " gate for each key, one with a gate for each head, or 65 packed sequences. Efficiency is the time on one "
+        "GPU, divided by the number of GPUs and by the time on all. The last columns predict it for other numbers of "
+        "GPUs with as many tokens each; they are not measured.",
+        ("efficiency", "gathers, s", "predicted of 8", "predicted of 64", "on one rank", "on all ranks"),
+    ),
+    "train_340m_ranks": Section(
+        "Training over several GPUs", "`examples/train_lm.py --preset 340m`.", ("tokens/s of a rank", "efficiency")
+    ),
+    "train_30m_ranks": Section(
+        "Training that was killed and resumed",
+        "`examples/train_lm.py --preset 30m`.",
+        ("largest difference of a loss",),
+    ),
+    "batch_invariant": Section(
+        "The price of batch invariance",
+        "Calls in CUDA graphs under `gla.batch_invariant` beside the fastest backend without it. The workloads are "
+        "those of `gla_core/workloads/named.py`.",
+    ),
+    "giants": Section(
+        "A giant among packed sequences",
+        "Forward calls of packed sequences of which one is long, beside the time of that sequence alone plus the time"
+        " of the others.",
+    ),
+    "odd_shapes": Section(
+        "Shapes that tuning did not use",
+        "Calls of `chunk_gla` in CUDA graphs, bfloat16 with float32 gates per key. 'Over the floor' is the time "
+        "divided by the time to move each input and output once.",
+        ("over the floor", "backend"),
+    ),
 }
-"""The ways of models.py, in words."""
-MODEL = "FLA's GLA model with 374M parameters"
-ModelRow = dict[str, Any]
+"""The sections by the name of their files, in the order of the page."""
+TRAINING, DECODING = "training step, 8 x 2048 tokens", "decoding in a CUDA graph, 8 sequences"
+HEADLINE = (
+    (
+        "op",
+        "`chunk_gla` forward: 8 sequences of 4096 tokens, 16 heads",
+        "`chunk_gla` forward: 8 x 4096 tokens, 16 heads",
+    ),
+    ("op", "`chunk_gla` forward and backward: 8 sequences of 4096 tokens, 16 heads", "the same, forward and backward"),
+    (
+        "op",
+        "`chunk_gla` forward and backward: 64 packed sequences, 65,536 tokens in all, 8 heads",
+        "64 packed sequences, 65,536 tokens, 8 heads, forward and backward",
+    ),
+    (
+        "mamba2_scan",
+        "Mamba-2's scan forward and backward: Granite-4-small (1 x 32768 tokens, 1 group, 128 heads, state 128 x 64)",
+        "Mamba-2's scan of Granite-4-small, 32,768 tokens, forward and backward",
+    ),
+    ("models", TRAINING, "training step of a 374M GLA model, 8 x 2048 tokens: time on the device"),
+    ("models", DECODING, "decoding step of that model in a CUDA graph, 8 sequences"),
+)
+"""The rows of the README: part, call, and the words of the README."""
+NAMES = {"fla": "FLA", "mamba_ssm": "mamba_ssm"}
+SEVERAL = {"models": "gla_transformers, compiled"}
+"""The implementation that the README shows of a part that has several, if it has the call."""
+UNITS = {"GiB": "{:.1f}", "kernels": "{:.0f}", "tokens/s": "{:,.0f}", "tokens/s of a rank": "{:,.0f}"}
+
+
+# ---- README
 
 
 def headline(folder: Path) -> str:
-    """Returns the Markdown of the README's table and the result of the kit; '' if the run is missing."""
-    path = measured_in(folder)
-    if not path.exists():
+    """Returns the Markdown of the README's table and of what stands below it; '' if nothing was measured."""
+    measured = readme_run(folder)
+    if not measured:
         return ""
-    calls, of_models = readme.read(path)
-    calls = [row for row in calls if readme.is_steady(row)]
-    of_calls = {_call_in_words(key): _headline([row for row in calls if row.key == key]) for key in HEADLINE}
-    model_lines = _headline_of_models(of_models)
-    lines = ["| call | baseline | fastest of this project | times as fast |", "| --- | ---: | ---: | ---: |"]
-    lines += [f"| {call} | {cells} |" for call, cells in {**of_calls, **model_lines}.items() if cells]
-    told = [_run(path, calls, of_models), _left_out(of_calls, model_lines), _how_right(folder)]
+    lines = [
+        f"| call | {' | '.join(rows[0].device for rows in measured.values())} |",
+        "| --- |" + " --- |" * len(measured),
+        *(
+            f"| {words} | {' | '.join(_cell(part, call, rows) for rows in measured.values())} |"
+            for part, call, words in HEADLINE
+        ),
+    ]
+    every = [row for rows in measured.values() for row in rows]
+    told = [_run(every[0]), *_ranges(every), _precision_in_words(every), _kit_in_words(folder, every[0].commit)]
     return "\n".join(lines) + "\n\n" + " ".join(filter(None, told)) + "\n"
 
 
-def _left_out(of_calls: dict[str, str | None], of_models: dict[str, str | None]) -> str:
-    """Returns a sentence about the rows that have no steady time in the run; '' if there are none."""
-    missing = [call for call, cells in of_calls.items() if cells is None]
-    number = sum(cells is None for cells in of_models.values())
-    missing += [f"{number} rows of whole models"] if number else []
-    return f"Left out, because the run has no steady times for them: {'; '.join(missing)}." if missing else ""
+def readme_run(folder: Path) -> dict[str, list[Row]]:
+    """Returns the rows of the run that the README shows, by device: those of the newest commit with its first line."""
+    part, first, _ = HEADLINE[0]
+    rows = {device: record.read(folder / device / f"{part}.jsonl") for device in devices(folder)}
+    commits = {row.date: row.commit for of_device in rows.values() for row in of_device if row.call == first}
+    if not commits:
+        return {}
+    commit = commits[max(commits)]
+    every = {device: [row for _, row in shown_rows(folder, device) if row.commit == commit] for device in rows}
+    return {device: of_device for device, of_device in every.items() if any(row.call == first for row in of_device)}
 
 
-def measured_in(folder: Path) -> Path:
-    """Returns the file from which the README's table and the pictures are made."""
-    return folder / f"readme-{results.short_name(DEVICE)}.json"
+def _cell(part: str, call: str, rows: Sequence[Row]) -> str:
+    """Returns a cell of the README: how many times as fast, and both times; "-" if a time is missing."""
+    rows = [row for row in rows if row.call == call]
+    ours = sorted((row for row in rows if row.baseline), key=lambda row: row.who != SEVERAL.get(part))
+    if not ours:
+        return "-"
+    ratio = record.ratio(ours[0], rows)
+    theirs = next(row for row in rows if row.who == ours[0].baseline)
+    shown = "unsteady" if ratio is None else f"**{ratio:.2f}\N{NO-BREAK SPACE}×**"
+    return f"{shown}: {_times(ours[0])}; {NAMES[theirs.who]} {_times(theirs)}"
+
+
+def _times(row: Row) -> str:
+    """Returns a row's time, followed in brackets by the facts that the README shows of training."""
+    facts = row.facts
+    if "wall, s" not in facts:
+        return _time(row.seconds)
+    return (
+        f"{_time(row.seconds)} (wall {_time(facts['wall, s'])}, {_number('GiB', facts['GiB'])} GiB, "
+        f"first step {_time(facts['first step, s'])})"
+    ).replace(" GiB", "\N{NO-BREAK SPACE}GiB")
+
+
+def _run(row: Row) -> str:
+    return f"One run at commit {row.commit:.10}, {row.date:.10}: {_versions(row)}; medians."
+
+
+def _versions(row: Row) -> str:
+    return ", ".join(
+        f"{name} {version}" for name, version in row.versions.items() if name not in ("python", "gla_core")
+    )
+
+
+GROUPS = {
+    "all calls of `chunk_gla` and its step, over forms of gates, dtypes and widths": r"`(chunk|recurrent)_gla",
+    "Mamba-2's scan and step at the sizes of six models": r"Mamba-2's scan (forward|step)",
+    "the softmax ops": r"`(online_softmax|softmax_attention)`",
+}
+"""Groups of calls of which the README gives the range, and the pattern of their names."""
+
+
+def _ranges(rows: Sequence[Row]) -> Iterator[str]:
+    """Yields sentences on how fast each group of calls is beside its peer, losses included."""
+    parts = []
+    for words, pattern in GROUPS.items():
+        compared = [row for row in rows if re.match(pattern, row.call) and not _is_precision(row)]
+        ratios = [ratio for row in compared if (ratio := record.ratio(row, rows))]
+        if ratios:
+            slower = sum(ratio < 1 for ratio in ratios)
+            median = statistics.median(ratios)
+            parts.append(
+                f"{words}: {min(ratios):.2f} to {max(ratios):.1f} times as fast as the peer, median {median:.1f}, "
+                f"{slower} of {len(ratios)} slower"
+            )
+    if parts:
+        yield "Losses included, " + "; ".join(parts) + "."
+
+
+def _is_precision(row: Row) -> bool:
+    return "dg" in row.facts or "dx" in row.facts
+
+
+def _precision_in_words(rows: Sequence[Row]) -> str:
+    """Returns a sentence on errors beside FLA's with mild and strong gates in bfloat16; '' without measurements."""
+    errors = {(row.call, row.who): row.facts for row in rows if "dg" in row.facts and "bfloat16" in row.call}
+    pairs = [(facts, errors[call, "fla"]) for (call, who), facts in errors.items() if who == "gla-core"]
+    pairs = [(ours, theirs) for ours, theirs in pairs if theirs.get("dg") and 0 < theirs["dg"] < float("inf")]
+    if not pairs:
+        return ""
+    ranges = {
+        name: (min(x), max(x)) for name in ("o", "dq", "dk", "dv", "dg") if (x := [a[name] / b[name] for a, b in pairs])
+    }
+    others = [bound for name, bounds in ranges.items() if name != "dg" for bound in bounds]
+    return (
+        f"Errors beside FLA's in bfloat16: o, dq, dk and dv {min(others):.2f} to {max(others):.2f} times, dg "
+        f"{ranges['dg'][0]:.2f} to {ranges['dg'][1]:.2f} times ([table](docs/results.md#precision))."
+    )
+
+
+def _kit_in_words(folder: Path, commit: str | None) -> str:
+    """Returns a sentence about the kit's cases at a commit; '' if the kit did not run there."""
+    reports = [json.loads(path.read_text()) for path in sorted(folder.glob("conformance-*.json"))]
+    parts = []
+    for report in (report for report in reports if commit and _same(report["commit"], commit)):
+        counts = report["counts"]
+        others = ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("failed", "open") if counts[outcome])
+        name = f"`{report['backend']['name']}` on {report['device']['name']}"
+        parts.append(f"{name} {counts['passed']}" + (f" ({others})" if others else ""))
+    return f"Cases of the conformance kit passed at this commit: {', '.join(parts)}." if parts else ""
+
+
+def _same(one: str | None, other: str) -> bool:
+    """Returns whether two hashes, which may be shortened, name the same commit."""
+    return one is not None and (one.startswith(other) or other.startswith(one))
+
+
+# ---- the page of results
 
 
 def render(folder: Path) -> str:
     """Returns the Markdown of everything in the folder, ending in a newline; '' if there is nothing."""
-    times = [_section(results.read(path), path) for path in _files_of_times(folder)]
+    shown = _pictures(folder / device for device in devices(folder))
+    of_part = [text for part in SECTIONS for text in _section(folder, part)]
     kit = _conformance(sorted(folder.glob("conformance-*.json")))
-    told = [
-        tell(json.loads(path.read_text()), path)
-        for name, tell in _SECTIONS.items()
-        for path in sorted(folder.glob(f"{name}-*.json"))
+    picks = [_selection(json.loads(path.read_text()), path) for path in sorted(folder.glob("selection-*.json"))]
+    return "\n".join([*shown, *of_part[:3], *_precision(folder), *of_part[3:], *kit, *picks])
+
+
+def devices(folder: Path) -> list[str]:
+    """Returns the names of the devices that have rows, as in file names, the newest kind of GPU first."""
+    return sorted({path.parent.name for path in folder.glob("*/*.jsonl")}, reverse=True)
+
+
+def shown_rows(folder: Path, device: str = "*") -> list[tuple[str, Row]]:
+    """Returns the name of the part and the row of everything that the page shows of a device, by default of all."""
+    return [(path.stem, row) for path in sorted(folder.glob(f"{device}/*.jsonl")) for row in record.read(path)]
+
+
+def _section(folder: Path, part: str) -> Iterator[str]:
+    """Yields the section of a part, with a table for each device; nothing if it has no rows."""
+    section = SECTIONS[part]
+    tables = [table for device in devices(folder) for table in _tables(folder / device / f"{part}.jsonl", section)]
+    if tables:
+        yield "\n".join([f"## {section.title}\n", f"{section.about}\n", *tables])
+
+
+def _tables(path: Path, section: Section) -> Iterator[str]:
+    rows = record.read(path)
+    if not rows:
+        return
+    table = _table(rows, section.facts)
+    if len(table) > LONG:
+        table = [f"<details><summary>{len(table) - 2} rows</summary>\n", *table, "\n</details>"]
+    yield "\n".join([f"### {rows[0].device}\n", f"{_where(rows, path)}\n", *table, ""])
+
+
+def _where(rows: Sequence[Row], path: Path) -> str:
+    """Returns a sentence with the commits, dates and versions of rows."""
+    commits = list(dict.fromkeys(f"{row.commit:.10}" for row in rows))
+    dates = sorted({row.date[:10] for row in rows})
+    at = f"At {commits[0]}, {dates[0]}" if len(commits) == 1 else f"At {', '.join(commits)}, {dates[0]} to {dates[-1]}"
+    name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name
+    return f"{at}; {_versions(rows[-1])}. Rows: [`{name}`](../{name})."
+
+
+def _table(rows: Sequence[Row], facts: Sequence[str]) -> list[str]:
+    """Returns a table of every row that is no baseline, with the time of its baseline beside it."""
+    calls = {(row.call, row.who): row for row in rows}
+    compared = {(row.call, row.baseline) for row in rows if row.baseline}
+    shown = [row for row in rows if (row.call, row.who) not in compared]
+    peers, whos = any(row.baseline for row in shown), len({row.who for row in shown}) > 1
+    commits = len({row.commit for row in rows}) > 1
+    facts = [name for name in facts if any(name in row.facts for row in shown)]
+    timed = any(row.seconds for row in shown)
+    columns: list[tuple[str, str, Callable[[Row], str]]] = [
+        ("call", "---", lambda row: row.call),
+        *([("times as fast", "---:", lambda row: _ratio(row, rows))] if peers else []),
+        *([("by", "---", lambda row: row.who)] if whos else []),
+        *([("time", "---:", lambda row: row.error or _time(row.seconds))] if timed else []),
+        *([("peer", "---", lambda row: _peer(row, calls))] if peers else []),
+        *([("spread", "---:", _spread)] if any(row.spread for row in rows) else []),
+        *((name.removesuffix(", s"), "---:", lambda row, name=name: _fact(row, name)) for name in facts),
+        *([("commit", "---", lambda row: f"{row.commit:.7}")] if commits else []),
     ]
-    return "\n".join([*_pictures(pictures_of(folder)), *kit, *told, *times])
+    lines = [f"| {' | '.join(name for name, _, _ in columns)} |", f"| {' | '.join(rule for _, rule, _ in columns)} |"]
+    return lines + [f"| {' | '.join(text(row).replace('|', '/') for _, _, text in columns)} |" for row in shown]
 
 
-def draw(folder: Path) -> None:
-    """Draws all pictures of the files in the folder."""
-    path = measured_in(folder)
-    if path.exists():
-        found = json.loads(path.read_text())
-        plots.plot(_results(found, _of_whole_groups(readme.read(path)[0])), pictures_of(folder))
-        model_pictures.draw(found, pictures_of(folder))
-    for path in folder.glob("selection-*.json"):
-        crossover.draw(path)
-    for path in folder.glob("ranks-*.json"):
-        context_parallel.draw(json.loads(path.read_text()), path.with_suffix(".svg"))
+def _ratio(row: Row, rows: Iterable[Row]) -> str:
+    ratio = record.ratio(row, rows)
+    return "-" if ratio is None else f"{ratio:.2f}"
 
 
-def _of_whole_groups(calls: Sequence[Row]) -> list[Row]:
-    """Returns the rows of calls whose times are all steady, so that no group in a picture lacks a bar."""
-    unsteady = {row.key for row in calls if not readme.is_steady(row)}
-    return [row for row in calls if row.key not in unsteady]
-
-
-def _results(found: dict[str, Any], calls: Sequence[Row]) -> Results:
-    """Returns the calls of a file of readme.py as `Results`."""
-    names = [field.name for field in dataclasses.fields(Results) if field.name != "rows"]
-    return Results(**{name: found[name] for name in names}).with_rows(calls)
-
-
-def pictures_of(folder: Path) -> Path:
-    """Returns the folder of the pictures of `DEVICE`."""
-    return folder / results.short_name(DEVICE)
-
-
-def between_markers(page: str) -> str | None:
-    """Returns the text between the markers; None if the page has no markers."""
-    found = MARKED.search(page)
-    return found and found[1]
-
-
-def insert(page: str, generated: str) -> str:
-    """Returns the page with `generated` between its markers. Raises ValueError if it has no markers."""
-    if between_markers(page) is None:
-        raise ValueError(f"the page has no markers; put {BEGIN} and {END} on lines of their own")
-    return MARKED.sub(lambda _: f"{BEGIN}\n{generated}{END}", page)
-
-
-def _files_of_times(folder: Path) -> list[Path]:
-    others = ("conformance", *_SECTIONS)
-    return [path for path in sorted(folder.glob("*.json")) if path.name.partition("-")[0] not in others]
-
-
-def _call_in_words(key: tuple[str, str, str]) -> str:
-    op, workload, direction = key
-    return f"`{op}` {IN_WORDS[direction]}: {plots.in_words(op, workload)}"
-
-
-def _headline(rows: Sequence[Row]) -> str | None:
-    """Returns the cells of one call, the faster one of `OURS` beside the baseline; None if a time is missing."""
-    timed = {row.backend: row for row in rows if row.seconds is not None}
-    baselines = [row for row in timed.values() if row.backend in BASELINES]
-    if not baselines or not timed.keys() >= set(OURS):
-        return None
-    ours = min((timed[name] for name in OURS), key=_seconds)
-    theirs, time = results.time_text(_seconds(baselines[0])), results.time_text(_seconds(ours))
-    ratio = _seconds(baselines[0]) / _seconds(ours)
-    return f"{baselines[0].backend} {theirs} | {ours.backend} {time} | {ratio:.2f}"
-
-
-def _seconds(row: Row) -> float:
-    assert row.seconds is not None
-    return row.seconds
-
-
-def _headline_of_models(rows: Sequence[ModelRow]) -> dict[str, str | None]:
-    """Returns the table cells of whole models, by call: training by device time, decoding eager and in a CUDA graph.
-
-    The cells are None if a time is missing.
-    """
-    found = {(row["what"], row["way"]): row for row in rows if row["size"] == 8}
-    fine = {key: row for key, row in found.items() if "error" not in row}
-    lines: dict[str, str | None] = {}
-    for way, call in (
-        ("accelerated", f"a training step of {MODEL} (8 x 2048 tokens) after `accelerate()`, time on the device"),
-        ("compiled", "the same step by `gla_transformers`, compiled, time on the device"),
-    ):
-        lines[call] = None
-        if fine.keys() >= {("train", "fla"), ("train", way)}:
-            theirs, ours = fine["train", "fla"], fine["train", way]
-            ratio = theirs["device_seconds"] / ours["device_seconds"]
-            lines[call] = f"fla {_both_times(theirs)} | {_both_times(ours)} | {ratio:.2f}"
-    for what, call in (
-        ("generate", f"decoding of {MODEL} by `generate`, by `gla_transformers`, 8 sequences"),
-        ("graph", "the same decoding, each in a CUDA graph"),
-    ):
-        lines[call] = None
-        if (what, "fla") in found and (what, "ours") in fine:
-            theirs, ours = found[what, "fla"], fine[what, "ours"]
-            ratio = "-" if "error" in theirs else f"{ours['tokens_per_second'] / theirs['tokens_per_second']:.2f}"
-            lines[call] = f"fla {_words_per_second(theirs)} | {_words_per_second(ours)} | {ratio}"
-    return lines
-
-
-def _both_times(row: ModelRow) -> str:
-    return f"{results.time_text(row['device_seconds'])} (wall {results.time_text(row['seconds'])})"
-
-
-def _words_per_second(row: ModelRow) -> str:
-    return "cannot be captured" if "error" in row else f"{row['tokens_per_second']:,.0f} tokens/s"
-
-
-def _run(path: Path, calls: Sequence[Row], of_models: Sequence[ModelRow]) -> str:
-    """Returns sentences about the run from which all rows of the README's table come."""
-    found = json.loads(path.read_text())
-    keys = [row.spread for row in calls if row.key in HEADLINE] + [row.get("spread") for row in of_models]
-    spread = max((x for x in keys if x is not None), default=0.0)
-    versions = ", ".join(f"{name} {found[name]}" for name in ("torch", "triton", "fla", "transformers"))
-    training = (
-        " Training steps are compared by the time on the device, because the host can limit the wall time, which "
-        "stands beside it."
-    )
-    return (
-        f"{found['device']}, {versions}; one run at commit {found['commit'][:10]}, {found['date'][:10]}. Times are "
-        f"medians; the quartiles of each are at most {spread:.0%} of it apart.{training if of_models else ''}"
-    )
-
-
-def _how_right(folder: Path) -> str:
-    """Returns a sentence about the kit's cases on `DEVICE`; '' if the kit did not run."""
-    found = [json.loads(path.read_text()) for path in sorted(folder.glob("conformance-*.json"))]
-    found = [report for report in found if report["device"]["name"] == DEVICE]
-    if not found:
+def _peer(row: Row, calls: dict[tuple[str, str], Row]) -> str:
+    """Returns the name and time of a row's baseline, or why it has none."""
+    if row.baseline is None:
         return ""
-    parts = []
-    for report in found:
-        counts = report["counts"]
-        others = ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("failed", "open") if counts[outcome])
-        parts.append(f"`{report['backend']['name']}` {counts['passed']}" + (f" ({others})" if others else ""))
-    return f"Cases of the conformance kit passed there: {', '.join(parts)}."
+    peer = calls[row.call, row.baseline]
+    if peer.error:
+        return f"{peer.who}: {peer.error.partition(':')[2].strip().partition('. ')[0] or peer.error}"
+    unsteady = "" if peer.steady else f" (spread {peer.spread:.0%})"
+    return f"{peer.who} {_time(peer.seconds)}{unsteady}"
 
 
-def _section(found: Results, path: Path) -> str:
-    written = f"Written by `benchmarks/evidence.py times` into `benchmarks/results/{path.name}`."
-    return "\n".join(
-        [
-            f"## Times: {path.stem.partition('-')[0]}, {found.device}\n",
-            f"{_conditions(found)}. {COLUMNS} {written}\n",
-            *_beside_baselines(found.rows),
-            *_all_rows(found.rows),
-        ]
+def _spread(row: Row) -> str:
+    return "" if row.spread is None else f"{row.spread:.0%}" + ("" if row.steady else ", unsteady")
+
+
+def _fact(row: Row, name: str) -> str:
+    return "" if row.facts.get(name) is None else _number(name, row.facts[name])
+
+
+def _number(name: str, value: Any) -> str:
+    if name.endswith(", s"):
+        return _time(value)
+    if isinstance(value, bool) or name == "same words":
+        return "yes" if value else "no"
+    return (
+        value
+        if isinstance(value, str)
+        else UNITS.get(name, "{:,}" if isinstance(value, int) else "{:.2f}").format(value)
     )
 
 
-COLUMNS = (
-    "Times are medians. GB/s counts each input and output once. 'Of floor' is GB/s as a share of the speed of a copy. "
-    "'× fla' is the time of FLA divided by the time of the row."
-)
+def _time(seconds: float | None) -> str:
+    return results.time_text(seconds).replace(" ", "\N{NO-BREAK SPACE}")
 
 
-def _conditions(found: Results) -> str:
-    driver = f", driver {found.driver}" if found.driver else ""
-    named = ("torch", "triton", "fla")
-    versions = ", ".join(f"{name} {getattr(found, name)}" for name in named if getattr(found, name))
-    bandwidth = f"; copies run at {found.copy_bandwidth / 1e12:.2f} TB/s" if found.copy_bandwidth else ""
-    # A commit with spaces also names rows that were measured again at another commit.
-    commit = f" at {found.commit if ' ' in found.commit else found.commit[:10]}" if found.commit else ""
-    return f"gla_core {found.gla_core}{commit}, {versions}{driver}, {found.date[:10]}{bandwidth}"
-
-
-def _all_rows(rows: Sequence[Row]) -> list[str]:
-    """Returns a folded table for each op."""
-    return [
-        f"<details><summary>{op}: {len(of_op)} measurements</summary>\n\n{results.markdown(of_op)}\n\n</details>\n"
-        for op, of_op in by_op(rows)
-    ]
-
-
-def _beside_baselines(rows: Sequence[Row]) -> list[str]:
-    """Returns a table of the faster one of `OURS` beside each baseline; empty without baselines."""
-    ours = [row for row in rows if row.backend in OURS and row.ratio_to]
-    lines = [
-        "| workload | direction | baseline | | faster of ours | | times as fast |",
-        "| --- | --- | --- | ---: | --- | ---: | ---: |",
-    ]
-    for key in dict.fromkeys(row.key for row in ours):
-        row = max((row for row in ours if row.key == key), key=lambda row: max(row.ratio_to.values()))
-        for name, ratio in row.ratio_to.items():
-            theirs, time = results.time_text((row.seconds or 0) * ratio), results.time_text(row.seconds)
-            lines.append(
-                f"| {row.workload} | {row.direction} | {name} | {theirs} | {row.backend} | {time} | {ratio:.2f} |"
-            )
-    return ["\n".join(lines) + "\n"] if ours else []
+def _precision(folder: Path) -> list[str]:
+    """Returns the section on errors beside FLA's and mamba_ssm's."""
+    tables = []
+    for device in devices(folder):
+        path = folder / device / "precision.jsonl"
+        rows = record.read(path)
+        for names in (("o", "state", "dq", "dk", "dv", "dg"), ("out", "dx", "ddt", "dA", "dB", "dC", "dD", "ddt_bias")):
+            shown = [row for row in rows if names[0] in row.facts]
+            if not shown:
+                continue
+            tables += [f"### {rows[0].device}\n", f"{_where(rows, path)}\n"] if names[0] == "o" else []
+            tables += [f"| inputs | by | {' | '.join(names)} | time |", "| --- | --- |" + " ---: |" * (1 + len(names))]
+            for row in shown:
+                errors = " | ".join(f"{row.facts[name]:.1e}" for name in names)
+                tables.append(f"| {row.call} | {row.who} | {errors} | {_time(row.seconds)} |")
+            tables.append("")
+    if not tables:
+        return []
+    about = (
+        "The norm of the difference from the result in float64, divided by the norm of that result, on the same "
+        "inputs (2 sequences of 2048 tokens, 4 heads, K = V = 128, float32 gates). Rounding an exact result to "
+        "bfloat16 alone costs 1.7e-3, to float16 2.1e-4. 'In float32' casts q, k and v to float32 before the call and"
+        ' o back, under `torch.set_float32_matmul_precision("high")`: use it where a gradient has to be more precise.'
+        " The time is that of forward and backward."
+    )
+    return ["\n".join(["## Precision\n", f"{about}\n", *tables])]
 
 
 def _conformance(paths: Sequence[Path]) -> list[str]:
@@ -300,19 +423,18 @@ def _conformance(paths: Sequence[Path]) -> list[str]:
     lines = [
         "## Conformance\n",
         "The table counts the cases of the kit. A case is open if the backend declines it. The last two columns give "
-        "the "
-        "largest error of values and of gradients as a share of the error that is allowed. "
+        "the largest error of values and of gradients as a share of the error that is allowed. "
         "Written by `gla conformance NAME --report` into `benchmarks/results/conformance-*.json`.\n",
         "| backend | device | gla_core at | cases | passed | failed | open | values | gradients |",
         "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for path in paths:
-        found = json.loads(path.read_text())
-        counts = found["counts"]
+        report = json.loads(path.read_text())
+        counts = report["counts"]
         numbers = [sum(counts[name] for name in ("passed", "failed", "open"))]
         numbers += [counts[name] for name in ("passed", "failed", "open")]
-        worst = [_worst(found["properties"], name) for name in ("values", "gradients")]
-        cells = [found["backend"]["name"], found["device"]["name"], (found["commit"] or "-")[:10], *numbers, *worst]
+        worst = [_worst(report["properties"], name) for name in ("values", "gradients")]
+        cells = [report["backend"]["name"], report["device"]["name"], (report["commit"] or "-")[:10], *numbers, *worst]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return ["\n".join(lines) + "\n"]
 
@@ -323,200 +445,61 @@ def _worst(properties: Sequence[dict[str, Any]], name: str) -> str:
     return max(texts, key=lambda text: float("inf") if text == "infinite" else float(text), default="-")
 
 
-def _measured(found: dict[str, Any]) -> str:
-    """Returns versions of gla_core and PyTorch, and the date."""
-    return f"gla_core {found['gla_core']} at {found['commit'][:10]}, torch {found['torch']}, {found['date'][:10]}"
-
-
-# ---- the run of the README
-
-
-def _readme(found: dict[str, Any], path: Path) -> str:
-    """Returns the section of a file of readme.py: calls beside their baselines, then whole models."""
-    calls, of_models = readme.read(path)
-    run, fine = _results(found, calls), [row for row in of_models if "error" not in row]
-    sizes = ", ".join(f"{name.replace('_', ' ')} {size}" for name, size in found["model"].items())
-    failed = [f"- {row['what']} {row['way']} {row['size']}: {row['error']}" for row in of_models if "error" in row]
-    return "\n".join(
-        [
-            f"## The README's table, its pictures and whole models: one run, {found['device']}\n",
-            f"{_conditions(run)}, transformers {found['transformers']}. {COLUMNS} Written by "
-            f"`benchmarks/evidence.py readme` into `benchmarks/results/{path.name}`.\n",
-            *_beside_baselines(run.rows),
-            *_all_rows(run.rows),
-            f"The model is FLA's GLA model ({sizes}) in bfloat16, with random weights. A training step is forward, "
-            "backward "
-            "and a fused AdamW. 'Step' is wall time, with the distance of its quartiles as a share of it; 'on the "
-            "device' "
-            "is the time of all kernels, and 'of GLA' the part of gated linear attention. 'Times as fast' compares "
-            "with FLA's model, by wall time and by time on the device.\n",
-            *_training(fine),
-            "Decoding is greedy, after a prompt of 512 tokens. In a CUDA graph of "
-            "eight steps, FLA's states are copied once per graph to where its first step reads them. 'Same words' "
-            "says whether the graph decodes the words of eager steps.\n",
-            *_decoding(fine),
-            *(["Failed:\n", *failed, ""] if failed else []),
-        ]
-    )
-
-
-def _training(rows: Sequence[ModelRow]) -> list[str]:
-    """Returns tables of training steps of 8 sequences, and of one sequence of several lengths."""
-    lines = []
-    for what, title in (("train", "8 sequences of 2048 tokens"), ("length", "one sequence")):
-        of_what = sorted(
-            (row for row in rows if row["what"] == what), key=lambda row: (row["sequences"], row["tokens"])
-        )
-        theirs = {row["tokens"]: row for row in of_what if row["way"] == "fla"}
-        lines += [
-            f"| training, {title} | tokens | step | spread | on the device | of GLA | tokens/s | memory "
-            "| times as fast, wall | on the device |",
-            "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-        ]
-        for row in of_what:
-            times = [results.time_text(row[name]) for name in ("seconds", "device_seconds", "gla_seconds")]
-            cells = [WAYS[row["way"]], f"{row['sequences'] * row['tokens']:,}", times[0], f"{row['spread']:.1%}"]
-            cells += [*times[1:], f"{row['tokens_per_second']:,.0f}", f"{row['gib']:.1f} GiB"]
-            cells += [_ratio(theirs.get(row["tokens"]), row, name) for name in ("seconds", "device_seconds")]
-            lines.append(f"| {' | '.join(cells)} |")
-        lines.append("")
-    return lines
-
-
-def _decoding(rows: Sequence[ModelRow]) -> list[str]:
-    """Returns a table of decoding by `generate` and in a CUDA graph."""
-    decoded = [row for row in rows if row["what"] in ("generate", "graph")]
-    decoded.sort(key=lambda row: (row["what"], row["size"]))
-    theirs = {(row["what"], row["size"]): row for row in decoded if row["way"] == "fla"}
+def _selection(report: dict[str, Any], path: Path) -> str:
+    """Returns the section of a file of selection.py: how close the picks of `auto` are to the fastest backend."""
+    parts = {row["part"]: row["commit"] for row in report["rows"] if "commit" in row}
+    others = "".join(f"; {part} at {commit}" for part, commit in parts.items())
     lines = [
-        "| decoding | how | sequences | first token | a step | spread | tokens/s | same words | times as fast |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | --- | ---: |",
-    ]
-    for row in decoded:
-        how = "CUDA graph" if row["what"] == "graph" else "`generate`"
-        same = {None: "", True: "yes", False: "no"}[row.get("same_words_as_eager")]
-        cells = [WAYS[row["way"]], how, str(row["size"]), results.time_text(row["first_token"])]
-        cells += [results.time_text(row["seconds"]), f"{row['spread']:.1%}", f"{row['tokens_per_second']:,.0f}", same]
-        lines.append(f"| {' | '.join([*cells, _ratio(theirs.get((row['what'], row['size'])), row, 'seconds')])} |")
-    return [*lines, ""]
-
-
-def _ratio(theirs: ModelRow | None, ours: ModelRow, name: str) -> str:
-    return "-" if theirs is None else f"{theirs[name] / ours[name]:.2f}"
-
-
-# ---- other files
-
-
-def _others(found: dict[str, Any]) -> str:
-    """Returns the parts of a selection that were measured at other commits."""
-    parts = {row["part"]: row["commit"] for row in found["rows"] if "commit" in row}
-    return "".join(f"; {part} at {commit}" for part, commit in parts.items())
-
-
-def _selection(found: dict[str, Any], path: Path) -> str:
-    lines = [
-        f"## What auto picks, {found['device']}\n",
-        f"{_measured(found)}{_others(found)}. The slowdown of a pick is the time of the backend that `auto` picks "
+        f"## What auto picks, {report['device']}\n",
+        f"gla_core {report['gla_core']} at {report['commit'][:10]}, torch {report['torch']}, {report['date'][:10]}"
+        f"{others}. The slowdown of a pick is the time of the backend that `auto` picks "
         "divided by the time of the fastest one. The grid has calls of chunk_gla_fwd with shapes that no constant was "
         "fitted to; 'forms' are calls with other forms of gates, value heads in groups, or float16. For packed "
         "sequences, forward and backward, `auto` knows how many there are but not how long. "
         f"Written by `benchmarks/evidence.py selection` into `benchmarks/results/{path.name}`.\n",
         "| calls | measured | close to the fastest | largest slowdown |\n| --- | ---: | ---: | ---: |",
     ]
-    for part, of_part in found["summary"].items():
-        close = f"{of_part['close']:.1%} within {of_part['within'] - 1:.0%}"
-        cells = (part, str(of_part["calls"]), close, f"{of_part['worst']:.2f} ×")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *_pictures(path.with_suffix(""))])
+    for part, summed in report["summary"].items():
+        close = f"{summed['close']:.1%} within {summed['within'] - 1:.0%}"
+        lines.append(f"| {part} | {summed['calls']} | {close} | {summed['worst']:.2f} × |")
+    return "\n".join([*lines, "", *_pictures([path.with_suffix("")])])
 
 
-def _shapes(found: dict[str, Any], path: Path) -> str:
-    """Returns the section of a file of shapes.py: times divided by the times that they are compared with."""
-    lines = [
-        f"## Shapes that the kernels were not tuned for, {found['device']}\n",
-        f"{_measured(found)}. Calls of chunk_gla_fwd by the backend that `auto` picks. 'Odd widths' divides the time "
-        "by that of the memory floor, and 'odd pairs' the time of forward and backward, in CUDA graphs, by that of "
-        "their floor. 'One giant' divides it by the time of the longest sequence alone plus the time of the others. "
-        "'Invariant' divides the time under `batch_invariant` by the time without it, for the workloads of "
-        "models, forward and with the backward. "
-        f"Written by `benchmarks/evidence.py shapes` into `benchmarks/results/{path.name}`, which has every call.\n",
+def _pictures(folders: Iterable[Path]) -> list[str]:
+    """Returns the pictures in folders of benchmarks/results, with words for who cannot see them."""
+    return [
+        f"![{pictures.ALT.get(path.stem, path.stem)}, {path.parent.name}]"
+        f"(../benchmarks/results/{path.parent.name}/{path.name})\n"
+        for folder in folders
+        for path in sorted(folder.glob("*.svg"))
     ]
-    for part, of_part in found["summary"].items():
-        numbers = f"median {of_part['median']:.2f}, largest {of_part['worst']:.2f}"
-        lines.append(f"- {part}: {of_part['calls']} calls, {numbers}")
-    lines += ["", "| B T H K V | | time | backend | over the floor |", "| --- | --- | ---: | --- | ---: |"]
-    for row in (row for row in found["rows"] if row["part"].startswith("odd")):
-        sizes = " ".join(str(row["dims"][name]) for name in ("B", "T", "H", "K", "V"))
-        way, backend, seconds = "pair", row.get("backend"), row.get("seconds")
-        if row["part"] == "odd widths":
-            way, backend, seconds = "forward", row["pick"], row["measured"][row["pick"]]
-        lines.append(f"| {sizes} | {way} | {results.time_text(seconds)} | {backend} | {row['over']:.2f} |")
-    return "\n".join([*lines, ""])
 
 
-def _ranks(found: dict[str, Any], path: Path) -> str:
-    """Returns the section of a file of context_parallel.py: times on one rank and on all, and predictions for more."""
-    ranks, predicted = found["rows"][0]["ranks"], list(next(filter(None, (row["predicted"] for row in found["rows"]))))
-    graphs = "Times are replays of CUDA graphs."
-    how = graphs if found.get("graphs") else "Times are eager calls; for short sequences the host decides them."
-    longest = found["longest"]
-    lines = [
-        f"## One row of tokens over {ranks} GPUs, {found['device']}\n",
-        f"{_measured(found)}. The table compares gla_core.distributed.chunk_gla on {ranks} GPUs with "
-        f"gla_core.chunk_gla on one of them, for K = V = 128. {how} A row is one sequence with a gate for each key, "
-        "one with a gate for each head, or 65 packed sequences with a gate for each key. Efficiency is the time on one "
-        f"rank divided by {ranks} times the time on all. The last columns predict it for other numbers of ranks with "
-        f"as many tokens each; they are not measured. The longest sequence of {longest['heads']} heads that trains has "
-        f"{longest['one_rank']:,} tokens on one rank and {longest['all_ranks']:,} on all. "
-        f"Written by `benchmarks/context_parallel.py` into `benchmarks/results/{path.name}`.\n",
-        "| row | T | H | direction | one rank | all | gathers | efficiency | "
-        f"{' | '.join(f'of {R}' for R in predicted)} |",
-        "| --- | ---: | ---: | --- | ---: | ---: | ---: | ---: |" + " ---: |" * len(predicted),
-    ]
-    for row in found["rows"]:
-        times = [results.time_text(row[name]) for name in ("one_rank", "all_ranks", "gather")]
-        efficient = [row["efficiency"], *(row["predicted"] or {}).values()]
-        numbers = ["-" if x is None else f"{x:.2f}" for x in efficient] + ["-"] * (1 + len(predicted) - len(efficient))
-        cells = [row["kind"], f"{row['tokens']:,}", str(row["heads"]), row["direction"], *times, *numbers]
-        lines.append(f"| {' | '.join(cells)} |")
-    picture = path.with_suffix(".svg")
-    drawn = [f"![{picture.stem}](../benchmarks/results/{picture.name})\n"] if picture.exists() else []
-    return "\n".join([*lines, "", *drawn])
+# ---- writing
 
 
-def _serving(found: dict[str, Any], path: Path) -> str:
-    """Returns the section of a file of serving.py: a line for each batch, with a time for each engine."""
-    engines = list(dict.fromkeys(row["who"] for row in found["rows"]))
-    lines = [
-        f"## Serving, {found['device']}\n",
-        f"{_measured(found)}. A layer of lightning attention as in Ling-2.5: 64 heads, K = V = 128, bfloat16, float32 "
-        "states in a pool. 'Decode' is one token of each sequence, 'verify' and 'replay' are four drafts of each, in a "
-        "CUDA graph. 'Prefill' and 'mixed' are eager. 'Of floor' counts tokens, outputs and states once; "
-        "'-' stands for what was not measured. "
-        f"Written by `benchmarks/serving.py` into `benchmarks/results/{path.name}`.\n",
-        f"| batch | {' | '.join(engines)} | of floor |",
-        "| --- |" + " ---: |" * (len(engines) + 1),
-    ]
-    batches: dict[str, dict[str, ModelRow]] = {}
-    for row in found["rows"]:
-        counted = [(row[name], name) for name in ("decodes", "sequences", "tokens") if name in row]
-        sizes = ", ".join(f"{n} {name.removesuffix('s') if n == 1 else name}" for n, name in counted)
-        batches.setdefault(f"{row['what']}: {sizes}", {})[row["who"]] = row
-    for words, rows in batches.items():
-        times = (results.time_text(rows[who].get("seconds")) if who in rows else "-" for who in engines)
-        lines.append(f"| {words} | {' | '.join(times)} | {rows[engines[0]].get('of_floor', 0):.2f} |")
-    return "\n".join([*lines, ""])
+def draw(folder: Path) -> None:
+    """Draws all pictures of the files in the folder."""
+    for device in devices(folder):
+        for part in pictures.DRAWN:
+            pictures.draw(folder / device / f"{part}.jsonl")
+        if (folder / device / "ranks.jsonl").exists():
+            context_parallel.draw(folder / device / "ranks.jsonl")
+    for path in folder.glob("selection-*.json"):
+        crossover.draw(path)
 
 
-_SECTIONS = {"readme": _readme, "selection": _selection, "shapes": _shapes, "ranks": _ranks, "serving": _serving}
-"""The functions that write the section of a file, by the first part of its name, in the order of the page."""
+def between_markers(page: str) -> str | None:
+    """Returns the text between the markers; None if the page has no markers."""
+    match = MARKED.search(page)
+    return match and match[1]
 
 
-def _pictures(folder: Path) -> list[str]:
-    """Returns the pictures in a folder of benchmarks/results, as docs/results.md shows them."""
-    pictures = sorted(folder.glob("*.svg"))
-    return [f"![{p.stem}](../benchmarks/results/{folder.name}/{p.name})\n" for p in pictures]
+def insert(page: str, generated: str) -> str:
+    """Returns the page with `generated` between its markers. Raises ValueError if it has no markers."""
+    if between_markers(page) is None:
+        raise ValueError(f"the page has no markers; put {BEGIN} and {END} on lines of their own")
+    return MARKED.sub(lambda _: f"{BEGIN}\n{generated}{END}", page)
 
 
 def main() -> None:

@@ -1,10 +1,8 @@
-"""Measures the ops of a server beside what vLLM and SGLang run for a layer of lightning attention.
-
-    python3 benchmarks/serving.py [--others FOLDER] [--out FOLDER] [--commit HASH]
+"""The ops of a server beside what vLLM and SGLang run for a layer of lightning attention.
 
 The layer is that of Ling-2.5: 64 heads, K = V = 128, a constant gate for each head, bfloat16 tokens, and a pool of
-float32 states. FOLDER may hold lightning_attn.py of vLLM and seg_la.py of SGLang, copied from their distributions; both
-need Triton and no more.
+float32 states. `evidence.py run --parts serving --engines FOLDER` measures it. The folder may hold lightning_attn.py of
+vLLM and seg_la.py of SGLang, copied from their distributions; both need Triton and no more.
 
     decode     one token of each sequence, in a CUDA graph, as engines decode
     verify     four drafts of each sequence, in a CUDA graph; the state after each draft goes to a slot of its own
@@ -13,33 +11,31 @@ need Triton and no more.
     mixed      decodes first, then prefills, in one call of `chunk_gla_pool`; others take two functions
 
 vLLM computes one prefill after another: it reads the offsets on the host, copies q, k and v of a sequence, and launches
-four kernels on float32 tensors. `Vllm.prefill` is this loop, written anew. Writes serving-<device>.json.
+four kernels on float32 tensors. `Vllm.prefill` is this loop, written anew.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib.util
-import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from record import Job, reason
 from torch import Tensor
 
 import gla_core as gla
-from gla_core.bench import measure, results
-from gla_core.files import write_json
+from gla_core.bench import measure
 
 H, K, V, DRAFTS = 64, 128, 128, 4
 DECODES = (1, 8, 64, 256, 512)
 PREFILLS = ((1, 512), (1, 4096), (1, 16384), (4, 4096), (16, 512), (16, 2048))
 MIXED = ((64, 1, 4096), (256, 4, 1024))
-Row = dict[str, Any]
+Fields = dict[str, Any]
 
 
 class Batch(NamedTuple):
@@ -183,22 +179,62 @@ def _load(path: Path) -> ModuleType:
 # ---- measurements
 
 
-def jobs(device: torch.device) -> Iterator[tuple[str, Callable[[], Batch], Row]]:
-    """Yields the method to measure, a function that makes its batch, and the sizes."""
+def batches(device: torch.device) -> Iterator[tuple[str, str, Callable[[], Batch]]]:
+    """Yields the method to measure, its batch in words, and a function that makes the batch."""
     for N in DECODES:
-        yield "decode", functools.partial(batch, device, N), {"sequences": N}
+        yield "decode", _sequences(N), functools.partial(batch, device, N)
     for N in DECODES:
-        yield "verify", functools.partial(batch, device, DRAFTS * N), {"sequences": N}
+        yield "verify", _sequences(N), functools.partial(batch, device, DRAFTS * N)
     for N in DECODES:
-        yield "replay", functools.partial(drafts, device, N), {"sequences": N}
+        yield "replay", _sequences(N), functools.partial(drafts, device, N)
     for N, T in PREFILLS:
-        yield "prefill", functools.partial(batch, device, 0, N, T), {"sequences": N, "tokens": T}
+        yield "prefill", f"{_sequences(N)}, {T} tokens", functools.partial(batch, device, 0, N, T)
     for N, prefills, T in MIXED:
-        yield (
-            "mixed",
-            functools.partial(batch, device, N, prefills, T),
-            {"decodes": N, "sequences": prefills, "tokens": T},
-        )
+        words = f"{N} decodes, {_sequences(prefills)}, {T} tokens"
+        yield "mixed", words, functools.partial(batch, device, N, prefills, T)
+
+
+def _sequences(number: int) -> str:
+    return f"{number} sequence" + ("s" if number > 1 else "")
+
+
+def jobs(device: torch.device, bandwidth: float, folder: Path | None) -> list[Job]:
+    """Returns a job for each batch, with a row for each engine of `folder` that has the method, and one for gla-core.
+
+    Args:
+        bandwidth: bytes per second of a copy on the device.
+        folder: see `others`; rows are compared with the first of these engines.
+    """
+    made = []
+    for what, words, make in batches(device):
+        engines = [who for who, engine in others(folder).items() if hasattr(engine, what)]
+        first = engines[0] if engines else None
+        call = f"{what}: {words}"
+        rows = [(call, who, None if who == first else first) for who in (*engines, "gla-core")]
+        whos = tuple(who for _, who, _ in rows)
+        made.append(Job(rows, functools.partial(_measure, what, make, whos, folder, device, bandwidth)))
+    return made
+
+
+def _measure(
+    what: str,
+    make: Callable[[], Batch],
+    whos: Sequence[str],
+    folder: Path | None,
+    device: torch.device,
+    bandwidth: float,
+) -> list[Fields]:
+    engines, rows = {"gla-core": Ours(), **others(folder)}, []
+    for who in whos:
+        try:
+            timing = measured(what, make, getattr(engines[who], what), device)
+            of_floor = floor_bytes(what, make()) / timing.seconds / bandwidth
+            rows.append({"seconds": timing.seconds, "spread": timing.spread, "facts": {"of floor": of_floor}})
+        except Exception as error:  # another engine may not run here
+            rows.append({"error": reason(error)})
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return rows
 
 
 def floor_bytes(what: str, x: Batch) -> int:
@@ -208,41 +244,13 @@ def floor_bytes(what: str, x: Batch) -> int:
     return tokens + states + (states // DRAFTS if what == "verify" else states)
 
 
-def measured(what: str, make: Callable[[], Batch], run: Callable[[Batch], Tensor], device: torch.device) -> float:
-    """Returns the seconds of a call, which cycles through batches that together exceed the device's cache."""
+def measured(
+    what: str, make: Callable[[], Batch], run: Callable[[Batch], Tensor], device: torch.device
+) -> measure.Timing:
+    """Measures a call, which cycles through batches that together exceed the device's cache."""
     first = make()
     number = min(8, measure.rotations(first.pool.nbytes + first.q.nbytes, device))
-    batches = [first, *(make() for _ in range(number - 1))]
-    timer = measure.time_graph if what in ("decode", "verify", "replay") else measure.time_calls
-    return timer([functools.partial(run, x) for x in batches], device, 0.3).seconds
-
-
-def main() -> None:
-    """Measures each job for everybody who has its method, and writes the file after each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--others", type=Path, help="folder of lightning_attn.py and seg_la.py")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--commit", help="of the source, where it cannot be asked of git")
-    options = parser.parse_args()
-    device = torch.device("cuda")
-    bandwidth = measure.copy_bandwidth(device, budget=1.0)
-    head, rows = {**results.conditions(device, options.commit), "copy_bandwidth": bandwidth}, []
-    engines = {"gla_core": Ours(), **others(options.others)}
-    for (what, make, sizes), (who, engine) in itertools.product(jobs(device), engines.items()):
-        if not hasattr(engine, what):
-            continue
-        row = {"what": what, "who": who, **sizes}
-        try:
-            seconds = measured(what, make, getattr(engine, what), device)
-            of_floor = floor_bytes(what, make()) / seconds / bandwidth
-            row |= {"seconds": float(f"{seconds:.4g}"), "of_floor": round(of_floor, 3)}
-        except Exception as error:  # another engine may not run here
-            row["error"] = f"{type(error).__name__}: {error}"[:200]
-        torch.cuda.empty_cache()
-        print(row, flush=True)
-        rows.append(row)
-        write_json(options.out / results.file_name("serving", device), {**head, "rows": rows})
-
-
-if __name__ == "__main__":
-    main()
+    made = [first, *(make() for _ in range(number - 1))]
+    in_graph = device.type == "cuda" and what in ("decode", "verify", "replay")
+    timer = measure.time_graph if in_graph else measure.time_calls
+    return timer([functools.partial(run, x) for x in made], device, 0.3)

@@ -1,15 +1,15 @@
-"""Measures shapes that tuning did not use: odd widths, a giant among packed sequences, the cost of `batch_invariant`.
+"""Shapes that tuning did not use: odd widths, a giant among packed sequences, the cost of `batch_invariant`.
 
-`evidence.py shapes` runs it, on a GPU. Forward calls are those of chunk_gla_fwd by the backend that `auto` picks:
+These are parts of `evidence.py run`:
 
-    odd widths    40 dense forward calls, drawn at random once. Keys are 40 to 120 wide and values 80 to 200, no powers
-                  of two; three in four widths are multiples of 8. Heads times batch is a third of the multiprocessors,
-                  or just above their number. Each call moves 100 MB or more. The time is divided by the floor's.
-    odd pairs     the same sizes, forward and backward, in CUDA graphs
-    one giant     the packed forward calls of selection.py with one giant. The time is divided by the time of the giant
-                  alone plus the time of the other sequences.
-    invariant     the workloads of models, forward and with the backward, under `batch_invariant` with segments of 4096
-                  and of 512 tokens, in CUDA graphs. The time is divided by the time of the fastest backend without it.
+    odd_shapes       40 dense calls, drawn at random once, forward and with the backward, in CUDA graphs. Keys are 40 to
+                     120 wide and values 80 to 200, no powers of two; three in four widths are multiples of 8. Heads
+                     times batch is a third of the multiprocessors, or just above their number. Each call moves 100 MB
+                     or more.
+    giants           the packed forward calls of selection.py with one giant. The baseline is the time of the giant
+                     alone plus the time of the other sequences.
+    batch_invariant  the workloads of models, forward and with the backward, with segments of 4096 and of 512 tokens, in
+                     CUDA graphs. The baseline is the fastest backend without `batch_invariant`.
 """
 
 from __future__ import annotations
@@ -17,22 +17,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import json
 import math
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from random import Random
 from typing import Any
 
 import selection
 import torch
+from record import Job
 
 import gla_core as gla
-from gla_core.bench import measure, results
 from gla_core.bench.floor import floor_seconds
-from gla_core.bench.suite import Case, implementing, measure_case
+from gla_core.bench.suite import Case, Row, implementing, measure_case
 from gla_core.dispatch.backend import OpCall
 from gla_core.ops import ABSTRACT_OPS
 from gla_core.workloads.named import Workload, select
@@ -44,7 +40,8 @@ MULTIPROCESSORS = 132
 SEGMENTS = (4096, 512)
 """The tokens of a segment under `batch_invariant`: the default, and a number that costs less for few sequences."""
 
-Row = dict[str, Any]
+PARTS = ("odd_shapes", "giants", "batch_invariant")
+Fields = dict[str, Any]
 
 
 def odd_calls(device: torch.device) -> Iterator[OpCall]:
@@ -86,84 +83,66 @@ def workloads() -> Iterator[tuple[Workload, str]]:
             yield workload, "forward+backward_graph"
 
 
-def odd_pair(call: OpCall) -> Case:
-    """Returns the forward and backward of a call of odd widths, as a case."""
+def odd_case(call: OpCall, direction: str) -> Case:
+    """Returns a call of odd widths as a case, in a CUDA graph on a GPU."""
     sizes: dict[str, Any] = {name: call.dims[name] for name in ("B", "T", "H", "K", "V")}
     name = "odd_" + "_".join(f"{dim.lower()}{size}" for dim, size in sizes.items())
-    direction = "forward+backward" + ("_graph" if call.device.type == "cuda" else "")
-    return Case(
-        Workload(name, "chunk_gla", frozenset(), {**sizes, "dtype": call.dtype, "gate_dtype": call.gate_dtype}),
-        "auto",
-        direction,
+    workload = Workload(name, "chunk_gla", frozenset(), {**sizes, "dtype": call.dtype, "gate_dtype": call.gate_dtype})
+    return Case(workload, "auto", direction + ("_graph" if call.device.type == "cuda" else ""))
+
+
+def compile_share(share: int, shares: int, device: torch.device) -> None:
+    """Runs a share of the odd calls once, to compile their kernels."""
+    for call in itertools.islice(odd_calls(device), share, None, shares):
+        measure_case(odd_case(call, "forward+backward"), device, math.inf, budget=1e-3)
+
+
+# ---- jobs
+
+
+def jobs(part: str, device: torch.device, bandwidth: float, seconds: float) -> list[Job]:
+    """Returns the jobs of a part; `seconds` of timed calls for each row."""
+    return list(
+        {"odd_shapes": _odd, "giants": _giants, "batch_invariant": _invariant}[part](device, bandwidth, seconds)
     )
 
 
-def compile_share(device: torch.device, share: tuple[int, int]) -> None:
-    """Runs a share of the odd pairs once, to compile their kernels."""
-    first, step = share
-    for call in itertools.islice(odd_calls(device), first, None, step):
-        measure_case(odd_pair(call), device, math.inf, budget=1e-3)
+def _odd(device: torch.device, bandwidth: float, seconds: float) -> Iterator[Job]:
+    for call in odd_calls(device):
+        for direction in ("forward", "forward+backward"):
+            case = odd_case(call, direction)
+            words = "B{B} T{T} H{H} K{K} V{V}".format_map(call.dims) + f", {direction}"
+            yield Job([(words, "gla-core", None)], functools.partial(_measure_odd, case, device, bandwidth, seconds))
 
 
-PARTS = ("odd widths", "odd pairs", "one giant", "invariant")
+def _giants(device: torch.device, bandwidth: float, seconds: float) -> Iterator[Job]:
+    for call, lengths in giant_calls(device):
+        words = f"{len(lengths)} sequences, {max(lengths)} of {sum(lengths)} tokens in one, " + "H{H} K{K} V{V}"
+        words, apart = words.format_map(call.dims), "the giant and the others apart"
+        rows = [(words, apart, None), (words, "gla-core", apart)]
+        yield Job(rows, functools.partial(_measure_giant, call, lengths, seconds))
 
 
-def run(
-    out: Path,
-    device: torch.device,
-    seconds: float,
-    minutes: float,
-    commit: str | None,
-    say: Callable,
-    parts: Sequence[str] = PARTS,
-) -> Path:
-    """Measures parts and writes shapes-<device>.json; begins no measurement after `minutes`."""
-    end = time.monotonic() + 60 * minutes
-    bandwidth = measure.copy_bandwidth(device)
-    head = {**results.conditions(device, commit), "copy_bandwidth": bandwidth}
-    path, rows = out / results.file_name("shapes", device), []
-    odd, invariant = list(odd_calls(device)), itertools.product(SEGMENTS, workloads())
-    of_parts = {
-        "odd widths": [functools.partial(_odd_row, call, bandwidth, seconds) for call in odd],
-        "odd pairs": [functools.partial(_odd_pair_row, call, device, bandwidth, seconds) for call in odd],
-        "one giant": [functools.partial(_giant_row, *each, seconds) for each in giant_calls(device)],
-        "invariant": [functools.partial(_invariant_row, tokens, *each, device, seconds) for tokens, each in invariant],
-    }
-    for measurement in itertools.chain.from_iterable(of_parts[part] for part in parts):
-        if time.monotonic() > end:
-            say("out of time")
-            break
-        rows.append(measurement())
-        say(json.dumps(rows[-1]))
-        selection.write(path, head, rows, summary(rows))
-    return path
+def _invariant(device: torch.device, bandwidth: float, seconds: float) -> Iterator[Job]:
+    for tokens, (workload, direction) in itertools.product(SEGMENTS, workloads()):
+        words = f"{workload.name}, {direction}, segments of {tokens}"
+        rows = [(words, "without", None), (words, "batch_invariant", "without")]
+        yield Job(rows, functools.partial(_measure_invariant, tokens, workload, direction, device, seconds))
 
 
-def _odd_row(call: OpCall, bandwidth: float, seconds: float) -> Row:
-    row = selection.measure_row("odd widths", call, seconds)
-    floor = floor_bytes(call) / bandwidth
-    return {**row, "floor": selection.rounded(floor), "over": selection.rounded(row["measured"][row["pick"]] / floor)}
+def _measure_odd(case: Case, device: torch.device, bandwidth: float, seconds: float) -> list[Fields]:
+    row = _measured(case, device, seconds)
+    floor = floor_seconds("chunk_gla", case.workload.sizes, bandwidth, "backward" in case.direction)
+    return [{**_times(row), "facts": {"backend": row.backend, "over the floor": (row.seconds or 0.0) / floor}}]
 
 
-def _odd_pair_row(call: OpCall, device: torch.device, bandwidth: float, seconds: float) -> Row:
-    case = odd_pair(call)
-    row = measure_case(case, device, bandwidth, budget=seconds)
-    if row.seconds is None:
-        raise RuntimeError(f"{case} was not measured: {row.error}")
-    floor = floor_seconds("chunk_gla", case.workload.sizes, bandwidth, backward=True)
-    about = {"part": "odd pairs", "dims": dict(call.dims), "backend": row.backend, "seconds": row.seconds}
-    return {**about, "floor": selection.rounded(floor), "over": selection.rounded(row.seconds / floor)}
-
-
-def _giant_row(call: OpCall, lengths: Sequence[int], seconds: float) -> Row:
+def _measure_giant(call: OpCall, lengths: Sequence[int], seconds: float) -> list[Fields]:
     giant = max(lengths)
     others = [tokens for i, tokens in enumerate(lengths) if i != lengths.index(giant)]
     alone = dataclasses.replace(call, dims={**call.dims, "T": giant, "N": 1}, variable_length=False, longest=None)
     rest = dataclasses.replace(call, dims={**call.dims, "T": sum(others), "N": len(others)})
-    both = ((call, lengths), (alone, None), (rest, others))
-    together, first, then = (_seconds_of_pick(*each, seconds) for each in both)
-    about = {"part": "one giant", **selection.as_json(call), "giant": giant, "seconds": together}
-    return {**about, "apart": [first, then], "over": selection.rounded(together / (first + then))}
+    apart = _seconds_of_pick(alone, None, seconds) + _seconds_of_pick(rest, others, seconds)
+    return [{"seconds": apart}, {"seconds": _seconds_of_pick(call, lengths, seconds)}]
 
 
 def _seconds_of_pick(call: OpCall, lengths: Sequence[int] | None, seconds: float) -> float:
@@ -175,24 +154,22 @@ def _seconds_of_pick(call: OpCall, lengths: Sequence[int] | None, seconds: float
     return times[pick]
 
 
-def _invariant_row(tokens: int, workload: Workload, direction: str, device: torch.device, seconds: float) -> Row:
-    def time_of(backend: str) -> float:
-        row = measure_case(Case(workload, backend, direction), device, budget=seconds)
-        if row.seconds is None:
-            raise RuntimeError(f"{backend} did not run {workload.name} {direction}: {row.error}")
-        return row.seconds
-
-    times = [time_of(backend) for backend in implementing("chunk_gla") if backend not in ("reference", "gla_fla")]
+def _measure_invariant(
+    tokens: int, workload: Workload, direction: str, device: torch.device, seconds: float
+) -> list[Fields]:
+    names = [backend for backend in implementing("chunk_gla") if backend not in ("reference", "gla_fla")]
+    rows = [_measured(Case(workload, name, direction), device, seconds) for name in names]
     with gla.batch_invariant(tokens):
-        kept = time_of("auto")
-    about = {"part": f"invariant, {tokens} tokens", "workload": workload.name, "direction": direction}
-    return {**about, "seconds": kept, "without": min(times), "over": selection.rounded(kept / min(times))}
+        invariant = _measured(Case(workload, "auto", direction), device, seconds)
+    return [_times(min(rows, key=lambda row: row.seconds or math.inf)), _times(invariant)]
 
 
-def summary(rows: Sequence[Row]) -> dict[str, Row]:
-    """Returns, for each part, the number of calls, and the median and largest of the ratios `over`."""
-    found = {}
-    for part in dict.fromkeys(row["part"] for row in rows):
-        over = [row["over"] for row in rows if row["part"] == part]
-        found[part] = {"calls": len(over), "median": statistics.median(over), "worst": max(over)}
-    return found
+def _measured(case: Case, device: torch.device, seconds: float) -> Row:
+    row = measure_case(case, device, budget=seconds)
+    if row.seconds is None:
+        raise RuntimeError(f"{case.backend} did not run {case}: {row.error}")
+    return row
+
+
+def _times(row: Row) -> Fields:
+    return {"seconds": row.seconds, "spread": row.spread}

@@ -31,37 +31,36 @@ from pathlib import Path
 from typing import Any
 
 import lists
+import record
 import torch
-
-from gla_core.bench import results
-from gla_core.files import write_json
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "train_lm.py"
 KINDS = ("sharded", "together", "resumed")
 LIMIT = 300
 """The seconds after which a training has failed."""
-Row = dict[str, Any]
+Facts = dict[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Reads the command line, measures, and prints and writes each row."""
     options = _parser().parse_args(arguments)
     device = torch.device(options.device)
-    facts = {**results.conditions(device, options.commit), "model": options.preset}
-    target = options.out / f"train_{options.preset}_ranks-{results.short_name(facts['device'])}.json"
-    rows: list[Row] = []
-    for row in measured(options):
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-        write_json(target, {**facts, "rows": rows})
+    about = record.conditions(device, options.commit)
+    target = record.path_of(options.out, about["device"], f"train_{options.preset}_ranks")
+    rows: list[record.Row] = []
+    for call, facts in measured(options):
+        rows.append(record.Row(call=call, who="gla-core", facts=facts, **about))
+        print(f"{call}: {facts}", flush=True)
+        record.write(target, rows)
 
 
-def measured(options: argparse.Namespace) -> Iterator[Row]:
-    """Yields the rows."""
+def measured(options: argparse.Namespace) -> Iterator[tuple[str, Facts]]:
+    """Yields each measurement in words, and its numbers."""
     for kind in options.kinds:
         if kind == "resumed":
             for ranks in options.ranks:
-                yield {"kind": kind, "ranks": ranks, "difference": difference_after_kill(options, ranks)}
+                difference = difference_after_kill(options, ranks)
+                yield f"{_ranks(ranks)}, resumed", {"largest difference of a loss": difference}
             continue
         first: float | None = None
         for ranks in options.ranks:
@@ -71,8 +70,12 @@ def measured(options: argparse.Namespace) -> Iterator[Row]:
                 sizes = {"batch": options.batch * ranks}
             speed = tokens_per_second(options, ranks, [f"--{name}={value}" for name, value in sizes.items()])
             first = first or speed / ranks
-            row = {"kind": kind, "ranks": ranks, **sizes, "tokens_per_second": speed}
-            yield {**row, "per_rank": speed / ranks, "efficiency": speed / ranks / first}
+            words = ", ".join([_ranks(ranks), kind, *(f"{name} {size}" for name, size in sizes.items())])
+            yield words, {"tokens/s": speed, "tokens/s of a rank": speed / ranks, "efficiency": speed / ranks / first}
+
+
+def _ranks(number: int) -> str:
+    return f"{number} rank" + ("s" if number > 1 else "")
 
 
 def tokens_per_second(options: argparse.Namespace, ranks: int, more: Sequence[str]) -> float:

@@ -116,7 +116,7 @@ def equal_backends(rows: Sequence[Row]) -> dict[str, str]:
 def in_words(op: str, workload: str) -> str:
     """Returns words for a workload, such as "8 sequences of 4096 tokens, 16 heads"; its name if it is not known."""
     known = _known(op, workload)
-    return workload if known is None else _words(known)
+    return workload if known is None else workload_in_words(known)
 
 
 def conditions(op: str, workloads: Sequence[str]) -> str:
@@ -141,7 +141,8 @@ def _known(op: str, workload: str) -> Workload | None:
     return next((w for w in WORKLOADS if (w.op, w.name) == (op, workload)), None)
 
 
-def _words(workload: Workload) -> str:
+def workload_in_words(workload: Workload) -> str:
+    """Returns words for the sizes of a workload."""
     sizes = workload.sizes
     if workload.op == "online_softmax":
         if len(sizes["shape"]) == 2:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -49,7 +48,7 @@ def test_a_row_in_words(context_parallel):
 
 
 @pytest.mark.thorough
-def test_two_ranks(tmp_path):
+def test_two_ranks(context_parallel, tmp_path):
     options = ["--device", "cpu", "--tokens", "128", "--heads", "2", "--width", "16", "--plot"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(SCRIPT)]
     ran = subprocess.run(
@@ -60,12 +59,14 @@ def test_two_ranks(tmp_path):
         timeout=120,
     )
     assert ran.returncode == 0, ran.stderr
-    found = json.loads((tmp_path / "ranks-cpu.json").read_text())
+    (path,) = tmp_path.glob("*/ranks.jsonl")
+    rows = context_parallel.record.read(path)
     kinds = ["key", "key", "head", "head", "packed", "packed"]
-    assert (found["commit"], [row["kind"] for row in found["rows"]]) == ("abc", kinds)
-    for row in found["rows"]:
-        assert row["ranks"] == 2
-        assert row["efficiency"] == pytest.approx(row["one_rank"] / row["all_ranks"] / 2)
-        assert min(row["one_rank"], row["all_ranks"], row["gather"]) > 0
+    assert {row.commit for row in rows} == {"abc"}
+    assert [row.facts["kind"] for row in rows[1::2]] == kinds
+    for one, together in zip(rows[::2], rows[1::2], strict=True):
+        assert together.facts["ranks"] == 2
+        assert together.facts["efficiency"] == pytest.approx(one.seconds / together.seconds / 2, rel=1e-3)
+        assert min(one.seconds, together.seconds, together.facts["gathers, s"]) > 0
     assert ran.stdout.count("efficiency") == 6  # only rank 0 prints
-    assert (tmp_path / "ranks-cpu.svg").read_text().count("one row of tokens over 2 ranks: efficiency") == 1
+    assert path.with_suffix(".svg").read_text().count("one row of tokens over 2 ranks: efficiency") == 1

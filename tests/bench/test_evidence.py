@@ -1,31 +1,53 @@
-"""The command that measures the committed results."""
+"""The command that measures the committed results, and the parts that it measures."""
 
 from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from gla_core.bench import results
+from gla_core.bench import measure
 from gla_core.dispatch.backend import OpCall
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.fixture
-def evidence(script):
+def evidence(script, monkeypatch):
+    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "FLA_CACHE_RESULTS"):
+        monkeypatch.setenv(name, "as before")
     return script("evidence")
 
 
-def test_it_measures_times(evidence, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", "as before")
-    monkeypatch.setattr(evidence.times.measure, "copy_bandwidth", lambda device, budget: 1e9)
-    nothing = ["--workloads", "decode_b1", "--directions", "no_such"]
-    evidence.main(["times", "--out", str(tmp_path), "--device", "cpu", "--cache", str(tmp_path / "cache"), *nothing])
-    (path,) = tmp_path.glob("baseline-*.json")
-    assert results.read(path).rows == ()
-    assert "there is no backend 'gla_fla' here" in capsys.readouterr().out
+def test_it_measures_parts_into_files_of_the_device(evidence, tmp_path, capsys, monkeypatch):
+    class Here:
+        def __call__(self, function, *arguments):
+            return function(*arguments)
+
+        def end(self):
+            pass
+
+    monkeypatch.setattr(evidence.record, "Apart", Here)
+    monkeypatch.setattr(measure, "copy_bandwidth", lambda device: 4e12)
+    options = [f"--out={tmp_path}", f"--cache={tmp_path}", "--device=cpu", "--seconds=0.002", "--commit=abc"]
+    evidence.main(["run", *options, "--parts=op,mamba2_scan,precision"])
+    rows = {path.stem: evidence.record.read(path) for path in tmp_path.glob("*/*.jsonl")}
+    assert rows.keys() == {"op", "mamba2_scan", "precision"}
+    assert not [row.error for part in rows.values() for row in part if row.error]
+    assert {row.commit for part in rows.values() for row in part} == {"abc"}
+    first, second = rows["op"][:2]
+    assert (first.who, second.who, second.baseline) == ("loop", "gla-core", "loop")
+    assert second.facts["backend"] in ("reference", "parallel_scan")
+    assert first.call == second.call == "`chunk_gla` forward: 2 sequences of 64 tokens, 2 heads (K 32, V 32)"
+    errors = [x for row in rows["precision"] for x in row.facts.values()]
+    assert 0 < max(errors) < 1e-5
+    assert "precision: " in capsys.readouterr().out
 
 
 def test_it_measures_what_auto_picks(evidence, tmp_path, capsys, monkeypatch):
-    call = OpCall(op="online_softmax", device=torch.device("cpu"), dtype=torch.float32, dims={"rows": 2, "columns": 3})
+    call = OpCall(op="online_softmax", device=CPU, dtype=torch.float32, dims={"rows": 2, "columns": 3})
     monkeypatch.setattr(evidence.selection, "calls", lambda device: iter([("grid", call)]))
     evidence.main(["selection", "--out", str(tmp_path), "--device", "cpu", "--seconds", "0.003"])
     assert (tmp_path / "selection-cpu.json").exists()
@@ -35,14 +57,82 @@ def test_it_measures_what_auto_picks(evidence, tmp_path, capsys, monkeypatch):
 def test_it_asks_what_to_measure(evidence, capsys):
     with pytest.raises(SystemExit):
         evidence.main([])
-    assert "{times,selection,shapes,readme}" in capsys.readouterr().err
+    assert "{run,selection}" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        evidence.main(["run", "--cache=x", "--parts=op,no_such"])
+    assert "unknown no_such" in capsys.readouterr().err
 
 
-def test_it_measures_or_prepares_the_readme(evidence, tmp_path, monkeypatch):
+def test_it_prepares_the_parts_that_it_will_measure(evidence, tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(evidence.readme, "prepare", lambda processes, cache, *rest: asked.append((processes, cache)))
-    monkeypatch.setattr(evidence.readme, "run", lambda out, cache, *rest: asked.append((out, cache)))
-    arguments = ["readme", "--device", "cpu", "--cache", str(tmp_path / "cache")]
-    evidence.main([*arguments, "--prepare", "3"])
-    evidence.main([*arguments, "--out", str(tmp_path)])
-    assert asked == [(3, tmp_path / "cache"), (tmp_path, tmp_path / "cache")]
+    monkeypatch.setattr(
+        evidence.record, "prepare", lambda share, processes, say, seconds: asked.append((share, processes))
+    )
+    evidence.main(["run", "--device=cpu", f"--cache={tmp_path}", "--parts=readme", "--prepare=3"])
+    ((share, processes),) = asked
+    assert (share.args, processes) == ((evidence.README_PARTS, CPU), 3)
+
+
+def test_every_call_of_the_headline_is_measured(evidence, script, monkeypatch):
+    monkeypatch.setattr(evidence.mamba_scan, "has_mamba_ssm", lambda: True)
+    planned = {
+        (part, call)
+        for part in evidence.README_PARTS
+        for job in evidence.jobs_of(part, CUDA, 4e12, 1.0, None)
+        for call, _, baseline in job.rows
+        if baseline is not None
+    }
+    assert planned >= {(part, call) for part, call, _ in script("readme_tables").HEADLINE}
+
+
+def test_rows_of_a_part_are_named_once_and_have_their_baseline(evidence, monkeypatch):
+    monkeypatch.setattr(evidence.mamba_scan, "has_mamba_ssm", lambda: True)
+    for part in evidence.PARTS:
+        rows = [row for job in evidence.jobs_of(part, CUDA, 4e12, 1.0, None) for row in job.rows]
+        names = [(call, who) for call, who, _ in rows]
+        assert len(set(names)) == len(names) > 0
+        assert {(call, baseline) for call, _, baseline in rows if baseline} <= set(names)
+
+
+def test_shares_run_every_call_of_ours_once_and_compile_some_of_each_kernel_of_fla(evidence, monkeypatch):
+    calls, ran = evidence.op_calls, []
+    monkeypatch.setattr(calls, "runs_once", lambda case, device: ran.append(case))
+    monkeypatch.setitem(__import__("sys").modules, "gla_fla", SimpleNamespace())
+    tune = SimpleNamespace(compile_only=lambda share, shares: None)
+    monkeypatch.setitem(__import__("sys").modules, "gla_fla.tune", tune)
+    for share in range(3):
+        calls.compile_share(share, 3, CUDA)
+    cases = [str(case) for call in calls.CALLS for case in calls._cases(call) if case.backend == "auto"]
+    assert sorted(str(case) for case in ran if case.backend == "auto") == sorted(cases)
+    theirs = [case for case in ran if case.backend == "fla"]
+    assert len(theirs) % 3 == 0
+    assert max(case.workload.sizes.get("T", 0) for case in theirs) == calls.SHORT
+    widths = {(c.workload.sizes["K"], c.workload.sizes["V"]) for c in calls.CALLS if c.baseline == "fla"}
+    assert {(case.workload.sizes["K"], case.workload.sizes["V"]) for case in theirs} == widths
+
+
+def test_steps_of_mamba_ssm_are_ours(evidence):
+    """Both take the arguments that the benchmark makes: one token of each sequence, as the layer expands them."""
+    scan = evidence.mamba_scan
+    sizes = scan.Scan("small", 3, 1, 1, 2, 8, 4)
+    arguments = scan.step_inputs(sizes, CPU)
+    state = arguments["state"].clone()
+    out = scan.make_call("gla-core", "step in a CUDA graph", sizes, CPU)()
+    assert out.shape == (3, 2, 4)
+    assert arguments["A"].shape == (2, 4, 8)
+    assert state.shape == (3, 2, 4, 8)
+    made = [scan.make_call("gla-core", way, sizes._replace(T=5), CPU) for way in scan.DIRECTIONS]
+    assert made[0]().shape == (3, 5, 2, 4)
+    assert [tuple(x.shape) for x in made[1]()] == [
+        tuple(x.shape) for x in scan.scan_inputs(sizes._replace(T=5), CPU).values()
+    ]
+
+
+def test_calls_in_words_differ(evidence):
+    words = [
+        evidence.op_calls.call_in_words(call, direction)
+        for call, direction in itertools.chain.from_iterable(
+            itertools.product([call], call.directions) for call in evidence.op_calls.CALLS
+        )
+    ]
+    assert len(set(words)) == len(words)

@@ -1,19 +1,17 @@
-"""The numbers of the README and of docs/results.md equal the results files."""
+"""The numbers of the README and of docs/results.md equal the results files, and agree with each other."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import re
+import subprocess
 from pathlib import Path
 
 import pytest
-import torch
-
-from gla_core.bench import results
-from gla_core.bench.suite import Row
 
 ROOT = Path(__file__).parents[2]
+OLDEST = 150
+"""The number of commits that the README's run may be behind the newest result."""
 
 
 @pytest.fixture
@@ -27,195 +25,194 @@ def test_the_pages_hold_what_the_results_say(tables):
         assert tables.between_markers(page.read_text()) == generated, "run: python3 benchmarks/readme_tables.py --write"
 
 
-def test_every_row_of_the_readme_comes_from_one_run_at_one_commit(tables):
-    path = tables.measured_in(tables.FOLDER)
-    assert path.exists(), "measure it: benchmarks/evidence.py readme"
-    assert re.fullmatch("[0-9a-f]{7,40}", json.loads(path.read_text())["commit"])  # no "+": nothing uncommitted
-    table, _, told = tables.headline(tables.FOLDER).partition("\n\n")
-    shown = table.splitlines()[2:]
-    assert len(shown) >= len(tables.HEADLINE) - 1, "rows are missing: run benchmarks/evidence.py readme again"
-    assert ("Left out" in told) == (len(shown) < len(tables.HEADLINE) + 4)
-    calls, _ = tables.readme.read(path)
-    assert [row.error for row in calls if row.error] == []
+def test_the_readme_is_one_run_at_one_commit(tables):
+    measured = tables.readme_run(tables.FOLDER)
+    assert measured, "measure it: benchmarks/evidence.py run"
+    commits = {row.commit for rows in measured.values() for row in rows}
+    assert len(commits) == 1
+    assert not commits.pop().endswith("+"), "the source tree had changes"
+    shown = tables.headline(tables.FOLDER).partition("\n\n")[0].splitlines()[2:]
+    assert len(shown) == len(tables.HEADLINE)
+    for device, rows in measured.items():
+        called = {row.call for row in rows}
+        assert {call for _, call, _ in tables.HEADLINE} <= called, f"rows are missing on {device}: measure again"
 
 
-def test_the_pictures_are_those_of_the_run(tables):
-    calls, of_models = tables.readme.read(tables.measured_in(tables.FOLDER))
-    lengths = [row for row in of_models if row["what"] == "length" and "error" not in row]
-    drawn = {path.name for path in tables.pictures_of(tables.FOLDER).glob("*.svg")}
-    of_models = {"training_speed.svg", "training_memory.svg"} if lengths else set()
-    assert drawn == {f"{row.op}.svg" for row in calls} | of_models
+def test_rows_of_a_call_have_one_commit(tables):
+    """Two measurements of a call at different commits would contradict each other on the page."""
+    commits = {}
+    for part, row in tables.shown_rows(tables.FOLDER):
+        commits.setdefault((part, row.device, row.call), set()).add(row.commit)
+    assert {key: x for key, x in commits.items() if len(x) > 1} == {}
+
+
+def test_every_row_names_a_commit_a_device_and_versions(tables):
+    for part, row in tables.shown_rows(tables.FOLDER):
+        assert row.commit, (part, row.call)
+        assert row.device
+        assert row.versions["torch"]
+        assert part in {*tables.SECTIONS, "precision"}
+
+
+def commits_between(older: str, newer: str) -> int | None:
+    """Returns the number of commits after `older` up to `newer`; None outside of a repository with both."""
+    command = ["git", "-C", str(ROOT), "rev-list", "--count", f"{older}..{newer}"]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    return int(ran.stdout) if ran.returncode == 0 else None
+
+
+def test_the_readme_is_not_much_older_than_the_newest_result(tables):
+    (newest, *_) = sorted((row for _, row in tables.shown_rows(tables.FOLDER)), key=lambda row: row.date, reverse=True)
+    (rows, *_) = tables.readme_run(tables.FOLDER).values()
+    behind = commits_between(rows[0].commit, newest.commit)
+    if behind is None:
+        pytest.skip("the history of the repository is not here")
+    assert behind <= OLDEST, "run: benchmarks/evidence.py run"
+
+
+def test_pictures_are_of_files_that_are_there(tables):
+    drawn = {path.relative_to(tables.FOLDER).with_suffix(".jsonl") for path in tables.FOLDER.glob("*/*.svg")}
+    expected = {path.relative_to(tables.FOLDER) for path in tables.FOLDER.glob("*/*.jsonl")}
+    assert {path for path in drawn if not path.parent.name.startswith("selection")} <= expected
 
 
 def test_generated_files_stay_small():
     """Results are summaries; data without a reader are not committed."""
-    assert sum(len(path.read_text().splitlines()) for path in ROOT.rglob("benchmarks/results/*.json")) < 15_000
+    paths = [path for end in ("json", "jsonl") for path in ROOT.rglob(f"benchmarks/results/**/*.{end}")]
+    assert 0 < sum(len(path.read_text().splitlines()) for path in paths) < 10_000
 
 
 def test_no_results_no_section(tables, tmp_path):
     assert tables.render(tmp_path) == tables.headline(tmp_path) == ""
 
 
-def test_a_section_names_its_source(tables, tmp_path, synthetic):
-    results.write(tmp_path / "baseline-pretend.json", synthetic)
-    section = tables.render(tmp_path)
-    assert section.startswith("## Times: baseline, NVIDIA Pretend\n")
-    assert section.count("##") == 1
-    for text in (
-        "gla_core 0.1.0 at 0123456789, torch 2.11.0, triton 3.6.0, driver 1.2.3, 2026-01-02; copies run at 4.00 TB/s",
-        "`benchmarks/results/baseline-pretend.json`",
-        "<summary>chunk_gla: 3 measurements</summary>\n\n| workload |",
-        "| short | forward | mine | 500 us | 1600 | 40.0% | 4.00 |",
-        "<summary>recurrent_gla_step: 1 measurements</summary>",
-    ):
-        assert text in section
-    assert "![" not in section
-
-
-def test_the_quicker_of_ours_stands_beside_the_baseline(tables, tmp_path, synthetic):
-    def row(backend, seconds):
-        return Row(workload="short", op="chunk_gla", backend=backend, direction="forward", seconds=seconds)
-
-    ours = [row("triton_fused", 4e-4), row("parallel_scan", 5e-4)]
-    results.write(tmp_path / "triton-pretend.json", synthetic.with_rows([*synthetic.rows, *ours]))
-    table = tables.render(tmp_path).partition("<details>")[0]
-    assert "| short | forward | fla | 2.00 ms | triton_fused | 400 us | 5.00 |" in table
-    assert "parallel_scan" not in table
-    assert "mine" not in table
-
-
-def test_pictures_of_the_device_come_first(tables, tmp_path, synthetic):
-    results.write(tmp_path / "baseline-h200.json", synthetic)
-    (tmp_path / "h200").mkdir()
-    (tmp_path / "h200" / "chunk_gla.svg").touch()
-    assert tables.render(tmp_path).startswith("![chunk_gla](../benchmarks/results/h200/chunk_gla.svg)\n\n## Times")
+ABOUT = {
+    "commit": "0123456789abcdef",
+    "date": "2026-01-02T03:04:05+00:00",
+    "device": "NVIDIA Pretend",
+    "versions": {"python": "3.12.3", "gla_core": "0.1.0", "torch": "2.11.0", "fla": "0.6.0"},
+}
+OTHERS = ("o", "state", "dq", "dk", "dv")
+FORWARD = "`chunk_gla` forward: 8 sequences of 4096 tokens, 16 heads"
 
 
 @pytest.fixture
 def measured(tables, tmp_path):
-    """A folder with a made-up run for the README: one workload and some rows of models."""
+    """A folder with a made-up run: a few rows of each part of the README."""
+    Row = tables.Row
 
-    def call(backend, seconds, direction="forward"):
-        row = Row(workload="train_b8_t4096_h16", op="chunk_gla", backend=backend, direction=direction, seconds=seconds)
-        return {"what": "call", **dataclasses.asdict(dataclasses.replace(row, spread=0.02))}
+    def pair(call, theirs, ours, peer="fla", who="gla-core", **facts):
+        return [
+            Row(call=call, who=peer, seconds=theirs, spread=0.02, facts=facts, **ABOUT),
+            Row(call=call, who=who, baseline=peer, seconds=ours, spread=0.01, facts=facts, **ABOUT),
+        ]
 
-    def trained(way, seconds, tokens=2048, sequences=8):
-        times = {"seconds": seconds, "spread": 0.01, "device_seconds": seconds / 2, "gla_seconds": seconds / 4}
-        speed = {"tokens_per_second": sequences * tokens / seconds, "gib": 2.0, "first_step": 1.0}
-        return {"way": way, "sequences": sequences, "tokens": tokens, **times, **speed}
-
-    def decoded(what, way, speed):
-        row = {"what": what, "way": way, "size": 8, "sequences": 8, "tokens": 512}
-        return {**row, "seconds": 8 / speed, "spread": 0.04, "tokens_per_second": speed, "first_token": 0.05}
-
-    training = [("fla", 0.4), ("accelerated", 0.2), ("compiled", 0.1)]
-    rows = [
-        *(call(name, seconds) for name, seconds in (("fla", 2e-3), ("triton_fused", 5e-4), ("parallel_scan", 4e-4))),
-        *(call(name, 1e-3, "forward+backward") for name in ("fla", "triton_fused")),  # one of ours has no time
-        *({"what": "train", "size": 8, **trained(way, seconds)} for way, seconds in training),
-        *({"what": "length", "size": 1024, **trained(way, seconds / 8, 1024, 1)} for way, seconds in training),
-        *(decoded("generate", way, speed) for way, speed in (("fla", 200), ("ours", 400))),
-        *({**decoded("graph", way, 3000), "same_words_as_eager": True} for way in ("fla", "ours")),
-    ]
-    about = {
-        "device": tables.DEVICE,
-        "driver": "1.2.3",
-        "python": "3.12.3",
-        "gla_core": "0.1.0",
-        "torch": "2.11.0",
-        "triton": "3.6.0",
-        "fla": "0.6.0",
-        "transformers": "5.17.0",
-        "commit": "0123456789abcdef",
-        "date": "2026-01-02T03:04:05+00:00",
-        "copy_bandwidth": 4e12,
-        "model": {"hidden_size": 8},
+    scan = next(call for part, call, _ in tables.HEADLINE if part == "mamba2_scan")
+    step = {"wall, s": 0.1, "GiB": 15.4, "first step, s": 9.0}
+    rows = {
+        "op": [*pair(FORWARD, 2e-3, 4e-4), *pair("`online_softmax` forward: 4 rows of 8", 1e-5, 2e-5, "torch")],
+        "mamba2_scan": pair(scan, 3e-3, 2e-3, "mamba_ssm"),
+        "models": [
+            *pair(tables.TRAINING, 0.1, 0.05, who="gla_transformers, compiled", **step),
+            *pair(tables.TRAINING, 0.1, 0.08, who="gla_transformers", **step)[1:],
+            *pair(tables.DECODING, 3e-3, 1e-3, who="gla_transformers"),
+        ],
+        "precision": [
+            Row(call="`chunk_gla`, bfloat16", who=who, facts={**dict.fromkeys(OTHERS, x), "dg": y}, **ABOUT)
+            for who, x, y in (("fla", 2e-3, 1e-3), ("gla-core", 2e-3, 3e-3))
+        ],
     }
-    tables.measured_in(tmp_path).write_text(json.dumps({**about, "rows": rows}))
+    for part, of_part in rows.items():
+        tables.record.write(tmp_path / "pretend" / f"{part}.jsonl", of_part)
     return tmp_path
 
 
-def test_the_headline_is_the_faster_of_ours_beside_the_baseline(tables, measured):
+def changed(tables, folder, part, **fields):
+    """Changes fields of the rows of a part that `who` computed."""
+    path = folder / "pretend" / f"{part}.jsonl"
+    who = fields.pop("who")
+    rows = [dataclasses.replace(row, **fields) if row.who == who else row for row in tables.record.read(path)]
+    tables.record.write(path, rows)
+
+
+def test_the_headline(tables, measured):
     counts = {"passed": 7, "failed": 0, "open": 2, "refusals": 1}
-    report = {"backend": {"name": "mine"}, "device": {"name": tables.DEVICE}, "counts": counts}
-    (measured / "conformance-h200-mine.json").write_text(json.dumps(report))
-    lines = tables.headline(measured).splitlines()
-    call = "`chunk_gla` forward: 8 sequences of 4096 tokens, 16 heads"
-    (left_out,) = re.findall(r"no steady times for them: (.*?)\. ", lines[-1])
-    assert left_out.startswith("`chunk_gla` forward and backward: 8 sequences of 4096 tokens, 16 heads; `chunk_gla` f")
-    assert len(left_out.split("; ")) == len(tables.HEADLINE) - 1  # all rows of models are there
-    assert lines[2] == f"| {call} | fla 2.00 ms | parallel_scan 400 us | 5.00 |"
-    assert sum("chunk_gla" in line for line in lines[:-1]) == 1  # and not the call with a missing time
-    assert lines[-1].startswith(
-        "NVIDIA H200, torch 2.11.0, triton 3.6.0, fla 0.6.0, transformers 5.17.0; one run at commit 0123456789, "
-        "2026-01-02. Times are medians; the quartiles of each are at most 4% of it apart."
-    )
-    assert lines[-1].endswith("Cases of the conformance kit passed there: `mine` 7 (2 open).")
-
-
-def test_the_headline_compares_training_on_the_device_and_decoding_like_with_like(tables, measured):
-    lines = tables.headline(measured).splitlines()[3:7]
-    assert [line.split(" | ")[1:] for line in lines] == [
-        ["fla 200 ms (wall 400 ms)", "100 ms (wall 200 ms)", "2.00 |"],
-        ["fla 200 ms (wall 400 ms)", "50.0 ms (wall 100 ms)", "4.00 |"],
-        ["fla 200 tokens/s", "400 tokens/s", "2.00 |"],
-        ["fla 3,000 tokens/s", "3,000 tokens/s", "1.00 |"],
-    ]
-
-
-def test_a_graph_that_cannot_be_captured_gives_no_ratio(tables, measured):
-    path = tables.measured_in(measured)
-    found = json.loads(path.read_text())
-    for row in found["rows"]:
-        if (row["what"], row.get("way")) == ("graph", "fla"):
-            row["error"] = "RuntimeError: no"
-    path.write_text(json.dumps(found))
-    line = "the same decoding, each in a CUDA graph | fla cannot be captured | 3,000 tokens/s | - |"
-    assert line in tables.headline(measured)
-    assert "\nFailed:\n\n- graph fla 8: RuntimeError: no\n" in tables.render(measured)
-
-
-def test_a_time_that_varies_is_not_shown(tables, measured):
-    path = tables.measured_in(measured)
-    found = json.loads(path.read_text())
-    for row in found["rows"]:
-        if (row["what"], row.get("backend")) == ("call", "fla"):
-            row["spread"] = 0.4
-    path.write_text(json.dumps(found))
-    table, _, told = tables.headline(measured).partition("\n\n")
-    assert "chunk_gla" not in table
-    assert "no steady times for them: `chunk_gla` forward: 8 sequences of 4096 tokens, 16 heads; " in told
-    assert tables._of_whole_groups(tables.readme.read(path)[0]) == []
-
-
-def test_every_row_of_the_headline_is_measured(tables):
-    cases = [case for job in tables.readme.jobs(torch.device("cuda")) if isinstance(job, list) for case in job]
-    planned = {(case.workload.op, case.workload.name, case.direction) for case in cases}
-    assert planned >= set(tables.HEADLINE)
-
-
-def test_a_section_for_the_run(tables, measured):
-    section = tables.render(measured)
-    assert section.startswith("## The README's table, its pictures and whole models: one run, NVIDIA H200\n\ngla_core")
-    for line in (
-        "| FLA's model after `accelerate()` | 16,384 | 200 ms | 1.0% | 100 ms | 50.0 ms | 81,920 | 2.0 GiB "
-        "| 2.00 | 2.00 |",
-        "| `gla_transformers`, the whole loss compiled | 1,024 | 12.5 ms | 1.0% | 6.25 ms | 3.12 ms | 81,920 | 2.0 GiB "
-        "| 4.00 | 4.00 |",
-        "| `gla_transformers`, eager | CUDA graph | 8 | 50.0 ms | 2.67 ms | 4.0% | 3,000 | yes | 1.00 |",
+    report = {"backend": {"name": "mine"}, "device": {"name": "NVIDIA Pretend"}, "commit": "01234567", "counts": counts}
+    (measured / "conformance-pretend-mine.json").write_text(json.dumps(report))
+    table, _, told = tables.headline(measured).replace("\N{NO-BREAK SPACE}", " ").partition("\n\n")
+    cells = [line.split(" | ")[1].removesuffix(" |") for line in table.splitlines()]
+    assert cells[0] == "NVIDIA Pretend"
+    assert cells[2] == "**5.00 ×**: 400 us; FLA 2.00 ms"
+    assert cells[3:5] == ["-", "-"]  # the made-up run has no such rows
+    assert cells[5] == "**1.50 ×**: 2.00 ms; mamba_ssm 3.00 ms"
+    assert cells[6].startswith("**2.00 ×**: 50.0 ms (wall 100 ms, 15.4 GiB, first step 9.00 s); FLA 100 ms (wall")
+    assert cells[7] == "**3.00 ×**: 1.00 ms; FLA 3.00 ms"
+    for sentence in (
+        "One run at commit 0123456789, 2026-01-02: torch 2.11.0, fla 0.6.0; medians.",
+        "the softmax ops: 0.50 to 0.5 times as fast as the peer, median 0.5, 1 of 1 slower.",
+        "o, dq, dk and dv 1.00 to 1.00 times, dg 3.00 to 3.00 times ([table](docs/results.md#precision)).",
+        "Cases of the conformance kit passed at this commit: `mine` on NVIDIA Pretend 7 (2 open).",
     ):
-        assert line in section
+        assert sentence in told
+
+
+def test_a_device_of_another_commit_has_no_column(tables, measured):
+    rows = tables.record.read(measured / "pretend" / "op.jsonl")
+    older = {"commit": "fedcba98", "device": "NVIDIA Older", "date": "2026-01-01T03:04:05+00:00"}
+    other = [dataclasses.replace(row, **older) for row in rows]
+    tables.record.write(measured / "older" / "op.jsonl", other)
+    assert tables.headline(measured).startswith("| call | NVIDIA Pretend |\n")
+    tables.record.write(
+        measured / "older" / "op.jsonl", [dataclasses.replace(row, commit=ABOUT["commit"]) for row in other]
+    )
+    assert tables.headline(measured).startswith("| call | NVIDIA Pretend | NVIDIA Older |\n")
+
+
+def test_a_time_that_varies_has_no_ratio(tables, measured):
+    changed(tables, measured, "op", who="fla", spread=0.4)
+    assert "| unsteady: " in tables.headline(measured)
+    page = tables.render(measured).replace("\N{NO-BREAK SPACE}", " ")
+    assert f"| {FORWARD} | - | 400 us | fla 2.00 ms (spread 40%) | 1% |" in page
+
+
+def test_a_failed_peer_is_said_and_has_no_ratio(tables, measured):
+    changed(tables, measured, "models", who="fla", error="RuntimeError: cannot be captured. See there", seconds=None)
+    page = tables.render(measured).replace("\N{NO-BREAK SPACE}", " ")
+    assert "| - | gla_transformers | 1.00 ms | fla: cannot be captured |" in page
+
+
+def test_the_page(tables, measured):
+    page = tables.render(measured).replace("\N{NO-BREAK SPACE}", " ")
+    for text in (
+        "## The ops at the sizes of models\n",
+        "### NVIDIA Pretend\n\nAt 0123456789, 2026-01-02; torch 2.11.0, fla 0.6.0. Rows: [`op.jsonl`](../op.jsonl).\n",
+        f"| call | times as fast | time | peer | spread |\n| --- | ---: | ---: | --- | ---: |\n| {FORWARD} | 5.00 |",
+        f"| {tables.TRAINING} | 2.00 | gla_transformers, compiled | 50.0 ms | fla 100 ms | 1% | 100 ms | 15.4 |",
+        "## Precision\n",
+        "| `chunk_gla`, bfloat16 | gla-core | 2.0e-03 | 2.0e-03 | 2.0e-03 | 2.0e-03 | 2.0e-03 | 3.0e-03 | - |",
+    ):
+        assert text in page, text
+
+
+def test_rows_of_several_commits_have_a_column_for_them(tables, measured):
+    path = measured / "pretend" / "op.jsonl"
+    rows = tables.record.read(path)
+    tables.record.write(path, [*rows[:2], *(dataclasses.replace(row, commit="fedcba9876") for row in rows[2:])])
+    page = tables.render(measured)
+    assert "At 0123456789, fedcba9876, 2026-01-02 to 2026-01-02" in page
+    assert "| 1% | 0123456 |" in page
 
 
 def test_pictures_of_the_run(tables, measured):
     pytest.importorskip("matplotlib")
     tables.draw(measured)
-    assert {path.name for path in tables.pictures_of(measured).iterdir()} == {
-        *("chunk_gla.svg", "training_speed.svg", "training_memory.svg")
-    }
-    speed = (tables.pictures_of(measured) / "training_speed.svg").read_text()
-    assert "Training GLA of 374M parameters, one sequence a step: tokens per second, higher is better" in speed
-    assert "gla_transformers, compiled" in speed
+    assert {path.name for path in (measured / "pretend").glob("*.svg")} == {"op.svg", "mamba2_scan.svg"}
+    drawn = (measured / "pretend" / "op.svg").read_text()
+    assert "5.00 ×, 400 us" in drawn
+    page = tables.render(measured)
+    assert page.startswith(
+        "![how many times as fast: Mamba-2's scan and step beside mamba_ssm, pretend](../benchmarks/"
+    )
 
 
 def test_conformance_is_told_in_a_line(tables, tmp_path):
@@ -263,10 +260,10 @@ def test_a_page_without_markers(tables):
 
 
 def test_a_selection_is_told_in_a_few_lines(tables, tmp_path):
-    of_grid = {"shapes": 70, "calls": 120, "within": 1.05, "close": 0.975, "worst": 1.21}
+    grid = {"shapes": 70, "calls": 120, "within": 1.05, "close": 0.975, "worst": 1.21}
     head = {"device": "NVIDIA Pretend", "gla_core": "0.1.0", "commit": "0123456789abcdef", "torch": "2.11.0"}
-    found = {**head, "date": "2026-01-02T03:04:05+00:00", "summary": {"grid": of_grid}, "rows": []}
-    (tmp_path / "selection-pretend.json").write_text(json.dumps(found))
+    report = {**head, "date": "2026-01-02T03:04:05+00:00", "summary": {"grid": grid}, "rows": []}
+    (tmp_path / "selection-pretend.json").write_text(json.dumps(report))
     (tmp_path / "selection-pretend").mkdir()
     (tmp_path / "selection-pretend" / "crossover.svg").touch()
     section = tables.render(tmp_path)
@@ -274,41 +271,12 @@ def test_a_selection_is_told_in_a_few_lines(tables, tmp_path):
         "## What auto picks, NVIDIA Pretend\n\ngla_core 0.1.0 at 0123456789, torch 2.11.0, 2026-01-02."
     )
     assert "| grid | 120 | 97.5% within 5% | 1.21 × |\n" in section
-    assert section.endswith("\n\n![crossover](../benchmarks/results/selection-pretend/crossover.svg)\n")
+    assert section.endswith("(../benchmarks/results/selection-pretend/crossover.svg)\n")
 
 
-def test_serving(tables, tmp_path):
-    rows = [
-        {"what": "decode", "who": "gla_core", "sequences": 64, "seconds": 1e-4, "of_floor": 0.9},
-        {"what": "decode", "who": "vllm", "sequences": 64, "seconds": 2e-4, "of_floor": 0.45},
-        {
-            "what": "mixed",
-            "who": "gla_core",
-            "decodes": 3,
-            "sequences": 1,
-            "tokens": 9,
-            "seconds": 3e-4,
-            "of_floor": 0.5,
-        },
-        {"what": "mixed", "who": "vllm", "decodes": 3, "sequences": 1, "tokens": 9, "error": "ValueError"},
-    ]
-    about = {"device": "NVIDIA Pretend", "gla_core": "1", "commit": "abc", "torch": "2", "date": "2026-01-02T03:04:05"}
-    (tmp_path / "serving-pretend.json").write_text(json.dumps({**about, "rows": rows}))
-    page = tables.render(tmp_path)
-    assert "## Serving, NVIDIA Pretend" in page
-    assert "| batch | gla_core | vllm | of floor |" in page
-    assert "| decode: 64 sequences | 100 us | 200 us | 0.90 |" in page
-    assert "| mixed: 3 decodes, 1 sequence, 9 tokens | 300 us | - | 0.50 |" in page
-
-
-def test_two_ranks_beside_one(tables, tmp_path):
-    row = {"kind": "head", "tokens": 65536, "heads": 8, "direction": "forward", "ranks": 2, "one_rank": 4e-3}
-    row |= {"all_ranks": 2.5e-3, "gather": 1e-4, "efficiency": 0.8, "predicted": {"4": 0.7, "64": 0.6}}
-    too_long = {**row, "tokens": 2**22, "one_rank": None, "efficiency": None, "predicted": None}
-    about = {"device": "pretend", "gla_core": "0.1.0", "commit": "abc", "torch": "2", "date": "2026-01-01"}
-    found = {**about, "rows": [row, too_long], "longest": {"heads": 8, "one_rank": 4000, "all_ranks": 8000}}
-    (tmp_path / "ranks-pretend.json").write_text(json.dumps(found))
-    page = tables.render(tmp_path)
-    assert "| head | 65,536 | 8 | forward | 4.00 ms | 2.50 ms | 100 us | 0.80 | 0.70 | 0.60 |" in page
-    assert "| head | 4,194,304 | 8 | forward | - | 2.50 ms | 100 us | - | - | - |" in page
-    assert "has 4,000 tokens on one rank and 8,000 on all" in page
+def test_no_row_is_compared_across_devices(tables, measured):
+    """The page has a table for each device, so a ratio is of one device."""
+    rows = [row for _, row in tables.shown_rows(measured)]
+    other = [dataclasses.replace(row, device="another", seconds=1.0) for row in rows if row.baseline is None]
+    for row in rows:
+        assert tables.record.ratio(row, [*other, *rows]) == tables.record.ratio(row, rows)

@@ -55,3 +55,22 @@ def test_verification_counts_the_state_that_is_read_once(serving):
     y = y._replace(q=x.q, k=x.k, v=x.v)  # from states of 0, and rings of 0
     torch.testing.assert_close(serving.Ours().replay(y), serving.Ours().verify(x._replace(pool=0 * x.pool)))
     assert serving.floor_bytes("replay", y) == 16 * 4 * token + 8 * state
+
+
+def test_every_batch_is_measured_beside_the_engines_that_have_it(serving, monkeypatch, tmp_path):
+    functions = SimpleNamespace(
+        lightning_attention=lightning_attention, linear_decode_forward_triton=linear_decode_forward_triton
+    )
+    monkeypatch.setattr(serving, "others", lambda folder: {"vllm": serving.Vllm(functions)} if folder else {})
+    monkeypatch.setattr(serving, "DECODES", (2,))
+    monkeypatch.setattr(serving, "PREFILLS", ((1, 5),))
+    monkeypatch.setattr(serving, "MIXED", ())
+    jobs = serving.jobs(torch.device("cpu"), 4e9, tmp_path)
+    assert [job.rows for job in jobs] == [
+        [("decode: 2 sequences", "vllm", None), ("decode: 2 sequences", "gla-core", "vllm")],
+        [("verify: 2 sequences", "gla-core", None)],
+        [("replay: 2 sequences", "gla-core", None)],
+        [("prefill: 1 sequence, 5 tokens", "vllm", None), ("prefill: 1 sequence, 5 tokens", "gla-core", "vllm")],
+    ]
+    monkeypatch.setattr(serving, "measured", lambda what, make, run, device: serving.measure.Timing(1e-3, 1, 0.0))
+    assert [row["seconds"] for row in jobs[0].measure()] == [1e-3] * 2

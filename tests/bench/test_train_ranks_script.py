@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 TINY = ["--width=16", "--layers=2", "--heads=2", "--window=32"]
@@ -23,10 +21,11 @@ def test_efficiency_is_the_speed_of_a_rank_beside_one_rank_alone(train_ranks, mo
 
     monkeypatch.setattr(train_ranks, "tokens_per_second", given_speed)
     train_ranks.main(["--device=cpu", "--ranks=1,2", "--kinds=sharded,together", f"--out={tmp_path}", "--commit=abc"])
-    (written,) = tmp_path.iterdir()
-    found = json.loads(written.read_text())
-    assert (found["commit"], found["model"]) == ("abc", "340m")
-    assert [row["efficiency"] for row in found["rows"]] == [1.0, 0.95, 1.0, 0.95]
+    (written,) = tmp_path.glob("*/train_340m_ranks.jsonl")
+    rows = train_ranks.record.read(written)
+    assert {row.commit for row in rows} == {"abc"}
+    assert [row.facts["efficiency"] for row in rows] == [1.0, 0.95, 1.0, 0.95]
+    assert rows[1].call == "2 ranks, sharded, batch 16"
     assert asked[1] == ["--batch=16"]
     assert asked[3] == ["--batch=1", "--window=131072", "--context-parallel=2"]
 
@@ -36,7 +35,7 @@ def test_efficiency_is_the_speed_of_a_rank_beside_one_rank_alone(train_ranks, mo
 def test_small_trainings(train_ranks, tmp_path):
     options = ["--device=cpu", "--ranks=2", "--steps=6", "--batch=2", "--long-window=64"]
     train_ranks.main([*options, f"--out={tmp_path}", "--", *TINY])
-    (written,) = tmp_path.iterdir()
-    sharded, together, resumed = json.loads(written.read_text())["rows"]
-    assert min(sharded["tokens_per_second"], together["tokens_per_second"]) > 0
-    assert resumed == {"kind": "resumed", "ranks": 2, "difference": 0.0}
+    (written,) = tmp_path.glob("*/*.jsonl")
+    sharded, together, resumed = train_ranks.record.read(written)
+    assert min(sharded.facts["tokens/s"], together.facts["tokens/s"]) > 0
+    assert (resumed.call, resumed.facts) == ("2 ranks, resumed", {"largest difference of a loss": 0.0})
