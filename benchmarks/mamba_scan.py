@@ -7,14 +7,13 @@ sequences in a CUDA graph. Rows for mamba_ssm need its package, or its folders o
 from __future__ import annotations
 
 import functools
-import gc
 import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from record import Job, tune_anew
+from record import Job, attempt, tune_anew
 from torch import Tensor
 
 from gla_core.bench import measure
@@ -89,19 +88,16 @@ def _measure(
 ) -> list[dict[str, Any]]:
     if theirs:
         tune_anew()
-    rows = []
-    for way in ways:
-        for who, _ in _ways(theirs):
-            number = measure.rotations(_bytes(sizes), device)
-            calls = [make_call(who, way, sizes, device, seed) for seed in range(number)]
-            timer = measure.time_graph if "graph" in way else measure.time_calls
-            timing = timer(calls, device, seconds)
-            rows.append({"seconds": timing.seconds, "spread": timing.spread})
-            del calls
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-    return rows
+    return [
+        attempt(functools.partial(_time, who, way, sizes, device, seconds)) for way in ways for who, _ in _ways(theirs)
+    ]
+
+
+def _time(who: str, way: str, sizes: Scan, device: torch.device, seconds: float) -> dict[str, Any]:
+    calls = [make_call(who, way, sizes, device, seed) for seed in range(measure.rotations(_bytes(sizes), device))]
+    timer = measure.time_graph if "graph" in way else measure.time_calls
+    timing = timer(calls, device, seconds)
+    return {"seconds": timing.seconds, "spread": timing.spread}
 
 
 def _bytes(sizes: Scan) -> int:
@@ -173,18 +169,13 @@ def compile_share(share: int, shares: int, device: torch.device) -> None:
     """Runs a share of our calls once, and compiles a share of mamba_ssm's kernels without launching any."""
     everything = [(scan, way) for scan in SCANS for way in DIRECTIONS] + [(step, "step") for step in STEPS]
     for sizes, way in everything[share::shares]:
-        _runs(lambda sizes=sizes, way=way: make_call("gla-core", way, sizes, device)())
+        attempt(functools.partial(_run, "gla-core", way, sizes, device))
     if has_mamba_ssm():
         importlib.import_module("gla_fla.tune").compile_only(share, shares)
-        for sizes, way in everything:
-            _runs(lambda sizes=sizes, way=way: make_call("mamba_ssm", way, sizes, device)())
+        for sizes, way in everything:  # without launches, code that reads results may fail
+            attempt(functools.partial(_run, "mamba_ssm", way, sizes, device))
 
 
-def _runs(call: Callable[[], Any]) -> None:
-    try:
-        call()
-    except Exception:  # without launches, code that reads results may fail; the run itself reports other errors
-        return
-    finally:
-        gc.collect()
-        torch.cuda.empty_cache()
+def _run(who: str, way: str, sizes: Scan, device: torch.device) -> dict[str, Any]:
+    make_call(who, way, sizes, device)()
+    return {}

@@ -16,7 +16,7 @@ from typing import Any
 import mamba_scan
 import torch
 from op_calls import tf32
-from record import Job
+from record import Job, attempt
 from torch import Tensor
 
 import gla_core as gla
@@ -67,14 +67,15 @@ def _errors_of_gla(
     inputs = [made.q, made.k, made.v, made.g]
     do = torch.randn_like(made.v)
     exact = _results(_float64, [x.double() for x in inputs if x is not None], do.double())
-    rows = []
-    for who in ways:
+
+    def errors(who: str) -> dict[str, Any]:
         run = functools.partial(_results, FUNCTIONS[who], [x for x in inputs if x is not None], do)
         with tf32():
-            errors = dict(zip(NAMES, map(relative_error, run(), exact), strict=True))
+            facts = dict(zip(NAMES, map(relative_error, run(), exact), strict=True))
             timing = measure.time_calls([run], device, seconds)
-        rows.append({"seconds": timing.seconds, "spread": timing.spread, "facts": errors})
-    return rows
+        return {"seconds": timing.seconds, "spread": timing.spread, "facts": facts}
+
+    return [attempt(functools.partial(errors, who)) for who in ways]
 
 
 def _results(function: Callable[..., Any], inputs: Sequence[Tensor], do: Tensor) -> list[Tensor]:

@@ -204,9 +204,7 @@ class Apart:
             self._pool = None
 
 
-def measure(
-    record: Record, jobs: Sequence[Job], until: float, say: Callable[[str], None], apart: Callable[..., Any]
-) -> bool:
+def measure(record: Record, jobs: Sequence[Job], until: float, say: Callable[[str], None], apart: Apart) -> bool:
     """Measures the jobs that a file lacks; returns whether all were begun.
 
     Args:
@@ -223,8 +221,11 @@ def measure(
             measured = apart(job.measure)
         except Exception as error:
             measured = [{"error": reason(error)}] * len(job.rows)
-        for row in record.add(job, measured):
+        rows = record.add(job, measured)
+        for row in rows:
             say(f"{row.call}, {row.who}: {_told(row)}")
+        if any(row.error for row in rows):
+            apart.end()  # a failed kernel may leave the process broken
         say(f"  {time.monotonic() - began:.1f} s")
     return True
 
@@ -234,6 +235,18 @@ def _told(row: Row) -> str:
     if row.error or row.seconds is None:
         return row.error or facts
     return f"{results.time_text(row.seconds)}, spread {row.spread or 0:.1%}" + (f"; {facts}" if facts else "")
+
+
+def attempt(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Returns what `measure` returns, or its error as the fields of a row."""
+    try:
+        return measure()
+    except Exception as error:
+        return {"error": reason(error)}
+    finally:
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def reason(error: Exception) -> str:

@@ -25,7 +25,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from record import Job, reason
+from record import Job, attempt
 from torch import Tensor
 
 import gla_core as gla
@@ -224,17 +224,14 @@ def _measure(
     device: torch.device,
     bandwidth: float,
 ) -> list[Fields]:
-    engines, rows = {"gla-core": Ours(), **others(folder)}, []
-    for who in whos:
-        try:
-            timing = measured(what, make, getattr(engines[who], what), device)
-            of_floor = floor_bytes(what, make()) / timing.seconds / bandwidth
-            rows.append({"seconds": timing.seconds, "spread": timing.spread, "facts": {"of floor": of_floor}})
-        except Exception as error:  # another engine may not run here
-            rows.append({"error": reason(error)})
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    return rows
+    engines = {"gla-core": Ours(), **others(folder)}
+
+    def time(who: str) -> Fields:
+        timing = measured(what, make, getattr(engines[who], what), device)
+        of_floor = floor_bytes(what, make()) / timing.seconds / bandwidth
+        return {"seconds": timing.seconds, "spread": timing.spread, "facts": {"of floor": of_floor}}
+
+    return [attempt(functools.partial(time, who)) for who in whos]  # another engine may not run here
 
 
 def floor_bytes(what: str, x: Batch) -> int:

@@ -23,10 +23,15 @@ def record(script, monkeypatch):
 
 
 class Here:
-    """Calls functions in this process."""
+    """Calls functions in this process, and counts how often it was ended."""
+
+    ended = 0
 
     def __call__(self, function, *arguments):
         return function(*arguments)
+
+    def end(self):
+        Here.ended += 1
 
 
 @pytest.fixture
@@ -85,7 +90,9 @@ def test_an_error_is_a_row_and_the_run_goes_on(record, tmp_path, job):
         raise RuntimeError("CUDA error:\n  all is lost")
 
     broken = record.Job([("broken", "fla", None), ("broken", "gla-core", "fla")], fails)
+    before = Here.ended
     rows, said, _ = run(record, tmp_path, [broken, job("one")])
+    assert Here.ended == before + 1  # the kernel may have left the process broken
     assert [row.error for row in rows] == ["RuntimeError: CUDA error: all is lost"] * 2 + [None] * 2
     assert "broken, fla: RuntimeError: CUDA error: all is lost" in said
 
