@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from record import Job, attempt, tune_anew
+from record import Job, attempt
 from torch import Tensor
 
 from gla_core.bench import measure
@@ -86,8 +86,7 @@ def call_in_words(sizes: Scan, way: str) -> str:
 def _measure(
     sizes: Scan, ways: Sequence[str], device: torch.device, seconds: float, theirs: bool
 ) -> list[dict[str, Any]]:
-    if theirs:
-        tune_anew()
+    torch._dynamo.reset()  # in a user's process there is one model
     return [
         attempt(functools.partial(_time, who, way, sizes, device, seconds)) for way in ways for who, _ in _ways(theirs)
     ]

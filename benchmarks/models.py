@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from record import Job, tune_anew
+from record import Job
 from torch import Tensor
 
 from gla_core.bench.measure import synchronize
@@ -90,8 +90,6 @@ def call_in_words(task: Task) -> str:
 
 
 def _measure(task: Task, device: torch.device) -> list[Row]:
-    if (task.what, task.way, device.type) == ("train", "fla", "cuda"):
-        tune_anew()  # rows of decoding use the choices of training
     return [measure(task, device)]
 
 

@@ -1,8 +1,7 @@
 """The ops at the sizes of models beside flash-linear-attention (fla) and PyTorch (torch).
 
-A call of `auto` stands beside each baseline, with the name of the backend that ran. FLA tunes for each call by itself.
-Calls whose time the host may limit, and steps, are replayed from CUDA graphs. Float32 is multiplied in TF32 by both
-(`torch.set_float32_matmul_precision("high")`).
+A call of `auto` stands beside each baseline, with the name of the backend that ran. Calls whose time the host may limit,
+and steps, are replayed from CUDA graphs. Float32 is multiplied in TF32 by both.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from record import Job, tune_anew
+from record import Job
 
 from gla_core.bench import measure
 from gla_core.bench.plots import workload_in_words
@@ -131,8 +130,6 @@ def _cases(call: Call) -> list[Case]:
 
 
 def _measure(call: Call, device: torch.device, bandwidth: float, seconds: float) -> list[dict[str, Any]]:
-    if device.type == "cuda":
-        tune_anew()
     with tf32():
         return [_fields(case, measure_case(case, device, bandwidth, seconds)) for case in _cases(call)]
 

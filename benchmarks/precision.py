@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,24 +31,25 @@ SIZES: dict[str, Any] = {"B": 2, "T": 2048, "H": 4, "K": 128, "V": 128}
 SMALL: dict[str, Any] = {"B": 1, "T": 70, "H": 2, "K": 16, "V": 16}
 GATES = {"mild": "log sigma(x) / 16", "strong": "log sigma(x)", "extreme": "0 to -100"}
 FORMS = {"key": "a gate per key", "head": "a gate per head"}
-DTYPES = (torch.bfloat16, torch.float16)
+CASES = (
+    *itertools.product(("key",), GATES, (torch.bfloat16, torch.float16)),
+    *itertools.product(("head",), ("mild", "strong"), (torch.bfloat16,)),
+)
+SMALL_CASES = (("key", "mild", torch.float32), ("head", "strong", torch.float32))
 SCAN = mamba_scan.Scan("2 x 2048 tokens", 2, 2048, 1, 8, 128, 64)
 SMALL_SCAN = mamba_scan.Scan("small", 1, 70, 1, 2, 8, 4)
 NAMES = ("o", "state", "dq", "dk", "dv", "dg")
 
 
 def jobs(device: torch.device, seconds: float) -> list[Job]:
-    """Returns a job for each form and strength of gates and each dtype, and one for Mamba-2's scan."""
+    """Returns a job for each of CASES, and one for Mamba-2's scan."""
     ways = [*(("fla",) if has_fla() and device.type == "cuda" else ()), "gla-core", "gla-core in float32"]
     made = []
-    for form, said in FORMS.items():
-        for gates, strength in GATES.items():
-            for dtype in DTYPES if device.type == "cuda" else (torch.float32,):
-                call = f"`chunk_gla`, {said}, {strength}, {str(dtype).removeprefix('torch.')}"
-                measured = functools.partial(_errors_of_gla, ways, form, gates, dtype, device, seconds)
-                made.append(
-                    Job([(call, who, "fla" if "fla" in ways and who != "fla" else None) for who in ways], measured)
-                )
+    for form, gates, dtype in CASES if device.type == "cuda" else SMALL_CASES:
+        call = f"`chunk_gla`, {FORMS[form]}, {GATES[gates]}, {str(dtype).removeprefix('torch.')}"
+        measured = functools.partial(_errors_of_gla, ways, form, gates, dtype, device, seconds)
+        rows = [(call, who, "fla" if "fla" in ways and who != "fla" else None) for who in ways]
+        made.append(Job(rows, measured))
     theirs = mamba_scan.has_mamba_ssm()
     scan, peer = "Mamba-2's scan, bfloat16", "mamba_ssm" if theirs else None
     rows = [*([(scan, peer, None)] if peer else []), (scan, "gla-core", peer)]

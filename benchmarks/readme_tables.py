@@ -46,10 +46,10 @@ class Section(NamedTuple):
 SECTIONS = {
     "op": Section(
         "The ops at the sizes of models",
-        "The ops beside flash-linear-attention (fla) and PyTorch (torch). Tensors are bfloat16, gates float32 and one"
-        " per key, heads 128 wide (K = V = 128), unless a call says otherwise. Float32 is multiplied in TF32. FLA "
-        "tunes for each call by itself. 'Of floor' is the time to move each input and output once, at the speed of a "
-        "copy, divided by the time.",
+        "The ops beside flash-linear-attention (fla) and PyTorch (torch). Tensors are bfloat16, gates float32 and one "
+        "per key, heads 128 wide (K = V = 128), unless a call says otherwise. Float32 is multiplied in TF32. FLA tunes "
+        "at its first call with other widths, dtypes or forms of gates. 'Of floor' is the time to move each input and "
+        "output once, at the speed of a copy, divided by the time.",
         ("backend", "of floor"),
     ),
     "mamba2_scan": Section(

@@ -178,7 +178,10 @@ def _is_like(row: Row, about: dict[str, Any]) -> bool:
 
 
 class Apart:
-    """Calls functions in another process, and starts a new process after a call that failed or took too long."""
+    """Calls functions in another process, and starts a new process after a call that failed or took too long.
+
+    Peers tune in it at their first call with other widths or dtypes, as they do in a user's process.
+    """
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -186,7 +189,9 @@ class Apart:
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Returns the function's result. Raises its exception, and TimeoutError after `LONGEST` seconds."""
         if self._pool is None:
-            self._pool = multiprocessing.get_context("spawn").Pool(1)
+            self._pool = multiprocessing.get_context("spawn").Pool(
+                1, tune_quickly if torch.cuda.is_available() else None
+            )
         try:
             return self._pool.apply_async(function, arguments).get(LONGEST)
         except multiprocessing.TimeoutError:
@@ -264,14 +269,11 @@ def use_cache(cache: Path) -> None:
     os.environ["FLA_CACHE_RESULTS"] = "0"
 
 
-def tune_anew() -> None:
-    """Makes every autotuner of Triton in this process tune again, with about 30 ms for each configuration."""
+def tune_quickly() -> None:
+    """Makes the autotuners of Triton in this process take about 30 ms for each configuration."""
     autotuner = importlib.import_module("triton.runtime.autotuner").Autotuner
     bench = functools.partial(importlib.import_module("triton.testing").do_bench, warmup=5, rep=25)
     autotuner.do_bench = property(lambda _: bench)
-    for thing in gc.get_objects():
-        if issubclass(type(thing), autotuner):
-            thing.cache.clear()
 
 
 def prepare(
