@@ -1,7 +1,7 @@
 """The ops at the sizes of models beside flash-linear-attention (fla) and PyTorch (torch).
 
-A call of `auto` stands beside each baseline, with the name of the backend that ran. Steps, and calls whose time the host
-may limit, are replayed from CUDA graphs. Float32 is multiplied in TF32 by both.
+A call of `auto` stands beside each baseline, with the name of the backend that ran. Steps, and calls whose time the
+host may limit, are replayed from CUDA graphs. Float32 is multiplied in TF32 by both.
 """
 
 from __future__ import annotations
