@@ -93,7 +93,13 @@ class ChunkGla(NamedTuple):
 
 @exportable
 class ChunkGlaWithCheckpoints(NamedTuple):
-    """Holds the results of `chunk_gla` with checkpoint_every: o and state as in `ChunkGla`, and the checkpoints."""
+    """Holds the results of `chunk_gla` with checkpoint_every.
+
+    Attributes:
+        o: outputs [B, T, Ho, V], dtype of v.
+        state: the final state [N, Hv, K, V]; None unless asked for.
+        checkpoints: the states at every checkpoint_every-th token [B, n, Hv, K, V]; `chunk_gla` describes their rows.
+    """
 
     o: Tensor
     state: Tensor | Any
@@ -161,6 +167,11 @@ def chunk_gla(
     recompute_states: bool = False,
 ) -> ChunkGla | ChunkGlaWithCheckpoints:
     """Computes gated linear attention, differentiable in q, k, v, g and initial_state.
+
+    Per head, with a state S in R^{K x V}:
+
+        S_t = diag(exp(g_t)) S_{t-1} + k_t^T v_t
+        o_t = scale * q_t S_t
 
     Under autocast q, k and v are cast to the dtype of autocast, and o has that dtype; g keeps float32.
 
