@@ -76,7 +76,7 @@ API: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 """Modules that have a page made of their docstrings, and the groups of their names, in the order of the page. The other
 names of a module follow in a group of their own."""
 SEARCH = {"what_was_tried/": 0.1, "results.md": 0.1, "changelog.md": 0.1}
-"""How much a hit counts in the search, by the beginning of a page's path; everywhere else 1."""
+"""The boost of a page in the search, by the beginning of its path; 1 for all other pages."""
 PICTURES = "benchmarks/results"
 
 _LINK = re.compile(r"\]\((?!\w+:)([^)\s#]+)(#[^)\s]*)?\)")
