@@ -177,7 +177,7 @@ def _target(page: str, link: str, repository: str) -> str:
     path = posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
     if not (ROOT / path).exists():
         return link
-    if path.startswith("docs/") and path.endswith(".md"):
+    if path.startswith("docs/") and path.endswith((".md", ".svg")):
         found = path.removeprefix("docs/")
     elif path.startswith(f"{PICTURES}/") and not path.endswith(".json"):
         found = path

@@ -224,8 +224,10 @@ def chunk_gla(
         >>> q, k, v = (torch.randn(2, 100, 4, 32) for _ in range(3))
         >>> g = torch.nn.functional.logsigmoid(torch.randn(2, 100, 4, 32)) / 16
         >>> o, state = gla.chunk_gla(q, k, v, g, output_final_state=True)
-        >>> o, _ = gla.chunk_gla(q, k, v, torch.randn(2, 100, 4, 32), gate="logsigmoid")
-        >>> o, _, checkpoints = gla.chunk_gla(q, k, v, g, checkpoint_every=64)  # [2, 2, 4, 32, 32]
+        >>> logits = torch.randn(2, 100, 4, 32)
+        >>> o, _ = gla.chunk_gla(q, k, v, logits, gate="logsigmoid")
+        >>> # checkpoints: [2, 2, 4, 32, 32]
+        >>> o, _, checkpoints = gla.chunk_gla(q, k, v, g, checkpoint_every=64)
     """
     if state_v_first:
         initial_state = checks.transposed(initial_state)

@@ -75,6 +75,12 @@ def test_its_code_fits(page):
     assert [line for line in lines if len(line) > COLUMNS] == []
 
 
+def test_examples_of_docstrings_fit():
+    sources = {path: path.read_text(encoding="utf-8") for path in (ROOT / "gla_core").rglob("*.py")}
+    examples = [(path.name, line) for path, text in sources.items() for line in re.findall(r"^ +(>>> .*)$", text, re.M)]
+    assert [(name, line) for name, line in examples if len(line) > COLUMNS] == []
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_the_files_it_names_exist(page):
     named = re.findall(
