@@ -102,6 +102,7 @@ class PublicNames(griffe.Extension):
 
 def on_files(files: Files, *, config: Any) -> Files:
     """Adds the pages, the API pages and the pictures."""
+    _package.cache_clear()
     for source, page in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
     for module, groups in API.items():
