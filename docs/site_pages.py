@@ -110,7 +110,10 @@ def on_files(files: Files, *, config: Any) -> Files:
     for path in sorted((ROOT / PICTURES).rglob("*")):
         if path.suffix in (".png", ".svg"):
             files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
-    _inventory(config).version = importlib.metadata.version("gla-core")
+    inventory = _inventory(config)
+    inventory.version = importlib.metadata.version("gla-core")
+    for module in API:
+        inventory.register(module, domain="py", role="module", uri=f"api/{module}/")
     return files
 
 
@@ -124,15 +127,11 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
 
 def on_post_build(*, config: Any) -> None:
     """Warns about public names to which other projects' pages cannot link. `mkdocs build --strict` then fails."""
-    inventory = _inventory(config)
-    for path in sorted(public_names()):
-        if path not in inventory or inventory[path].role == "module":
-            logging.getLogger(f"mkdocs.hooks.{__name__}").warning("objects.inv has no %s", path)
-
-
-def public_names() -> set[str]:
-    """Returns the paths of the names that the modules of the API export, such as `gla_core.chunk_gla`."""
-    return {f"{module}.{name}" for module in API for name in _exports(_package()[module])} - API.keys()
+    listed = {item.name: item.role for item in _inventory(config).values()}
+    for module in API:
+        for path in (f"{module}.{name}" for name in _exports(_package()[module])):
+            if path not in listed or (listed[path] == "module" and path not in API):
+                logging.getLogger(f"mkdocs.hooks.{__name__}").warning("objects.inv has no %s", path)
 
 
 @functools.cache
