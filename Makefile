@@ -15,6 +15,8 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dis
 KIT := --pyargs gla_core.conformance --gla-backend
 INTERPRETED := TRITON_INTERPRET=1 PYTHONPATH=tests
 TARGETS := tests/backends/test_targets.py tests/backends/test_same_rounding.py
+# Code in pages: the site shows 72 columns.
+PAGES := --line-length 72 $(wildcard README.md docs/*.md docs/*/*.md gla_core/*/README.md plugins/*/README.md)
 GPU := $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 
 .PHONY: demo test test-library test-kernels conformance targets test-fla test-vllm check docs bench format
@@ -68,6 +70,7 @@ test-vllm: .vllm/.installed
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .
+	$(BIN)/ruff format --check $(PAGES)
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/mypy --follow-imports=silent tests/typing
@@ -82,6 +85,7 @@ bench: $(INSTALLED)
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .
+	$(BIN)/ruff format $(PAGES)
 	$(BIN)/ruff check --fix .
 
 $(INSTALLED): pyproject.toml constraints.txt

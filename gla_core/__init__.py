@@ -14,6 +14,9 @@ from gla_core.dispatch.request import batch_invariant, use_backend
 from gla_core.dispatch.selection import Explanation
 from gla_core.explanation import explain
 from gla_core.ops import (
+    ChunkGla,
+    ChunkGlaWithCheckpoints,
+    LinearAttention,
     chunk_gla,
     chunk_gla_gradient_summary,
     chunk_gla_pool,
@@ -33,7 +36,10 @@ __version__ = "0.1.0"
 __all__ = [
     "BackendError",
     "BackendInfo",
+    "ChunkGla",
+    "ChunkGlaWithCheckpoints",
     "Explanation",
+    "LinearAttention",
     "NoBackendError",
     "Registration",
     "UnknownBackendError",

@@ -47,7 +47,9 @@ def fit(
         fixed: further arguments of the formula, such as multiprocessors.
 
     Example:
-        >>> fit(lambda call, c: c["launch"] + call.dims["rows"] / c["rate"], {"launch": 1e-5, "rate": 1e9}, samples)
+        >>> def seconds(call, c):
+        ...     return c["launch"] + call.dims["rows"] / c["rate"]
+        >>> fit(seconds, {"launch": 1e-5, "rate": 1e9}, samples)
     """
 
     def errors(x: Tensor) -> Tensor:

@@ -32,7 +32,8 @@ def floor_bytes(op: str, sizes: Mapping[str, Any], backward: bool = False) -> in
         ValueError: the op does not exist, or `backward` is set and the op has no backward.
 
     Example:
-        >>> floor_bytes("online_softmax", {"shape": (8, 1024), "dtype": torch.bfloat16})
+        >>> sizes = {"shape": (8, 1024), "dtype": torch.bfloat16}
+        >>> floor_bytes("online_softmax", sizes)
         32768
     """
     if op not in PUBLIC_OPS:

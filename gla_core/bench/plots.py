@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,18 @@ GREY = "0.45"
 COLOURS = ("tab:blue", "tab:green", "tab:orange", "tab:purple", "tab:red", "tab:brown", "tab:pink", "tab:cyan")
 """The colours of backends, in the order in which they are installed."""
 FULL_NAMES = {"fla": "flash-linear-attention", "torch": "PyTorch", "loop": "a loop over tokens"}
-BAR, GAP = 0.22, 0.7
-"""The height of a bar in inches, and the gap between two workloads in bars."""
+WIDTH, BAR, GAP = 5, 0.22, 1.7
+"""The width of a picture and the height of a bar in inches, and the gap between two workloads in bars. At this width
+letters of 9 points stay legible on a phone. The name of a workload stands in the gap."""
+LINE = 70
+"""The number of letters in a line of a title."""
+BESIDE = {
+    "xytext": (4, 0),
+    "textcoords": "offset points",
+    "fontsize": 9,
+    "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+}
+"""Options of words beside a bar or an axis: on white, at a distance."""
 WIDEST = 12
 """The relative speed above which an axis is logarithmic."""
 EQUAL = 0.03
@@ -185,21 +196,21 @@ def _draw(plt: Any, rows: Sequence[Row], results: Results) -> Any:
     workloads = _listed(op, [row.workload for row in shown])
     colour = colours(bars)
     logarithmic = any(speed > WIDEST for group in _groups(shown, bars) for _, speed in speeds(group))
-    height = 1.7 + BAR * len(workloads) * (len(bars) + GAP)
-    size = (3.4 + 3.8 * len(directions), height)
-    figure, panels = plt.subplots(1, len(directions), figsize=size, sharey=True, squeeze=False)
-    for axes, direction in zip(panels[0], directions, strict=True):
+    height = 1.2 + len(directions) * (0.8 + BAR * len(workloads) * (len(bars) + GAP))
+    figure, panels = plt.subplots(len(directions), 1, figsize=(WIDTH, height), squeeze=False)
+    for axes, direction in zip(panels[:, 0], directions, strict=True):
         _scale(axes, logarithmic)
         for i, name in enumerate(workloads):
             group = {row.backend: row for row in shown if (row.workload, row.direction) == (name, direction)}
             _bars(axes, i * (len(bars) + GAP), group, colour, logarithmic)
+            above = (0, i * (len(bars) + GAP) - 0.7)
+            axes.annotate(in_words(op, name), above, **BESIDE, xycoords=axes.get_yaxis_transform())
         _describe(axes, direction, f"speed relative to {_full(bars[0])}" + (", log scale" if logarithmic else ""))
-    middles = [i * (len(bars) + GAP) + (len(bars) - 1) / 2 for i in range(len(workloads))]
-    panels[0][0].set_yticks(middles, [in_words(op, name) for name in workloads])
-    panels[0][0].invert_yaxis()
-    figure.suptitle(_title(op, bars[0], workloads, results), fontsize=11)
+        axes.set_yticks([])
+        axes.set_ylim(len(workloads) * (len(bars) + GAP) - GAP, -GAP)
+    figure.suptitle(_title(op, bars[0], workloads, results), fontsize=10)
     handles = [plt.Rectangle((0, 0), 1, 1, color=shade) for shade in colour.values()]
-    legend_below(figure, handles, [_label(name, equal) for name in bars])
+    legend_below(figure, handles, [_label(name, equal) for name in bars], columns=1 if equal else 3)
     figure.tight_layout()
     return figure
 
@@ -213,7 +224,8 @@ def _title(op: str, baseline: str, workloads: Sequence[str], results: Results) -
     named = ["torch", "triton", *(["fla"] if baseline == "fla" else [])]
     versions = [f"{name} {version}" for name in named if (version := getattr(results, name))]
     where = ", ".join(filter(None, [results.device, conditions(op, workloads)]))
-    return f"{op}: speed relative to {_full(baseline)}, higher is better\n{where}; {', '.join(versions)}"
+    below = textwrap.wrap(f"{where}; {', '.join(versions)}", LINE)
+    return "\n".join([f"{op}: speed relative to {_full(baseline)}, higher is better", *below])
 
 
 def _full(name: str) -> str:
@@ -230,7 +242,6 @@ def _groups(rows: Sequence[Row], bars: Sequence[str]) -> list[list[Row]]:
 
 def _bars(axes: Any, place: float, group: dict[str, Row], colour: dict[str, str], logarithmic: bool) -> None:
     """Draws a bar for each backend, one below the other, each with its time and speed, or "no time" if it has none."""
-    behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
     present = [group[name] for name in colour if name in group]
     speed_of = {row.backend: speed for row, speed in speeds(present)} if present else {}
     for i, name in enumerate(colour):
@@ -241,8 +252,7 @@ def _bars(axes: Any, place: float, group: dict[str, Row], colour: dict[str, str]
             text += f", {speed:.{1 if speed >= 2 else 2}f} ×" if name != next(iter(colour)) else ""
         start = 1.0 if logarithmic else 0.0
         axes.barh(place + i, speed - start, left=start, height=0.9, color=colour[name])
-        beside = {"xytext": (4, 0), "textcoords": "offset points"}
-        axes.annotate(text, (max(speed, start), place + i), **beside, va="center", fontsize=9, bbox=behind)
+        axes.annotate(text, (max(speed, start), place + i), **BESIDE, va="center")
 
 
 def _scale(axes: Any, logarithmic: bool) -> None:

@@ -270,7 +270,8 @@ class Prepared:
         >>> def prepare(call):
         ...     block = 64 if call.dims["columns"] > 64 else 16
         ...     return lambda x, dim: my_softmax(x, dim, block)
-        >>> Backend("mine", "1.0", {"online_softmax": Prepared(prepare, ("x", "dim"))})
+        >>> ops = {"online_softmax": Prepared(prepare, ("x", "dim"))}
+        >>> Backend("mine", "1.0", ops)
     """
 
     prepare: Callable[[OpCall], Callable[..., Any]]
@@ -350,8 +351,11 @@ class CostModel:
 
     Example:
         >>> def seconds(call, c):
-        ...     return c["launch"] + call.dims["rows"] * call.dims["columns"] * call.dtype.itemsize / c["bandwidth"]
-        >>> CostModel(seconds, {"cpu": {"online_softmax": {"launch": 2e-5, "bandwidth": 5e9}}})
+        ...     values = call.dims["rows"] * call.dims["columns"]
+        ...     bytes = values * call.dtype.itemsize
+        ...     return c["launch"] + bytes / c["bandwidth"]
+        >>> constants = {"launch": 2e-5, "bandwidth": 5e9}
+        >>> CostModel(seconds, {"cpu": {"online_softmax": constants}})
     """
 
     formula: Callable[[OpCall, Constants], float | None]
@@ -404,7 +408,9 @@ class Backend:
             down; it may be slow. None means no notes.
 
     Example:
-        >>> backend = Backend("mine", "1.0", {"online_softmax": my_softmax}, Capabilities(devices=frozenset({"cpu"})))
+        >>> ops = {"online_softmax": my_softmax}
+        >>> facts = Capabilities(devices=frozenset({"cpu"}))
+        >>> backend = Backend("mine", "1.0", ops, facts)
     """
 
     name: str

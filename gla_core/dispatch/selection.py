@@ -252,6 +252,9 @@ def _first_able(call: OpCall) -> str | None:
     return found[0][0].name if found and found[0][1].refusal is None else None
 
 
+_TIE = "the one written for the fewest types of device is first, then the first by name"
+
+
 def _why(able: list[Candidate], choice: Choice, call: OpCall) -> str:
     winner = able[0].name
     if choice.names:
@@ -265,13 +268,11 @@ def _why(able: list[Candidate], choice: Choice, call: OpCall) -> str:
         equal = [c.name for c in able[1:] if (c.seconds, c.worst) == (able[0].seconds, able[0].worst)]
         if equal:
             same = f"{' and '.join(equal)} predict{'s' if len(equal) == 1 else ''} the same time"
-            return f"{winner}: {same}; one written for the fewest types of device comes first, then by name"
+            return f"{winner}: {same}; {_TIE}"
         if able[0].worst is not None:
             return f"{winner}: the least regret over the possible lengths; max_seqlen would bound them"
         return f"{winner}: the least predicted time"
-    return (
-        f"{winner}: no backend predicts its time; one written for the fewest types of device comes first, then by name"
-    )
+    return f"{winner}: no backend predicts its time; {_TIE}"
 
 
 def _time(seconds: float) -> str:

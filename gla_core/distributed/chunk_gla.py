@@ -111,8 +111,10 @@ def chunk_gla(
 
     Example:
         >>> torch.distributed.init_process_group("nccl")
-        >>> cut = gla_core.distributed.shard(q.shape[1], cu_seqlens)  # once per batch
-        >>> o, _ = gla_core.distributed.chunk_gla(q, k, v, g, shard=cut)  # in every layer
+        >>> # Once per batch
+        >>> cut = gla_core.distributed.shard(q.shape[1], cu_seqlens)
+        >>> # In every layer
+        >>> o, _ = gla_core.distributed.chunk_gla(q, k, v, g, shard=cut)
     """
     cut_otherwise = any(x is not None for x in (cu_seqlens, group, max_seqlen)) or layout != "contiguous"
     if shard is not None and cut_otherwise:

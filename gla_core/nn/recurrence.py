@@ -26,7 +26,7 @@ from gla_core.nn.rms_norm import RMSNormGated
 from gla_core.nn.rotary import positions, rotated
 from gla_core.nn.short_convolution import Packing, packing
 from gla_core.ops import checks
-from gla_core.ops.calls import is_dtensor, transformed
+from gla_core.ops.calls import exportable, is_dtensor, transformed
 from gla_core.ops.chunk_gla import chunk_gla
 from gla_core.ops.recurrent_gla_layer_step import recurrent_gla_layer_step
 from gla_core.ops.recurrent_gla_step import recurrent_gla_step
@@ -38,6 +38,7 @@ MODES = ("chunk", "fused_chunk", "fused_recurrent", "parallel")
 """Modes of flash-linear-attention's configurations; all of them compute the same here."""
 
 
+@exportable
 class GLAState(NamedTuple):
     """The state of N sequences that a layer carries from call to call.
 

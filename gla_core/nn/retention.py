@@ -44,7 +44,9 @@ class Retention(GatedLinearAttention):
 
     Example:
         >>> layer = gla.nn.Retention(hidden_size=256, num_heads=4)
-        >>> y, state = layer(torch.randn(2, 100, 256), output_final_state=True)  # state.position is 100, 100
+        >>> y, state = layer(torch.randn(2, 100, 256), output_final_state=True)
+        >>> state.position
+        tensor([100, 100])
         >>> y1, state = layer.step(torch.randn(2, 256), state)
     """
 

@@ -42,7 +42,8 @@ class RMSNormGated(nn.Module):
 
     Example:
         >>> norm = RMSNormGated(64)
-        >>> y = norm(torch.randn(2, 100, 4, 64), gate=torch.randn(2, 100, 4, 64))
+        >>> x, gate = torch.randn(2, 2, 100, 4, 64)
+        >>> y = norm(x, gate=gate)
     """
 
     weight: nn.Parameter | None

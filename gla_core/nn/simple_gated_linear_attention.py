@@ -40,7 +40,7 @@ class SimpleGatedLinearAttention(GatedLinearAttention):
     The other arguments, and the errors, are as in `GatedLinearAttention`. The defaults are flash-linear-attention's.
 
     Example:
-        >>> layer = gla.nn.SimpleGatedLinearAttention(hidden_size=256, num_heads=4)
+        >>> layer = gla.nn.SimpleGatedLinearAttention(256, num_heads=4)
         >>> y, state = layer(torch.randn(2, 100, 256), output_final_state=True)
         >>> y1, state = layer.step(torch.randn(2, 256), state)
     """

@@ -2,11 +2,12 @@
 
 from gla_core.ops._over_mesh import is_dtensor
 from gla_core.ops._run import backward_of, bypasses_torch, needs_gradient, request_text, run, transformed
-from gla_core.ops._torch_op import refuse_tangents
+from gla_core.ops._torch_op import exportable, refuse_tangents
 
 __all__ = [
     "backward_of",
     "bypasses_torch",
+    "exportable",
     "is_dtensor",
     "needs_gradient",
     "refuse_tangents",

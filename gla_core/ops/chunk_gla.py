@@ -93,7 +93,13 @@ class ChunkGla(NamedTuple):
 
 @exportable
 class ChunkGlaWithCheckpoints(NamedTuple):
-    """Holds the results of `chunk_gla` with checkpoint_every: o and state as in `ChunkGla`, and the checkpoints."""
+    """Holds the results of `chunk_gla` with checkpoint_every.
+
+    Attributes:
+        o: outputs [B, T, Ho, V], dtype of v.
+        state: the final state [N, Hv, K, V]; None unless asked for.
+        checkpoints: the states at every checkpoint_every-th token [B, n, Hv, K, V]; `chunk_gla` describes their rows.
+    """
 
     o: Tensor
     state: Tensor | Any
@@ -162,6 +168,11 @@ def chunk_gla(
 ) -> ChunkGla | ChunkGlaWithCheckpoints:
     """Computes gated linear attention, differentiable in q, k, v, g and initial_state.
 
+    Per head, with a state S in R^{K x V}:
+
+        S_t = diag(exp(g_t)) S_{t-1} + k_t^T v_t
+        o_t = scale * q_t S_t
+
     Under autocast q, k and v are cast to the dtype of autocast, and o has that dtype; g keeps float32.
 
     Args:
@@ -213,8 +224,10 @@ def chunk_gla(
         >>> q, k, v = (torch.randn(2, 100, 4, 32) for _ in range(3))
         >>> g = torch.nn.functional.logsigmoid(torch.randn(2, 100, 4, 32)) / 16
         >>> o, state = gla.chunk_gla(q, k, v, g, output_final_state=True)
-        >>> o, _ = gla.chunk_gla(q, k, v, torch.randn(2, 100, 4, 32), gate="logsigmoid")
-        >>> o, _, checkpoints = gla.chunk_gla(q, k, v, g, checkpoint_every=64)  # [2, 2, 4, 32, 32]
+        >>> logits = torch.randn(2, 100, 4, 32)
+        >>> o, _ = gla.chunk_gla(q, k, v, logits, gate="logsigmoid")
+        >>> # checkpoints: [2, 2, 4, 32, 32]
+        >>> o, _, checkpoints = gla.chunk_gla(q, k, v, g, checkpoint_every=64)
     """
     if state_v_first:
         initial_state = checks.transposed(initial_state)

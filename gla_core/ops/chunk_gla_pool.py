@@ -126,8 +126,9 @@ def chunk_gla_pool(
     Example:
         >>> pool = torch.zeros(100, 4, 32, 32)
         >>> new = torch.tensor([True, False])
-        >>> slots, cu_seqlens = torch.tensor([7, 3]), torch.tensor([0, 60, 100])
-        >>> o = gla.chunk_gla_pool(q, k, v, g, pool, cu_seqlens, slots, has_state=~new)
+        >>> cu_seqlens, slots = torch.tensor([0, 60, 100]), torch.tensor([7, 3])
+        >>> batch = (q, k, v, g, pool, cu_seqlens, slots)
+        >>> o = gla.chunk_gla_pool(*batch, has_state=~new)
     """
     if state_v_first:
         pool = checks.transposed(pool)

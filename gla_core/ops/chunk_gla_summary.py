@@ -83,7 +83,8 @@ def chunk_gla_summary(
     Example:
         >>> k, v = torch.randn(2, 100, 4, 32), torch.randn(2, 100, 4, 32)
         >>> g = torch.nn.functional.logsigmoid(torch.randn(2, 100, 4, 32)) / 16
-        >>> decay, state = gla.chunk_gla_summary(k, v, g)  # [2, 4, 32], [2, 4, 32, 32]
+        >>> # [2, 4, 32] and [2, 4, 32, 32]
+        >>> decay, state = gla.chunk_gla_summary(k, v, g)
     """
     return _summary({"left": "k", "right": "v"}, k, v, g, cu_seqlens, False, backend, state_v_first)
 
@@ -124,7 +125,8 @@ def chunk_gla_gradient_summary(
     Example:
         >>> q, do = torch.randn(2, 100, 4, 32), torch.randn(2, 100, 4, 32)
         >>> g = torch.nn.functional.logsigmoid(torch.randn(2, 100, 4, 32)) / 16
-        >>> decay, dstate = gla.chunk_gla_gradient_summary(q, do, g)  # [2, 4, 32], [2, 4, 32, 32]
+        >>> # [2, 4, 32] and [2, 4, 32, 32]
+        >>> decay, dstate = gla.chunk_gla_gradient_summary(q, do, g)
     """
     if needs_gradient(q, do, g):
         raise NotImplementedError(_NO_GRADIENT)

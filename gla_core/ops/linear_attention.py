@@ -80,7 +80,8 @@ def linear_attention(
 
     Example:
         >>> o, _ = gla.linear_attention(q, k, v)
-        >>> o, _ = gla.linear_attention(q, k, v, feature_map=torch.nn.functional.relu, normalize=False)
+        >>> relu = torch.nn.functional.relu
+        >>> o, _ = gla.linear_attention(q, k, v, relu, normalize=False)
     """
     if feature_map is not None:
         q, k = feature_map(q), feature_map(k)

@@ -97,7 +97,8 @@ def recurrent_gla_layer_step(
 
     Example:
         >>> state, gates = torch.zeros(2, 4, 32, 32), torch.randn(2, 4, 32)
-        >>> o = gla.recurrent_gla_layer_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], state, gates)
+        >>> token = [x[:, 0] for x in (q, k, v, g)]
+        >>> o = gla.recurrent_gla_layer_step(*token, state, gates)
         >>> y = output_projection(o.flatten(1))
     """
     if state_v_first:

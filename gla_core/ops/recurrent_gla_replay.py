@@ -155,13 +155,18 @@ def recurrent_gla_replay(
 
     Example:
         >>> pool, slots = torch.zeros(10, 4, 32, 32), torch.tensor([7, 2])
-        >>> rings = [torch.zeros(10, 6, 4, 32) for _ in range(3)]  # for three tokens a call
+        >>> # For three tokens a call
+        >>> rings = [torch.zeros(10, 6, 4, 32) for _ in range(3)]
         >>> start, accepted = torch.tensor([0, 0]), torch.tensor([0, 0])
         >>> tokens = [x[:, :3] for x in (q, k, v, g)]
-        >>> o = gla.recurrent_gla_replay(*tokens, pool, *rings, slots, start, accepted)
+        >>> o = gla.recurrent_gla_replay(
+        ...     *tokens, pool, *rings, slots, start, accepted
+        ... )
         >>> start, accepted = (start + accepted) % 6, torch.tensor([3, 1])
         >>> tokens = [x[:, 3:6] for x in (q, k, v, g)]
-        >>> o = gla.recurrent_gla_replay(*tokens, pool, *rings, slots, start, accepted)
+        >>> o = gla.recurrent_gla_replay(
+        ...     *tokens, pool, *rings, slots, start, accepted
+        ... )
     """
     checks.no_tree(parents)
     if state_v_first:

@@ -101,7 +101,8 @@ def recurrent_gla_step(
 
     Example:
         >>> state = torch.zeros(2, 4, 32, 32)
-        >>> o, state = gla.recurrent_gla_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], state)
+        >>> token = [x[:, 0] for x in (q, k, v, g)]
+        >>> o, state = gla.recurrent_gla_step(*token, state)
     """
     if state_v_first:
         given = (q, k, v, g, checks.transposed(state), scale, state_indices, inplace, backend)

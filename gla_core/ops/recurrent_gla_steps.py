@@ -126,11 +126,15 @@ def recurrent_gla_steps(
 
     Example:
         >>> pool = torch.zeros(10, 4, 32, 32)
-        >>> slots = torch.tensor([[1, 2, 3], [4, 5, 6]])  # for two requests, with drafts of two tokens
-        >>> o = gla.recurrent_gla_steps(q[:, :3], k[:, :3], v[:, :3], g[:, :3], pool, slots)
+        >>> # Two requests, with drafts of two tokens
+        >>> slots = torch.tensor([[1, 2, 3], [4, 5, 6]])
+        >>> tokens = [x[:, :3] for x in (q, k, v, g)]
+        >>> o = gla.recurrent_gla_steps(*tokens, pool, slots)
         >>> accepted = torch.tensor([3, 1])
         >>> tokens = [x[:, 3:6] for x in (q, k, v, g)]
-        >>> o = gla.recurrent_gla_steps(*tokens, pool, slots, num_accepted=accepted)
+        >>> o = gla.recurrent_gla_steps(
+        ...     *tokens, pool, slots, num_accepted=accepted
+        ... )
     """
     checks.no_tree(parents)
     if state_v_first:

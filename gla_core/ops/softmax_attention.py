@@ -90,7 +90,9 @@ def merge_attention(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple
         ValueError: the shapes do not agree.
 
     Example:
-        >>> o, lse = gla.merge_attention(*gla.softmax_attention(q, k1, v1), *gla.softmax_attention(q, k2, v2))
+        >>> first = gla.softmax_attention(q, k1, v1)
+        >>> second = gla.softmax_attention(q, k2, v2)
+        >>> o, lse = gla.merge_attention(*first, *second)
     """
     if o1.shape != o2.shape or lse1.shape != lse2.shape or o1.shape[:-1] != lse1.shape:
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 
 import pytest
@@ -109,6 +110,8 @@ def test_a_picture_for_each_op_that_was_timed(synthetic, tmp_path):
     written = plots.plot(synthetic, tmp_path / "plots")
     assert [p.name for p in written] == ["chunk_gla.svg", "recurrent_gla_step.svg"]
     pictures = [p.read_text() for p in written]
+    widths = [float(re.findall(r'<svg [^>]*?width="([\d.]+)pt"', picture)[0]) for picture in pictures]
+    assert max(widths) < 400  # letters of 9 points on a phone, whatever the number of directions
     assert "chunk_gla: speed relative to flash-linear-attention, higher is better" in pictures[0]
     assert "NVIDIA Pretend, float32; torch 2.11.0, triton 3.6.0" in pictures[0]
     assert "500 us, 4.0 ×" in pictures[0]

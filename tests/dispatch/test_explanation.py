@@ -59,7 +59,8 @@ def test_explain_auto_without_predictions(spy, x):
     explanation = gla.explain("online_softmax", x)
     assert explanation.winner == "mine"
     assert explanation.why == (
-        "mine: no backend predicts its time; one written for the fewest types of device comes first, then by name"
+        "mine: no backend predicts its time; "
+        "the one written for the fewest types of device is first, then the first by name"
     )
 
 

@@ -67,7 +67,7 @@ def test_equal_predictions_go_by_devices_then_name(spy, x):
         spy(name, cost=lambda call: 1.0, devices=devices)
     found = gla.explain("online_softmax", x)
     assert [c.name for c in found.candidates][:3] == ["b", "c", "a"]
-    assert found.why.startswith("b: c and a predict the same time; one written for the fewest types of device comes")
+    assert found.why.startswith("b: c and a predict the same time; the one written for the fewest types of device is")
 
 
 def test_the_order_of_registration_does_not_matter(spy, x):

@@ -1,4 +1,4 @@
-"""The pages of the documentation: every Python block runs, and all names and links exist."""
+"""The pages of the documentation: every Python block runs, code fits the site, and all names and links exist."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+from markdown_it import MarkdownIt
 
-from gla_core.compat import fla
+from gla_core.compat import fla, transformers
 
 ROOT = Path(__file__).parents[2]
 PATHS = (
@@ -19,6 +20,8 @@ PATHS = (
 )
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PATHS}
 PROSE = {page: re.sub(r"```.*?```", "", text, flags=re.DOTALL) for page, text in PAGES.items()}
+COLUMNS = 72
+"""The width of code on the site, in a window of 1280 pixels."""
 LINKS = {page: re.findall(r"\]\((?!\w+:)([^)\s#]*)(?:#([^)\s]*))?\)", text) for page, text in PROSE.items()}
 
 
@@ -31,14 +34,18 @@ SEPARATE = [page for page in PAGES if not page.startswith("plugins/") and page !
 
 @pytest.fixture
 def undone(monkeypatch):
-    """Restores the functions of flash-linear-attention that a block replaces."""
-    made, accelerate = [], fla.accelerate
+    """Restores the functions of flash-linear-attention and transformers that a block replaces."""
+    made = []
 
-    def remembered(*functions, **options):
-        made.append(accelerate(*functions, **options))
-        return made[-1]
+    def remembering(accelerate):
+        def remembered(*names, **options):
+            made.append(accelerate(*names, **options))
+            return made[-1]
 
-    monkeypatch.setattr(fla, "accelerate", remembered)
+        return remembered
+
+    for library in (fla, transformers):
+        monkeypatch.setattr(library, "accelerate", remembering(library.accelerate))
     yield
     for acceleration in made:
         acceleration.undo()
@@ -60,6 +67,18 @@ def test_the_tutorial_runs_from_start_to_end(capsys):
     printed = capsys.readouterr().out
     assert "loss per byte" in printed
     assert "chunk_gla_fwd" in printed
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_its_code_fits(page):
+    lines = [line for token in MarkdownIt().parse(PAGES[page]) for line in code(token).splitlines()]
+    assert [line for line in lines if len(line) > COLUMNS] == []
+
+
+def test_examples_of_docstrings_fit():
+    sources = {path: path.read_text(encoding="utf-8") for path in (ROOT / "gla_core").rglob("*.py")}
+    examples = [(path.name, line) for path, text in sources.items() for line in re.findall(r"^ +(>>> .*)$", text, re.M)]
+    assert [(name, line) for name, line in examples if len(line) > COLUMNS] == []
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -85,6 +104,10 @@ def test_its_links_to_headings_lead_to_one(page):
 def test_it_offers_nothing_that_an_index_would_have_to_hold(page):
     commands = re.findall(r"pip install[^`#]*?(?=[`#]|\n\n|\Z)", PAGES[page])
     assert [command for command in commands if re.search(r"(?<![\w/])gla[-_]\w+", command)] == []
+
+
+def code(token):
+    return token.content if token.type in ("fence", "code_block") else ""
 
 
 def target(page, link):

@@ -68,7 +68,8 @@ def state_to_fla(state: GLAState, groups: int = 1) -> dict[str, Any]:
         "recurrent_state" and "conv_state", new and contiguous, as arguments of flash-linear-attention's `Cache.update`.
 
     Example:
-        >>> past_key_values.update(layer_idx=0, offset=100, **state_to_fla(state))
+        >>> entry = state_to_fla(state)
+        >>> past_key_values.update(layer_idx=0, offset=100, **entry)
     """
     recurrent = state.recurrent.repeat_interleave(groups, 1).mT.contiguous()
     conv: tuple[Tensor, ...] | None = None

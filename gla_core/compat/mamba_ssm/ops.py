@@ -116,9 +116,12 @@ def mamba_chunk_scan_combined(
         NoBackendError, NotImplementedError: as in `gla_core.chunk_gla`.
 
     Example:
-        >>> x, dt, A = torch.randn(2, 100, 8, 64), torch.rand(2, 100, 8), -torch.rand(8)
+        >>> x, dt = torch.randn(2, 100, 8, 64), torch.rand(2, 100, 8)
+        >>> A = -torch.rand(8)
         >>> B, C = torch.randn(2, 100, 1, 128), torch.randn(2, 100, 1, 128)
-        >>> out, states = mamba_chunk_scan_combined(x, dt, A, B, C, 256, return_final_states=True)
+        >>> out, states = mamba_chunk_scan_combined(
+        ...     x, dt, A, B, C, 256, return_final_states=True
+        ... )
     """
     tensors = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
     _check(_SCAN, **tensors, initial_states=initial_states, seq_idx=seq_idx)
@@ -188,8 +191,10 @@ def selective_state_update(
         NoBackendError, NotImplementedError: as in `gla_core.recurrent_gla_step`.
 
     Example:
-        >>> A, dt = -torch.rand(8, 1, 1).expand(8, 64, 128), torch.rand(2, 8, 1).expand(2, 8, 64)
-        >>> state, x, B, C = torch.zeros(2, 8, 64, 128), torch.randn(2, 8, 64), *torch.randn(2, 2, 1, 128)
+        >>> A = -torch.rand(8, 1, 1).expand(8, 64, 128)
+        >>> dt = torch.rand(2, 8, 1).expand(2, 8, 64)
+        >>> state, x = torch.zeros(2, 8, 64, 128), torch.randn(2, 8, 64)
+        >>> B, C = torch.randn(2, 2, 1, 128)
         >>> out = selective_state_update(state, x, dt, A, B, C)
     """
     states = _with_heads(state, 4, 1)

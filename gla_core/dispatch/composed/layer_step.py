@@ -27,7 +27,9 @@ def through_layer_step(step: Kind) -> Kind:
     It runs `step` in place, and PyTorch's operations for the norm and the output gate.
 
     Example:
-        >>> Backend("mine", "1.0", {"recurrent_gla_step": step, "recurrent_gla_layer_step": through_layer_step(step)})
+        >>> ops = {"recurrent_gla_step": step}
+        >>> ops["recurrent_gla_layer_step"] = through_layer_step(step)
+        >>> Backend("mine", "1.0", ops)
     """
     return compose("recurrent_gla_layer_step", step, lambda call: [step_of_layer_step(call)], _through_layer_step)
 

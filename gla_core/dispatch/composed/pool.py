@@ -73,7 +73,9 @@ def through_pool(forward: Kind) -> Kind:
         TypeError: `forward` does not take one of these.
 
     Example:
-        >>> Backend("mine", "1.0", {"chunk_gla_fwd": forward, "chunk_gla_pool": through_pool(forward)})
+        >>> ops = {"chunk_gla_fwd": forward}
+        >>> ops["chunk_gla_pool"] = through_pool(forward)
+        >>> Backend("mine", "1.0", ops)
     """
     takes = arguments_of(forward)
     lacking = [name for name in ("initial_state", "output_final_state", "cu_seqlens") if name not in takes]

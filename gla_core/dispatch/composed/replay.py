@@ -33,7 +33,9 @@ def through_replay(step: Kind) -> Kind:
     copies the states after the accepted tokens into the pool and the new tokens into the rings.
 
     Example:
-        >>> Backend("mine", "1.0", {"recurrent_gla_step": step, "recurrent_gla_replay": through_replay(step)})
+        >>> ops = {"recurrent_gla_step": step}
+        >>> ops["recurrent_gla_replay"] = through_replay(step)
+        >>> Backend("mine", "1.0", ops)
     """
     return compose("recurrent_gla_replay", step, lambda call: [step_of_replay(call)], _through_replay)
 

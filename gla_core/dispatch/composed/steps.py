@@ -49,7 +49,9 @@ def through_steps(step: Kind) -> Kind:
     into the pool.
 
     Example:
-        >>> Backend("mine", "1.0", {"recurrent_gla_step": step, "recurrent_gla_steps": through_steps(step)})
+        >>> ops = {"recurrent_gla_step": step}
+        >>> ops["recurrent_gla_steps"] = through_steps(step)
+        >>> Backend("mine", "1.0", ops)
     """
     return compose("recurrent_gla_steps", step, lambda call: [step_of_steps(call)], _through_steps)
 
