@@ -179,7 +179,7 @@ def _target(page: str, link: str, repository: str) -> str:
         return link
     if path.startswith("docs/") and path.endswith((".md", ".svg")):
         found = path.removeprefix("docs/")
-    elif path.startswith(f"{PICTURES}/") and not path.endswith(".json"):
+    elif path.startswith(f"{PICTURES}/") and path.endswith((".png", ".svg")):
         found = path
     elif path in PAGES:
         found = PAGES[path]
