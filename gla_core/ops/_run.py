@@ -29,9 +29,11 @@ from gla_core.dispatch.backend import (
     as_received,
     by_keyword,
     contiguous_layout,
+    prepared,
 )
 from gla_core.dispatch.composed.layer_step import implementation
 from gla_core.dispatch.environment import environment
+from gla_core.dispatch.errors import BackendError
 from gla_core.dispatch.request import Request, current_request, request_in_graph
 from gla_core.dispatch.selection import is_launch_failure, remember_launch_failure, select
 from gla_core.dispatch.tensors import new_state, swapped
@@ -177,7 +179,10 @@ def _function_of(spec: OpSpec, backend: Backend, call: OpCall, native: frozenset
     if call.batch_invariant is not None:
         by_segments = _invariant.function_of(spec.name, backend, call)  # raises if the op cannot be batch-invariant
         op = op if call.device.type in native else by_segments
-    function, takes = op.prepare(call) if isinstance(op, Prepared) else op, arguments_of(op)
+    try:
+        function, takes = prepared(op, call) if isinstance(op, Prepared) else op, arguments_of(op)
+    except BackendError as error:
+        raise BackendError(f"backend {backend.name!r}: {error}") from error.__cause__
     if takes == spec.contract:
         return function
     picked = [spec.contract.index(name) for name in takes]
