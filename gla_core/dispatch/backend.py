@@ -5,11 +5,11 @@ ops, `slots` reads and writes states in a pool, and `tensors` has wide dtypes, g
 
 A backend is a value: a name, a version, a mapping from abstract op names to functions, and data that says which calls
 these functions can run. Like a pluggy hook, a function declares only the arguments that it takes: any of the arguments
-that `OP_PARAMETERS` lists for its op, by their names and in any order. It must take the required ones (`OP_REQUIRED`). The core refuses a
-call for a backend if an argument that the function does not take has a value other than its default. An op can
-therefore gain an argument without a change of any backend. One argument is never refused: for a function that does not
-take `gate_normalizer`, the core computes log gates from logits. An op may also be a `Prepared` instead of a function.
-It plans a call once for its signature.
+that `OP_PARAMETERS` lists for its op, by their names and in any order. It must take the required ones (`OP_REQUIRED`).
+The core refuses a call for a backend if an argument that the function does not take has a value other than its default.
+An op can therefore gain an argument without a change of any backend. One argument is never refused: for a function that
+does not take `gate_normalizer`, the core computes log gates from logits. An op may also be a `Prepared` instead of a
+function. It plans a call once for its signature.
 
 `gla_core/ops/<op>.py` documents the arguments and results. The core checks all arguments before it calls a function.
 The last dimension of every tensor is contiguous. In a state, the last but one may be contiguous instead if
