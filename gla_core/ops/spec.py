@@ -204,8 +204,10 @@ class OpSpec:
             it.
         prepare: takes the arguments in order and returns them as backends receive them. The default of a scale is
             filled in elsewhere.
-        check_values: takes the arguments in order under GLA_CHECK=1; raises ValueError for values for which the op is
-            not defined.
+        reads: takes the arguments by name under GLA_CHECK=1, and returns which places of tensors the op reads. It maps
+            the names of the first dimensions of tensors, such as "B T", to an index of places. All of any other tensor
+            is read. It raises ValueError for offsets, slots and indices for which the op is not defined. None means
+            that no values are checked.
         flops: takes the shapes of the tensors and returns the number of floating-point operations of the mathematics.
         backward: the abstract op that a gradient needs, if any.
         autocast_in_float32: whether the op computes in float32 under autocast, as a softmax does, instead of in the
@@ -219,7 +221,7 @@ class OpSpec:
     sizes: Mapping[str, str]
     bind: Callable[[Mapping[str, Any], dict[str, Any]], None] = lambda given, sizes: None
     prepare: Callable[..., tuple] | None = None
-    check_values: Callable[..., None] | None = None
+    reads: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = lambda given: {}
     flops: Callable[..., int] | None = None
     writes: Callable[[Mapping[str, int]], float] = lambda sizes: 1
     backward: str | None = None

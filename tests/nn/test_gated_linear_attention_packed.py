@@ -83,7 +83,7 @@ def test_bad_offsets_are_refused_by_name(
     monkeypatch.setenv("GLA_CHECK", "1")
     gla.reload_environment()
     layer = make_layer("conv_bias")
-    with pytest.raises(ValueError, match=r"cu_seqlens is \[.*\]; expected offsets that rise from 0"):
+    with pytest.raises(ValueError, match=r"cu_seqlens is \[.*\]; expected offsets from 0 to T"):
         layer(torch.randn(1, 8, 16, dtype=torch.float64), cu_seqlens=torch.tensor(offsets))
 
 

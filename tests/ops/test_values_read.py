@@ -1,0 +1,214 @@
+"""GLA_CHECK=1 reads what an op reads, and nothing else.
+
+Whether an op reads a place is seen in its results: a NaN there spreads to other places, or changes what is written.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+import torch
+
+import gla_core as gla
+from gla_core.ops import ABSTRACT_OPS
+from gla_core.workloads.inputs import gla_inputs
+
+OFFSETS = torch.tensor([2, 4, 4, 7, 8])  # rows in front of the first sequence and behind the last; an empty sequence
+
+
+def ints(*numbers):
+    return torch.tensor(numbers)
+
+
+def tokens(B=1, T=10, **options):
+    x = gla_inputs(B=B, T=T, K=2, V=2, H=1, **options)
+    return {"q": x.q, "k": x.k, "v": x.v, "g": x.g}
+
+
+def states(number, *sizes):
+    return torch.randn(number, *(sizes or (1, 2, 2)), generator=torch.Generator().manual_seed(0))
+
+
+def token(B, **options):
+    return {name: x if x is None or x.ndim == 1 else x[:, 0] for name, x in tokens(B, 1, **options).items()}
+
+
+def rings(P, L=4):
+    return {"ring_k": states(P, L, 1, 2), "ring_v": states(P, L, 1, 2), "ring_g": -states(P, L, 1, 2).abs()}
+
+
+def no_q(x):
+    return {name: y for name, y in x.items() if name != "q"}
+
+
+PACKED = {"cu_seqlens": OFFSETS}
+HAS_STATE = {"has_state": torch.tensor([True, True, False, True])}
+ONE_SLOT = {"slots": ints(1, 2, 3, -1), "ring_start": ints(3, 0, 1, 2), "num_accepted": ints(2, 0, 1, 2)}
+OF_DRAFTS = {"slots": ints((1, 2, -1), (3, 9, -1), (4, 0, 5), (-1, 6, 6))}
+CALLS = {
+    "chunk_gla": (gla.chunk_gla, tokens(2, 3) | {"initial_state": states(2)}),
+    "chunk_gla without tokens": (gla.chunk_gla, tokens(2, 0) | {"initial_state": states(2)}),
+    "chunk_gla packed": (gla.chunk_gla, tokens() | PACKED | {"initial_state": states(4)}),
+    "chunk_gla final": (gla.chunk_gla, tokens() | PACKED | {"initial_state": states(4), "output_final_state": True}),
+    "chunk_gla constant": (gla.chunk_gla, tokens(gate_form="constant") | PACKED),
+    "chunk_gla logits": (gla.chunk_gla, tokens() | PACKED | {"gate": "logsigmoid"}),
+    "chunk_gla_summary": (gla.chunk_gla_summary, no_q(tokens(2, 3))),
+    "chunk_gla_summary packed": (gla.chunk_gla_summary, no_q(tokens(gate_form="head")) | PACKED),
+    "chunk_gla_pool": (
+        gla.chunk_gla_pool,
+        tokens() | PACKED | HAS_STATE | {"pool": states(8), "read_slots": ints(1, 2, 3, -1)},
+    ),
+    "chunk_gla_pool pad": (
+        gla.chunk_gla_pool,
+        tokens() | PACKED | {"pool": states(8), "read_slots": ints(1, 2, 3, 9), "pad_slot": 3},
+    ),
+    "chunk_gla_pool copied": (
+        gla.chunk_gla_pool,
+        tokens() | PACKED | {"pool": states(8), "read_slots": ints(1, 2, 1, 3), "write_slots": ints(4, 5, 6, -1)},
+    ),
+    "recurrent_gla_step": (gla.recurrent_gla_step, token(3) | {"state": states(3)}),
+    "recurrent_gla_step pool": (
+        gla.recurrent_gla_step,
+        token(3) | {"state": states(5), "state_indices": ints(4, -1, 1)},
+    ),
+    "recurrent_gla_step in place": (
+        gla.recurrent_gla_step,
+        token(3) | {"state": states(5), "state_indices": ints(4, -1, 1), "inplace": True},
+    ),
+    "recurrent_gla_layer_step": (
+        gla.recurrent_gla_layer_step,
+        token(3)
+        | {"state": states(5), "state_indices": ints(4, -1, 1), "output_gate": states(3, 1, 2)}
+        | {"norm_weight": torch.ones(2)},
+    ),
+    "recurrent_gla_steps": (
+        gla.recurrent_gla_steps,
+        tokens(4, 3) | HAS_STATE | {"pool": states(8)} | OF_DRAFTS,
+    ),
+    "recurrent_gla_steps packed": (
+        gla.recurrent_gla_steps,
+        tokens() | PACKED | OF_DRAFTS | {"pool": states(8), "num_accepted": ints(2, 1, 9, 2)},
+    ),
+    "recurrent_gla_steps read": (
+        gla.recurrent_gla_steps,
+        tokens() | PACKED | OF_DRAFTS | {"pool": states(8), "read_slots": ints(7, 7, -1, 7)},
+    ),
+    "recurrent_gla_replay": (
+        gla.recurrent_gla_replay,
+        tokens(4, 2) | HAS_STATE | {"pool": states(6)} | rings(6) | ONE_SLOT,
+    ),
+    "recurrent_gla_replay packed": (
+        gla.recurrent_gla_replay,
+        tokens() | {"cu_seqlens": ints(2, 4, 4, 6, 8)} | {"pool": states(6)} | rings(6) | ONE_SLOT,
+    ),
+    "recurrent_gla_replay alone": (
+        gla.recurrent_gla_replay,
+        tokens(4, 0) | HAS_STATE | {"pool": states(6)} | rings(6) | ONE_SLOT,
+    ),
+    "softmax_attention": (
+        gla.softmax_attention,
+        {"q": states(1, 2, 2, 2), "k": states(1, 3, 1, 2), "v": states(1, 3, 1, 2)},
+    ),
+    "online_softmax": (gla.online_softmax, {"x": states(3, 2)}),
+}
+INVARIANT = [name for name in CALLS if name.startswith(("chunk_gla", "recurrent")) and "summary" not in name]
+
+
+@pytest.fixture
+def values(monkeypatch):
+    """`values(True)` makes the ops check values, and `values(False)` makes them not."""
+
+    def set_to(checked):
+        monkeypatch.setenv("GLA_CHECK", str(int(checked)))
+        gla.reload_environment()
+
+    yield set_to
+    monkeypatch.undo()
+    gla.reload_environment()
+
+
+def copied(given):
+    return {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+
+
+def computed(function, given):
+    """Returns the results of a call and the tensors that it was given, which it may have written, by name."""
+    given = copied(given)
+    found = function(**given, backend="reference")
+    found = found if isinstance(found, tuple) else (found,)
+    return {f"result {i}": x for i, x in enumerate(found) if x is not None} | {
+        name: x for name, x in given.items() if isinstance(x, torch.Tensor)
+    }
+
+
+def places(name, x):
+    """Yields the places of a tensor: rows, slots, or tokens of rings; or the whole tensor."""
+    depth = 0 if name in ("norm_weight",) or x.ndim == 1 else 2 if name.startswith("ring") else 1
+    depth = 2 if (x.ndim == 4 and name in "qkvg") or (name == "g" and x.ndim == 3 and x.shape[1] > 1) else depth
+    yield from itertools.product(*map(range, x.shape[:depth]))
+
+
+def poisoned(given, where, value=torch.nan):
+    changed = copied(given)
+    for name, place in where:
+        changed[name][place] = value
+    return changed
+
+
+def is_read(function, given, expected, name, place):
+    """Returns whether a NaN at this place spreads to others, or what is written to this place depends on it.
+
+    Args:
+        expected: the results without it.
+    """
+    found = computed(function, poisoned(given, [(name, place)], 3.0))[name][place]
+    if not (found == 3.0).all() and not torch.equal(found, expected[name][place]):
+        return True
+    found = computed(function, poisoned(given, [(name, place)]))
+    for other, x in found.items():
+        nan = x.isnan()
+        if other == name or (name == "state" and x.shape == given[name].shape):  # a step copies the states of others
+            nan[place] = False
+        if nan.any():
+            return True
+    return False
+
+
+def test_every_op_that_checks_values_is_called():
+    public = {spec.public for spec in ABSTRACT_OPS.values() if spec.reads is not None}
+    assert public == {function.__name__ for function, _ in CALLS.values()}
+    assert [name for name, spec in ABSTRACT_OPS.items() if spec.reads is None] == ["chunk_gla_bwd"]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_read_is_checked_and_nothing_else(name, values):
+    function, given = CALLS[name]
+    floats = {argument: x for argument, x in given.items() if torch.is_tensor(x) and x.is_floating_point()}
+    every = [(argument, place) for argument, x in floats.items() for place in places(argument, x)]
+    values(False)
+    expected = computed(function, given)
+    read = [where for where in every if is_read(function, given, expected, *where)]
+    unread = [where for where in every if where not in read]
+    assert len(read) >= (0 if "without" in name else 3)
+
+    values(True)
+    for argument, place in read:
+        with pytest.raises(ValueError, match=rf"^{argument} holds NaN in \d+ of \d+ places"):
+            computed(function, poisoned(given, [(argument, place)]))
+    for value in (torch.nan, 7.0):
+        found = computed(function, poisoned(given, unread, value))
+        assert torch.equal(found["result 0"], expected["result 0"])
+    for where in read:
+        if where[0] == "g" and "gate" not in given:
+            with pytest.raises(ValueError, match=re.escape("g has values up to 7.0")):
+                computed(function, poisoned(given, [where], 7.0))
+
+    if name not in INVARIANT:
+        return
+    with gla.batch_invariant(64):  # a call is computed by parts, which are not checked again
+        computed(function, poisoned(given, unread))
+        for argument, place in {argument: (argument, place) for argument, place in read}.values():
+            with pytest.raises(ValueError, match=f"^{argument} holds NaN"):
+                computed(function, poisoned(given, [(argument, place)]))
