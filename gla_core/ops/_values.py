@@ -11,15 +11,19 @@ from typing import Any
 
 from torch import Tensor
 
-from gla_core.ops import checks
+from gla_core.ops import _overlap, checks
 from gla_core.ops.spec import GATE, OpSpec
 
 
 def check(spec: OpSpec, args: tuple) -> None:
-    """Raises ValueError for values for which an op is not defined, such as NaN or a gate above 0 where it reads."""
+    """Raises ValueError for values for which an op is not defined, such as NaN or a gate above 0 where it reads.
+
+    It also checks again that no memory is written which another argument has; see _overlap.py.
+    """
     if spec.reads is None:
         return
     given = dict(zip(spec.parameters, args, strict=True))
+    _overlap.check(given, spec.written_by(given))
     read = rows_read(spec, given)
     for name, x in read.items():
         if bool(x.isnan().any()):

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gla_core.dispatch.backend import ALIGNMENT, Layout, OpCall
 from gla_core.dispatch.tensors import checkpoint_dtype, swapped, wide
-from gla_core.ops import checks
+from gla_core.ops import _overlap, checks
 from gla_core.ops.checks import FLOATS, INTEGERS
 
 WIDTHS = ("H", "Hq", "Hv", "K", "V")
@@ -266,6 +266,11 @@ class OpSpec:
         """Returns the names of the arguments that every call that gives them writes."""
         return tuple(argument.name for argument in self.arguments if argument.written)
 
+    def written_by(self, given: Mapping[str, Any]) -> list[str]:
+        """Returns the names of the arguments that a call writes, given all by name."""
+        in_place = [r.like for r in self.results if r.like is not None and r.written is not None and r.written(given)]
+        return in_place + [name for name in self.written if given[name] is not None]
+
     @functools.cached_property
     def places(self) -> frozenset[str]:
         """Returns the names of the arguments that hold no input, and in which a result may be returned."""
@@ -344,6 +349,7 @@ class OpSpec:
         """
         given = dict(zip(self.parameters, args, strict=True))
         sizes = self._check(given)
+        _overlap.check(given, self.written_by(given))
         dtypes = {a.dtype: x.dtype for a in self.arguments if a.dtype and (x := given[a.name]) is not None}
         return OpCall(
             op=self.name,
@@ -390,12 +396,9 @@ class OpSpec:
                 _check_tensor(argument, x, sizes, first, given[first])
         if not bound:
             self._bind(given, sizes)
-        for result in self.results:
-            if result.like is not None and result.written is not None and result.written(given):
-                _check_writable(result.like, given[result.like], STATE)
-        for argument in self.arguments:
-            if argument.written and given[argument.name] is not None:
-                _check_writable(argument.name, given[argument.name], argument.dtype)
+        rules = {argument.name: argument.dtype for argument in self.arguments}
+        for name in self.written_by(given):
+            _check_writable(name, given[name], rules[name])
         return sizes
 
     def _bind(self, given: Mapping[str, Any], sizes: dict[str, Any]) -> None:

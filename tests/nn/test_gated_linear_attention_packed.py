@@ -76,7 +76,7 @@ def test_tokens_outside_the_offsets_touch_nothing(
     torch.testing.assert_close(grads, torch.autograd.grad(expected, wanted, dy[:, begin:end]))
 
 
-@pytest.mark.parametrize("offsets", [[0, 5, 3, 8], [0, 9], [1, 8], [-1, 8]])
+@pytest.mark.parametrize("offsets", [[0, 5, 3, 8], [0, 9], [-1, 8]])
 def test_bad_offsets_are_refused_by_name(
     offsets: list[int], fresh_registry: None, monkeypatch: pytest.MonkeyPatch, make_layer: Callable
 ) -> None:
