@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from gla_core.dispatch.backend import OpCall
-from gla_core.dispatch.errors import UnknownOpError, nearest
+from gla_core.dispatch.errors import UnknownOpError, attempt, nearest
 from gla_core.dispatch.request import current_request
 from gla_core.dispatch.selection import Candidate, Explanation, explain_call
 from gla_core.ops import RUNS, OpSpec, checks
@@ -88,9 +88,8 @@ def _measured(candidate: Candidate, call: OpCall, arguments: tuple) -> Candidate
 
     if candidate.refusal is not None:
         return candidate
-    try:
-        seconds = time_arguments(candidate.name, call, arguments).seconds
-    except Exception as error:  # out of memory, or a kernel that cannot be built; the other backends are still measured
+    timing, error = attempt(time_arguments, candidate.name, call, arguments)
+    if timing is None:  # out of memory, or a kernel that cannot be built; the other backends are still measured
         first_line = str(error).strip().split("\n")[0]
         return dataclasses.replace(candidate, failure=f"{type(error).__name__}: {first_line}")
-    return dataclasses.replace(candidate, measured=seconds)
+    return dataclasses.replace(candidate, measured=timing.seconds)

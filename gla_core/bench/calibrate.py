@@ -24,7 +24,7 @@ from gla_core.bench.fit import error, fit
 from gla_core.bench.measure import how_busy
 from gla_core.dispatch import calibration, registry
 from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Constants, CostModel, OpCall
-from gla_core.dispatch.errors import UnknownOpError, nearest
+from gla_core.dispatch.errors import UnknownOpError, attempt, nearest
 from gla_core.files import check_writable, write_json
 from gla_core.terminal import DOUBTFUL, print_table, print_text, progress
 from gla_core.workloads.calibration import shapes
@@ -117,11 +117,12 @@ def measure_task(task: Task, budget: float = 0.1) -> Sample:
     longest = _MOST_BUDGETS * budget
     if (_predicted_by_start(task) or 0.0) > longest:
         return Sample(task.backend, task.call, error=f"predicted to take over {longest:.2g} s a call")
-    try:
-        return Sample(task.backend, task.call, time_call(task.backend, task.call, budget).seconds)
-    except Exception as problem:  # out of memory, or a kernel that cannot be built
-        first_line = str(problem).strip().split("\n")[0]
-        failed = Sample(task.backend, task.call, error=f"{type(problem).__name__}: {first_line[:300]}")
+    timing, problem = attempt(time_call, task.backend, task.call, budget)
+    if timing is not None:
+        return Sample(task.backend, task.call, timing.seconds)
+    first_line = str(problem).strip().split("\n")[0]  # out of memory, or a kernel that cannot be built
+    failed = Sample(task.backend, task.call, error=f"{type(problem).__name__}: {first_line[:300]}")
+    del problem
     gc.collect()  # frees tensors that the error still held
     return failed
 

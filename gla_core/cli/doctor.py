@@ -13,7 +13,7 @@ import torch
 import gla_core as gla
 from gla_core.cli.backends import backend_row, last_line
 from gla_core.dispatch import calibration, registry
-from gla_core.dispatch.backend import Capabilities, CostModel, known_device
+from gla_core.dispatch.backend import Capabilities, CostModel, known_device, sentences
 from gla_core.dispatch.environment import VARIABLES, Environment, environment
 from gla_core.dispatch.errors import nearest
 from gla_core.dispatch.request import INVARIANT, check, current_request
@@ -167,14 +167,12 @@ def _calibration() -> list[dict[str, Any]]:
 
 def _notes() -> list[dict[str, str]]:
     """Returns the notes of each backend on this machine. If a backend raises, that is its note."""
-    rows = []
-    for backend in registry.installed().values():
-        try:
-            notes = [] if backend.notes is None else list(backend.notes())
-        except (Exception, SystemExit) as error:
-            notes = [f"its notes() raised {type(error).__name__}: {error}"]
-        rows += [{"backend": backend.name, "note": note} for note in notes]
-    return rows
+    return [
+        {"backend": backend.name, "note": note}
+        for backend in registry.installed().values()
+        if backend.notes is not None
+        for note in sentences("notes", backend.notes)
+    ]
 
 
 def limits() -> list[str]:

@@ -5,11 +5,11 @@ ops, `slots` reads and writes states in a pool, and `tensors` has wide dtypes, g
 
 A backend is a value: a name, a version, a mapping from abstract op names to functions, and data that says which calls
 these functions can run. Like a pluggy hook, a function declares only the arguments that it takes: any of the arguments
-that `OP_PARAMETERS` lists for its op, in any order. It must take the required ones (`OP_REQUIRED`). The core refuses a
-call for a backend if an argument that the function does not take has a value other than its default. An op can
-therefore gain an argument without a change of any backend. One argument is never refused: for a function that does not
-take `gate_normalizer`, the core computes log gates from logits. An op may also be a `Prepared` instead of a function.
-It plans a call once for its signature.
+that `OP_PARAMETERS` lists for its op, by their names and in any order. It must take the required ones (`OP_REQUIRED`).
+The core refuses a call for a backend if an argument that the function does not take has a value other than its default.
+An op can therefore gain an argument without a change of any backend. One argument is never refused: for a function that
+does not take `gate_normalizer`, the core computes log gates from logits. An op may also be a `Prepared` instead of a
+function. It plans a call once for its signature.
 
 `gla_core/ops/<op>.py` documents the arguments and results. The core checks all arguments before it calls a function.
 The last dimension of every tensor is contiguous. In a state, the last but one may be contiguous instead if
@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 import pluggy
 import torch
 
+from gla_core.dispatch.errors import BackendError, attempt, said
 from gla_core.dispatch.tensors import swapped, wide
 
 hookimpl = pluggy.HookimplMarker("gla_core")
@@ -262,7 +263,7 @@ class Prepared:
         prepare: takes an `OpCall`, returns the function that computes calls of this signature, whatever values their
             tensors hold. It raises `LaunchError` if a kernel cannot be launched. The returned function takes the
             arguments `takes`, in this order.
-        takes: names of the arguments that the returned function takes.
+        takes: names of the arguments that the returned function takes, each of them once.
         kernels: takes an `OpCall`, returns lines for `explain`: the kernels that run the call, and why no others do.
             None if there are no such lines.
 
@@ -281,6 +282,24 @@ class Prepared:
 
 Op = Callable[..., Any] | Prepared
 """An implementation of an abstract op."""
+
+
+def prepared(op: Prepared, call: OpCall) -> Callable[..., Any]:
+    """Returns the function that `prepare` returns for a call.
+
+    Raises:
+        BackendError: `prepare` returned no function, or raised what is no `Exception`. The message does not name the
+            backend. Other exceptions of `prepare` are raised as they are.
+    """
+    function, error = attempt(op.prepare, call)
+    if isinstance(error, Exception):
+        raise error
+    if error is not None:
+        raise BackendError(f"prepare of {call.op} raised {said(error)}") from error
+    if not callable(function):
+        expected = f"expected a function of {', '.join(op.takes)}"
+        raise BackendError(f"prepare of {call.op} returned {type(function).__name__}; {expected}")
+    return function
 
 
 @functools.lru_cache(maxsize=256)
@@ -373,14 +392,20 @@ def is_constant(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-def seconds_or_none(formula: Callable[..., float | None], *args: object) -> float | None:
+def seconds_or_none(formula: Callable[..., Any], *args: object) -> float | None:
     """Returns the seconds that a formula predicts, or None if it raises or returns no valid time."""
-    try:
-        predicted = formula(*args)
-        seconds = math.nan if predicted is None else float(predicted)
-    except (Exception, SystemExit):  # a formula may make no prediction
-        return None
-    return seconds if math.isfinite(seconds) and seconds >= 0 else None
+    seconds, _ = attempt(lambda: float(formula(*args)))  # float(None) raises
+    return seconds if seconds is not None and math.isfinite(seconds) and seconds >= 0 else None
+
+
+def sentences(what: str, function: Callable[..., list[str]], *args: object) -> list[str]:
+    """Returns the sentences that a backend's function `what` returns; if it is at fault, one that says how."""
+    lines, error = attempt(function, *args)
+    if error is not None:
+        return [f"its {what}() raised {said(error)}"]
+    if not isinstance(lines, list | tuple) or not all(isinstance(line, str) for line in lines):
+        return [f"its {what}() returned {type(lines).__name__}; expected a list of strings"]
+    return list(lines)
 
 
 # ---- a backend
@@ -396,7 +421,8 @@ class Backend:
     """A set of implementations of abstract ops.
 
     Attributes:
-        name: the name that users write in `backend=`; letters, digits and underscores.
+        name: the name that users write in `backend=`; letters, digits and underscores. "auto" and "batch_invariant" are
+            words of a request, and no names.
         version: version of the implementation, shown to users.
         ops: maps the name of an abstract op to a function or a `Prepared`, for any subset of `OP_PARAMETERS`.
         capabilities: the calls that the functions can run.
@@ -441,10 +467,9 @@ class Backend:
         reason = _capability_refusal(self.can(call.op), call) or _argument_refusal(self.ops[call.op], call)
         if reason is not None:
             return reason
-        try:
-            reason = self.supports(call)
-        except (Exception, SystemExit) as error:  # a fault in one backend must not take the others down
-            return f"its supports() raised {type(error).__name__}: {error}"
+        reason, error = attempt(self.supports, call)
+        if error is not None:
+            return f"its supports() raised {said(error)}"
         if reason is None or (isinstance(reason, str) and reason):
             return reason
         return f"its supports() returned {reason!r}; expected a reason or None"

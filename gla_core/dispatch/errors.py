@@ -1,9 +1,13 @@
-"""The errors of selection. Bad arguments raise plain ValueError and TypeError."""
+"""The errors of selection, and the errors of plugins. Bad arguments raise plain ValueError and TypeError."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 class BackendError(RuntimeError):
@@ -20,6 +24,29 @@ class UnknownOpError(LookupError):
 
 class NoBackendError(RuntimeError):
     """No backend that the request allows can run the call; the message holds every refusal."""
+
+
+def attempt(function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> tuple[_R | None, BaseException | None]:
+    """Calls code of a plugin, whose faults must not take the rest down.
+
+    Returns:
+        What the function returns, and None; or None, and the exception that it raised. A plugin may raise what is no
+        `Exception`: pytest.skip and sys.exit do, and so does a panic in Rust.
+
+    Raises:
+        KeyboardInterrupt, GeneratorExit: these are for the program, and not faults of a plugin.
+    """
+    try:
+        return function(*args, **kwargs), None
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
+        return None, error
+
+
+def said(error: BaseException) -> str:
+    """Returns the type and the message of an exception, for a sentence."""
+    return f"{type(error).__name__}: {error}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

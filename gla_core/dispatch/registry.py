@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import inspect
 import os
 import sys
 import threading
@@ -29,13 +30,19 @@ from gla_core.dispatch.backend import (
     Capabilities,
     CostModel,
     Prepared,
+    any_of,
     arguments_of,
     is_constant,
 )
 from gla_core.dispatch.environment import environment
-from gla_core.dispatch.errors import BackendError, UnknownBackendError, UnknownOpError, nearest
+from gla_core.dispatch.errors import BackendError, UnknownBackendError, UnknownOpError, attempt, nearest
 
 OWN_DISTRIBUTION = "gla-core"
+
+AUTO = "auto"
+INVARIANT = "batch_invariant"
+RESERVED = (AUTO, INVARIANT)
+"""The words of a request, which are no names of backends."""
 
 on_change: list[Callable[[], None]] = []
 """The functions to call whenever the set of backends changes, so that they drop results derived from it."""
@@ -110,7 +117,7 @@ def get(name: str, source: str = "") -> Backend:
         )
     blocked = f"; plugins blocked by GLA_BLOCK_PLUGINS: {', '.join(found.blocked)}" if found.blocked else ""
     raise UnknownBackendError(
-        f"{source}unknown backend {name!r}{nearest(name, [*known, 'auto'])} "
+        f"{source}unknown backend {name!r}{nearest(name, [*known, AUTO])} "
         f"(installed: {', '.join(known) or 'none'}{blocked})"
     )
 
@@ -187,8 +194,8 @@ def check_backend(backend: object, taken: Iterable[str] = ()) -> None:
     if not isinstance(backend, Backend):
         raise BackendError(f"expected a gla_core.dispatch.backend.Backend; got {type(backend).__name__}")
     name = backend.name
-    if not (isinstance(name, str) and name.isidentifier()) or name == "auto":
-        raise BackendError(f"backend name {name!r} must be an identifier other than 'auto'")
+    if not (isinstance(name, str) and name.isidentifier()) or name in RESERVED:
+        raise BackendError(f"backend name {name!r} must be an identifier other than {any_of([*map(repr, RESERVED)])}")
     _check_free(name, taken)
     if not isinstance(backend.version, str):
         raise BackendError(f"backend {name!r}: version is {backend.version!r}; expected a string")
@@ -257,9 +264,10 @@ def _check_capabilities(name: str, can: object) -> None:
 
 
 def _check_implementation(name: str, op: str, implementation: object) -> None:
-    """Checks that the implementation of an op takes arguments that the op has, and all that are required."""
-    function = implementation.prepare if isinstance(implementation, Prepared) else implementation
-    if not callable(function):
+    """Checks that the implementation of an op takes arguments that the op has, by name, and all that are required."""
+    if isinstance(implementation, Prepared):
+        _check_prepared(name, op, implementation)
+    elif not callable(implementation):
         raise BackendError(f"backend {name!r}: op {op!r} is {type(implementation).__name__}; expected a function")
     try:
         takes = arguments_of(implementation)  # pyright: ignore[reportArgumentType]
@@ -272,9 +280,36 @@ def _check_implementation(name: str, op: str, implementation: object) -> None:
             f"backend {name!r}: {op} takes {unknown[0]!r}{nearest(unknown[0], contract)} "
             f"(the op has the arguments {', '.join(contract)})"
         )
+    if not isinstance(implementation, Prepared):
+        _check_names(name, op, implementation)
     missing = [parameter for parameter in contract if parameter in OP_REQUIRED[op].difference(takes)]
     if missing:
         raise BackendError(f"backend {name!r}: {op} does not take {', '.join(missing)}, which every call of it gives")
+
+
+def _check_names(name: str, op: str, function: Callable[..., object]) -> None:
+    """Raises BackendError for an argument that cannot be given by its name."""
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise BackendError(
+                f"backend {name!r}: {op} takes {parameter.name!r} as a {parameter.kind.description} argument; "
+                "expected one that can be given by its name"
+            )
+
+
+def _check_prepared(name: str, op: str, implementation: Prepared) -> None:
+    prepare, takes, kernels = implementation.prepare, implementation.takes, implementation.kernels
+    if not callable(prepare):
+        raise BackendError(f"backend {name!r}: prepare of {op} is {type(prepare).__name__}; expected a function")
+    if not isinstance(takes, tuple) or not all(isinstance(each, str) for each in takes):  # ("x") is a string
+        raise BackendError(f"backend {name!r}: takes of {op} is {takes!r}; expected a tuple of the names of arguments")
+    twice = [argument for i, argument in enumerate(takes) if argument in takes[:i]]
+    if twice:
+        raise BackendError(f"backend {name!r}: {op} takes {twice[0]!r} twice")
+    if kernels is not None and not callable(kernels):
+        raise BackendError(
+            f"backend {name!r}: kernels of {op} is {type(kernels).__name__}; expected a function or None"
+        )
 
 
 def _check_cost(name: str, cost: object) -> None:
@@ -355,20 +390,24 @@ def _own_first(entry_point: importlib.metadata.EntryPoint) -> tuple[bool, str]:
 
 def _load(entry_point: importlib.metadata.EntryPoint, found: _Found) -> None:
     """Adds the backends of one plugin to `found`, all or none of them."""
+    new, error = attempt(_backends_of, entry_point, found)
+    if new is not None:
+        found.backends.update(new)
+        found.plugin_of.update(dict.fromkeys(new, entry_point.name))
+    elif _is_being_imported(entry_point.module):
+        found.complete = False
+    else:
+        said_before = found.quarantine.get(entry_point.name, "")
+        found.quarantine[entry_point.name] = said_before + "".join(traceback.format_exception(error))
+
+
+def _backends_of(entry_point: importlib.metadata.EntryPoint, found: _Found) -> dict[str, Backend]:
+    """Imports a plugin, calls its hook, and returns its backends by name, after checking each of them."""
     new: dict[str, Backend] = {}
-    try:
-        for backend in _call_hook(entry_point):
-            check_backend(backend, taken=[*found.backends, *new, *_registered])
-            new[backend.name] = backend
-    except (Exception, SystemExit):  # SystemExit: a plugin's sys.exit() must not end the program
-        if _is_being_imported(entry_point.module):
-            found.complete = False
-        else:
-            said_before = found.quarantine.get(entry_point.name, "")
-            found.quarantine[entry_point.name] = said_before + traceback.format_exc()
-        return
-    found.backends.update(new)
-    found.plugin_of.update(dict.fromkeys(new, entry_point.name))
+    for backend in _call_hook(entry_point):
+        check_backend(backend, taken=[*found.backends, *new, *_registered])
+        new[backend.name] = backend
+    return new
 
 
 def _is_being_imported(module: str) -> bool:

@@ -25,11 +25,9 @@ from gla_core.dispatch import registry
 from gla_core.dispatch.backend import CHUNK, OP_PARAMETERS
 from gla_core.dispatch.environment import environment
 from gla_core.dispatch.errors import UnknownOpError, nearest
+from gla_core.dispatch.registry import AUTO, INVARIANT
 
-AUTO = "auto"
 ANY_OP = "*"
-INVARIANT = "batch_invariant"
-"""The name of the setting in a request."""
 
 _IN_GRAPH = "\x1f"  # separates a call's `backend=` from the blocks that a compiled graph contains; users cannot type it
 _context: ContextVar[tuple[_Block, ...]] = ContextVar("gla_use_backend", default=())  # innermost first

@@ -26,6 +26,7 @@ from gla_core.dispatch.backend import (
     Prepared,
     Reason,
     as_received,
+    sentences,
     worst_case,
 )
 from gla_core.dispatch.calibration import Prediction, predict
@@ -173,10 +174,7 @@ def _kernels(backend: Backend, call: OpCall, candidate: Candidate) -> tuple[str,
     op = None if candidate.refusal is not None else implementation(backend, call.op)
     if not isinstance(op, Prepared) or op.kernels is None:
         return ()
-    try:
-        return tuple(op.kernels(as_received(op, call)))
-    except Exception as error:  # a fault in one backend must not take the others down
-        return (f"its kernels cannot be named: {type(error).__name__}: {error}",)
+    return tuple(sentences("kernels", op.kernels, as_received(op, call)))
 
 
 def _candidates(call: OpCall, choice: Choice, predicted: bool) -> list[tuple[Backend, Candidate]]:

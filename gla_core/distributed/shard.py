@@ -109,7 +109,8 @@ def shard(
     Args:
         tokens: number T of this rank's tokens; 0 is legal. In layout "zigzag" each of the two pieces has half of them.
         cu_seqlens: [N+1] int32 or int64, N at least 1: offsets of packed sequences in the row of all ranks' tokens, the
-            same on all ranks. Rows behind the last offset belong to no sequence; there are none in layout "zigzag".
+            same on all ranks. Rows before the first offset and behind the last one belong to no sequence; there are
+            none in layout "zigzag".
         group: the ranks in the order of their shards; all ranks by default. A DeviceMesh must have one dimension.
         layout: "contiguous": rank r holds piece r of R; "zigzag": rank r holds pieces r and 2R-1-r of 2R.
         lengths: number of tokens of every rank, if the host knows them. Without it, packed sequences cost one small
@@ -267,8 +268,10 @@ def _check_agreement(
     dist.all_gather_object(found, tokens, group)
     T = sum(found)
     checks.offset_values(cu_seqlens, T, max_seqlen)
-    if layout == "zigzag" and offsets[-1] != T:
-        raise ValueError(f"cu_seqlens is {offsets}; expected offsets up to the ranks' {T} tokens in layout 'zigzag'")
+    if layout == "zigzag" and (offsets[0], offsets[-1]) != (0, T):
+        raise ValueError(
+            f"cu_seqlens is {offsets}; expected offsets from 0 to the ranks' {T} tokens in layout 'zigzag'"
+        )
 
 
 def refuse_ranks_that_differ(agreed: Mapping[str, object], group: dist.ProcessGroup, what: str) -> None:

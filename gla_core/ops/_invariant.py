@@ -75,7 +75,8 @@ def function_of(op: str, backend: Backend, call: OpCall) -> Callable[..., Any]:
         from gla_core.ops._run import run
 
         spec = ABSTRACT_OPS[each]
-        return run(spec, spec.complete(args, {}), current_request(f"{backend.name};batch_invariant=0"))
+        request = current_request(f"{backend.name};batch_invariant=0")
+        return run(spec, spec.complete(args, {}), request, is_part=True)
 
     function: Any = functools.partial(_BY_SEGMENT[op], compute, call.batch_invariant)
     function = _THROUGH[op](function) if op in _THROUGH else function

@@ -29,13 +29,15 @@ from gla_core.dispatch.backend import (
     as_received,
     by_keyword,
     contiguous_layout,
+    prepared,
 )
 from gla_core.dispatch.composed.layer_step import implementation
 from gla_core.dispatch.environment import environment
+from gla_core.dispatch.errors import BackendError
 from gla_core.dispatch.request import Request, current_request, request_in_graph
 from gla_core.dispatch.selection import is_launch_failure, remember_launch_failure, select
 from gla_core.dispatch.tensors import new_state, swapped
-from gla_core.ops import _invariant, _logits, _memory, _results, autocast
+from gla_core.ops import _invariant, _logits, _memory, _results, _values, autocast
 from gla_core.ops.checks import as_backends_take
 from gla_core.ops.spec import STATES, OpSpec
 
@@ -86,8 +88,12 @@ def _drop_plans() -> None:
 registry.on_change.append(_drop_plans)
 
 
-def run(spec: OpSpec, args: tuple, request: Request, needs_grad: bool = False) -> Any:
-    """Runs an op with the backend that a request selects. `args` are all its arguments, in order."""
+def run(spec: OpSpec, args: tuple, request: Request, needs_grad: bool = False, is_part: bool = False) -> Any:
+    """Runs an op with the backend that a request selects. `args` are all its arguments, in order.
+
+    Args:
+        is_part: whether the call is a part of another one, which checked its values if they are to be checked.
+    """
     plans = _plans
     capturing = getattr(args[0], "is_cuda", False) and _capturing()
     signature: list[Hashable] = [spec.name, request.spec, needs_grad, capturing, _deterministic(), _precision()]
@@ -103,18 +109,18 @@ def run(spec: OpSpec, args: tuple, request: Request, needs_grad: bool = False) -
     known = latest[1] if latest is not None and latest[0] == signature else _look_up(plans, spec.name, signature)
     plan = known or _plan(spec, args, needs_grad, capturing, request)
     if plan is None:
-        return run(spec, args, request, needs_grad)
+        return run(spec, args, request, needs_grad, is_part)
     given = args
     if plan.copied:
         args = tuple(x.contiguous() if i in plan.copied else x for i, x in enumerate(args))
-    if spec.check_values is not None and environment().check_values and plan.call.device.type != "meta":
-        spec.check_values(*args)
+    if not is_part and environment().check_values and plan.call.device.type != "meta":
+        _values.check(spec, args)
     try:
         found = plan.function(*args[: len(spec.contract)])
     except Exception as error:
         if not _is_passed_over(error, plan.backend, plan.call, request):
             raise
-        return run(spec, given, request, needs_grad)
+        return run(spec, given, request, needs_grad, is_part)
     if known is None:
         _results.check(f"{spec.name}: backend {plan.backend.name!r}", found, spec.expected(*args), args)
         if len(plans.all) >= _MOST_PLANS:
@@ -177,7 +183,10 @@ def _function_of(spec: OpSpec, backend: Backend, call: OpCall, native: frozenset
     if call.batch_invariant is not None:
         by_segments = _invariant.function_of(spec.name, backend, call)  # raises if the op cannot be batch-invariant
         op = op if call.device.type in native else by_segments
-    function, takes = op.prepare(call) if isinstance(op, Prepared) else op, arguments_of(op)
+    try:
+        function, takes = prepared(op, call) if isinstance(op, Prepared) else op, arguments_of(op)
+    except BackendError as error:
+        raise BackendError(f"backend {backend.name!r}: {error}") from error.__cause__
     if takes == spec.contract:
         return function
     picked = [spec.contract.index(name) for name in takes]

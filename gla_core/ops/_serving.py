@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from gla_core.dispatch.request import current_request
-from gla_core.ops import autocast, checks
+from gla_core.ops import _overlap, autocast, checks
 from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run, transformed
 from gla_core.ops._torch_op import faker, refuse_in_place, refuse_tangents, runner, tell_autograd, torch_op
 from gla_core.ops.spec import AS_INPUT, OpSpec, plain_number, scale_or_default
@@ -55,7 +56,7 @@ def serving(spec: OpSpec) -> Callable[[tuple, str | None], Tensor]:
         if transformed():
             refuse_in_place()
         if out is not None:
-            _check_out(out, q, v)
+            _check_out(out, q, v, dict(zip(spec.parameters, args, strict=True)))
         rest = (*others, plain_number(scale), *args[scale_at + 1 : out_at], *args[out_at + 1 :])
         o = of_torch(q, k, v, g, *rest, request_text(backend))
         return o if out is None else out.copy_(o)
@@ -63,9 +64,15 @@ def serving(spec: OpSpec) -> Callable[[tuple, str | None], Tensor]:
     return call
 
 
-def _check_out(out: Any, q: Any, v: Any) -> None:
-    """Checks `out` for the torch op, which does not receive it and would write the pool. The op checks q and v."""
+def _check_out(out: Any, q: Any, v: Any, given: Mapping[str, Any]) -> None:
+    """Checks `out` for the torch op, which does not receive it and would write the pool. The op checks q and v.
+
+    Args:
+        given: all arguments by name, as the user gave them.
+    """
     if isinstance(q, Tensor) and isinstance(v, Tensor) and q.ndim == v.ndim == 4:
         heads = max(q.shape[2], v.shape[2])
         checks.tensor("out", out, "B T Ho V", {"B": q.shape[0], "T": q.shape[1], "Ho": heads, "V": v.shape[3]})
         checks.dtype("out", out, (v.dtype,), ", as v")
+        if not is_compiling():  # a compiler knows no addresses
+            _overlap.check(given, ["out"])

@@ -88,13 +88,6 @@ def longest(max_seqlen: int | None) -> None:
         raise ValueError(f"max_seqlen is {max_seqlen}; expected the tokens of the longest sequence, or None")
 
 
-def no_nan(**tensors: Tensor | None) -> None:
-    """Raises ValueError for a tensor that holds NaN. It reads values, and so it is only for GLA_CHECK=1."""
-    for name, x in tensors.items():
-        if x is not None and bool(x.isnan().any()):
-            raise ValueError(f"{name} holds NaN in {int(x.isnan().sum())} of {x.numel()} places")
-
-
 def normalizer(gate: str, number: int, g: Any) -> int:
     """Returns the number by which log sigma of the logits g is divided. Raises ValueError for anything else."""
     if gate != "logsigmoid":
@@ -134,21 +127,48 @@ def gate_values(g: Tensor | None) -> None:
         raise ValueError(f"g has values up to {float(g.max())}; expected the log of a forget gate, at most 0")
 
 
-def offset_values(cu_seqlens: Tensor | None, T: int, max_seqlen: int | None, from_zero: bool = True) -> None:
-    """Raises ValueError for offsets that do not rise from 0 to at most T, and for a sequence above max_seqlen.
+def offset_values(cu_seqlens: Tensor | None, T: int, max_seqlen: int | None) -> None:
+    """Raises ValueError for offsets that descend or are not from 0 to T, and for a sequence above max_seqlen.
 
-    It reads values, and so it is only for GLA_CHECK=1. Rows after the last offset belong to no sequence. Unless
-    `from_zero`, rows before the first offset may belong to none, too.
+    It reads values, and so it is only for GLA_CHECK=1. Rows before the first offset and after the last one belong to no
+    sequence.
     """
     if cu_seqlens is None:
         return
     offsets = cu_seqlens.tolist()
-    if offsets[0] < 0 or (from_zero and offsets[0] > 0) or offsets[-1] > T or offsets != sorted(offsets):
-        first = "rise from 0" if from_zero else "rise, the first of them at least 0,"
-        raise ValueError(f"cu_seqlens is {offsets}; expected offsets that {first} to at most T = {T}")
+    if offsets[0] < 0 or offsets[-1] > T or offsets != sorted(offsets):
+        raise ValueError(f"cu_seqlens is {offsets}; expected offsets from 0 to T = {T} that do not descend")
     longest = max((end - start for start, end in itertools.pairwise(offsets)), default=0)
     if max_seqlen is not None and longest > max_seqlen:
         raise ValueError(f"max_seqlen is {max_seqlen}; the longest sequence of cu_seqlens has {longest} tokens")
+
+
+def lengths_of(cu_seqlens: Tensor | None, q: Tensor) -> Tensor:
+    """Returns the number of tokens of each sequence [N] of q [B, T, ...], after the checks of `offset_values`."""
+    B, T = q.shape[:2]
+    if cu_seqlens is None:
+        return torch.full((B,), T, device=q.device)
+    offset_values(cu_seqlens, T, None)
+    return cu_seqlens.diff()
+
+
+def rows_of(cu_seqlens: Tensor | None, served: Tensor | None = None) -> Any:
+    """Returns an index of the tokens of sequences in tensors [B, T, ...]; it reads cu_seqlens.
+
+    Args:
+        served: which sequences [N]; None means all.
+    """
+    if cu_seqlens is None:
+        return ... if served is None else served
+    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+    if served is None:
+        return slice(None), slice(first, last)
+    return slice(None), torch.arange(first, last, device=served.device)[served.repeat_interleave(cu_seqlens.diff())]
+
+
+def slots_where(slots: Tensor, there: Tensor) -> list[int | None]:
+    """Returns slots [N] with None in place of those whose flag `there` [N] is False."""
+    return [slot if used else None for slot, used in zip(slots.tolist(), there.tolist(), strict=True)]
 
 
 def slots(reads: list[int | None], writes: dict[str, list[int | None]], of_reads: str = "read_slots[{n}]") -> None:

@@ -189,8 +189,9 @@ def chunk_gla(
             0.
         output_final_state: whether to return the state after the last token.
         cu_seqlens: offsets of packed sequences [N+1], int32 or int64 on q's device; B is 1. Sequence i is rows
-            cu_seqlens[i] to cu_seqlens[i+1]. Empty sequences are legal. Rows after the last offset belong to no
-            sequence: their o and their gradients are 0. None means one sequence per row of the batch, N = B.
+            cu_seqlens[i] to cu_seqlens[i+1]. Empty sequences are legal. Rows before the first offset and after the last
+            one belong to no sequence: their o and their gradients are 0, whatever they hold. None means one sequence
+            per row of the batch, N = B.
         backend: a request such as "reference"; see `use_backend`.
         checkpoint_every: L, a multiple of 64: also return the state before every L-th token of a sequence.
         max_seqlen: the number of tokens of the longest packed sequence, or an upper bound. It is a hint: `auto`
@@ -303,12 +304,14 @@ def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
     sizes["n"] = checkpoint_rows(sizes["T"], sizes["N"], L, packed)
 
 
-def _check_values(*args: Any) -> None:
-    given = dict(zip(FORWARD.parameters, args, strict=True))
-    checks.no_nan(**{name: given[name] for name in ("q", "k", "v", "g", "initial_state")})
-    if given["gate_normalizer"] is None:
-        checks.gate_values(given["g"])
-    checks.offset_values(given["cu_seqlens"], given["q"].shape[1], given["max_seqlen"])
+def _reads(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the rows of sequences, and the states of those with tokens; all states if final states are asked for."""
+    cu_seqlens, T = given["cu_seqlens"], given["q"].shape[1]
+    checks.offset_values(cu_seqlens, T, given["max_seqlen"])
+    rows = {"B T": checks.rows_of(cu_seqlens)}
+    if given["output_final_state"]:
+        return rows
+    return rows | {"N": slice(None if T else 0) if cu_seqlens is None else cu_seqlens.diff() > 0}
 
 
 def _forward_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
@@ -341,7 +344,7 @@ FORWARD = OpSpec(
     ),
     sizes=_SIZES,
     bind=_bind,
-    check_values=_check_values,
+    reads=_reads,
     flops=_forward_flops,
     backward="chunk_gla_bwd",
 )
@@ -361,6 +364,7 @@ BACKWARD = OpSpec(
     results=tuple(Result(f"d{name}", like=name) for name in ("q", "k", "v", "g", "initial_state")),
     sizes=_SIZES,
     bind=_bind,
+    reads=None,  # the forward checked its inputs, and a scaler of gradients has to see NaN in those of the outputs
     flops=_backward_flops,
 )
 

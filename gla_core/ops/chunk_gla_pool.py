@@ -33,7 +33,7 @@ from typing import Any
 from torch import Tensor
 
 from gla_core.dispatch.backend import CHUNK
-from gla_core.dispatch.slots import is_slot, states_of_slots
+from gla_core.dispatch.slots import is_slot
 from gla_core.ops import checks
 from gla_core.ops._serving import serving
 from gla_core.ops.chunk_gla import FORWARD, LONGEST, NORMALIZER, TOKENS
@@ -93,8 +93,8 @@ def chunk_gla_pool(
             be any distance apart, as in pages of memory. A state is rounded once, where it is written; a number above
             65504 becomes inf in float16.
         cu_seqlens: offsets of the sequences [N+1], int32 or int64: sequence n is rows cu_seqlens[n] to
-            cu_seqlens[n+1]. Empty sequences are legal, so the last offset may be repeated. Rows after it belong to no
-            sequence, and their o is 0.
+            cu_seqlens[n+1]. Empty sequences are legal, so the last offset may be repeated. Rows before the first offset
+            and after the last one belong to no sequence, and their o is 0.
         read_slots: for each sequence, the slot of the state that it starts from [N], int32 or int64. A sequence starts
             from 0 if the slot is outside the pool or is `pad_slot`.
         write_slots: for each sequence, the slot that its last state is written into [N], int32 or int64; None means
@@ -149,29 +149,24 @@ def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
             raise ValueError(f"{name} is given and {other} is None; expected both or neither")
 
 
-def _check_values(*args: Any) -> None:
-    x = dict(zip(CHUNK_POOL.parameters, args, strict=True))
-    pool, pad_slot, has_state = x["pool"], x["pad_slot"], x["has_state"]
-    checks.no_nan(**{name: x[name] for name in "qkvg"})
-    if x["gate_normalizer"] is None:
-        checks.gate_values(x["g"])
+def _reads(x: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the rows of sequences, and the slots of states that tokens advance or that are copied to another slot."""
     checks.offset_values(x["cu_seqlens"], x["q"].shape[1], x["max_seqlen"])
-    checks.no_nan(pool=states_of_slots(pool, x["read_slots"], has_state, pool.dtype, pad_slot))
+    lengths, offsets, has_state = x["cu_seqlens"].diff(), x["checkpoint_offsets"], x["has_state"]
 
-    def used(name: str, where: Any = True) -> list[int | None]:
-        """Returns the slot of each sequence; None for a slot that is neither read nor written."""
-        there = (is_slot(pool, x[name], pad_slot) & where).tolist()
-        return [slot if is_used else None for slot, is_used in zip(x[name].tolist(), there, strict=True)]
+    def is_used(name: str) -> Tensor:
+        return is_slot(x["pool"], x[name], x["pad_slot"])
 
-    reads = used("read_slots", True if has_state is None else has_state)
     to = "read_slots" if x["write_slots"] is None else "write_slots"
-    writes = {to: used(to)}
-    offsets = x["checkpoint_offsets"]
+    writes = {to: checks.slots_where(x[to], is_used(to))}
     if offsets is not None:
-        is_kept = (offsets > 0) & (offsets < x["cu_seqlens"].diff())
-        writes["checkpoint_slots"] = used("checkpoint_slots", is_kept)
+        is_kept = (offsets > 0) & (offsets < lengths)
+        writes["checkpoint_slots"] = checks.slots_where(x["checkpoint_slots"], is_used("checkpoint_slots") & is_kept)
         _check_offsets(offsets.tolist(), writes["checkpoint_slots"])
-    checks.slots(reads, writes)
+    goes_on = (lengths > 0) | (is_used(to) & (x[to] != x["read_slots"]))
+    is_read = is_used("read_slots") & goes_on & (True if has_state is None else has_state)
+    checks.slots(checks.slots_where(x["read_slots"], is_read), writes)
+    return {"B T": checks.rows_of(x["cu_seqlens"]), "P": x["read_slots"][is_read].long()}
 
 
 def _check_offsets(offsets: list[int], kept: list[int | None]) -> None:
@@ -202,7 +197,7 @@ CHUNK_POOL = OpSpec(
     results=(Result("o", "B T Ho V", into="out"),),
     sizes={"B": "B", "T": "T", "H": "H", "Hq": "H", "Hv": "H", "K": "K", "V": "V", "N": "N", "P": "N"},
     bind=_bind,
-    check_values=_check_values,
+    reads=_reads,
     flops=FORWARD.flops,
 )
 

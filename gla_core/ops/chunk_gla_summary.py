@@ -179,10 +179,10 @@ def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
         checks.packed(sizes, of="left")
 
 
-def _check_values(left: Tensor, right: Tensor, g: Tensor | None, cu_seqlens: Tensor | None, backwards: bool) -> None:
-    checks.no_nan(left=left, right=right, g=g)
-    checks.gate_values(g)
-    checks.offset_values(cu_seqlens, left.shape[1], None, from_zero=False)
+def _reads(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the rows of sequences."""
+    checks.offset_values(given["cu_seqlens"], given["left"].shape[1], None)
+    return {"B T": checks.rows_of(given["cu_seqlens"])}
 
 
 def _flops(left: Sequence[int], right: Sequence[int], *_: Any, **__: Any) -> int:
@@ -204,7 +204,7 @@ SUMMARY = OpSpec(
     results=(Result("decay", "N Hv K", WIDE), Result("state", "N Hv K V", WIDE)),
     sizes={"B": "B", "T": "T", "H": "H", "Hq": "H", "Hv": "H", "K": "K", "V": "V", "N": "B"},
     bind=_bind,
-    check_values=_check_values,
+    reads=_reads,
     flops=_flops,
     backward="chunk_gla_bwd",
 )

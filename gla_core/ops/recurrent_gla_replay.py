@@ -132,8 +132,9 @@ def recurrent_gla_replay(
         scale: factor of the output; None means K^-1/2.
         backend: a request such as "reference"; see `use_backend`.
         cu_seqlens: offsets of packed sequences [N+1], int32 or int64, with B = 1: sequence n is rows cu_seqlens[n] to
-            cu_seqlens[n+1], at most L // 2 of them. The last offset may be repeated; rows after it belong to no
-            sequence, and their o is 0. None: B sequences of T tokens each, T at most L // 2.
+            cu_seqlens[n+1], at most L // 2 of them. The last offset may be repeated; rows before the first offset and
+            after the last one belong to no sequence, and their o is 0. None: B sequences of T tokens each, T at most L
+            // 2.
         has_state: for each sequence, whether its slot holds a state [N], bool. A sequence without one starts from 0,
             whatever its slot holds. None means that all have one.
         pad_slot: a slot that is never read or written. A sequence with such a slot is skipped: its o is 0 and nothing
@@ -213,27 +214,25 @@ def _check_ring_of_gates(g: Tensor | None, ring_g: Tensor | None) -> None:
         raise ValueError(f"ring_g has shape {list(ring_g.shape)}; expected {shape}, because g has {list(g.shape)}")
 
 
-def _check_values(*args: Any) -> None:
-    x = dict(zip(REPLAY.parameters, args, strict=True))
-    pool, L = x["pool"], x["ring_k"].shape[1]
-    checks.no_nan(**{name: x[name] for name in "qkvg"})
-    if x["gate_normalizer"] is None:
-        checks.gate_values(x["g"])
-    if x["cu_seqlens"] is not None:
-        checks.offset_values(x["cu_seqlens"], x["q"].shape[1], None)
-        for n, length in enumerate(x["cu_seqlens"].diff().tolist()):
-            if 2 * length > L:
-                raise ValueError(f"sequence {n} has {length} tokens; a ring of L = {L} tokens serves {L // 2}")
-    served = is_slot(pool, x["slots"], x["pad_slot"])
-    of_sequences = zip(x["slots"].tolist(), served.tolist(), strict=True)
-    checks.slots([], {"slots": [slot if is_served else None for slot, is_served in of_sequences]})
-    slots = x["slots"][served].long()
-    checks.no_nan(pool=pool[slots if x["has_state"] is None else slots[x["has_state"][served]]])
+def _reads(x: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the rows and the accepted tokens of sequences that are not skipped, and their states.
+
+    A state is read if it is advanced, by an accepted or a new token.
+    """
+    slots, L = x["slots"].long(), x["ring_k"].shape[1]
+    lengths = checks.lengths_of(x["cu_seqlens"], x["q"])
+    for n, length in enumerate(lengths.tolist()):
+        if 2 * length > L:
+            raise ValueError(f"sequence {n} has {length} tokens; a ring of L = {L} tokens serves {L // 2}")
+    served = is_slot(x["pool"], slots, x["pad_slot"])
+    checks.slots([], {"slots": checks.slots_where(slots, served)})
+    advanced = served & ((lengths > 0) | (x["num_accepted"] > 0))
+    begins = advanced if x["has_state"] is None else advanced & x["has_state"]
     steps = torch.arange(L // 2, device=slots.device)
-    places = (x["ring_start"][served, None] + steps) % L
-    replayed = steps < x["num_accepted"][served, None]
-    at = (slots[:, None].expand_as(places)[replayed], places[replayed])
-    checks.no_nan(**{name: None if x[name] is None else x[name][at] for name in ("ring_k", "ring_v", "ring_g")})
+    places = (x["ring_start"][:, None].long() + steps) % L  # [N, L // 2]
+    replayed = served[:, None] & (steps < x["num_accepted"][:, None])
+    ring = slots[:, None].expand_as(places)[replayed], places[replayed]
+    return {"B T": checks.rows_of(x["cu_seqlens"], served), "P L": ring, "P": slots[begins]}
 
 
 REPLAY = OpSpec(
@@ -265,7 +264,7 @@ REPLAY = OpSpec(
     results=(Result("o", "B T Ho V", into="out"),),
     sizes={"B": "B", "T": "T", "H": "H", "Hq": "H", "Hv": "H", "K": "K", "V": "V", "L": "L", "N": "B", "P": "N"},
     bind=_bind,
-    check_values=_check_values,
+    reads=_reads,
     flops=FORWARD.flops,  # the number of replayed tokens is known on the device alone
 )
 

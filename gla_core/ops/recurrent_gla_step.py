@@ -133,26 +133,17 @@ def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
         sizes["P"] = sizes["B"]
 
 
-def _check_values(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    state: Tensor,
-    scale: float,
-    state_indices: Tensor | None,
-    gate_normalizer: int | None,
-    inplace: bool,
-) -> None:
-    checks.no_nan(q=q, k=k, v=v, g=g, state=state)
-    if gate_normalizer is None:
-        checks.gate_values(g)
-    if state_indices is not None:
-        used = [i for i in state_indices.tolist() if i >= 0]
-        if any(i >= state.shape[0] for i in used):
-            raise ValueError(f"state_indices holds {max(used)}; the pool has {state.shape[0]} states")
-        if len(set(used)) < len(used):
-            raise ValueError(f"state_indices is {used}; expected no state twice")
+def _reads(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the rows that are not skipped, and their states."""
+    state, indices = given["state"], given["state_indices"]
+    if indices is None:
+        return {}
+    used = [i for i in indices.tolist() if i >= 0]
+    if any(i >= state.shape[0] for i in used):
+        raise ValueError(f"state_indices holds {max(used)}; the pool has {state.shape[0]} states")
+    if len(set(used)) < len(used):
+        raise ValueError(f"state_indices is {used}; expected no state twice")
+    return {"B": indices >= 0, "P": used}
 
 
 def _flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
@@ -181,7 +172,7 @@ STEP = OpSpec(
     ),
     sizes={"B": "B", "H": "H", "Hq": "H", "Hv": "H", "K": "K", "V": "V", "P": "B"},
     bind=_bind,
-    check_values=_check_values,
+    reads=_reads,
     flops=_flops,
 )
 

@@ -100,8 +100,8 @@ def recurrent_gla_steps(
         scale: factor of the output; None means K^-1/2.
         backend: a request such as "reference"; see `use_backend`.
         cu_seqlens: offsets of packed sequences [N+1], int32 or int64, with B = 1: sequence n is rows cu_seqlens[n] to
-            cu_seqlens[n+1], at most S of them. The last offset may be repeated; rows after it belong to no sequence,
-            and their o is 0. None: B sequences of T tokens each, T at most S.
+            cu_seqlens[n+1], at most S of them. The last offset may be repeated; rows before the first offset and after
+            the last one belong to no sequence, and their o is 0. None: B sequences of T tokens each, T at most S.
         num_accepted: for each sequence, the number of tokens of the call before that were accepted [N], int32 or int64;
             the sequence starts from slots[n, num_accepted[n] - 1]. Values are brought into 1 to S. None means 1.
         read_slots: for each sequence, the slot that it starts from [N], int32 or int64, in place of one of `slots`.
@@ -164,37 +164,29 @@ def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
         raise ValueError(f"slots has {N} rows; expected {sizes['N']}, one for each {of}")
 
 
-def _check_values(*args: Any) -> None:
-    x = dict(zip(STEPS.parameters, args, strict=True))
-    pool, slots, pad_slot = x["pool"], x["slots"], x["pad_slot"]
-    N, S = slots.shape
-    checks.no_nan(**{name: x[name] for name in "qkvg"})
-    if x["gate_normalizer"] is None:
-        checks.gate_values(x["g"])
-    lengths = [x["q"].shape[1]] * N
-    if x["cu_seqlens"] is not None:
-        checks.offset_values(x["cu_seqlens"], x["q"].shape[1], None)
-        lengths = x["cu_seqlens"].diff().tolist()
-    for n, length in enumerate(lengths):
+def _reads(x: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the rows of sequences that are not skipped, and the slots that those with tokens start from."""
+    pool, slots, pad_slot, accepted = x["pool"], x["slots"], x["pad_slot"], x["num_accepted"]
+    S = slots.shape[1]
+    lengths = checks.lengths_of(x["cu_seqlens"], x["q"])
+    for n, length in enumerate(lengths.tolist()):
         if length > S:
             raise ValueError(f"sequence {n} has {length} tokens; slots has {S} columns")
-    accepted = torch.ones(N, dtype=torch.int64) if x["num_accepted"] is None else x["num_accepted"].cpu()
-    before = slots.cpu().gather(1, accepted.long().clamp(1, S)[:, None] - 1)[:, 0] if N else slots[:, 0].cpu()
-    read = before if x["read_slots"] is None else x["read_slots"].cpu()
-    has_state = torch.ones(N, dtype=torch.bool) if x["has_state"] is None else x["has_state"].cpu()
-    starts = is_slot(pool, read, pad_slot)
-    served = torch.where(has_state, starts, is_slot(pool, slots[:, 0].cpu(), pad_slot)).tolist()
-    reads = [slot if there else None for slot, there in zip(read.tolist(), (starts & has_state).tolist(), strict=True)]
-    checks.no_nan(pool=pool[[slot for slot in reads if slot is not None]])
-    used, writes = is_slot(pool, slots, pad_slot).tolist(), {}
-    for j in range(S):
-        column = slots[:, j].tolist()
-        writes[f"slots[:, {j}]"] = [
-            column[n] if served[n] and used[n][j] and j < lengths[n] else None for n in range(N)
-        ]
-    checks.slots(
-        reads, writes, "the slot that sequence {n} starts from" if x["read_slots"] is None else "read_slots[{n}]"
-    )
+    starts = x["read_slots"]
+    if starts is None:
+        starts = slots[:, 0] if accepted is None else slots.gather(1, accepted.long().clamp(1, S)[:, None] - 1)[:, 0]
+    served = begins = is_slot(pool, starts, pad_slot)
+    if x["has_state"] is not None:
+        served = torch.where(x["has_state"], begins, is_slot(pool, slots[:, 0], pad_slot))
+        begins = begins & x["has_state"]
+    begins = begins & (lengths > 0)
+    writes = {
+        f"slots[:, {j}]": checks.slots_where(to, is_slot(pool, to, pad_slot) & served & (j < lengths))
+        for j, to in enumerate(slots.unbind(1))
+    }
+    of_reads = "the slot that sequence {n} starts from" if x["read_slots"] is None else "read_slots[{n}]"
+    checks.slots(checks.slots_where(starts, begins), writes, of_reads)
+    return {"B T": checks.rows_of(x["cu_seqlens"], served), "P": starts[begins].long()}
 
 
 STEPS = OpSpec(
@@ -216,7 +208,7 @@ STEPS = OpSpec(
     results=(Result("o", "B T Ho V", into="out"),),
     sizes={"B": "B", "T": "T", "H": "H", "Hq": "H", "Hv": "H", "K": "K", "V": "V", "N": "B", "S": "T", "P": "N"},
     bind=_bind,
-    check_values=_check_values,
+    reads=_reads,
     flops=FORWARD.flops,
     writes=lambda sizes: sizes["B"] * sizes["T"] / max(sizes["N"], 1),
 )

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from gla_core.dispatch.request import current_request
-from gla_core.ops import autocast, checks
+from gla_core.ops import autocast
 from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run
 from gla_core.ops._torch_op import no_second_derivative, refuse_tangents, torch_op, torch_op_of
 from gla_core.ops.spec import AS_INPUT, INPUT, WIDE, Argument, OpSpec, Result, plain_number, scale_or_default
@@ -111,10 +111,6 @@ def _share(o: Tensor, lse: Tensor, total: Tensor) -> Tensor:
     return torch.where(empty[..., None], 0, o) * torch.where(empty, 0, weight)[..., None]
 
 
-def _check_values(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> None:
-    checks.no_nan(q=q, k=k, v=v)
-
-
 def _flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
     B, Tq, Hq, K = q
     return 2 * B * Hq * Tq * k[1] * (K + v[3])
@@ -137,7 +133,6 @@ ATTENTION = OpSpec(
     ),
     results=(Result("o", "B Tq Hq V"), Result("lse", "B Tq Hq", WIDE)),
     sizes={"B": "B", "Tq": "T", "Tk": "T", "H": "H", "Hq": "H", "K": "K", "V": "V"},
-    check_values=_check_values,
     flops=_flops,
 )
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gla_core.dispatch.backend import ALIGNMENT, Layout, OpCall
 from gla_core.dispatch.tensors import checkpoint_dtype, swapped, wide
-from gla_core.ops import checks
+from gla_core.ops import _overlap, checks
 from gla_core.ops.checks import FLOATS, INTEGERS
 
 WIDTHS = ("H", "Hq", "Hv", "K", "V")
@@ -204,8 +204,10 @@ class OpSpec:
             it.
         prepare: takes the arguments in order and returns them as backends receive them. The default of a scale is
             filled in elsewhere.
-        check_values: takes the arguments in order under GLA_CHECK=1; raises ValueError for values for which the op is
-            not defined.
+        reads: takes the arguments by name under GLA_CHECK=1, and returns which places of tensors the op reads. It maps
+            the names of the first dimensions of tensors, such as "B T", to an index of places. All of any other tensor
+            is read. It raises ValueError for offsets, slots and indices for which the op is not defined. None means
+            that no values are checked.
         flops: takes the shapes of the tensors and returns the number of floating-point operations of the mathematics.
         backward: the abstract op that a gradient needs, if any.
         autocast_in_float32: whether the op computes in float32 under autocast, as a softmax does, instead of in the
@@ -219,7 +221,7 @@ class OpSpec:
     sizes: Mapping[str, str]
     bind: Callable[[Mapping[str, Any], dict[str, Any]], None] = lambda given, sizes: None
     prepare: Callable[..., tuple] | None = None
-    check_values: Callable[..., None] | None = None
+    reads: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = lambda given: {}
     flops: Callable[..., int] | None = None
     writes: Callable[[Mapping[str, int]], float] = lambda sizes: 1
     backward: str | None = None
@@ -263,6 +265,11 @@ class OpSpec:
     def written(self) -> tuple[str, ...]:
         """Returns the names of the arguments that every call that gives them writes."""
         return tuple(argument.name for argument in self.arguments if argument.written)
+
+    def written_by(self, given: Mapping[str, Any]) -> list[str]:
+        """Returns the names of the arguments that a call writes, given all by name."""
+        in_place = [r.like for r in self.results if r.like is not None and r.written is not None and r.written(given)]
+        return in_place + [name for name in self.written if given[name] is not None]
 
     @functools.cached_property
     def places(self) -> frozenset[str]:
@@ -342,6 +349,7 @@ class OpSpec:
         """
         given = dict(zip(self.parameters, args, strict=True))
         sizes = self._check(given)
+        _overlap.check(given, self.written_by(given))
         dtypes = {a.dtype: x.dtype for a in self.arguments if a.dtype and (x := given[a.name]) is not None}
         return OpCall(
             op=self.name,
@@ -388,12 +396,9 @@ class OpSpec:
                 _check_tensor(argument, x, sizes, first, given[first])
         if not bound:
             self._bind(given, sizes)
-        for result in self.results:
-            if result.like is not None and result.written is not None and result.written(given):
-                _check_writable(result.like, given[result.like], STATE)
-        for argument in self.arguments:
-            if argument.written and given[argument.name] is not None:
-                _check_writable(argument.name, given[argument.name], argument.dtype)
+        rules = {argument.name: argument.dtype for argument in self.arguments}
+        for name in self.written_by(given):
+            _check_writable(name, given[name], rules[name])
         return sizes
 
     def _bind(self, given: Mapping[str, Any], sizes: dict[str, Any]) -> None:

@@ -27,6 +27,26 @@ def test_any_call(device, data, dtype):
     assert {name: error for name, error in errors.items() if error > FORWARD[dtype]} == {}
 
 
+@pytest.mark.parametrize("op", ["recurrent_gla_steps", "recurrent_gla_replay"])
+def test_rows_in_front_of_the_first_sequence_and_behind_the_last_are_zero(device, op):
+    x = gla_inputs(B=1, T=9, H=2, K=16, V=16, device=device)
+    tokens = [y.clone() for y in (x.q, x.k, x.v, x.g)]
+    for y in tokens:
+        y[:, :3] = y[:, 7:] = torch.nan
+    pool = torch.zeros(3, 2, 16, 16, device=device)
+    offsets, slots, zeros = torch.tensor([[3, 5, 7], [2, 1, 0], [0, 0, 0]], device=device)
+    memory = (pool, slots[:2, None].expand(2, 2))
+    if op == "recurrent_gla_replay":
+        rings = [torch.zeros(3, 4, 2, 16, device=device) for _ in range(3)]
+        memory = (pool, *rings, slots[:2], zeros[:2], zeros[:2])
+    out = torch.full_like(x.v, torch.nan)
+    getattr(gla, op)(*tokens, *memory, cu_seqlens=offsets, out=out, backend="triton_fused")
+    expected, _ = gla.chunk_gla(x.q, x.k, x.v, x.g, cu_seqlens=offsets, backend="reference")
+    assert relative_error(out, expected) <= FORWARD[torch.float32]
+    assert not out[:, :3].any()
+    assert not out[:, 7:].any()
+
+
 def test_calls_in_a_row_write_the_states_of_steps(device):
     """Tokens that were accepted in several calls give the state of steps over them."""
     H, K, V, S, L = 2, 16, 16, 3, 7

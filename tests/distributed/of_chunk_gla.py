@@ -422,9 +422,9 @@ def check_ranks_that_differ(ranks: Ranks) -> None:
     )
     offsets = torch.tensor([0, 4, 13], device=ranks.device)
     refused(ValueError, "cu_seqlens is [0, 4, 13]; expected", *tokens, cu_seqlens=offsets)
-    refused(
-        ValueError, "cu_seqlens is [0, 4]; expected offsets up to", *tokens, cu_seqlens=offsets[:2], layout="zigzag"
-    )
+    for wrong in (offsets[:2], offsets.new_tensor([1, 12])):  # [0, 4], and a row in front of the first sequence
+        message = f"cu_seqlens is {wrong.tolist()}; expected offsets from 0 to"
+        refused(ValueError, message, *tokens, cu_seqlens=wrong, layout="zigzag")
     refused(ValueError, "max_seqlen is 7; the longest sequence", *tokens, cu_seqlens=x.cu_seqlens, max_seqlen=7)
     narrow = [y[..., : 8 + ranks.rank] for y in (x.q, x.k)]
     gates = x.g[..., : 8 + ranks.rank]

@@ -76,14 +76,14 @@ def test_tokens_outside_the_offsets_touch_nothing(
     torch.testing.assert_close(grads, torch.autograd.grad(expected, wanted, dy[:, begin:end]))
 
 
-@pytest.mark.parametrize("offsets", [[0, 5, 3, 8], [0, 9], [1, 8], [-1, 8]])
+@pytest.mark.parametrize("offsets", [[0, 5, 3, 8], [0, 9], [-1, 8]])
 def test_bad_offsets_are_refused_by_name(
     offsets: list[int], fresh_registry: None, monkeypatch: pytest.MonkeyPatch, make_layer: Callable
 ) -> None:
     monkeypatch.setenv("GLA_CHECK", "1")
     gla.reload_environment()
     layer = make_layer("conv_bias")
-    with pytest.raises(ValueError, match=r"cu_seqlens is \[.*\]; expected offsets that rise from 0"):
+    with pytest.raises(ValueError, match=r"cu_seqlens is \[.*\]; expected offsets from 0 to T"):
         layer(torch.randn(1, 8, 16, dtype=torch.float64), cu_seqlens=torch.tensor(offsets))
 
 

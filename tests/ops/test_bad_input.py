@@ -305,9 +305,13 @@ def test_a_bad_call_after_a_good_one_of_the_same_function():
 BAD_VALUES = [
     (gla.chunk_gla, chunk_arguments(g=ones(2, 6, 2, 4)), "g has values up to 1.0; expected the log of a forget gate"),
     (gla.chunk_gla, chunk_arguments(v=torch.full((2, 6, 2, 3), torch.nan)), "v holds NaN in 72 of 72 places"),
-    (gla.chunk_gla, packed_arguments(cu_seqlens=torch.tensor([0, 7])), "offsets that rise from 0 to at most T = 6"),
-    (gla.chunk_gla, packed_arguments(cu_seqlens=torch.tensor([1, 6])), "offsets that rise from 0 to at most T = 6"),
-    (gla.chunk_gla, packed_arguments(cu_seqlens=torch.tensor([0, 4, 3, 6])), "expected offsets that rise from 0"),
+    (gla.chunk_gla, packed_arguments(cu_seqlens=torch.tensor([0, 7])), "expected offsets from 0 to T = 6 that do not"),
+    (gla.chunk_gla, packed_arguments(cu_seqlens=torch.tensor([-1, 6])), "expected offsets from 0 to T = 6 that do not"),
+    (
+        gla.chunk_gla,
+        packed_arguments(cu_seqlens=torch.tensor([0, 4, 3, 6])),
+        "is [0, 4, 3, 6]; expected offsets from 0",
+    ),
     (
         gla.chunk_gla,
         packed_arguments(cu_seqlens=torch.tensor([0, 5, 6]), max_seqlen=4),

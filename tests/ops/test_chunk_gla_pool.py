@@ -89,7 +89,7 @@ BAD_VALUES = [
     ({"read_slots": ints(3, 3)}, "read_slots[1] is 3, which sequence 0 writes too, by read_slots; expected no"),
     ({"write_slots": ints(3, 3)}, "write_slots[1] is 3, which sequence 0 writes too, by write_slots; expected no slot"),
     ({"write_slots": ints(1, 0)}, "read_slots[1] is 1, which sequence 0 writes; expected a slot that no"),
-    ({"cu_seqlens": ints(0, 7, 5)}, "expected offsets that rise from 0"),
+    ({"cu_seqlens": ints(0, 7, 5)}, "expected offsets from 0 to T = 200 that do not descend"),
     ({"max_seqlen": 7}, "max_seqlen is 7; the longest sequence of cu_seqlens has 130 tokens"),
     (kept((0, 100), (0, 2)), "checkpoint_offsets[1] is 100; expected a multiple of 64"),
     (kept((64, 64), (2, 4)), "checkpoint_slots[1] is 4, which sequence 0 writes too, by read"),

@@ -112,7 +112,7 @@ def test_check_values(fresh_registry, monkeypatch):
     for changes, message in (
         ({"k": x.k * torch.nan}, "k holds NaN"),
         ({"g": 1 - x.g}, "g has values up to"),
-        ({"cu_seqlens": torch.tensor([0, 9])}, "offsets that rise, the first of them at least 0"),
+        ({"cu_seqlens": torch.tensor([0, 9])}, "expected offsets from 0 to T = 7 that do not descend"),
     ):
         y = dataclasses.replace(x, **changes)
         with pytest.raises(ValueError, match=message):

@@ -31,8 +31,8 @@ def locate(
 ):
     """Returns the row of the batch, the first token (int64) and the number of tokens of sequence n.
 
-    Also writes 0 to two kinds of outputs: of tokens of the sequence after the first S, and of tokens after the last
-    sequence.
+    Also writes 0 to two kinds of outputs: of tokens of the sequence after the first S, and of tokens before the first
+    sequence or after the last one.
 
     Args:
         offsets_ptr: [N+1], or None if sequence n is row n.
@@ -44,6 +44,8 @@ def locate(
         end = tl.load(offsets_ptr + n + 1).to(tl.int64)
         b, length = n * 0, (end - start).to(tl.int32)
         _clear(o_ptr, start + S, end, h, columns, Hv, G, V)
+        if n == 0:
+            _clear(o_ptr, n, start, h, columns, Hv, G, V)
         if n == N - 1:
             _clear(o_ptr, end, T, h, columns, Hv, G, V)
     return b, start, length

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from gla_core.dispatch.backend import OP_PARAMETERS, Op, OpCall, Prepared, arguments_of, as_received, by_keyword
+from gla_core.dispatch.backend import (
+    OP_PARAMETERS,
+    Op,
+    OpCall,
+    Prepared,
+    arguments_of,
+    as_received,
+    by_keyword,
+    prepared,
+)
 from gla_core.dispatch.tensors import log_gates, wide
 
 Kind = TypeVar("Kind", Prepared, Callable[..., Any], Op)
@@ -34,7 +43,7 @@ def compose(
         return function_of(_by_name(part, takes, by_keyword(part)))
 
     def prepare(call: OpCall) -> Callable[..., Any]:
-        return function_of(*(_by_name(part.prepare(as_received(part, each)), takes, False) for each in calls(call)))
+        return function_of(*(_by_name(prepared(part, as_received(part, each)), takes, False) for each in calls(call)))
 
     return Prepared(prepare, OP_PARAMETERS[name], kernels)
 

@@ -1,0 +1,112 @@
+"""GLA_CHECK=1 reads what an op reads, and nothing else.
+
+Whether an op reads a place is seen in its results: a NaN there spreads to other places, or changes what is written.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+import torch
+
+import gla_core as gla
+from gla_core.ops import ABSTRACT_OPS
+from tests.ops.every_op import CALLS, copied
+
+INVARIANT = [name for name in CALLS if name.startswith(("chunk_gla", "recurrent")) and "summary" not in name]
+
+
+@pytest.fixture
+def values(monkeypatch):
+    """`values(True)` makes the ops check values, and `values(False)` makes them not."""
+
+    def set_to(checked):
+        monkeypatch.setenv("GLA_CHECK", str(int(checked)))
+        gla.reload_environment()
+
+    yield set_to
+    monkeypatch.undo()
+    gla.reload_environment()
+
+
+def computed(function, given):
+    """Returns the results of a call and the tensors that it was given, which it may have written, by name."""
+    given = copied(given)
+    found = function(**given, backend="reference")
+    found = found if isinstance(found, tuple) else (found,)
+    return {f"result {i}": x for i, x in enumerate(found) if x is not None} | {
+        name: x for name, x in given.items() if isinstance(x, torch.Tensor)
+    }
+
+
+def places(name, x):
+    """Yields the places of a tensor: rows, slots, or tokens of rings; or the whole tensor."""
+    depth = 0 if name in ("norm_weight",) or x.ndim == 1 else 2 if name.startswith("ring") else 1
+    depth = 2 if (x.ndim == 4 and name in "qkvg") or (name == "g" and x.ndim == 3 and x.shape[1] > 1) else depth
+    yield from itertools.product(*map(range, x.shape[:depth]))
+
+
+def poisoned(given, where, value=torch.nan):
+    changed = copied(given)
+    for name, place in where:
+        changed[name][place] = value
+    return changed
+
+
+def is_read(function, given, expected, name, place):
+    """Returns whether a NaN at this place spreads to others, or what is written to this place depends on it.
+
+    Args:
+        expected: the results without it.
+    """
+    found = computed(function, poisoned(given, [(name, place)], 3.0))[name][place]
+    if not (found == 3.0).all() and not torch.equal(found, expected[name][place]):
+        return True
+    found = computed(function, poisoned(given, [(name, place)]))
+    for other, x in found.items():
+        nan = x.isnan()
+        if other == name or (name == "state" and x.shape == given[name].shape):  # a step copies the states of others
+            nan[place] = False
+        if nan.any():
+            return True
+    return False
+
+
+def test_every_op_that_checks_values_is_called():
+    public = {spec.public for spec in ABSTRACT_OPS.values() if spec.reads is not None}
+    assert public == {function.__name__ for function, _ in CALLS.values()}
+    assert [name for name, spec in ABSTRACT_OPS.items() if spec.reads is None] == ["chunk_gla_bwd"]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_read_is_checked_and_nothing_else(name, values):
+    function, given = CALLS[name]
+    floats = {argument: x for argument, x in given.items() if torch.is_tensor(x) and x.is_floating_point()}
+    every = [(argument, place) for argument, x in floats.items() for place in places(argument, x)]
+    values(False)
+    expected = computed(function, given)
+    read = [where for where in every if is_read(function, given, expected, *where)]
+    unread = [where for where in every if where not in read]
+    assert len(read) >= (0 if "without" in name else 3)
+
+    values(True)
+    for argument, place in read:
+        with pytest.raises(ValueError, match=rf"^{argument} holds NaN in \d+ of \d+ places"):
+            computed(function, poisoned(given, [(argument, place)]))
+    for value in (torch.nan, 7.0):
+        found = computed(function, poisoned(given, unread, value))
+        assert torch.equal(found["result 0"], expected["result 0"])
+    for where in read:
+        if where[0] == "g" and "gate" not in given:
+            with pytest.raises(ValueError, match=re.escape("g has values up to 7.0")):
+                computed(function, poisoned(given, [where], 7.0))
+
+    if name not in INVARIANT:
+        return
+    with gla.batch_invariant(64):  # a call is computed by parts, which are not checked again
+        computed(function, poisoned(given, unread))
+        for argument, place in {argument: (argument, place) for argument, place in read}.values():
+            with pytest.raises(ValueError, match=f"^{argument} holds NaN"):
+                computed(function, poisoned(given, [(argument, place)]))
