@@ -100,16 +100,19 @@ def _place(quantity: str, index: tuple[int, ...], shape: tuple[int, ...], case: 
     lengths = case.workload.sizes.get("lengths")
     if lengths is not None and "T" in place and shape[names.index("T")] >= sum(lengths):
         place.pop("B", None)
-        place = _in_its_sequence(place.pop("T"), lengths) | {WORDS.get(n, n): i for n, i in place.items()}
+        offsets = list(itertools.accumulate(lengths, initial=case.workload.sizes.get("leading", 0)))
+        place = _in_its_sequence(place.pop("T"), offsets) | {WORDS.get(n, n): i for n, i in place.items()}
     else:
         place = {WORDS.get(n, n): i for n, i in place.items()}
     shown = [f"{word} {i}" for word, i in place.items() if not word.startswith("column") or len(place) < 3]
     return ", ".join(shown)
 
 
-def _in_its_sequence(row: int, lengths: tuple[int, ...]) -> dict[str, int]:
+def _in_its_sequence(row: int, offsets: list[int]) -> dict[str, int]:
     """Returns the sequence to which a row of packed sequences belongs, and the index of the token in it."""
-    for i, (start, end) in enumerate(itertools.pairwise(itertools.accumulate(lengths, initial=0))):
+    if row < offsets[0]:
+        return {"row before the first sequence": row}
+    for i, (start, end) in enumerate(itertools.pairwise(offsets)):
         if start <= row < end:
             return {"sequence": i, "token": row - start}
     return {"row after the last sequence": row}
