@@ -286,7 +286,7 @@ def scale_ignored(q, k, v, g, scale, initial_state, output_final_state, cu_seqle
 
 def test_a_run_ends_with_a_diagnosis_before_the_verdict(tmp_path, capsys):
     backend = Backend("mine", "0", {"chunk_gla_fwd": scale_ignored}, Capabilities(dtypes=frozenset({torch.float32})))
-    options = {"module": "test_chunk_gla", "select": "(test_values or test_scale) and (short or width_one or ungated)"}
+    options = {"module": "test_chunk_gla", "select": "(test_values or test_scale) and (short or width_one or ungated-)"}
     with gla.register(backend):
         code = run("mine", report=str(tmp_path / "cases.jsonl"), options=["--color=yes"], **options)
     assert code == 1
