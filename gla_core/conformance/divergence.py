@@ -40,13 +40,14 @@ def divergence(quantity: str, out: Tensor, ref: Tensor, budget: float, case: Cas
     first = int(wrong.flatten().to(torch.uint8).argmax())
     index = tuple(first // math.prod(out.shape[i + 1 :]) % size for i, size in enumerate(out.shape))
     ratio = _ratio(out[wrong], ref[wrong])
+    found, expected = _told_apart(float(out.flatten()[first]), float(ref.flatten()[first]))
     counted = ref.isfinite() & (ref != 0)
     return {
         "quantity": quantity,
         "finite": bool((out.isfinite() | ~ref.isfinite()).all()),
         "at": _place(quantity, index, tuple(out.shape), case),
-        "found": number(float(out.flatten()[first])),
-        "expected": number(float(ref.flatten()[first])),
+        "found": found,
+        "expected": expected,
         "ratio": ratio,
         "everywhere": bool(wrong[counted].float().mean() > 0.9) if counted.any() else True,
         "hint": _hint(ratio, case),
@@ -61,6 +62,12 @@ def _wrong(out: Tensor, ref: Tensor, budget: float) -> Tensor:
     size = torch.maximum(finite.abs(), finite.square().mean().sqrt())
     wrong = difference > CLEARLY * budget * size
     return wrong if wrong.any() else difference == difference.max()
+
+
+def _told_apart(found: float, expected: float) -> tuple[str, str]:
+    """Returns both numbers with as many digits as show that they differ, at least three."""
+    both = ((number(found, digits), number(expected, digits)) for digits in range(3, 18))
+    return next((pair for pair in both if pair[0] != pair[1]), (number(found), number(expected)))
 
 
 def _ratio(out: Tensor, ref: Tensor) -> float | None:
