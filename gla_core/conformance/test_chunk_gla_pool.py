@@ -266,7 +266,7 @@ def test_out(backend, case, measure):
         measure({"rows beside out": memory[:, rows]}, {"rows beside out": before[:, rows]}, 0)
 
 
-@over(POOL, "small", "grouped", "per_head", "constant")
+@over(POOL, gated=True, dtypes="in_turn")
 def test_gates_from_logits(backend, case, measure):
     x = pool(case)
     x["g"] = 3 * normal(tuple(x["g"].shape), case.dtype, torch.Generator(case.device).manual_seed(3))

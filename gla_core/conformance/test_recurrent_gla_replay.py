@@ -248,7 +248,7 @@ def test_out(backend, case, measure):
         measure({"rows beside out": larger[rows]}, {"rows beside out": before[rows]}, 0)
 
 
-@over(REPLAY, "small", "grouped", "per_head", "constant", dtypes="in_turn")
+@over(REPLAY, gated=True, dtypes="in_turn")
 def test_gates_from_logits(backend, case, measure):
     """The rings hold log gates, and not logits."""
     x = replay(case)

@@ -25,7 +25,7 @@ def test_values(backend, case, measure, layout):
     layout(out, like, case.device, {name: y for name, y in x.items() if y is not None})
 
 
-@over(STEP, "small", "grouped", "odd_widths", "per_head", "constant")
+@over(STEP, gated=True, dtypes="in_turn")
 def test_gates_from_logits(backend, case, measure):
     x = step(case)
     generator = torch.Generator(case.device).manual_seed(3)

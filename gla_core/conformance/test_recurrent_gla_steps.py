@@ -230,7 +230,7 @@ def test_out(backend, case, measure):
         measure({"rows beside out": memory[rows]}, {"rows beside out": before[rows]}, 0)
 
 
-@over(STEPS, "small", "grouped", "per_head", "constant", dtypes="in_turn")
+@over(STEPS, gated=True, dtypes="in_turn")
 def test_gates_from_logits(backend, case, measure):
     x = steps(case)
     x["g"] = 3 * normal(tuple(x["g"].shape), case.dtype, torch.Generator(case.device).manual_seed(3))

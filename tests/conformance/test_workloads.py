@@ -50,6 +50,7 @@ def test_packed_sequences_are_many_and_begin_anywhere(op):
     assert facts >= {f"with {what}" for what in ("rows before the first sequence", "more than 16 sequences")}
 
 
+@pytest.mark.usefixtures("fresh_registry")
 @pytest.mark.parametrize("op", FORWARDS)
 def test_every_call_is_legal(op, monkeypatch):
     """GLA_CHECK=1 refuses, for example, a checkpoint that is no multiple of 64 tokens, and a slot written twice."""
