@@ -2,7 +2,7 @@
 
 A workload is an op, the sizes of its arguments, and tags that say its purpose:
 
-    ci        small enough for an interpreter on a CPU     odd       sizes that no kernel likes
+    ci        small enough for an interpreter on a CPU     odd       sizes that no kernel likes, rare arguments
     train     as in training a model                       packed    sequences of several lengths in one row
     prefill   as in absorbing prompts                      extreme   gates that break factored forms
     decode    one token at a time                          long      sequences or rows longer than a tile by far
@@ -146,7 +146,7 @@ CHUNK_GLA = (
     _workload(
         "chunk_gla",
         "many_sequences",
-        "ci packed odd",
+        "packed odd",
         lengths=(3, 0, 1, 5) * 5,
         leading=3,
         padding=2,
@@ -157,9 +157,9 @@ CHUNK_GLA = (
         gates="none",
         initial_state=True,
     ),
-    _workload("chunk_gla", "ungated_queries", "ci", B=2, T=70, H=1, G=3, K=16, V=16, gates="none", initial_state=True),
+    _workload("chunk_gla", "ungated_queries", "odd", B=2, T=70, H=1, G=3, K=16, V=16, gates="none", initial_state=True),
     _workload(
-        "chunk_gla", "per_head_queries", "ci", B=2, T=70, H=1, G=3, K=16, V=16, gate_form="head", initial_state=True
+        "chunk_gla", "per_head_queries", "odd", B=2, T=70, H=1, G=3, K=16, V=16, gate_form="head", initial_state=True
     ),
     _workload("chunk_gla", "narrow_mild", "narrow", B=1, T=2600, H=1, K=8, V=8, initial_state=True),
     _workload("chunk_gla", "narrow_strong", "narrow", B=1, T=2600, H=1, K=8, V=8, gates="strong", initial_state=True),
@@ -353,7 +353,7 @@ CHUNK_GLA_POOL = (
     _workload(
         "chunk_gla_pool",
         "many_sequences",
-        "ci packed odd",
+        "packed odd",
         lengths=(3, 0, 1, 5) * 4 + (70, 0, 1, 5),
         H=2,
         R=2,
@@ -371,7 +371,7 @@ CHUNK_GLA_POOL = (
     _workload(
         "chunk_gla_pool",
         "constant_values",
-        "ci packed",
+        "packed odd",
         lengths=(70, 5),
         H=1,
         R=3,
@@ -390,7 +390,7 @@ CHUNK_GLA_POOL = (
     _workload(
         "chunk_gla_pool",
         "per_head_queries",
-        "ci packed",
+        "packed odd",
         lengths=(5, 70),
         H=1,
         G=3,
@@ -434,12 +434,12 @@ RECURRENT_GLA_STEP = (
         "recurrent_gla_step", "constant", "ci", B=2, H=2, G=2, K=19, V=16, gate_form="constant", rows=(3, 0), pool=4
     ),
     _workload(
-        "recurrent_gla_step", "ungated_values", "ci", B=2, H=2, R=2, K=16, V=16, gates="none", rows=(3, 0), pool=4
+        "recurrent_gla_step", "ungated_values", "odd", B=2, H=2, R=2, K=16, V=16, gates="none", rows=(3, 0), pool=4
     ),
     _workload(
         "recurrent_gla_step",
         "constant_values",
-        "ci",
+        "odd",
         B=2,
         H=1,
         R=3,
@@ -452,7 +452,7 @@ RECURRENT_GLA_STEP = (
     _workload(
         "recurrent_gla_step",
         "per_head_queries",
-        "ci",
+        "odd",
         B=2,
         H=1,
         G=3,
@@ -530,7 +530,7 @@ RECURRENT_GLA_LAYER_STEP = (
         _workload(
             "recurrent_gla_layer_step",
             name,
-            "ci",
+            "odd",
             B=2,
             H=1,
             K=16,
@@ -699,7 +699,7 @@ RECURRENT_GLA_STEPS = (
     _workload(
         "recurrent_gla_steps",
         "many_sequences",
-        "ci packed odd",
+        "packed odd",
         lengths=(1, 2, 0, 2) * 5,
         H=2,
         R=2,
@@ -717,7 +717,7 @@ RECURRENT_GLA_STEPS = (
         _workload(
             "recurrent_gla_steps",
             name,
-            "ci packed",
+            "packed odd",
             lengths=(2, 1),
             H=1,
             K=16,
@@ -896,7 +896,7 @@ RECURRENT_GLA_REPLAY = (
     _workload(
         "recurrent_gla_replay",
         "many_sequences",
-        "ci packed odd",
+        "packed odd",
         lengths=(1, 2, 0, 2) * 5,
         H=2,
         R=2,
@@ -915,7 +915,7 @@ RECURRENT_GLA_REPLAY = (
         _workload(
             "recurrent_gla_replay",
             name,
-            "ci packed",
+            "packed odd",
             lengths=(2, 1),
             H=1,
             K=16,
