@@ -40,14 +40,14 @@ def divergence(quantity: str, out: Tensor, ref: Tensor, budget: float, case: Cas
     first = int(wrong.flatten().to(torch.uint8).argmax())
     index = tuple(first // math.prod(out.shape[i + 1 :]) % size for i, size in enumerate(out.shape))
     ratio = _ratio(out[wrong], ref[wrong])
-    found, expected = _told_apart(float(out.flatten()[first]), float(ref.flatten()[first]))
+    numbers = _told_apart(float(out.flatten()[first]), float(ref.flatten()[first]))
     counted = ref.isfinite() & (ref != 0)
     return {
         "quantity": quantity,
         "finite": bool((out.isfinite() | ~ref.isfinite()).all()),
         "at": _place(quantity, index, tuple(out.shape), case),
-        "found": found,
-        "expected": expected,
+        "found": numbers[0],
+        "expected": numbers[1],
         "ratio": ratio,
         "everywhere": bool(wrong[counted].float().mean() > 0.9) if counted.any() else True,
         "hint": _hint(ratio, case),
@@ -64,10 +64,10 @@ def _wrong(out: Tensor, ref: Tensor, budget: float) -> Tensor:
     return wrong if wrong.any() else difference == difference.max()
 
 
-def _told_apart(found: float, expected: float) -> tuple[str, str]:
+def _told_apart(out: float, ref: float) -> tuple[str, str]:
     """Returns both numbers with as many digits as show that they differ, at least three."""
-    both = ((number(found, digits), number(expected, digits)) for digits in range(3, 18))
-    return next((pair for pair in both if pair[0] != pair[1]), (number(found), number(expected)))
+    both = ((number(out, digits), number(ref, digits)) for digits in range(3, 18))
+    return next((pair for pair in both if pair[0] != pair[1]), (number(out), number(ref)))
 
 
 def _ratio(out: Tensor, ref: Tensor) -> float | None:

@@ -306,8 +306,8 @@ def test_checkpoints_of_logits(backend, case, measure):
 @over(BWD, *CHECKPOINTS_OF_LOGITS, dtypes="in_turn")
 def test_gradients_of_logits_from_checkpoints(backend, case, measure):
     x = with_logits(chunk(case))
-    given = expected_checkpoints(with_log_gates(x, NORMALIZER), 128).to(checkpoint_dtype(case.dtype))
-    out = backward(x, backend, *loss_gradients(x), given, 128, NORMALIZER)
+    states = expected_checkpoints(with_log_gates(x, NORMALIZER), 128).to(checkpoint_dtype(case.dtype))
+    out = backward(x, backend, *loss_gradients(x), states, 128, NORMALIZER)
     measure(out, oracle_gradients(x, None, NORMALIZER), GRADIENT[case.dtype])
 
 
