@@ -449,7 +449,7 @@ def new_backend(
 
     The folder's README.md shows how to install it, test it and make it yours.
 
-    Exits with 2 if the folder exists or the name is not usable.
+    Exits with 2 if the folder exists, or the name is not usable or is taken.
     """
     with _in_a_line("new-backend"):
         from gla_tools.plugin_template import create, next_steps

@@ -1,4 +1,4 @@
-"""`gla new-backend`: copies the template of a plugin and renames it. This module does not import torch."""
+"""`gla new-backend`: copies the template of a plugin and renames it. It imports torch only to ask for names."""
 
 from __future__ import annotations
 
@@ -34,11 +34,23 @@ def create(name: str, where: Path) -> Path:
         raise ValueError(f"{folder} exists already; choose another name, or remove it")
     if importlib.util.find_spec(name) is not None:
         raise ValueError(f"a Python package named {name!r} is installed already; choose another name")
+    _check_free(name)
     shutil.copytree(_template(), folder, ignore=shutil.ignore_patterns("__pycache__", ".*", "*.egg-info"))
     (folder / _NAME).rename(folder / name)
     for path in filter(Path.is_file, folder.rglob("*")):
         path.write_text(_renamed(path.read_text(encoding="utf-8"), name), encoding="utf-8")
     return folder
+
+
+def _check_free(name: str) -> None:
+    """Raises ValueError for a name that means something in a request: that of a backend or of a plugin, or auto."""
+    from gla_core import backends  # not before the other checks, because it imports torch
+    from gla_core.dispatch.request import AUTO
+
+    if name == AUTO:
+        raise ValueError(f"{name!r} asks for the best backend, and is the name of none; choose another name")
+    if name in {taken for info in backends() for taken in (info.name, info.plugin)}:
+        raise ValueError(f"a backend or plugin named {name!r} is installed already; choose another name")
 
 
 def next_steps(name: str) -> str:

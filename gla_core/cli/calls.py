@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -61,23 +62,27 @@ def describe_call(
             log gates.
 
     Raises:
-        ValueError, UnknownOpError: the numbers or names describe no call.
+        ValueError, UnknownOpError: the numbers or names describe no call, or one that the op always refuses.
     """
     op, decided = abstract_ops(op)[0], RUNS[op][1]
     precision = dtype_of(dtype)
     sizes = _sizes(op, shape)
     heads = _heads(op, sizes, {"Hq": query_heads, "Hv": value_heads})
     if varlen is not None and ABSTRACT_OPS[op].has(OFFSETS) is None:
-        raise ValueError(f"--varlen does not go with {op}; only chunk_gla_fwd and chunk_gla_bwd take packed sequences")
+        packing = ", ".join(name for name, spec in ABSTRACT_OPS.items() if spec.has(OFFSETS) is not None)
+        raise ValueError(f"--varlen does not go with {op}; these ops take packed sequences: {packing}")
     if ABSTRACT_OPS[op].requires(OFFSETS) and sizes["B"] != 1:
         raise ValueError(f"--shape {shape!r}: {op} packs sequences along T: expected B = 1 and not B = {sizes['B']}")
-    if varlen is not None and (varlen < 0 or sizes["B"] != 1):
+    if varlen is not None and varlen < 0:
+        raise ValueError(f"--varlen is {varlen}; expected the number of sequences, at least 0")
+    if varlen is not None and sizes["B"] != 1:
         raise ValueError(f"--varlen {varlen} packs sequences along T: expected B = 1 and not B = {sizes['B']}")
     packed = varlen is not None or ABSTRACT_OPS[op].requires(OFFSETS)
     if max_seqlen is not None and (not packed or max_seqlen < 0):
         raise ValueError(f"--max-seqlen {max_seqlen} bounds packed sequences: expected --varlen, and a length")
-    return ABSTRACT_OPS[op].call(
-        sizes | heads | ({} if varlen is None else {"N": varlen}),
+    sizes |= heads | ({} if varlen is None else {"N": varlen})
+    call = ABSTRACT_OPS[op].call(
+        sizes | _columns(op, sizes),
         device_of(device) if assume is None else _assumed_place(device),
         precision,
         assumed=None if assume is None else _assumed(assume),
@@ -86,6 +91,15 @@ def describe_call(
         scalars=decided if gate_normalizer is None else {**decided, "gate_normalizer": gate_normalizer},
         **_gate(op, gate) | _logits(op, gate, gate_normalizer, precision),
     )
+    ABSTRACT_OPS[op].limit(call.dims, packed)
+    return call
+
+
+def _columns(op: str, sizes: dict[str, int]) -> dict[str, int]:
+    """Returns the number of columns of slots, S, if the op has slots for each token: the tokens of a sequence."""
+    if "S" not in ABSTRACT_OPS[op].sizes:
+        return {}
+    return {"S": max(1, math.ceil(sizes["B"] * sizes["T"] / max(1, sizes.get("N", sizes["B"]))))}
 
 
 def _assumed(name: str) -> KnownDevice:

@@ -108,10 +108,10 @@ def gradients(
     return {f"d{name}": d for name, d in zip(leaves, found, strict=True)}
 
 
-def checkpoints(x: GlaInputs, request: str, every: int) -> Named:
-    """Returns the checkpoints, o and the final state."""
+def checkpoints(x: GlaInputs, request: str, every: int, **options: Any) -> Named:
+    """Returns the checkpoints, o and the final state; `options` are further arguments of `chunk_gla`."""
     o, state, found = gla.chunk_gla(
-        x.q, x.k, x.v, x.g, None, x.initial_state, True, x.cu_seqlens, request, checkpoint_every=every
+        x.q, x.k, x.v, x.g, None, x.initial_state, True, x.cu_seqlens, request, checkpoint_every=every, **options
     )
     assert state is not None
     return {"o": o, "state": state, "checkpoints": found}
@@ -133,9 +133,10 @@ def backward(
     dstate: Tensor | None,
     checkpoints: Tensor | None = None,
     every: int | None = None,
+    gate_normalizer: int | None = None,
 ) -> Named:
     """Calls the op chunk_gla_bwd without autograd; returns the gradients of the inputs that are not None."""
-    args = (x.q, x.k, x.v, x.g, None, x.initial_state, x.cu_seqlens, checkpoints, every, do, dstate)
+    args = (x.q, x.k, x.v, x.g, None, x.initial_state, x.cu_seqlens, checkpoints, every, do, dstate, gate_normalizer)
     found = zip(CHUNK_LEAVES, torch.ops.gla.chunk_gla_bwd.default(*args, backend=backend.name), strict=True)
     return {f"d{name}": d for name, d in found if getattr(x, name) is not None}
 
@@ -469,7 +470,13 @@ def _public(op: str) -> OpSpec:
     return PUBLIC_OPS[ABSTRACT_OPS[op].public]
 
 
-# ---- views and memory
+# ---- rows, views and memory
+
+
+def rows_of_no_sequence(cu_seqlens: Tensor, T: int) -> Tensor:
+    """Returns a mask [T] of the rows before the first packed sequence and after the last one."""
+    rows = torch.arange(T, device=cu_seqlens.device)
+    return (rows < cu_seqlens[0]) | (rows >= cu_seqlens[-1])
 
 
 def heads_first(x: Tensor) -> Tensor:
@@ -537,6 +544,24 @@ def pages_of(states: Tensor) -> Tensor:
     """Returns the whole memory of a pool as integers, a row for each page, so that NaN equals itself."""
     pages = states.as_strided((len(states), states.stride(0)), (states.stride(0), 1), 0)
     return pages.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[states.element_size()])
+
+
+def beyond_float16(x: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a call on a pool, changed so that each token writes states above the range of float16.
+
+    These are the first columns of V, which reach 2^17 and more; o stays within the range.
+    """
+    large = {name: 2**7 * (1 + y.abs()) for name in ("k", "ring_k") if (y := x.get(name)) is not None}
+    for name in ("v", "ring_v"):
+        if name in x:
+            large[name] = x[name].clone()
+            large[name][..., 0] = 2**10
+    return {**x, **large, "q": x["q"] * 2**-10}
+
+
+def rounded_states(expected: Named, dtype: torch.dtype) -> Named:
+    """Returns expected results with states as a pool of this dtype holds them, above the range of float16 as inf."""
+    return {**expected, "pool": expected["pool"].to(dtype).double()}
 
 
 def check_served(

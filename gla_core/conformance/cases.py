@@ -103,6 +103,7 @@ def cases(
     at_size: bool = False,
     cuda: bool = False,
     forms: bool = False,
+    gated: bool = False,
 ) -> list[Case]:
     """Returns the cases of an op that the backend's capabilities allow.
 
@@ -116,6 +117,7 @@ def cases(
         at_size: whether to return only the large workloads, each in its own dtype, and only on a CUDA device.
         cuda: whether there are cases only on a CUDA device.
         forms: whether to keep only a few cases, which together give each optional argument and leave it out.
+        gated: whether to leave out workloads without gates.
     """
     can = backend.can(op)
     is_backward = any(spec.backward == op for spec in ABSTRACT_OPS.values())
@@ -128,7 +130,7 @@ def cases(
     if at_size:
         found = [Case(op, w, w.sizes["dtype"], device) for w in _at_size(op)]
     else:
-        workloads = [fitted(w, can) for w in _small(op, names, tag)]
+        workloads = [fitted(w, can) for w in _small(op, names, tag) if not gated or w.sizes.get("gates") != "none"]
         found = [Case(op, w, d, device) for w, d in _with_dtypes(workloads, dtypes_of(can), dtypes, device)]
     found = [case for case in found if excluded(backend, case) is None]
     if forms or requires == "cuda_graphs":
@@ -150,15 +152,15 @@ def _with_dtypes(
     return itertools.product(workloads, chosen.get(which, declared))
 
 
-def _of_each_form(found: Iterable[Case]) -> list[Case]:
-    """Returns the cases with a form, see `facts.forms`, that no earlier case has."""
-    seen: set[str] = set()
+def _of_each_form(found: list[Case]) -> list[Case]:
+    """Returns a few cases that have every form of all cases, see `facts.forms`."""
+    forms = {case: set(forms_of(case.describe(), case.workload.sizes)) for case in found}
+    missing = set().union(*forms.values())
     kept = []
-    for case in found:
-        own = set(forms_of(case.describe(), case.workload.sizes))
-        if not own <= seen:
-            kept.append(case)
-            seen |= own
+    while missing:
+        most = max(found, key=lambda case: len(missing & forms[case]))
+        kept.append(most)
+        missing -= forms[most]
     return kept
 
 

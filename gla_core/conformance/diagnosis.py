@@ -14,8 +14,10 @@ from gla_core.conformance.summary import Row, complaint, property_of
 from gla_core.conformance.tolerances import number
 from gla_core.ops import ABSTRACT_OPS
 
-KINDS = ("changed inputs", "errors", "results", "NaN", "values")
+KINDS = ("changed inputs", "errors", "results", "NaN", "values", "opcheck")
 """The kinds of failure, root causes first: a later kind may be the consequence of an earlier one."""
+MOST = 0.25
+"""Largest share of passed cases that may have a fact which is said to distinguish the failed ones."""
 FEW = 2
 """Largest number of properties, and of facts, that are named one by one."""
 
@@ -28,6 +30,8 @@ def kind(row: Row) -> str:
     if over:
         return "values" if all(wrong["finite"] for wrong in row["wrong"]) else "NaN"
     reason = row["reason"] or ""
+    if "OpCheckError" in reason:
+        return "opcheck"
     return "results" if reason.startswith(("AssertionError", "assert")) or "BackendError" in reason else "errors"
 
 
@@ -43,7 +47,7 @@ def diagnosis(rows: Sequence[Row], command: str) -> list[str]:
         return []
     op = min((row["op"] for row in failed), key=_place)
     of_op = [row for row in rows if row["op"] == op]
-    worst = min((kind(row) for row in failed if row["op"] == op), key=KINDS.index)
+    worst = _root(Counter(kind(row) for row in failed if row["op"] == op))
     culprits = [row for row in failed if row["op"] == op and kind(row) == worst]
     examined, passed = experiment(of_op, culprits)
     smallest = min(examined, key=lambda row: (row["size"], row["dtype"] != "float32", row["id"]))
@@ -56,6 +60,14 @@ def diagnosis(rows: Sequence[Row], command: str) -> list[str]:
         "to see it": f'{command} -k "{file} and {smallest["id"]}" -- --tb=short',
     }
     return [f"{label:<10}  {text}" for label, text in lines.items() if text]
+
+
+def _root(kinds: Counter[str]) -> str:
+    """Returns the kind of failure to mend first, given the number of failures of each kind.
+
+    If more cases have wrong values, NaN is their consequence: some tests put NaN where a wrong kernel reads.
+    """
+    return min((name for name in kinds if name != "NaN" or kinds["NaN"] >= kinds["values"]), key=KINDS.index)
 
 
 def experiment(rows: Iterable[Row], culprits: Iterable[Row]) -> tuple[list[Row], list[Row]]:
@@ -79,14 +91,23 @@ def experiment(rows: Iterable[Row], culprits: Iterable[Row]) -> tuple[list[Row],
     return failed[name], passed[name]
 
 
-def distinct(failed: Sequence[Row], passed: Sequence[Row]) -> list[str]:
-    """Returns facts that all failed cases have and no passed case has: a few single facts, or else a pair."""
+def distinct(failed: Sequence[Row], passed: Sequence[Row]) -> tuple[list[str], int]:
+    """Returns facts that all failed cases have, and the number of passed cases that have all of them.
+
+    These are a few single facts that no passed case has, or else such a pair, or else one fact that few of them have.
+    """
     shared = [fact for fact in failed[0]["facts"] if all(fact in row["facts"] for row in failed)]
-    single = [fact for fact in shared if not any(fact in row["facts"] for row in passed)]
-    if single or not passed:
-        return single[:FEW]
-    pairs = itertools.combinations(shared, 2)
-    return list(next((p for p in pairs if not any(set(p) <= set(row["facts"]) for row in passed)), ()))
+    number = {fact: sum(fact in row["facts"] for row in passed) for fact in shared}
+    single = [fact for fact in shared if not number[fact]]
+    if single:
+        return single[:FEW], 0
+    for pair in itertools.combinations(shared, 2):
+        if not any(set(pair) <= set(row["facts"]) for row in passed):
+            return list(pair), 0
+    rarest = min(shared, key=number.__getitem__, default=None)
+    if rarest is None or number[rarest] > MOST * len(passed):
+        return [], 0
+    return [rarest], number[rarest]
 
 
 def _place(op: str | None) -> int:
@@ -103,6 +124,7 @@ def _cause(op: str, worst: str, culprits: Sequence[Row], failed: Sequence[Row]) 
         "results": f"{op}: {reason}",
         "NaN": f"{op} gives NaN or infinity where there should be none: {quantities}",
         "values": f"{op} gives wrong values",
+        "opcheck": f"{op}: {reason}",
     }[worst]
     rest = len(failed) - len(culprits)
     if worst == "values" and not rest:
@@ -121,10 +143,11 @@ def _in_common(rows: Sequence[Row], failed: Sequence[Row], passed: Sequence[Row]
         found.append(f"only {' and '.join(map(repr, broken))} {fail}; {len(whole)} other properties of the op pass")
     if not passed:
         return "; ".join([*found, f"every case of {name!r} fails"]) if len(failed) > 1 else "".join(found)
-    facts = distinct(failed, passed)
+    facts, number = distinct(failed, passed)
     if facts:
         which = f"every failing case of {name!r} ({len(failed)}) runs {' and '.join(facts)}"
-        found.append(f"{which}; no passing one ({len(passed)}) does")
+        others = f"{number} of {len(passed)} passing ones do" if number else f"no passing one ({len(passed)}) does"
+        found.append(f"{which}; {others}")
     return "; ".join(found)
 
 

@@ -40,13 +40,14 @@ def divergence(quantity: str, out: Tensor, ref: Tensor, budget: float, case: Cas
     first = int(wrong.flatten().to(torch.uint8).argmax())
     index = tuple(first // math.prod(out.shape[i + 1 :]) % size for i, size in enumerate(out.shape))
     ratio = _ratio(out[wrong], ref[wrong])
+    numbers = _told_apart(float(out.flatten()[first]), float(ref.flatten()[first]))
     counted = ref.isfinite() & (ref != 0)
     return {
         "quantity": quantity,
         "finite": bool((out.isfinite() | ~ref.isfinite()).all()),
         "at": _place(quantity, index, tuple(out.shape), case),
-        "found": number(float(out.flatten()[first])),
-        "expected": number(float(ref.flatten()[first])),
+        "found": numbers[0],
+        "expected": numbers[1],
         "ratio": ratio,
         "everywhere": bool(wrong[counted].float().mean() > 0.9) if counted.any() else True,
         "hint": _hint(ratio, case),
@@ -61,6 +62,12 @@ def _wrong(out: Tensor, ref: Tensor, budget: float) -> Tensor:
     size = torch.maximum(finite.abs(), finite.square().mean().sqrt())
     wrong = difference > CLEARLY * budget * size
     return wrong if wrong.any() else difference == difference.max()
+
+
+def _told_apart(out: float, ref: float) -> tuple[str, str]:
+    """Returns both numbers with as many digits as show that they differ, at least three."""
+    both = ((number(out, digits), number(ref, digits)) for digits in range(3, 18))
+    return next((pair for pair in both if pair[0] != pair[1]), (number(out), number(ref)))
 
 
 def _ratio(out: Tensor, ref: Tensor) -> float | None:
@@ -100,16 +107,19 @@ def _place(quantity: str, index: tuple[int, ...], shape: tuple[int, ...], case: 
     lengths = case.workload.sizes.get("lengths")
     if lengths is not None and "T" in place and shape[names.index("T")] >= sum(lengths):
         place.pop("B", None)
-        place = _in_its_sequence(place.pop("T"), lengths) | {WORDS.get(n, n): i for n, i in place.items()}
+        offsets = list(itertools.accumulate(lengths, initial=case.workload.sizes.get("leading", 0)))
+        place = _in_its_sequence(place.pop("T"), offsets) | {WORDS.get(n, n): i for n, i in place.items()}
     else:
         place = {WORDS.get(n, n): i for n, i in place.items()}
     shown = [f"{word} {i}" for word, i in place.items() if not word.startswith("column") or len(place) < 3]
     return ", ".join(shown)
 
 
-def _in_its_sequence(row: int, lengths: tuple[int, ...]) -> dict[str, int]:
+def _in_its_sequence(row: int, offsets: list[int]) -> dict[str, int]:
     """Returns the sequence to which a row of packed sequences belongs, and the index of the token in it."""
-    for i, (start, end) in enumerate(itertools.pairwise(itertools.accumulate(lengths, initial=0))):
+    if row < offsets[0]:
+        return {"row before the first sequence": row}
+    for i, (start, end) in enumerate(itertools.pairwise(offsets)):
         if start <= row < end:
             return {"sequence": i, "token": row - start}
     return {"row after the last sequence": row}

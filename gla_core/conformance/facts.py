@@ -15,6 +15,8 @@ from gla_core.ops.spec import GATE, INDICES, MARKS, OFFSETS, PLACES, STATE, Argu
 ALONG_TIME = {"T": "tokens", "Tq": "queries", "Tk": "keys"}
 ALIGNED = 16
 """Multiples of this width suit every kernel."""
+MANY = 16
+"""A call with more sequences than this has many."""
 
 
 def forms(call: OpCall, sizes: Mapping[str, Any]) -> Iterator[str]:
@@ -42,8 +44,12 @@ def facts(call: OpCall, sizes: Mapping[str, Any]) -> Iterator[str]:
         yield f"with {'gates of -inf' if sizes['gates'] == '-inf' else sizes['gates'] + ' gates'}"
     if 0 in lengths:
         yield "with empty sequences"
+    if sizes.get("leading"):
+        yield "with rows before the first sequence"
     if sizes.get("padding"):
         yield "with rows after the last sequence"
+    if len(lengths) > MANY:
+        yield f"with more than {MANY} sequences"
     if sizes.get("masked"):
         yield "with values of -inf"
     for name, things in ALONG_TIME.items():
@@ -76,4 +82,7 @@ def _given(argument: Argument, call: OpCall, sizes: Mapping[str, Any]) -> str | 
         return argument.name if sizes.get(argument.name) is not None else ""
     if argument.dtype is not None or argument.hint:
         return None
-    return f"{argument.name}={sizes[argument.name]}" if argument.name in sizes else ""
+    if argument.name not in sizes:
+        return ""
+    value = sizes[argument.name]
+    return f"{argument.name}={value}" if isinstance(value, str) else argument.name

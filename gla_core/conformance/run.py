@@ -10,6 +10,7 @@ import pytest
 from gla_core.dispatch import registry
 
 PASSED, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+_HERE = Path(__file__).parent
 
 
 def run(
@@ -47,8 +48,8 @@ def run(
         "-k": select,
     }
     arguments = [text for option, value in asked.items() if value for text in (option, value)]
-    # The kit's own settings, so that settings of the current folder have no effect.
-    settings = str(Path(__file__).with_name("pytest.ini"))
+    # The kit's own settings and its path: settings and a conftest.py of the current folder have no effect. If pytest is
+    # given the name of a package, it loads test*/conftest.py of the current folder.
     how = [
         "-v" if verbose else "-q",
         "--tb=no",
@@ -57,11 +58,13 @@ def run(
         "-p",
         "no:logging",  # it takes a tenth of the time, and tracebacks are not shown
         "-p",
+        "no:benchmark",  # pytest-benchmark makes a folder .benchmarks
+        "-p",
         "gla_tools.pytest_plugin",
         "-c",
-        settings,
+        str(_HERE / "pytest.ini"),
     ]
-    tests = "gla_core.conformance" + (f".{module}" if module else "")
-    code = pytest.main([*how, "--pyargs", tests, *arguments, *options])
+    tests = _HERE if module is None else _HERE / f"{module}.py"
+    code = pytest.main([*how, str(tests), *arguments, *options])
     known = {pytest.ExitCode.OK: PASSED, pytest.ExitCode.TESTS_FAILED: FAILED, pytest.ExitCode.INTERRUPTED: INTERRUPTED}
     return known.get(pytest.ExitCode(code), USAGE)

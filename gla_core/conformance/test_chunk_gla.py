@@ -33,6 +33,7 @@ from gla_core.conformance.calls import (
     reference_forward,
     reference_gradients,
     repeated,
+    rows_of_no_sequence,
     run_step,
     three_runs,
     tokens,
@@ -91,30 +92,32 @@ def test_float32_gates(backend, case, measure):
     measure(forward(x, backend.name), oracle_forward(x), FORWARD[case.dtype])
 
 
-LOGITS = ("short", "last_chunk_partial", "grouped", "packed", "padded", "per_head", "constant")
-NORMALIZER = 4
+NORMALIZER = 16
 
 
 def from_logits(number=NORMALIZER):
     return {"gate": "logsigmoid", "gate_normalizer": number}
 
 
-@over(FWD, *LOGITS)
+@over(FWD, gated=True, dtypes="in_turn")
 def test_gates_from_logits(backend, case, measure):
     x = with_logits(chunk(case))
     expected = oracle_forward(with_log_gates(x, NORMALIZER))
     measure(forward(x, backend.name, **from_logits()), expected, FORWARD[case.dtype])
 
 
-EXTREME_LOGITS = (0.0, 1e-3, 10.0, 100.0, torch.inf, -1e-3, -10.0, -500.0, -torch.inf)
+EXTREME_LOGITS = (0.0, 1e-3, 10.0, 100.0, torch.inf, -1e-3, -10.0, -120.0, -500.0, -torch.inf)
+NORMALIZERS = pytest.mark.parametrize("normalizer", [1, 16, 200])
+"""Divided by 1, the log gates of extreme logits leave nothing of a state; divided by 200, they do."""
 
 
 @over(FWD, "last_chunk_partial", "per_head", dtypes="in_turn")
-def test_every_logit(backend, case, measure):
+@NORMALIZERS
+def test_every_logit(backend, case, normalizer, measure):
     x = chunk(case)
     x.g[:] = one_of(EXTREME_LOGITS, x.g)
-    expected = oracle_forward(with_log_gates(x, 1))
-    measure(forward(x, backend.name, **from_logits(1)), expected, FORWARD[case.dtype])
+    expected = oracle_forward(with_log_gates(x, normalizer))
+    measure(forward(x, backend.name, **from_logits(normalizer)), expected, FORWARD[case.dtype])
 
 
 def one_of(values, like):
@@ -162,21 +165,21 @@ def test_chunk_equals_steps(backend, case, measure):
 
 
 def packed_and_separate(x, backend):
-    """Returns the results of packed sequences without padding rows, and the joined results of each sequence alone."""
+    """Returns the results of packed sequences, and the joined results of each sequence alone."""
     spans = list(itertools.pairwise(x.cu_seqlens.tolist()))
     initial = [None if x.initial_state is None else x.initial_state[i : i + 1] for i in range(len(spans))]
     parts = [forward(tokens(x, *span, state), backend.name) for span, state in zip(spans, initial, strict=True)]
     separate = {"o": torch.cat([p["o"] for p in parts], 1), "state": torch.cat([p["state"] for p in parts])}
     out = forward(x, backend.name)
-    return {**out, "o": out["o"][:, : spans[-1][1]]}, separate
+    return {**out, "o": out["o"][:, spans[0][0] : spans[-1][1]]}, separate
 
 
-@over(FWD, tag="packed")
+@over(FWD, tag="packed", dtypes="in_turn")
 def test_packed_equals_separate(backend, case, measure):
     measure(*packed_and_separate(chunk(case), backend), 2 * FORWARD[case.dtype])
 
 
-@over(FWD, tag="packed", requires="deterministic")
+@over(FWD, tag="packed", dtypes="in_turn", requires="deterministic")
 def test_same_bits_in_any_company(backend, case, measure):
     """Under `batch_invariant`, a packed sequence gives the same bits as the sequence alone."""
     with gla.batch_invariant(64):
@@ -191,22 +194,24 @@ def test_packed_offsets_may_be_int32(backend, case, measure):
 
 
 def with_nan_in_padding(x, *more):
-    """Fills the rows that belong to no sequence with NaN, in place; returns the index of the first one."""
-    end = int(x.cu_seqlens[-1])
+    """Fills the rows that belong to no sequence with NaN, in place; returns a mask of them."""
+    padding = rows_of_no_sequence(x.cu_seqlens, x.q.shape[1])
     for y in (x.q, x.k, x.v, x.g, *more):
         if y.ndim > 1:  # a constant gate has no rows
-            y[:, end:] = torch.nan
-    return end
+            y[:, padding] = torch.nan
+    return padding
 
 
 @over(FWD, "padded", "per_head_padded", "constant_packed")
 def test_padding(backend, case, measure):
-    """Rows after the last sequence may hold anything; their o is 0, and the sequences do not depend on them."""
+    """Rows before the first sequence and after the last one may hold anything; their o is 0, and no result depends on
+    them.
+    """
     x = chunk(case)
-    end = with_nan_in_padding(x)
+    rows = with_nan_in_padding(x)
     with poisoned(backend.can(case.op), case.device):
         out = forward(x, backend.name)
-    padding = out["o"][:, end:]
+    padding = out["o"][:, rows]
     measure({"o of the padding": padding}, {"o of the padding": torch.zeros_like(padding)}, 0)
     measure(out, expected_forward(case), FORWARD[case.dtype])
 
@@ -273,9 +278,9 @@ def test_nothing_crosses_a_gate_of_minus_infinity(backend, case, cut, measure):
 
 
 @over(FWD, dtypes="in_turn", requires="checkpoints")
-@pytest.mark.parametrize("every", [64, 128])
+@pytest.mark.parametrize("every", [64, 192])
 def test_checkpoints(backend, case, every, measure, layout):
-    """Checkpoints are the states before every 64th or 128th token of a sequence; unused rows are 0."""
+    """Checkpoints are the states before every 64th or 192nd token of a sequence; unused rows are 0."""
     x = chunk(case)
     with poisoned(backend.can(case.op), case.device):
         out = checkpoints(x, backend.name, every)
@@ -286,8 +291,28 @@ def test_checkpoints(backend, case, every, measure, layout):
     layout(out, {"checkpoints": (expected.shape, checkpoint_dtype(case.dtype))}, case.device, present(x))
 
 
+CHECKPOINTS_OF_LOGITS = ("last_chunk_partial", "packed", "per_head", "constant")
+
+
+@over(FWD, *CHECKPOINTS_OF_LOGITS, dtypes="in_turn", requires="checkpoints")
+def test_checkpoints_of_logits(backend, case, measure):
+    x = with_logits(chunk(case))
+    out = checkpoints(x, backend.name, 128, **from_logits())
+    y = with_log_gates(x, NORMALIZER)
+    expected = {**oracle_forward(y), "checkpoints": expected_checkpoints(y, 128)}
+    measure(out, expected, FORWARD[case.dtype])
+
+
+@over(BWD, *CHECKPOINTS_OF_LOGITS, dtypes="in_turn")
+def test_gradients_of_logits_from_checkpoints(backend, case, measure):
+    x = with_logits(chunk(case))
+    states = expected_checkpoints(with_log_gates(x, NORMALIZER), 128).to(checkpoint_dtype(case.dtype))
+    out = backward(x, backend, *loss_gradients(x), states, 128, NORMALIZER)
+    measure(out, oracle_gradients(x, None, NORMALIZER), GRADIENT[case.dtype])
+
+
 @over(BWD, dtypes="in_turn")
-@pytest.mark.parametrize("every", [64, 128])
+@pytest.mark.parametrize("every", [64, 192])
 def test_gradients_from_checkpoints(backend, case, every, measure):
     """A backward accepts checkpoints of any origin; here the oracle makes them."""
     x = chunk(case)
@@ -367,11 +392,11 @@ def test_gradients_of_padding(backend, case, measure):
     """Gradients of padding are exactly 0, whatever the padding and its do hold."""
     x = chunk(case)
     do, dstate = loss_gradients(x)
-    end = with_nan_in_padding(x, do)
+    rows = with_nan_in_padding(x, do)
     with poisoned(backend.can(case.op), case.device):
         out = backward(x, backend, do, dstate)
-    rows = {name: d for name, d in out.items() if name != "dinitial_state" and d.ndim > 1}
-    padding = {f"{name} of the padding": d[:, end:] for name, d in rows.items()}
+    of_tokens = {name: d for name, d in out.items() if name != "dinitial_state" and d.ndim > 1}
+    padding = {f"{name} of the padding": d[:, rows] for name, d in of_tokens.items()}
     measure(padding, {name: torch.zeros_like(d) for name, d in padding.items()}, 0)
     measure(out, expected_gradients(case), GRADIENT[case.dtype])
 
@@ -386,7 +411,7 @@ def test_gradients_of_float32_gates(backend, case, measure):
     measure(out, expected, GRADIENT[case.dtype])
 
 
-@over(BWD, *LOGITS)
+@over(BWD, gated=True, dtypes="in_turn")
 def test_gradients_of_logits(backend, case, measure):
     x = with_logits(chunk(case))
     expected = oracle_gradients(x, None, NORMALIZER)
@@ -394,11 +419,12 @@ def test_gradients_of_logits(backend, case, measure):
 
 
 @over(BWD, "last_chunk_partial", "per_head", dtypes="in_turn")
-def test_gradients_of_every_logit(backend, case, measure):
+@NORMALIZERS
+def test_gradients_of_every_logit(backend, case, normalizer, measure):
     x = chunk(case)
     x.g[:] = one_of([y for y in EXTREME_LOGITS if y > -torch.inf], x.g)  # autograd gives NaN at -inf
-    expected = oracle_gradients(x, None, 1)
-    measure(gradients(x, training_request(backend), **from_logits(1)), expected, GRADIENT[case.dtype])
+    expected = oracle_gradients(x, None, normalizer)
+    measure(gradients(x, training_request(backend), **from_logits(normalizer)), expected, GRADIENT[case.dtype])
 
 
 @over(BWD, dtypes="in_turn")
@@ -438,7 +464,7 @@ def test_gradients_same_bits(backend, case, measure):
         measure(out, first, 0)
 
 
-@over(BWD, tag="packed", also=FWD, requires="deterministic")
+@over(BWD, tag="packed", dtypes="in_turn", also=FWD, requires="deterministic")
 def test_gradients_same_bits_in_any_company(backend, case, measure):
     """Under `batch_invariant`, a packed sequence has gradients with the same bits as the sequence alone in a batch."""
     x = chunk(case)

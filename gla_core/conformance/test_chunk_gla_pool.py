@@ -7,6 +7,7 @@ import torch
 
 import gla_core as gla
 from gla_core.conformance.calls import (
+    beyond_float16,
     check_served,
     expected_pool,
     forward,
@@ -15,6 +16,8 @@ from gla_core.conformance.calls import (
     poisoned,
     pool,
     pool_budget,
+    rounded_states,
+    rows_of_no_sequence,
     run_pool,
     three_runs,
 )
@@ -79,6 +82,13 @@ def test_values_at_size(backend, case, measure):
 @pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_pool_dtypes(backend, case, pool_dtype, measure):
     check(pool(case, pool_dtype=pool_dtype), backend, measure)
+
+
+@over(POOL, "checkpoints", dtypes="no_float64")
+def test_numbers_beyond_float16(backend, case, measure):
+    """A state above the largest number of float16 is written as inf, and o is computed from the state."""
+    x = beyond_float16(pool(case, pool_dtype=torch.float16))
+    check(x, backend, measure, rounded_states(expected_pool(x), torch.float16))
 
 
 @over(POOL, "small", "apart", "per_head", "checkpoints", dtypes="in_turn")
@@ -171,17 +181,18 @@ def test_checkpoints(backend, case, offset, measure):
 
 
 @over(POOL, "padded", "per_head", "constant", dtypes="in_turn")
-def test_rows_after_the_last_sequence(backend, case, measure):
+def test_rows_of_no_sequence(backend, case, measure):
     """They may hold anything; their o is 0."""
-    x = pool(case, padding=9)
+    x = pool(case, leading=4, padding=9)
+    rows = rows_of_no_sequence(x["cu_seqlens"], x["q"].shape[1])
     for name in TOKENS:
         if x[name].ndim > 1:
-            x[name][:, -9:] = torch.nan
+            x[name][:, rows] = torch.nan
     expected = expected_pool(x)
     with poisoned(backend.can(case.op), case.device):
         out = check(x, backend, measure, expected)
-    rows = out["o"][:, -9:]
-    measure({"o of the padding": rows}, {"o of the padding": torch.zeros_like(rows)}, 0)
+    padding = out["o"][:, rows]
+    measure({"o of the padding": padding}, {"o of the padding": torch.zeros_like(padding)}, 0)
 
 
 @over(POOL, dtypes="in_turn", also="chunk_gla_fwd")
@@ -255,7 +266,7 @@ def test_out(backend, case, measure):
         measure({"rows beside out": memory[:, rows]}, {"rows beside out": before[:, rows]}, 0)
 
 
-@over(POOL, "small", "grouped", "per_head", "constant")
+@over(POOL, gated=True, dtypes="in_turn")
 def test_gates_from_logits(backend, case, measure):
     x = pool(case)
     x["g"] = 3 * normal(tuple(x["g"].shape), case.dtype, torch.Generator(case.device).manual_seed(3))

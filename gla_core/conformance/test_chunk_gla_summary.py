@@ -10,6 +10,7 @@ from gla_core.conformance.calls import (
     expected_summary,
     heads_first,
     poisoned,
+    rows_of_no_sequence,
     run_summary,
     summary,
     three_runs,
@@ -96,11 +97,12 @@ def test_two_parts_equal_the_whole(backend, case, backwards, cut, measure):
 @both_directions
 @over(SUMMARY, "padded", "per_head_padded", "constant_packed")
 def test_padding(backend, case, backwards, measure):
-    """Rows after the last sequence may hold anything and have no effect."""
+    """Rows before the first sequence and after the last one may hold anything and have no effect."""
     x = summary(case, backwards)
+    rows = rows_of_no_sequence(x["cu_seqlens"], x["left"].shape[1])
     for name in ("left", "right", "g"):
         if x[name].ndim > 1:  # a constant gate has no rows
-            x[name][:, int(x["cu_seqlens"][-1]) :] = torch.nan
+            x[name][:, rows] = torch.nan
     with poisoned(backend.can(case.op), case.device):
         out = run_summary(x, backend.name)
     check(out, expected_summary(x), measure, FORWARD[case.dtype])

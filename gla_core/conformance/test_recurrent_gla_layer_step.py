@@ -42,7 +42,7 @@ def test_values_at_size(backend, case, measure):
     measure(run_layer_step(x, backend.name), expected, FORWARD[case.dtype])
 
 
-@over(LAYER_STEP, "small", "grouped", "per_head", "constant", dtypes="in_turn")
+@over(LAYER_STEP, gated=True, dtypes="in_turn")
 def test_gates_from_logits(backend, case, measure):
     x = layer_step(case)
     x["g"] = 3 * normal(tuple(x["g"].shape), x["g"].dtype, torch.Generator(case.device).manual_seed(3))

@@ -8,6 +8,7 @@ import torch
 import gla_core as gla
 from gla_core.conformance import oracle
 from gla_core.conformance.calls import (
+    beyond_float16,
     check_served,
     expected_replay,
     heads_first,
@@ -17,6 +18,8 @@ from gla_core.conformance.calls import (
     pool_budget,
     replay,
     rings_of,
+    rounded_states,
+    rows_of_no_sequence,
     run_replay,
     three_runs,
 )
@@ -95,6 +98,13 @@ def test_values_at_size(backend, case, measure):
 def test_pool_dtypes(backend, case, pool_dtype, measure):
     """States are rounded where they are written, and not before the new tokens."""
     check(replay(case, pool_dtype=pool_dtype), backend, measure)
+
+
+@over(REPLAY, "small", dtypes="no_float64")
+def test_numbers_beyond_float16(backend, case, measure):
+    """A state above the largest number of float16 is written as inf, and o is computed from the state."""
+    x = beyond_float16(replay(case, pool_dtype=torch.float16))
+    check(x, backend, measure, rounded_states(expected_replay(x), torch.float16))
 
 
 @over(REPLAY, "small", "per_head", dtypes="no_float64")
@@ -188,13 +198,13 @@ def test_new_sequences_in_pad_slots(backend, case, measure):
 def test_rows_of_no_sequence(backend, case, measure):
     """They may hold anything, as may tokens of a sequence after the first L // 2; their o is 0."""
     x = replay(case)
-    used = int(x["cu_seqlens"][-1])
+    rows = rows_of_no_sequence(x["cu_seqlens"], x["q"].shape[1])
     if len(x["slots"]):
         for name, ring in rings_of(x).items():
-            x[name] = ring[:, :6]  # one sequence has four tokens
-        x["q"][:, 4], x["v"][:, 4] = torch.nan, torch.nan
+            x[name] = ring[:, :6]
+        rows[x["cu_seqlens"][1] + 3] = True  # the fourth token of a sequence
     for name in TOKENS:
-        x[name][:, used:] = torch.nan
+        x[name][:, rows] = torch.nan
     expected = expected_replay(x)
     with poisoned(backend.can(case.op), case.device):
         o = run_replay(x, backend.name)["o"]
@@ -238,7 +248,7 @@ def test_out(backend, case, measure):
         measure({"rows beside out": larger[rows]}, {"rows beside out": before[rows]}, 0)
 
 
-@over(REPLAY, "small", "grouped", "per_head", "constant", dtypes="in_turn")
+@over(REPLAY, gated=True, dtypes="in_turn")
 def test_gates_from_logits(backend, case, measure):
     """The rings hold log gates, and not logits."""
     x = replay(case)

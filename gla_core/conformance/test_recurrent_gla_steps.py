@@ -8,12 +8,15 @@ import torch
 import gla_core as gla
 from gla_core.conformance import oracle
 from gla_core.conformance.calls import (
+    beyond_float16,
     check_served,
     expected_steps,
     heads_first,
     output_shape,
     poisoned,
     pool_budget,
+    rounded_states,
+    rows_of_no_sequence,
     run_steps,
     steps,
     three_runs,
@@ -73,6 +76,13 @@ def test_values_at_size(backend, case, measure):
 def test_pool_dtypes(backend, case, pool_dtype, measure):
     """States are rounded where they are written, and not between tokens."""
     check(steps(case, pool_dtype=pool_dtype), backend, measure)
+
+
+@over(STEPS, "small", dtypes="no_float64")
+def test_numbers_beyond_float16(backend, case, measure):
+    """A state above the largest number of float16 is written as inf, and o is computed from the state."""
+    x = beyond_float16(steps(case, pool_dtype=torch.float16))
+    check(x, backend, measure, rounded_states(expected_steps(x), torch.float16))
 
 
 @over(STEPS, "accepted", "packed", dtypes="in_turn")
@@ -150,12 +160,12 @@ def test_sequences_may_read_one_slot(backend, case, measure):
 def test_rows_of_no_sequence(backend, case, measure):
     """They may hold anything, as may tokens beyond the S columns of slots; their o is 0."""
     x = steps(case)
-    used = int(x["cu_seqlens"][-1])
+    rows = rows_of_no_sequence(x["cu_seqlens"], x["q"].shape[1])
     if len(x["slots"]):
-        x["slots"] = x["slots"][:, :3]  # one sequence has four tokens
-        x["q"][:, 4], x["v"][:, 4] = torch.nan, torch.nan
+        x["slots"] = x["slots"][:, :3]
+        rows[x["cu_seqlens"][1] + 3] = True  # the fourth token of a sequence
     for name in TOKENS:
-        x[name][:, used:] = torch.nan
+        x[name][:, rows] = torch.nan
     expected = expected_steps(x)
     with poisoned(backend.can(case.op), case.device):
         out = check(x, backend, measure, expected)
@@ -220,7 +230,7 @@ def test_out(backend, case, measure):
         measure({"rows beside out": memory[rows]}, {"rows beside out": before[rows]}, 0)
 
 
-@over(STEPS, "small", "grouped", "per_head", "constant", dtypes="in_turn")
+@over(STEPS, gated=True, dtypes="in_turn")
 def test_gates_from_logits(backend, case, measure):
     x = steps(case)
     x["g"] = 3 * normal(tuple(x["g"].shape), case.dtype, torch.Generator(case.device).manual_seed(3))

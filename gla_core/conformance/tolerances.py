@@ -27,6 +27,6 @@ def relative_error(out: Tensor, ref: Tensor) -> float:
     return error if error == error else float("inf")
 
 
-def number(x: float) -> str:
+def number(x: float, digits: int = 3) -> str:
     """Returns a number as a report shows it, such as 4.66 or 1e-5."""
-    return f"{x:.3g}".replace("e-0", "e-").replace("e+0", "e+")
+    return f"{x:.{digits}g}".replace("e-0", "e-").replace("e+0", "e+")

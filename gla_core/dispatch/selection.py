@@ -113,13 +113,15 @@ class Explanation:
             f"{self.call.op}  {dims}  {dtype} on {place}{packed}{gates}",
             f"request: {self.request} ({self.source})",
         ]
+        several = sum(candidate.refusal is None for candidate in self.candidates) > 1
+        fastest_of_several = self.fastest if several else None
         for candidate in self.candidates:
             mark = "->" if candidate.name == self.winner else "  "
-            fastest = "  <- the fastest" if candidate.name == self.fastest else ""
+            fastest = "  <- the fastest" if candidate.name == fastest_of_several else ""
             lines.append(f" {mark} {candidate.name:<16} {candidate}{fastest}")
             lines += [f"{' ' * 21}{line}" for line in candidate.kernels]
         lines.append(self.why)
-        if self.fastest is not None:
+        if fastest_of_several is not None:
             lines.append(self._verdict())
         return "\n".join(lines)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gla_core.dispatch.backend import Backend, OpCall, arguments_of
 from gla_core.dispatch.composed import through_layer_step, through_pool, through_replay, through_steps
+from gla_core.dispatch.errors import NoBackendError
 from gla_core.dispatch.request import current_request
 from gla_core.dispatch.tensors import new_checkpoints, new_state, number_of_sequences, wide
 
@@ -54,8 +55,8 @@ def function_of(op: str, backend: Backend, call: OpCall) -> Callable[..., Any]:
     """Returns a function that computes a call by calling a backend once for each segment of a sequence.
 
     Raises:
-        NotImplementedError: batch invariance is not defined for the op or for an argument of the call, or the backend
-            lacks the forward that the backward by segments needs.
+        NotImplementedError: batch invariance is not defined for the op or for an argument of the call.
+        NoBackendError: the backend lacks the op by which the parts of the call are computed.
     """
     if op not in _BY_SEGMENT:
         raise NotImplementedError(
@@ -65,7 +66,7 @@ def function_of(op: str, backend: Backend, call: OpCall) -> Callable[..., Any]:
         )
     by = _COMPUTED_BY.get(op, op)
     if by not in backend.ops:
-        raise NotImplementedError(
+        raise NoBackendError(
             f"under batch_invariant {op} is computed part by part, by {by}, which the backend {backend.name!r} does "
             "not implement; request a backend that implements both"
         )

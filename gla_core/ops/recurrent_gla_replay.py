@@ -177,24 +177,28 @@ def recurrent_gla_replay(
     return _call((q, k, v, g, *memory, *of_sequences, scale, cu_seqlens, has_state, pad_slot, c, out), backend)
 
 
-def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
-    checks.logits(given["g"], given["gate_normalizer"])
-    _check_ring_of_gates(given["g"], given["ring_g"])
-    N, L = sizes["N"], sizes["L"]
+def _limit(sizes: Mapping[str, int], packed: bool) -> None:
+    T, L = sizes["T"], sizes["L"]
     if not 2 <= L <= 2 * MOST:
         raise ValueError(
             f"ring_k has L = {L} tokens; expected 2 to {2 * MOST}: twice the tokens of a sequence in a call. "
             "A longer part of a sequence is a call of chunk_gla_pool"
         )
+    if not packed and 2 * T > L:
+        raise ValueError(
+            f"q has T = {T} tokens for each sequence and ring_k has L = {L}; expected L of at least 2 T, "
+            "so that accepted and new tokens fit: use longer rings, or fewer tokens"
+        )
+
+
+def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
+    checks.logits(given["g"], given["gate_normalizer"])
+    _check_ring_of_gates(given["g"], given["ring_g"])
+    N = sizes["N"]
     if given["cu_seqlens"] is not None:
         checks.packed(sizes, of="q")
     else:
         sizes["N"] = sizes["B"]
-        if 2 * sizes["T"] > L:
-            raise ValueError(
-                f"q has T = {sizes['T']} tokens for each sequence and ring_k has L = {L}; expected L of at least 2 T, "
-                "so that accepted and new tokens fit: use longer rings, or fewer tokens"
-            )
     if sizes["N"] != N:
         of = "row of q" if given["cu_seqlens"] is None else "sequence of cu_seqlens"
         raise ValueError(f"slots has {N} entries; expected {sizes['N']}, one for each {of}")
@@ -263,6 +267,7 @@ REPLAY = OpSpec(
     ),
     results=(Result("o", "B T Ho V", into="out"),),
     sizes={"B": "B", "T": "T", "H": "H", "Hq": "H", "Hv": "H", "K": "K", "V": "V", "L": "L", "N": "B", "P": "N"},
+    limit=_limit,
     bind=_bind,
     reads=_reads,
     flops=FORWARD.flops,  # the number of replayed tokens is known on the device alone

@@ -146,19 +146,23 @@ def recurrent_gla_steps(
     return _call((q, k, v, g, pool, slots, scale, *of_sequences, c, out), backend)
 
 
-def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
-    checks.logits(given["g"], given["gate_normalizer"])
-    N, S = sizes["N"], sizes["S"]
+def _limit(sizes: Mapping[str, int], packed: bool) -> None:
+    T, S = sizes["T"], sizes["S"]
     if not 1 <= S <= MOST:
         raise ValueError(
             f"slots has {S} columns; expected 1 to {MOST}: a longer part of a sequence is a call of chunk_gla_pool"
         )
+    if not packed and T > S:
+        raise ValueError(f"q has T = {T} tokens for each sequence and slots has {S} columns")
+
+
+def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
+    checks.logits(given["g"], given["gate_normalizer"])
+    N = sizes["N"]
     if given["cu_seqlens"] is not None:
         checks.packed(sizes, of="q")
     else:
         sizes["N"] = sizes["B"]
-        if sizes["T"] > S:
-            raise ValueError(f"q has T = {sizes['T']} tokens for each sequence and slots has {S} columns")
     if sizes["N"] != N:
         of = "row of q" if given["cu_seqlens"] is None else "sequence of cu_seqlens"
         raise ValueError(f"slots has {N} rows; expected {sizes['N']}, one for each {of}")
@@ -207,6 +211,7 @@ STEPS = OpSpec(
     ),
     results=(Result("o", "B T Ho V", into="out"),),
     sizes={"B": "B", "T": "T", "H": "H", "Hq": "H", "Hv": "H", "K": "K", "V": "V", "N": "B", "S": "T", "P": "N"},
+    limit=_limit,
     bind=_bind,
     reads=_reads,
     flops=FORWARD.flops,

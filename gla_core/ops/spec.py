@@ -199,6 +199,8 @@ class OpSpec:
         sizes: maps each name in `OpCall.dims` to the name of the size that it equals by default: Hq equals H. That name
             comes before it, is the name itself, or is no name of `OpCall.dims`.
         writes: takes the sizes of a call, returns how often it writes the state of a sequence into a pool.
+        limit: takes the sizes of a call and whether it packs sequences along T. It raises ValueError for sizes that the
+            op does not serve.
         bind: takes the arguments by name and the sizes so far. It binds sizes that no shape names, and raises
             ValueError or TypeError for values that do not fit together. Arguments that hold states are checked after
             it.
@@ -219,6 +221,7 @@ class OpSpec:
     arguments: tuple[Argument, ...]
     results: tuple[Result, ...]
     sizes: Mapping[str, str]
+    limit: Callable[[Mapping[str, int], bool], None] = lambda sizes, packed: None
     bind: Callable[[Mapping[str, Any], dict[str, Any]], None] = lambda given, sizes: None
     prepare: Callable[..., tuple] | None = None
     reads: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = lambda given: {}
@@ -404,6 +407,7 @@ class OpSpec:
     def _bind(self, given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
         """Checks the sizes against each other, and binds the sizes that no shape names."""
         self._check_sizes(sizes)
+        self.limit(sizes, given.get("cu_seqlens") is not None)
         self.bind(given, sizes)
         if "Ho" in sizes and sizes["Ho"] != size_of("Ho", sizes):
             raise ValueError(f"{self._owner('Ho')} has {sizes['Ho']} heads; expected {size_of('Ho', sizes)}, as o")

@@ -8,7 +8,8 @@ A workload's sizes hold the dimensions of its op (B, T, H, K ..). They may also 
     dtype           dtype of q (or x), by default float32
     gate_dtype      dtype of g, by default the dtype of q
     lengths         lengths of sequences that are packed along T; B and T then follow from them
-    padding         number of rows after the last of these sequences
+    leading         number of rows before the first of these sequences
+    padding         number of rows after the last of them
     gates           strength of the gates, one of `GATES`
     rows            rows of the pool that a decoding step reads and writes
     pool            number of states in the pool
@@ -115,6 +116,7 @@ def gla_inputs(
     gates: str = "mild",
     gate_form: str = "key",
     lengths: tuple[int, ...] | None = None,
+    leading: int = 0,
     padding: int = 0,
     initial_state: bool = False,
     device: str | torch.device = "cpu",
@@ -125,17 +127,18 @@ def gla_inputs(
     Args:
         G: number of query heads per key/value head. R: number of value heads per key head.
         gate_dtype: dtype of g, by default the dtype of q. gates, gate_form: strength and form of the gates.
-        lengths: lengths of packed sequences; B and T then follow from them. padding: number of rows after the last one.
+        lengths: lengths of packed sequences; B and T then follow from them.
+        leading, padding: number of rows before the first sequence, and after the last one.
         initial_state: whether there is an initial state.
     """
     generator = torch.Generator(device).manual_seed(seed)
-    B, T, N = (B, T, B) if lengths is None else (1, sum(lengths) + padding, len(lengths))
+    B, T, N = (B, T, B) if lengths is None else (1, leading + sum(lengths) + padding, len(lengths))
     Hv = H * R
     q, k, v = (normal(shape, dtype, generator) for shape in ((B, T, H * G, K), (B, T, H, K), (B, T, Hv, V)))
     shape = {"constant": (Hv,), "head": (B, T, Hv), "key": (B, T, Hv, K)}[gate_form]
     g = random_gate(shape, gates, gate_dtype or dtype, generator)
     state = normal((N, Hv, K, V), wide(dtype), generator) if initial_state else None
-    offsets = None if lengths is None else torch.tensor([0, *lengths], device=device).cumsum(0)
+    offsets = None if lengths is None else torch.tensor([leading, *lengths], device=device).cumsum(0)
     return GlaInputs(q, k, v, g, state, offsets)
 
 
@@ -351,7 +354,8 @@ def _dims(sizes: Mapping[str, Any]) -> dict[str, int]:
     dims = {**sizes, **heads, "P": sizes.get("pool", sizes.get("B", 1))}
     lengths = sizes.get("lengths")
     if lengths is not None:
-        dims |= {"B": 1, "T": sum(lengths) + sizes.get("padding", 0), "N": len(lengths)}
+        rows_of_none = sizes.get("leading", 0) + sizes.get("padding", 0)
+        dims |= {"B": 1, "T": sum(lengths) + rows_of_none, "N": len(lengths)}
     slots = sizes.get("slots")
     if slots and isinstance(slots[0], tuple):
         dims["S"] = len(slots[0])

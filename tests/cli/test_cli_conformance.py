@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -46,11 +50,37 @@ def test_what_follows_two_dashes_is_pytests(run):
     assert result.output.endswith("wrong FAILED 1 of 1 cases\n")
 
 
+@pytest.mark.slow
+def test_it_runs_in_any_folder_and_in_other_processes_and_leaves_nothing(tmp_path):
+    """Neither tests/conftest.py of a project nor its settings of pytest have an effect."""
+    project, report = tmp_path / "project", tmp_path / "report.json"
+    (project / "tests").mkdir(parents=True)
+    (project / "tests" / "conftest.py").write_text("import a_package_that_is_not_installed\n")
+    (project / "pytest.ini").write_text("[pytest]\naddopts = --an-option-of-nobody\n")
+    before = sorted(project.rglob("*"))
+    gla_command = (sys.executable, "-c", "from gla_tools.command import main; main()")
+    command = [*gla_command, "conformance", "reference", *CHOSEN, "--report", str(report), "--", "-n", "1"]
+    done = subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("reference passed 2 of 2 cases\n")
+    assert json.loads(report.read_text())["counts"]["passed"] == 2
+    assert sorted(project.rglob("*")) == before
+
+
+def test_what_its_options_need_comes_with_its_extra():
+    """The command `gla conformance NAME -- -n 4`, which the documentation prints, needs pytest-xdist."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    required = project["optional-dependencies"]["conformance"]
+    assert {requirement.split(">")[0] for requirement in required} == {"pytest", "pytest-xdist"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["refrence"], "gla conformance: unknown backend 'refrence'; did you mean 'reference'?"),
         (["reference", "--report", "/dev/null/report.json"], "--report /dev/null/report.json cannot be written: Not a"),
+        (["reference", "--device", "tpu"], "the device is 'tpu'; expected cpu or cuda"),
+        (["reference", "-k", "no_test_of_this_name"], " deselected"),
     ],
 )
 def test_bad_usage(run, arguments, message, capfd):

@@ -114,6 +114,11 @@ def test_packed_sequences_describe_the_same_call_as_tensors():
     assert describe_call("chunk_gla_bwd", "1,64,4,16,32", None, "float64", "cpu", 3) == without_layouts(call)
 
 
+def test_steps_of_packed_sequences_have_a_slot_for_each_token_of_a_sequence():
+    for shape, sequences, S in (("2,8,4,16,32", None, 8), ("1,23,4,16,32", 3, 8), ("1,0,4,16,32", None, 1)):
+        assert describe_call("recurrent_gla_steps", shape, device="cpu", varlen=sequences).dims["S"] == S
+
+
 def test_the_gradient_summary_is_the_summary_backwards():
     call = describe_call("chunk_gla_gradient_summary", "2,64,4,16,32", 8, "float32", "cpu")
     q, do, g = torch.empty(2, 64, 8, 16), torch.empty(2, 64, 8, 32), torch.empty(2, 64, 4, 16)
@@ -267,6 +272,11 @@ def test_a_typo_is_found_without_cuda_too(run, without_cuda):
         (["chunk_gla", "--shape", "1,2,3,4,5", "--gate", "heads"], "form of gates 'heads'; did you mean 'head'?"),
         (["softmax_attention", "--shape", "1,2,3,4,5", "--gate", "key"], "--gate does not go with softmax_attention"),
         (["chunk_gla_fwd", "--shape", "2,2,3,4,5", "--varlen", "4"], "expected B = 1 and not B = 2"),
+        (["chunk_gla_fwd", "--shape", "1,2,3,4,5", "--varlen", "-2"], "--varlen is -2; expected the number of"),
+        (["recurrent_gla_steps", "--shape", "2,9,2,16,16"], "slots has 9 columns; expected 1 to 8"),
+        (["recurrent_gla_steps", "--shape", "1,27,2,16,16", "--varlen", "3"], "slots has 9 columns; expected 1 to 8"),
+        (["recurrent_gla_replay", "--shape", "1,9,4,32,32,8"], "each sequence and ring_k has L = 8; expected L of"),
+        (["recurrent_gla_replay", "--shape", "1,2,4,32,32,99"], "ring_k has L = 99 tokens; expected 2 to 16"),
         (["chunk_gla_pool", "--shape", "2,2,3,4,5,1"], "chunk_gla_pool packs sequences along T: expected B = 1"),
         (["softmax_attention", "--shape", "1,2,3,4,5", "--varlen", "4"], "--varlen does not go with softmax_attention"),
         (["chunk_gla_fwd", "--shape", "1,2,3,4,5", "--max-seqlen", "4"], "expected --varlen, and a length"),

@@ -82,9 +82,13 @@ def test_a_wheel_carries_the_template_beside_the_command(tmp_path, monkeypatch):
         ("class", "'class' cannot be the name of a package"),
         ("_private", "'_private' cannot be the name of a package"),
         ("torch", "a Python package named 'torch' is installed already; choose another name"),
+        ("auto", "'auto' asks for the best backend, and is the name of none; choose another name"),
+        ("reference", "a backend or plugin named 'reference' is installed already; choose another name"),
+        ("broken", "a backend or plugin named 'broken' is installed already; choose another name"),
         ("there", "there exists already; choose another name, or remove it"),
     ],
 )
+@pytest.mark.usefixtures("broken_plugin")
 def test_bad_usage(run, folder, name, message):
     (folder / "there").mkdir()
     result = run("new-backend", name)

@@ -92,10 +92,20 @@ def test_a_dtype_and_a_pair_of_facts():
     half = [row(name, dtype=torch.bfloat16) for name in ("short", "packed")]
     wide = [row(name, failed=False) for name in ("short", "packed")]
     assert "runs in bfloat16; no passing one (2) does" in lines(*half, *wide)["in common"]
-    assert distinct([row("packed_grouped")], [row("packed", failed=False), row("grouped", failed=False)])
+    assert distinct([row("packed_grouped")], [row("packed", failed=False), row("grouped", failed=False)])[0]
     pair = distinct([row("packed", facts=["a", "b", "c"])], [row("short", facts=["a", "c"]), row("short", facts=["b"])])
-    assert pair == ["a", "b"]
-    assert len(distinct([row("packed")], [row("one_token", failed=False)])) == FEW
+    assert pair == (["a", "b"], 0)
+    assert len(distinct([row("packed")], [row("one_token", failed=False)])[0]) == FEW
+
+
+def test_a_fact_that_few_passed_cases_have_and_no_fact_that_many_have():
+    """A wrong initial state shows nothing where strong gates forget it."""
+    failed = [row("short", facts=["with initial_state", "in float32"])] * 2
+    passed = [row(name, failed=False, facts=["in float32"]) for name in ("one_chunk", "width_one", "packed_grouped")]
+    forgotten = row("extreme", failed=False, facts=["with initial_state", "in float32"])
+    found = lines(*failed, *passed, forgotten)["in common"]
+    assert found == "every failing case of 'values' (2) runs with initial_state; 1 of 4 passing ones do"
+    assert "in common" not in lines(*failed, *passed[:2], forgotten)
 
 
 def test_the_property_with_most_workloads_is_examined_and_few_that_fail_are_named():
@@ -153,6 +163,20 @@ def test_root_causes_come_before_wrong_values(root, name, says):
     assert found["begin with"].endswith("; the other failures (1) may follow from this")
     assert next(_failures([VALUES, root], verbose=False)).startswith(f"FAILED test_chunk_gla.py::{root['id']}")
     assert "begin with" not in lines(VALUES)
+
+
+def test_nan_in_fewer_cases_than_wrong_values_is_their_consequence():
+    found = lines(NAN, VALUES, row("short", test="scale"))
+    assert found["begin with"].startswith("chunk_gla_fwd gives wrong values (2 cases)")
+
+
+def test_opcheck_comes_after_wrong_values():
+    """Two runs that differ, as with unwritten memory, fail it in words that hide the cause."""
+    reason = "torch.testing._internal.optests.generate_tests.OpCheckError: opcheck(op, ...): test_aot_dispatch failed"
+    opcheck = row("short", test="opcheck", reason=reason, wrong=[], errors=[])
+    assert kind(opcheck) == "opcheck"
+    assert lines(opcheck, VALUES)["begin with"].startswith("chunk_gla_fwd gives wrong values (1 case)")
+    assert lines(opcheck)["begin with"].startswith(f"chunk_gla_fwd: {reason[:40]}")
 
 
 def test_a_result_too_large_to_look_at_is_one_of_wrong_values():
@@ -232,6 +256,14 @@ def test_the_first_wrong_place_and_no_factor_where_there_is_none():
     assert (found["at"], found["ratio"], found["everywhere"]) == ("batch row 0, token 9, head 0", 2.0, False)
 
 
+def test_numbers_have_as_many_digits_as_show_that_they_differ():
+    ref = torch.full((1, 1, 1, 16), 2.71828182, dtype=torch.float64)
+    found = divergence("o", ref + 1e-4, ref, 1e-5, case("short"))
+    assert (found["found"], found["expected"]) == ("2.7184", "2.7183")
+    found = divergence("o", 2 * ref, ref, 1e-5, case("short"))
+    assert (found["found"], found["expected"]) == ("5.44", "2.72")
+
+
 def test_rounding_is_not_the_first_wrong_place():
     ref = outputs(2, 17, 2)
     out = ref * (1 + 1e-3 * torch.rand_like(ref))
@@ -286,7 +318,7 @@ def scale_ignored(q, k, v, g, scale, initial_state, output_final_state, cu_seqle
 
 def test_a_run_ends_with_a_diagnosis_before_the_verdict(tmp_path, capsys):
     backend = Backend("mine", "0", {"chunk_gla_fwd": scale_ignored}, Capabilities(dtypes=frozenset({torch.float32})))
-    options = {"module": "test_chunk_gla", "select": "(test_values or test_scale) and (short or width_one or ungated)"}
+    options = {"module": "test_chunk_gla", "select": "(test_values or test_scale) and (short or width_one or ungated-)"}
     with gla.register(backend):
         code = run("mine", report=str(tmp_path / "cases.jsonl"), options=["--color=yes"], **options)
     assert code == 1

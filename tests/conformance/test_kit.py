@@ -204,6 +204,10 @@ def test_a_wrong_question_is_a_usage_error(arguments, message, own_backends, tmp
 # ---- the cases of a backend, and the outcome of refused ones
 
 
+COMPUTED_BY_ANOTHER = ("chunk_gla_pool", "recurrent_gla_layer_step", "recurrent_gla_steps", "recurrent_gla_replay")
+"""The ops that the core computes by another one under `batch_invariant`, and whose forward a backend may have alone."""
+
+
 def judge(backend, tmp_path, **options):
     """Runs the kit; returns the exit code, and every case."""
     with gla.register(backend):
@@ -225,6 +229,21 @@ def test_a_case_that_supports_refuses_is_open(tmp_path):
     (why,) = summary.reasons(rows, "open")
     assert (why["reason"], why["cases"]) == ("not supported: even: needs an even number of columns", 3)
     assert "test_online_softmax.py::test_values[small-float32]" in why["such as"]
+
+
+@pytest.mark.parametrize(
+    "op",
+    [op if op in COMPUTED_BY_ANOTHER else pytest.param(op, marks=pytest.mark.thorough) for op in get("reference").ops],
+)
+def test_a_backend_of_one_op_passes_and_what_the_core_refuses_is_open(op, tmp_path):
+    """The core computes some ops by another one under `batch_invariant`, and refuses a backend that lacks it."""
+    backend = Backend("alone", "0", {op: get("reference").ops[op]})
+    module, chosen = f"test_{ABSTRACT_OPS[op].public}", "same_bits or test_values and (small or short) and float32"
+    code, rows = judge(backend, tmp_path, module=module, select=chosen)
+    assert code == 0
+    still_open = [row["reason"] for row in rows if row["outcome"] == "open"]
+    assert all("is computed part by part" in reason for reason in still_open)
+    assert bool(still_open) == (op in COMPUTED_BY_ANOTHER)
 
 
 @pytest.mark.parametrize(
@@ -335,30 +354,6 @@ def test_large_workloads_are_judged_by_what_the_oracle_says_of_small_ones(name):
     assert found.keys() == expected.keys()
     errors = {name: relative_error(found[name], ref) for name, ref in expected.items()}
     assert max(errors.values()) <= FORWARD[torch.float64], errors
-
-
-def test_the_command(tmp_path, monkeypatch):
-    """Exit codes 0, 1 and 2 of `gla conformance`."""
-    from typer.testing import CliRunner
-
-    from gla_tools.command import app
-
-    monkeypatch.chdir(tmp_path)
-    wrong = Backend("wrong", "0", {"online_softmax": lambda x, dim: 2 * x})
-    chosen = ["-k", "test_online_softmax and test_values and small and float32"]
-    with gla.register(wrong):
-        codes = [
-            CliRunner().invoke(app, ["conformance", *arguments]).exit_code
-            for arguments in (
-                ["reference", *chosen, "--report", "report.json"],
-                ["wrong", *chosen],
-                ["nobody", *chosen],
-                ["reference", "--device", "tpu"],
-                ["reference", "-k", "no_test_of_this_name"],
-            )
-        ]
-    assert codes == [0, 1, 2, 2, 2]
-    assert json.loads(Path("report.json").read_text())["counts"]["passed"] == 1
 
 
 # ---- the summary, of made-up cases

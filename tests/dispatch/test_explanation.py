@@ -274,6 +274,15 @@ def test_a_right_prediction(sleeper, x):
     )
 
 
+def test_one_backend_is_measured_and_not_called_the_fastest(sleeper, spy, x):
+    sleeper("mine", 0.001, cost=1.0)
+    spy("picky", supports=lambda call: "only on Sundays")
+    for request in ("mine", "picky,mine"):
+        text = str(softmax(x, backend=request))
+        assert "measured 1" in text
+        assert "fastest" not in text
+
+
 def test_a_wrong_prediction(sleeper, x):
     sleeper("slow", 0.02, cost=1e-9)
     sleeper("fast", 0.001, cost=10.0)

@@ -233,7 +233,7 @@ def test_a_state_is_rounded_once():
 def test_batch_invariance_needs_a_forward_of_the_backend():
     backend = backend_of(through_pool(FORWARD_OP))
     message = "under batch_invariant chunk_gla_pool is computed part by part, by chunk_gla_fwd"
-    with gla.register(backend), gla.batch_invariant(64), pytest.raises(NotImplementedError, match=message):
+    with gla.register(backend), gla.batch_invariant(64), pytest.raises(gla.NoBackendError, match=message):
         gla.chunk_gla_pool(**arguments(), backend="mine")
 
 

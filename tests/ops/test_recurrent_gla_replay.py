@@ -250,7 +250,7 @@ def test_any_step_replays(step):
             expected = expected_replay(x, gate_normalizer=options.get("gate_normalizer"))
             assert_computed(gla.recurrent_gla_replay(**x, **options, backend="mine"), x, expected, 1e-5)
         message = "under batch_invariant recurrent_gla_replay is computed part by part, by recurrent_gla_step, which"
-        with gla.batch_invariant(64), pytest.raises(NotImplementedError, match=message):
+        with gla.batch_invariant(64), pytest.raises(gla.NoBackendError, match=message):
             gla.recurrent_gla_replay(**arguments(), backend="mine")
 
 

@@ -193,7 +193,7 @@ def test_any_step_computes_several(step):
             assert relative_error(gla.recurrent_gla_steps(**x, **options, backend="mine"), expected["o"]) <= 1e-5
             assert relative_error(x["pool"], expected["pool"]) <= 1e-5
         message = "under batch_invariant recurrent_gla_steps is computed part by part, by recurrent_gla_step, which"
-        with gla.batch_invariant(64), pytest.raises(NotImplementedError, match=message):
+        with gla.batch_invariant(64), pytest.raises(gla.NoBackendError, match=message):
             gla.recurrent_gla_steps(**arguments(), backend="mine")
 
 
