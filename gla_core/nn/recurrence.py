@@ -237,7 +237,9 @@ def gate_options(layer: RecurrentLayer) -> dict[str, Any]:
 
 def initial_state(layer: RecurrentLayer, batch_size: int, device: Device) -> GLAState:
     """Returns the state before the first token of `batch_size` sequences: zeros on the layer's device."""
-    like = next((p for p in layer.parameters() if p.dtype in checks.FLOATS), torch.empty(0))
+    like = next(
+        (p for p in layer.parameters() if p.dtype in checks.FLOATS), torch.empty(0, device=torch.get_default_device())
+    )
     device = like.device if device is None else device
     recurrent = torch.zeros(batch_size, *layer.state_shape, device=device, dtype=wide(like.dtype))
     sizes = ((batch_size, layer.conv_size - 1, convolution.width) for convolution in layer.convolutions)

@@ -174,10 +174,10 @@ def _check_values(*args: Any) -> None:
     for n, length in enumerate(lengths):
         if length > S:
             raise ValueError(f"sequence {n} has {length} tokens; slots has {S} columns")
-    accepted = torch.ones(N, dtype=torch.int64) if x["num_accepted"] is None else x["num_accepted"].cpu()
+    accepted = torch.ones(N, dtype=torch.int64, device="cpu") if x["num_accepted"] is None else x["num_accepted"].cpu()
     before = slots.cpu().gather(1, accepted.long().clamp(1, S)[:, None] - 1)[:, 0] if N else slots[:, 0].cpu()
     read = before if x["read_slots"] is None else x["read_slots"].cpu()
-    has_state = torch.ones(N, dtype=torch.bool) if x["has_state"] is None else x["has_state"].cpu()
+    has_state = torch.ones(N, dtype=torch.bool, device="cpu") if x["has_state"] is None else x["has_state"].cpu()
     starts = is_slot(pool, read, pad_slot)
     served = torch.where(has_state, starts, is_slot(pool, slots[:, 0].cpu(), pad_slot)).tolist()
     reads = [slot if there else None for slot, there in zip(read.tolist(), (starts & has_state).tolist(), strict=True)]
