@@ -59,7 +59,7 @@ from gla_core.dispatch.selection import makes_checkpoints
 from gla_core.dispatch.tensors import checkpoint_rows
 from gla_core.ops import autocast, checks
 from gla_core.ops._autograd import gradient
-from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run
+from gla_core.ops._run import bypasses_torch, plans_gradient, request_text, run
 from gla_core.ops._torch_op import eager_op_of, exportable, no_second_derivative, refuse_tangents, torch_op_of
 from gla_core.ops.spec import (
     AS_INPUT,
@@ -219,7 +219,7 @@ def chunk_gla(
     if state_v_first:
         initial_state = checks.transposed(initial_state)
     c = None if gate is None else checks.normalizer(gate, gate_normalizer, g)
-    needs_grad, every = needs_gradient(q, k, v, g, initial_state), checkpoint_every
+    needs_grad, every = plans_gradient(q, k, v, g, initial_state), checkpoint_every
     request = current_request(backend) if bypasses_torch(q) else None  # None if PyTorch has to see the call
     if request is None:
         q, k, v, g = autocast.tokens(q, k, v, g)

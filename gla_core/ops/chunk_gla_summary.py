@@ -38,7 +38,7 @@ from torch import Tensor
 
 from gla_core.dispatch.request import current_request
 from gla_core.ops import autocast, checks
-from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run
+from gla_core.ops._run import bypasses_torch, needs_gradient, plans_gradient, request_text, run
 from gla_core.ops._torch_op import refuse_tangents, torch_op_of
 from gla_core.ops.chunk_gla import GATE_SHAPES, torch_bwd
 from gla_core.ops.spec import AS_INPUT, GATE, INPUT, OFFSETS, WIDE, Argument, OpSpec, Result
@@ -142,7 +142,7 @@ def _summary(
     state_v_first: bool,
 ) -> tuple[Tensor, Tensor]:
     """Runs the op. Error messages call left and right by their `names` in the public function."""
-    needs_grad = needs_gradient(left, right, g)
+    needs_grad = plans_gradient(left, right, g)
     try:
         if not needs_grad and bypasses_torch(left):
             decay, state = run(SUMMARY, (left, right, g, cu_seqlens, backwards), current_request(backend))

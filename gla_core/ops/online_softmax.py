@@ -24,7 +24,7 @@ from torch import Tensor
 from gla_core.dispatch.request import current_request
 from gla_core.dispatch.tensors import wide
 from gla_core.ops import autocast, checks
-from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run
+from gla_core.ops._run import bypasses_torch, plans_gradient, request_text, run
 from gla_core.ops._torch_op import TorchOp, refuse_tangents, torch_op_of
 from gla_core.ops.spec import INPUT, Argument, OpSpec, Result
 
@@ -51,7 +51,7 @@ def online_softmax(x: Tensor, dim: int = -1, backend: str | None = None) -> Tens
         >>> gla.online_softmax(torch.tensor([0.0, 0.0, float("-inf")]))
         tensor([0.5000, 0.5000, 0.0000])
     """
-    needs_grad = needs_gradient(x)
+    needs_grad = plans_gradient(x)
     if not needs_grad and bypasses_torch(x):
         return run(SOFTMAX, (x, _from_the_front(x, dim)), current_request(backend))
     x = autocast.wide(x)
