@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 import gla_core as gla
 from gla_core.ops import PUBLIC_OPS
 from gla_core.workloads.inputs import arguments
-from gla_core.workloads.named import WORKLOADS
+from gla_core.workloads.named import select
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("gla_core", "gla_tools", "backends", *(str(path.relative_to(ROOT)) for path in ROOT.glob("plugins/*/src")))
@@ -74,7 +74,7 @@ def test_ops(op, requested):
         with device, gla.use_backend(requested), contextlib.suppress(NotImplementedError):  # under batch_invariant
             return getattr(gla, op)(**x), x
 
-    for workload in (w for w in WORKLOADS if w.op == op and "ci" in w.tags):
+    for workload in select(op, ["ci"]):
         equal_on_any_default_device(run, workload)
 
 

@@ -371,11 +371,13 @@ def check_computation(mode: str, backend: str | None) -> None:
         request.check(backend, "backend=")
 
 
-def check_positive(**sizes: int) -> None:
-    """Raises ValueError unless all sizes are whole numbers, at least 1."""
-    for name, size in sizes.items():
+def positive(**sizes: int) -> tuple[int, ...]:
+    """Returns the sizes as ints; raises ValueError unless all are whole numbers, at least 1."""
+    found = tuple(checks.integer(size) for size in sizes.values())
+    for name, size in zip(sizes, found, strict=True):
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"{name} is {size!r}; expected a whole number, at least 1")
+    return found
 
 
 def head_width(name: str, expand: float, hidden_size: int, num_heads: int) -> int:

@@ -101,6 +101,8 @@ def run(spec: OpSpec, args: tuple, request: Request, needs_grad: bool = False) -
             signature.append(x)
     latest = plans.latest.get(spec.name)
     known = latest[1] if latest is not None and latest[0] == signature else _look_up(plans, spec.name, signature)
+    if known is None and (plain := spec.plain(args)) is not args:
+        return run(spec, plain, request, needs_grad)
     plan = known or _plan(spec, args, needs_grad, capturing, request)
     if plan is None:
         return run(spec, args, request, needs_grad)
@@ -231,7 +233,7 @@ def backward_of(call: OpCall, op: str) -> OpCall:
 
 # Looked up in every call: names of this module take half the time of attributes of torch.
 transformed = torch._C._are_functorch_transforms_active  # by torch.func
-tracing = torch._C._is_tracing  # torch.jit.trace, where sizes are tensors
+tracing = torch._C._get_tracing_state  # None unless torch.jit.trace runs; sizes are then tensors
 _modes = torch._C._len_torch_dispatch_stack
 _autocast_in_force = autocast.in_force
 

@@ -14,7 +14,6 @@ all -inf gives NaN, as torch.softmax does. A tile that is all -inf does not turn
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,8 +60,7 @@ def online_softmax(x: Tensor, dim: int = -1, backend: str | None = None) -> Tens
 
 def _from_the_front(x: Any, dim: Any) -> Any:
     """Returns dim counted from 0 if it is a dimension of x; returns anything else unchanged, for the checks."""
-    if not isinstance(dim, int) and not isinstance(dim, Tensor) and hasattr(dim, "__index__"):
-        dim = operator.index(dim)  # of numpy, for example
+    dim = checks.integer(dim)
     if isinstance(dim, int) and dim < 0 and isinstance(x, Tensor) and -x.ndim <= dim:
         return dim + x.ndim
     return dim

@@ -275,6 +275,10 @@ class OpSpec:
         return {a.name: a.default for a in self.arguments if a.dtype is None and a.in_call and not a.hint}
 
     @functools.cached_property
+    def _integers(self) -> tuple[int, ...]:
+        return tuple(i for i, a in enumerate(self.arguments) if a.type.removesuffix("?") in ("int", "SymInt"))
+
+    @functools.cached_property
     def _scale_at(self) -> int | None:
         return self.parameters.index("scale") if "scale" in self.parameters else None
 
@@ -318,6 +322,15 @@ class OpSpec:
             raise TypeError(f"{self.name} misses {', '.join(missing)}")
         return tuple(given.get(a.name, a.default) for a in self.arguments)
 
+    def plain(self, args: tuple) -> tuple:
+        """Returns the arguments with integers of other libraries, such as NumPy's, as ints; `args` if there is none."""
+        found = args
+        for i in self._integers:
+            x = checks.integer(args[i])
+            if x is not args[i]:
+                found = (*found[:i], x, *found[i + 1 :])
+        return found
+
     def prepared(self, args: tuple) -> tuple:
         """Returns the arguments as a backend receives them."""
         if self.prepare is not None:
@@ -340,7 +353,7 @@ class OpSpec:
         Raises:
             ValueError, TypeError: an argument has a wrong type, shape, dtype or device, or cannot be written in place.
         """
-        given = dict(zip(self.parameters, args, strict=True))
+        given = dict(zip(self.parameters, self.plain(args), strict=True))
         sizes = self._check(given)
         dtypes = {a.dtype: x.dtype for a in self.arguments if a.dtype and (x := given[a.name]) is not None}
         return OpCall(

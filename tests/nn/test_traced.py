@@ -73,7 +73,7 @@ CALLS = {"whole": (Whole, whole), "masked": (Masked, masked), "packed": (Packed,
 KINDS = ["whole", *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("masked", "packed"))]
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_trace_computes_other_sizes(layer, kind, grad):
@@ -91,7 +91,7 @@ def test_a_trace_computes_other_sizes(layer, kind, grad):
         torch.testing.assert_close(*gradients)
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit:DeprecationWarning")
 def test_a_traced_step(layer):
     module, x = Step(layer), randn(5, 7, D)
     traced = torch.jit.trace(module, (randn(2, D), *tensors(layer.initial_state(2))))

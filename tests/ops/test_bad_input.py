@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import re
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import gla_core as gla
 from gla_core.dispatch.backend import Backend, Capabilities
 from gla_core.dispatch.registry import get
+from gla_core.ops import PUBLIC_OPS
+from gla_core.workloads.inputs import arguments as arguments_of
 from gla_core.workloads.inputs import gla_inputs
+from gla_core.workloads.named import select
 
 
 def chunk_arguments(**changes):
@@ -351,8 +357,47 @@ def test_numbers_of_other_libraries_are_numbers(half):
     assert torch.equal(*(gla.softmax_attention(**attention, scale=scale)[0] for scale in (half, 0.5)))
     step = step_arguments()
     assert torch.equal(*(gla.recurrent_gla_step(**step, scale=scale)[0] for scale in (half, 0.5)))
-    x = torch.randn(3, 4)
-    assert torch.equal(gla.online_softmax(x, np.int64(-2)), gla.online_softmax(x, 0))
+
+
+class Index:
+    """An integer of a library that derives it from no number."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __index__(self):
+        return self.value
+
+
+INTEGERS = {"checkpoint_every": 64, "max_seqlen": 99, "pad_slot": 1, "dim": 0}
+"""A legal value of every argument that takes an integer."""
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+@pytest.mark.parametrize("op", PUBLIC_OPS)
+def test_integers_of_other_libraries_are_integers(op, name):
+    """They are, with PyTorch's dispatcher and without it; flags, floats and tensors are not."""
+    if name not in inspect.signature(getattr(gla, op)).parameters:
+        return
+    workload = next(w for w in select(op, ["ci"]) if w.sizes.get("lengths") or op == "online_softmax")
+
+    def results(value):
+        x = arguments_of(workload) | {name: value}
+        return getattr(gla, op)(**x), *(y for y in x.values() if isinstance(y, torch.Tensor))
+
+    for mode in (contextlib.nullcontext(), FlopCounterMode(display=False)):
+        with mode:
+            expected = results(INTEGERS[name])
+            for kind in (np.int64, np.uint8, Index):
+                torch.testing.assert_close(results(kind(INTEGERS[name])), expected, rtol=0, atol=0, equal_nan=True)
+    for wrong in (True, np.bool_(True), 64.0, np.float32(64), torch.tensor(64)):
+        with pytest.raises(TypeError, match=f"{name} is {type(wrong).__name__}; expected an integer"):
+            results(wrong)
+
+
+def test_every_argument_that_takes_an_integer_is_tested():
+    kinds = {a.name for spec in PUBLIC_OPS.values() for a in spec.arguments if "Int" in a.type or "int" in a.type}
+    assert kinds == {*INTEGERS, "gate_normalizer"}  # which takes any number, if it is whole
 
 
 def test_good_values_pass_the_checks(check_values):
