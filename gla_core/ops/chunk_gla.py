@@ -230,12 +230,17 @@ def chunk_gla(
     if every is None and needs_grad and q.is_cuda and not recompute_states:
         every = interval_for_backward(request or backend)
     args = (q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, every, c, max_seqlen)
-    if request is None:
-        o, state, checkpoints = torch_fwd(*args, needs_grad, request_text(backend))
-    elif needs_grad:
-        o, state, checkpoints = eager_fwd(*args, True, request)
-    else:
-        o, state, checkpoints = run(FORWARD, args, request)
+    try:
+        if request is None:
+            o, state, checkpoints = torch_fwd(*args, needs_grad, request_text(backend))
+        elif needs_grad:
+            o, state, checkpoints = eager_fwd(*args, True, request)
+        else:
+            o, state, checkpoints = run(FORWARD, args, request)
+    except (ValueError, TypeError) as error:
+        if not state_v_first:
+            raise
+        raise FORWARD.as_given(error, args) from None
     state = state if output_final_state else None
     if state_v_first:
         state, checkpoints = checks.transposed(state), checks.transposed(checkpoints)

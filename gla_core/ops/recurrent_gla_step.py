@@ -104,8 +104,11 @@ def recurrent_gla_step(
         >>> o, state = gla.recurrent_gla_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], state)
     """
     if state_v_first:
-        given = (q, k, v, g, checks.transposed(state), scale, state_indices, inplace, backend)
-        o, new = recurrent_gla_step(*given, gate=gate, gate_normalizer=gate_normalizer)
+        given = (q, k, v, g, checks.transposed(state), scale, state_indices)
+        try:
+            o, new = recurrent_gla_step(*given, inplace, backend, gate=gate, gate_normalizer=gate_normalizer)
+        except (ValueError, TypeError) as error:
+            raise STEP.as_given(error, (*given, None, inplace)) from None
         return o, state if inplace else new.mT
     c = None if gate is None else checks.normalizer(gate, gate_normalizer, g)
     if needs_gradient(q, k, v, g, state):

@@ -378,6 +378,23 @@ class OpSpec:
             layouts={name: layout_of(x) for name, x in given.items() if isinstance(x, Tensor)},
         )
 
+    def as_given(self, error: Exception, args: tuple) -> Exception:
+        """Returns the error of a call whose caller gave states with V before K; its message has the shapes as given.
+
+        Args:
+            error: the error that the call raised with the states transposed.
+            args: all arguments, in order, the states transposed.
+        """
+        states = [argument.dtype in STATES for argument in self.arguments]
+        arguments = tuple(_values_first(a) if s else a for a, s in zip(self.arguments, states, strict=True))
+        given = [checks.transposed(x) if s else x for x, s in zip(args, states, strict=True)]
+        try:
+            dataclasses.replace(self, arguments=arguments).describe(*given)
+        except (ValueError, TypeError) as told:
+            if str(told).partition(" ")[0] == str(error).partition(" ")[0]:  # both are of one argument
+                return told
+        return error
+
     def expected(self, *args: Any) -> tuple[Expected | None, ...]:
         """Returns the results that a backend has to return for these arguments; None for each not asked for."""
         given = dict(zip(self.parameters, args, strict=True))
@@ -527,6 +544,13 @@ def _is_given(argument: Argument, call: OpCall) -> bool:
         CHECKPOINTS: call.scalars.get("checkpoint_every"),
     }
     return bool(given.get(argument.dtype))
+
+
+def _values_first(state: Argument) -> Argument:
+    """Returns the description of a state whose V comes before K."""
+    assert state.shape is not None
+    *outer, K, V = state.shape.split()
+    return dataclasses.replace(state, shape=" ".join((*outer, V, K)))
 
 
 def _is_default(argument: Argument, x: Any) -> bool:
