@@ -125,8 +125,8 @@ class Mamba2(nn.Module):
         if not 0 <= dt_limit[0] <= dt_limit[1]:
             raise ValueError(f"dt_limit is {dt_limit}; expected two numbers, at least 0, in ascending order")
         for name, ends in (("A_init_range", A_init_range), ("(dt_min, dt_max)", (dt_min, dt_max))):
-            if not 0 < ends[0] <= ends[1]:
-                raise ValueError(f"{name} is {ends}; expected two numbers above 0, in ascending order")
+            if not 0 < ends[0] <= ends[1] < math.inf:
+                raise ValueError(f"{name} is {ends}; expected two finite numbers above 0, in ascending order")
         self.hidden_size = self.d_model = d_model
         self.conv_size, self.conv_init = d_conv, conv_init
         self.d_state, self.headdim, self.nheads, self.ngroups = d_state, headdim, d_inner // headdim, ngroups

@@ -373,11 +373,11 @@ def check_computation(mode: str, backend: str | None) -> None:
 
 def positive(**sizes: int) -> tuple[int, ...]:
     """Returns the sizes as ints; raises ValueError unless all are whole numbers, at least 1."""
-    found = tuple(checks.integer(size) for size in sizes.values())
-    for name, size in zip(sizes, found, strict=True):
+    integers = tuple(checks.integer(size) for size in sizes.values())
+    for name, size in zip(sizes, integers, strict=True):
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"{name} is {size!r}; expected a whole number, at least 1")
-    return found
+    return integers
 
 
 def head_width(name: str, expand: float, hidden_size: int, num_heads: int) -> int:

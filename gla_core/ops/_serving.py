@@ -68,7 +68,7 @@ def serving(spec: OpSpec) -> Callable[[tuple, str | None, bool], Tensor]:
         try:
             return call(args, backend)
         except (ValueError, TypeError) as error:
-            raise spec.as_given(error, args) from None
+            raise spec.error_in_layout(error, args) from None
 
     return call_in_layout
 

@@ -19,7 +19,7 @@ from gla_core.dispatch.tensors import swapped
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int32, torch.int64)
 MOST_NORMALIZER = 2**31 - 1
-"""The largest gate_normalizer: kernels take it as an int32."""
+"""The largest gate_normalizer, so that a backend may take it as an int32."""
 
 
 def tensor(name: str, x: Any, shape: str, sizes: dict[str, Any]) -> None:

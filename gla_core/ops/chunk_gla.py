@@ -240,7 +240,7 @@ def chunk_gla(
     except (ValueError, TypeError) as error:
         if not state_v_first:
             raise
-        raise FORWARD.as_given(error, args) from None
+        raise FORWARD.error_in_layout(error, args) from None
     state = state if output_final_state else None
     if state_v_first:
         state, checkpoints = checks.transposed(state), checks.transposed(checkpoints)

@@ -108,7 +108,7 @@ def recurrent_gla_step(
         try:
             o, new = recurrent_gla_step(*given, inplace, backend, gate=gate, gate_normalizer=gate_normalizer)
         except (ValueError, TypeError) as error:
-            raise STEP.as_given(error, (*given, None, inplace)) from None
+            raise STEP.error_in_layout(error, (*given, None, inplace)) from None
         return o, state if inplace else new.mT
     c = None if gate is None else checks.normalizer(gate, gate_normalizer, g)
     if needs_gradient(q, k, v, g, state):

@@ -324,12 +324,11 @@ class OpSpec:
 
     def plain(self, args: tuple) -> tuple:
         """Returns the arguments with integers of other libraries, such as NumPy's, as ints; `args` if there is none."""
-        found = args
         for i in self._integers:
             x = checks.integer(args[i])
             if x is not args[i]:
-                found = (*found[:i], x, *found[i + 1 :])
-        return found
+                args = (*args[:i], x, *args[i + 1 :])
+        return args
 
     def prepared(self, args: tuple) -> tuple:
         """Returns the arguments as a backend receives them."""
@@ -378,8 +377,8 @@ class OpSpec:
             layouts={name: layout_of(x) for name, x in given.items() if isinstance(x, Tensor)},
         )
 
-    def as_given(self, error: Exception, args: tuple) -> Exception:
-        """Returns the error of a call whose caller gave states with V before K; its message has the shapes as given.
+    def error_in_layout(self, error: Exception, args: tuple) -> Exception:
+        """Returns the error of a call that was passed states with V before K; its message has their shapes as passed.
 
         Args:
             error: the error that the call raised with the states transposed.
@@ -387,9 +386,9 @@ class OpSpec:
         """
         states = [argument.dtype in STATES for argument in self.arguments]
         arguments = tuple(_values_first(a) if s else a for a, s in zip(self.arguments, states, strict=True))
-        given = [checks.transposed(x) if s else x for x, s in zip(args, states, strict=True)]
+        passed = [checks.transposed(x) if s else x for x, s in zip(args, states, strict=True)]
         try:
-            dataclasses.replace(self, arguments=arguments).describe(*given)
+            dataclasses.replace(self, arguments=arguments).describe(*passed)
         except (ValueError, TypeError) as told:
             if str(told).partition(" ")[0] == str(error).partition(" ")[0]:  # both are of one argument
                 return told
