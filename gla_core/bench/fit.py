@@ -54,12 +54,13 @@ def fit(
 
     def errors(x: Tensor) -> Tensor:
         constants = {**_shifted(start, x), **(fixed or {})}
-        return torch.tensor([error(formula, constants, s) for s in samples], dtype=torch.float64)
+        return torch.tensor([error(formula, constants, s) for s in samples], dtype=torch.float64, device="cpu")
 
     random = Random(0)
-    starts = [torch.tensor([random.uniform(-2, 2) for _ in start], dtype=torch.float64) for _ in range(_RANDOM_STARTS)]
+    zero = torch.zeros(len(start), dtype=torch.float64, device="cpu")
+    starts = [zero.new_tensor([random.uniform(-2, 2) for _ in start]) for _ in range(_RANDOM_STARTS)]
     starts.sort(key=lambda x: _loss(errors(x), x))
-    found = [_minimum(errors, x) for x in (torch.zeros(len(start), dtype=torch.float64), *starts[:_SEARCHED])]
+    found = [_minimum(errors, x) for x in (zero, *starts[:_SEARCHED])]
     return _shifted(start, min(found, key=lambda x: _loss(errors(x), x)))
 
 
@@ -79,7 +80,7 @@ def _minimum(errors: Errors, x: Tensor) -> Tensor:
     """Returns a local minimum that no change of one constant by one of `_RESTARTS` improves."""
     while True:
         x = _local_minimum(errors, x)
-        changed = [x + change * axis for axis in torch.eye(len(x), dtype=x.dtype) for change in _RESTARTS]
+        changed = [x + change * axis for axis in torch.ones_like(x).diag() for change in _RESTARTS]
         best = min(changed, key=lambda y: _loss(errors(y), y), default=x)
         if not _loss(errors(best), best) < _loss(errors(x), x) * (1 - _TOLERANCE):
             return x
@@ -91,10 +92,10 @@ def _local_minimum(errors: Errors, x: Tensor) -> Tensor:
     e, damping = errors(x), 1e-2
     loss = _loss(e, x)
     for _ in range(_MOST_STEPS):
-        near = x + _DIFFERENCE * torch.eye(len(x), dtype=x.dtype)
+        near = x + _DIFFERENCE * torch.ones_like(x).diag()
         slopes = torch.stack([(errors(y) - e) / _DIFFERENCE for y in near], 1)  # [samples, constants]
         weights = (FAR / e.abs().clamp(min=FAR))[:, None]  # [samples, 1]
-        curvature = slopes.T @ (weights * slopes) + _REGULARISATION * torch.eye(len(x), dtype=x.dtype)
+        curvature = slopes.T @ (weights * slopes) + _REGULARISATION * torch.ones_like(x).diag()
         gradient = (slopes.T @ (weights * e[:, None]))[:, 0] + _REGULARISATION * x
         before = loss
         while damping < _DAMPING[1]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import pkgutil
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -96,11 +97,13 @@ class Replacement:
     """A replacement for a function; it calls the original for calls that it does not serve.
 
     It applies within one module, or within a package and all its modules. References to it that remain after it is
-    removed call the original. So does a call for which the function returns NotImplemented.
+    removed call the original. So does a call for which the function returns NotImplemented. It is copied and pickled as
+    functions are, by its name: where it is not in force, the name stands for the original.
     """
 
     def __init__(
         self,
+        home: str,
         name: str,
         function: Callable,
         original: Callable,
@@ -109,7 +112,7 @@ class Replacement:
         how: str,
     ) -> None:
         self.name, self.function, self.original, self.serves, self.within = name, function, original, serves, within
-        self.how, self.holders, self.in_force = how, 0, False
+        self.home, self.how, self.holders, self.in_force = home, how, 0, False
         self._names = parameters(function)
         # Do not copy __dict__: the original's may forbid torch.compile to trace into the function.
         functools.update_wrapper(self, original, updated=())
@@ -117,6 +120,9 @@ class Replacement:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         found = self.function(*args, **kwargs) if self.in_force and self.accepts(*args, **kwargs) else NotImplemented
         return self.original(*args, **kwargs) if found is NotImplemented else found
+
+    def __reduce__(self) -> tuple[Callable, tuple[str]]:
+        return pkgutil.resolve_name, (f"{self.home}:{self.name}",)
 
     def accepts(self, *args: Any, **kwargs: Any) -> bool:
         """Returns whether the replacement serves a call with these arguments, while it is in force."""
@@ -201,7 +207,7 @@ def replacement(
     if isinstance(found, Replacement):
         return found
     if (name, found) not in _made:
-        _made[name, found] = Replacement(name, function, found, serves, within, how)
+        _made[name, found] = Replacement(module.__name__, name, function, found, serves, within, how)
     return _made[name, found]
 
 

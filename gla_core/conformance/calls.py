@@ -374,7 +374,7 @@ def expected_layer_step(x: dict[str, Any], scale: float | None = None, gate_norm
     found, indices = expected_step({**x, "g": g}, scale), x["state_indices"]
     options = {name: x[name] for name in ("norm_eps", "activation") if name in x}
     o = oracle.normed(found["o"], x["output_gate"], x["norm_weight"], **options)
-    used = torch.ones(len(o), dtype=torch.bool) if indices is None else (indices >= 0) & (indices < len(x["state"]))
+    used = o.new_ones(len(o), dtype=torch.bool) if indices is None else (indices >= 0) & (indices < len(x["state"]))
     return {"o": torch.where(used.to(o.device)[:, None, None], o, 0), "state": found["state"]}
 
 

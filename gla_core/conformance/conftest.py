@@ -53,7 +53,7 @@ def prepare_threads() -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)  # else each worker starts a thread a core, and the oracle takes many times as long
     for dtype, function in itertools.product((torch.float32, torch.float64), _ELEMENTARY):
-        function(torch.ones(1, dtype=dtype))
+        function(torch.ones(1, dtype=dtype, device="cpu"))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

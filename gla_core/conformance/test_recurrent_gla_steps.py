@@ -206,14 +206,14 @@ def test_calls_in_a_row(backend, case, measure):
         y = steps(case, seed=call + 7)
         x.update({name: y[name] for name in TOKENS})
         o = run_steps(x, backend.name)["o"]
-        accepted = torch.tensor([1 + (call + 2 * n) % min(S, T) for n in range(N)])
+        accepted = [1 + (call + 2 * n) % min(S, T) for n in range(N)]
         for n in range(N):
             row = [z if z is None or z.ndim == 1 else z[n : n + 1] for z in (x[name] for name in TOKENS)]
             ref, _ = oracle.chunk_gla(*row, None, states[n : n + 1])
             measure({"o": o[n : n + 1]}, {"o": ref}, 3 * FORWARD[case.dtype])
-            kept = [z if z is None or z.ndim == 1 else z[:, : int(accepted[n])] for z in row]
+            kept = [z if z is None or z.ndim == 1 else z[:, : accepted[n]] for z in row]
             states[n : n + 1] = oracle.chunk_gla(*kept, None, states[n : n + 1])[1]
-        x["num_accepted"] = accepted.to(case.device)
+        x["num_accepted"] = torch.tensor(accepted, device=case.device)
 
 
 @over(STEPS, "small", "packed", "grouped", "odd_widths", dtypes="in_turn")

@@ -97,4 +97,4 @@ def load(files: list[Path]) -> Corpus:
 
 def _read(files: tuple[Path, ...]) -> Tensor:
     text = bytearray().join(path.read_bytes() for path in files)
-    return torch.frombuffer(text, dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(text, dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8, device="cpu")

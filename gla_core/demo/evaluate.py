@@ -15,7 +15,7 @@ from gla_core.demo.model import LanguageModel
 def held_out_windows(text: Tensor, window: int, most: int) -> Tensor:
     """Returns at most `most` windows [N, window + 1] uint8, spread evenly over text [n] without overlap."""
     windows = text.unfold(0, window + 1, window + 1)
-    places = torch.linspace(0, len(windows) - 1, min(most, len(windows))).long()
+    places = torch.linspace(0, len(windows) - 1, min(most, len(windows)), device=text.device).long()
     return windows[places]
 
 

@@ -115,5 +115,5 @@ def learning_rate(peak: float, used: float) -> float:
 
 def sample(text: Tensor, batch: int, window: int, generator: torch.Generator) -> Tensor:
     """Returns windows [batch, window + 1] uint8 from random places of text [n]."""
-    starts = torch.randint(len(text) - window, (batch, 1), generator=generator)
-    return text[starts + torch.arange(window + 1)]
+    starts = torch.randint(len(text) - window, (batch, 1), generator=generator, device=text.device)
+    return text[starts + torch.arange(window + 1, device=text.device)]

@@ -130,7 +130,13 @@ def chunk_gla(
     refuse_tangents(q, k, v, g, initial_state)
     # Check before anything is sent: a backend would refuse the call only while the other ranks already wait.
     given = (q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
-    call = FORWARD.describe(*FORWARD.complete(given, {"gate_normalizer": number}))
+    args = FORWARD.complete(given, {"gate_normalizer": number})
+    try:
+        call = FORWARD.describe(*args)
+    except (ValueError, TypeError) as error:
+        if not state_v_first:
+            raise
+        raise FORWARD.error_in_layout(error, args) from None
     B, T = q.shape[:2]
     shard = shard or make_shard(T, cu_seqlens, group, layout, max_seqlen=max_seqlen)
     if shard.tokens != T:

@@ -130,6 +130,7 @@ def shard(
         raise ValueError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}")
     if layout == "zigzag" and tokens % 2:
         raise ValueError(f"tokens is {tokens}; expected an even number in layout 'zigzag', half of either piece")
+    tokens, max_seqlen = checks.integer(tokens), checks.integer(max_seqlen)
     group = _process_group(group)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     if lengths is not None and (len(lengths) != ranks or lengths[rank] != tokens):

@@ -11,6 +11,7 @@ parameters have the names and shapes of flash-linear-attention's layer, so weigh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
@@ -26,9 +27,10 @@ from gla_core.nn.activations import Activation, activation
 from gla_core.nn.layer import Convolve, OpInputs, Output
 from gla_core.nn.merged import Merging, added, products
 from gla_core.nn.recompute import not_kept
-from gla_core.nn.recurrence import GLAState, Step, check_computation, check_positive, head_width, normed
+from gla_core.nn.recurrence import GLAState, Step, check_computation, head_width, normed, positive
 from gla_core.nn.rms_norm import RMSNormGated
 from gla_core.nn.short_convolution import ShortConvolution
+from gla_core.ops import checks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -134,7 +136,7 @@ class GatedLinearAttention(Merging):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        check_positive(
+        hidden_size, num_heads, num_kv_heads, conv_size, gate_low_rank_dim = positive(
             hidden_size=hidden_size,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -143,8 +145,8 @@ class GatedLinearAttention(Merging):
         )
         if num_heads % num_kv_heads != 0:
             raise ValueError(f"num_heads is {num_heads}; expected a multiple of num_kv_heads = {num_kv_heads}")
-        if not gate_logit_normalizer > 0:
-            raise ValueError(f"gate_logit_normalizer is {gate_logit_normalizer}; expected a number above 0")
+        if not 0 < gate_logit_normalizer < math.inf:
+            raise ValueError(f"gate_logit_normalizer is {gate_logit_normalizer}; expected a finite number above 0")
         if clamp_min is not None and not clamp_min <= 0:
             raise ValueError(f"clamp_min is {clamp_min}; expected at most 0: it bounds the log of a forget gate")
         check_computation(mode, backend)
@@ -156,7 +158,8 @@ class GatedLinearAttention(Merging):
         self.use_output_gate = use_output_gate
         self.feature_map = None if feature_map is None else activation("feature_map", feature_map)
         self.gate_logit_normalizer, self.clamp_min = gate_logit_normalizer, clamp_min
-        in_op = clamp_min is None and gate_logit_normalizer == int(gate_logit_normalizer)
+        is_whole = gate_logit_normalizer <= checks.MOST_NORMALIZER and gate_logit_normalizer % 1 == 0
+        in_op = clamp_min is None and is_whole
         self.gate_normalizer = int(gate_logit_normalizer) if in_op else None
         self.backend, self.mode, self.layer_idx = backend, mode, layer_idx
         self.context_parallel = context_parallel
@@ -417,7 +420,7 @@ class GatedLinearAttention(Merging):
         float64, because half precision rounds values near 0 to 0.
         """
         if self.gate_normalizer is None:
-            logits = F.logsigmoid(logits.to(wide(logits.dtype))) / self.gate_logit_normalizer
+            logits = F.logsigmoid(logits.to(wide(logits.dtype))) / float(self.gate_logit_normalizer)
             logits = logits if self.clamp_min is None else logits.clamp(min=self.clamp_min)
         return logits.unflatten(-1, (self.num_kv_heads, -1))
 

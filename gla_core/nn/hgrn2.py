@@ -26,7 +26,7 @@ from gla_core.nn._typed_call import as_typed
 from gla_core.nn.layer import Convolve
 from gla_core.nn.merged import Merging, added, products
 from gla_core.nn.recompute import not_kept, recomputed
-from gla_core.nn.recurrence import GLAState, check_computation, check_positive
+from gla_core.nn.recurrence import GLAState, check_computation, positive
 from gla_core.nn.rms_norm import RMSNormGated
 from gla_core.nn.short_convolution import ShortConvolution
 
@@ -96,10 +96,13 @@ class HGRN2(Merging):
         context_parallel: ProcessGroup | DeviceMesh | None = None,
     ) -> None:
         super().__init__()
+        hidden_size, conv_size = positive(hidden_size=hidden_size, conv_size=conv_size)
+        if num_heads is not None:
+            (num_heads,) = positive(num_heads=num_heads)
         if expand_ratio is None:
             expand_ratio = 128 if num_heads is None else hidden_size // num_heads
-        num_heads = hidden_size // expand_ratio if num_heads is None else num_heads
-        check_positive(hidden_size=hidden_size, num_heads=num_heads, expand_ratio=expand_ratio, conv_size=conv_size)
+        (expand_ratio,) = positive(expand_ratio=expand_ratio)
+        (num_heads,) = positive(num_heads=hidden_size // expand_ratio if num_heads is None else num_heads)
         if hidden_size % num_heads != 0:
             raise ValueError(f"hidden_size is {hidden_size}; expected a multiple of num_heads = {num_heads}")
         check_computation(mode, backend)

@@ -25,7 +25,7 @@ from gla_core.nn import recurrence
 from gla_core.nn._typed_call import as_typed
 from gla_core.nn.layer import Convolve
 from gla_core.nn.recompute import not_kept, recomputed
-from gla_core.nn.recurrence import GLAState, check_computation, check_positive
+from gla_core.nn.recurrence import GLAState, check_computation, positive
 from gla_core.nn.rms_norm import RMSNormGated
 from gla_core.nn.short_convolution import ShortConvolution
 
@@ -113,9 +113,10 @@ class Mamba2(nn.Module):
         context_parallel: ProcessGroup | DeviceMesh | None = None,
     ) -> None:
         super().__init__()
+        d_model, d_state, d_conv, expand, headdim, ngroups = positive(
+            d_model=d_model, d_state=d_state, d_conv=d_conv, expand=expand, headdim=headdim, ngroups=ngroups
+        )
         d_inner = expand * d_model
-        sizes = {"d_model": d_model, "d_state": d_state, "d_conv": d_conv, "expand": expand, "headdim": headdim}
-        check_positive(**sizes, ngroups=ngroups)
         check_computation("chunk", backend)
         if d_inner % headdim != 0:
             raise ValueError(f"expand * d_model is {d_inner}; expected a multiple of headdim = {headdim}")
@@ -124,8 +125,8 @@ class Mamba2(nn.Module):
         if not 0 <= dt_limit[0] <= dt_limit[1]:
             raise ValueError(f"dt_limit is {dt_limit}; expected two numbers, at least 0, in ascending order")
         for name, ends in (("A_init_range", A_init_range), ("(dt_min, dt_max)", (dt_min, dt_max))):
-            if not 0 < ends[0] <= ends[1]:
-                raise ValueError(f"{name} is {ends}; expected two numbers above 0, in ascending order")
+            if not 0 < ends[0] <= ends[1] < math.inf:
+                raise ValueError(f"{name} is {ends}; expected two finite numbers above 0, in ascending order")
         self.hidden_size = self.d_model = d_model
         self.conv_size, self.conv_init = d_conv, conv_init
         self.d_state, self.headdim, self.nheads, self.ngroups = d_state, headdim, d_inner // headdim, ngroups

@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import _has_any_global_hook
 
 from gla_core.ops import autocast
-from gla_core.ops.calls import transformed
+from gla_core.ops.calls import tracing, transformed
 
 _ALLOCATIONS: WeakKeyDictionary[nn.Module, StorageWeakRef] = WeakKeyDictionary()
 """The allocation of each group, under its first layer. This does not keep it alive, nor is it a part of the module,
@@ -94,7 +94,7 @@ def added(residual: Tensor, layer: nn.Module, x: Tensor) -> Tensor:
 
 def _computes_plainly(x: Tensor) -> bool:
     """Returns whether no gradient is wanted, and nothing has to see each layer's call."""
-    if torch.is_grad_enabled() or is_compiling() or type(x) is not Tensor:
+    if torch.is_grad_enabled() or is_compiling() or tracing() or type(x) is not Tensor:
         return False
     return not (autocast.in_force() or transformed() or _has_any_global_hook())
 

@@ -26,7 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_compiling, is_dynamo_compiling, is_exporting
 from torch.utils.checkpoint import checkpoint
 
-from gla_core.ops.calls import transformed
+from gla_core.ops.calls import tracing, transformed
 
 
 def recomputed(
@@ -34,8 +34,8 @@ def recomputed(
 ) -> Tensor:
     """Returns `function(*tensors)`; autograd keeps only the tensors for the backward.
 
-    Under torch.compile the function is marked, so that the compiler computes it again too. In an exported graph and
-    under torch.func it is a plain call.
+    Under torch.compile the function is marked, so that the compiler computes it again too. In an exported graph,
+    under torch.jit.trace and under torch.func it is a plain call.
 
     Args:
         function: a function that depends on no other tensor that needs a gradient. Autocast must not change its result.
@@ -47,7 +47,7 @@ def recomputed(
         return function(*tensors)
     if is_dynamo_compiling() and not _exports() and any(x is not None and x.requires_grad for x in tensors):
         found = checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)
-    elif is_compiling() or transformed():
+    elif is_compiling() or tracing() or transformed():
         return function(*tensors)
     elif gradients is not None:
         found = _WithGradients.apply(function, gradients, *tensors)

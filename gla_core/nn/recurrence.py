@@ -238,7 +238,9 @@ def gate_options(layer: RecurrentLayer) -> dict[str, Any]:
 
 def initial_state(layer: RecurrentLayer, batch_size: int, device: Device) -> GLAState:
     """Returns the state before the first token of `batch_size` sequences: zeros on the layer's device."""
-    like = next((p for p in layer.parameters() if p.dtype in checks.FLOATS), torch.empty(0))
+    like = next(
+        (p for p in layer.parameters() if p.dtype in checks.FLOATS), torch.empty(0, device=torch.get_default_device())
+    )
     device = like.device if device is None else device
     recurrent = torch.zeros(batch_size, *layer.state_shape, device=device, dtype=wide(like.dtype))
     sizes = ((batch_size, layer.conv_size - 1, convolution.width) for convolution in layer.convolutions)
@@ -370,11 +372,13 @@ def check_computation(mode: str, backend: str | None) -> None:
         request.check(backend, "backend=")
 
 
-def check_positive(**sizes: int) -> None:
-    """Raises ValueError unless all sizes are whole numbers, at least 1."""
-    for name, size in sizes.items():
+def positive(**sizes: int) -> tuple[int, ...]:
+    """Returns the sizes as ints; raises ValueError unless all are whole numbers, at least 1."""
+    integers = tuple(checks.integer(size) for size in sizes.values())
+    for name, size in zip(sizes, integers, strict=True):
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"{name} is {size!r}; expected a whole number, at least 1")
+    return integers
 
 
 def head_width(name: str, expand: float, hidden_size: int, num_heads: int) -> int:

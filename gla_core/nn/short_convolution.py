@@ -130,7 +130,7 @@ class ShortConvolution(nn.Module):
         """
         N = x.shape[0] if packing is None else packing.histories.shape[0]
         room, T = self.kernel_size - 1, x.shape[1]
-        if history is None and packing is None and lengths is None and room <= T:
+        if self.kernel is not None and history is None and packing is None and lengths is None and room <= T:
             y = self._by_kernel(x)
             if y is not None:
                 return y, x[:, T - room :].clone()

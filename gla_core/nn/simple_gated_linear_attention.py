@@ -89,7 +89,7 @@ class SimpleGatedLinearAttention(GatedLinearAttention):
             context_parallel=context_parallel,
             **where,
         )
-        self.gk_proj = nn.Linear(hidden_size, num_heads, **where)
+        self.gk_proj = nn.Linear(self.hidden_size, self.num_heads, **where)
 
     def gates(self, logits: Tensor) -> Tensor:
         """Returns the logits [B, T, H], or log gates; see `GatedLinearAttention.gates`."""

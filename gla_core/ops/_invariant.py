@@ -180,12 +180,19 @@ def _backward(
     dstate: Tensor | None,
     gate_normalizer: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Computes chunk_gla_bwd, segment by segment. The forward computes the entering states again."""
+    """Computes chunk_gla_bwd, segment by segment. The forward computes the entering states again.
+
+    A constant gate is given to the segments in a wide dtype, so that only the sum of their gradients is rounded.
+    """
+    dtype = None if g is None else g.dtype
+    g = g.to(wide(q.dtype)) if g is not None and g.ndim == 1 else g
     states = _states(k, v, cu_seqlens, initial_state)
     given = ((q, k, v, g), scale, states, None, gate_normalizer)
     computed = _forwards(compute, _segments(tokens, q, cu_seqlens), *given)
     entered = [(part, state) for part, state, *_ in computed]
-    gradients = [_zeros_like(x) for x in (q, k, v, g)]
+    gradients = [
+        None if x is None else torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g)
+    ]
     dstates = _states(k, v, cu_seqlens, dstate)
     for part, state in reversed(entered):
         leaving = dstates[part.n : part.n + 1]
@@ -198,16 +205,7 @@ def _backward(
     assert dq is not None
     assert dk is not None
     assert dv is not None
-    dg = None if g is None or dg is None else dg.to(g.dtype)
-    return dq, dk, dv, dg, None if initial_state is None else dstates
-
-
-def _zeros_like(x: Tensor | None) -> Tensor | None:
-    """Returns zeros for the gradient of x, in a wide dtype if it is a sum over segments: the one of a constant gate."""
-    if x is None:
-        return None
-    dtype = wide(x.dtype) if x.ndim == 1 else x.dtype
-    return torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    return dq, dk, dv, None if dg is None else dg.to(dtype), None if initial_state is None else dstates
 
 
 def _step(

@@ -107,6 +107,8 @@ def run(spec: OpSpec, args: tuple, request: Request, needs_grad: bool = False, i
             signature.append(x)
     latest = plans.latest.get(spec.name)
     known = latest[1] if latest is not None and latest[0] == signature else _look_up(plans, spec.name, signature)
+    if known is None and (plain := spec.plain(args)) is not args:
+        return run(spec, plain, request, needs_grad)
     plan = known or _plan(spec, args, needs_grad, capturing, request)
     if plan is None:
         return run(spec, args, request, needs_grad, is_part)
@@ -240,6 +242,7 @@ def backward_of(call: OpCall, op: str) -> OpCall:
 
 # Looked up in every call: names of this module take half the time of attributes of torch.
 transformed = torch._C._are_functorch_transforms_active  # by torch.func
+tracing = torch._C._get_tracing_state  # None unless torch.jit.trace runs; sizes are then tensors
 _modes = torch._C._len_torch_dispatch_stack
 _autocast_in_force = autocast.in_force
 
@@ -254,12 +257,21 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
     return False
 
 
+def plans_gradient(*tensors: Tensor | None) -> bool:
+    """Returns whether a call is planned for a gradient of any of `tensors`.
+
+    A call under torch.jit.trace is not, because PyTorch compares its trace with another one that it makes without
+    gradients. Its gradient is computed all the same.
+    """
+    return needs_gradient(*tensors) and not tracing()
+
+
 def bypasses_torch(x: Any) -> bool:
     """Returns whether the public function may call the backend directly, without PyTorch's dispatcher.
 
-    It may if x is a plain tensor, and no compiler, mode, transform or autocast has to see the op.
+    It may if x is a plain tensor, and no compiler, tracer, mode, transform or autocast has to see the op.
     """
-    if is_compiling() or _modes() or transformed():
+    if is_compiling() or _modes() or transformed() or tracing():
         return False
     if _autocast_in_force() or forward_ad._current_level >= 0:
         return False

@@ -15,12 +15,13 @@ from gla_core.ops._torch_op import faker, refuse_in_place, refuse_tangents, runn
 from gla_core.ops.spec import AS_INPUT, OpSpec, plain_number, scale_or_default
 
 
-def serving(spec: OpSpec) -> Callable[[tuple, str | None], Tensor]:
-    """Defines `gla::<name of the op>`, and returns the function that calls the op with its arguments and a request.
+def serving(spec: OpSpec) -> Callable[[tuple, str | None, bool], Tensor]:
+    """Defines `gla::<name of the op>`, and returns the function that calls the op.
 
-    The arguments begin with q, k, v and g, and with the tensors that every call writes; other tensors of floats follow
-    them; the scale may be None. The function raises RuntimeError if an input requires a gradient, and
-    NotImplementedError under transforms of torch.func.
+    It takes the arguments, a request, and whether states have V before K. The arguments begin with q, k, v and g, and
+    with the tensors that every call writes, states first; other tensors of floats follow them; the scale may be None.
+    The function raises RuntimeError if an input requires a gradient, and NotImplementedError under transforms of
+    torch.func.
     """
     out_of_op = (None,) if "out" in spec.parameters else ()
     of_torch = torch_op(  # a torch op returns no argument, so this one lacks `out`
@@ -61,7 +62,16 @@ def serving(spec: OpSpec) -> Callable[[tuple, str | None], Tensor]:
         o = of_torch(q, k, v, g, *rest, request_text(backend))
         return o if out is None else out.copy_(o)
 
-    return call
+    def call_in_layout(args: tuple, backend: str | None, state_v_first: bool) -> Tensor:
+        if not state_v_first:
+            return call(args, backend)
+        args = (*args[:4], checks.transposed(args[4]), *args[5:])
+        try:
+            return call(args, backend)
+        except (ValueError, TypeError) as error:
+            raise spec.error_in_layout(error, args) from None
+
+    return call_in_layout
 
 
 def _check_out(out: Any, q: Any, v: Any, given: Mapping[str, Any]) -> None:

@@ -295,6 +295,7 @@ def _join_batch(spec: OpSpec | None, call: TorchOp, size: int, in_dims: tuple, a
             x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
             if i == constant:  # it has no batch, and becomes a gate of each token and head
                 tokens = joined[0].shape[: joined[0].ndim - 2]
+                x = x.to(wide(joined[0].dtype))  # so that only the sum of the tokens' gradients is rounded
                 x = x.view(size, *[1] * len(tokens), -1).expand(size, tokens[0] // size, *tokens[1:], -1)
             x = x.flatten(0, 1)
         joined.append(x)
@@ -304,7 +305,7 @@ def _join_batch(spec: OpSpec | None, call: TorchOp, size: int, in_dims: tuple, a
     if spec is not None and constant is not None:
         gate = spec.parameters[constant]
         parts = [
-            x.flatten(1, -2).sum(1) if result.like == gate and x.ndim > 1 else x
+            x.flatten(1, -2).sum(1).to(args[constant].dtype) if result.like == gate and x.ndim > 1 else x
             for result, x in zip(spec.results, parts, strict=False)
         ]
     return tuple(parts), tuple(None if x.ndim == 1 else 0 for x in results)

@@ -1,7 +1,7 @@
 """Exports functions for other packages that run abstract ops, or wrap public ones in functions of their own."""
 
 from gla_core.ops._over_mesh import is_dtensor
-from gla_core.ops._run import backward_of, bypasses_torch, needs_gradient, request_text, run, transformed
+from gla_core.ops._run import backward_of, bypasses_torch, needs_gradient, request_text, run, tracing, transformed
 from gla_core.ops._torch_op import exportable, refuse_tangents
 
 __all__ = [
@@ -13,5 +13,6 @@ __all__ = [
     "refuse_tangents",
     "request_text",
     "run",
+    "tracing",
     "transformed",
 ]

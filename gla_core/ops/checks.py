@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import numbers
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +18,8 @@ from gla_core.dispatch.tensors import swapped
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int32, torch.int64)
+MOST_NORMALIZER = 2**31 - 1
+"""The largest gate_normalizer, so that a backend may take it as an int32."""
 
 
 def tensor(name: str, x: Any, shape: str, sizes: dict[str, Any]) -> None:
@@ -82,6 +85,19 @@ def packed(sizes: dict[str, Any], of: str) -> None:
     sizes["N"] = sizes["N+1"] - 1
 
 
+def integer(x: Any) -> Any:
+    """Converts an integer of any library, such as NumPy, to an int; returns anything else unchanged.
+
+    Neither True and False nor tensors count as integers, and a symbolic size stays one.
+    """
+    if type(x) is int or x is None or isinstance(x, bool | Tensor | torch.SymInt):
+        return x
+    try:
+        return operator.index(x)
+    except TypeError:
+        return x
+
+
 def longest(max_seqlen: int | None) -> None:
     """Raises ValueError for a negative bound on the lengths of sequences."""
     if max_seqlen is not None and max_seqlen < 0:
@@ -95,19 +111,22 @@ def normalizer(gate: str, number: int, g: Any) -> int:
     if g is None:
         raise ValueError("gate is 'logsigmoid' and g is None; expected the logits of the gates as g")
     is_number = isinstance(number, int | float | numbers.Real) and not isinstance(number, bool)
-    if not is_number or not number >= 1 or number % 1 != 0:
+    if not is_number or not 1 <= number <= MOST_NORMALIZER or number % 1 != 0:
         raise ValueError(
-            f"gate_normalizer is {number!r}; expected a whole number, at least 1: for another one compute log gates"
+            f"gate_normalizer is {number!r}; expected a whole number from 1 to {MOST_NORMALIZER}: for another one "
+            "compute log gates"
         )
     return int(number)
 
 
 def logits(g: Any, gate_normalizer: int | None) -> None:
-    """Raises ValueError for a gate_normalizer below 1, or without logits."""
+    """Raises ValueError for a gate_normalizer out of range, or without logits."""
     if gate_normalizer is None:
         return
-    if gate_normalizer < 1:
-        raise ValueError(f"gate_normalizer is {gate_normalizer}; expected at least 1, or None if g holds log gates")
+    if not 1 <= gate_normalizer <= MOST_NORMALIZER:
+        raise ValueError(
+            f"gate_normalizer is {gate_normalizer}; expected 1 to {MOST_NORMALIZER}, or None if g holds log gates"
+        )
     if g is None:
         raise ValueError(f"gate_normalizer is {gate_normalizer} and g is None; expected the logits of the gates as g")
 

@@ -59,7 +59,7 @@ from gla_core.dispatch.selection import makes_checkpoints
 from gla_core.dispatch.tensors import checkpoint_rows
 from gla_core.ops import autocast, checks
 from gla_core.ops._autograd import gradient
-from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run
+from gla_core.ops._run import bypasses_torch, plans_gradient, request_text, run
 from gla_core.ops._torch_op import eager_op_of, exportable, no_second_derivative, refuse_tangents, torch_op_of
 from gla_core.ops.spec import (
     AS_INPUT,
@@ -233,7 +233,7 @@ def chunk_gla(
     if state_v_first:
         initial_state = checks.transposed(initial_state)
     c = None if gate is None else checks.normalizer(gate, gate_normalizer, g)
-    needs_grad, every = needs_gradient(q, k, v, g, initial_state), checkpoint_every
+    needs_grad, every = plans_gradient(q, k, v, g, initial_state), checkpoint_every
     request = current_request(backend) if bypasses_torch(q) else None  # None if PyTorch has to see the call
     if request is None:
         q, k, v, g = autocast.tokens(q, k, v, g)
@@ -244,12 +244,17 @@ def chunk_gla(
     if every is None and needs_grad and q.is_cuda and not recompute_states:
         every = interval_for_backward(request or backend)
     args = (q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, every, c, max_seqlen)
-    if request is None:
-        o, state, checkpoints = torch_fwd(*args, needs_grad, request_text(backend))
-    elif needs_grad:
-        o, state, checkpoints = eager_fwd(*args, True, request)
-    else:
-        o, state, checkpoints = run(FORWARD, args, request)
+    try:
+        if request is None:
+            o, state, checkpoints = torch_fwd(*args, needs_grad, request_text(backend))
+        elif needs_grad:
+            o, state, checkpoints = eager_fwd(*args, True, request)
+        else:
+            o, state, checkpoints = run(FORWARD, args, request)
+    except (ValueError, TypeError) as error:
+        if not state_v_first:
+            raise
+        raise FORWARD.error_in_layout(error, args) from None
     state = state if output_final_state else None
     if state_v_first:
         state, checkpoints = checks.transposed(state), checks.transposed(checkpoints)

@@ -130,11 +130,9 @@ def chunk_gla_pool(
         >>> batch = (q, k, v, g, pool, cu_seqlens, slots)
         >>> o = gla.chunk_gla_pool(*batch, has_state=~new)
     """
-    if state_v_first:
-        pool = checks.transposed(pool)
     c = None if gate is None else checks.normalizer(gate, gate_normalizer, g)
     slots, rest = (cu_seqlens, read_slots, write_slots), (has_state, checkpoint_offsets, checkpoint_slots, pad_slot)
-    return _call((q, k, v, g, pool, *slots, scale, *rest, c, out, max_seqlen), backend)
+    return _call((q, k, v, g, pool, *slots, scale, *rest, c, out, max_seqlen), backend, state_v_first)
 
 
 def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:

@@ -37,8 +37,9 @@ import torch
 from torch import Tensor
 
 from gla_core.dispatch.request import current_request
+from gla_core.dispatch.tensors import wide
 from gla_core.ops import autocast, checks
-from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run
+from gla_core.ops._run import bypasses_torch, needs_gradient, plans_gradient, request_text, run
 from gla_core.ops._torch_op import refuse_tangents, torch_op_of
 from gla_core.ops.chunk_gla import GATE_SHAPES, torch_bwd
 from gla_core.ops.spec import AS_INPUT, GATE, INPUT, OFFSETS, WIDE, Argument, OpSpec, Result
@@ -144,7 +145,7 @@ def _summary(
     state_v_first: bool,
 ) -> tuple[Tensor, Tensor]:
     """Runs the op. Error messages call left and right by their `names` in the public function."""
-    needs_grad = needs_gradient(left, right, g)
+    needs_grad = plans_gradient(left, right, g)
     try:
         if not needs_grad and bypasses_torch(left):
             decay, state = run(SUMMARY, (left, right, g, cu_seqlens, backwards), current_request(backend))
@@ -226,8 +227,10 @@ def _backward(ctx: Any, ddecay: Tensor | None, dstate: Tensor | None) -> tuple:
         raise NotImplementedError(_NO_GRADIENT)
     k, v, g, cu_seqlens, decay = ctx.saved_tensors
     dk = dv = dg = None
+    # Both parts of the gradient of g are wide, so that only their sum is rounded.
+    gates = g if g is None or ddecay is None else g.to(wide(k.dtype))
     if dstate is not None:
-        silent = (torch.zeros_like(k), k, v, g, 1.0, None, cu_seqlens, None, None, torch.zeros_like(v))
+        silent = (torch.zeros_like(k), k, v, gates, 1.0, None, cu_seqlens, None, None, torch.zeros_like(v))
         _, dk, dv, dg, _ = torch_bwd(*silent, dstate, None, None, ctx.backend)
     if g is None:
         return dk, dv, None, None, None, None, None

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gla_core.ops import checks
 from gla_core.ops._torch_op import exportable
 from gla_core.ops.chunk_gla import chunk_gla
 
@@ -89,6 +90,7 @@ def linear_attention(
     options: Any = {"max_seqlen": max_seqlen, "state_v_first": state_v_first}
     if not normalize:
         return LinearAttention(*chunk_gla(q, k, v, None, scale, *last, **options))
+    _check(q, v, initial_state, cu_seqlens is not None, state_v_first)
     v = torch.cat([v, v.new_ones(()).expand(*v.shape[:-1], 1)], dim=-1)
     o, state = chunk_gla(q, k, v, None, 1.0, *last, **options)
     z = o[..., -1:]
@@ -97,3 +99,13 @@ def linear_attention(
         own = (cu_seqlens[0] <= tokens) & (tokens < cu_seqlens[-1])  # [T]
         z = torch.where(own[:, None, None], z, 1)
     return LinearAttention(o[..., :-1] / z, state)
+
+
+def _check(q: Tensor, v: Tensor, initial_state: Tensor | None, packed: bool, state_v_first: bool) -> None:
+    """Checks v and the state, so that errors have their shapes as given; chunk_gla gets one more column of values."""
+    sizes: dict[str, Any] = {}
+    checks.tensor("q", q, "B T Hq K", sizes)
+    checks.tensor("v", v, "B T Hv V", sizes)
+    if initial_state is not None:
+        sizes = {"Hv": sizes["Hv"], "K": sizes["K"], "V+1": sizes["V"] + 1} | ({} if packed else {"N": sizes["B"]})
+        checks.tensor("initial_state", initial_state, "N Hv V+1 K" if state_v_first else "N Hv K V+1", sizes)

@@ -14,7 +14,6 @@ all -inf gives NaN, as torch.softmax does. A tile that is all -inf does not turn
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,8 +22,8 @@ from torch import Tensor
 
 from gla_core.dispatch.request import current_request
 from gla_core.dispatch.tensors import wide
-from gla_core.ops import autocast
-from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run
+from gla_core.ops import autocast, checks
+from gla_core.ops._run import bypasses_torch, plans_gradient, request_text, run
 from gla_core.ops._torch_op import TorchOp, refuse_tangents, torch_op_of
 from gla_core.ops.spec import INPUT, Argument, OpSpec, Result
 
@@ -51,7 +50,7 @@ def online_softmax(x: Tensor, dim: int = -1, backend: str | None = None) -> Tens
         >>> gla.online_softmax(torch.tensor([0.0, 0.0, float("-inf")]))
         tensor([0.5000, 0.5000, 0.0000])
     """
-    needs_grad = needs_gradient(x)
+    needs_grad = plans_gradient(x)
     if not needs_grad and bypasses_torch(x):
         return run(SOFTMAX, (x, _from_the_front(x, dim)), current_request(backend))
     x = autocast.wide(x)
@@ -61,8 +60,7 @@ def online_softmax(x: Tensor, dim: int = -1, backend: str | None = None) -> Tens
 
 def _from_the_front(x: Any, dim: Any) -> Any:
     """Returns dim counted from 0 if it is a dimension of x; returns anything else unchanged, for the checks."""
-    if not isinstance(dim, int) and not isinstance(dim, Tensor) and hasattr(dim, "__index__"):
-        dim = operator.index(dim)  # of numpy, for example
+    dim = checks.integer(dim)
     if isinstance(dim, int) and dim < 0 and isinstance(x, Tensor) and -x.ndim <= dim:
         return dim + x.ndim
     return dim

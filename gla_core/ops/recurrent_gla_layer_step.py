@@ -101,11 +101,9 @@ def recurrent_gla_layer_step(
         >>> o = gla.recurrent_gla_layer_step(*token, state, gates)
         >>> y = output_projection(o.flatten(1))
     """
-    if state_v_first:
-        state = checks.transposed(state)
     c = None if gate is None else checks.normalizer(gate, gate_normalizer, g)
     rest = (scale, plain_number(norm_eps), activation, state_indices, c)
-    return _call((q, k, v, g, state, output_gate, norm_weight, *rest), backend)
+    return _call((q, k, v, g, state, output_gate, norm_weight, *rest), backend, state_v_first)
 
 
 def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:

@@ -170,11 +170,11 @@ def recurrent_gla_replay(
         ... )
     """
     checks.no_tree(parents)
-    if state_v_first:
-        pool = checks.transposed(pool)
     c = None if gate is None else checks.normalizer(gate, gate_normalizer, g)
     memory, of_sequences = (pool, ring_k, ring_v, ring_g), (slots, ring_start, num_accepted)
-    return _call((q, k, v, g, *memory, *of_sequences, scale, cu_seqlens, has_state, pad_slot, c, out), backend)
+    return _call(
+        (q, k, v, g, *memory, *of_sequences, scale, cu_seqlens, has_state, pad_slot, c, out), backend, state_v_first
+    )
 
 
 def _limit(sizes: Mapping[str, int], packed: bool) -> None:

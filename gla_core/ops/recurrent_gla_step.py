@@ -105,8 +105,11 @@ def recurrent_gla_step(
         >>> o, state = gla.recurrent_gla_step(*token, state)
     """
     if state_v_first:
-        given = (q, k, v, g, checks.transposed(state), scale, state_indices, inplace, backend)
-        o, new = recurrent_gla_step(*given, gate=gate, gate_normalizer=gate_normalizer)
+        given = (q, k, v, g, checks.transposed(state), scale, state_indices)
+        try:
+            o, new = recurrent_gla_step(*given, inplace, backend, gate=gate, gate_normalizer=gate_normalizer)
+        except (ValueError, TypeError) as error:
+            raise STEP.error_in_layout(error, (*given, None, inplace)) from None
         return o, state if inplace else new.mT
     c = None if gate is None else checks.normalizer(gate, gate_normalizer, g)
     if needs_gradient(q, k, v, g, state):

@@ -137,13 +137,11 @@ def recurrent_gla_steps(
         ... )
     """
     checks.no_tree(parents)
-    if state_v_first:
-        pool = checks.transposed(pool)
     if isinstance(slots, Tensor) and slots.ndim == 1:
         slots = slots[:, None]
     c = None if gate is None else checks.normalizer(gate, gate_normalizer, g)
     of_sequences = (cu_seqlens, num_accepted, read_slots, has_state, pad_slot)
-    return _call((q, k, v, g, pool, slots, scale, *of_sequences, c, out), backend)
+    return _call((q, k, v, g, pool, slots, scale, *of_sequences, c, out), backend, state_v_first)
 
 
 def _limit(sizes: Mapping[str, int], packed: bool) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from gla_core.dispatch.request import current_request
 from gla_core.ops import autocast
-from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run
+from gla_core.ops._run import bypasses_torch, plans_gradient, request_text, run
 from gla_core.ops._torch_op import no_second_derivative, refuse_tangents, torch_op, torch_op_of
 from gla_core.ops.spec import AS_INPUT, INPUT, WIDE, Argument, OpSpec, Result, plain_number, scale_or_default
 
@@ -66,7 +66,7 @@ def softmax_attention(
         >>> q, k, v = (torch.randn(2, 100, 4, 32) for _ in range(3))
         >>> o, lse = gla.softmax_attention(q, k, v, causal=True)
     """
-    needs_grad = needs_gradient(q, k, v)
+    needs_grad = plans_gradient(q, k, v)
     if not needs_grad and bypasses_torch(q):
         return run(ATTENTION, (q, k, v, scale_or_default(q, scale), causal), current_request(backend))
     q, k, v, _ = autocast.tokens(q, k, v, None)

@@ -285,6 +285,10 @@ class OpSpec:
         return {a.name: a.default for a in self.arguments if a.dtype is None and a.in_call and not a.hint}
 
     @functools.cached_property
+    def _integers(self) -> tuple[int, ...]:
+        return tuple(i for i, a in enumerate(self.arguments) if a.type.removesuffix("?") in ("int", "SymInt"))
+
+    @functools.cached_property
     def _scale_at(self) -> int | None:
         return self.parameters.index("scale") if "scale" in self.parameters else None
 
@@ -328,6 +332,14 @@ class OpSpec:
             raise TypeError(f"{self.name} misses {', '.join(missing)}")
         return tuple(given.get(a.name, a.default) for a in self.arguments)
 
+    def plain(self, args: tuple) -> tuple:
+        """Returns the arguments with integers of other libraries, such as NumPy's, as ints; `args` if there is none."""
+        for i in self._integers:
+            x = checks.integer(args[i])
+            if x is not args[i]:
+                args = (*args[:i], x, *args[i + 1 :])
+        return args
+
     def prepared(self, args: tuple) -> tuple:
         """Returns the arguments as a backend receives them."""
         if self.prepare is not None:
@@ -350,7 +362,7 @@ class OpSpec:
         Raises:
             ValueError, TypeError: an argument has a wrong type, shape, dtype or device, or cannot be written in place.
         """
-        given = dict(zip(self.parameters, args, strict=True))
+        given = dict(zip(self.parameters, self.plain(args), strict=True))
         sizes = self._check(given)
         _overlap.check(given, self.written_by(given))
         dtypes = {a.dtype: x.dtype for a in self.arguments if a.dtype and (x := given[a.name]) is not None}
@@ -375,6 +387,23 @@ class OpSpec:
             given=frozenset(a.name for a in self._optional if not _is_default(a, given[a.name])),
             layouts={name: layout_of(x) for name, x in given.items() if isinstance(x, Tensor)},
         )
+
+    def error_in_layout(self, error: Exception, args: tuple) -> Exception:
+        """Returns the error of a call that was passed states with V before K; its message has their shapes as passed.
+
+        Args:
+            error: the error that the call raised with the states transposed.
+            args: all arguments, in order, the states transposed.
+        """
+        states = [argument.dtype in STATES for argument in self.arguments]
+        arguments = tuple(_values_first(a) if s else a for a, s in zip(self.arguments, states, strict=True))
+        passed = [checks.transposed(x) if s else x for x, s in zip(args, states, strict=True)]
+        try:
+            dataclasses.replace(self, arguments=arguments).describe(*passed)
+        except (ValueError, TypeError) as told:
+            if str(told).partition(" ")[0] == str(error).partition(" ")[0]:  # both are of one argument
+                return told
+        return error
 
     def expected(self, *args: Any) -> tuple[Expected | None, ...]:
         """Returns the results that a backend has to return for these arguments; None for each not asked for."""
@@ -523,6 +552,13 @@ def _is_given(argument: Argument, call: OpCall) -> bool:
         CHECKPOINTS: call.scalars.get("checkpoint_every"),
     }
     return bool(given.get(argument.dtype))
+
+
+def _values_first(state: Argument) -> Argument:
+    """Returns the description of a state whose V comes before K."""
+    assert state.shape is not None
+    *outer, K, V = state.shape.split()
+    return dataclasses.replace(state, shape=" ".join((*outer, V, K)))
 
 
 def _is_default(argument: Argument, x: Any) -> bool:

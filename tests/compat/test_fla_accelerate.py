@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 import sys
 import threading
 import types
@@ -227,6 +229,36 @@ def test_a_reference_that_is_kept_calls_the_original_once_all_is_undone(fla):
     assert kept(1, g=2) == ("chunk_gla", (1,), {"g": 2})
     with accelerate():
         assert isinstance(kept(*tokens())[0], torch.Tensor)
+
+
+def of_ops(fla, name):
+    """Returns a function of `fla.ops.gla`, and a module that holds it."""
+    layer = torch.nn.Module()
+    layer.function = getattr(fla["fla.ops.gla"], name)
+    return layer.function, layer
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("name", GLA)
+def test_copies_obey_undo(fla, name, again):
+    original, _ = of_ops(fla, name)
+    acceleration = accelerate()
+    new, layer = of_ops(fla, name)
+    made = again(layer)
+    assert again(new) is new is made.function
+    acceleration.undo()
+    assert made.function(1, 2) == (name, (1, 2), {})
+    assert again(made).function is original
+    with accelerate():
+        assert again(made).function is new
+
+
+def test_a_pickle_names_no_package_of_ours(fla):
+    """Another process, which may lack this package, reads the original."""
+    with accelerate():
+        pickled = pickle.dumps(of_ops(fla, "chunk_gla")[0])
+    assert b"gla_core" not in pickled
+    assert b"fla.ops.gla:chunk_gla" in pickled
 
 
 def test_signatures_are_those_of_the_originals(fla):

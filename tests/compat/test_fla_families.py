@@ -11,6 +11,8 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils._pytree import tree_map
 
 from gla_core.compat import fla
 
@@ -166,7 +168,7 @@ def test_values_states_and_gradients(case, offsets):
         close(torch.autograd.grad(found, leaves, weights), gradients)
 
 
-@pytest.mark.parametrize("T", [1, 70])
+@pytest.mark.parametrize("T", [0, 1, 70])
 def test_without_an_initial_state_and_in_two_parts(case, T):
     name, _, make, options = case
     tokens, _ = make(B, T + 1, B)
@@ -192,6 +194,47 @@ def test_from_the_last_token_to_the_first(case, offsets):
         if i < j:
             expected = call(function, part, [x[n : n + 1] for x in states], options)
             close((found[0][b : b + 1, i:j].flip(1), *(x[n : n + 1] for x in found[1:])), expected)
+
+
+WIDTHS = {"q": K, "r": K, "k": K, "v": V, "s": M, "gk": K, "w": K}
+"""The width of each tensor [B, T, H, width] that a drop-in takes."""
+DROP_INS = [name for name in fla.__all__ if {"q", "r"} & {*inspect.signature(getattr(fla, name)).parameters}]
+# rows, tokens of a row, offsets
+EMPTY = {
+    "no token": (B, 0, None),
+    "no row": (0, 10, None),
+    "packed, no token": (1, 0, [0, 0, 0]),
+    "packed, no sequence": (1, 10, [3]),
+    "packed, neither": (1, 0, [0]),
+}
+
+
+@pytest.mark.parametrize("kind", EMPTY)
+@pytest.mark.parametrize("name", DROP_INS)
+def test_every_drop_in_without_tokens(name, kind):
+    """The output is 0 or empty, the final state is the initial one, and gradients of tokens are 0."""
+    rows, T, offsets = EMPTY[kind]
+    function = getattr(fla, name)
+    known = inspect.signature(function).parameters
+    x = {each: randn(rows, T, H, width).requires_grad_() for each, width in WIDTHS.items() if each in known}
+    others = {"u": randn(H, K), "layer_idx": 1, "num_layers": 4, "output_final_state": True}
+    x |= {each: value for each, value in others.items() if each in known}
+    if offsets is not None:
+        if "cu_seqlens" not in known:
+            return
+        x["cu_seqlens"] = torch.tensor(offsets)
+    gate = (H,) if name.endswith("simple_gla") else (H, M) if name.endswith("gsa") else (H, K)
+    given = [{"g": None}, {"g": -randn(rows, T, *gate).exp()}] if "g" in known else [{}]
+    for more, reverse in itertools.product(given, [False, True] if "reverse" in known else [None]):
+        options = {**x, **more, **({} if reverse is None else {"reverse": reverse})}
+        o, state = function(**options)
+        assert (o.shape, o.any()) == (x["v"].shape, False)
+        if state is not None:
+            state = tree_map(torch.randn_like, state)
+            again, final = function(**options, initial_state=state)
+            torch.testing.assert_close((again, final), (o, state), rtol=0, atol=0)
+        (dv,) = torch.autograd.grad(o.sum(), x["v"], allow_unused=True, materialize_grads=True)
+        assert not dv.any()
 
 
 def test_values_first(case):
@@ -252,18 +295,28 @@ def test_half_precision():
     assert (o.dtype, state.dtype) == (torch.bfloat16, torch.float32)
 
 
-def test_rows_after_the_last_sequence():
-    q, k, v, w = (randn(1, 10, H, d) for d in (K, K, V, K))
-    offsets, u = torch.tensor([0, 4, 8]), randn(H, K)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    for o in (
-        fla.chunk_rwkv6(*leaves, -w.exp(), u, cu_seqlens=offsets)[0],
-        fla.chunk_lightnet(*leaves, cu_seqlens=offsets)[0],
-        fla.chunk_linear_attn(*leaves, cu_seqlens=offsets)[0],
-        fla.chunk_gsa(*leaves, w, cu_seqlens=offsets)[0],
-    ):
-        assert not o[:, 8:].any()
-        assert not any(dx[:, 8:].any() for dx in torch.autograd.grad(o.sum(), leaves))
+PACKED = {
+    "rwkv6": lambda q, k, v, w, s, u, offsets: fla.chunk_rwkv6(q, k, v, w, u, cu_seqlens=offsets),
+    "lightnet": lambda q, k, v, w, s, u, offsets: fla.chunk_lightnet(q, k, v, cu_seqlens=offsets),
+    "linear_attn": lambda q, k, v, w, s, u, offsets: fla.chunk_linear_attn(q, k, v, cu_seqlens=offsets),
+    "gsa": lambda q, k, v, w, s, u, offsets: fla.chunk_gsa(q, k, v, s, cu_seqlens=offsets),
+}
+
+
+@pytest.mark.parametrize("family", PACKED)
+def test_rows_of_no_sequence(family):
+    """Whatever they hold, their o and gradients are 0, and they change nothing else."""
+    tokens = [randn(1, 6, H, K), randn(1, 6, H, K), randn(1, 6, H, V), -randn(1, 6, H, K).exp(), randn(1, 6, H, M)]
+    u = randn(H, K)
+
+    def results(*x, first):
+        leaves = [y.requires_grad_() for y in (*x, u)]
+        o, _ = PACKED[family](*leaves, torch.tensor([0, 3, 6]) + first)
+        return o, *torch.autograd.grad(o.square().sum(), leaves, allow_unused=True, materialize_grads=True)
+
+    *found, du = results(*(F.pad(x, (0, 0, 0, 0, 2, 2), value=torch.nan) for x in tokens), first=2)
+    *expected, du_expected = results(*tokens, first=0)
+    close([*found, du], [*(F.pad(x, (0, 0, 0, 0, 2, 2)) for x in expected), du_expected])
 
 
 def test_arguments_that_are_refused():

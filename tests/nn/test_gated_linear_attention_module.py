@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gla_core as gla
-from gla_core.nn import GatedLinearAttention
+from gla_core.nn import HGRN2, GatedLinearAttention, Mamba2, Retention, SimpleGatedLinearAttention
+
+SIZES = ("num_heads", "num_kv_heads", "conv_size", "gate_low_rank_dim", "expand_ratio", "d_state", "d_conv", "headdim")
 
 
 class LoRA(nn.Module):
@@ -163,13 +168,43 @@ def test_a_bad_request_is_found_at_construction(backend: object, error: type, me
         ({"expand_v": 0.0}, r"hidden_size \* expand_v is 0.0; expected a whole number, at least 1"),
         ({"expand_v": float("nan")}, r"hidden_size \* expand_v is nan; expected a whole number"),
         ({"num_heads": 3}, r"hidden_size \* expand_k is 8; expected a multiple of num_heads = 3"),
-        ({"gate_logit_normalizer": 0}, "gate_logit_normalizer is 0; expected a number above 0"),
+        ({"num_heads": True}, "num_heads is True; expected a whole number"),
+        ({"num_heads": torch.tensor(2)}, r"num_heads is tensor\(2\); expected a whole number"),
+        *(
+            ({"gate_logit_normalizer": number}, f"gate_logit_normalizer is {number}; expected a finite number above 0")
+            for number in (0, -1, math.inf, math.nan)
+        ),
         ({"clamp_min": 0.5}, "clamp_min is 0.5; expected at most 0"),
     ],
 )
 def test_bad_options(options: dict, message: str, small: dict) -> None:
     with pytest.raises(ValueError, match=message):
         GatedLinearAttention(**{**small, **options})
+
+
+@pytest.mark.parametrize("kind", [GatedLinearAttention, HGRN2, Mamba2, Retention, SimpleGatedLinearAttention])
+def test_sizes_of_numpy(kind: Callable) -> None:
+    """A layer has Python's integers, whatever integers it was given."""
+    known = inspect.signature(kind).parameters
+    sizes = {name: 16 for name in ("hidden_size", "d_model") if name in known}
+    sizes |= {name: 2 for name in SIZES if name in known}
+    expected = {name: x for name, x in vars(kind(**sizes)).items() if type(x) is int}
+    layer = kind(**{name: np.int64(size) for name, size in sizes.items()})
+    assert len(expected) >= 4
+    assert {name: x for name, x in vars(layer).items() if type(x) is int} == expected
+    assert all(type(size) is int for weight in layer.parameters() for size in weight.shape)
+    assert "int64" not in repr(layer)
+
+
+@pytest.mark.parametrize("number", [2**31, 1e300, 10**30])
+def test_large_gate_logit_normalizers(number: float, small: dict) -> None:
+    """They make gates of 1, where the op takes none as large."""
+    torch.manual_seed(0)
+    layer = GatedLinearAttention(**small, gate_logit_normalizer=number)
+    x = torch.randn(2, 5, 16)
+    y, _ = layer(x)
+    layer.gate_logit_normalizer = math.inf
+    torch.testing.assert_close(y, layer(x)[0])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -163,8 +165,9 @@ def test_over_ranks():
         ({"headdim": 8, "ngroups": 3}, "ngroups is 3; expected a divisor of the number of heads, 4"),
         ({"headdim": 8, "d_state": 0}, "d_state is 0; expected a whole number, at least 1"),
         ({"headdim": 8, "dt_limit": (-1.0, 1.0)}, r"dt_limit is \(-1.0, 1.0\); expected two numbers, at least 0"),
-        ({"headdim": 8, "A_init_range": (0, 1)}, r"A_init_range is \(0, 1\); expected two numbers above 0"),
-        ({"headdim": 8, "dt_min": 0.2}, r"\(dt_min, dt_max\) is \(0.2, 0.1\); expected two numbers above 0"),
+        ({"headdim": 8, "A_init_range": (0, 1)}, r"A_init_range is \(0, 1\); expected two finite numbers"),
+        ({"headdim": 8, "A_init_range": (1, math.inf)}, r"A_init_range is \(1, inf\); expected two finite numbers"),
+        ({"headdim": 8, "dt_min": 0.2}, r"\(dt_min, dt_max\) is \(0.2, 0.1\); expected two finite numbers above 0"),
         ({"headdim": 8, "backend": "a b"}, "cannot read 'a b'"),
     ],
 )

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
 import re
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import gla_core as gla
 from gla_core.dispatch.backend import Backend, Capabilities
 from gla_core.dispatch.registry import get
+from gla_core.ops import PUBLIC_OPS
+from gla_core.workloads.inputs import arguments as arguments_of
 from gla_core.workloads.inputs import gla_inputs
+from gla_core.workloads.named import select
 
 
 def chunk_arguments(**changes):
@@ -355,8 +362,47 @@ def test_numbers_of_other_libraries_are_numbers(half):
     assert torch.equal(*(gla.softmax_attention(**attention, scale=scale)[0] for scale in (half, 0.5)))
     step = step_arguments()
     assert torch.equal(*(gla.recurrent_gla_step(**step, scale=scale)[0] for scale in (half, 0.5)))
-    x = torch.randn(3, 4)
-    assert torch.equal(gla.online_softmax(x, np.int64(-2)), gla.online_softmax(x, 0))
+
+
+class Index:
+    """An integer of a library that derives it from no number."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __index__(self):
+        return self.value
+
+
+INTEGERS = {"checkpoint_every": 64, "max_seqlen": 99, "pad_slot": 1, "dim": 0}
+"""A legal value of every argument that takes an integer."""
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+@pytest.mark.parametrize("op", PUBLIC_OPS)
+def test_integers_of_other_libraries_are_integers(op, name):
+    """They are, with PyTorch's dispatcher and without it; flags, floats and tensors are not."""
+    if name not in inspect.signature(getattr(gla, op)).parameters:
+        return
+    workload = next(w for w in select(op, ["ci"]) if w.sizes.get("lengths") or op == "online_softmax")
+
+    def results(value):
+        x = arguments_of(workload) | {name: value}
+        return getattr(gla, op)(**x), *(y for y in x.values() if isinstance(y, torch.Tensor))
+
+    for mode in (contextlib.nullcontext(), FlopCounterMode(display=False)):
+        with mode:
+            expected = results(INTEGERS[name])
+            for kind in (np.int64, np.uint8, Index):
+                torch.testing.assert_close(results(kind(INTEGERS[name])), expected, rtol=0, atol=0, equal_nan=True)
+    for wrong in (True, np.bool_(True), 64.0, np.float32(64), torch.tensor(64)):
+        with pytest.raises(TypeError, match=f"{name} is {type(wrong).__name__}; expected an integer"):
+            results(wrong)
+
+
+def test_every_argument_that_takes_an_integer_is_tested():
+    kinds = {a.name for spec in PUBLIC_OPS.values() for a in spec.arguments if "Int" in a.type or "int" in a.type}
+    assert kinds == {*INTEGERS, "gate_normalizer"}  # which takes any number, if it is whole
 
 
 def test_good_values_pass_the_checks(check_values):
@@ -365,3 +411,66 @@ def test_good_values_pass_the_checks(check_values):
     gla.recurrent_gla_step(**step_arguments(state_indices=torch.tensor([-1, -1])))
     gla.softmax_attention(**attention_arguments())
     gla.online_softmax(torch.ones(3))
+
+
+LAYOUTS = {
+    "chunk_gla": "initial_state",
+    "chunk_gla_pool": "pool",
+    "recurrent_gla_step": "state",
+    "recurrent_gla_layer_step": "state",
+    "recurrent_gla_steps": "pool",
+    "recurrent_gla_replay": "pool",
+}
+"""The state of every op that takes states with V before K."""
+
+
+def wrong_states(state):
+    """Yields states that no op takes in place of `state` [.., V, K], and the shapes that messages have to tell."""
+    *outer, V, K = state.shape
+    yield state.mT.contiguous(), [*outer, K, V]
+    yield state.new_zeros(*outer, V, K + 1), [*outer, V, K + 1]
+    yield state.new_zeros(V), [V]
+    yield state.new_zeros(1, *outer, V, K), [1, *outer, V, K]
+
+
+@pytest.mark.parametrize("how", ["eager", "dispatcher", "gradient"])
+@pytest.mark.parametrize("op", LAYOUTS)
+def test_messages_have_the_shapes_of_states_as_they_were_given(op, how):
+    name, workload = LAYOUTS[op], next(w for w in select(op, ["ci"]) if w.name == "odd_widths")
+    x = arguments_of(workload)
+    if name == "initial_state":
+        x[name] = torch.zeros(len(x["q"]), x["v"].shape[2], x["k"].shape[3], x["v"].shape[3])
+        x["q"].requires_grad_(how == "gradient")
+    state = x.pop(name).mT.contiguous()
+    function = functools.partial(getattr(gla, op), **x, state_v_first=True)
+    with FlopCounterMode(display=False) if how == "dispatcher" else contextlib.nullcontext():
+        function(**{name: state})
+        sizes = f"V={state.shape[-2]}, K={state.shape[-1]}"
+        for wrong, shape in wrong_states(state):
+            message = rf"{name} has shape {re.escape(str(shape))}; expected \[\w, Hv, V, K\] with .*{sizes}$"
+            with pytest.raises(ValueError, match=message):
+                function(**{name: wrong})
+    if how != "dispatcher":  # which checks types itself
+        with pytest.raises(TypeError, match=rf"{name} is list; expected a tensor \[\w, Hv, V, K\]"):
+            function(**{name: [1.0]})
+
+
+def test_every_op_with_states_in_two_layouts_is_tested():
+    taking = {op for op in PUBLIC_OPS if "state_v_first" in inspect.signature(getattr(gla, op)).parameters}
+    assert taking == {*LAYOUTS, "chunk_gla_summary"}  # which returns states alone
+
+
+def test_strides_are_told_as_they_were_given():
+    x = step_arguments(state=ones(2, 2, 3, 8)[..., ::2], inplace=True)
+    with pytest.raises(ValueError, match=re.escape("state has strides (48, 24, 8, 2) and is written in place")):
+        gla.recurrent_gla_step(**x, state_v_first=True)
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+def test_linear_attention_tells_shapes_without_its_own_column(v_first):
+    q, k, v = ones(2, 6, 2, 4), ones(2, 6, 2, 4), ones(2, 6, 2, 3)
+    with pytest.raises(ValueError, match=re.escape("v has shape [2, 5, 2, 3]; expected [B, T, Hv, V] with B=2, T=6")):
+        gla.linear_attention(q, k, v[:, :5])
+    wrong, names = ones(2, 2, 3, 3), "[N, Hv, V+1, K]" if v_first else "[N, Hv, K, V+1]"
+    with pytest.raises(ValueError, match=re.escape(f"initial_state has shape [2, 2, 3, 3]; expected {names} with")):
+        gla.linear_attention(q, k, v, initial_state=wrong, state_v_first=v_first)

@@ -145,6 +145,53 @@ def test_gradcheck(form, groups):
     assert torch.autograd.gradcheck(call, tuple(leaves_of(x).values()))
 
 
+def in_segments(loss, g):
+    with gla.batch_invariant(64):
+        return torch.autograd.grad(loss(g), g)[0]
+
+
+def over_samples(loss, g):
+    return torch.func.vmap(torch.func.grad(loss))(g[None])[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("way", [in_segments, over_samples])
+def test_the_gradient_of_a_constant_gate_is_rounded_once(way, dtype):
+    """Its parts are beyond the range of float16, and almost cancel."""
+    torch.manual_seed(0)
+    q, k, v, do = ((8 * torch.randn(1, 128, 1, 8)).to(dtype) for _ in range(4))
+    g = torch.tensor([-0.01], dtype=dtype)
+    first = torch.arange(128)[:, None, None] < 64
+
+    def gradient(do, dtype, way=lambda loss, g: torch.autograd.grad(loss(g), g)[0]):
+        def loss(g):
+            return (do.to(dtype) * gla.chunk_gla(*(x.to(dtype) for x in (q, k, v)), g, scale=1.0).o).sum()
+
+        return way(loss, g.to(dtype).requires_grad_())
+
+    halves = [gradient(torch.where(first == half, do, 0), WIDE) for half in (True, False)]
+    do = torch.where(first, do * (-0.99 * halves[1] / halves[0]).to(dtype), do)
+    assert min(abs(half) for half in halves) > 2 * torch.finfo(torch.float16).max
+    expected = gradient(do, WIDE)
+    assert abs(expected) < abs(halves[1]) / 9
+    torch.testing.assert_close(gradient(do, dtype, way), expected.to(dtype), rtol=torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("form", FORMS[1:])
+def test_the_gradient_of_a_summary_is_rounded_once(form):
+    """It is the sum of those of the decay and of the state."""
+    x = inputs_of(form, T=40, gates="mild", dtype=torch.bfloat16)
+    ddecay, dstate = torch.randn(2, 2, 5), torch.randn(2, 2, 5, 3)
+
+    def gradient(dtype):
+        g = x.g.to(dtype).requires_grad_()
+        decay, state = gla.chunk_gla_summary(x.k.to(dtype), x.v.to(dtype), g)
+        return torch.autograd.grad((ddecay * decay).sum() + (dstate * state).sum(), g)[0]
+
+    found, expected = gradient(torch.bfloat16), gradient(WIDE)
+    torch.testing.assert_close(found, expected.to(torch.bfloat16), rtol=2**-8, atol=1e-6)
+
+
 def test_the_form_of_a_call_is_told():
     for form in FORMS:
         x = inputs_of(form, (1, 1, 2), T=9)

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import io
 import itertools
+import math
 import re
 
 import numpy as np
@@ -288,6 +289,15 @@ def test_a_bad_number_is_refused_in_a_compiled_graph():
         torch.compile(function, fullgraph=True, backend="aot_eager")(x.q, x.k, x.v, x.g)
 
 
+@pytest.mark.parametrize("number", [0, -4, 1.5, math.inf, math.nan, 2**31, 1e300, 10**30, True, "16", torch.tensor(4)])
+def test_a_bad_number_is_refused(number):
+    x = inputs_of("head", T=9)
+    with pytest.raises(
+        ValueError, match=re.escape(f"gate_normalizer is {number!r}; expected a whole number from 1 to")
+    ):
+        gla.chunk_gla(x.q, x.k, x.v, x.g, gate="logsigmoid", gate_normalizer=number)
+
+
 def test_an_exported_program():
     class Module(torch.nn.Module):
         def forward(self, q, k, v, g):
@@ -482,7 +492,7 @@ def test_explain(op):
         ({"gate": "sigmoid"}, "gate is 'sigmoid'; expected 'logsigmoid'"),
         ({"gate": "logsigmoid", "gate_normalizer": 0}, "gate_normalizer is 0; expected a whole number"),
         ({"gate": "logsigmoid", "g": None}, "gate is 'logsigmoid' and g is None"),
-        ({"gate_normalizer": 0}, "gate_normalizer is 0; expected at least 1, or None if g holds log gates"),
+        ({"gate_normalizer": 0}, "gate_normalizer is 0; expected 1 to 2147483647, or None if g holds log gates"),
         ({"gate_normalizer": 4, "g": None}, "gate_normalizer is 4 and g is None; expected the logits"),
     ],
 )

@@ -9,8 +9,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import gla_core as gla
 from gla_core.dispatch.backend import OP_PARAMETERS, Backend
 from gla_core.dispatch.registry import get
-from gla_core.ops import ABSTRACT_OPS
-from gla_core.workloads.inputs import gla_inputs, token_of
+from gla_core.ops import ABSTRACT_OPS, PUBLIC_OPS
+from gla_core.workloads.inputs import arguments, gla_inputs, token_of
+from gla_core.workloads.named import select
 
 
 def token(x):
@@ -251,3 +252,28 @@ def test_a_captured_step_replays():
     expected = step(*token(x), expected_state)
     torch.testing.assert_close(o, expected)
     torch.testing.assert_close(static[4], expected_state)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("op", PUBLIC_OPS)
+def test_a_trace_computes_other_sizes(op):
+    """Each op is traced with one workload, and run with the others that have the same arguments and other sizes."""
+    function, alike = getattr(gla, op), {}
+    for workload in select(op, ["ci"]):
+        x = arguments(workload)
+        kinds = {name: y.ndim if isinstance(y, torch.Tensor) else y for name, y in x.items()}
+        alike.setdefault(str(kinds), []).append(x)
+    first, *others = max(alike.values(), key=len)
+    names = [name for name, y in first.items() if isinstance(y, torch.Tensor)]
+
+    def call(*tensors):
+        copies = {name: y.clone() for name, y in zip(names, tensors, strict=True)}
+        results = function(**{**first, **copies})
+        results = results if isinstance(results, tuple) else (results,)
+        return *(y for y in results if y is not None), *copies.values()  # some are written
+
+    traced = torch.jit.trace(call, tuple(first[name] for name in names))
+    assert others
+    for x in others:
+        tensors = [x[name] for name in names]
+        torch.testing.assert_close(traced(*tensors), call(*tensors), equal_nan=True)

@@ -88,7 +88,7 @@ def _read_by(heads: slice, x: Tensor, H: int) -> Tensor:
     """Returns the heads of q or k that a range of the H value heads reads, one for each of them."""
     if x.shape[2] == H:
         return x[:, :, heads]
-    return x[:, :, torch.arange(H)[heads] // (H // x.shape[2])]
+    return x[:, :, torch.arange(H, device=x.device)[heads] // (H // x.shape[2])]
 
 
 def _forward(

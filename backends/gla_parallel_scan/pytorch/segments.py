@@ -13,6 +13,7 @@ B batch   T tokens   H value heads   N sequences   K, V key and value width   D 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -128,11 +129,12 @@ def packed(C: int, cu_seqlens: Tensor) -> Segments:
     tokens = slice(int(cu_seqlens[0]), int(cu_seqlens[-1]))
     segments = (lengths + C - 1) // C  # [N], number of segments of each sequence
     first = segments.cumsum(0) - segments  # [N], first segment of each sequence
-    number = torch.arange(len(starts))  # [N]
+    arange = functools.partial(torch.arange, device=starts.device)
+    number = arange(len(starts))  # [N]
     n, initial = int(segments.sum()), first + number  # and [N]
-    position = torch.arange(tokens.start, tokens.stop) + (first * C - starts).repeat_interleave(lengths)
-    sequence, segment = number.repeat_interleave(segments), torch.arange(n)  # [n]
+    position = arange(tokens.start, tokens.stop) + (first * C - starts).repeat_interleave(lengths)
+    sequence, segment = number.repeat_interleave(segments), arange(n)  # [n]
     own = 1 + segment + sequence  # [n]
     place = sequence, starts[sequence], segment - first[sequence]
-    opens = torch.zeros(n + len(starts), dtype=torch.bool).index_fill_(0, initial, True)  # [slots]
+    opens = starts.new_zeros(n + len(starts), dtype=torch.bool).index_fill_(0, initial, True)  # [slots]
     return Segments(C, n, tokens, position, n + len(starts), initial, initial + segments, own - 1, own, opens, place)

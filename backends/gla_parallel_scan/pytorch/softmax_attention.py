@@ -59,14 +59,14 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, last: int) -> tuple[Tensor, Tensor]
     if k.shape[1] == 0:
         return q.new_full((b, C, h, G, v.shape[3]), torch.nan), q.new_full((b, C, h, G), -torch.inf)
     rows = _heads_first(q, q.dtype).flatten(1, 2)  # [b*h, M, K]
-    limit = last + torch.arange(C * G)[:, None] // G  # [M, 1], the last key that a row sees
+    limit = last + torch.arange(C * G, device=q.device)[:, None] // G  # [M, 1], the last key that a row sees
     splits = []
     for start in range(0, k.shape[1], SPLIT):
         keys = slice(start, start + SPLIT)
         s = rows @ _heads_first(k[:, keys], q.dtype).mT  # [b*h, M, c]
         stop = start + s.shape[2]
         if stop - 1 > last:
-            s.masked_fill_(torch.arange(start, stop) > limit, -torch.inf)
+            s.masked_fill_(torch.arange(start, stop, device=q.device) > limit, -torch.inf)
         splits.append(_split(s, _heads_first(v[:, keys], q.dtype)))
     o, lse = (x.view(b, h, C, G, -1).transpose(1, 2) for x in _merge(splits))
     return o, lse.squeeze(-1)

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gla_core.compat.fla.ops import from_last_to_first, no_more, recurrent
-from gla_core.dispatch.tensors import wide
+from gla_core.dispatch.tensors import number_of_sequences, wide
 
 Pair = tuple[Tensor | None, Tensor | None]
 
@@ -82,9 +82,10 @@ def fused_recurrent_rwkv6(
 
     def run(r: Tensor, k: Tensor, v: Tensor, w: Tensor, state: Any, offsets: Any) -> tuple[Tensor, Any]:
         rows = _Rows.of(r, offsets)
+        r, k, v = (rows.own(x) for x in (r, k, v))
         keys, values, gates = (rows.before(x, 0) for x in (k, v, w))
         o, state = recurrent(r, keys, values, gates, scale, state, output_final_state, cu_seqlens=offsets)
-        o = (o + rows.own((factor * r.to(u.dtype) * u * k).sum(-1, keepdim=True) * v)).to(o.dtype)
+        o = (o + (factor * r.to(u.dtype) * u * k).sum(-1, keepdim=True) * v).to(o.dtype)
         return o, None if state is None else _after_last(state, k, v, w, rows)
 
     factor, u = r.shape[3] ** -0.5 if scale is None else scale, u.to(wide(r.dtype))
@@ -228,8 +229,9 @@ def _additive_gate(x: Tensor, z: Tensor | None, cu_seqlens: Tensor | None) -> tu
 
     They are a sigmoid and its logarithm, which loses no digits if x_t changes z little.
     """
-    x, rows = x.to(wide(x.dtype)), _Rows.of(x, cu_seqlens)
-    N = x.shape[0] if rows.starts is None else len(rows.starts)
+    rows = _Rows.of(x, cu_seqlens)
+    x = rows.own(x.to(wide(x.dtype)))
+    N = number_of_sequences(len(x), cu_seqlens)
     z = x.new_full((N, 1, *x.shape[2:]), -torch.inf) if z is None else z.to(x.dtype)
     total = torch.logaddexp(rows.log_cumsum_exp(x), rows.spread(z))
     before = rows.before(total, z)
@@ -247,13 +249,11 @@ class _Rows(NamedTuple):
     """Positions of the tokens in their sequences, for tensors [B, T, H, D].
 
     Attributes:
-        starts: the offset of the first token of each packed sequence [N]; None without packed sequences.
-        ends: the offset after its last token [N].
-        sequence: the sequence of each token [T]; rows after the last offset count as part of the last one.
+        offsets: the offsets of packed sequences [N+1], int64; None without packed sequences.
+        sequence: the sequence of each token [T]; N for rows after the last offset.
     """
 
-    starts: Tensor | None = None
-    ends: Tensor | None = None
+    offsets: Tensor | None = None
     sequence: Tensor | None = None
 
     @staticmethod
@@ -261,44 +261,49 @@ class _Rows(NamedTuple):
         """Returns the positions of the tokens of x."""
         if cu_seqlens is None:
             return _Rows()
-        starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
-        tokens = torch.arange(x.shape[1], device=x.device)
-        return _Rows(starts, ends, torch.searchsorted(ends, tokens, right=True).clamp(max=len(ends) - 1))
+        offsets, tokens = cu_seqlens.long(), torch.arange(x.shape[1], device=x.device)
+        return _Rows(offsets, torch.searchsorted(offsets[1:], tokens, right=True))
 
     def before(self, x: Tensor, first: Tensor | float) -> Tensor:
         """Returns the row before each row within its sequence; before the first it is `first`, [N, 1, H, D] or 0."""
         shifted = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
-        if self.starts is None or self.sequence is None:
-            is_first = torch.arange(x.shape[1], device=x.device) == 0
+        tokens = torch.arange(x.shape[1], device=x.device)
+        if self.offsets is None or self.sequence is None:
+            is_first = tokens == 0
         else:
-            is_first = torch.arange(x.shape[1], device=x.device) == self.starts[self.sequence]
+            is_first = tokens == self.offsets[self.sequence]
         return torch.where(is_first[:, None, None], self.spread(first), shifted)
 
     def spread(self, x: Any) -> Any:
-        """Returns for each row the value [N, 1, H, D] of its sequence."""
-        return x if self.sequence is None or not isinstance(x, Tensor) else x[self.sequence, 0][None]
+        """Returns for each row the value [N, 1, H, D] of its sequence; 0 for rows after the last offset."""
+        if self.sequence is None or not isinstance(x, Tensor):
+            return x
+        return torch.cat([x[:, 0], x.new_zeros(1, *x.shape[2:])])[self.sequence][None]
 
     def last(self, x: Tensor, empty: Tensor | float) -> Tensor:
         """Returns the last row of each sequence [N, H, D], or `empty` if it has no rows."""
-        if self.starts is None or self.ends is None:
+        if x.shape[1] == 0:
+            return x.new_zeros(number_of_sequences(len(x), self.offsets), *x.shape[2:]) + empty
+        if self.offsets is None:
             return x[:, -1]
-        return torch.where((self.ends > self.starts)[:, None, None], x[0, (self.ends - 1).clamp(min=0)], empty)
+        last = x[0, (self.offsets[1:] - 1).clamp(min=0)]
+        return torch.where((self.offsets.diff() > 0)[:, None, None], last, empty)
 
     def own(self, x: Tensor) -> Tensor:
-        """Returns x with zeros in the rows that belong to no sequence."""
-        if self.starts is None or self.ends is None:
+        """Returns x with zeros in the rows that belong to no sequence, so that these change no gradient."""
+        if self.offsets is None:
             return x
         tokens = torch.arange(x.shape[1], device=x.device)
-        return torch.where(((self.starts[0] <= tokens) & (tokens < self.ends[-1]))[:, None, None], x, 0)
+        return torch.where(((self.offsets[0] <= tokens) & (tokens < self.offsets[-1]))[:, None, None], x, 0)
 
     def log_cumsum_exp(self, x: Tensor) -> Tensor:
         """Returns the logarithm of the sum of exp(x) over the rows up to each row of its sequence.
 
         For packed sequences these are log2(T) steps, each of which doubles the number of rows in every sum.
         """
-        if self.starts is None or self.sequence is None:
+        if self.offsets is None or self.sequence is None:
             return torch.logcumsumexp(x, 1)
-        place, reach = torch.arange(x.shape[1], device=x.device) - self.starts[self.sequence], 1
+        place, reach = torch.arange(x.shape[1], device=x.device) - self.offsets[self.sequence], 1
         while reach < x.shape[1]:
             earlier = torch.cat([x[:, :reach], x[:, :-reach]], 1)
             x = torch.where((place >= reach)[:, None, None], torch.logaddexp(x, earlier), x)

@@ -76,7 +76,7 @@ def _conversion(x: Tensor, y: Tensor, units: Tensor, cu_seqlens: Tensor | None, 
         "N": 0 if cu_seqlens is None else len(cu_seqlens) - 1,
         "H": H,
         "W": W,
-        "LEAST": torch.tensor(least).view(torch.int32).item() >> 23,
+        "LEAST": torch.tensor(least, device="cpu").view(torch.int32).item() >> 23,
         "C": CHUNK,
         "D": min(128, power_of_two(W, 16)),
     }

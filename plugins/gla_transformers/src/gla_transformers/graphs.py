@@ -130,7 +130,7 @@ class Slot:
         holder = self.holder()
         if holder is not None and self.holds(holder):
             return False
-        alone = _users(torch.empty(1))
+        alone = _users(torch.empty(1, device="cpu"))
         return all(_users(tensor) == alone for tensor in self.cache.tensors())
 
     def give(self, cache: GLACache) -> bool:

@@ -175,8 +175,8 @@ class GLAModel(GLAPreTrainedModel):
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNormGated(config.hidden_size, config.norm_eps)
-        bounds = torch.zeros(config.num_hidden_layers, config.hidden_size) if config.use_lower_bound else None
-        self.register_parameter("lower_bounds", None if bounds is None else nn.Parameter(bounds))
+        bounds = nn.Parameter(torch.zeros(config.num_hidden_layers, config.hidden_size))
+        self.register_parameter("lower_bounds", bounds if config.use_lower_bound else None)
         self.gradient_checkpointing = False
         self.graphs = Graphs(Block, GatedMLP)
         for module in self.modules():
