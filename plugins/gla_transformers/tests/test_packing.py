@@ -38,13 +38,13 @@ def positions(numbers, first=0, counts_padding=True):
 
 
 def flattened(**options):
-    """What transformers' collator makes."""
+    """Returns what transformers' collator makes."""
     batch = DataCollatorWithFlattening(**options)([{"input_ids": [1] * length} for length in ONE[0]])
     return numbered(ONE), {name: batch[name] for name in batch if name not in ("input_ids", "labels")}
 
 
 def trl(behind=0, padding_free=True):
-    """What TRL's collator makes with padding_free, or with return_position_ids; `behind` with pad_to_multiple_of."""
+    """Returns what TRL's collator makes with padding_free, or with return_position_ids; `behind` with pad_to_multiple_of."""
     numbers = numbered(ONE if padding_free else ROWS, behind=behind)
     said = {"position_ids": positions(numbers, counts_padding=False)}
     if not padding_free:
@@ -55,7 +55,7 @@ def trl(behind=0, padding_free=True):
 
 
 def axolotl(rows=ROWS, front=0, ones=False, squash=False):
-    """What axolotl's collators make for sample packing: the mask has numbers, or ones; its positions count padding."""
+    """Returns what axolotl's collators make for sample packing: the mask has numbers, or ones; its positions count padding."""
     numbers = numbered(rows, front)
     columns = torch.arange(numbers.shape[1]).expand_as(numbers)
     mask = (numbers != 0).long() if ones else numbers
