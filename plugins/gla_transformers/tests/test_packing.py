@@ -44,7 +44,7 @@ def flattened(**options):
 
 
 def trl(behind=0, padding_free=True):
-    """Returns what TRL's collator makes with padding_free, or with return_position_ids; `behind` with pad_to_multiple_of."""
+    """Returns what TRL's collator makes with padding_free, or return_position_ids; pad_to_multiple_of is `behind`."""
     numbers = numbered(ONE if padding_free else ROWS, behind=behind)
     said = {"position_ids": positions(numbers, counts_padding=False)}
     if not padding_free:
@@ -55,7 +55,7 @@ def trl(behind=0, padding_free=True):
 
 
 def axolotl(rows=ROWS, front=0, ones=False, squash=False):
-    """Returns what axolotl's collators make for sample packing: the mask has numbers, or ones; its positions count padding."""
+    """Returns what axolotl's collators make for sample packing: the mask has numbers or ones, padding has positions."""
     numbers = numbered(rows, front)
     columns = torch.arange(numbers.shape[1]).expand_as(numbers)
     mask = (numbers != 0).long() if ones else numbers
