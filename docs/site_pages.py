@@ -32,6 +32,7 @@ API = (
     "gla_core.compat.fla",
     "gla_core.compat.mamba_ssm",
     "gla_core.compat.transformers",
+    "gla_core.extension",
     "gla_core.dispatch.backend",
     "gla_core.dispatch.composed",
     "gla_core.dispatch.slots",

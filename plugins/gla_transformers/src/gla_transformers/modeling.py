@@ -27,11 +27,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple, logging
 
 from gla_core.dispatch.tensors import wide
+from gla_core.extension import Merging, RMSNormGated, ShortConvolution, added, not_kept, products
 from gla_core.nn import HGRN2, GatedLinearAttention
-from gla_core.nn.merged import Merging, added, products
-from gla_core.nn.recompute import not_kept
-from gla_core.nn.rms_norm import RMSNormGated
-from gla_core.nn.short_convolution import ShortConvolution
 from gla_transformers import few_rows, packing
 from gla_transformers.cache import NAME, GLACache, LayerState, read
 from gla_transformers.causal_convolution import convolve_sequences
@@ -59,7 +56,7 @@ class GatedMLP(Merging):
         return [[self.gate_proj, self.up_proj]]
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Maps x to y; see `gla_core.nn.merged.added` for a residual [..., hidden_size]."""
+        """Maps x to y; see `gla_core.extension.added` for a residual [..., hidden_size]."""
         made = products([self.gate_proj, self.up_proj], x)
         if made is None:
             with not_kept(x):

@@ -8,7 +8,7 @@ import os
 from vllm.logger import init_logger
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 
-from gla_core.dispatch.errors import nearest
+from gla_core.extension import nearest
 
 logger = init_logger("vllm.gla_vllm")  # vLLM prints what loggers below its own say
 
