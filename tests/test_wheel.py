@@ -56,7 +56,8 @@ def test_it_carries_the_core_the_backends_and_the_type_marker(wheel, own_backend
         f"gla_core-{'0.1.0'}.dist-info",
     }
     assert "gla_core/py.typed" in names
-    copied = {path.relative_to(TEMPLATE).as_posix() for path in TEMPLATE.rglob("*.*") if path.suffix != ".pyc"}
+    files = (path for path in TEMPLATE.rglob("*") if path.is_file() and path.suffix != ".pyc")
+    copied = {path.relative_to(TEMPLATE).as_posix() for path in files}
     folder = "gla_tools/template/"
     assert {name.removeprefix(folder) for name in names if name.startswith(folder)} == copied
 
