@@ -44,7 +44,7 @@ def replace_layers() -> None:
 
 
 def announce(theirs: str) -> None:
-    """Says once in vLLM's log that a class of vLLM is replaced, also where plug-ins are loaded before there is a log."""
+    """Says once in vLLM's log that a class of vLLM is replaced; plug-ins may be loaded before there is a log."""
     logger.info_once("gla_core computes vLLM's layer %s, because GLA_VLLM_LAYERS names it", theirs)
 
 
