@@ -68,6 +68,7 @@ API: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "gla_core.compat.mamba_ssm": {},
     "gla_core.compat.transformers": {},
+    "gla_core.extension": {},
     "gla_core.dispatch.backend": {},
     "gla_core.dispatch.composed": {},
     "gla_core.dispatch.slots": {},

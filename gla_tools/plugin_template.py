@@ -35,8 +35,10 @@ def create(name: str, where: Path) -> Path:
     if importlib.util.find_spec(name) is not None:
         raise ValueError(f"a Python package named {name!r} is installed already; choose another name")
     _check_free(name)
-    shutil.copytree(_template(), folder, ignore=shutil.ignore_patterns("__pycache__", ".*", "*.egg-info"))
-    (folder / _NAME).rename(folder / name)
+    made_by_tools = ("__pycache__", ".*_cache", ".venv", "dist")
+    shutil.copytree(_template(), folder, ignore=shutil.ignore_patterns(*made_by_tools))
+    for old, new in ((_NAME, name), ("README.md", "TUTORIAL.md"), ("README.template.md", "README.md")):
+        (folder / old).rename(folder / new)
     for path in filter(Path.is_file, folder.rglob("*")):
         path.write_text(_renamed(path.read_text(encoding="utf-8"), name), encoding="utf-8")
     return folder
@@ -59,7 +61,7 @@ def next_steps(name: str) -> str:
   cd {name}
   pip install --editable .
   gla conformance {name}
-Its README.md explains each step and what to change."""
+Its TUTORIAL.md explains each step and what to change; README.md is for those who use it."""
 
 
 def _template() -> Path:

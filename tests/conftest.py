@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 import runpy
@@ -23,6 +24,7 @@ import torch
 import gla_core as gla
 from gla_core.conformance.conftest import prepare_threads
 from gla_core.conformance.conftest import pytest_runtest_teardown as pytest_runtest_teardown  # frees memory
+from gla_core.dispatch import hookspecs, registry
 from gla_core.ops import _run
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -43,8 +45,31 @@ def pytest_addoption(parser):
     parser.addoption("--gate-form", choices=forms, help="form of every gate in random cases")
 
 
-def pytest_configure():
+def pytest_configure(config):
     prepare_threads()
+    if not config.getoption("gla_backend"):  # the conformance kit runs on backends of other packages
+        hide_other_backends()
+
+
+def hide_other_backends():
+    """Hides the backends of other packages that are installed, so that tests know all backends.
+
+    Backends that a test puts on the path are found.
+    """
+    entry_points, group = importlib.metadata.entry_points, hookspecs.ENTRY_POINTS
+    others = {place(x) for x in entry_points(group=group) if x.dist.name != registry.OWN_DISTRIBUTION}
+
+    def visible(**select):
+        found = entry_points(**select)
+        if select.get("group") != group:
+            return found
+        return importlib.metadata.EntryPoints(x for x in found if place(x) not in others)
+
+    importlib.metadata.entry_points = visible
+
+
+def place(entry_point):
+    return entry_point.name, entry_point.dist.locate_file("")
 
 
 @functools.cache

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import pkgutil
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Sequence
 from types import ModuleType, TracebackType
@@ -21,6 +23,7 @@ COMPUTED = "computed by gla_core"
 """The words for a function that this package computes."""
 LOCK = threading.RLock()
 """The lock that is held while functions are exchanged and their holders are counted."""
+_logger = logging.getLogger("gla_core")
 _made: dict[tuple[str, Callable], Replacement] = {}
 """The replacement of each original function."""
 _of_methods: dict[type, MethodReplacement] = {}
@@ -65,6 +68,7 @@ class Acceleration:
             if new.holders == 0:
                 self.replaced[new.name] = self.replaced.get(new.name, ()) + new.put()
             new.holders += 1
+        _logger.info("%s", self)
 
     def undo(self) -> None:
         """Puts the originals back, also in modules imported since, unless another `Acceleration` is in force.
@@ -89,8 +93,13 @@ class Acceleration:
     def __str__(self) -> str:
         if not self.replaced:
             return f"nothing of {self._library} is replaced by this"
-        lines = [f"{name}: {self._how[name]} in {', '.join(places)}" for name, places in self.replaced.items()]
-        return "\n".join([*lines, self._note])
+        modules = {module for places in self.replaced.values() for module in places}
+        names: dict[str, list[str]] = {}
+        for name in self.replaced:
+            names.setdefault(self._how[name], []).append(name)
+        lines = [f"{len(modules)} modules of {self._library} now call gla_core; see `replaced`:"]
+        lines += [f"- {how}: {', '.join(several)}" for how, several in names.items()]
+        return "\n".join(textwrap.fill(line, 79, subsequent_indent="  ") for line in [*lines, f"- {self._note}"])
 
 
 class Replacement:

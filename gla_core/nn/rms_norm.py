@@ -31,7 +31,8 @@ class RMSNormGated(nn.Module):
         gate_fn: f, by name or as a function; see `activations`.
         groups: number of equal parts of the last dimension over which means are taken, a divisor of width.
         norm_before_gate: whether f(gate) multiplies the normalized x, and not x before the norm.
-        device, dtype: device and dtype of the weight, as in torch's own modules.
+        device: device of the weight, as in torch's own modules.
+        dtype: dtype of the weight.
 
     Attributes:
         mean_over_ranks: a differentiable function that averages over ranks, if each rank holds an equal slice of the

@@ -71,7 +71,8 @@ class ShortConvolution(nn.Module):
         kernel_size: number W of tokens that an output depends on.
         bias: whether there is a `bias` [D] beside the `weight` [D, 1, W] (laid out as in `nn.Conv1d`).
         activation: a name or a function, see `activations`; None for none.
-        device, dtype: device and dtype of the parameters, as in torch's own modules.
+        device: device of the parameters, as in torch's own modules.
+        dtype: dtype of the parameters.
 
     Attributes:
         kernel: a differentiable function (x [B, D, T], weight [D, W], bias, name of the activation or None) that

@@ -35,19 +35,25 @@ def files(folder):
 
 
 def test_every_file_is_copied_and_nothing_of_the_old_name_is_left(made):
-    copied = [name for name in files(TEMPLATE) if "__pycache__" not in name]
+    names = {"README.md": "TUTORIAL.md", "README.template.md": "README.md"}
+    copied = [names.get(name, name) for name in files(TEMPLATE) if "__pycache__" not in name]
     assert sorted(files(made)) == sorted(name.replace("gla_plugin_template", NAME) for name in copied)
+    assert {".gitignore", ".github/workflows/test.yml", "tests/test_conformance.py"} <= files(made).keys()
     text = "".join(path.read_text() for path in files(made).values())
     assert re.findall(r"plugin.template|my.softmax(?![-_]2)", text) == []
 
 
-def test_its_readme_speaks_of_itself(made):
-    assert f"gla new-backend {NAME}\ncd {NAME}\n" in (made / "README.md").read_text()
+def test_its_pages_speak_of_itself(made):
+    assert f"gla new-backend {NAME}\ncd {NAME}\n" in (made / "TUTORIAL.md").read_text()
+    readme = (made / "README.md").read_text()
+    assert readme.startswith(f"# {NAME.replace('_', '-')}\n")
+    assert "ten minutes" not in readme
 
 
 def test_it_is_a_plugin_that_registers_under_its_name(made, monkeypatch):
     project = tomllib.loads((made / "pyproject.toml").read_text())
     assert project["project"]["name"] == NAME.replace("_", "-")
+    assert project["project"]["dependencies"] == ["gla-core>=0.1,<0.2"]
     assert project["project"]["entry-points"]["gla_core.backends"] == {NAME: NAME}
     assert project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"] == [NAME]
     monkeypatch.syspath_prepend(made)
@@ -66,10 +72,12 @@ def test_a_wheel_carries_the_template_beside_the_command(tmp_path, monkeypatch):
     carried.mkdir(parents=True)
     (carried / "online_softmax.py").write_text("# my_softmax\n")
     (carried / "__pycache__").mkdir()
+    (carried.parent / "README.md").write_text("tutorial")
+    (carried.parent / "README.template.md").write_text("my_softmax")
     monkeypatch.setattr(plugin_template, "__file__", str(tmp_path / "plugin_template.py"))
     made = plugin_template.create("other", tmp_path)
-    assert list(files(made)) == ["other/online_softmax.py"]
-    assert files(made)["other/online_softmax.py"].read_text() == "# other\n"
+    texts = {name: path.read_text() for name, path in files(made).items()}
+    assert texts == {"other/online_softmax.py": "# other\n", "README.md": "other", "TUTORIAL.md": "tutorial"}
 
 
 @pytest.mark.parametrize(

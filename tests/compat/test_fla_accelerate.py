@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import pickle
 import sys
 import threading
+import traceback
 import types
+import warnings
 
 import pytest
 import torch
 
-from gla_core.compat.fla import accelerate
+from gla_core.compat.fla import accelerate, on_cpu, use_gla_core
 from gla_core.compat.fla.accelerate import HOMES
 
+pytestmark = pytest.mark.filterwarnings("ignore:there is no GPU")
 GLA = HOMES["fla.ops.gla"]
 
 
@@ -74,6 +78,19 @@ def fla(monkeypatch):
     return {each.__name__: each for each in modules}
 
 
+@pytest.fixture
+def logged():
+    """The messages of the logger gla_core."""
+    messages, logger, handler = [], logging.getLogger("gla_core"), logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    yield messages
+    logger.setLevel(level)
+    logger.removeHandler(handler)
+
+
 def originals(fla):
     return {name: dict(vars(each)) for name, each in fla.items()}
 
@@ -104,7 +121,12 @@ def test_all_are_replaced_wherever_they_are_and_put_back(fla):
         "repeat": ("fla.layers.gla",),
         "mode": ("fla.layers.gla", "fla.layers.hgrn2"),
     }
-    assert "chunk_gla: computed by gla_core in fla.layers.gla, " in str(found)
+    lines = str(found).splitlines()
+    assert lines[0] == "14 modules of flash-linear-attention now call gla_core; see `replaced`:"
+    assert lines[1].startswith("- computed by gla_core: chunk_gla, fused_chunk_gla, ")
+    assert lines[-1].startswith("- gates of values")
+    assert len(lines) < 24
+    assert max(map(len, lines)) < 80
     assert vars(fla["flat.ops"]) == before["flat.ops"]
     assert fla["fla"].chunk_gla == "not a function of ours"
     found.undo()
@@ -129,7 +151,7 @@ def test_key_value_heads_are_handed_over_once(fla):
         assert torch.equal(layer.repeat(x, heads, g=2, d=4), x.reshape(2, 3, 2, 4))
         assert layer.repeat(x, "b t d -> b t d g", g=2)[0] == "repeat"
         assert fla["fla.layers.gsa"].repeat(x, heads, g=2, d=4)[0] == "repeat"
-        assert "repeat: left out for key/value heads in fla.layers.gla" in str(found)
+        assert "\n- left out for key/value heads: repeat\n" in str(found)
     for some in ({"chunk_gla"}, {"chunk_gla", "fused_recurrent_gla"}):  # functions that are not replaced need all heads
         with accelerate(*some):
             assert layer.repeat(x, heads, g=2, d=4)[0] == "repeat"
@@ -342,7 +364,61 @@ def test_a_name_that_is_not_known(fla):
         accelerate("chunk_glaa")
 
 
-def test_without_flash_linear_attention(monkeypatch):
-    monkeypatch.setitem(sys.modules, "fla.ops.gla", None)
-    with pytest.raises(ImportError):
+@pytest.mark.parametrize("missing", ["fla", "fla.ops.gla"])
+def test_without_flash_linear_attention(monkeypatch, missing):
+    for name in {"fla", "fla.ops", "fla.ops.gla"} & sys.modules.keys():
+        monkeypatch.delitem(sys.modules, name)
+    if missing != "fla":
+        for name in ("fla", "fla.ops"):
+            monkeypatch.setitem(sys.modules, name, module(name, __path__=[]))
+    monkeypatch.setitem(sys.modules, missing, None)
+    message = r"^accelerate\(\) finds no module fla[.a-z]*; install 0.6.0: pip install 'flash-linear-attention==0.6.0' "
+    with pytest.raises(ImportError, match=message) as caught:
         accelerate()
+    assert "".join(traceback.format_exception(caught.value)).count("\n") < 12
+
+
+def test_a_package_that_flash_linear_attention_needs_is_named(monkeypatch, tmp_path):
+    (tmp_path / "fla").mkdir()
+    (tmp_path / "fla" / "__init__.py").write_text("import a_package_that_is_missing")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="No module named 'a_package_that_is_missing'"):
+        accelerate()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "transformers", "gpu", "said"),
+    [
+        ("0.6.0", "5.23.0", True, []),
+        ("0.6.1.post1", None, True, []),
+        ("0.5.9", "5.23.0", True, ["flash-linear-attention is 0.5.9; accelerate() knows 0.6"]),
+        ("1.0", "6.0", True, ["flash-linear-attention is 1.0; "]),
+        ("0.6.0", "5.24.0.dev0", True, ["generate` forgets its cache under transformers 5.24"]),
+        ("0.6.0", "6.0.0", False, ["pip install 'transformers<5.24'", "accelerate(cpu=True) computes them on a CPU"]),
+    ],
+)
+def test_what_its_user_has_to_know(fla, monkeypatch, theirs, transformers, gpu, said):
+    fla["fla"].__version__ = theirs
+    monkeypatch.setitem(sys.modules, "transformers", transformers and module("transformers", __version__=transformers))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accelerate().undo()
+    assert [part in str(warning.message) for part, warning in zip(said, caught, strict=True)] == [True] * len(said)
+    assert {warning.filename for warning in caught} <= {__file__}
+
+
+@pytest.mark.parametrize(("functions", "options"), [(("chunk_gla",), {}), ((), {"cpu": True})])
+def test_without_a_gpu_nothing_more_is_needed(fla, monkeypatch, functions, options):
+    monkeypatch.setattr(on_cpu, "REPLACED", {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accelerate(*functions, **options).undo()
+
+
+def test_its_other_name_and_its_log(fla, logged):
+    with use_gla_core() as found:
+        assert logged == [str(found)]
+    assert use_gla_core is accelerate

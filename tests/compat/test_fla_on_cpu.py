@@ -159,6 +159,7 @@ def test_they_are_replaced_for_tensors_on_a_cpu_and_put_back(fla):
     assert (fla("fla.models.gla", "swiglu"), fla("fla.models.gla", "ACT2FN")["silu"]) == before
 
 
+@pytest.mark.filterwarnings("ignore:there is no GPU")
 def test_they_are_left_alone_unless_asked_for(fla):
     with accelerate() as found:
         assert set(found.replaced) == {*FUNCTIONS, "repeat", "mode"}

@@ -1,9 +1,9 @@
 """Helpers for flash-linear-attention 0.6.0: its functions that are GLA, computed here, and conversion of its states.
 
-Importing this package does not import flash-linear-attention; `accelerate` does.
+Importing this package does not import flash-linear-attention; `accelerate` does. `use_gla_core` is the same function.
 """
 
-from gla_core.compat.fla.accelerate import Acceleration, accelerate
+from gla_core.compat.fla.accelerate import Acceleration, accelerate, use_gla_core
 from gla_core.compat.fla.composed import (
     chunk_gsa,
     chunk_lightnet,
@@ -57,4 +57,5 @@ __all__ = [
     "parallel_simple_gla",
     "state_from_fla",
     "state_to_fla",
+    "use_gla_core",
 ]

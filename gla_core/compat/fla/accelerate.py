@@ -21,9 +21,13 @@ from __future__ import annotations
 
 import functools
 import importlib
+import re
+import sys
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gla_core.compat.fla import composed, heads, on_cpu, ops, registry
@@ -71,6 +75,7 @@ HOMES: Mapping[str, Mapping[str, Callable]] = {
 """Functions that are computed here, by the module that has the original and then by name."""
 FUNCTIONS: Mapping[str, Callable] = {name: function for home in HOMES.values() for name, function in home.items()}
 _GLA, _LAYER = "fla.ops.gla", "fla.layers.gla"
+_INSTALL = "install 0.6.0: pip install 'flash-linear-attention==0.6.0' 'transformers<5.24'"
 _MODE = "_gla_core_mode"
 _LAYERS_WITH_MODES = {_LAYER: "GatedLinearAttention", "fla.layers.hgrn2": "HGRN2Attention"}
 
@@ -88,8 +93,12 @@ def accelerate(*functions: str, cpu: bool = False) -> Acceleration:
         The replacements that were made. Print it to see them, and call `undo` to remove them; as a context manager it
         removes them at its end.
 
+    Warns:
+        UserWarning: flash-linear-attention is not 0.6; transformers is 5.24 or newer, under which
+            flash-linear-attention's own `generate` is wrong; there is no GPU, and `cpu` and `functions` are left out.
+
     Raises:
-        ImportError: flash-linear-attention is not installed.
+        ImportError: flash-linear-attention is not installed, or lacks a module.
         ValueError: a name is not among `FUNCTIONS`.
 
     Example:
@@ -100,6 +109,8 @@ def accelerate(*functions: str, cpu: bool = False) -> Acceleration:
     for name in functions:
         if name not in FUNCTIONS:
             raise ValueError(f"unknown function {name!r}{nearest(name, FUNCTIONS)} (there are {', '.join(FUNCTIONS)})")
+    for warning in _import_fla(whole_models=not functions and not cpu):
+        warnings.warn(warning, stacklevel=2)
     names = set(functions) or FUNCTIONS.keys()
     with LOCK:
         wanted: list[Replacement | _ModeOfLayers] = [
@@ -117,6 +128,42 @@ def accelerate(*functions: str, cpu: bool = False) -> Acceleration:
             wanted += [_mode_of_layers(home, layer) for home, layer in _LAYERS_WITH_MODES.items()]
         note = "gates of values (gv) and output_attentions are left to flash-linear-attention"
         return Acceleration("flash-linear-attention", wanted, note)
+
+
+use_gla_core = accelerate
+"""`accelerate`, under a name that does not hide Hugging Face's package `accelerate`."""
+
+
+def _import_fla(whole_models: bool) -> list[str]:
+    """Imports flash-linear-attention, and returns what its user has to know of it."""
+    try:
+        importlib.import_module(_GLA)
+    except ModuleNotFoundError as error:
+        if error.name is None or not _GLA.startswith(
+            error.name
+        ):  # it is installed, and needs a package that is missing
+            raise
+        raise ImportError(f"accelerate() finds no module {error.name}; {_INSTALL}") from None
+    said, fla = [], _version("fla")
+    if fla not in (None, (0, 6)):
+        said.append(f"flash-linear-attention is {sys.modules['fla'].__version__}; accelerate() knows 0.6: {_INSTALL}")
+    elif (_version("transformers") or ()) >= (5, 24):
+        said.append(
+            "flash-linear-attention's own `generate` forgets its cache under transformers 5.24 and newer, so its text "
+            "is wrong: pip install 'transformers<5.24', or pass use_cache=False"
+        )
+    if whole_models and not (torch.cuda.is_available() or torch.xpu.is_available()):
+        said.append(
+            "there is no GPU, and flash-linear-attention's norms, convolutions and losses need one: "
+            "accelerate(cpu=True) computes them on a CPU"
+        )
+    return said
+
+
+def _version(module: str) -> tuple[int, ...] | None:
+    """Returns the first two numbers of the version of a module; None if it is not imported or has no version."""
+    numbers = re.match(r"(\d+)\.(\d+)", getattr(sys.modules.get(module), "__version__", ""))
+    return numbers and tuple(map(int, numbers.groups()))
 
 
 class _ModeOfLayers:

@@ -83,3 +83,9 @@ class Kernels(Protocol):
 
 provided: Kernels | None = None
 """The functions of the plugin that was imported last; None if there is none."""
+
+
+def provide_kernels(functions: Kernels) -> None:
+    """Has parts of Mamba-2 layers computed by these functions, in `gla_core.compat`."""
+    global provided
+    provided = functions

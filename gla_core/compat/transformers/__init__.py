@@ -1,8 +1,8 @@
 """Makes Mamba-2 models of Hugging Face transformers compute here.
 
-Importing this package does not import transformers; `accelerate` does.
+Importing this package does not import transformers; `accelerate` does. `use_gla_core` is the same function.
 """
 
-from gla_core.compat.transformers.accelerate import accelerate
+from gla_core.compat.transformers.accelerate import accelerate, use_gla_core
 
-__all__ = ["accelerate"]
+__all__ = ["accelerate", "use_gla_core"]

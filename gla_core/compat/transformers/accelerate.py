@@ -84,6 +84,10 @@ def accelerate(*models: str) -> Acceleration:
         return Acceleration("transformers", wanted, NOTE if kernels.provided else NO_KERNELS)
 
 
+use_gla_core = accelerate
+"""`accelerate`, under a name that does not hide Hugging Face's package `accelerate`."""
+
+
 def _modules(models: tuple[str, ...]) -> list[ModuleType]:
     """Returns the modules of the models, or of all models that exist."""
     try:
@@ -235,8 +239,8 @@ class _New(NamedTuple):
 
 
 ONE_TOKEN = "computed by gla_core for one token"
-BLOCK = "computed for one token on a GPU by kernels of gla_transformers, if it is imported,"
-BY_KERNEL = "computed on a GPU by a kernel of gla_transformers, if it is imported,"
+BLOCK = "computed for one token on a GPU by kernels of gla_transformers, if it is imported"
+BY_KERNEL = "computed on a GPU by a kernel of gla_transformers, if it is imported"
 NOTE = "convolutions of packed sequences are left to transformers"
 NO_KERNELS = "convolutions and norms are left to transformers; on a GPU, import gla_transformers, which has kernels"
 FUNCTIONS: Mapping[str, _New] = {

@@ -27,7 +27,7 @@ def seeded():
     torch.manual_seed(0)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def ours():
     """A function: `ours(**options)` returns a model in evaluation mode, of the `model_type` "gla" or "hgrn2"."""
     return lambda **options: made(gla_transformers, **options)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import DataCollatorWithFlattening
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from gla_core.bench.kept import Storages, bytes_kept
@@ -153,21 +152,6 @@ def test_autocast_and_bfloat16(model, tokens):
         torch.testing.assert_close(out.loss, expected, rtol=3e-2, atol=3e-2)
         assert out.past_key_values.layers[0].state.recurrent.dtype == torch.float32
     assert half.generate(tokens, max_new_tokens=4).shape == (2, 84)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("kernels", [False, True])
-def test_what_the_collator_packs_stays_apart(model, tokens, kernels):
-    model.eval()
-    lengths = (30, 1, 49)
-    sequences = tokens[0].split(lengths)
-    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=kernels)
-    batch = collator([{"input_ids": sequence.tolist()} for sequence in sequences])
-    assert batch["input_ids"].shape == (1, 80)
-    logits = model(**batch).logits[0].split(lengths)
-    for found, sequence in zip(logits, sequences, strict=True):
-        torch.testing.assert_close(found, model(sequence[None]).logits[0], **CLOSE)
-    torch.testing.assert_close(model(tokens, position_ids=torch.arange(80)[None]).logits, model(tokens).logits)
 
 
 @pytest.mark.parametrize("options", [{}, pytest.param({"model_type": "hgrn2"}, marks=pytest.mark.thorough)], ids=str)

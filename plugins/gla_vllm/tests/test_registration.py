@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from types import SimpleNamespace
 
 import pytest
 import vllm
@@ -10,6 +11,7 @@ from transformers import AutoConfig
 
 import gla_vllm
 from gla_transformers import GLAConfig, HGRN2Config
+from gla_vllm import layers
 from gla_vllm.attention import sizes_of_gla, sizes_of_hgrn2
 from gla_vllm.configuration import check_served
 from gla_vllm.layers import wanted
@@ -46,6 +48,23 @@ def test_names_of_layers(text, names):
 def test_an_unknown_layer_is_an_error():
     with pytest.raises(ValueError, match=r"'lightening'; did you mean 'lightning'\?; expected names .* or all"):
         wanted("mamba2,lightening")
+
+
+@pytest.mark.parametrize(("text", "names"), [("", "none"), ("lightning, mamba2", "lightning, mamba2")])
+def test_the_log_says_what_is_replaced_and_that_vllm_is_another(monkeypatch, text, names):
+    said = []
+
+    def log(message, *values):
+        said.append(message % values)
+
+    monkeypatch.setattr(layers, "logger", SimpleNamespace(info_once=log, warning_once=log))
+    monkeypatch.setenv("GLA_VLLM_LAYERS", text)
+    layers.replace_layers()
+    (line,) = said
+    assert line.endswith(f"of vLLM's own layers {names} (GLA_VLLM_LAYERS)")
+    monkeypatch.setattr(vllm, "__version__", "0.33.1")
+    layers.replace_layers()
+    assert said[1:] == [line, "gla_vllm was written for vLLM 0.32; this is 0.33.1"]
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,7 @@ from typing import Any
 
 import torch
 
-from gla_core.bench.first_call_process import first_calls
-from gla_core.workloads.named import WORKLOADS, Workload
+from gla_core.extension import WORKLOADS, Workload, first_calls
 from gla_fla import native
 
 CUDA = torch.device("cuda")

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from gla_core.compat.mamba_ssm import kernels
-from gla_core.compat.transformers import accelerate
+from gla_core.compat.transformers import accelerate, use_gla_core
+from gla_core.extension import provide_kernels
 from gla_transformers import mamba2
 from gla_transformers.cache import GLACache
 from gla_transformers.configuration import GLAConfig, HGRN2Config
@@ -28,6 +28,7 @@ __all__ = [
     "HGRN2Model",
     "accelerate",
     "register",
+    "use_gla_core",
 ]
 
 
@@ -43,4 +44,4 @@ def register() -> None:
 
 
 register()
-kernels.provided = mamba2
+provide_kernels(mamba2)

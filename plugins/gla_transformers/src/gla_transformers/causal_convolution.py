@@ -11,8 +11,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from gla_core.nn.recompute import recomputed
-from gla_core.ops.calls import needs_gradient
+from gla_core.extension import needs_gradient, recomputed
 from gla_transformers.dispatch import is_eager, is_taken, module_of
 
 WIDEST = 8

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from gla_core.ops import autocast
-from gla_core.ops.calls import bypasses_torch
+from gla_core.extension import autocast_off, bypasses_torch
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """The dtypes of the tensors that kernels take."""
@@ -34,7 +33,7 @@ def is_eager(x: Tensor) -> bool:
     """Returns whether kernels take x and nothing of PyTorch has to see the call: no compiler, mode or transform."""
     if is_compiling() or x.dtype not in DTYPES:
         return False
-    with autocast.off(x.device.type):  # it changes nothing here
+    with autocast_off(x.device.type):  # it changes nothing here
         return bypasses_torch(x)
 
 

@@ -22,10 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gla_core.extension import Projections, RMSNormGated, matrix_of, split
 from gla_core.nn import HGRN2, GatedLinearAttention, GLAState
-from gla_core.nn.gated_linear_attention import Projections
-from gla_core.nn.merged import matrix_of, split
-from gla_core.nn.rms_norm import RMSNormGated
 from gla_transformers.cache import LayerState, rows_with_a_token
 
 

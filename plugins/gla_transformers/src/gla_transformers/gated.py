@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gla_core.nn.recompute import recomputed
-from gla_core.ops.calls import needs_gradient
+from gla_core.extension import needs_gradient, recomputed
 from gla_transformers.dispatch import is_eager, is_taken, module_of
 
 WIDEST = 8192

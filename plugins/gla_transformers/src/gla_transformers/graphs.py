@@ -26,12 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from gla_core.dispatch.environment import environment
-from gla_core.dispatch.request import current_request
+from gla_core.extension import RMSNormGated, ShortConvolution, bypasses_torch, current_request, environment
 from gla_core.nn import HGRN2, GatedLinearAttention
-from gla_core.nn.rms_norm import RMSNormGated
-from gla_core.nn.short_convolution import ShortConvolution
-from gla_core.ops.calls import bypasses_torch
 from gla_transformers.cache import GLACache
 
 BEFORE = 3

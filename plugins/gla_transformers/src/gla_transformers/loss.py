@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint
 
-from gla_core.ops.calls import transformed
+from gla_core.extension import transformed
 from gla_transformers import loss_pytorch
 from gla_transformers.dispatch import is_eager, module_of
 

@@ -11,7 +11,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from gla_core.ops.calls import needs_gradient
+from gla_core.extension import needs_gradient
 from gla_transformers import few_rows
 from gla_transformers.causal_convolution import convolve_sequences
 from gla_transformers.dispatch import is_eager, is_taken, module_of

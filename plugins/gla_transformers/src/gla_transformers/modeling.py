@@ -27,11 +27,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple, logging
 
 from gla_core.dispatch.tensors import wide
+from gla_core.extension import Merging, RMSNormGated, ShortConvolution, added, not_kept, products
 from gla_core.nn import HGRN2, GatedLinearAttention
-from gla_core.nn.merged import Merging, added, products
-from gla_core.nn.recompute import not_kept
-from gla_core.nn.rms_norm import RMSNormGated
-from gla_core.nn.short_convolution import ShortConvolution
 from gla_transformers import few_rows, packing
 from gla_transformers.cache import NAME, GLACache, LayerState, read
 from gla_transformers.causal_convolution import convolve_sequences
@@ -59,7 +56,7 @@ class GatedMLP(Merging):
         return [[self.gate_proj, self.up_proj]]
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Maps x to y; see `gla_core.nn.merged.added` for a residual [..., hidden_size]."""
+        """Maps x to y; see `gla_core.extension.added` for a residual [..., hidden_size]."""
         made = products([self.gate_proj, self.up_proj], x)
         if made is None:
             with not_kept(x):
@@ -209,7 +206,7 @@ class GLAModel(GLAPreTrainedModel):
             input_ids: [B, T] int.
             inputs_embeds: [B, T, hidden_size], in place of input_ids.
             attention_mask: [B, T], or with more columns in front for the tokens of the cache. 0 marks padding, which
-                may be anywhere.
+                may be anywhere. Numbers 1, 2, ... keep the sequences of a row apart.
             past_key_values: the cache of earlier calls; this call updates it.
             use_cache: whether to return a cache, a new one if none is given. The default is the configuration's value,
                 but False in training. Packed sequences in a model with layers of softmax attention have no cache,
@@ -220,8 +217,9 @@ class GLAModel(GLAPreTrainedModel):
             cu_seqlens: [N+1] int32 or int64, B = 1: sequence i is columns cu_seqlens[i] to cu_seqlens[i+1].
             max_seqlen: number of tokens of the longest packed sequence, if known.
             cache: another name of past_key_values, as in transformers from 5.24 on.
-            kwargs: return_dict=False to return a tuple; arguments by which transformers' collators describe packed
-                sequences.
+            kwargs: return_dict=False to return a tuple; arguments by which collators describe packed sequences:
+                position_ids or seq_idx, [B, T] or [1, T], or cu_seq_lens_q and max_length_q. Sequences may be packed in
+                several rows; a new cache then has a row for each sequence.
 
         Returns:
             last_hidden_state [B, T, hidden_size], past_key_values and hidden_states; None if not asked for.
@@ -229,7 +227,8 @@ class GLAModel(GLAPreTrainedModel):
         Raises:
             ValueError: both or neither of input_ids and inputs_embeds are given; output_attentions is set; a cache is
                 given under both names, or in training with gradient checkpointing; a cache or use_cache is given with
-                packed sequences in a model with layers of softmax attention.
+                packed sequences in a model with layers of softmax attention; a cache is given with sequences that
+                position_ids, seq_idx or attention_mask describe, or one of these has a wrong shape.
             TypeError: the cache is of another class. Other errors are as in `GatedLinearAttention.forward`.
         """
         if (input_ids is None) == (inputs_embeds is None):
@@ -240,9 +239,13 @@ class GLAModel(GLAPreTrainedModel):
             if past_key_values is not None:
                 raise ValueError("both cache and past_key_values are given; they are one argument")
             past_key_values = cache
+        packed = None
         if cu_seqlens is None:
-            alone = attention_mask is None and past_key_values is None
-            cu_seqlens, max_seqlen = packing.offsets(kwargs, alone)
+            given: Any = input_ids if inputs_embeds is None else inputs_embeds
+            packed = packing.packed(kwargs, attention_mask, given, with_cache=past_key_values is not None)
+        if packed is not None:
+            cu_seqlens, max_seqlen, attention_mask = packed.cu_seqlens, packed.max_seqlen, None
+            input_ids, inputs_embeds = (x if x is None else packed.row(x) for x in (input_ids, inputs_embeds))
         cache = self._cache(past_key_values, use_cache, packed=cu_seqlens is not None)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -255,10 +258,13 @@ class GLAModel(GLAPreTrainedModel):
             x = self._read(input_ids, inputs_embeds, attention_mask, cache, cu_seqlens, max_seqlen, seen)
         if cache is not None:
             cache.advance(x.shape[1], x.device)
+        states = [x] if seen is None else [*seen, x]
+        if packed is not None:
+            states = [packed.batch(y) for y in states]
         return BaseModelOutputWithPast(
-            last_hidden_state=x,  # pyright: ignore[reportArgumentType]
+            last_hidden_state=states[-1],  # pyright: ignore[reportArgumentType]
             **{NAME: cache},
-            hidden_states=None if seen is None else (*seen, x),  # pyright: ignore[reportArgumentType]
+            hidden_states=None if seen is None else tuple(states),  # pyright: ignore[reportArgumentType]
         )
 
     def _read(
@@ -442,7 +448,9 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
         if inputs.get(NAME) is not None and not kwargs.get("is_first_iteration"):
             inputs.pop("attention_mask", None)  # new tokens are not padding, and the cache knows earlier padding
         mask = inputs.get("attention_mask")
-        if mask is not None and mask.ndim == 2 and bool(mask.all()):  # the prompt is longer than the wait for this
+        if (
+            mask is not None and mask.ndim == 2 and bool((mask == 1).all())
+        ):  # the prompt is longer than the wait for this
             inputs.pop("attention_mask")
         return inputs
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gla_core.nn.recompute import not_kept
+from gla_core.extension import not_kept
 from gla_transformers.cache import KeyMemory, Keys
 
 

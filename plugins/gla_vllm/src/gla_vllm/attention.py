@@ -22,10 +22,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader
 from vllm.model_executor.utils import set_weight_attrs
 
-from gla_core.nn.activations import activation
-from gla_core.nn.hgrn2 import log_gate
-from gla_core.nn.recurrence import head_width
-from gla_core.nn.rms_norm import RMSNormGated
+from gla_core.extension import RMSNormGated, activation, head_width, log_gate
 from gla_transformers import GLAConfig, HGRN2Config
 from gla_vllm.recurrence import Recurrence
 

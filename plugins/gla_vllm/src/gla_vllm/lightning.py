@@ -18,7 +18,7 @@ from vllm.model_executor.utils import set_weight_attrs
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-from gla_core.nn.rms_norm import RMSNormGated
+from gla_core.extension import RMSNormGated
 from gla_vllm.layers import announce
 from gla_vllm.metadata import GLABackend
 from gla_vllm.recurrence import batch_of, recur, with_checkpoints

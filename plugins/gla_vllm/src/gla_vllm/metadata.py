@@ -16,7 +16,7 @@ from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
 from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionMetadata, ShortConvAttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from gla_core.ops.recurrent_gla_steps import MOST
+from gla_core.extension import MOST_STEPS
 
 CHECKPOINTS = 64
 """A state inside a prefill can be kept after a multiple of this number of its tokens."""
@@ -51,8 +51,8 @@ class GLAMetadataBuilder(ShortConvAttentionMetadataBuilder):
         self, kv_cache_spec: MambaSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        if self.num_spec_tokens >= MOST:
-            raise ValueError(f"num_speculative_tokens is {self.num_spec_tokens}; expected at most {MOST - 1}")
+        if self.num_spec_tokens >= MOST_STEPS:
+            raise ValueError(f"num_speculative_tokens is {self.num_spec_tokens}; expected at most {MOST_STEPS - 1}")
         self.checkpoints = MambaPrefillCheckpointBuilder(vllm_config, kv_cache_spec)
         self.segment = segment(vllm_config, kv_cache_spec.block_size) if envs.VLLM_BATCH_INVARIANT else None
 
