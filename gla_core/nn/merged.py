@@ -7,8 +7,8 @@
 Each weight stays a parameter of its own layer, under its own name, and with a storage of its own: tools that save
 models take tensors in one storage for copies of each other. The storages are windows of one allocation, which lives as
 long as any of them. Whether the weights still lie so is seen from their addresses at every call: once they are moved,
-sharded, quantized or replaced, or a layer is not plain (see plain.py), each layer computes for itself. So does training,
-whose backward needs the gradient of each weight apart.
+sharded, quantized or replaced, or a layer is not plain (see plain.py), each layer computes for itself. So does
+training, whose backward needs the gradient of each weight apart.
 """
 
 from __future__ import annotations
