@@ -432,7 +432,7 @@ class GatedLinearAttention(Merging):
         return logits.unflatten(-1, (self.num_kv_heads, -1))
 
     def _output(self, o: Tensor | Step, x: Tensor, gate: Tensor | None, residual: Tensor | None) -> Tensor:
-        """Maps o [B, T, Hq, V] and x [B, T, hidden_size] to y [B, T, hidden_size], plus the residual if there is any."""
+        """Maps o [B, T, Hq, V] and x [B, T, hidden_size] to y [B, T, hidden_size], plus a residual if there is one."""
         if self.use_output_gate and gate is None:
             with not_kept(x):
                 gate = self.g_proj(x)
