@@ -28,12 +28,15 @@ class Runs(NamedTuple):
         stepped: computes the same by a prompt and steps, without gradients.
         forwards: the number of forwards in `stepped`.
         loss: computes a loss in training.
+        generated: for language models, computes some tokens, with a cache or without; the number of forwards is that of
+            the tokens.
     """
 
     whole: Callable[[nn.Module], Tensor]
     stepped: Callable[[nn.Module], Tensor]
     forwards: int
     loss: Callable[[nn.Module], Tensor]
+    generated: Callable[[nn.Module, bool], Tensor] | None = None
 
 
 class Change(NamedTuple):
@@ -309,16 +312,21 @@ def _check_calls(model, path, change, factor, runs, close):
             calls.clear()
             torch.testing.assert_close(runs.stepped(model), expected, **close)
         assert len(calls) == runs.forwards * each
+        if runs.generated is not None:
+            calls.clear()
+            tokens = runs.generated(model, True)
+            assert len(calls) == tokens.shape[1] * each
+            assert torch.equal(tokens, runs.generated(model, False))
     if factor != 1 and each:
         assert not torch.allclose(before, expected, **close)
 
 
 def _check_training(model, other, path, change, runs, close):
     names, calls = [name for name, _ in model.named_parameters()], []
-    expected = _gradients(model, [model.get_parameter(name) for name in names], runs)
+    expected = gradients(model, [model.get_parameter(name) for name in names], runs)
     parameters = [other.get_parameter(name) for name in names]
     with change.make(*parts_of(other, path), calls, 1.0):
-        found = _gradients(other, _now(other, parameters), runs)
+        found = gradients(other, _now(other, parameters), runs)
         with torch.no_grad():
             torch.testing.assert_close(runs.stepped(other), runs.whole(model).detach(), **close)
     for a, b in zip(found, expected, strict=True):
@@ -332,8 +340,9 @@ def _now(model: nn.Module, parameters: list[nn.Parameter]) -> list[nn.Parameter 
     return [x if id(x) in kept else None for x in parameters]
 
 
-def _gradients(model, parameters, runs):
+def gradients(model: nn.Module, parameters: list[nn.Parameter | None], runs: Runs) -> list[Tensor | None]:
+    """Returns the loss, and its gradient for each parameter; None for None."""
     loss = runs.loss(model)
     wanted = [x for x in parameters if x is not None]
-    gradients = iter(torch.autograd.grad(loss, wanted, allow_unused=True))
-    return [loss, *(None if x is None else next(gradients) for x in parameters)]
+    found = iter(torch.autograd.grad(loss, wanted, allow_unused=True))
+    return [loss, *(None if x is None else next(found) for x in parameters)]

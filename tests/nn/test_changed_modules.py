@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -61,3 +65,10 @@ def test_each_module_in_turn(name, change):
     for path in places(layer):
         if applies(layer, path, change):
             check(layer, path, change, RUNS, CLOSE)
+
+
+@pytest.mark.parametrize("names", ["gla", pytest.param("hgrn2,simple_gla,retention,mamba2", marks=pytest.mark.thorough)])
+def test_each_module_as_a_unit_of_fsdp2(names, tmp_path):
+    command = [sys.executable, Path(__file__).with_name("fsdp_units.py"), tmp_path, names]
+    ran = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=200)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
