@@ -43,8 +43,8 @@ class Change(NamedTuple):
     """A change of the child `name` of a module `owner`.
 
     Attributes:
-        make: a context manager (owner, name, calls, factor) that makes the change; each call of the child adds to calls,
-            and its result (or its input, or a weight) is multiplied by the factor.
+        make: a context manager (owner, name, calls, factor) that makes the change. Each call of the child adds to
+            calls, and its result (or a weight) is multiplied by the factor, or its input shifted.
         steers: whether the factor may differ from 1.
         trains: whether the model can be trained with it.
         weights: whether it needs weights of the child itself.
@@ -83,9 +83,12 @@ def hook_before(owner, name, calls, factor):
     def before(module, args, kwargs):
         calls.append(name)
         if args:
-            return (scaled(args[0], factor) if args[0].is_floating_point() else args[0], *args[1:]), kwargs
+            return (shifted(args[0]), *args[1:]), kwargs
         first = next(key for key, x in kwargs.items() if isinstance(x, Tensor))
-        return args, kwargs | {first: scaled(kwargs[first], factor)}
+        return args, kwargs | {first: shifted(kwargs[first])}
+
+    def shifted(x):  # a norm would undo a factor
+        return x if factor == 1 else x + (factor - 1) if x.is_floating_point() else x - 1
 
     getattr(owner, name).register_forward_pre_hook(before, with_kwargs=True)
     yield
@@ -174,13 +177,11 @@ def compiled(owner, name, calls, factor):
 @contextlib.contextmanager
 def parametrized(owner, name, calls, factor):
     class Scale(nn.Module):
-        def forward(self, weight):
-            calls.append(name)
+        def forward(self, weight):  # whenever the weight is read; this is no call
             return weight * factor
 
     module = getattr(owner, name)
     register_parametrization(module, next(key for key, x in module._parameters.items() if x is not None), Scale())
-    calls.clear()
     yield
 
 
@@ -197,7 +198,7 @@ def normed_weight(owner, name, calls, factor):
 
 @contextlib.contextmanager
 def offloaded(owner, name, calls, factor):
-    """Keeps the module's weights on the device "meta" outside of its forward, by its own `forward` as accelerate does."""
+    """Keeps the module's weights on the device "meta" outside of its forward, as accelerate does."""
     module = getattr(owner, name)
     forward, weights = module.forward, {key: x for key, x in module._parameters.items() if x is not None}
     away = {key: nn.Parameter(x.to("meta"), x.requires_grad) for key, x in weights.items()}

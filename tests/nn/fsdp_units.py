@@ -1,6 +1,6 @@
 """The program that test_changed_modules.py starts: each module of a layer as a unit of FSDP2, on one rank.
 
-    python tests/nn/fsdp_units.py FOLDER gla,hgrn2
+python tests/nn/fsdp_units.py FOLDER gla,hgrn2
 """
 
 from __future__ import annotations

@@ -67,7 +67,9 @@ def test_each_module_in_turn(name, change):
             check(layer, path, change, RUNS, CLOSE)
 
 
-@pytest.mark.parametrize("names", ["gla", pytest.param("hgrn2,simple_gla,retention,mamba2", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "names", ["gla", pytest.param("hgrn2,simple_gla,retention,mamba2", marks=pytest.mark.thorough)]
+)
 def test_each_module_as_a_unit_of_fsdp2(names, tmp_path):
     command = [sys.executable, Path(__file__).with_name("fsdp_units.py"), tmp_path, names]
     ran = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=200)
