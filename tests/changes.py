@@ -21,7 +21,7 @@ from torch.nn.utils.parametrize import register_parametrization
 
 
 class Runs(NamedTuple):
-    """What is done with a model.
+    """The runs of a model that are compared.
 
     Attributes:
         whole: computes the results of a whole sequence.

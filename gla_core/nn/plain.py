@@ -8,11 +8,15 @@ all times. Every such short cut asks `is_plain`, and calls the module where it s
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn.modules.module import _has_any_global_hook
 
-_FORWARDS = {cls: cls.forward for cls in (nn.Conv1d, nn.Embedding, nn.Linear, nn.Sequential)}
+_FORWARDS: dict[type[nn.Module], Any] = {
+    cls: cls.forward for cls in (nn.Conv1d, nn.Embedding, nn.Linear, nn.Sequential)
+}
 """The forward of PyTorch's own classes, which some tools replace for all modules."""
 
 

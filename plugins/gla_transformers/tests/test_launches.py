@@ -232,7 +232,7 @@ def subclass(owner, name, seen):
 @torch.no_grad()
 @pytest.mark.parametrize("capture", [hook, hook_before, patch, wrap, subclass], ids=lambda capture: capture.__name__)
 def test_what_a_caller_sees_is_not_written(ours, capture):
-    """What a caller has captured of embeddings or of a block stays as it was."""
+    """Tensors that a caller has captured of embeddings or of a block stay as they were."""
     tokens = torch.randint(1, 61, (2, 3))
     for name in ("embeddings", "0", "1"):
         model, seen = ours(), []

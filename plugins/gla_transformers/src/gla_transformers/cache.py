@@ -10,7 +10,7 @@ import copy
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -209,7 +209,7 @@ class KeyMemory(LayerState):
 
 
 def read(
-    layer: nn.Module,
+    layer: Any,
     x: Tensor,
     memory: LayerState | None,
     attention_mask: Tensor | None,
@@ -224,7 +224,7 @@ def read(
     of one, is called.
 
     Args:
-        layer: maps what `GatedLinearAttention` or `HGRN2` does, in whatever module it is wrapped.
+        layer: a `GatedLinearAttention` or `HGRN2`, or a module around one.
 
     The other arguments are as in `GatedLinearAttention.forward` and `HGRN2.forward`.
     """

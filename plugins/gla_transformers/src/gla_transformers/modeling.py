@@ -77,7 +77,7 @@ class Block(GradientCheckpointingLayer):
         super().__init__()
         self.layer_idx = layer_idx
         self.attn_norm = RMSNormGated(config.hidden_size, config.norm_eps)
-        self.attn = _attention(config, layer_idx)
+        self.attn: Any = _attention(config, layer_idx)  # users wrap it
         self.is_softmax = config.softmax_attention(layer_idx) is not None
         self.mlp_norm = RMSNormGated(config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.mlp_width())
