@@ -13,6 +13,7 @@ from gla_core.nn.activations import activation
 from gla_core.nn.gated_linear_attention import Projections
 from gla_core.nn.hgrn2 import log_gate
 from gla_core.nn.merged import Merging, added, matrix_of, products, split
+from gla_core.nn.plain import is_plain
 from gla_core.nn.recompute import not_kept, recomputed
 from gla_core.nn.recurrence import head_width
 from gla_core.nn.rms_norm import RMSNormGated
@@ -39,6 +40,7 @@ __all__ = [
     "environment",
     "first_calls",
     "head_width",
+    "is_plain",
     "log_gate",
     "matrix_of",
     "nearest",

@@ -26,6 +26,7 @@ from gla_core.nn._typed_call import as_typed
 from gla_core.nn.activations import Activation, activation
 from gla_core.nn.layer import Convolve, OpInputs, Output
 from gla_core.nn.merged import Merging, added, products
+from gla_core.nn.plain import is_plain
 from gla_core.nn.recompute import not_kept
 from gla_core.nn.recurrence import GLAState, Step, check_computation, head_width, normed, positive
 from gla_core.nn.rms_norm import RMSNormGated
@@ -355,13 +356,19 @@ class GatedLinearAttention(Merging):
         """Returns the convolutions of q, k and v; empty without use_short_conv."""
         return (self.q_conv1d, self.k_conv1d, self.v_conv1d) if self.use_short_conv else ()
 
+    @property
+    def convolution_widths(self) -> tuple[int, ...]:
+        """Returns the numbers of channels of q, k and v, which the convolutions have; empty without use_short_conv."""
+        q, k = self.num_heads * self.head_k_dim, self.num_kv_heads * self.head_k_dim
+        return (q, k, self.num_kv_heads * self.head_v_dim) if self.use_short_conv else ()
+
     def merged_layers(self) -> Sequence[Sequence[nn.Module]]:
         """Returns the projections of x: of q, k and v, of the output gate, and the first half of the forget gate's."""
         layers: list[nn.Module] = [self.q_proj, self.k_proj, self.v_proj]
         if self.use_output_gate:
             layers.append(self.g_proj)
         halves = getattr(self, "gk_proj", None)
-        if type(halves) is nn.Sequential and len(halves) == 2 and not halves._forward_hooks | halves._forward_pre_hooks:
+        if isinstance(halves, nn.Sequential) and is_plain(halves, nn.Sequential) and len(halves) == 2:
             layers.append(halves[0])
         return [layers]
 
@@ -401,8 +408,11 @@ class GatedLinearAttention(Merging):
         if made.low is None:
             with not_kept(x):
                 return *heads, self.gates(self.gk_proj(x))
-        rows = made.low.flatten(0, -2)  # with more dimensions, PyTorch would add the bias apart
-        return *heads, self.gates(self.gk_proj[1](rows).unflatten(0, x.shape[:-1]))
+        second, low = self.gk_proj[1], made.low
+        if not is_plain(second, nn.Linear):
+            return *heads, self.gates(second(low))
+        rows = low.flatten(0, -2)  # with more dimensions, PyTorch would add the bias apart
+        return *heads, self.gates(second(rows).unflatten(0, x.shape[:-1]))
 
     def _heads(self, made: Projections, convolve: Convolve) -> tuple[Tensor, Tensor, Tensor]:
         """Maps projections to q [B, T, Hq, K], k [B, T, H, K] and v [B, T, H, V]."""
@@ -425,7 +435,7 @@ class GatedLinearAttention(Merging):
         return logits.unflatten(-1, (self.num_kv_heads, -1))
 
     def _output(self, o: Tensor | Step, x: Tensor, gate: Tensor | None, residual: Tensor | None) -> Tensor:
-        """Maps o [..., Hq, V] and x [..., hidden_size] to y [..., hidden_size], plus the residual if there is one."""
+        """Maps o [B, T, Hq, V] and x [B, T, hidden_size] to y [B, T, hidden_size], plus a residual if there is one."""
         if self.use_output_gate and gate is None:
             with not_kept(x):
                 gate = self.g_proj(x)
@@ -435,9 +445,9 @@ class GatedLinearAttention(Merging):
             return self.o_proj(rows) if residual is None else added(residual, self.o_proj, rows)
 
     def _normed(self, o: Tensor | Step, x: Tensor, gate: Tensor | None) -> Tensor:
-        """Returns o [..., Hq, V] of x [..., hidden_size] after the norm and the output gate."""
+        """Returns o [B, T, Hq, V] of x [B, T, hidden_size] after the norm and the output gate."""
         if gate is not None:
-            gate = gate.reshape(*x.shape[:-1], self.num_heads, self.head_v_dim)  # one made for a step has T = 1
+            gate = gate.reshape(*x.shape[:-1], self.num_heads, self.head_v_dim)
         return normed(o, getattr(self, self._norm_name), gate)
 
 

@@ -246,6 +246,12 @@ class HGRN2(Merging):
         """Returns the convolutions of q, f and v; empty without use_short_conv."""
         return (self.q_conv1d, self.f_conv1d, self.i_conv1d) if self.use_short_conv else ()
 
+    @property
+    def convolution_widths(self) -> tuple[int, ...]:
+        """Returns the numbers of channels of q, f and v, which the convolutions have; empty without use_short_conv."""
+        forget_dim = self.num_heads * self.expand_ratio
+        return (forget_dim, forget_dim, self.num_heads * self.head_v_dim) if self.use_short_conv else ()
+
     def merged_layers(self) -> Sequence[Sequence[nn.Module]]:
         """Returns the projections of x, those of q, f and v."""
         return [[self.q_proj, self.f_proj, self.i_proj]]
@@ -274,7 +280,7 @@ class HGRN2(Merging):
         return q, k, v.unflatten(-1, (self.num_heads, -1)), g
 
     def _output(self, o: Tensor, _x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Maps o [..., H, V] to y [..., hidden_size], plus the residual if there is one."""
+        """Maps o [B, T, H, V] to y [B, T, hidden_size], plus the residual if there is one."""
         o = self.g_norm(o.flatten(-2))
         with not_kept(o):
             return self.o_proj(o) if residual is None else added(residual, self.o_proj, o)

@@ -23,7 +23,7 @@ OpInputs = Callable[[Tensor, Convolve], tuple[Tensor, ...]]
 Further tensors [B, T, ..] may follow g. They are arguments of `Output`.
 """
 Output = Callable[..., Tensor]
-"""Maps the op's o [..., Ho, V], x [..., hidden_size] and the tensors that follow g to y [..., hidden_size]."""
+"""Maps the op's o [B, T, Ho, V], x [B, T, hidden_size] and the tensors that follow g to y [B, T, hidden_size]."""
 
 
 class RecurrentLayer(Protocol):
@@ -31,7 +31,8 @@ class RecurrentLayer(Protocol):
 
     Attributes:
         state_shape: Hv, K and V.
-        convolutions: the convolutions of its projections; empty if it has none.
+        convolutions: the convolutions of its projections; empty if it has none. They may be wrapped in other modules.
+        convolution_widths: the numbers of channels of the convolutions.
         scale: factor of the op's output; None for K^-1/2.
         rotary_base: base of the rotary embedding of q and k; None for none.
         gate_normalizer: None if g holds log gates; if g holds logits, the number by which log sigma is divided.
@@ -52,5 +53,8 @@ class RecurrentLayer(Protocol):
 
     @property
     def convolutions(self) -> tuple[ShortConvolution, ...]: ...
+
+    @property
+    def convolution_widths(self) -> tuple[int, ...]: ...
 
     def parameters(self) -> Iterable[Tensor]: ...

@@ -230,6 +230,11 @@ class Mamba2(nn.Module):
         """Returns the one convolution, of u, B and C together."""
         return (self.conv1d,)
 
+    @property
+    def convolution_widths(self) -> tuple[int, ...]:
+        """Returns the number of channels of u, B and C together, which the convolution has."""
+        return (self.widths[1],)
+
     def op_inputs(self, x: Tensor, convolve: Convolve) -> tuple[Tensor, ...]:
         """Maps x [B, T, d_model] to the inputs of the op and of `_output`.
 
@@ -248,7 +253,7 @@ class Mamba2(nn.Module):
         return q, k, v, -dt * self.A_log.to(dtype).exp(), u, z
 
     def _output(self, o: Tensor, _x: Tensor, u: Tensor, z: Tensor) -> Tensor:
-        """Maps o [..., nheads, headdim], u and z to y [..., d_model]."""
+        """Maps o [B, T, nheads, headdim], u and z to y [B, T, d_model]."""
         dtype = wide(o.dtype)
         y = (o.to(dtype) + self.D.to(dtype).view(self.nheads, -1) * u).to(o.dtype).flatten(-2)
         y = self.norm(y, z) if self.rmsnorm else recomputed(_gated, y, z)

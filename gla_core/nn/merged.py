@@ -7,7 +7,7 @@
 Each weight stays a parameter of its own layer, under its own name, and with a storage of its own: tools that save
 models take tensors in one storage for copies of each other. The storages are windows of one allocation, which lives as
 long as any of them. Whether the weights still lie so is seen from their addresses at every call: once they are moved,
-sharded, quantized or replaced, or a layer is another module or has hooks, each layer computes for itself. So does
+sharded, quantized or replaced, or a layer is not plain (see plain.py), each layer computes for itself. So does
 training, whose backward needs the gradient of each weight apart.
 """
 
@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.module import _has_any_global_hook
 
+from gla_core.nn.plain import is_plain
 from gla_core.ops import autocast
 from gla_core.ops.calls import tracing, transformed
 
@@ -83,7 +83,7 @@ def matrix_of(layers: Sequence[nn.Module], x: Tensor, biased: bool = False) -> T
 def added(residual: Tensor, layer: nn.Module, x: Tensor) -> Tensor:
     """Returns residual [..., E] + layer(x) for x [..., D].
 
-    Where no gradient is wanted, the product may add to `residual` in place, and return it.
+    Where no gradient is wanted, the product may add to `residual` in place, and return it: the caller has made it.
     """
     weights = _weights([layer]) if _computes_plainly(x) else None
     if weights is None or not (residual.dtype == x.dtype == weights[0].dtype) or not residual.is_contiguous():
@@ -93,22 +93,20 @@ def added(residual: Tensor, layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def _computes_plainly(x: Tensor) -> bool:
-    """Returns whether no gradient is wanted, and nothing has to see each layer's call."""
+    """Returns whether no gradient is wanted, and nothing of PyTorch has to see each product."""
     if torch.is_grad_enabled() or is_compiling() or tracing() or type(x) is not Tensor:
         return False
-    return not (autocast.in_force() or transformed() or _has_any_global_hook())
+    return not (autocast.in_force() or transformed())
 
 
 def _weights(layers: Sequence[nn.Module], biased: bool = False) -> list[nn.Parameter] | None:
-    """Returns the weights of linear layers; None if any computes something else, or has a bias and is not `biased`."""
+    """Returns the weights of plain linear layers; None if any is not plain, or has a bias and is not `biased`."""
     found = []
     for layer in layers:
-        if type(layer) is not nn.Linear or layer._forward_hooks or layer._forward_pre_hooks:
+        if not is_plain(layer, nn.Linear):
             return None
-        weight = layer._parameters.get("weight")
-        if type(weight) is not nn.Parameter or "forward" in layer.__dict__:
-            return None
-        if type(layer._parameters["bias"]) not in ((nn.Parameter, type(None)) if biased else (type(None),)):
+        weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+        if weight is None or not (bias is None or biased):
             return None
         found.append(weight)
     return found
@@ -132,8 +130,7 @@ def _matrix(first: nn.Module, weights: Sequence[Tensor]) -> Tensor | None:
 
 
 def _places(layers: Sequence[nn.Module]) -> list[int]:
-    weights = _weights(layers) or ()
-    return [0 if weight.device.type == "meta" else weight.data_ptr() for weight in weights]
+    return [weight.data_ptr() for weight in _weights(layers) or ()]
 
 
 @torch.no_grad()

@@ -11,6 +11,12 @@ The backward then computes z once, for down_proj and for the gradients of gate a
 its gradients, as kernels have, autograd need not record it a second time, which takes the host long:
 
     z = recomputed(kernels.gated, gate, x, gradients=kernels.gated_backward)
+
+z is computed in the backward of down_proj. If the function reads weights of another module, as a norm does, these may
+have no memory then: FSDP frees weights outside of their own module's forward and backward. They have no memory when
+down_proj runs either, and then `not_kept` has no effect:
+
+    z = recomputed(normed, x, weight, weights=(weight,))
 """
 
 from __future__ import annotations
@@ -26,11 +32,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_compiling, is_dynamo_compiling, is_exporting
 from torch.utils.checkpoint import checkpoint
 
+from gla_core.nn.plain import is_in_memory
 from gla_core.ops.calls import tracing, transformed
 
 
 def recomputed(
-    function: Callable[..., Tensor], *tensors: Tensor | None, gradients: Callable[..., Sequence[Any]] | None = None
+    function: Callable[..., Tensor],
+    *tensors: Tensor | None,
+    gradients: Callable[..., Sequence[Any]] | None = None,
+    weights: Sequence[Tensor | None] = (),
 ) -> Tensor:
     """Returns `function(*tensors)`; autograd keeps only the tensors for the backward.
 
@@ -42,6 +52,7 @@ def recomputed(
         tensors: the arguments of `function`.
         gradients: maps the tensors and the gradient of the result to the gradients of the tensors, in eager calls. The
             result then has no second derivative. By default autograd differentiates `function`.
+        weights: those of the tensors that are weights of a module, which may lose their memory after its forward.
     """
     if not torch.is_grad_enabled():
         return function(*tensors)
@@ -50,9 +61,9 @@ def recomputed(
     elif is_compiling() or tracing() or transformed():
         return function(*tensors)
     elif gradients is not None:
-        found = _WithGradients.apply(function, gradients, *tensors)
+        found = _WithGradients.apply(function, gradients, weights, *tensors)
     else:
-        found = _Recomputed.apply(function, *tensors)
+        found = _Recomputed.apply(function, weights, *tensors)
     assert isinstance(found, Tensor)
     return found
 
@@ -68,17 +79,22 @@ _exports._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberA
 def not_kept(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Returns a context in which autograd does not keep x if `recomputed` returned it, and no effect otherwise.
 
+    It has no effect either if a weight from which x was computed is without memory.
+
     Run only linear layers, and the like, of x in the context: it replaces the hooks for saved tensors that a caller may
     have set.
     """
     node: Any = x.grad_fn if type(x) is Tensor and not is_compiling() else None
     if node is None or node.name() not in _NODES or not x.is_contiguous():
         return contextlib.nullcontext()
-    place, number, dtype = x.data_ptr(), x.numel(), x.dtype  # the hooks do not hold x
+    if not all(weight is None or is_in_memory(weight) for weight in node.weights):
+        return contextlib.nullcontext()
+    place, number, dtype, version = x.data_ptr(), x.numel(), x.dtype, x._version  # the hooks do not hold x
 
     def pack(saved: Tensor) -> Any:
         alike = type(saved) is Tensor and saved.dtype == dtype and saved.numel() == number and saved.is_contiguous()
-        return saved.shape if alike and saved.data_ptr() == place else (saved, saved._version)
+        is_x = alike and saved.data_ptr() == place and saved._version == version
+        return saved.shape if is_x else (saved, saved._version)
 
     def unpack(packed: Any) -> Tensor:
         return _made(node)[1].view(packed) if isinstance(packed, torch.Size) else _unchanged(*packed)
@@ -98,8 +114,8 @@ def _unchanged(x: Tensor, version: int) -> Tensor:
 
 class _Recomputed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
-        ctx.function, ctx.made = function, None
+    def forward(ctx: Any, function: Callable[..., Tensor], weights: Sequence[Any], *tensors: Tensor | None) -> Tensor:
+        ctx.function, ctx.weights, ctx.made = function, weights, None
         ctx.save_for_backward(*tensors)
         return function(*tensors)
 
@@ -107,15 +123,17 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         create_graph = torch.is_grad_enabled()
         (views, y), ctx.made = _made(ctx), None
-        needed = [x for x, needs in zip(views, ctx.needs_input_grad[1:], strict=True) if needs]
+        needed = [x for x, needs in zip(views, ctx.needs_input_grad[2:], strict=True) if needs]
         found = iter(torch.autograd.grad(y, needed, gradients, create_graph=create_graph))
-        return None, *(next(found) if needs else None for needs in ctx.needs_input_grad[1:])
+        return None, None, *(next(found) if needs else None for needs in ctx.needs_input_grad[2:])
 
 
 class _WithGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Tensor], gradients: Callable, *tensors: Tensor | None) -> Tensor:
-        ctx.function, ctx.gradients, ctx.made = function, gradients, None
+    def forward(
+        ctx: Any, function: Callable[..., Tensor], gradients: Callable, weights: Sequence[Any], *tensors: Tensor | None
+    ) -> Tensor:
+        ctx.function, ctx.gradients, ctx.weights, ctx.made = function, gradients, weights, None
         ctx.save_for_backward(*tensors)
         return function(*tensors)
 
@@ -123,11 +141,11 @@ class _WithGradients(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if ctx.made is None:
-            tensors = ctx.saved_tensors
+            tensors = _arguments(ctx)
         else:
             kept, ctx.made = ctx.made[0], None
             tensors = [None if x is None else _unchanged(x, version) for x, version in kept]
-        return None, None, *ctx.gradients(*tensors, dy)
+        return None, None, None, *ctx.gradients(*tensors, dy)
 
 
 _NODES = ("_RecomputedBackward", "_WithGradientsBackward")
@@ -141,7 +159,7 @@ def _made(ctx: Any) -> tuple[Sequence[Any], Tensor]:
     """
     if ctx.made is not None:
         return ctx.made
-    tensors = ctx.saved_tensors  # checkpointing allows one read
+    tensors = _arguments(ctx)
     if ctx.name() == "_WithGradientsBackward":
         kept = [(x, 0 if x is None else x._version) for x in tensors]
         ctx.made = kept, recomputed(ctx.function, *tensors, gradients=ctx.gradients)
@@ -151,3 +169,16 @@ def _made(ctx: Any) -> tuple[Sequence[Any], Tensor]:
             views = [None if x is None else x.view_as(x) for x in tensors]
             ctx.made = views, ctx.function(*views)
     return ctx.made
+
+
+def _arguments(ctx: Any) -> Sequence[Tensor | None]:
+    """Returns the arguments of the function, with their memory."""
+    tensors = ctx.saved_tensors  # checkpointing allows one read
+    for x in tensors:
+        if x is not None and not is_in_memory(x):
+            raise RuntimeError(
+                f"a tensor {list(x.shape)} that the backward computes with has no memory; expected it in memory until "
+                "the backward has run: if its module is a unit of FSDP or offloaded, let it keep its weights after the "
+                "forward"
+            )
+    return tensors

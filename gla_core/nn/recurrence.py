@@ -162,25 +162,27 @@ def read_tokens(
         checks.dtype("state_indices", state_indices, checks.INTEGERS)
     _check_state(layer, state, dims["B"] if state_indices is None else None)
     convolve = _Convolved(layer, state.conv and tuple(_rows(pool, state_indices) for pool in state.conv))
-    q, k, v, g, *others = op_inputs(x[:, None], convolve)
+    x = x.unsqueeze(1)  # the layer's modules, which may have hooks, get sequences of one token
+    q, k, v, g, *others = op_inputs(x, convolve)
     before = None
     if layer.rotary_base is not None and state.position is not None:
         before = _rows(state.position, state_indices)
         q, k = rotated(q, k, before[:, None], layer.rotary_base)
-    q, k, v, g, *others = (t if t.ndim == 1 else t[:, 0] for t in (q, k, v, g, *others))
+    q, k, v, g = (t if t.ndim == 1 else t.squeeze(1) for t in (q, k, v, g))
     if layer.norms_heads and (is_compiling() or not transformed()):
         recurrent = state.recurrent if inplace else state.recurrent.clone()
         o: Any = Step(layer, (q, k, v, g), recurrent, state_indices)
     else:
         given = (q, k, v, g, state.recurrent, layer.scale, state_indices, inplace, layer.backend)
         o, recurrent = recurrent_gla_step(*given, **gate_options(layer))
+        o = o.unsqueeze(1)
     conv, position = state.conv, state.position
     if conv is not None:
         pairs = zip(conv, convolve.after or (), strict=True)
         conv = tuple(_with_rows(pool, new, state_indices, inplace) for pool, new in pairs)
     if position is not None and before is not None:
         position = _with_rows(position, before + 1, state_indices, inplace)
-    y = _added(output, residual)(o, x, *others)
+    y = _added(output, None if residual is None else residual.unsqueeze(1))(o, x, *others).squeeze(1)
     if others and state_indices is not None:  # o is 0 in skipped rows, and the others are not
         y = torch.where(_skipped(state_indices, len(state.recurrent))[:, None], 0, y)
     return y, state if inplace else GLAState(recurrent, conv, position)
@@ -206,19 +208,20 @@ class Step(NamedTuple):
     state_indices: Tensor | None
 
     def normed(self, norm: nn.Module, gate: Tensor | None) -> Tensor:
-        """Runs the step, and returns its output [B, Ho, V] after a norm and an output gate [B, Ho, V]."""
+        """Runs the step, and returns its output [B, 1, Ho, V] after a norm and an output gate [B, 1, Ho, V]."""
         layer, indices, options = self.layer, self.state_indices, gate_options(self.layer)
         activation = norm.activation_in_op(gate) if isinstance(norm, RMSNormGated) else None
         if isinstance(norm, RMSNormGated) and activation is not None and _fit(self.token[0], gate, norm.weight):
             options |= {"norm_eps": norm.eps, "activation": activation}
+            gate = None if gate is None else gate.squeeze(1)
             given = (self.state, gate, norm.weight, layer.scale, indices, layer.backend)
-            return recurrent_gla_layer_step(*self.token, *given, **options)
+            return recurrent_gla_layer_step(*self.token, *given, **options).unsqueeze(1)
         o, _ = recurrent_gla_step(*self.token, self.state, layer.scale, indices, True, layer.backend, **options)
-        return norm(o, gate)
+        return norm(o.unsqueeze(1), gate)
 
 
 def normed(o: Tensor | Step, norm: nn.Module, gate: Tensor | None) -> Tensor:
-    """Returns the op's o [..., Ho, V], or that of a step that has not run, after a norm and an output gate."""
+    """Returns the op's o [B, T, Ho, V], or that of a step that has not run, after a norm and an output gate."""
     return norm(o, gate) if isinstance(o, Tensor) else o.normed(norm, gate)
 
 
@@ -226,7 +229,7 @@ def _fit(q: Tensor, gate: Tensor | None, weight: Any) -> bool:
     """Returns whether recurrent_gla_layer_step takes an output gate and a weight of the norm together with q."""
     if gate is not None and gate.dtype != q.dtype:
         return False
-    return weight is None or (weight.dtype in (q.dtype, torch.float32) and is_dtensor(weight) == is_dtensor(q))
+    return weight is None or (weight.dtype in (q.dtype, torch.float32) and not is_dtensor(q))
 
 
 def gate_options(layer: RecurrentLayer) -> dict[str, Any]:
@@ -243,7 +246,7 @@ def initial_state(layer: RecurrentLayer, batch_size: int, device: Device) -> GLA
     )
     device = like.device if device is None else device
     recurrent = torch.zeros(batch_size, *layer.state_shape, device=device, dtype=wide(like.dtype))
-    sizes = ((batch_size, layer.conv_size - 1, convolution.width) for convolution in layer.convolutions)
+    sizes = ((batch_size, layer.conv_size - 1, width) for width in layer.convolution_widths)
     conv = tuple(torch.zeros(size, device=device, dtype=like.dtype) for size in sizes)
     position = None if layer.rotary_base is None else torch.zeros(batch_size, device=device, dtype=torch.int64)
     return GLAState(recurrent, conv or None, position)
@@ -311,14 +314,14 @@ def _check_state(layer: RecurrentLayer, state: GLAState, N: int | None) -> None:
         raise TypeError(f"state is {type(state).__name__}; expected a GLAState, as this layer returns")
     dims = dict(zip("HKV", layer.state_shape, strict=True)) | ({} if N is None else {"N": N})
     checks.tensor("state.recurrent", state.recurrent, "N H K V", dims)
-    found, expected = len(state.conv or ()), len(layer.convolutions)
+    found, expected = len(state.conv or ()), len(layer.convolution_widths)
     if found != expected:
         raise ValueError(
             f"state.conv has {found} tensors; expected {expected}, the inputs of each convolution of the layer: pass a "
             "state of this layer"
         )
-    for i, (convolution, inputs) in enumerate(zip(layer.convolutions, state.conv or (), strict=True)):
-        sizes = {"N": dims["N"], "conv_size-1": layer.conv_size - 1, "width": convolution.width}
+    for i, (width, inputs) in enumerate(zip(layer.convolution_widths, state.conv or (), strict=True)):
+        sizes = {"N": dims["N"], "conv_size-1": layer.conv_size - 1, "width": width}
         checks.tensor(f"state.conv[{i}]", inputs, "N conv_size-1 width", sizes)
     if (state.position is None) != (layer.rotary_base is None):
         found, expected = ("None", "integers [N]") if state.position is None else ("given", "None")

@@ -18,6 +18,7 @@ from torch.types import Device
 from gla_core.dispatch.tensors import wide
 from gla_core.nn._typed_call import as_typed
 from gla_core.nn.activations import ACTIVATIONS, Activation, activation
+from gla_core.nn.plain import is_plain
 from gla_core.nn.recompute import recomputed
 
 
@@ -82,16 +83,16 @@ class RMSNormGated(nn.Module):
             if y is not None:
                 return y
         if self.mean_over_ranks is None and (gate is None or self.gate_fn in ACTIVATIONS.values()):  # no parameters
-            return recomputed(self._computed, x, self.weight, gate)
+            weight = self.weight
+            return recomputed(self._computed, x, weight, gate, weights=(weight,))
         return self._computed(x, self.weight, gate)
 
     def activation_in_op(self, gate: Tensor | None) -> str | None:
         """Returns the activation with which `recurrent_gla_layer_step` computes this norm, None if it does not.
 
-        Norms of subclasses, with hooks, of several groups or over ranks are not computed elsewhere.
+        Norms that are not plain, of several groups or over ranks are not computed elsewhere.
         """
-        hooks = self._forward_hooks or self._forward_pre_hooks
-        return None if hooks or type(self) is not RMSNormGated else self._activation(gate)
+        return self._activation(gate) if is_plain(self, RMSNormGated) else None
 
     def _activation(self, gate: Tensor | None) -> str | None:
         """Returns the activation if this is a plain norm, followed by a gate if there is one; None if it is not."""

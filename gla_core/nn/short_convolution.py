@@ -155,9 +155,10 @@ class ShortConvolution(nn.Module):
         y = self._by_kernel(rows)
         if y is not None:
             return y[:, self.kernel_size - 1 :]
+        weights = self.weight, self.bias
         if self.activation is None or self.activation in ACTIVATIONS.values():  # it has no parameters
-            return recomputed(self._computed, rows, self.weight, self.bias)
-        return self._computed(rows, self.weight, self.bias)
+            return recomputed(self._computed, rows, *weights, weights=weights)
+        return self._computed(rows, *weights)
 
     def _by_kernel(self, x: Tensor) -> Tensor | None:
         """Returns y [B, T, D] of x [B, T, D] without a history; None if there is no kernel for it."""

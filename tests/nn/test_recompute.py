@@ -221,3 +221,41 @@ def test_a_strict_export_has_plain_operations(inputs):
 
     graph = torch.export.export(Module(), tuple(inputs), strict=True).graph
     assert not any("checkpoint" in str(node.target) for node in graph.nodes)
+
+
+def test_a_weight_without_memory(inputs):
+    """Its product keeps the result of the function, or a sentence says what is missing."""
+    layer, weight = torch.nn.Linear(5, 4, dtype=torch.float64), torch.nn.Parameter(torch.rand(5, dtype=torch.float64))
+    values = weight.detach().clone()
+
+    def gather():
+        weight.untyped_storage().resize_(values.nbytes)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(weight):
+            weight.copy_(values)
+
+    def loss(free_before):
+        y = recomputed(lambda x, weight: x.sin() * weight, inputs[0], weight, weights=(weight,))
+        if free_before:
+            y.register_hook(lambda gradient: gather())
+            weight.untyped_storage().resize_(0)
+        with not_kept(y):
+            return layer(y).square().sum()
+
+    wanted = [inputs[0], layer.weight, weight]
+    expected = torch.autograd.grad(layer(inputs[0].sin() * weight).square().sum(), wanted)
+    torch.testing.assert_close(torch.autograd.grad(loss(free_before=True), wanted), expected)
+    late = loss(free_before=False)
+    weight.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"a tensor \[5\] that the backward computes with has no memory"):
+        late.backward()
+
+
+def test_a_result_that_is_changed_before_the_product(inputs):
+    """Its product keeps it, as the function would give another."""
+    layer = torch.nn.Linear(5, 4, dtype=torch.float64)
+    layer.register_forward_pre_hook(lambda module, args: (args[0].mul_(2),))
+    y = recomputed(gated, *inputs)
+    with not_kept(y):
+        loss = layer(y).sum()
+    (found,) = torch.autograd.grad(loss, [layer.weight])
+    torch.testing.assert_close(found, 2 * gated(*inputs).detach().flatten(0, -2).sum(0).expand(4, 5))

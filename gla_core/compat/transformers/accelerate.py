@@ -14,6 +14,7 @@ decoding steps; see one_token.py.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -79,8 +80,10 @@ def accelerate(*models: str) -> Acceleration:
         ]
         for module in modules:
             wanted += [method_replacement(norm, _norm, BY_KERNEL) for norm in _norms(module)]
-            wanted += [method_replacement(layer, one_token.forward, ONE_TOKEN) for layer in one_token.layers(module)]
-            wanted += [method_replacement(x, one_token.forward_of_block, BLOCK) for x in one_token.blocks(module)]
+            layer_forward = functools.partial(one_token.forward, module)
+            block_forward = functools.partial(one_token.forward_of_block, module)
+            wanted += [method_replacement(x, layer_forward, ONE_TOKEN) for x in one_token.layers(module)]
+            wanted += [method_replacement(x, block_forward, BLOCK) for x in one_token.blocks(module)]
         return Acceleration("transformers", wanted, NOTE if kernels.provided else NO_KERNELS)
 
 

@@ -15,18 +15,18 @@ anything else in its layers, such as FalconH1, keeps its own.
 from __future__ import annotations
 
 import inspect
-import sys
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from gla_core.compat.mamba_ssm import kernels
 from gla_core.compat.mamba_ssm.ops import advance
 from gla_core.compat.replace import classes_of, is_replaced
 from gla_core.nn.merged import matrix_of
+from gla_core.nn.plain import is_plain
 
 _NAMES = """
 A_log D activation apply_mask_to_padding_states bias causal_conv1d_fn causal_conv1d_update chunk_size conv1d conv_dim
@@ -73,22 +73,31 @@ def gate_is_first(norm: Any) -> bool:
 
 
 def forward(
-    layer: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **options: Any
+    module: ModuleType,
+    layer: Any,
+    hidden_states: Tensor,
+    cache_params: Any = None,
+    attention_mask: Tensor | None = None,
+    **options: Any,
 ) -> Any:
-    """Computes a layer's `forward` for hidden_states [B, 1, width]; returns NotImplemented for other calls."""
+    """Computes a layer's `forward` for hidden_states [B, 1, width]; returns NotImplemented for other calls.
+
+    Args:
+        module: the module that defines the `forward`, whose functions it calls. The layer may be of a subclass.
+    """
     options |= {"cache_params": cache_params, "attention_mask": attention_mask}
     states = None if is_compiling() else _states_of(layer, hidden_states, options)
     if states is None:
         return NotImplemented
     gate, u, dt = _parts(layer, layer.in_proj(hidden_states))
-    y = _step(layer, states, u, dt, None)
+    y = _step(module, layer, states, u, dt, None)
     return layer.out_proj(layer.norm(y, gate).to(hidden_states.dtype))
 
 
-def forward_of_block(block: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
+def forward_of_block(module: ModuleType, block: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
     """Computes a block's `forward` for hidden_states [B, 1, width] by the kernels of a plugin.
 
-    Returns NotImplemented for other calls, before it computes anything.
+    Returns NotImplemented for other calls, before it computes anything. `module` is as in `forward`.
     """
     provided, layer = kernels.provided, block.mixer
     if is_compiling() or provided is None or args or not _is_plain(layer):
@@ -106,9 +115,9 @@ def forward_of_block(block: Any, hidden_states: Tensor, *args: Any, **options: A
     gate, u, dt = _parts(layer, projected)
     residual = hidden_states.float() if getattr(block, "residual_in_fp32", False) else hidden_states
     if projected.dtype == torch.float16:  # y silu(gate) may be too large for it; the norm computes it in float32
-        y, weight = gated_norm(_step(layer, states, u, dt, None), gate), None
+        y, weight = gated_norm(_step(module, layer, states, u, dt, None), gate), None
     else:
-        y, weight = _step(layer, states, u, dt, gate), gated_norm.weight
+        y, weight = _step(module, layer, states, u, dt, gate), gated_norm.weight
     groups = groups_of(gated_norm, y.shape[-1])
     out = provided.product(y, w_out, weight, gated_norm.variance_epsilon, groups, residual)
     if out is not None:
@@ -119,8 +128,7 @@ def forward_of_block(block: Any, hidden_states: Tensor, *args: Any, **options: A
 
 def _is_plain(module: Any) -> bool:
     """Returns whether a call of a module is only its class's `forward`, which is one of those that are replaced."""
-    hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
-    return is_replaced(type(module)) and not hooked
+    return is_replaced(type(module)) and is_plain(module, type(module))
 
 
 def _states_of(layer: Any, hidden_states: Tensor, options: dict[str, Any]) -> Any:
@@ -133,7 +141,7 @@ def _states_of(layer: Any, hidden_states: Tensor, options: dict[str, Any]) -> An
     states = caches.layers[layer.layer_idx]
     if torch.is_grad_enabled() or states.record_past or not states.has_previous_state[0]:
         return None
-    if states.recurrent_states[0] is None or getattr(layer.conv1d, "_hf_hook", None) is not None:
+    if states.recurrent_states[0] is None or not is_plain(layer.conv1d, nn.Conv1d):
         return None
     return states
 
@@ -143,12 +151,11 @@ def _parts(layer: Any, projected: Tensor) -> Any:
     return projected.split([layer.intermediate_size, layer.conv_dim, layer.num_heads], dim=-1)
 
 
-def _step(layer: Any, states: Any, u: Tensor, dt: Tensor, gate: Tensor | None) -> Tensor:
+def _step(module: Any, layer: Any, states: Any, u: Tensor, dt: Tensor, gate: Tensor | None) -> Tensor:
     """Returns y [B, 1, width], times silu(gate) if there is a gate [B, 1, width]; adds the token to the states."""
     B, H, G, N = len(u), layer.num_heads, layer.n_groups, layer.ssm_state_size
-    update = sys.modules[type(layer).__module__].causal_conv1d_update  # the one that is in force
     weight, bias = layer.conv1d.weight.squeeze(1), layer.conv1d.bias
-    u = update(u.mT, states.conv_states[0], weight, bias, activation=layer.activation)[..., 0]
+    u = module.causal_conv1d_update(u.mT, states.conv_states[0], weight, bias, activation=layer.activation)[..., 0]
     x, k, q = u.split([layer.intermediate_size, G * N, G * N], dim=-1)
     x, k, q = x.view(B, H, layer.head_dim), k.view(B, G, N), q.view(B, G, N)
     y = advance(

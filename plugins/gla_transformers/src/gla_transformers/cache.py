@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from gla_core.extension import is_plain
 from gla_core.nn import HGRN2, GatedLinearAttention, GLAState
 from gla_transformers.configuration import SharedConfig
 
@@ -208,7 +209,7 @@ class KeyMemory(LayerState):
 
 
 def read(
-    layer: GatedLinearAttention | HGRN2,
+    layer: Any,
     x: Tensor,
     memory: LayerState | None,
     attention_mask: Tensor | None,
@@ -219,8 +220,13 @@ def read(
 ) -> Tensor:
     """Returns a layer's output y for x [B, T, hidden_size], after the tokens in its memory, and adds x to the memory.
 
-    Without gradients, one token is computed by a step in place. The other arguments are as in
-    `GatedLinearAttention.forward` and `HGRN2.forward`.
+    Without gradients, a plain layer computes one token by a step in place. A layer that is not plain, such as a wrapper
+    of one, is called.
+
+    Args:
+        layer: a `GatedLinearAttention` or `HGRN2`, or a module around one.
+
+    The other arguments are as in `GatedLinearAttention.forward` and `HGRN2.forward`.
     """
     bounded: dict[str, Any] = {} if lower_bound is None else {"lower_bound": lower_bound}
     given = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "attention_mask": attention_mask, "residual": residual}
@@ -230,7 +236,7 @@ def read(
     state = memory.state
     if torch.is_grad_enabled():
         state = state and _each(state, torch.clone)  # autograd keeps these tensors, which are overwritten below
-    elif state is not None and x.shape[1] == 1 and cu_seqlens is None:
+    elif state is not None and x.shape[1] == 1 and cu_seqlens is None and is_plain(layer, GatedLinearAttention, HGRN2):
         rows = rows_with_a_token(attention_mask)
         to = None if residual is None else residual[:, 0]
         return layer.step(x[:, 0], state, inplace=True, state_indices=rows, residual=to, **bounded)[0][:, None]

@@ -30,7 +30,7 @@ def convolve_sequences(x: Tensor, weight: Tensor, bias: Tensor | None, activatio
         functools.partial(kernel, silu=activation is not None)
         for kernel in (kernels.convolve, kernels.convolve_backward)
     )
-    return recomputed(function, x, weight, bias, gradients=gradients)
+    return recomputed(function, x, weight, bias, gradients=gradients, weights=(weight, bias))
 
 
 def _kernels(x: Tensor, weight: Tensor, bias: Tensor | None) -> ModuleType | None:

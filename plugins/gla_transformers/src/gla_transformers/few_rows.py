@@ -42,8 +42,7 @@ def step(
     Returns None, and computes nothing, if the layer has to be computed otherwise.
 
     Args:
-        attn_norm, attn, mlp_norm, mlp: the parts of a `Block`, without hooks of their own. Parts of them may have
-            hooks.
+        attn_norm, attn, mlp_norm, mlp: the parts of a `Block`, which are plain. Parts of them need not be.
         memory, attention_mask, lower_bound: as in `gla_transformers.cache.read`.
     """
     kernel = kernel_of(x.device) if x.shape[1] == 1 else None

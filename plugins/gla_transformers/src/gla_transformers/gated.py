@@ -56,7 +56,7 @@ def normed(
         functools.partial(kernel, eps=float(eps), gate_first=gate_first)
         for kernel in (kernels.normed, kernels.normed_backward)
     )
-    return recomputed(function, x, weight, gate, gradients=gradients)
+    return recomputed(function, x, weight, gate, gradients=gradients, weights=(weight,))
 
 
 def forgetting(q: Tensor, f: Tensor, lower_bound: Tensor | None) -> tuple[Tensor, Tensor, Tensor] | None:

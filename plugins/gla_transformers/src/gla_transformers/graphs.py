@@ -8,8 +8,8 @@ States at fixed addresses, with the graphs that read and write them, are a `Slot
 number of sequences, and keeps its states there. So one capture serves one generation after the other.
 Prompts are read in pieces of a few lengths, of which the first may begin with padding.
 
-What a graph holds is what was captured. So only modules of known classes without hooks are captured, and a model whose
-modules or addresses have changed loses its graphs.
+What a graph holds is what was captured. So only plain modules of known classes are captured, and a model whose modules
+or addresses have changed loses its graphs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from gla_core.extension import RMSNormGated, ShortConvolution, bypasses_torch, current_request, environment
+from gla_core.extension import RMSNormGated, ShortConvolution, bypasses_torch, current_request, environment, is_plain
 from gla_core.nn import HGRN2, GatedLinearAttention
 from gla_transformers.cache import GLACache
 
@@ -333,6 +333,7 @@ class _Watch:
     def __init__(self, model: nn.Module, device: torch.device, classes: set[type]) -> None:
         self.device = device
         self.modules = [module for module in model.modules() if module is not model]
+        self.kinds = [type(m) for m in self.modules]
         self.hooks = [hooks for m in self.modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self.hooked = any(self.hooks)
         with_options = [vars(m) for m in self.modules if type(m) not in _ALIKE]
@@ -342,11 +343,8 @@ class _Watch:
         self.parts = [d for m in whole for d in (m._modules, m._parameters, m._buffers) if d]
         self.ids = [id(x) for d in self.parts for x in d.values()]
         tensors = [x for m in whole for x in (*m._parameters.values(), *m._buffers.values()) if x is not None]
-        self.can_be_captured = (
-            not self.hooked
-            and all(type(x) in (nn.Parameter, Tensor) and x.device == device for x in tensors)
-            and all(type(m) in classes and m._compiled_call_impl is None and not m.training for m in self.modules)
-            and not self._patched()
+        self.can_be_captured = all(type(x) in (nn.Parameter, Tensor) and x.device == device for x in tensors) and all(
+            is_plain(m, *classes) and not m.training for m in self.modules
         )
         self.tensors = tensors if self.can_be_captured else []
         self.places = [x.data_ptr() for x in self.tensors]
@@ -362,8 +360,6 @@ class _Watch:
             or device != self.device
             or [id(x) for d in self.parts for x in d.values()] != self.ids
             or [d.get(name) for d, name in self.options] != self.values
-            or (self.can_be_captured and self._patched())
+            or list(map(type, self.modules)) != self.kinds
+            or (self.can_be_captured and any("forward" in vars(m) for m in self.modules))
         )
-
-    def _patched(self) -> bool:
-        return any("forward" in vars(m) for m in self.modules)

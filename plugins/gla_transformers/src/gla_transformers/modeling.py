@@ -27,10 +27,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple, logging
 
 from gla_core.dispatch.tensors import wide
-from gla_core.extension import Merging, RMSNormGated, ShortConvolution, added, not_kept, products
+from gla_core.extension import Merging, RMSNormGated, ShortConvolution, added, is_plain, not_kept, products
 from gla_core.nn import HGRN2, GatedLinearAttention
 from gla_transformers import few_rows, packing
-from gla_transformers.cache import NAME, GLACache, LayerState, read
+from gla_transformers.cache import NAME, GLACache, read
 from gla_transformers.causal_convolution import convolve_sequences
 from gla_transformers.configuration import GLAConfig, HGRN2Config, SharedConfig
 from gla_transformers.gated import forgetting, gated, normed
@@ -73,7 +73,8 @@ class Block(GradientCheckpointingLayer):
         super().__init__()
         self.layer_idx = layer_idx
         self.attn_norm = RMSNormGated(config.hidden_size, config.norm_eps)
-        self.attn = _attention(config, layer_idx)
+        self.attn: Any = _attention(config, layer_idx)  # users wrap it
+        self.is_softmax = config.softmax_attention(layer_idx) is not None
         self.mlp_norm = RMSNormGated(config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.mlp_width())
 
@@ -87,7 +88,7 @@ class Block(GradientCheckpointingLayer):
         max_seqlen: int | None = None,
         inplace: bool = False,
     ) -> Tensor:
-        """Runs the layer. With `inplace` it may write into x.
+        """Runs the layer. With `inplace` it may write into x, which nobody else may see then.
 
         Args:
             lower_bound: [hidden_size], as in `gla_core.nn.HGRN2`; None for layers of other classes.
@@ -95,31 +96,28 @@ class Block(GradientCheckpointingLayer):
         The other arguments are as in `GLAModel.forward`.
         """
         memory: Any = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        within = self._adds_within_products()
-        if within and isinstance(memory, LayerState) and cu_seqlens is None:
+        attends, feeds = self._halves_that_add()
+        if attends and feeds and memory is not None and cu_seqlens is None:
             parts = (self.attn_norm, self.attn, self.mlp_norm, self.mlp)
             y = few_rows.step(*parts, x, memory, attention_mask, lower_bound)
             if y is not None:
                 return y
         y = self.attn_norm(x)
-        if isinstance(self.attn, GatedLinearAttention | HGRN2):
-            residual = (x if inplace else x.clone()) if within else None
-            y = read(self.attn, y, memory, attention_mask, cu_seqlens, max_seqlen, residual, lower_bound)
-            x = y if within else x + y
-        else:
+        if self.is_softmax:
             x = x + self.attn(y, memory, attention_mask, cu_seqlens)
+        else:
+            residual = (x if inplace else x.clone()) if attends else None
+            y = read(self.attn, y, memory, attention_mask, cu_seqlens, max_seqlen, residual, lower_bound)
+            x = y if attends else x + y
         y = self.mlp_norm(x)
-        return self.mlp(y, x) if within else x + self.mlp(y)
+        return self.mlp(y, x) if feeds else x + self.mlp(y)
 
-    def _adds_within_products(self) -> bool:
-        """Returns whether the last product of each half may add to x, as nothing else has to see its result."""
-        if torch.is_grad_enabled() or is_compiling() or type(self.mlp) is not GatedMLP:
-            return False
-        return not _hooked(self.attn_norm, self.attn, self.mlp_norm, self.mlp)
-
-
-def _hooked(*modules: nn.Module) -> bool:
-    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+    def _halves_that_add(self) -> tuple[bool, bool]:
+        """Returns whether the last product of each half may add to x in place, as no module but it sees the sum."""
+        if torch.is_grad_enabled() or is_compiling():
+            return False, False
+        attends = is_plain(self.attn_norm, RMSNormGated) and is_plain(self.attn, GatedLinearAttention, HGRN2)
+        return attends, is_plain(self.mlp_norm, RMSNormGated) and is_plain(self.mlp, GatedMLP)
 
 
 class GLAPreTrainedModel(PreTrainedModel):
@@ -278,12 +276,13 @@ class GLAModel(GLAPreTrainedModel):
         seen: list[Tensor] | None = None,
     ) -> Tensor:
         """Sends words [B, T], or embedded ones, through the model, and adds the inputs of layers to `seen`."""
-        others_see = embedded is not None or seen is not None or torch.is_grad_enabled() or is_compiling()
-        inplace = not others_see and not _hooked(self.embeddings, *self.layers)
+        eager = not (torch.is_grad_enabled() or is_compiling())
+        made_here = eager and embedded is None and is_plain(self.embeddings, nn.Embedding)  # x, which nobody else sees
         x: Tensor = self.embeddings(words) if embedded is None else embedded
         for layer, bound in zip(self.layers, self._lower_bounds(), strict=True):
             if seen is not None:
                 seen.append(x)
+            plain = eager and is_plain(layer, Block)
             x = layer(
                 x,
                 bound,  # not by name, as checkpointing then finds that it needs a gradient
@@ -291,8 +290,9 @@ class GLAModel(GLAPreTrainedModel):
                 past_key_values=cache,
                 cu_seqlens=cu_seqlens,
                 max_seqlen=max_seqlen,
-                inplace=inplace,
+                inplace=made_here and plain and seen is None,
             )
+            made_here = plain
         return self.norm(x)
 
     def _lower_bounds(self) -> Sequence[Tensor | None]:
