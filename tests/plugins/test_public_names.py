@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(path for path in (ROOT / "plugins").glob("*/**/*.py") if "tests" not in path.parts)
-PAGES = ast.literal_eval(re.search(r"^API = (\(.*?^\))", (ROOT / "docs/site_pages.py").read_text(), re.M | re.S)[1])
+API = re.search(r"^API: .*? = ({.*?^})", (ROOT / "docs/site_pages.py").read_text(), re.M | re.S)
+PAGES = list(ast.literal_eval(API[1]))
 """The modules that are documented."""
 
 
