@@ -7,7 +7,10 @@
 # make check        format, lint, types, direction of imports, links of the documentation
 # make docs         the documentation as a site, in site/
 # make bench        the benchmarks; writes .benchmarks/
+#
+# All of them install the versions of constraints.txt. `make CONSTRAINTS= targets`, in a new clone, installs the newest.
 PYTHON ?= python3
+CONSTRAINTS ?= constraints.txt
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 # Bytecode is written, also of tests, whose assertions pytest rewrites: this takes seconds in every process.
@@ -88,7 +91,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff format $(PAGES)
 	$(BIN)/ruff check --fix .
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check $(CONSTRAINTS:%=--constraint %) --editable '.[dev]'
 	touch $@

@@ -74,7 +74,12 @@ def compiled(gpu: Device, *types: str) -> SimpleNamespace:
     names = ["global_scratch", "profile_scratch"]
     vars(run).update({f"{name}_{what}": 0 for name in names for what in ("size", "align")})
     vars(run).update(
-        num_ctas=1, launch_cooperative_grid=False, launch_pdl=True, arg_annotations="a", kernel_signature="s"
+        num_ctas=1,
+        launch_cooperative_grid=False,
+        launch_pdl=True,
+        arg_annotations="a",
+        kernel_signature="s",
+        gsan_enabled=False,
     )
     run.launch = driver.wrap_handle_tensordesc(gpu.launch, dict(enumerate(types)), boxes)
     return SimpleNamespace(

@@ -135,7 +135,7 @@ def test_a_triton_that_launches_otherwise(gpu, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("version", "known"), [("3.6.1", True), ("3.7.1+git", True), ("3.5.0", False), ("3.10", False)]
+    ("version", "known"), [("3.6.1", True), ("3.7.1+git", True), ("3.8.0", True), ("3.5.0", False), ("3.10", False)]
 )
 def test_launchers_are_known_by_the_version_of_triton(monkeypatch, version, known):
     import triton
@@ -401,9 +401,9 @@ def test_what_is_kept_of_launches_is_bounded(gpu, monkeypatch):
         assert gpu.launched[-1][-3:] == [output.data_ptr(), 0.5, 9]
 
 
-@pytest.mark.parametrize("launcher", ["TRITON_3_6", "TRITON_3_7"])
+@pytest.mark.parametrize("launcher", ["TRITON_3_6", "TRITON_3_7", "TRITON_3_8"])
 def test_either_form_of_launchers(gpu, monkeypatch, launcher):
-    """Triton's launcher in C takes the kernel's arguments one by one in version 3.6, and as a tuple in 3.7."""
+    """Triton's launcher in C takes the kernel's arguments one by one in version 3.6, and as a tuple later."""
     from gla_triton_kernels.runtime import replay
 
     monkeypatch.setattr(replay, "_launcher", lambda: getattr(replay, launcher))

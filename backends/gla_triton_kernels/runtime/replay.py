@@ -77,7 +77,8 @@ class _TensorMap:
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
         base = SimpleNamespace(data_ptr=lambda: address)  # Triton reads nothing else of a tensor
-        encoded = make_tensordesc_arg(SimpleNamespace(base=base, **self.layout), self.box)
+        of_launch = () if _launcher() in (TRITON_3_6, TRITON_3_7) else (None,)  # Triton 3.8 reads nothing of it
+        encoded = make_tensordesc_arg(SimpleNamespace(base=base, **self.layout), self.box, *of_launch)
         _put(self.encoded, address, encoded, _MOST_MAPS)
         return encoded
 
@@ -352,7 +353,7 @@ def _recorded(launch: Launch, arguments: _Arguments, places: dict[int, int]) -> 
     return _RecordedLaunch(function, launch.grid, kernel, spread, at, maps, bool(floats), tuple(fixed))
 
 
-TRITON_3_6, TRITON_3_7 = "3.6", "3.7"
+TRITON_3_6, TRITON_3_7, TRITON_3_8 = _KNOWN = ("3.6", "3.7", "3.8")
 """The versions of Triton whose launchers are known: `_after_the_stream` holds the arguments of their C functions."""
 
 
@@ -377,7 +378,7 @@ def _after_the_stream(run: Any, kernel: Any) -> tuple[Any, ...]:
 def _behind_encoding(launch: Any) -> Any:
     """Returns the C function that a launcher's `launch` calls after it has encoded descriptors as tensor maps.
 
-    In Triton 3.6 and 3.7, `launch` is a closure over it, made by
+    In the known versions of Triton, `launch` is a closure over it, made by
     `triton.backends.nvidia.driver.wrap_handle_tensordesc`.
     """
     return launch.__closure__[launch.__code__.co_freevars.index("launcher")].cell_contents
@@ -420,7 +421,7 @@ def why_not_replayed() -> str | None:
     if _profiled():
         return "a profiler listens to Triton's launches"
     if not _launchers_are_known():
-        return f"Triton {triton.__version__} launches kernels in another way than 3.6 and 3.7"
+        return f"Triton {triton.__version__} launches kernels in another way than {_KNOWN[0]} to {_KNOWN[-1]}"
     return None
 
 
@@ -432,7 +433,7 @@ def _profiled() -> bool:
 @functools.cache
 def _launchers_are_known() -> bool:
     """Returns whether this Triton has a known version and encodes tensor maps in the known way."""
-    if _launcher() not in (TRITON_3_6, TRITON_3_7):
+    if _launcher() not in _KNOWN:
         return False
     from triton.backends.nvidia import driver as nvidia
 

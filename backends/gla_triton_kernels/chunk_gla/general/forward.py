@@ -10,7 +10,8 @@ through token t, and r = b_C / 2. Both are per channel of K, or one number if th
 
 S' is the state that leaves the chunk. Two exponentials per element serve scores, state and output. The outer exp(r) of
 S' waits for the inner exp(r) of the next chunk (`waiting`), so the state is scaled once per chunk. b - r is computed
-either by a scan, or by one product of g with a matrix that is +1/2 on and below the diagonal and -1/2 above it.
+either by a scan, or by one product of g with a matrix that is +1/2 on and below the diagonal and -1/2 above it. If the
+keys of a head share a gate, exp(b - r) is one number for each token, and multiplies rows of products instead of q.
 
 All exponents lie in [b_C / 2, -b_C / 2]. If some channel decays by more than `MILD_DECAY` in a chunk (see limits.py),
 the chunk is not mild. The products then leave the state unchanged (kg is 0 and exp(r) is 1), and the chunk is computed
@@ -354,10 +355,15 @@ def _output(q, q_decay, kg, v, S, causal, scale, PRECISION: tl.constexpr):
         q_decay: exp(b - r), [C, BK] or [C, 1]; None without gates.
         causal: [C, C], the mask of scores.
     """
-    qg = operand(q if q_decay is None else q * q_decay, kg.dtype)  # [C, BK]
+    AFTER: tl.constexpr = q_decay is not None and q_decay.shape[1] == 1  # whether products are multiplied, and not q
+    qg = operand(q if q_decay is None or AFTER else q * q_decay, kg.dtype)  # [C, BK]
     A = tl.dot(qg, tl.trans(kg), input_precision=PRECISION)  # [C, C]
+    if AFTER:
+        A *= q_decay
     A = operand(tl.where(causal, A, 0.0), kg.dtype)
     o = tl.dot(qg, operand(S, kg.dtype), input_precision=PRECISION)  # [C, BV]
+    if AFTER:
+        o *= q_decay
     return tl.dot(A, v, o, input_precision=PRECISION) * scale
 
 

@@ -73,10 +73,12 @@ from gla_triton_kernels.chunk_gla.sm90.common import (
     clear_rows,
     gates_of,
     in_units,
+    keep_apart,
     log_gates,
     logits_of,
     opaque_zero,
     plus,
+    row_sums,
     slope_of_gates,
     sum_of_earlier,
     unit_at,
@@ -493,7 +495,7 @@ def _gradient_warps(
             through = gl.zeros([D], gl.float32, gl.SliceLayout(1, LAYOUT))  # sums of S * P over values
             for j in gl.static_range(HALVES):
                 s_tile = s_tiles.index(zero + HALVES * part + j).reshape([D, D])
-                through += gl.sum(dS[j] * as_float32(s_tile.load(LAYOUT)), 1)
+                through += row_sums(dS[j] * as_float32(s_tile.load(LAYOUT)))
         mbarrier.wait(gated.index(slot), i // SLOTS & 1)
         dk, dq = warpgroup_mma_wait(0, [dk, dq])
         if HAS_GATE:
@@ -505,8 +507,8 @@ def _gradient_warps(
             dk *= sums.index(3 * slot + 2).load(gl.SliceLayout(1, LAYOUT))[:, None]
             decay = gl.max(decays.index(slot).load(gl.SliceLayout(1, LAYOUT)), 0)  # exp(b_C)
             own = ROOM * slot + 2 + 3 * part
-            dots.index(own).store(gl.sum(as_float32(q_tile.load(LAYOUT)) * dq, 1) * (s_unit * do_unit * q_unit))
-            dots.index(own + 1).store(gl.sum(as_float32(k_tile.load(LAYOUT)) * dk, 1) * (p_unit * v_unit * k_unit))
+            dots.index(own).store(row_sums(as_float32(q_tile.load(LAYOUT)) * dq) * (s_unit * do_unit * q_unit))
+            dots.index(own + 1).store(row_sums(as_float32(k_tile.load(LAYOUT)) * dk) * (p_unit * v_unit * k_unit))
             dots.index(own + 2).store(through * decay * s_unit)
             mbarrier.arrive(dotted.index(slot), count=1)
         else:
@@ -548,6 +550,7 @@ def _gradient_warps(
             to = dinitial + ((n * Ho + h).to(gl.int64) * K + keys) * V + values + j * D
             gl.store(to, dS[j] * waiting[j] if HALF else dS[j], (keys < K) & (values + j * D < V))
     tma.store_wait(0)
+    keep_apart(part)
 
 
 # V is specialised: if it is a multiple of 16, a thread moves two elements of a state at once.

@@ -304,6 +304,41 @@ def opaque_zero():
 
 
 @gluon.jit
+def keep_apart(part: gl.constexpr):
+    """Marks the end of one of several parts that run the same code.
+
+    Without different ends, Triton 3.8 merges the last instructions of the parts. What differs between them would then
+    occupy registers through the whole kernel.
+    """
+    gl.inline_asm_elementwise(f"// $0 ends part {part}", "=r", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def row_sums(x):
+    """Returns the sums of the rows of x [R, D], a product of two tensors in a layout of wgmma.
+
+    A thread adds its D / 4 columns of a row one after the other, which takes one register. `gl.sum` of Triton 3.8 adds
+    them in pairs, and needs all products first.
+    """
+    R: gl.constexpr = x.shape[0]
+    D: gl.constexpr = x.shape[1]
+    of_threads = x.reshape([R, D // 8, 4, 2]).permute([0, 2, 1, 3]).reshape([R, 4, D // 4])
+    sums = gl.sum(_plus_columns(None, of_threads), 1)
+    return gl.convert_layout(sums, gl.SliceLayout(1, x.type.layout), assert_trivial=True)
+
+
+@gluon.jit
+def _plus_columns(total, x):
+    """Returns total [R, 4] plus the sums over the last axis of x [R, 4, n], in order; `total` may be None."""
+    if x.shape[2] == 1:
+        x = x.reshape(x.shape[:2])
+        return x if total is None else total + x
+    else:  # noqa: RET505 -- one branch is compiled
+        first, second = x.reshape([x.shape[0], 4, 2, x.shape[2] // 2]).permute([0, 1, 3, 2]).split()
+        return _plus_columns(_plus_columns(total, first), second)
+
+
+@gluon.jit
 def let_dependents_start():
     """Lets the next kernel of the stream start, if it was launched with `launch_pdl` (programmatic dependent launch).
 

@@ -255,7 +255,7 @@ def _pairs_kernel(
         k_unit, v_unit = unit_at(k_units, i, Hq // G, h // G), unit_at(v_units, i, Hq // G, h // G)
         factor = scale * (do_unit * v_unit)
         da_tile, da_tt, da_unit = _score_gradients_in_units(do, v, at, rows, V, factor)
-        a_tile = gl.allocate_shared_memory(gl.float32, [C, C], TILE_32)  # sum_K q_t e_ts k_s
+        a_tile = _allocate(gl.float32, [C, C], TILE_32)  # sum_K q_t e_ts k_s
         a_tile.store(gl.zeros([C, C], gl.float32, LAYOUT))
         for k0 in range(0, K, D):
             inside = rows
@@ -293,6 +293,15 @@ def _sequence_of(i, cu_seqlens_ptr, N):
         n = gl.where(first <= i, middle, n)
         above = gl.where(first <= i, above, middle)
     return n
+
+
+@gluon.jit
+def _allocate(dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+    """Returns a new tile in shared memory, whose addresses are computed again for each use.
+
+    The compiler would compute the addresses of all tiles before the first pair (chunk, head), and spill them.
+    """
+    return gl.allocate_shared_memory(dtype, [1, shape[0], shape[1]], layout).index(opaque_zero())
 
 
 @gluon.jit
@@ -395,8 +404,8 @@ def _score_gradients_in_units(do, v, at, rows, V: gl.constexpr, scale):
     products = gl.zeros([C, C], gl.float32, LAYOUT)
     transposed = gl.zeros([C, C], gl.float32, LAYOUT)
     dtype: gl.constexpr = v[0].dtype.element_ty
-    do_tile = gl.allocate_shared_memory(dtype, [C, W], TILE)
-    v_tile = gl.allocate_shared_memory(dtype, [C, W], TILE)
+    do_tile = _allocate(dtype, [C, W], TILE)
+    v_tile = _allocate(dtype, [C, W], TILE)
     for p in range(0, V, W):
         do_block = _load(do, at, p, rows, V, [C, W], ROWS)
         v_block = _load(v, at, p, rows, V, [C, W], ROWS)
@@ -411,7 +420,7 @@ def _score_gradients_in_units(do, v, at, rows, V: gl.constexpr, scale):
     unit, inverse = unit_of(largest(dA))
     dA *= inverse
     da_tt = gl.sum(gl.where(row == column, dA, 0.0), 1) / FAR  # [C]
-    da_tile = gl.allocate_shared_memory(gl.float16, [C, C], TILE)
+    da_tile = _allocate(gl.float16, [C, C], TILE)
     da_tile.store(dA.to(gl.float16))
     return da_tile, da_tt, FAR * unit
 
@@ -451,9 +460,9 @@ def _add_block_of_keys(scores, inputs, outputs, at, k0, rows, K: gl.constexpr, N
     most_q, most_k = gl.reduce((gl.max(gl.abs(q_block), 1), gl.max(gl.abs(k_block), 1)), 0, _larger)
     q_unit, q_inverse = unit_of(most_q)
     k_unit, k_inverse = unit_of(most_k)
-    q_tile = gl.allocate_shared_memory(gl.float16, [C, D], TILE)
-    k_tile = gl.allocate_shared_memory(gl.float16, [C, D], TILE)
-    b_tile = gl.allocate_shared_memory(gl.float32, [C, D], TILE_32)
+    q_tile = _allocate(gl.float16, [C, D], TILE)
+    k_tile = _allocate(gl.float16, [C, D], TILE)
+    b_tile = _allocate(gl.float32, [C, D], TILE_32)
     q_tile.store((q_block * q_inverse).to(gl.float16))
     k_tile.store((k_block * k_inverse).to(gl.float16))
     gates = gl.maximum(_log_gates(g_block, inside_runs, NORMALIZER), LEAST_GATE) * LOG2E  # [C, D]
@@ -472,11 +481,11 @@ def _add_block_of_keys(scores, inputs, outputs, at, k0, rows, K: gl.constexpr, N
 
     sum_q = gl.zeros([C, D], gl.float32, LAYOUT)
     sum_k = gl.zeros([C, D], gl.float32, LAYOUT)
-    w_tile = gl.allocate_shared_memory(gl.float32, [C, D], TILE_32)
+    w_tile = _allocate(gl.float32, [C, D], TILE_32)
     w_tile.store(gl.zeros([C, D], gl.float32, LAYOUT))
-    own_tile = gl.allocate_shared_memory(gl.float16, [C, D], TILE)
-    masked_tile = gl.allocate_shared_memory(gl.float16, [C, C], TILE)
-    far_tile = gl.allocate_shared_memory(gl.float16, [C, D], TILE)
+    own_tile = _allocate(gl.float16, [C, D], TILE)
+    masked_tile = _allocate(gl.float16, [C, C], TILE)
+    far_tile = _allocate(gl.float16, [C, D], TILE)
     g_at, stride_g = _first(g, at, k0)
     columns = None if K % D == 0 else K - k0
     while levels != 0:
@@ -518,8 +527,8 @@ def _add_block_of_keys(scores, inputs, outputs, at, k0, rows, K: gl.constexpr, N
     dg_block = gl.load(dg_at, inside_runs, 0.0)
     sum_q += da_tt[:, None] * k_tile.load(LAYOUT).to(gl.float32)  # pairs s = t
     sum_k += da_tt[:, None] * q_tile.load(LAYOUT).to(gl.float32)
-    q_sums = gl.allocate_shared_memory(gl.float32, [C, D], TILE_32)
-    k_sums = gl.allocate_shared_memory(gl.float32, [C, D], TILE_32)
+    q_sums = _allocate(gl.float32, [C, D], TILE_32)
+    k_sums = _allocate(gl.float32, [C, D], TILE_32)
     q_sums.store(sum_q)
     k_sums.store(sum_k)
     w_runs = w_tile.load(RUNS)  # [C, D]
@@ -541,10 +550,10 @@ def _add_dv(a_tile, dv, do, at, rows, V: gl.constexpr, scale):
     """Adds scale * A^T do to dv. A [C, C], masked to s <= t, is split into a high and a low part in the dtype of do."""
     W: gl.constexpr = D if V <= D else 2 * D
     dtype: gl.constexpr = do[0].dtype.element_ty
-    high_tile = gl.allocate_shared_memory(dtype, [C, C], TILE)
-    low_tile = gl.allocate_shared_memory(dtype, [C, C], TILE)
-    do_tile = gl.allocate_shared_memory(dtype, [C, W], TILE)
-    sums = gl.allocate_shared_memory(gl.float32, [C, W], TILE_32)
+    high_tile = _allocate(dtype, [C, C], TILE)
+    low_tile = _allocate(dtype, [C, C], TILE)
+    do_tile = _allocate(dtype, [C, W], TILE)
+    sums = _allocate(gl.float32, [C, W], TILE_32)
     row, column = _rows_and_columns()
     A = gl.where(row >= column, a_tile.load(LAYOUT), 0.0)  # [C, C]
     unit = 1.0
