@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from record import Job
+from record import Job, tune_anew
 
 from gla_core.bench import measure
 from gla_core.bench.plots import workload_in_words
@@ -130,6 +130,7 @@ def _cases(call: Call) -> list[Case]:
 
 
 def _measure(call: Call, device: torch.device, bandwidth: float, seconds: float) -> list[dict[str, Any]]:
+    tune_anew()
     with tf32():
         return [_fields(case, measure_case(case, device, bandwidth, seconds)) for case in _cases(call)]
 
@@ -172,7 +173,7 @@ def compile_share(share: int, shares: int, device: torch.device) -> None:
 def _kernels(case: Case) -> tuple[object, ...]:
     """Returns what FLA's compiled kernels depend on, for the last direction of a call, which includes the others."""
     sizes = case.workload.sizes
-    names = ("K", "V", "dtype", "gate_dtype", "gate_form")
+    names = ("H", "K", "V", "dtype", "gate_dtype", "gate_form")
     return case.workload.op, "lengths" in sizes, *(sizes.get(name) for name in names)
 
 

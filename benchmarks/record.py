@@ -276,6 +276,13 @@ def tune_quickly() -> None:
     autotuner.do_bench = property(lambda _: bench)
 
 
+def tune_anew() -> None:
+    """Makes the autotuners of Triton in this process forget their choices, which do not depend on all sizes."""
+    for thing in gc.get_objects() if torch.cuda.is_available() else ():
+        if type(thing).__name__.endswith("Autotuner"):
+            thing.cache.clear()
+
+
 def prepare(
     compile_share: Callable[[int, int], str], processes: int, say: Callable[[str], None], seconds: float
 ) -> None:
