@@ -355,7 +355,8 @@ def _output(q, q_decay, kg, v, S, causal, scale, PRECISION: tl.constexpr):
         q_decay: exp(b - r), [C, BK] or [C, 1]; None without gates.
         causal: [C, C], the mask of scores.
     """
-    AFTER: tl.constexpr = q_decay is not None and q_decay.shape[1] == 1  # whether products are multiplied, and not q
+    # Whether products are multiplied by the decays, and not q.
+    AFTER: tl.constexpr = q_decay is not None and q_decay.shape[1] == 1  # pyright: ignore
     qg = operand(q if q_decay is None or AFTER else q * q_decay, kg.dtype)  # [C, BK]
     A = tl.dot(qg, tl.trans(kg), input_precision=PRECISION)  # [C, C]
     if AFTER:
