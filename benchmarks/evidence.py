@@ -89,7 +89,7 @@ def jobs_of(
         "op": lambda: op_calls.jobs(device, bandwidth, seconds),
         "mamba2_scan": lambda: mamba_scan.jobs(device, seconds),
         "models": lambda: models.jobs(device),
-        "precision": lambda: precision.jobs(device, seconds),
+        "precision": lambda: precision.jobs(device),
         "serving": lambda: serving.jobs(device, bandwidth, engines),
     }
     return made[part]() if part in made else shapes.jobs(part, device, bandwidth, seconds)

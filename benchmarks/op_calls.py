@@ -65,7 +65,7 @@ CALLS = (
         train_b8_t4096_h16_float16="float16",
         train_b8_t4096_h16_float32="float32",
         long_b1_t65536_h8_per_head="a gate per head",
-        packed_64_t65536_h8_per_head="a gate per head",
+        packed_64_t65536_h8_per_head="packed, a gate per head",
     ),
     Call(_published("gla_1.3b", B=4, T=4096, H=4, K=256, V=512), BOTH, "fla", "GLA 1.3B"),
     Call(_published("gla_2.7b", B=2, T=4096, H=4, K=320, V=640), BOTH, "fla", "GLA 2.7B"),

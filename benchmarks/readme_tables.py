@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import context_parallel
 import crossover
+import op_calls
 import pictures
 import record
 from record import Row
@@ -48,8 +49,8 @@ SECTIONS = {
         "The ops at the sizes of models",
         "The ops beside flash-linear-attention (fla) and PyTorch (torch). Tensors are bfloat16, gates float32 and one "
         "per key, heads 128 wide (K = V = 128), unless a call says otherwise. Float32 is multiplied in TF32. FLA tunes "
-        "at its first call with other widths, dtypes or forms of gates. 'Of floor' is the time to move each input and "
-        "output once, at the speed of a copy, divided by the time.",
+        "for each call by itself. 'Of floor' is the time to move each input and output once, at the speed of a copy, "
+        "divided by the time.",
         ("backend", "of floor"),
     ),
     "mamba2_scan": Section(
@@ -164,7 +165,13 @@ def headline(folder: Path) -> str:
         ),
     ]
     every = [row for rows in measured.values() for row in rows]
-    told = [_run(every[0]), *_ranges(every), _precision_in_words(every), _kit_in_words(folder, every[0].commit)]
+    told = [
+        _run(every[0]),
+        *_ranges(every),
+        _left_out(every),
+        _precision_in_words(every),
+        _kit_in_words(folder, every[0].commit),
+    ]
     return "\n".join(lines) + "\n\n" + " ".join(filter(None, told)) + "\n"
 
 
@@ -214,8 +221,8 @@ def _versions(row: Row) -> str:
 
 
 GROUPS = {
-    "all calls of `chunk_gla` and its step, over forms of gates, dtypes and widths": r"`(chunk|recurrent)_gla",
-    "Mamba-2's scan and step at the sizes of six models": r"Mamba-2's scan (forward|step)",
+    "`chunk_gla` and its step, over forms of gates and dtypes": r"`(chunk|recurrent)_gla",
+    "Mamba-2's scan and step, over published models": r"Mamba-2's scan (forward|step)",
     "the softmax ops": r"`(online_softmax|softmax_attention)`",
 }
 """Groups of calls of which the README gives the range, and the pattern of their names."""
@@ -238,6 +245,17 @@ def _ranges(rows: Sequence[Row]) -> Iterator[str]:
         yield "Losses included, " + "; ".join(parts) + "."
 
 
+def _left_out(rows: Sequence[Row]) -> str:
+    """Returns a sentence on the calls of ops that a run did not reach; '' if it measured all."""
+    measured = {row.call for row in rows}
+    missing = [
+        call.words or op_calls.call_in_words(call, call.directions[0])
+        for call in op_calls.CALLS
+        if call.baseline and not measured & {op_calls.call_in_words(call, direction) for direction in call.directions}
+    ]
+    return f"This run did not measure: {'; '.join(missing)}." if missing else ""
+
+
 def _is_precision(row: Row) -> bool:
     return "dg" in row.facts or "dx" in row.facts
 
@@ -245,8 +263,11 @@ def _is_precision(row: Row) -> bool:
 def _precision_in_words(rows: Sequence[Row]) -> str:
     """Returns a sentence on errors beside FLA's with mild and strong gates in bfloat16; '' without measurements."""
     errors = {(row.call, row.who): row.facts for row in rows if "dg" in row.facts and "bfloat16" in row.call}
-    pairs = [(facts, errors[call, "fla"]) for (call, who), facts in errors.items() if who == "gla-core"]
-    pairs = [(ours, theirs) for ours, theirs in pairs if theirs.get("dg") and 0 < theirs["dg"] < float("inf")]
+    pairs = [
+        (facts, errors[call, "fla"])
+        for (call, who), facts in errors.items()
+        if who == "gla-core" and 0 < errors.get((call, "fla"), {"dg": 0})["dg"] < float("inf")
+    ]
     if not pairs:
         return ""
     ranges = {
@@ -254,8 +275,9 @@ def _precision_in_words(rows: Sequence[Row]) -> str:
     }
     others = [bound for name, bounds in ranges.items() if name != "dg" for bound in bounds]
     return (
-        f"Errors beside FLA's in bfloat16: o, dq, dk and dv {min(others):.2f} to {max(others):.2f} times, dg "
-        f"{ranges['dg'][0]:.2f} to {ranges['dg'][1]:.2f} times ([table](docs/results.md#precision))."
+        f"In bfloat16, the errors of o, dq, dk and dv are {min(others):.2f} to {max(others):.2f} times FLA's, and that "
+        f"of dg is {ranges['dg'][0]:.2f} to {ranges['dg'][1]:.2f} times; inputs cast to float32 bring them to FLA's or "
+        "below ([table](docs/results.md#precision))."
     )
 
 
@@ -402,7 +424,7 @@ def _precision(folder: Path) -> list[str]:
             tables += [f"| inputs | by | {' | '.join(names)} | time |", "| --- | --- |" + " ---: |" * (1 + len(names))]
             for row in shown:
                 errors = " | ".join(f"{row.facts[name]:.1e}" for name in names)
-                tables.append(f"| {row.call} | {row.who} | {errors} | {_time(row.seconds)} |")
+                tables.append(f"| {row.call} | {row.who} | {errors} |")
             tables.append("")
     if not tables:
         return []
@@ -411,7 +433,7 @@ def _precision(folder: Path) -> list[str]:
         "inputs (2 sequences of 2048 tokens, 4 heads, K = V = 128, float32 gates). Rounding an exact result to "
         "bfloat16 alone costs 1.7e-3, to float16 2.1e-4. 'In float32' casts q, k and v to float32 before the call and"
         ' o back, under `torch.set_float32_matmul_precision("high")`: use it where a gradient has to be more precise.'
-        " The time is that of forward and backward."
+        " Its price is that of float32 in the table of the ops. FLA's kernels run in their first configurations."
     )
     return ["\n".join(["## Precision\n", f"{about}\n", *tables])]
 
