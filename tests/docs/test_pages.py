@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from markdown_it import MarkdownIt
 
 from gla_core.compat import fla, transformers
@@ -46,7 +47,9 @@ def undone(monkeypatch):
 
     for library in (fla, transformers):
         monkeypatch.setattr(library, "accelerate", remembering(library.accelerate))
+    before = torch.get_float32_matmul_precision()
     yield
+    torch.set_float32_matmul_precision(before)
     for acceleration in made:
         acceleration.undo()
 
@@ -84,7 +87,7 @@ def test_examples_of_docstrings_fit():
 @pytest.mark.parametrize("page", PAGES)
 def test_the_files_it_names_exist(page):
     named = re.findall(
-        r"(?<![\w/])((?:gla_core|backends|benchmarks|tests|plugins)/[\w/]+(?:\.py|\.json|/))", PAGES[page]
+        r"(?<![\w/])((?:gla_core|backends|benchmarks|tests|plugins)/[\w/]+(?:\.py|\.jsonl?|/))", PAGES[page]
     )
     assert [path for path in named if not (ROOT / path).exists()] == []
 
