@@ -35,7 +35,7 @@ SEPARATE = [page for page in PAGES if not page.startswith("plugins/") and page !
 
 @pytest.fixture
 def undone(monkeypatch):
-    """Restores the functions of flash-linear-attention and transformers that a block replaces."""
+    """Restores functions that a block replaces, and PyTorch's precision of float32."""
     made = []
 
     def remembering(accelerate):
