@@ -32,7 +32,9 @@ def draw(path: Path) -> Path | None:
     figure, axes = plt.subplots(figsize=(5.2, 0.9 + 0.42 * len(compared)))
     for i, (row, ratio) in enumerate(compared):
         axes.barh(i, ratio - 1, left=1, height=0.5, color=FASTER if ratio >= 1 else SLOWER)
-        axes.annotate(f"{row.call.replace('`', '')}", (0, i - 0.36), xycoords=("axes fraction", "data"), fontsize=7)
+        place = {"xy": (0, i - 0.36), "xycoords": ("axes fraction", "data")}
+        behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+        axes.annotate(row.call.replace("`", ""), **place, fontsize=7, bbox=behind)
         label = f" {ratio:.2f} ×, {time_text(row.seconds)} "
         axes.annotate(label, (max(ratio, 1), i), va="center", fontsize=7)
     axes.set_xscale("log", base=2)

@@ -493,7 +493,7 @@ def _pictures(folders: Iterable[Path]) -> list[str]:
         f"![{pictures.ALT.get(path.stem, path.stem)}, {path.parent.name}]"
         f"(../benchmarks/results/{path.parent.name}/{path.name})\n"
         for folder in folders
-        for path in sorted(folder.glob("*.svg"))
+        for path in sorted(folder.glob("*.svg"), key=lambda path: [*SECTIONS, path.stem].index(path.stem))
     ]
 
 
