@@ -1,7 +1,7 @@
 """Makes the files of benchmarks/results by measurements on this device.
 
     python3 benchmarks/evidence.py run --cache FOLDER --prepare 16    compiles the kernels of a run in 16 processes
-    python3 benchmarks/evidence.py run --cache FOLDER [--parts op,models]
+    python3 benchmarks/evidence.py run --cache FOLDER [--parts op,models] [--calls "softmax|per head"]
     python3 benchmarks/evidence.py selection [--passes 3]
     python3 benchmarks/evidence.py selection --share 0/8    one of 8 processes that fill Triton's cache beforehand
     python3 benchmarks/evidence.py selection --picks FILE   after a change of constants: new picks for a file's times
@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -69,6 +70,7 @@ def run_parts(options: argparse.Namespace) -> None:
         for part in options.parts:
             rows = record.Record(record.path_of(options.out, about["device"], part), about)
             jobs = jobs_of(part, device, bandwidth, options.seconds, options.engines)
+            jobs = [job for job in jobs if any(re.search(options.calls, call) for call, _, _ in job.rows)]
             record.measure(rows, jobs, start + 60 * options.minutes, say, apart)
             say(f"{part}: {len(rows.rows)} rows, {time.monotonic() - start:.0f} s since the start")
     finally:
@@ -151,6 +153,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--parts", type=parts_of, default=README_PARTS, help="separated by commas; by default the README's"
     )
+    run.add_argument("--calls", default="", metavar="PATTERN", help="a regular expression; only calls that match it")
     run.add_argument("--seconds", type=float, default=0.5, help="of timed calls for each row")
     run.add_argument("--cache", type=Path, required=True, help="folder of compiled kernels, to share between runs")
     run.add_argument("--prepare", type=int, metavar="N", help="compile in N processes, and measure nothing")

@@ -44,6 +44,9 @@ def test_it_measures_parts_into_files_of_the_device(evidence, tmp_path, capsys, 
     errors = [x for row in rows["precision"] for x in row.facts.values()]
     assert 0 < max(errors) < 1e-5
     assert "precision: " in capsys.readouterr().out
+    evidence.main(["run", *options, f"--out={tmp_path / 'some'}", "--parts=op", "--calls=soft.*ward"])
+    (path,) = (tmp_path / "some").glob("*/op.jsonl")
+    assert {row.call for row in evidence.record.read(path)} == {"`online_softmax` forward: 5 rows of 33"}
 
 
 def test_it_measures_what_auto_picks(evidence, tmp_path, capsys, monkeypatch):
