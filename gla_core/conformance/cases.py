@@ -135,7 +135,7 @@ def cases(
     found = [case for case in found if excluded(backend, case) is None]
     if forms or requires == "cuda_graphs":
         found = [case for case in found if not is_empty(case.describe())]
-    return _of_each_form(found) if forms else found
+    return _one_of_each_form(found) if forms else found
 
 
 def _with_dtypes(
@@ -152,13 +152,13 @@ def _with_dtypes(
     return itertools.product(workloads, chosen.get(which, declared))
 
 
-def _of_each_form(found: list[Case]) -> list[Case]:
+def _one_of_each_form(cases: list[Case]) -> list[Case]:
     """Returns a few cases that have every form of all cases, see `facts.forms`."""
-    forms = {case: set(forms_of(case.describe(), case.workload.sizes)) for case in found}
+    forms = {case: set(forms_of(case.describe(), case.workload.sizes)) for case in cases}
     missing = set().union(*forms.values())
     kept = []
     while missing:
-        most = max(found, key=lambda case: len(missing & forms[case]))
+        most = max(cases, key=lambda case: len(missing & forms[case]))
         kept.append(most)
         missing -= forms[most]
     return kept

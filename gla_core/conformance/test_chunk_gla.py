@@ -395,8 +395,8 @@ def test_gradients_of_padding(backend, case, measure):
     rows = with_nan_in_padding(x, do)
     with poisoned(backend.can(case.op), case.device):
         out = backward(x, backend, do, dstate)
-    of_tokens = {name: d for name, d in out.items() if name != "dinitial_state" and d.ndim > 1}
-    padding = {f"{name} of the padding": d[:, rows] for name, d in of_tokens.items()}
+    per_token = {name: d for name, d in out.items() if name != "dinitial_state" and d.ndim > 1}
+    padding = {f"{name} of the padding": d[:, rows] for name, d in per_token.items()}
     measure(padding, {name: torch.zeros_like(d) for name, d in padding.items()}, 0)
     measure(out, expected_gradients(case), GRADIENT[case.dtype])
 

@@ -33,7 +33,7 @@ SIZES |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, "max_po
 SIZES |= {"initializer_range": 0.3}
 SIZES_OF_HGRN2 = {"num_heads": None, "expand_ratio": 16, "num_hidden_layers": 3}
 ENGINE = {"enforce_eager": True, "dtype": "float32", "skip_tokenizer_init": True, "max_num_seqs": 4}
-ENGINE |= {"num_gpu_blocks_override": 64}  # states; GLA_CHECK reads all of them in each step
+ENGINE |= {"num_gpu_blocks_override": 64}  # states
 
 
 @pytest.fixture(scope="session")

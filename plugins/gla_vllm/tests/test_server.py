@@ -54,7 +54,7 @@ def server(model, tmp_path_factory):
         port = free.getsockname()[1]
     log = tmp_path_factory.mktemp("server") / "log"
     options = ["--enforce-eager", "--dtype=float32", "--max-model-len=256", "--max-num-seqs=4", "--block-size=64"]
-    options += ["--num-gpu-blocks-override=64"]  # GLA_CHECK reads all of them in each step
+    options += ["--num-gpu-blocks-override=64"]  # states
     command = [sys.executable, "-c", VLLM, "serve", model.folder, "--served-model-name", "small"]
     with log.open("w") as file:
         process = subprocess.Popen(
