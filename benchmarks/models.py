@@ -169,13 +169,13 @@ def _train(way: str, model: Any, words: Tensor) -> Row:
     if not cuda:
         return {**wall, "facts": facts}
     memory = torch.cuda.max_memory_allocated() / 2**30
-    kernels = [_of_kernels(step) for _ in range(PROFILED)]
+    kernels = [_kernel_seconds(step) for _ in range(PROFILED)]
     facts |= {"wall, s": wall["seconds"], "wall spread": wall["spread"], "GiB": memory}
     facts["of GLA, s"] = statistics.median(of_gla for _, of_gla in kernels)
     return {**_spread([every for every, _ in kernels]), "facts": facts}
 
 
-def _of_kernels(step: Callable[[], None]) -> tuple[float, float]:
+def _kernel_seconds(step: Callable[[], None]) -> tuple[float, float]:
     """Returns the seconds of all kernels of a step, and of its GLA kernels."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()

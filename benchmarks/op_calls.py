@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import gc
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from record import Job, tune_anew
+from record import Job, attempt, tune_anew
 
 from gla_core.bench import measure
 from gla_core.bench.plots import workload_in_words
@@ -161,13 +160,13 @@ def compile_share(share: int, shares: int, device: torch.device) -> None:
     cases = [case for call in calls(device) for case in _cases(call)]
     with tf32():
         for case in [case for case in cases if case.backend == "auto"][share::shares]:
-            runs_once(case, device)
+            run_once(case, device)
     from gla_fla.tune import compile_only
 
     compile_only(share, shares)
     with tf32():
         for case in {_kernels(case): case for case in cases if case.backend == "fla"}.values():
-            runs_once(_shortened(case), device)  # without launches, code that reads results may fail
+            run_once(_shortened(case), device)  # without launches, code that reads results may fail
 
 
 def _kernels(case: Case) -> tuple[object, ...]:
@@ -183,15 +182,12 @@ def _shortened(case: Case) -> Case:
     return dataclasses.replace(case, workload=dataclasses.replace(case.workload, sizes={**sizes, **shorter}))
 
 
-def runs_once(case: Case, device: torch.device) -> bool:
-    """Runs a case once without a graph; returns whether it ended without an error."""
-    try:
+def run_once(case: Case, device: torch.device) -> None:
+    """Runs a case once without a graph, and goes on if it fails."""
+
+    def run() -> dict[str, Any]:
         make_call(case.workload, case.backend, case.direction.removesuffix("_graph"), device)()
-    except Exception:
-        return False
-    finally:
-        gc.collect()
         measure.synchronize(device)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    return True
+        return {}
+
+    attempt(run)

@@ -167,7 +167,7 @@ def headline(folder: Path) -> str:
     every = [row for rows in measured.values() for row in rows]
     told = [
         _run(every[0]),
-        *_ranges(every),
+        _ranges(every),
         _left_out(every),
         _precision_in_words(every),
         _kit_in_words(folder, every[0].commit),
@@ -228,11 +228,11 @@ GROUPS = {
 """Groups of calls of which the README gives the range, and the pattern of their names."""
 
 
-def _ranges(rows: Sequence[Row]) -> Iterator[str]:
-    """Yields sentences on how fast each group of calls is beside its peer, losses included."""
+def _ranges(rows: Sequence[Row]) -> str:
+    """Returns a sentence on how fast each group of calls is beside its peer, losses included; '' without such calls."""
     parts = []
     for words, pattern in GROUPS.items():
-        compared = [row for row in rows if re.match(pattern, row.call) and not _is_precision(row)]
+        compared = [row for row in rows if re.match(pattern, row.call)]
         ratios = [ratio for row in compared if (ratio := record.ratio(row, rows))]
         if ratios:
             slower = sum(ratio < 1 for ratio in ratios)
@@ -241,8 +241,7 @@ def _ranges(rows: Sequence[Row]) -> Iterator[str]:
                 f"{words}: {min(ratios):.2f} to {max(ratios):.1f} times as fast as the peer, median {median:.1f}, "
                 f"{slower} of {len(ratios)} slower"
             )
-    if parts:
-        yield "Losses included, " + "; ".join(parts) + "."
+    return f"Losses included, {'; '.join(parts)}." if parts else ""
 
 
 def _left_out(rows: Sequence[Row]) -> str:
@@ -254,10 +253,6 @@ def _left_out(rows: Sequence[Row]) -> str:
         if call.baseline and not measured & {op_calls.call_in_words(call, direction) for direction in call.directions}
     ]
     return f"This run did not measure: {'; '.join(missing)}." if missing else ""
-
-
-def _is_precision(row: Row) -> bool:
-    return "dg" in row.facts or "dx" in row.facts
 
 
 def _precision_in_words(rows: Sequence[Row]) -> str:
@@ -304,10 +299,10 @@ def _same(one: str | None, other: str) -> bool:
 def render(folder: Path) -> str:
     """Returns the Markdown of everything in the folder, ending in a newline; '' if there is nothing."""
     shown = _pictures(folder / device for device in devices(folder))
-    of_part = [text for part in SECTIONS for text in _section(folder, part)]
+    sections = [text for part in SECTIONS for text in _section(folder, part)]
     kit = _conformance(sorted(folder.glob("conformance-*.json")))
     picks = [_selection(json.loads(path.read_text()), path) for path in sorted(folder.glob("selection-*.json"))]
-    return "\n".join([*shown, *of_part[:3], *_precision(folder), *of_part[3:], *kit, *picks])
+    return "\n".join([*shown, *sections[:3], *_precision(folder), *sections[3:], *kit, *picks])
 
 
 def devices(folder: Path) -> list[str]:

@@ -99,7 +99,7 @@ def test_rows_of_a_part_are_named_once_and_have_their_baseline(evidence, monkeyp
 
 def test_shares_run_every_call_of_ours_once_and_compile_some_of_each_kernel_of_fla(evidence, monkeypatch):
     calls, ran = evidence.op_calls, []
-    monkeypatch.setattr(calls, "runs_once", lambda case, device: ran.append(case))
+    monkeypatch.setattr(calls, "run_once", lambda case, device: ran.append(case))
     monkeypatch.setitem(__import__("sys").modules, "gla_fla", SimpleNamespace())
     tune = SimpleNamespace(compile_only=lambda share, shares: None)
     monkeypatch.setitem(__import__("sys").modules, "gla_fla.tune", tune)

@@ -139,9 +139,7 @@ def _import_fla(whole_models: bool) -> list[str]:
     try:
         importlib.import_module(_GLA)
     except ModuleNotFoundError as error:
-        if error.name is None or not _GLA.startswith(
-            error.name
-        ):  # it is installed, and needs a package that is missing
+        if not error.name or not _GLA.startswith(error.name):  # FLA is installed, and lacks another package
             raise
         raise ImportError(f"accelerate() finds no module {error.name}; {_INSTALL}") from None
     said, fla = [], _version("fla")
