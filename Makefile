@@ -77,7 +77,7 @@ check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/mypy --follow-imports=silent tests/typing
-	$(BIN)/lint-imports
+	PYTHONPATH=$(subst $() ,:,$(wildcard plugins/*/src) plugins/gla_plugin_template) $(BIN)/lint-imports
 	$(MAKE) docs
 
 docs: $(INSTALLED)

@@ -200,15 +200,15 @@ def tf32_allowed():
     torch.set_float32_matmul_precision(before)
 
 
-PLANNING = ("cutting", "forward", "backward", "summary", "general.kernels", "sm90.kernels")
-"""Modules of gla_triton_kernels.chunk_gla that plan calls."""
+PLANNING = ("chunks.cutting", "gla.forward", "gla.backward", "gla.summary", "gla.general.kernels", "gla.sm90.kernels")
+"""Modules of gla_triton_kernels that plan calls."""
 
 
 @pytest.fixture
 def change_plans(monkeypatch):
     """Returns a function that sets a name in all planning modules that have it, and forgets prepared calls."""
     pytest.importorskip("triton")
-    modules = [importlib.import_module(f"gla_triton_kernels.chunk_gla.{name}") for name in PLANNING]
+    modules = [importlib.import_module(f"gla_triton_kernels.{name}") for name in PLANNING]
 
     def change(name, value):
         having = [module for module in modules if hasattr(module, name)]
@@ -224,6 +224,6 @@ def change_plans(monkeypatch):
 @pytest.fixture
 def short_segments(change_plans):
     """Makes parallel_scan cut sequences into segments of at most 128 tokens, also on a GPU."""
-    from gla_triton_kernels.chunk_gla.cutting import segment_length
+    from gla_triton_kernels.chunks.cutting import segment_length
 
     change_plans("segment_length", lambda *sizes: min(128, segment_length(*sizes)))

@@ -28,11 +28,11 @@ from gla_core.dispatch import registry
 from gla_core.dispatch.backend import OpCall
 from gla_core.dispatch.request import current_request
 from gla_core.workloads.inputs import GlaInputs, gla_inputs
-from gla_triton_kernels import chunk_gla
-from gla_triton_kernels.chunk_gla import backward as gradients
-from gla_triton_kernels.chunk_gla import forward, summary
-from gla_triton_kernels.chunk_gla.general import kernels as general
-from gla_triton_kernels.runtime.architecture import Architecture, Gpu
+from gla_triton_kernels import gla as gla_kernels
+from gla_triton_kernels.gla import backward as gradients
+from gla_triton_kernels.gla import forward, summary
+from gla_triton_kernels.gla.general import kernels as general
+from gla_triton_runtime.architecture import Architecture, Gpu
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHARE = [0, 1]
@@ -89,9 +89,9 @@ def general_kernels() -> Iterator[None]:
     backend = registry.get(current_request().choice("chunk_gla_fwd").names[0])
     plan = {"triton_fused": "plan_whole", "parallel_scan": "plan_cut"}[backend.name]
     ops = {
-        "chunk_gla_fwd": chunk_gla.chunk_gla_fwd(by_general_kernels(getattr(forward, plan))),
-        "chunk_gla_bwd": chunk_gla.chunk_gla_bwd(by_general_kernels(getattr(gradients, plan), Architecture.SM100)),
-        "chunk_gla_summary": chunk_gla.chunk_gla_summary(
+        "chunk_gla_fwd": gla_kernels.chunk_gla_fwd(by_general_kernels(getattr(forward, plan))),
+        "chunk_gla_bwd": gla_kernels.chunk_gla_bwd(by_general_kernels(getattr(gradients, plan), Architecture.SM100)),
+        "chunk_gla_summary": gla_kernels.chunk_gla_summary(
             by_general_kernels(getattr(summary, plan), Architecture.SM100)
         ),
     }

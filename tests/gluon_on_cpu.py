@@ -8,7 +8,7 @@ order it by a fence, and a copy over its tile fails before. A read of a tile tha
 thread knows of the write: from the barrier of the copy, or from a barrier at which the writer, or a thread that knew,
 has arrived. Layouts and registers have no meaning here, and sums are rounded as PyTorch rounds them.
 
-    kernels = load("forward_head")     # a copy of chunk_gla/sm90/forward_head.py, and of what it imports from there
+    kernels = load("forward_head")     # a copy of gla/sm90/forward_head.py, and of what it imports from there
     run(kernels.launch_outputs(plan, x, segments, scale, every))
 """
 
@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-SM90 = "gla_triton_kernels.chunk_gla.sm90"
+SM90 = "gla_triton_kernels.gla.sm90"
 PATIENCE = 20.0
 """Seconds that a thread waits for a barrier before the emulator reports a deadlock."""
 
@@ -488,7 +488,7 @@ def _replaced(modules: dict[str, Any]) -> Any:
 
 
 def load(*names: str) -> SimpleNamespace:
-    """Returns copies of modules of chunk_gla/sm90, by name, whose kernels run on the CPU.
+    """Returns copies of modules of gla/sm90, by name, whose kernels run on the CPU.
 
     Args:
         names: the modules; each after the modules of the folder that it imports. common is loaded first.

@@ -57,6 +57,7 @@ def test_it_carries_the_core_the_backends_and_the_type_marker(wheel, own_backend
         "gla_core",
         *(f"gla_{name}" for name in own_backends),
         "gla_triton_kernels",
+        "gla_triton_runtime",
         "gla_tools",
         f"gla_core-{'0.1.0'}.dist-info",
     }

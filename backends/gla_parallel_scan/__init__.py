@@ -41,7 +41,7 @@ from gla_core.dispatch.backend import (
 )
 from gla_core.dispatch.composed import through_pool
 from gla_parallel_scan import pytorch
-from gla_triton_kernels.chunk_gla import (
+from gla_triton_kernels.gla import (
     backward,
     chunk_gla_bwd,
     chunk_gla_fwd,
@@ -50,15 +50,15 @@ from gla_triton_kernels.chunk_gla import (
     forward,
     summary,
 )
-from gla_triton_kernels.chunk_gla.cost import backward_prices, forward_prices, pool_predictor, predictor, summary_prices
+from gla_triton_kernels.gla.cost import backward_prices, forward_prices, pool_predictor, predictor, summary_prices
+from gla_triton_kernels.gla.step import LAYER_STEP, REPLAY, STEP, STEPS
+from gla_triton_kernels.gla.step import cost as recurrent_gla_step_cost
 from gla_triton_kernels.online_softmax import SPLITS
 from gla_triton_kernels.online_softmax import cost as online_softmax_cost
-from gla_triton_kernels.recurrent_gla_step import LAYER_STEP, REPLAY, STEP, STEPS
-from gla_triton_kernels.recurrent_gla_step import cost as recurrent_gla_step_cost
-from gla_triton_kernels.runtime.architecture import interpreted
 from gla_triton_kernels.softmax_attention import cost as softmax_attention_cost
 from gla_triton_kernels.softmax_attention import softmax_attention
 from gla_triton_kernels.softmax_attention.plan import plan_splits
+from gla_triton_runtime.architecture import interpreted
 
 
 @hookimpl

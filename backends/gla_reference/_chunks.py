@@ -125,7 +125,7 @@ class Packed:
         return entering, leaving[: self.N]
 
     def checkpoints(self, entering: Tensor, L: int) -> Tensor:
-        """Computes `Dense.checkpoints`, in N + T // L rows; see gla_core/ops/chunk_gla.py. Unused rows are 0."""
+        """Computes `Dense.checkpoints`, in N + T // L rows; see gla_core/ops/gla/chunk_gla.py. Unused rows are 0."""
         rows = self._checkpoint_rows(L)
         found = entering.new_zeros(1, self.N + self.T // L + 1, *entering.shape[1:2], *entering.shape[3:])
         found[:, rows] = entering.transpose(1, 2)  # states that are not checkpoints go to the last row

@@ -55,7 +55,7 @@ def chunk_gla_fwd(
     checkpoint_every: int | None,
     gate_normalizer: int | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Computes the op; see gla_core/ops/chunk_gla.py."""
+    """Computes the op; see gla_core/ops/gla/chunk_gla.py."""
     chunks, qc, kc, vc, alpha = _split(q, k, v, g, scale, cu_seqlens, gate_normalizer)
 
     A = _diagonal_scores(qc, kc)  # [R, H, n, C, G, C]
@@ -91,7 +91,7 @@ def chunk_gla_bwd(
     dstate: Tensor | None,
     gate_normalizer: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Computes the op; see gla_core/ops/chunk_gla.py."""
+    """Computes the op; see gla_core/ops/gla/chunk_gla.py."""
     chunks, qc, kc, vc, alpha = _split(q, k, v, g, scale, cu_seqlens, gate_normalizer)
     doc = chunks.split(_group(do, v)).to(alpha.dtype)  # [R, H, n, C, G, V]
 

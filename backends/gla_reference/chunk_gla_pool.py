@@ -13,4 +13,4 @@ from gla_core.dispatch.composed import through_pool
 from gla_reference.chunk_gla import chunk_gla_fwd
 
 chunk_gla_pool = through_pool(chunk_gla_fwd)
-"""Computes the op; see gla_core/ops/chunk_gla_pool.py."""
+"""Computes the op; see gla_core/ops/gla/chunk_gla_pool.py."""

@@ -25,7 +25,7 @@ from gla_reference.chunk_gla import CHUNK, _double, _fresh, _halves, _rows, for_
 def chunk_gla_summary(
     left: Tensor, right: Tensor, g: Tensor | None, cu_seqlens: Tensor | None, backwards: bool
 ) -> tuple[Tensor, Tensor]:
-    """Computes the op; see gla_core/ops/chunk_gla_summary.py."""
+    """Computes the op; see gla_core/ops/gla/chunk_gla_summary.py."""
     B, T, Hq, K = left.shape
     V, H = right.shape[3], right.shape[2] if g is None else g.shape[-1] if g.ndim < 4 else g.shape[2]
     dtype = wide(left.dtype)

@@ -16,7 +16,7 @@ TILE = 1024
 
 
 def online_softmax(x: Tensor, dim: int) -> Tensor:
-    """Computes the op; see gla_core/ops/online_softmax.py."""
+    """Computes the op; see gla_core/ops/attention/online_softmax.py."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not x.numel():
         return y

@@ -13,4 +13,4 @@ from gla_core.dispatch.composed import through_layer_step
 from gla_reference.recurrent_gla_step import recurrent_gla_step
 
 recurrent_gla_layer_step = through_layer_step(recurrent_gla_step)
-"""Computes the op; see gla_core/ops/recurrent_gla_layer_step.py."""
+"""Computes the op; see gla_core/ops/gla/recurrent_gla_layer_step.py."""

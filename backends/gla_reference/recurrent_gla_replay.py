@@ -12,4 +12,4 @@ from gla_core.dispatch.composed import through_replay
 from gla_reference.recurrent_gla_step import recurrent_gla_step
 
 recurrent_gla_replay = through_replay(recurrent_gla_step)
-"""Computes the op; see gla_core/ops/recurrent_gla_replay.py."""
+"""Computes the op; see gla_core/ops/gla/recurrent_gla_replay.py."""

@@ -27,7 +27,7 @@ def recurrent_gla_step(
     gate_normalizer: int | None,
     inplace: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Computes the op; see gla_core/ops/recurrent_gla_step.py."""
+    """Computes the op; see gla_core/ops/gla/recurrent_gla_step.py."""
     g = None if g is None else log_gates(g, gate_normalizer, wide(q.dtype))
     if state_indices is None:
         o, new = _step(q, k, v, g, state, scale)

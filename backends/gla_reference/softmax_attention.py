@@ -22,7 +22,7 @@ KEY_BLOCK = 256
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """Computes the op; see gla_core/ops/softmax_attention.py."""
+    """Computes the op; see gla_core/ops/attention/softmax_attention.py."""
     dtype = wide(q.dtype)
     Tq, Tk = q.shape[1], k.shape[1]
     qs = scale * rearrange(q.to(dtype), "b i (h g) k -> b h g i k", h=k.shape[2])  # [B, H, G, Tq, K]

@@ -20,7 +20,7 @@ from gla_core.dispatch.backend import (
     hookimpl,
     shipped_constants,
 )
-from gla_triton_kernels.chunk_gla import (
+from gla_triton_kernels.gla import (
     backward,
     chunk_gla_bwd,
     chunk_gla_fwd,
@@ -29,15 +29,15 @@ from gla_triton_kernels.chunk_gla import (
     forward,
     summary,
 )
-from gla_triton_kernels.chunk_gla.cost import backward_prices, forward_prices, pool_predictor, predictor, summary_prices
+from gla_triton_kernels.gla.cost import backward_prices, forward_prices, pool_predictor, predictor, summary_prices
+from gla_triton_kernels.gla.step import LAYER_STEP, REPLAY, STEP, STEPS
+from gla_triton_kernels.gla.step import cost as recurrent_gla_step_cost
 from gla_triton_kernels.online_softmax import ONE_PASS
 from gla_triton_kernels.online_softmax import cost as online_softmax_cost
-from gla_triton_kernels.recurrent_gla_step import LAYER_STEP, REPLAY, STEP, STEPS
-from gla_triton_kernels.recurrent_gla_step import cost as recurrent_gla_step_cost
-from gla_triton_kernels.runtime.architecture import interpreted
 from gla_triton_kernels.softmax_attention import cost as softmax_attention_cost
 from gla_triton_kernels.softmax_attention import softmax_attention
 from gla_triton_kernels.softmax_attention.plan import plan_one_pass
+from gla_triton_runtime.architecture import interpreted
 
 
 @hookimpl

@@ -1,8 +1,8 @@
 """The Triton kernels of the backends `gla_triton_fused` and `gla_parallel_scan`. The package is not a backend itself.
 
-Each op has a package. Its plans decide which kernel a call takes, and its `cost.py` predicts the time. Neither imports
-Triton. The other files hold the kernels, which are imported when a call is prepared. In `chunk_gla`, each generation of
-GPU has a folder.
+Each family of ops has a folder; chunks/ has what families with a recurrent state share. Plans decide which kernel a
+call takes, and `cost.py` predicts the time. Neither imports Triton. The other files hold the kernels, which are
+imported when a call is prepared. In gla/, each generation of GPU has a folder.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 
 from gla_core.dispatch.backend import OpCall, Reason
-from gla_triton_kernels.runtime.architecture import interpreted
+from gla_triton_runtime.architecture import interpreted
 
 MAX_WIDTH = 512
 """The largest K or V of a head whose state the kernels can keep on chip."""
@@ -55,7 +55,7 @@ def notes() -> list[str]:
     """Returns the remarks of `gla doctor` on the kernels here."""
     if importlib.util.find_spec("triton") is None or not (torch.cuda.is_available() or interpreted()):
         return []
-    from gla_triton_kernels.runtime.replay import why_not_replayed
+    from gla_triton_runtime.replay import why_not_replayed
 
     reason = why_not_replayed()
     return [] if reason is None else [f"launches of repeated calls are not replayed: {reason}"]

@@ -18,7 +18,7 @@ The constants of an op are named beside its formula.
 from __future__ import annotations
 
 from gla_core.dispatch.backend import Constants, KnownDevice, OpCall
-from gla_triton_kernels.runtime.architecture import Gpu, architecture_of
+from gla_triton_runtime.architecture import Gpu, architecture_of
 
 
 def in_all(call: OpCall, device: float, host: float) -> float:

@@ -11,8 +11,8 @@ An op can therefore gain an argument without a change of any backend. One argume
 does not take `gate_normalizer`, the core computes log gates from logits. An op may also be a `Prepared` instead of a
 function. It plans a call once for its signature.
 
-`gla_core/ops/<op>.py` documents the arguments and results. The core checks all arguments before it calls a function.
-The last dimension of every tensor is contiguous. In a state, the last but one may be contiguous instead if
+`gla_core/ops/<family>/<op>.py` documents the arguments and results. The core checks all arguments before it calls a
+function. The last dimension of every tensor is contiguous. In a state, the last but one may be contiguous instead if
 `Capabilities.swapped_states` is True. A tensor that an op always writes (`OP_WRITTEN`) is never a copy. `scale` is
 always a float, and autocast is off. Every returned tensor must be contiguous and own its memory: it must not be an
 input or a view of another tensor. `recurrent_gla_step` has two exceptions: a state written in place is returned itself,
@@ -201,8 +201,8 @@ class OpCall:
         op: name of the abstract op.
         device: device of every tensor of the call.
         dtype: dtype of q (or x).
-        dims: sizes by name, as gla_core/ops/<op>.py lists them: B, T, H, Hq, Hv, K, V, N for `chunk_gla_fwd` and
-            `chunk_gla_bwd`, rows and columns for `online_softmax`.
+        dims: sizes by name, as gla_core/ops/<family>/<op>.py lists them: B, T, H, Hq, Hv, K, V, N for
+            `chunk_gla_fwd` and `chunk_gla_bwd`, rows and columns for `online_softmax`.
         gate_dtype, state_dtype: dtype of g and of the given state; None if there is none.
         gate_form: the form of g, from `GATES`; None if there is no g.
         variable_length: whether `cu_seqlens` is given.

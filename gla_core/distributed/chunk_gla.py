@@ -36,8 +36,8 @@ from gla_core.distributed.shard import Layout, Packed, Shard, refuse_ranks_that_
 from gla_core.distributed.shard import shard as make_shard
 from gla_core.ops import autocast, checks
 from gla_core.ops.calls import needs_gradient, refuse_tangents, request_text
-from gla_core.ops.chunk_gla import FORWARD, ChunkGla, interval_for_backward, torch_bwd, torch_fwd
-from gla_core.ops.chunk_gla_summary import chunk_gla_gradient_summary, chunk_gla_summary
+from gla_core.ops.gla.chunk_gla import FORWARD, ChunkGla, interval_for_backward, torch_bwd, torch_fwd
+from gla_core.ops.gla.chunk_gla_summary import chunk_gla_gradient_summary, chunk_gla_summary
 from gla_core.ops.spec import scale_or_default
 
 

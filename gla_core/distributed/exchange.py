@@ -1,6 +1,6 @@
 """Exchange of summaries between ranks: each rank computes the states that enter its pieces.
 
-A summary is a decay D [M, H, K] and a state from zero S [M, H, K, V] (see gla_core/ops/chunk_gla_summary.py). The
+A summary is a decay D [M, H, K] and a state from zero S [M, H, K, V] (see gla_core/ops/gla/chunk_gla_summary.py). The
 recurrence
 
     running <- diag(D) running + S

@@ -27,9 +27,9 @@ from gla_core.nn.rotary import positions, rotated
 from gla_core.nn.short_convolution import Packing, packing
 from gla_core.ops import checks
 from gla_core.ops.calls import exportable, is_dtensor, transformed
-from gla_core.ops.chunk_gla import chunk_gla
-from gla_core.ops.recurrent_gla_layer_step import recurrent_gla_layer_step
-from gla_core.ops.recurrent_gla_step import recurrent_gla_step
+from gla_core.ops.gla.chunk_gla import chunk_gla
+from gla_core.ops.gla.recurrent_gla_layer_step import recurrent_gla_layer_step
+from gla_core.ops.gla.recurrent_gla_step import recurrent_gla_step
 
 if TYPE_CHECKING:
     from gla_core.distributed import Shard

@@ -52,7 +52,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Device:
     """Puts a `Device` in the place of the GPU for a test."""
     from triton.runtime.driver import driver
 
-    from gla_triton_kernels.runtime import replay
+    from gla_triton_runtime import replay
 
     monkeypatch.setattr(replay, "_prepared", {})
     fake = Device()
@@ -112,7 +112,7 @@ class Kernel:
 
 def launch(grid: tuple[int, int, int], arguments: Mapping[str, Any], kernel: SimpleNamespace) -> Any:
     """Returns a `Launch` of a kernel with these arguments, as it is after compilation."""
-    from gla_triton_kernels.runtime.launch import Launch
+    from gla_triton_runtime.launch import Launch
 
     return Launch(Kernel(list(arguments), kernel), grid, dict(arguments), compiled=kernel)
 
@@ -130,9 +130,9 @@ def record(gpu: Device, x: Tensor, y: Tensor) -> tuple[Any, list[Any]]:
     Returns:
         The recorded call, and the arguments of the launch that the device noted.
     """
-    from gla_triton_kernels.runtime import replay
-    from gla_triton_kernels.runtime.launch import start
-    from gla_triton_kernels.runtime.tma import tiles
+    from gla_triton_runtime import replay
+    from gla_triton_runtime.launch import start
+    from gla_triton_runtime.tma import tiles
 
     arguments = {"x_desc": tiles(x, 8, 8), "absent": None, "y_ptr": y, "scale": 0.5, "T": 9}
     made = [launch(GRID, arguments, compiled(gpu, *TYPES))]
@@ -150,6 +150,6 @@ def two_launches(gpu: Device, x: Tensor, y: Tensor, scratch: Tensor, scale: floa
 
 def record_two(gpu: Device, x: Tensor, y: Tensor, scratch: Tensor) -> Any:
     """Records a call of two kernels."""
-    from gla_triton_kernels.runtime.replay import record
+    from gla_triton_runtime.replay import record
 
     return record((x, y), two_launches(gpu, x, y, scratch))

@@ -79,7 +79,7 @@ def launches_on(
     """
     from triton.runtime.driver import driver
 
-    from gla_triton_kernels.runtime import prepared
+    from gla_triton_runtime import prepared
 
     made: list[Any] = []
     monkeypatch.setattr(driver, "_active", Absent(device))

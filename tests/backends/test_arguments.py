@@ -12,17 +12,17 @@ pytest.importorskip("triton")
 interpreted = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-@pytest.fixture(params=["shared.partials._sum_kernel", "sm90.state_gradients._state_kernel"])
+@pytest.fixture(params=["chunks.partials._sum_kernel", "gla.sm90.state_gradients._state_kernel"])
 def kernel(request):
     """A kernel in Triton, and one in Gluon, which has no interpreter."""
     module, name = request.param.rsplit(".", 1)
     if interpreted and module.startswith("sm90"):
         pytest.skip("Gluon has no interpreter")
-    return getattr(importlib.import_module(f"gla_triton_kernels.chunk_gla.{module}"), name)
+    return getattr(importlib.import_module(f"gla_triton_kernels.{module}"), name)
 
 
 def test_arguments_are_kept_in_the_order_of_the_parameters(kernel):
-    from gla_triton_kernels.runtime.launch import Launch
+    from gla_triton_runtime.launch import Launch
 
     arguments = {name: i for i, name in enumerate(kernel.arg_names)}
     backwards = dict(reversed(arguments.items()))
@@ -31,7 +31,7 @@ def test_arguments_are_kept_in_the_order_of_the_parameters(kernel):
 
 @pytest.mark.parametrize("named", ["missing", "unknown", "misspelt"])
 def test_arguments_that_are_no_parameters_of_the_kernel_are_named(kernel, named):
-    from gla_triton_kernels.runtime.launch import Launch
+    from gla_triton_runtime.launch import Launch
 
     arguments, name = dict.fromkeys(kernel.arg_names), kernel.arg_names[1]
     said = []
@@ -48,7 +48,7 @@ def test_arguments_that_are_no_parameters_of_the_kernel_are_named(kernel, named)
 
 
 def test_strides_of_tokens():
-    from gla_triton_kernels.runtime.launch import strides_of
+    from gla_triton_runtime.launch import strides_of
 
     x = torch.empty(2, 5, 4, 8)
     assert strides_of("q", x) == {"stride_qb": 160, "stride_qt": 32, "stride_qh": 8}
@@ -57,7 +57,7 @@ def test_strides_of_tokens():
 
 def test_strides_of_states():
     """The dimension that is contiguous has the stride None."""
-    from gla_triton_kernels.chunk_gla.shared.segments import state_strides
+    from gla_triton_kernels.chunks.segments import state_strides
 
     x = torch.empty(3, 2, 8, 4)
     assert state_strides("state_", x) == {"state_n": 64, "state_h": 32, "state_k": 4, "state_v": None}

@@ -17,9 +17,9 @@ from gla_core.conformance.tolerances import GRADIENT, relative_error
 from gla_core.dispatch.backend import CHUNK
 from gla_core.workloads.inputs import GATES, GlaInputs, gla_inputs
 from gla_reference.chunk_gla import chunk_gla_bwd, chunk_gla_fwd
-from gla_triton_kernels.chunk_gla import backward, forward
-from gla_triton_kernels.chunk_gla.general import kernels as general
-from gla_triton_kernels.chunk_gla.kernel import GradientParameters
+from gla_triton_kernels.chunks.kernel import GradientParameters
+from gla_triton_kernels.gla import backward, forward
+from gla_triton_kernels.gla.general import kernels as general
 from tests.backends.prepared_calls import call_prepared
 
 pytest.importorskip("triton")
@@ -78,9 +78,9 @@ def gradients(x, entering, *, precision=None, BK=16, BV=16, warps=4, segments=No
     Before the launch, the results and the inputs' rows of no sequence are filled with NaN. In the gradients that are
     returned, rows of no sequence are set to 0.
     """
-    from gla_triton_kernels.chunk_gla.shared.segments import whole
-    from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
-    from gla_triton_kernels.runtime.launch import start
+    from gla_triton_kernels.chunks.segments import whole
+    from gla_triton_kernels.gla.tensors import BackwardTensors
+    from gla_triton_runtime.launch import start
 
     if not INTERPRETED:  # as plans choose them for compiled kernels
         BK, BV = max(BK, general.LEAST_BLOCK), max(BV, general.LEAST_BLOCK)
@@ -224,8 +224,8 @@ def test_states_in_bfloat16(device, dtype):
 )
 @pytest.mark.parametrize(("length", "uncut"), [pytest.param(64, 64, marks=pytest.mark.thorough), (64, 128), (128, 128)])
 def test_segments(device, sizes, length, uncut, gates, dstate, initial_state):
-    from gla_triton_kernels.chunk_gla.shared.segments import cut
-    from gla_triton_kernels.runtime.launch import start
+    from gla_triton_kernels.chunks.segments import cut
+    from gla_triton_runtime.launch import start
 
     x = case(device, **sizes, gates=gates, dstate=dstate, initial_state=initial_state)
     segments = cut(*x.q.shape[:2], length, uncut, x.cu_seqlens)
@@ -263,8 +263,8 @@ def test_strides(device):
 
 
 def test_partial_results_are_summed_in_order(device):
-    from gla_triton_kernels.chunk_gla.shared import partials
-    from gla_triton_kernels.runtime.launch import start
+    from gla_triton_kernels.chunks import partials
+    from gla_triton_runtime.launch import start
 
     parts, out = torch.randn(3, 5, 700, device=device), torch.empty(5, 700, dtype=torch.float16, device=device)
     start(partials.launch_sum(parts, out, 1))
@@ -293,9 +293,9 @@ def test_a_forward_computes_the_checkpoints(device, sizes):
 
 @pytest.mark.parametrize("initial_state", [False, True])
 def test_gradients_of_query_heads_are_summed_over_groups(device, initial_state):
-    from gla_triton_kernels.chunk_gla.shared import partials
-    from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
-    from gla_triton_kernels.runtime.launch import start
+    from gla_triton_kernels.chunks import partials
+    from gla_triton_kernels.gla.tensors import BackwardTensors
+    from gla_triton_runtime.launch import start
 
     x = case(device, B=2, T=7, H=2, G=3, K=16, V=24, initial_state=initial_state)
     inputs = (x.q, x.k, x.v, x.g, x.initial_state)

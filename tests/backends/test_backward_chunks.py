@@ -13,9 +13,9 @@ import torch
 
 from gla_core.conformance.tolerances import GRADIENT, relative_error
 from gla_core.dispatch.backend import CHUNK
-from gla_triton_kernels.chunk_gla import backward
-from gla_triton_kernels.chunk_gla.general import kernels as general
-from gla_triton_kernels.runtime.architecture import gpu_of
+from gla_triton_kernels.gla import backward
+from gla_triton_kernels.gla.general import kernels as general
+from gla_triton_runtime.architecture import gpu_of
 from tests.backends.prepared_calls import call_prepared
 from tests.backends.test_backward import DTYPES, SCALE, case, expected, states
 

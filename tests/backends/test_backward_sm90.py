@@ -10,9 +10,9 @@ from gla_core.dispatch.backend import CHUNK
 from gla_core.dispatch.tensors import checkpoint_dtype
 from gla_core.workloads.inputs import gla_inputs
 from gla_reference.chunk_gla import chunk_gla_bwd, chunk_gla_fwd
-from gla_triton_kernels.chunk_gla import backward
-from gla_triton_kernels.chunk_gla.sm90 import kernels as sm90
-from gla_triton_kernels.runtime.architecture import gpu_of
+from gla_triton_kernels.gla import backward
+from gla_triton_kernels.gla.sm90 import kernels as sm90
+from gla_triton_runtime.architecture import gpu_of
 from tests.backends.prepared_calls import described
 
 pytest.importorskip("triton")
@@ -50,8 +50,8 @@ def expected(x, do, dstate):
 
 def computed(x, do, dstate, checkpoints):
     """Returns the kernel's gradients. Results are filled with NaN first, and rows of no sequence stay NaN."""
-    from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
-    from gla_triton_kernels.runtime.launch import start
+    from gla_triton_kernels.gla.tensors import BackwardTensors
+    from gla_triton_runtime.launch import start
 
     given = (x.q, x.k, x.v, x.g, SCALE, x.initial_state, x.cu_seqlens, checkpoints, CHUNK, do, dstate)
     call = described("chunk_gla_bwd", *given)

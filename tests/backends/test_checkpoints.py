@@ -11,9 +11,9 @@ import torch
 import gla_core as gla
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.workloads.inputs import gla_inputs
-from gla_triton_kernels.chunk_gla import forward as launcher
-from gla_triton_kernels.chunk_gla.general import kernels as general
-from gla_triton_kernels.chunk_gla.sm90 import kernels as sm90
+from gla_triton_kernels.gla import forward as launcher
+from gla_triton_kernels.gla.general import kernels as general
+from gla_triton_kernels.gla.sm90 import kernels as sm90
 from tests.backends.prepared_calls import call_prepared, described, preparing
 
 pytest.importorskip("triton")

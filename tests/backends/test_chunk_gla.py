@@ -17,8 +17,8 @@ from gla_core.conformance import oracle
 from gla_core.conformance.calls import gradients, heads_first, oracle_gradients
 from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
 from gla_core.workloads.inputs import GATES, gla_inputs
-from gla_triton_kernels.chunk_gla import forward as launcher
-from gla_triton_kernels.chunk_gla.general import kernels as general
+from gla_triton_kernels.gla import forward as launcher
+from gla_triton_kernels.gla.general import kernels as general
 from tests.backends.prepared_calls import call_prepared
 
 pytest.importorskip("triton")

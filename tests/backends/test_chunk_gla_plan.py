@@ -12,12 +12,13 @@ import gla_core as gla
 from gla_core.conformance.calls import heads_first
 from gla_core.dispatch.backend import OpCall, contiguous_layout
 from gla_core.workloads.inputs import gla_inputs
-from gla_triton_kernels.chunk_gla import cost, cutting, forward
-from gla_triton_kernels.chunk_gla.general import kernels as general
-from gla_triton_kernels.chunk_gla.kernel import first_able
-from gla_triton_kernels.chunk_gla.sm90 import kernels as sm90
+from gla_triton_kernels.chunks import cutting
+from gla_triton_kernels.chunks.kernel import first_able
 from gla_triton_kernels.cost import gpu_of_constants
-from gla_triton_kernels.runtime.architecture import Architecture, Gpu
+from gla_triton_kernels.gla import cost, forward
+from gla_triton_kernels.gla.general import kernels as general
+from gla_triton_kernels.gla.sm90 import kernels as sm90
+from gla_triton_runtime.architecture import Architecture, Gpu
 from tests.backends.prepared_calls import described
 
 H200 = Gpu(Architecture.SM90, 132)

@@ -9,8 +9,8 @@ from gla_core.conformance import oracle
 from gla_core.conformance.calls import heads_first
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.workloads.inputs import GATES, gla_inputs
-from gla_triton_kernels.chunk_gla import forward as launcher
-from gla_triton_kernels.chunk_gla.sm90 import kernels as sm90
+from gla_triton_kernels.gla import forward as launcher
+from gla_triton_kernels.gla.sm90 import kernels as sm90
 from tests.backends.prepared_calls import described
 
 BUDGET = FORWARD[torch.bfloat16]

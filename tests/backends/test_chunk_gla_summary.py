@@ -12,10 +12,10 @@ from gla_core.conformance import oracle
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.dispatch.backend import OpCall, contiguous_layout
 from gla_core.workloads.inputs import gla_inputs
-from gla_triton_kernels.chunk_gla import summary
-from gla_triton_kernels.chunk_gla.general import kernels as general
-from gla_triton_kernels.chunk_gla.sm90 import kernels as sm90
-from gla_triton_kernels.runtime.architecture import Architecture, Gpu
+from gla_triton_kernels.gla import summary
+from gla_triton_kernels.gla.general import kernels as general
+from gla_triton_kernels.gla.sm90 import kernels as sm90
+from gla_triton_runtime.architecture import Architecture, Gpu
 
 H200 = Gpu(Architecture.SM90, 132)
 

@@ -13,9 +13,9 @@ from gla_core.conformance.calls import forward, gradients, oracle_forward, oracl
 from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
 from gla_core.dispatch.backend import OpCall, contiguous_layout
 from gla_core.workloads.inputs import gla_inputs, token_of
-from gla_triton_kernels.chunk_gla import backward
-from gla_triton_kernels.chunk_gla.seen import copied_for_invariance, not_addressable, seen_by_kernels
-from gla_triton_kernels.runtime.architecture import Architecture, Gpu
+from gla_triton_kernels.gla import backward
+from gla_triton_kernels.gla.seen import copied_for_invariance, not_addressable, seen_by_kernels
+from gla_triton_runtime.architecture import Architecture, Gpu
 
 pytest.importorskip("triton")
 
@@ -117,8 +117,8 @@ def test_steps(backend, device, form, heads):
 
 @pytest.mark.kernels
 def test_sums_of_many_rows(device):
-    from gla_triton_kernels.chunk_gla.shared.partials import launch_sum_of_rows
-    from gla_triton_kernels.runtime.launch import start
+    from gla_triton_kernels.chunks.partials import launch_sum_of_rows
+    from gla_triton_runtime.launch import start
 
     parts, found = torch.randn(2500, 40, device=device), torch.empty(40, device=device)
     start([launch_sum_of_rows(parts, found)])

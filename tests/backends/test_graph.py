@@ -13,8 +13,8 @@ from gla_core.workloads.inputs import gla_inputs
 
 pytest.importorskip("triton")
 
-from gla_triton_kernels.runtime import replay
-from gla_triton_kernels.runtime.graph import Graph
+from gla_triton_runtime import replay
+from gla_triton_runtime.graph import Graph
 
 pytestmark = pytest.mark.gpu
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def prepared(monkeypatch):
     """Returns a list of the requests to Triton before it compiles. They are faked, because there may be no device."""
-    from gla_triton_kernels.runtime import launch
+    from gla_triton_runtime import launch
 
     asked = []
     monkeypatch.setattr(launch, "triton_key", lambda: asked.append("key"))
@@ -31,7 +31,7 @@ def prepared(monkeypatch):
 
 
 def launches(*kernels):
-    from gla_triton_kernels.runtime.launch import Launch
+    from gla_triton_runtime.launch import Launch
 
     arguments = {"x_ptr": "x", "y_ptr": None, "scale": 0.5}
     return [Launch(kernel, (i, 1, 1), {**arguments, "T": i}, {"num_warps": 4}) for i, kernel in enumerate(kernels)]
@@ -40,13 +40,13 @@ def launches(*kernels):
 @pytest.fixture(params=["start", "compile_launches"])
 def act(request):
     """Starts launches, or compiles them."""
-    from gla_triton_kernels.runtime import launch
+    from gla_triton_runtime import launch
 
     return getattr(launch, request.param)
 
 
 def test_what_takes_long_once_is_begun_first(prepared):
-    from gla_triton_kernels.runtime.launch import compile_launches
+    from gla_triton_runtime.launch import compile_launches
 
     for _ in range(2):
         compile_launches(launches(Kernel("a", [])))
@@ -55,7 +55,7 @@ def test_what_takes_long_once_is_begun_first(prepared):
 
 def test_all_are_compiled_before_the_first_is_launched():
     """All kernels are compiled in parallel. Once all are compiled, each is loaded on the device."""
-    from gla_triton_kernels.runtime.launch import compile_launches, start
+    from gla_triton_runtime.launch import compile_launches, start
 
     told = []
     made = launches(Kernel("a", told), Kernel("b", told))
@@ -70,7 +70,7 @@ def test_all_are_compiled_before_the_first_is_launched():
 
 
 def test_one_is_compiled_as_it_is_launched():
-    from gla_triton_kernels.runtime.launch import start
+    from gla_triton_runtime.launch import start
 
     told = []
     start(launches(Kernel("a", told)))
@@ -78,7 +78,7 @@ def test_one_is_compiled_as_it_is_launched():
 
 
 def test_one_that_is_compiled_by_itself_needs_no_threads(monkeypatch):
-    from gla_triton_kernels.runtime import launch
+    from gla_triton_runtime import launch
 
     told = []
     monkeypatch.setattr(launch, "_compile_side_by_side", lambda made: told.append("threads"))
@@ -111,7 +111,7 @@ def test_whatever_the_compiler_raises_is_a_failed_launch(error, beside, act):
 
 
 def test_without_a_driver_there_is_no_launch(monkeypatch):
-    from gla_triton_kernels.runtime import launch
+    from gla_triton_runtime import launch
 
     class NoDriver:
         @property
@@ -144,7 +144,7 @@ def test_triton_compiles_side_by_side_and_keeps_errors_for_later():
     """Two kernels each wait until the other is being compiled. A kernel that cannot be compiled delays no other one."""
     import triton.runtime._async_compile as mode
 
-    from gla_triton_kernels.runtime.launch import compile_launches
+    from gla_triton_runtime.launch import compile_launches
 
     both, told = threading.Barrier(2, timeout=20), []
 

@@ -468,7 +468,7 @@ def test_every_kernel_is_among_those_of_the_calls(launches_of):
 @pytest.mark.parametrize("name", CALLS)
 def test_launches_name_the_parameters_of_their_kernels(name, launches_of):
     """Tensors come first, then floats, then values that do not change. A recorded launch relies on this order."""
-    from gla_triton_kernels.runtime import replay
+    from gla_triton_runtime import replay
 
     for launch in launches_of(name):
         parameters = list(inspect.signature(launch.kernel.fn).parameters)

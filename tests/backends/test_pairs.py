@@ -76,10 +76,10 @@ def expected(inputs, given, cu_seqlens, marks):
 
 def completed(inputs, given, cu_seqlens, marks):
     """Returns the kernel's gradients. The kernel adds to copies of the given ones."""
-    from gla_triton_kernels.chunk_gla.sm90 import pairs
-    from gla_triton_kernels.chunk_gla.sm90.half import NO_UNITS
-    from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
-    from gla_triton_kernels.runtime.launch import start
+    from gla_triton_kernels.gla.sm90 import pairs
+    from gla_triton_kernels.gla.sm90.half import NO_UNITS
+    from gla_triton_kernels.gla.tensors import BackwardTensors
+    from gla_triton_runtime.launch import start
 
     q, k, v, g, do = inputs
     results = [y.clone() for y in given]
@@ -175,7 +175,7 @@ def test_a_block_of_keys_that_is_not_marked():
 
 @pytest.mark.parametrize("sizes", [{"B": 2, "T": 200, "H": 5}, {"lengths": (70, 0, 129), "H": 3}])
 def test_many_chunks_a_program(sizes, monkeypatch):
-    from gla_triton_kernels.chunk_gla.sm90 import pairs
+    from gla_triton_kernels.gla.sm90 import pairs
 
     monkeypatch.setattr(pairs, "PROGRAMS", 2)
     check(*case(**sizes))

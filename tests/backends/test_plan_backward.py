@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from gla_core.dispatch.backend import CHUNK, Layout, OpCall, contiguous_layout
-from gla_triton_kernels.chunk_gla import backward
-from gla_triton_kernels.chunk_gla.general import kernels as general
-from gla_triton_kernels.chunk_gla.seen import not_addressable
-from gla_triton_kernels.chunk_gla.sm90 import kernels as sm90
-from gla_triton_kernels.runtime.architecture import Architecture, Gpu
+from gla_triton_kernels.gla import backward
+from gla_triton_kernels.gla.general import kernels as general
+from gla_triton_kernels.gla.seen import not_addressable
+from gla_triton_kernels.gla.sm90 import kernels as sm90
+from gla_triton_runtime.architecture import Architecture, Gpu
 
 H200, A100 = Gpu(Architecture.SM90, 132), Gpu(Architecture.SM80, 108)
 

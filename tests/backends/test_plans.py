@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from gla_core.dispatch.backend import OpCall, contiguous_layout
+from gla_triton_kernels.gla.step import plan as step
 from gla_triton_kernels.online_softmax import plan as softmax
 from gla_triton_kernels.online_softmax.rows import rows_of, rows_of_call
-from gla_triton_kernels.recurrent_gla_step import plan as step
-from gla_triton_kernels.runtime.architecture import Architecture, Gpu
 from gla_triton_kernels.softmax_attention import plan as attention
+from gla_triton_runtime.architecture import Architecture, Gpu
 
 H200 = Gpu(Architecture.SM90, 132)
 

@@ -25,7 +25,7 @@ pytest.importorskip("triton")
 @pytest.fixture
 def absent_gpu(monkeypatch):
     """Returns a function that turns a call into a call on an H200, which need not exist here."""
-    from gla_triton_kernels.runtime import launch, prepared
+    from gla_triton_runtime import launch, prepared
 
     monkeypatch.setattr(launch, "_prepare_compiler", lambda: None)
     monkeypatch.setattr(prepared, "on_device", lambda _: contextlib.nullcontext())
@@ -64,7 +64,7 @@ def test_a_second_kernel_that_does_not_fit_is_found_before_the_first_is_launched
 @pytest.mark.parametrize("backend", ["triton_fused", "parallel_scan"])
 def test_all_kernels_of_a_call_are_compiled_when_it_is_prepared(op, backend, absent_gpu, monkeypatch):
     """For this, the launches of the call are described with tensors without values."""
-    from gla_triton_kernels.runtime import launch, prepared
+    from gla_triton_runtime import launch, prepared
 
     made = []
     monkeypatch.setattr(prepared, "compile_launches", made.extend)
@@ -112,7 +112,7 @@ def strided_step(inplace):
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_a_rehearsal_is_given_what_a_call_is_given_but_values(inplace):
-    from gla_triton_kernels.runtime.prepared import rehearsed
+    from gla_triton_runtime.prepared import rehearsed
 
     given = []
 
@@ -134,7 +134,7 @@ def test_a_rehearsal_is_given_what_a_call_is_given_but_values(inplace):
 
 
 def test_scalars_of_a_rehearsal_are_those_of_the_call():
-    from gla_triton_kernels.runtime.prepared import rehearsed
+    from gla_triton_runtime.prepared import rehearsed
 
     given = []
 
@@ -149,7 +149,7 @@ def test_scalars_of_a_rehearsal_are_those_of_the_call():
 
 
 def test_nothing_is_rehearsed_on_a_cpu():
-    from gla_triton_kernels.runtime.prepared import rehearsed
+    from gla_triton_runtime.prepared import rehearsed
 
     def run(**_):
         pytest.fail("called")
@@ -158,7 +158,7 @@ def test_nothing_is_rehearsed_on_a_cpu():
 
 
 def test_nothing_is_rehearsed_for_the_interpreter(monkeypatch):
-    from gla_triton_kernels.runtime.prepared import rehearsed
+    from gla_triton_runtime.prepared import rehearsed
 
     def run(**_):
         pytest.fail("called")
@@ -179,7 +179,7 @@ class Described:
     """Describes the launches of calls of two kernels, and notes the floats of these calls."""
 
     def __init__(self, gpu):
-        from gla_triton_kernels.runtime.prepared import Launches
+        from gla_triton_runtime.prepared import Launches
 
         self.gpu, self.floats = gpu, []
         self.launches = Launches(torch.device("cpu"), self.describe)
@@ -207,7 +207,7 @@ def test_launches_are_recorded_at_the_first_call_and_replayed_from_the_second_on
 
 
 def test_a_call_that_writes_the_slots_it_reads_replays_no_launches_of_calls_that_write_others(absent_gpu, monkeypatch):
-    from gla_triton_kernels.runtime import prepared
+    from gla_triton_runtime import prepared
 
     started = []
     monkeypatch.setattr(prepared.Launches, "start", lambda self, tensors, *floats: started.append((self, tensors)))
@@ -225,7 +225,7 @@ def test_a_call_that_writes_the_slots_it_reads_replays_no_launches_of_calls_that
 
 @pytest.mark.parametrize("why", ["profiled", "unaligned", "one tensor twice", "scratch that is not contiguous"])
 def test_launches_that_cannot_be_recorded_are_described_by_every_call(gpu, monkeypatch, why):
-    from gla_triton_kernels.runtime import replay
+    from gla_triton_runtime import replay
 
     described, x, y = Described(gpu), fake_driver.tensor(), fake_driver.tensor()
     if why == "profiled":
@@ -251,7 +251,7 @@ def test_launches_that_are_not_replayed_are_recorded_anew(gpu):
 
 
 def test_tensors_without_values_are_compiled_for_and_nothing_is_launched(gpu, monkeypatch):
-    from gla_triton_kernels.runtime import prepared
+    from gla_triton_runtime import prepared
 
     compiled = []
     monkeypatch.setattr(prepared, "compile_launches", compiled.append)
@@ -323,8 +323,8 @@ def test_calls_with_unaligned_tensors_are_prepared_apart(op, moved, backend, dev
 @pytest.fixture(params=["recurrent_gla_step", "softmax_attention", "chunk_gla_fwd"])
 def planned(request, register, monkeypatch):
     """Registers an op, and returns its name and a list of the calls that have been planned."""
-    from gla_triton_kernels.chunk_gla import chunk_gla_fwd, forward
-    from gla_triton_kernels.recurrent_gla_step import STEP, step
+    from gla_triton_kernels.gla import chunk_gla_fwd, forward
+    from gla_triton_kernels.gla.step import STEP, step
     from gla_triton_kernels.softmax_attention import softmax_attention
     from gla_triton_kernels.softmax_attention.plan import plan_splits
 

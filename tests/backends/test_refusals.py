@@ -14,11 +14,11 @@ from gla_core.dispatch.backend import CHUNK, Layout, OpCall, contiguous_layout
 from gla_core.dispatch.request import current_request
 from gla_core.dispatch.selection import explain_call
 from gla_core.workloads.inputs import gla_inputs
-from gla_triton_kernels.chunk_gla import backward, forward, summary
-from gla_triton_kernels.chunk_gla.general import kernels as general
-from gla_triton_kernels.chunk_gla.seen import seen_by_kernels
-from gla_triton_kernels.chunk_gla.sm90 import kernels as sm90
-from gla_triton_kernels.runtime.architecture import Architecture, Gpu
+from gla_triton_kernels.gla import backward, forward, summary
+from gla_triton_kernels.gla.general import kernels as general
+from gla_triton_kernels.gla.seen import seen_by_kernels
+from gla_triton_kernels.gla.sm90 import kernels as sm90
+from gla_triton_runtime.architecture import Architecture, Gpu
 
 H200, A100, B200 = Gpu(Architecture.SM90, 132), Gpu(Architecture.SM80, 108), Gpu(Architecture.SM100, 148)
 OF_KEYS = (sm90.STATES, sm90.FORWARD, sm90.FORWARD_WIDE, sm90.BACKWARD, sm90.BACKWARD_WIDE)

@@ -32,7 +32,7 @@ def gpu(monkeypatch):
 
 
 def again(recorded, x, y):
-    from gla_triton_kernels.runtime.replay import replay
+    from gla_triton_runtime.replay import replay
 
     return replay(recorded, (x, None, y), (0.5,))
 
@@ -78,7 +78,7 @@ def test_maps_of_other_shapes_at_the_same_address_are_others(gpu):
 
 
 def test_maps_are_few_and_hold_no_tensors(gpu, monkeypatch):
-    from gla_triton_kernels.runtime import replay
+    from gla_triton_runtime import replay
 
     monkeypatch.setattr(replay, "_MOST_MAPS", 3)
     x, y = tensor(), tensor()
@@ -103,7 +103,7 @@ def test_what_is_not_launched_again(gpu):
 
 
 def test_an_index_may_lie_at_any_address(gpu):
-    from gla_triton_kernels.runtime import replay
+    from gla_triton_runtime import replay
 
     def called(x, index):
         made = [launch(GRID, {"x_ptr": x, "index_ptr": index, "T": 1}, compiled(gpu, "*fp32", "*i32", "i32"))]
@@ -120,7 +120,7 @@ def test_an_index_may_lie_at_any_address(gpu):
 def test_a_triton_that_launches_otherwise(gpu, monkeypatch):
     from triton.backends.nvidia import driver
 
-    from gla_triton_kernels.runtime import replay
+    from gla_triton_runtime import replay
 
     def encoding(launch, *_):
         return lambda *args: launch(*args)
@@ -140,7 +140,7 @@ def test_a_triton_that_launches_otherwise(gpu, monkeypatch):
 def test_launchers_are_known_by_the_version_of_triton(monkeypatch, version, known):
     import triton
 
-    from gla_triton_kernels.runtime import replay
+    from gla_triton_runtime import replay
 
     monkeypatch.setattr(triton, "__version__", version)
     for cached in (replay._launcher, replay._launchers_are_known):
@@ -154,7 +154,7 @@ def test_launchers_are_known_by_the_version_of_triton(monkeypatch, version, know
 
 @pytest.mark.parametrize(("setting", "on"), [(None, True), ("1", True), ("0", False), (" Off ", False)])
 def test_graphs_may_be_turned_off(monkeypatch, setting, on):
-    from gla_triton_kernels.runtime import replay
+    from gla_triton_runtime import replay
 
     monkeypatch.delenv("GLA_GRAPHS", raising=False)
     if setting is not None:
@@ -182,7 +182,7 @@ def encoded_maps(*recorded):
 
 
 def test_a_call_of_several_launches(gpu):
-    from gla_triton_kernels.runtime.replay import replay
+    from gla_triton_runtime.replay import replay
 
     x, y, scratch = tensor(), tensor(), torch.empty(3, 5, dtype=torch.float64)
     recorded = record_two(gpu, x, y, scratch)
@@ -196,7 +196,7 @@ def test_a_call_of_several_launches(gpu):
 
 def test_launches_are_told_of_the_addresses_and_floats_of_their_call(gpu, monkeypatch):
     """A replay uses nothing of earlier calls. Each call allocates scratch, here at one of two addresses in turn."""
-    from gla_triton_kernels.runtime.replay import replay
+    from gla_triton_runtime.replay import replay
 
     x, y, z = (tensor() for _ in range(3))
     recorded = record_two(gpu, x, y, tensor())
@@ -212,7 +212,7 @@ def test_launches_are_told_of_the_addresses_and_floats_of_their_call(gpu, monkey
 
 def replay_two(recorded, x, y, scratch, monkeypatch):
     """Replays a call of two launches. The memory for scratch is always the given tensor."""
-    from gla_triton_kernels.runtime.replay import replay
+    from gla_triton_runtime.replay import replay
 
     monkeypatch.setattr(torch, "UntypedStorage", lambda *_, **__: scratch)
     assert replay(recorded, (x, y), (0.5,))
@@ -238,7 +238,7 @@ def test_one_launch_needs_no_graph(gpu):
 
 
 def test_where_no_graph_can_be_made_launches_go_on_one_by_one(gpu, monkeypatch):
-    from gla_triton_kernels.runtime import replay
+    from gla_triton_runtime import replay
 
     def out_of_memory(launch):
         raise RuntimeError
@@ -264,7 +264,7 @@ def test_a_capture_is_told_of_every_launch(gpu, monkeypatch):
 
 
 def test_graphs_are_bounded(gpu, monkeypatch):
-    from gla_triton_kernels.runtime import replay
+    from gla_triton_runtime import replay
 
     monkeypatch.setattr(replay, "_MOST_GRAPHS", 3)
     x, y, *others = (tensor() for _ in range(7))
@@ -279,7 +279,7 @@ def test_graphs_are_bounded(gpu, monkeypatch):
 
 
 def test_launches_of_a_graph_that_the_driver_refuses_go_on_one_by_one(gpu, monkeypatch):
-    from gla_triton_kernels.runtime import replay
+    from gla_triton_runtime import replay
 
     x, y, scratch = (tensor() for _ in range(3))
     recorded = record_two(gpu, x, y, scratch)
@@ -301,7 +301,7 @@ def test_launches_of_a_graph_that_the_driver_refuses_go_on_one_by_one(gpu, monke
 
 def test_a_graph_that_is_made_while_others_are_dropped_is_not_lost(gpu, monkeypatch):
     """One thread makes one graph too many and drops old ones. Before it clears its list, another makes a graph."""
-    from gla_triton_kernels.runtime import replay
+    from gla_triton_runtime import replay
 
     def made(prepared):
         while prepared.graph is None:
@@ -327,7 +327,7 @@ def test_a_graph_that_is_made_while_others_are_dropped_is_not_lost(gpu, monkeypa
 
 def test_nothing_is_replayed_on_an_amd_gpu(gpu, monkeypatch):
     """An AMD GPU has other launchers, and the code does not even look at them."""
-    from gla_triton_kernels.runtime import replay
+    from gla_triton_runtime import replay
 
     monkeypatch.setattr(torch.version, "hip", "6.4.0")
     assert replay.why_not_replayed() == "launches are replayed on NVIDIA GPUs alone"
@@ -337,8 +337,8 @@ def test_nothing_is_replayed_on_an_amd_gpu(gpu, monkeypatch):
 
 
 def test_a_call_that_is_recorded_anew_forgets_what_was_told(gpu):
-    from gla_triton_kernels.runtime.prepared import Launches
-    from gla_triton_kernels.runtime.tma import tiles
+    from gla_triton_runtime.prepared import Launches
+    from gla_triton_runtime.tma import tiles
 
     def describe(tensors, scale):
         x, y = tensors
@@ -368,7 +368,7 @@ def test_the_stream_is_asked_for_by_every_call(gpu, monkeypatch):
 
 
 def test_a_kept_call_is_not_launched_on_another_device_or_past_a_profiler(gpu, monkeypatch):
-    from gla_triton_kernels.runtime import replay
+    from gla_triton_runtime import replay
 
     x, y = tensor(), tensor()
     recorded, _ = record(gpu, x, y)
@@ -389,7 +389,7 @@ def test_addresses_that_are_not_aligned_are_refused_every_time(gpu):
 
 
 def test_what_is_kept_of_launches_is_bounded(gpu, monkeypatch):
-    from gla_triton_kernels.runtime import replay
+    from gla_triton_runtime import replay
 
     monkeypatch.setattr(replay, "_MOST_PREPARED", 3)
     tensors = [tensor() for _ in range(8)]
@@ -404,7 +404,7 @@ def test_what_is_kept_of_launches_is_bounded(gpu, monkeypatch):
 @pytest.mark.parametrize("launcher", ["TRITON_3_6", "TRITON_3_7", "TRITON_3_8"])
 def test_either_form_of_launchers(gpu, monkeypatch, launcher):
     """Triton's launcher in C takes the kernel's arguments one by one in version 3.6, and as a tuple later."""
-    from gla_triton_kernels.runtime import replay
+    from gla_triton_runtime import replay
 
     monkeypatch.setattr(replay, "_launcher", lambda: getattr(replay, launcher))
     launched = []
@@ -422,8 +422,8 @@ def test_either_form_of_launchers(gpu, monkeypatch, launcher):
 
 
 def test_parts_of_tensors_are_where_they_were(gpu):
-    from gla_triton_kernels.runtime.replay import part, record, replay
-    from gla_triton_kernels.runtime.tma import tiles
+    from gla_triton_runtime.replay import part, record, replay
+    from gla_triton_runtime.tma import tiles
 
     x, y, scratch = tensor(), tensor(), torch.empty(2, 8, dtype=torch.float64)
     kernel = compiled(gpu, *TYPES)
@@ -446,7 +446,7 @@ def test_parts_of_tensors_are_where_they_were(gpu):
 
 def test_calls_that_cannot_be_told_apart_are_not_recorded(gpu):
     """It must be clear which of the call's tensors a launch takes, and that other tensors may be allocated again."""
-    from gla_triton_kernels.runtime.replay import replay
+    from gla_triton_runtime.replay import replay
 
     x, y = tensor(), tensor()
     assert record_two(gpu, x, x, tensor()) is None
@@ -457,8 +457,8 @@ def test_calls_that_cannot_be_told_apart_are_not_recorded(gpu):
 @pytest.mark.parametrize("last", ["a tensor", "a descriptor", "a float"])
 def test_kernels_that_end_with_tensors_or_floats_are_not_recorded(gpu, last):
     """Their values differ from call to call, but the record would treat them as fixed."""
-    from gla_triton_kernels.runtime import replay
-    from gla_triton_kernels.runtime.tma import tiles
+    from gla_triton_runtime import replay
+    from gla_triton_runtime.tma import tiles
 
     x, y = tensor(), tensor()
     value = {"a tensor": y, "a descriptor": tiles(y, 8, 8), "a float": 0.25}[last]
@@ -484,7 +484,7 @@ def heard():
 
 
 def test_nothing_is_launched_past_a_profiler(gpu, heard):
-    from gla_triton_kernels.runtime.replay import why_not_replayed
+    from gla_triton_runtime.replay import why_not_replayed
 
     assert why_not_replayed() == "a profiler listens to Triton's launches"
     assert record(gpu, tensor(), tensor())[0] is None
@@ -536,7 +536,7 @@ def chunk_inputs(T, seed):
 @pytest.mark.parametrize("backend", ["triton_fused", "parallel_scan"])
 def test_tensor_maps_follow_their_tensors(backend, monkeypatch):
     """Freed memory is reused by tensors of other shapes. Replayed launches give the same results as new launches."""
-    from gla_triton_kernels.runtime import prepared, replay
+    from gla_triton_runtime import prepared, replay
 
     calls = [(T, seed) for T in (1024, 640, 1024, 512) for seed in range(3)]
     with gla.use_backend(backend):

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.workloads.inputs import gla_inputs
-from gla_triton_kernels.chunk_gla.general import kernels as general
-from gla_triton_kernels.chunk_gla.kernel import Parameters, SegmentPlan
+from gla_triton_kernels.chunks.kernel import Parameters, SegmentPlan
+from gla_triton_kernels.gla.general import kernels as general
 
 pytest.importorskip("triton")
 
@@ -31,8 +31,8 @@ def offsets_of(lengths, device, dtype=torch.int64, first=0):
 @pytest.fixture
 def check(device):
     """Compares with the definition, also with rows before the first sequence and behind the last."""
-    from gla_triton_kernels.chunk_gla.shared import segments
-    from gla_triton_kernels.runtime.launch import start
+    from gla_triton_kernels.chunks import segments
+    from gla_triton_runtime.launch import start
 
     def check(lengths, length, dtype=torch.int64, around=0, uncut=None):
         offsets, T = offsets_of(lengths, device, dtype, around), sum(lengths) + 2 * around
@@ -108,8 +108,8 @@ def test_any_boundaries(check, lengths, length, around, more):
 )
 def test_the_longest_first(device, lengths, length, more, dtype):
     """The order has every segment of whole and of cut sequences once. Followed segments come first."""
-    from gla_triton_kernels.chunk_gla.shared import segments
-    from gla_triton_kernels.runtime.launch import start
+    from gla_triton_kernels.chunks import segments
+    from gla_triton_runtime.launch import start
 
     offsets, T = offsets_of(lengths, device, dtype, 3), sum(lengths) + 6
     found = segments.cut(1, T, length, length + more, offsets) if length else segments.whole(1, T, offsets)
@@ -126,7 +126,7 @@ def test_the_longest_first(device, lengths, length, more, dtype):
 
 
 def test_equal_sequences_are_cut_on_the_host():
-    from gla_triton_kernels.chunk_gla.shared.segments import cut
+    from gla_triton_kernels.chunks.segments import cut
 
     segments = cut(3, 130, 64, 64, None)
     assert (segments.per_sequence, segments.count, segments.order, segments.cu_seqlens) == (3, 9, None, None)
@@ -143,7 +143,7 @@ def recurrence(backwards, *, G=1, around=0, carried=True, **sizes):
 
     If `carried`, there are initial and final states, and the initial ones are strided.
     """
-    from gla_triton_kernels.chunk_gla.shared.segments import Recurrence
+    from gla_triton_kernels.chunks.segments import Recurrence
 
     if "lengths" in sizes:
         sizes["lengths"] = (around, *sizes["lengths"], around)
@@ -171,8 +171,8 @@ def planned(x, length, uncut):
 
 def own_states(x, length, uncut, offsets):
     """Returns the segments, their states from zero, and their decays. Elements that were not written are NaN."""
-    from gla_triton_kernels.chunk_gla.shared import segments
-    from gla_triton_kernels.runtime.launch import start
+    from gla_triton_kernels.chunks import segments
+    from gla_triton_runtime.launch import start
 
     B, T, _, K = x.left.shape
     cut, plan = segments.cut(B, T, length, uncut, offsets), planned(x, length, uncut)
@@ -212,8 +212,8 @@ def check_states(backwards, length=32, more=0, skip_first=False, **sizes):
         more: packed sequences of up to length + more tokens are not cut.
         skip_first: whether the state before each sequence is left out.
     """
-    from gla_triton_kernels.chunk_gla.shared import scan
-    from gla_triton_kernels.runtime.launch import start
+    from gla_triton_kernels.chunks import scan
+    from gla_triton_runtime.launch import start
 
     x, offsets = recurrence(backwards, **sizes)
     cut, S, D = own_states(x, length, length + more, offsets)
@@ -267,7 +267,7 @@ def test_packed_sequences_that_are_a_little_longer_than_a_segment_stay_whole(dev
 @both_directions
 @pytest.mark.parametrize("programs", [1, pytest.param(5, marks=pytest.mark.thorough)])
 def test_a_few_programs_scan_all_that_is_cut(device, programs, backwards, monkeypatch):
-    from gla_triton_kernels.chunk_gla.shared import scan
+    from gla_triton_kernels.chunks import scan
 
     monkeypatch.setattr(scan, "PROGRAMS", programs)
     lengths = (0, 70, 5, 0, 33, 32, 1, 129)

@@ -18,11 +18,11 @@ from gla_core.dispatch.tensors import checkpoint_dtype, log_gates
 from gla_core.workloads.inputs import gla_inputs
 
 pytest.importorskip("triton")
-from gla_triton_kernels.chunk_gla.kernel import ForwardPlan, GradientParameters, Parameters, SegmentPlan
-from gla_triton_kernels.chunk_gla.shared.scan import launch_scan
-from gla_triton_kernels.chunk_gla.shared.segments import Recurrence, cut, whole
-from gla_triton_kernels.chunk_gla.shared.slots import Slots
-from gla_triton_kernels.chunk_gla.tensors import BackwardTensors, Tensors
+from gla_triton_kernels.chunks.kernel import ForwardPlan, GradientParameters, Parameters, SegmentPlan
+from gla_triton_kernels.chunks.scan import launch_scan
+from gla_triton_kernels.chunks.segments import Recurrence, cut, whole
+from gla_triton_kernels.chunks.slots import Slots
+from gla_triton_kernels.gla.tensors import BackwardTensors, Tensors
 from tests import gluon_on_cpu
 
 BFLOAT16 = torch.bfloat16

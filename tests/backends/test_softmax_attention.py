@@ -16,8 +16,8 @@ from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.ops import ABSTRACT_OPS
 from gla_core.ops.spec import layout_of
 from gla_core.workloads.inputs import normal
-from gla_triton_kernels.runtime.architecture import gpu_of_call
 from gla_triton_kernels.softmax_attention.plan import plan_splits
+from gla_triton_runtime.architecture import gpu_of_call
 from tests.backends.prepared_calls import call_prepared, described, preparing
 
 pytest.importorskip("triton")
@@ -186,7 +186,7 @@ def test_scales_of_either_sign_of_a_call_that_is_prepared_once(prepare, device, 
 
 
 def test_negated_queries_have_the_strides_that_launches_were_described_for(prepare, device, monkeypatch):
-    from gla_triton_kernels.runtime.prepared import Launches
+    from gla_triton_runtime.prepared import Launches
 
     taken, start = [], Launches.start
 

@@ -10,9 +10,9 @@ from gla_core.conformance.calls import heads_first
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.dispatch.backend import OpCall
 from gla_core.workloads.inputs import GATES, gla_inputs
-from gla_triton_kernels.chunk_gla import forward
-from gla_triton_kernels.chunk_gla.sm90 import kernels as sm90
-from gla_triton_kernels.runtime.architecture import Architecture, Gpu
+from gla_triton_kernels.gla import forward
+from gla_triton_kernels.gla.sm90 import kernels as sm90
+from gla_triton_runtime.architecture import Architecture, Gpu
 from tests.backends.prepared_calls import described
 
 BUDGET = FORWARD[torch.bfloat16]
@@ -28,8 +28,8 @@ def inputs(**sizes):
 
 def cut(B, T, length, cu_seqlens=None):
     """Returns the segments, and the rows of each one: (batch, first row, end)."""
-    from gla_triton_kernels.chunk_gla.shared import segments as triton_segments
-    from gla_triton_kernels.runtime.launch import start
+    from gla_triton_kernels.chunks import segments as triton_segments
+    from gla_triton_runtime.launch import start
 
     segments = triton_segments.cut(B, T, length, length, cu_seqlens)
     start(segments.launches)
@@ -50,8 +50,8 @@ def state_from_zero(left, right, g, backwards=False):
 
 
 def build(left, right, g, segments, backwards=False, skip_last=False, multiprocessors=132):
-    from gla_triton_kernels.chunk_gla.shared.segments import Recurrence
-    from gla_triton_kernels.runtime.launch import start
+    from gla_triton_kernels.chunks.segments import Recurrence
+    from gla_triton_runtime.launch import start
 
     B, T, H, K, V = *left.shape, right.shape[3]
     S = torch.empty(segments.count, H, K, V, device="cuda")

@@ -11,9 +11,9 @@ pytestmark = pytest.mark.kernels
 
 @pytest.fixture
 def widened():
-    from gla_triton_kernels.chunk_gla.seen import seen_width
-    from gla_triton_kernels.chunk_gla.shared.widths import widened
-    from gla_triton_kernels.runtime.architecture import Architecture, Gpu
+    from gla_triton_kernels.chunks.widths import widened
+    from gla_triton_kernels.gla.seen import seen_width
+    from gla_triton_runtime.architecture import Architecture, Gpu
 
     gpu = Gpu(Architecture.SM90, 132)
     return lambda x: widened(x, *(seen_width(y.shape[3], y.dtype, gpu) for y in (x.k, x.v)))
@@ -21,7 +21,7 @@ def widened():
 
 def forward(device, K=20, V=9):
     """Returns a call with all tensors. q is a slice of another tensor; checkpoints are 0, and other results are NaN."""
-    from gla_triton_kernels.chunk_gla.tensors import Tensors
+    from gla_triton_kernels.gla.tensors import Tensors
 
     def random(*shape, dtype=torch.bfloat16):
         return torch.randn(shape, device=device).to(dtype)
@@ -41,7 +41,7 @@ def padded(x, *widths):
 
 
 def test_zeros_stand_behind_what_kernels_read(widened, device):
-    from gla_triton_kernels.runtime.launch import start
+    from gla_triton_runtime.launch import start
 
     x = forward(device)
     wide, read, _ = widened(x)
@@ -53,7 +53,7 @@ def test_zeros_stand_behind_what_kernels_read(widened, device):
 
 
 def test_results_are_copied_back(widened, device):
-    from gla_triton_kernels.runtime.launch import start
+    from gla_triton_runtime.launch import start
 
     x = forward(device)
     wide, _, back = widened(x)

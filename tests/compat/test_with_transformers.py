@@ -301,7 +301,7 @@ def test_large_gates_in_half_precision(name, options, by_kernels):
 
 def launches_of_a_step(name, batch, monkeypatch, **options):
     """Returns the number of Triton kernels of a step; interpreted products of many rows are wrong in bfloat16."""
-    from gla_triton_kernels.runtime import prepared
+    from gla_triton_runtime import prepared
 
     dtype = torch.bfloat16 if batch <= 2 else torch.float16
     model, found, start = model_of(name, **options).to(dtype), [], prepared.start

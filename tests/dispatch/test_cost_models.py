@@ -279,7 +279,7 @@ def test_long_rows_go_to_whom_an_h200_found_faster(columns):
 
 @pytest.mark.parametrize("op", ["chunk_gla_fwd", "chunk_gla_bwd"])
 def test_another_gpu_has_no_kernels_for_hopper(op, monkeypatch):
-    from gla_triton_kernels.chunk_gla.sm90 import kernels
+    from gla_triton_kernels.gla.sm90 import kernels
 
     call = call_of(op, "NVIDIA H200", T=8192, **GATED)
     monkeypatch.setattr(kernels, "FORWARD_STEP", 1.0)

@@ -12,7 +12,7 @@ import gla_core as gla
 from gla_core.dispatch import calibration
 from gla_core.dispatch.backend import Backend, LaunchError, Prepared, known_device
 from gla_triton_kernels.cost import gpu_of_constants
-from gla_triton_kernels.runtime.architecture import Architecture, Gpu, gpu_of
+from gla_triton_runtime.architecture import Architecture, Gpu, gpu_of
 
 pytestmark = pytest.mark.usefixtures("only_reference")
 

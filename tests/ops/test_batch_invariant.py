@@ -14,7 +14,7 @@ from gla_core.conformance.calls import gradients, oracle_gradients
 from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
 from gla_core.dispatch.backend import Backend, Prepared
 from gla_core.dispatch.registry import get
-from gla_core.ops.chunk_gla import BACKWARD
+from gla_core.ops.gla.chunk_gla import BACKWARD
 from gla_core.workloads.inputs import gla_inputs
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # it is slow for float32, which it computes token by token

@@ -51,7 +51,7 @@ def chunk_gla_fwd(
     checkpoint_every: int | None,
     gate_normalizer: int | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Computes the op; see gla_core/ops/chunk_gla.py."""
+    """Computes the op; see gla_core/ops/gla/chunk_gla.py."""
     B, T, H, V = v.shape
     K = k.shape[3]
     dtype = wide(q.dtype)

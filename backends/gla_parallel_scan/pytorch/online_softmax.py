@@ -23,7 +23,7 @@ BLOCK = 2**17
 
 
 def online_softmax(x: Tensor, dim: int) -> Tensor:
-    """Computes the op; see gla_core/ops/online_softmax.py."""
+    """Computes the op; see gla_core/ops/attention/online_softmax.py."""
     if x.numel() == 0:
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
     last = x.movedim(dim, -1)

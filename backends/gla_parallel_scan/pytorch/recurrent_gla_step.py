@@ -29,7 +29,7 @@ def recurrent_gla_step(
     gate_normalizer: int | None,
     inplace: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Computes the op; see gla_core/ops/recurrent_gla_step.py."""
+    """Computes the op; see gla_core/ops/gla/recurrent_gla_step.py."""
     g = None if g is None else log_gates(g, gate_normalizer, wide(q.dtype))
     pool = state if inplace else new_state(state).copy_(state)
     if state_indices is None:
@@ -60,10 +60,10 @@ def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, scal
 
 
 recurrent_gla_layer_step = through_layer_step(recurrent_gla_step)
-"""Computes a step, its norm and its output gate; see gla_core/ops/recurrent_gla_layer_step.py."""
+"""Computes a step, its norm and its output gate; see gla_core/ops/gla/recurrent_gla_layer_step.py."""
 
 recurrent_gla_steps = through_steps(recurrent_gla_step)
-"""Computes several tokens of each sequence; see gla_core/ops/recurrent_gla_steps.py."""
+"""Computes several tokens of each sequence; see gla_core/ops/gla/recurrent_gla_steps.py."""
 
 recurrent_gla_replay = through_replay(recurrent_gla_step)
-"""Computes several tokens of each sequence, after accepted ones; see gla_core/ops/recurrent_gla_replay.py."""
+"""Computes several tokens of each sequence, after accepted ones; see gla_core/ops/gla/recurrent_gla_replay.py."""

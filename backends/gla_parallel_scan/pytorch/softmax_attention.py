@@ -29,7 +29,7 @@ BLOCK = 2**19
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """Computes the op; see gla_core/ops/softmax_attention.py."""
+    """Computes the op; see gla_core/ops/attention/softmax_attention.py."""
     B, Tq, Hq, K = q.shape
     _, Tk, H, V = v.shape
     dtype = wide(q.dtype)

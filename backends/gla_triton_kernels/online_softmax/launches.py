@@ -11,9 +11,9 @@ from torch import Tensor
 from gla_core.dispatch.backend import OpCall
 from gla_triton_kernels.online_softmax import one_pass, splits
 from gla_triton_kernels.online_softmax.rows import needs_copy
-from gla_triton_kernels.runtime.architecture import Gpu, gpu_of_call
-from gla_triton_kernels.runtime.launch import Launch
-from gla_triton_kernels.runtime.prepared import Launches, rehearsed
+from gla_triton_runtime.architecture import Gpu, gpu_of_call
+from gla_triton_runtime.launch import Launch
+from gla_triton_runtime.prepared import Launches, rehearsed
 
 
 def prepare_one_pass(call: OpCall) -> Callable[..., Tensor]:

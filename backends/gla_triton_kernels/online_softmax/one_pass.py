@@ -22,8 +22,8 @@ from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.online_softmax.plan import Kernel, plan_one_pass
 from gla_triton_kernels.online_softmax.rows import rows_of
 from gla_triton_kernels.online_softmax.sweep import maximum_and_sum, rows_of_tile
-from gla_triton_kernels.runtime.architecture import Gpu
-from gla_triton_kernels.runtime.launch import Launch
+from gla_triton_runtime.architecture import Gpu
+from gla_triton_runtime.launch import Launch
 
 EDGE = tl.constexpr(2048)
 """The number of columns of a tile at the end of a row whose other tiles are aligned."""

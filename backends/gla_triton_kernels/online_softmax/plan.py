@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.online_softmax.rows import Rows
-from gla_triton_kernels.runtime.architecture import Gpu
-from gla_triton_kernels.runtime.sizes import power_of_two
+from gla_triton_runtime.architecture import Gpu
+from gla_triton_runtime.sizes import power_of_two
 
 # ---- rows in one pass
 

@@ -30,9 +30,9 @@ from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.online_softmax.plan import plan_splits
 from gla_triton_kernels.online_softmax.rows import rows_of
 from gla_triton_kernels.online_softmax.sweep import LOWEST, maximum_and_sum, merge, rows_of_tile
-from gla_triton_kernels.runtime.architecture import Gpu
-from gla_triton_kernels.runtime.launch import Launch, overlapping
-from gla_triton_kernels.runtime.sizes import power_of_two
+from gla_triton_runtime.architecture import Gpu
+from gla_triton_runtime.launch import Launch, overlapping
+from gla_triton_runtime.sizes import power_of_two
 
 
 def launch_softmax(x: Tensor, y: Tensor, dim: int, gpu: Gpu) -> list[Launch]:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gla_core.dispatch.backend import OpCall, Prepared
-from gla_triton_kernels.runtime.architecture import Gpu, gpu_of_call
 from gla_triton_kernels.softmax_attention.plan import Plan, explained
+from gla_triton_runtime.architecture import Gpu, gpu_of_call
 
 
 def softmax_attention(plan: Callable[[OpCall, Gpu], Plan]) -> Prepared:

@@ -24,10 +24,10 @@ import triton.language as tl
 from torch import Tensor
 
 from gla_core.dispatch.tensors import ceil_div
-from gla_triton_kernels.runtime.launch import Launch, strides_of
-from gla_triton_kernels.runtime.tf32 import nearest_tf32
-from gla_triton_kernels.runtime.tma import tiles
 from gla_triton_kernels.softmax_attention.plan import Plan
+from gla_triton_runtime.arithmetic import nearest_tf32
+from gla_triton_runtime.launch import Launch, strides_of
+from gla_triton_runtime.tma import tiles
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)

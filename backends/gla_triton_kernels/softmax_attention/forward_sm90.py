@@ -7,7 +7,7 @@
 Exponentials have base 2: the kernel multiplies the scale by log2 e, and m is a maximum of log2 e * s.
 
 A block has 128 queries of one head. Its warps are specialised. They communicate over barriers in shared memory;
-chunk_gla/sm90/common.py gives the rules.
+gla/sm90/common.py gives the rules.
 
     load     one warp: copies the queries, then up to STAGES blocks of keys and values ahead, by TMA
     attend   two warpgroups with 64 queries each: compute scores and softmax. While the tensor cores multiply the
@@ -39,9 +39,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gla_core.dispatch.tensors import ceil_div
-from gla_triton_kernels.runtime.launch import Launch
-from gla_triton_kernels.runtime.tma import shared_tiles
 from gla_triton_kernels.softmax_attention.plan import Plan
+from gla_triton_runtime.launch import Launch
+from gla_triton_runtime.tma import shared_tiles
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from gla_core.dispatch.backend import OpCall
-from gla_triton_kernels.runtime.launch import Launch
-from gla_triton_kernels.runtime.prepared import Launches, rehearsed
 from gla_triton_kernels.softmax_attention.merge import launch_merge
 from gla_triton_kernels.softmax_attention.plan import Plan
+from gla_triton_runtime.launch import Launch
+from gla_triton_runtime.prepared import Launches, rehearsed
 
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """q [B, Tq, Hq, K], k [B, Tk, H, K], v [B, Tk, H, V], o [B, Tq, Hq, V], lse [B, Tq, Hq]."""

@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gla_core.dispatch.tensors import ceil_div
-from gla_triton_kernels.runtime.launch import Launch
-from gla_triton_kernels.runtime.sizes import power_of_two
+from gla_triton_runtime.launch import Launch
+from gla_triton_runtime.sizes import power_of_two
 
 
 def launch_merge(split_o: Tensor, split_lse: Tensor, o: Tensor, lse: Tensor) -> list[Launch]:

@@ -17,12 +17,12 @@ import torch
 
 from gla_core.dispatch.backend import OpCall, Reason
 from gla_core.dispatch.tensors import ceil_div
-from gla_triton_kernels.runtime.architecture import Gpu, gpu_of_call
-from gla_triton_kernels.runtime.sizes import power_of_two
-from gla_triton_kernels.runtime.tma import addressable
+from gla_triton_runtime.architecture import Gpu, gpu_of_call
+from gla_triton_runtime.sizes import power_of_two
+from gla_triton_runtime.tma import addressable
 
 if TYPE_CHECKING:
-    from gla_triton_kernels.runtime.launch import Launch
+    from gla_triton_runtime.launch import Launch
 
 
 @dataclass(frozen=True, eq=False)

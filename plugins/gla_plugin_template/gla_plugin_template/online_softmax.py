@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def online_softmax(x: Tensor, dim: int) -> Tensor:
-    """Computes the op that gla_core/ops/online_softmax.py describes.
+    """Computes the op that gla_core/ops/attention/online_softmax.py describes.
 
     gla-core has checked x and dim before this call. The result must be contiguous, with the shape and dtype of x.
     """

@@ -26,7 +26,7 @@ def chunk_gla_fwd(
     initial_state: Tensor | None,
     output_final_state: bool,
 ) -> tuple[Tensor, Tensor | None, None]:
-    """Computes the op that gla_core/ops/chunk_gla.py describes, without packed sequences and without checkpoints.
+    """Computes the op that gla_core/ops/gla/chunk_gla.py describes, without packed sequences and without checkpoints.
 
     Shapes: q, k, g [B, T, H, K], v and o [B, T, H, V], states [B, H, K, V] float32.
 

@@ -406,7 +406,7 @@ def test_they_compile_for_gpus(target, whole, swapped):
 
     from gla_transformers import causal_convolution_kernel as sequences
     from gla_transformers import mamba2_kernel
-    from gla_triton_kernels.runtime.architecture import Architecture, Gpu
+    from gla_triton_runtime.architecture import Architecture, Gpu
 
     gpu = Gpu({"H100": Architecture.SM90, "A100": Architecture.SM80, "MI300X": Architecture.AMD}[target], 132)
     given = {k: v.cpu() for k, v in step_inputs(64, 128, 8, 64, 128, torch.bfloat16).items()}

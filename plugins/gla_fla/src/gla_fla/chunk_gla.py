@@ -26,7 +26,7 @@ def chunk_gla_fwd(
     cu_seqlens: Tensor | None,  # [N+1]
     checkpoint_every: int | None,
 ) -> tuple[Tensor, Tensor | None, None]:
-    """Computes the op; see gla_core/ops/chunk_gla.py."""
+    """Computes the op; see gla_core/ops/gla/chunk_gla.py."""
     if not q.numel():
         final_state = _copy_or_zeros(initial_state, k, v, cu_seqlens) if output_final_state else None
         return v.new_empty(v.shape), final_state, None
@@ -58,7 +58,7 @@ def chunk_gla_bwd(
     do: Tensor,  # [B, T, H, V]
     dstate: Tensor | None,  # [N, H, K, V] float32
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Computes the op; see gla_core/ops/chunk_gla.py."""
+    """Computes the op; see gla_core/ops/gla/chunk_gla.py."""
     if not q.numel():
         dg = None if g is None else g.new_empty(g.shape)
         dinitial_state = None if initial_state is None else _copy_or_zeros(dstate, k, v, cu_seqlens)

@@ -18,7 +18,7 @@ def recurrent_gla_step(
     state_indices: Tensor | None,
     inplace: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Computes the op; see gla_core/ops/recurrent_gla_step.py. With `inplace`, FLA's new state is copied to `state`."""
+    """Computes the op; see gla_core/ops/gla/recurrent_gla_step.py. With `inplace`, writes `state` itself."""
     if not q.numel():
         return v.new_empty(v.shape), state if inplace else state.clone(memory_format=torch.contiguous_format)
     with torch.no_grad():

@@ -24,9 +24,9 @@ import triton.language as tl
 from torch import Tensor
 
 from gla_core.dispatch.tensors import ceil_div
-from gla_triton_kernels.chunk_gla.shared.limits import LOG2E
-from gla_triton_kernels.runtime.launch import Launch
-from gla_triton_kernels.runtime.prepared import Launches
+from gla_triton_runtime.arithmetic import LOG2E
+from gla_triton_runtime.launch import Launch
+from gla_triton_runtime.prepared import Launches
 
 R, BC = 4, 128
 """The tile of a program of 4 warps. A thread has 4 channels of a run, in bfloat16 8 bytes of memory."""

@@ -30,10 +30,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gla_core.dispatch.tensors import ceil_div
-from gla_triton_kernels.runtime.architecture import gpu_of
-from gla_triton_kernels.runtime.launch import Launch, overlapping
-from gla_triton_kernels.runtime.prepared import Launches
-from gla_triton_kernels.runtime.sizes import power_of_two
+from gla_triton_runtime.architecture import gpu_of
+from gla_triton_runtime.launch import Launch, overlapping
+from gla_triton_runtime.prepared import Launches
+from gla_triton_runtime.sizes import power_of_two
 
 ALIGNMENT = 16
 """The alignment of weights in bytes."""

@@ -32,10 +32,10 @@ import triton.language as tl
 from torch import Tensor
 
 from gla_core.dispatch.tensors import ceil_div
-from gla_triton_kernels.runtime.architecture import gpu_of
-from gla_triton_kernels.runtime.launch import Launch
-from gla_triton_kernels.runtime.prepared import Launches
-from gla_triton_kernels.runtime.sizes import power_of_two
+from gla_triton_runtime.architecture import gpu_of
+from gla_triton_runtime.launch import Launch
+from gla_triton_runtime.prepared import Launches
+from gla_triton_runtime.sizes import power_of_two
 
 BLOCK = 1024
 """The number of values of a row that a program of `gated` computes."""

@@ -25,9 +25,9 @@ import triton.language as tl
 from torch import Tensor
 
 from gla_core.dispatch.tensors import ceil_div
-from gla_triton_kernels.runtime.launch import Launch
-from gla_triton_kernels.runtime.prepared import Launches
-from gla_triton_kernels.runtime.sizes import power_of_two
+from gla_triton_runtime.launch import Launch
+from gla_triton_runtime.prepared import Launches
+from gla_triton_runtime.sizes import power_of_two
 
 WIDEST = 4096
 """The greatest number of columns of a tile."""

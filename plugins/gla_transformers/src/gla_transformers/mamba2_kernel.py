@@ -26,11 +26,11 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gla_core.dispatch.tensors import ceil_div
-from gla_triton_kernels.gates import log_gates
-from gla_triton_kernels.runtime.architecture import Gpu, gpu_of
-from gla_triton_kernels.runtime.launch import Launch, overlapping
-from gla_triton_kernels.runtime.prepared import Launches
-from gla_triton_kernels.runtime.sizes import power_of_two
+from gla_triton_runtime.architecture import Gpu, gpu_of
+from gla_triton_runtime.gates import log_gates
+from gla_triton_runtime.launch import Launch, overlapping
+from gla_triton_runtime.prepared import Launches
+from gla_triton_runtime.sizes import power_of_two
 
 CHANNELS = 128
 """The number of channels of a program of the convolution: one for each thread."""

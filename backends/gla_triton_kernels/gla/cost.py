@@ -1,0 +1,177 @@
+"""Predicts the seconds of plans of chunk_gla_fwd, chunk_gla_bwd, chunk_gla_pool and chunk_gla_summary.
+
+The price of a plan is the sum of the device seconds of its kernels. cutting.py compares prices to decide how sequences
+are cut. `auto` compares the seconds of calls, which also count the time of the host. price.py holds the formula for a
+kernel and names the constants of a device, ../cost.py holds the formula for a call, and kernels hold the times of their
+blocks. An op has two more constants, in seconds:
+
+    host, host_launch   host time of a call, and additional host time of each launch
+
+B batch   T tokens   N sequences   H key heads   Hq query heads   Hv value heads   Ho heads of o, the more of Hq and Hv
+K, V key and value width
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from gla_core.dispatch.backend import CHUNK, Constants, OpCall
+from gla_core.dispatch.composed import forward_of_pool
+from gla_core.dispatch.tensors import checkpoint_dtype
+from gla_triton_kernels.chunks.kernel import BackwardPlan, ForwardPlan, SegmentPlan
+from gla_triton_kernels.chunks.price import (
+    AnyPlan,
+    BlockTime,
+    Heads,
+    PriceFunction,
+    Prices,
+    checkpoint_bytes,
+    cut,
+    gate_elements,
+    gate_itemsize,
+    kernel_seconds,
+    moved_bytes,
+    states_seconds,
+    token_bytes,
+    whole,
+)
+from gla_triton_kernels.cost import gpu_of_constants, in_all
+from gla_triton_kernels.gla.seen import seen_by_kernels
+from gla_triton_runtime.architecture import Gpu
+
+
+def predictor(
+    plan: Callable[[OpCall, Gpu], list[tuple[OpCall, AnyPlan]]],
+    prices: PriceFunction[AnyPlan],
+) -> Callable[[OpCall, Constants], float]:
+    """Returns the function that predicts the seconds of a call under the plans of a backend.
+
+    Args:
+        plan: takes a call with the widths that kernels see, and a GPU; returns the plans of the rows of a batch.
+        prices: prices a plan with the call of its rows.
+    """
+
+    def seconds(call: OpCall, c: Constants) -> float:
+        gpu = gpu_of_constants(c)
+        seen = seen_by_kernels(call, gpu)
+        kernels = [*_copies(call, seen, c), *(x for rows, planned in plan(seen, gpu) for x in prices(rows, planned, c))]
+        return in_all(call, sum(kernels), c["host"] + c["host_launch"] * len(kernels))
+
+    return seconds
+
+
+def _copies(call: OpCall, seen: OpCall, c: Constants) -> Prices:
+    """Returns the seconds of the launches that copy tensors to and from the widths that kernels see."""
+    B, T, H, Hq, Hv, K, V = (call.dims[name] for name in ("B", "T", "H", "Hq", "Hv", "K", "V"))
+    size, gate = call.dtype.itemsize, gate_itemsize(call) if call.gate_form in (None, "key") else 0
+    copied = [heads * K * each for heads, each in ((Hq, size), (H, size), (Hv, gate)) if seen.dims["K"] != K and each]
+    copied += [heads * V * size for heads in (Hv, max(Hq, Hv)) if seen.dims["V"] != V]
+    twice = 2 if call.op == "chunk_gla_bwd" else 1  # a backward copies inputs and gradients
+    return twice * [c["launch"] + 2 * B * T * of_token / c["bandwidth"] for of_token in copied]  # read and written
+
+
+def _for_packed(call: OpCall, number: int, c: Constants) -> Prices:
+    """Returns the seconds of short launches that only packed sequences need, such as the one that cuts them."""
+    return [c["launch"]] * number if call.variable_length else []
+
+
+def forward_prices(call: OpCall, plan: ForwardPlan, c: Constants) -> Prices:
+    """Returns the device seconds of the kernels of chunk_gla_fwd."""
+    kernel, segments = plan.outputs, plan.segments
+    block = kernel.time(call, plan.parameters)
+    before = kernel.before(call, c)
+    if segments is None:
+        outputs = kernel_seconds(call, block, whole(call), moved_bytes(call), c)
+        return [*_for_packed(call, 1 + len(before), c), *before, outputs]
+    # Each float32 element of a state is written, read and written by the scan, and read for outputs: 16 bytes in all.
+    states = _states(call, segments, _of_states(call), 16, bool(call.scalars.get("output_final_state")), c)
+    outputs = kernel_seconds(call, block, cut(call, segments.length, segments.uncut), moved_bytes(call), c)
+    return [*_for_packed(call, 1 + len(before), c), *states, *before, outputs]
+
+
+def pool_predictor(plan: Callable[[OpCall, Gpu], list[tuple[OpCall, ForwardPlan]]]) -> Callable[..., float]:
+    """Returns the function that predicts the seconds of chunk_gla_pool, as a forward with initial states."""
+
+    def seconds(call: OpCall, c: Constants) -> float:
+        planned = plan(forward_of_pool(call), gpu_of_constants(c))
+        kernels = [x for rows, each in planned for x in forward_prices(rows, each, c)]
+        states = math.prod(call.dims[name] for name in ("N", "Hv", "K", "V"))
+        kept = 4 * states / c["bandwidth"] if "checkpoint_offsets" in call.given else 0.0
+        return in_all(call, sum(kernels) + kept, c["host"] + c["host_launch"] * len(kernels))
+
+    return seconds
+
+
+def _of_states(call: OpCall) -> Heads:
+    """Returns the heads of k and v."""
+    return Heads(call.dims["H"], call.dims["Hv"])
+
+
+def _of_gradients(call: OpCall) -> Heads:
+    """Returns the heads of q and do."""
+    return Heads(call.dims["Hq"], max(call.dims["Hq"], call.dims["Hv"]))
+
+
+def _states(call: OpCall, plan: SegmentPlan, heads: Heads, moved: int, ends: bool, c: Constants) -> Prices:
+    """Returns the seconds of the kernels that compute the states of segments; see `states_seconds`."""
+    return states_seconds(call, plan.length, plan.uncut, heads, _states_block(call, plan, heads), moved, ends, c)
+
+
+def _states_block(call: OpCall, plan: SegmentPlan, heads: Heads) -> BlockTime:
+    """Returns the time of a block of states. A state sums one product for each head of values that shares it."""
+    block = plan.states.time(call, plan.parameters)
+    return block._replace(step=block.step * heads.values / max(call.dims["Hv"], 1))
+
+
+def backward_prices(call: OpCall, plan: BackwardPlan, c: Constants) -> Prices:
+    """Returns the device seconds of the kernels of chunk_gla_bwd."""
+    found = _for_packed(call, plan.gradients.layouts + (plan.entering is not None), c)
+    ends = call.state_dtype is not None
+    if plan.entering is not None:  # written and read in float32, then written in the checkpoints' dtype
+        itemsize = checkpoint_dtype(call.dtype).itemsize
+        found += _states(call, plan.entering, _of_states(call), 4 + 4 + itemsize, ends, c)
+    if plan.forward is not None:
+        scalars = {**call.scalars, "checkpoint_every": CHUNK, "output_final_state": False}
+        found += forward_prices(replace(call, scalars=scalars, checkpoints=True), plan.forward, c)
+    if plan.leaving is not None:
+        found += _states(call, plan.leaving, _of_gradients(call), 4 + 4 + 4, ends, c)
+    return [*found, *_gradients(call, plan, c)]
+
+
+def _gradients(call: OpCall, plan: BackwardPlan, c: Constants) -> Prices:
+    """Returns the seconds of the kernels that compute gradients, sum partial results, add pairs and clear padding."""
+    B, T, H, Hq, Hv, K, V = (call.dims[name] for name in ("B", "T", "H", "Hq", "Hv", "K", "V"))
+    kernel, heads = plan.gradients, Hq // max(Hv, 1) if plan.gradients.heads_apart and Hq > Hv else 1
+    of_keys, of_values = kernel.partials(call, plan.parameters)
+    size, gate, group = call.dtype.itemsize, gate_itemsize(call), Hv // max(H, 1)
+    of_gates = of_keys * heads * (1 if call.gate_form in (None, "key") else of_values)
+    found = [  # for dq, dk, dv, dg: number of elements, bytes of an element, number of partial results
+        (B * T * Hq * K, size, of_keys * group),
+        (B * T * H * K, size, of_keys * heads * group),
+        (B * T * Hv * V, size, of_values * heads),
+        *([(gate_elements(call), gate, of_gates)] if gate else []),
+    ]
+    written = sum(number * (4 * parts if parts > 1 else itemsize) for number, itemsize, parts in found)
+    moved = moved_bytes(call) + checkpoint_bytes(call, CHUNK) + written
+    through = whole(call) if plan.leaving is None else cut(call, plan.leaving.length, plan.leaving.uncut)
+    through = through._replace(number=through.number * heads)
+    gradients = kernel.seconds(call, plan.parameters, through, moved, c)
+    summed = [
+        c["launch"] + number * (4 * parts + itemsize) / c["bandwidth"] for number, itemsize, parts in found if parts > 1
+    ]
+    # The launch that adds pairs has little to do, because nearly all chunks are mild.
+    pairs = [c["launch"]] if kernel.adds_pairs and gate else []
+    constant = [c["launch"]] if call.gate_form == "constant" else []  # the launch that sums a number of each segment
+    return [*gradients, *summed, *constant, *pairs, *_for_packed(call, 1, c)]  # the last launch clears padding
+
+
+def summary_prices(call: OpCall, plan: SegmentPlan, c: Constants) -> Prices:
+    """Returns the device seconds of the kernels of chunk_gla_summary."""
+    state = 4 * call.dims["Hv"] * call.dims["K"] * call.dims["V"]  # bytes of a state
+    heads = _of_gradients(call) if call.scalars.get("backwards") else Heads(call.dims["Hq"], call.dims["Hv"])
+    if plan.length < call.dims["T"]:
+        return [*_for_packed(call, 1, c), *_states(call, plan, heads, 4 + 4, True, c)]
+    size = token_bytes(call, heads) + call.dims["N"] * state
+    return [*_for_packed(call, 1, c), kernel_seconds(call, _states_block(call, plan, heads), whole(call), size, c)]

@@ -1,0 +1,93 @@
+"""Computes the call that kernels see: the widths of heads and the layouts of tensors. Imports no Triton.
+
+TMA moves only rows of a multiple of 16 bytes. If the kernels of a GPU need TMA and the rows of a head are not such a
+multiple, chunks/widths.py copies tensors to wider heads, with zeros after the keys and values.
+
+B batch   T tokens   N sequences   H key heads   Hq query heads   Hv value heads   K, V key and value width
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from gla_core.dispatch.backend import OpCall, contiguous_layout
+from gla_core.dispatch.tensors import ceil_div
+from gla_triton_runtime.architecture import Gpu
+from gla_triton_runtime.tma import addressable
+
+OF_KEYS = frozenset({"q", "k", "g", "dq", "dk", "dg"})
+OF_GATES = frozenset({"g", "dg"})
+OF_VALUES = frozenset({"v", "o", "do", "dv"})
+OF_BOTH = frozenset({"initial_state", "final_state", "checkpoints", "dstate", "dinitial_state"})
+WIDTH_UNIT = 8
+"""Kernels for SM90 see widths that are multiples of this number, so rows have a multiple of 16 bytes."""
+
+
+def form_of(shape: tuple[int, ...]) -> str:
+    """Returns the form of gates: "key" for a shape [B, T, Hv, K], "head" for [B, T, Hv], "constant" for [Hv]."""
+    return {4: "key", 3: "head", 1: "constant"}[len(shape)]
+
+
+def seen_width(width: int, dtype: torch.dtype, gpu: Gpu) -> int:
+    """Returns the key or value width that kernels see."""
+    specialised = gpu.facts.has_wgmma and dtype in (torch.bfloat16, torch.float16)
+    return ceil_div(width, WIDTH_UNIT) * WIDTH_UNIT if specialised else width
+
+
+def seen_shape(name: str, shape: tuple[int, ...], K: int, V: int) -> tuple[int, ...]:
+    """Returns the shape of the tensor `name` with the key width K and the value width V.
+
+    If the keys of a head share a gate, the shape of g has no key axis and stays as it is.
+    """
+    if name in OF_BOTH:
+        return (*shape[:-2], K, V)
+    if name in OF_GATES and form_of(shape) != "key":
+        return shape
+    width = K if name in OF_KEYS else V if name in OF_VALUES else shape[-1]
+    return (*shape[:-1], width)
+
+
+def seen_by_kernels(call: OpCall, gpu: Gpu) -> OpCall:
+    """Returns the call with the widths and the layouts that kernels see."""
+    if call.op == "chunk_gla_summary":  # its kernels read tensors as they are
+        return call
+    K, V = (seen_width(call.dims[name], call.dtype, gpu) for name in ("K", "V"))
+    if (call.dims["K"], call.dims["V"]) == (K, V) and call.batch_invariant is None:
+        return call
+    layouts, clones = {}, copied_for_invariance(call)
+    for name, layout in call.layouts.items():
+        shape = seen_shape(name, layout.shape, K, V)
+        copied = shape != layout.shape or name in clones
+        layouts[name] = contiguous_layout(shape, layout.dtype) if copied else layout
+    return replace(call, dims={**call.dims, "K": K, "V": V}, layouts=layouts)
+
+
+def copied_for_invariance(call: OpCall) -> frozenset[str]:
+    """Returns the names of tensors that are copied so that TMA can address them, under batch invariance.
+
+    The results of a sequence would otherwise depend on the addresses of tensors.
+    """
+    if call.batch_invariant is None:
+        return frozenset()
+    found = {name: layout for name, layout in call.layouts.items() if name in OF_KEYS | OF_VALUES}
+    return frozenset(name for name, layout in found.items() if len(layout.shape) == 4 and not addressable(layout))
+
+
+def not_addressable(call: OpCall) -> str | None:
+    """Returns the name of a tensor with a token axis that TMA cannot address; None if TMA can address all of them.
+
+    The tensors are q, k, v, g, and o or do; in chunk_gla_summary they are left, right and g. TMA moves gates only if
+    each key has its own. A tensor whose layout is not known counts as contiguous.
+    """
+    B, T, H, Hq, Hv, K, V = (call.dims[name] for name in ("B", "T", "H", "Hq", "Hv", "K", "V"))
+    shapes = {"q": (B, T, Hq, K), "k": (B, T, H, K), "v": (B, T, Hv, V), "o": (B, T, max(Hq, Hv), V)}
+    if call.op == "chunk_gla_bwd":
+        shapes["do"] = shapes.pop("o")
+    if call.op == "chunk_gla_summary":
+        shapes = {"left": (B, T, Hq, K), "right": (B, T, max(Hq, Hv) if call.scalars.get("backwards") else Hv, V)}
+    layouts = {name: call.layouts.get(name) or contiguous_layout(shape, call.dtype) for name, shape in shapes.items()}
+    if call.gate_dtype is not None and call.gate_form in (None, "key"):
+        layouts["g"] = call.layouts.get("g") or contiguous_layout((B, T, Hv, K), call.gate_dtype)
+    return next((name for name, layout in layouts.items() if not addressable(layout)), None)

@@ -1,0 +1,716 @@
+"""Computes gradients of chunked gated linear attention on Hopper for wide heads: states first, then all chunks.
+
+For a chunk of C tokens, let S be the entering state, P the decayed gradient of the leaving state, and qg, kg and r the
+values that backward.py defines. Then, in a mild chunk,
+
+    A  = tril(qg kg^T)           dA = tril(do v^T)
+    dq = scale exp(b - r) * (dA kg + exp(r) (do S^T))       dk = exp(r - b) * (dA^T qg + v P^T)
+    dv = A^T do + kg P           w = q * dq - k * dk
+    dg_u = exp(r) (sum over V of S * P) + sum over t of (qg * exp(r) (do S^T))_t - sum over t < u of w_t
+
+In a part of the keys that is not mild, the factors exp(b - r), exp(r - b) and exp(r) become exp(b), exp(b_C - b) and
+1, and the factor of S * P becomes exp(b_C). In a slice with such a part, A and dA count as 0. pairs.py then adds the
+terms of pairs of tokens.
+
+If a head needed several blocks of states, each block would repeat the work on q, k and g, and dq, dk, dg and dv would
+be sums over blocks. Instead, the gradients of states are written to memory once:
+
+    state_gradients.py   goes backwards through segments, and writes P of every chunk
+    this file            computes all chunks, in any order: it loops over the values, and sums dq, dk and dv on chip
+
+If gates come from logits, a launch before these two writes the log gates to memory, and both kernels read them.
+
+B batch   T tokens   N sequences   H key/value heads, of k, v, g and S   Hq query heads   G query heads of a group
+K, V key and value width   C tokens of a chunk   D = 64 values of a tile, and keys of a part
+PARTS parts of a slice of the keys, 1 or 2   SLICES slices of the keys, PARTS D keys each
+n rows of states, one for each chunk   CHUNKS, V_SLOTS, SLOTS pipeline stages of q, k, g; of v, do; of S, P
+pair   a chunk and a query head   item   a pair of tiles of v and do, counted over all slices of a block
+
+The grid is persistent: a block computes every step-th pair, and the slices of a pair one after the other. dv is
+a sum over slices. The block keeps it in scratch memory of its own (`sums`), which stays in the L2 cache. The warps of a
+block are specialised. They communicate over barriers in shared memory; common.py gives the rules.
+
+    load       one warp: copies q, k and g of the next slice, and tiles of v, do, S and P, by TMA
+    gate       a warpgroup: sums g and replaces q, k by qg, kg for the next slice, and writes dg of the previous slice
+    gradient   two warpgroups: each computes dq and dk of its part of the keys. If there is one part, the first computes
+               dq and the second dk. In addition, the first computes dA, and the second computes A^T and dv.
+
+Results take the place of inputs that have been read, so that four tiles of S and P fit: dA that of the last tile of S.
+With two parts, dv takes that of the tile of P of its warpgroup, and dq and dk those of q and k.
+
+Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportUnboundVariable=false, reportPossiblyUnboundVariable=false, reportIndexIssue=false
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma_wait,
+)
+
+from gla_core.dispatch.backend import CHUNK
+from gla_core.dispatch.tensors import ceil_div
+from gla_triton_kernels.chunks.kernel import GradientParameters
+from gla_triton_kernels.chunks.segments import Segments, cut
+from gla_triton_kernels.gla.sm90 import pairs
+from gla_triton_kernels.gla.sm90.common import clear_rows, opaque_zero, plus, segment_at, slope_of_gates, write
+from gla_triton_kernels.gla.sm90.common_backward import (
+    LAYOUT,
+    LEFT,
+    RUNS,
+    WIDTH,
+    C,
+    D,
+    decay,
+    exponents,
+    gate_tile,
+    gates,
+    logits_strides,
+    product,
+)
+from gla_triton_kernels.gla.sm90.half import NO_UNITS
+from gla_triton_kernels.gla.sm90.state_gradients import launch_state_gradients
+from gla_triton_kernels.gla.tensors import BackwardTensors
+from gla_triton_runtime.launch import Launch
+from gla_triton_runtime.tma import shared_tiles, state_tiles
+
+SLICE = 2 * WIDTH
+"""The maximum number of keys of a slice."""
+CHUNKS = gl.constexpr(2)  # pipeline stages of q, k and g: slices in shared memory
+V_SLOTS = gl.constexpr(2)  # pipeline stages of v and do
+ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # few threads share a row, for sums over columns
+
+
+def launch_gradients(
+    kernel: GradientParameters,
+    x: BackwardTensors,
+    entering: Tensor,
+    leaving: Tensor | None,
+    segments: Segments,
+    scale: float,
+    normalizer: int | None = None,
+) -> list[Launch]:
+    """Returns the launches that fill the gradients in x; entering is bfloat16.
+
+    See `launch_gradients` of general/backward.py for the other arguments.
+    """
+    B, T, Hq, K = x.q.shape
+    H, V = x.v.shape[2:]
+    g, P, marks, found = launch_state_gradients(kernel, x, entering, leaving, segments, scale, normalizer)
+    chunks = cut(B, T, CHUNK, CHUNK, x.cu_seqlens, longest_first=False)
+    count, slices = len(P) * Hq, ceil_div(K, SLICE)
+    programs, tiles_v = min(count, kernel.programs), max(2, ceil_div(V, WIDTH))
+    sums = torch.empty(programs, tiles_v, CHUNK, WIDTH, dtype=torch.float32, device=x.q.device) if slices > 1 else None
+    arguments = {
+        "q_desc": shared_tiles(x.q, CHUNK, WIDTH),
+        "k_desc": shared_tiles(x.k, CHUNK, WIDTH),
+        "v_desc": shared_tiles(x.v, CHUNK, WIDTH),
+        "do_desc": shared_tiles(x.do, CHUNK, WIDTH),
+        "g_desc": None if g is None else shared_tiles(g, CHUNK, WIDTH),
+        "dq_desc": shared_tiles(x.dq, CHUNK, WIDTH),
+        "dk_desc": shared_tiles(x.dk, CHUNK, WIDTH),
+        "dv_desc": shared_tiles(x.dv, CHUNK, WIDTH),
+        "s_desc": state_tiles(entering, WIDTH, WIDTH),
+        "p_desc": state_tiles(P, WIDTH, WIDTH),
+        "dq_ptr": x.dq,
+        "dk_ptr": x.dk,
+        "dv_ptr": x.dv,
+        "dg_ptr": x.dg,
+        "g_ptr": x.g if normalizer is not None else None,
+        "marks": marks,
+        "sums": sums,
+        "order": chunks.order,
+        "scale": scale,
+        "count": count,
+        "step": programs,
+        "T": T,
+        **logits_strides(x.g, normalizer),
+        "Hq": Hq,
+        "K": K,
+        "V": V,
+        "tiles_v": tiles_v,
+        "PARTS": min(2, ceil_div(K, WIDTH)),
+        "SLICES": slices,
+        "SLOTS": 4 if K > WIDTH else 5,  # the most that fit into shared memory
+        "G": Hq // H,
+        "NORMALIZER": normalizer,
+    }
+    options = {"num_warps": kernel.warps, "maxnreg": 128}
+    gradients = Launch(_gradient_kernel, (programs, 1, 1), arguments, options)
+    added = pairs.launch_pairs(x, NO_UNITS, marks, scale, WIDTH, normalizer, together=SLICE // WIDTH)
+    return [*found, *chunks.launches, gradients, *added]
+
+
+@gluon.jit
+def _filled(n, work):
+    """Returns the first pair among n, n + step, n + 2 step .. that has tokens; `count` or more if there is none.
+
+    Args:
+        work: T, Hq, K, the number of pairs, the order of chunks, the first pair of this block, and the number of
+            blocks, here and below.
+    """
+    _, _, _, count, order, _, step = work
+    if order is not None:
+        while (n < count) & (_tokens(gl.minimum(n, count - 1), work) == 0):
+            n += step
+    return n
+
+
+@gluon.jit
+def _next(n, key, work, SLICES: gl.constexpr):
+    """Returns the pair and the first key of the slice that a block computes after the slice of pair n from `key` on."""
+    _, _, K, _, _, _, step = work
+    if SLICES == 1:
+        n = _filled(n + step, work)
+    else:
+        key += 2 * D
+        if key >= K:
+            key = 0
+            n = _filled(n + step, work)
+    return n, key
+
+
+@gluon.jit
+def _tokens(n, work):
+    """Returns the number of tokens of pair n."""
+    _, _, _, _, rows = _place(n, work)
+    return rows
+
+
+@gluon.jit
+def _place(n, work):
+    """Returns the row of states, the batch, the head, the first token and the number of tokens of pair n."""
+    T, Hq, _, _, order, _, _ = work
+    n = gl.to_tensor(n)
+    h = n % Hq
+    i = n // Hq
+    if order is not None:
+        b = gl.to_tensor(0)
+        i, t, rows, _, _ = segment_at(order, i)
+    else:
+        chunks = gl.cdiv(T, C)
+        b = i // chunks
+        t = i % chunks * C
+        rows = gl.minimum(T - t, C)
+    return i, b, h, t, rows
+
+
+@gluon.jit
+def _load_queries(i, n, key, descriptors, tiles, barriers, work, PARTS: gl.constexpr, G: gl.constexpr):
+    """Starts the loads of q, k and g of a slice, once their slot is empty.
+
+    Args:
+        i: the number of the slice, counted in this block.
+        n, key: the pair, and the first key of the slice.
+    """
+    q_desc, k_desc, _, _, g_desc, _, _ = descriptors
+    q_tiles, k_tiles, _, _, _, x_tiles = tiles
+    qk_full, qk_empty, _, _, _, _ = barriers
+    _, b, h, t, _ = _place(n, work)
+    slot = i % CHUNKS
+    GATE_SIZE: gl.constexpr = 0 if g_desc is None else g_desc.block_type.nbytes
+    bar = qk_full.index(slot)
+    mbarrier.wait(qk_empty.index(slot), (i // CHUNKS & 1) ^ 1)
+    mbarrier.expect(bar, PARTS * (2 * q_desc.block_type.nbytes + GATE_SIZE))
+    for p in gl.static_range(PARTS):
+        if g_desc is not None:
+            x_tile = gate_tile(g_desc, x_tiles, PARTS * slot + p)
+            tma.async_copy_global_to_shared(g_desc, [b, h // G, t, key + p * D], bar, x_tile)
+        tma.async_copy_global_to_shared(q_desc, [b, h, t, key + p * D], bar, q_tiles.index(PARTS * slot + p))
+        tma.async_copy_global_to_shared(k_desc, [b, h // G, t, key + p * D], bar, k_tiles.index(PARTS * slot + p))
+
+
+@gluon.jit
+def _load_states(desc, s_tiles, full, empty, item, place, PARTS: gl.constexpr, SLOTS: gl.constexpr):
+    """Starts the load of S or P, of the keys of a slice and D values, once its slot is empty.
+
+    Args:
+        item: the number of the load, counted in this block.
+        place: the row of states, the head, the first key and the first value.
+    """
+    row, h, key, value = place
+    slot = item % SLOTS
+    mbarrier.wait(empty.index(slot), (item // SLOTS & 1) ^ 1)
+    mbarrier.expect(full.index(slot), PARTS * desc.block_type.nbytes)
+    for p in gl.static_range(PARTS):
+        tile = s_tiles.index(PARTS * slot + p)
+        tma.async_copy_global_to_shared(desc, [row, h, key + p * D, value], full.index(slot), tile)
+
+
+@gluon.jit
+def _load_warp(given, PARTS: gl.constexpr, SLICES: gl.constexpr, SLOTS: gl.constexpr, G: gl.constexpr):
+    """Loads tiles of v and do, and of S and P in turns. Before the last tiles, loads q, k and g of the next slice.
+
+    The tiles of q, k and g are released when dg has been written, and the first tiles of a slice do not wait for this.
+    """
+    descriptors, tiles, barriers, work, tiles_v = given
+    _, _, v_desc, do_desc, _, s_desc, p_desc = descriptors
+    _, _, v_tiles, do_tiles, s_tiles, _ = tiles
+    _, _, full, empty, v_full, v_empty = barriers
+    _, _, _, count, _, first, _ = work
+    i, n, key = 0, _filled(first, work), 0
+    if n < count:
+        _load_queries(i, n, key, descriptors, tiles, barriers, work, PARTS, G)
+    while n < count:
+        row, b, h, t, _rows = _place(n, work)
+        this = key  # the first key of this slice; n and key then refer to the next slice
+        n, key = _next(n, key, work, SLICES)
+        for j in range(tiles_v):
+            item = i * tiles_v + j
+            slot = item % V_SLOTS
+            mbarrier.wait(v_empty.index(slot), (item // V_SLOTS & 1) ^ 1)
+            mbarrier.expect(v_full.index(slot), 2 * v_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(do_desc, [b, h, t, j * D], v_full.index(slot), do_tiles.index(slot))
+            tma.async_copy_global_to_shared(v_desc, [b, h // G, t, j * D], v_full.index(slot), v_tiles.index(slot))
+            _load_states(s_desc, s_tiles, full, empty, 2 * item, (row, h // G, this, j * D), PARTS, SLOTS)
+            _load_states(p_desc, s_tiles, full, empty, 2 * item + 1, (row, h, this, j * D), PARTS, SLOTS)
+            if (j == gl.maximum(tiles_v - 2, 1)) & (n < count):
+                _load_queries(i + 1, n, key, descriptors, tiles, barriers, work, PARTS, G)
+        i += 1
+
+
+@gluon.jit
+def _tile(tiles, i):
+    """Returns tile i of several tiles [1, 1, C, D] as a matrix [C, D]."""
+    return tiles.index(i).reshape([tiles.type.shape[3], tiles.type.shape[4]])
+
+
+@gluon.jit
+def _are_mild(marks, keys, flags, slot, PARTS: gl.constexpr):
+    """Returns whether each part of a slice is mild, and stores it for the gradient warps.
+
+    A flag is 0 if the part is not mild, 1 if it is mild but another part is not, and 3 if all are mild.
+
+    Args:
+        marks: a pointer to the marks of the slice.
+        keys: number of keys from the start of the slice to the end of the head.
+    """
+    mild = ()
+    for p in gl.static_range(PARTS):
+        mild += (gl.load(marks + p, p * D < keys, 0) == 0,)
+    together = mild[0]
+    if PARTS > 1:
+        together = together & mild[1]
+    for p in gl.static_range(PARTS):
+        flag = gl.where(mild[p], gl.where(together, 3, 1), 0)
+        flags.index(PARTS * slot + p).store(gl.full([1], flag, gl.int32, gl.SliceLayout(1, RUNS)))
+    return mild
+
+
+@gluon.jit
+def _decay(g_desc, tiles, slot, are_mild, rows, scale, PARTS: gl.constexpr, PACKED: gl.constexpr):
+    """Replaces q, k by qg, kg, and the gates by the exponents of queries, and stores b_C / 2 [D] of each part.
+
+    Loops over parts run at run time, here and below, to keep the code small: the instructions are fetched again for
+    each slice.
+    """
+    q_tiles, k_tiles, x_tiles, _, r_tiles, _, _ = tiles
+    for p in range(PARTS):
+        own = PARTS * slot + p
+        q_tile, k_tile = _tile(q_tiles, own), _tile(k_tiles, own)
+        if PACKED:
+            clear_rows(q_tile, rows, RUNS)
+            clear_rows(k_tile, rows, RUNS)
+        if g_desc is not None:
+            mild = are_mild[0] if PARTS == 1 else gl.where(p == 0, are_mild[0], are_mild[1])
+            g = gates(gate_tile(g_desc, x_tiles, own), rows, None, PACKED)  # [C, D]
+            x, end = exponents(g, mild, 0.0)  # [C, D], [D]
+            _tile(x_tiles, own).store(x)
+            r_tiles.index(own).store(0.5 * end)
+            decay(q_tile, k_tile, x, end, mild, 0.0, scale)
+        else:
+            q_tile.store((q_tile.load(RUNS).to(gl.float32) * scale).to(q_tile.dtype))
+
+
+@gluon.jit
+def _write_dg(
+    tiles, slot, place, key, dg_ptr, logits, sizes, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, G: gl.constexpr
+):
+    """Writes dg of a slice: the anchor, which is the value at the chunk's start, minus the sum of w before each row.
+
+    Args:
+        place: see `_place`.
+        key: the first key of the slice.
+        logits: if NORMALIZER is given, a pointer to the logits, and the strides of batches, tokens and heads.
+    """
+    _, _, _, w_tiles, _, anchors, _ = tiles
+    _, b, h, t, rows = place
+    T, Hq, K, _, _ = sizes
+    row = (gl.arange(0, C, gl.SliceLayout(1, RUNS)) + opaque_zero())[:, None]  # [C, 1]
+    column = gl.arange(0, D, gl.SliceLayout(0, RUNS))[None, :]  # [1, D]
+    first = dg_ptr + ((b.to(gl.int64) * T + t) * Hq + h) * K + key
+    offsets = row.to(gl.int64) * (Hq * K) + column  # [C, D]
+    for p in range(PARTS):
+        inside = (row < rows) & (column < K - key - p * D)
+        if NORMALIZER is not None:
+            g_ptr, g_b, g_t, g_h = logits
+            head = g_ptr + b.to(gl.int64) * g_b + (h // G).to(gl.int64) * g_h
+            x = gl.load(head + (t + row).to(gl.int64) * g_t + (key + p * D + column), inside, 0.0)  # [C, D], logits
+        if PARTS > 1:
+            w = _tile(w_tiles, PARTS * slot + p).load(RUNS)  # [C, D]
+        else:
+            w = _tile(w_tiles, 2 * slot).load(RUNS) - _tile(w_tiles, 2 * slot + 1).load(RUNS)  # [C, D]
+        anchor = anchors.index(PARTS * slot + p).load(gl.SliceLayout(0, RUNS))  # [D]
+        dg = anchor[None, :] - (gl.associative_scan(w, 0, plus) - w)  # [C, D]
+        if NORMALIZER is not None:
+            dg *= slope_of_gates(x, NORMALIZER)
+        gl.store(first + p * D + offsets, dg.to(dg_ptr.dtype.element_ty), inside)
+
+
+@gluon.jit
+def _gate_warps(
+    given,
+    NORMALIZER: gl.constexpr,
+    PARTS: gl.constexpr,
+    SLICES: gl.constexpr,
+    G: gl.constexpr,
+):
+    """Replaces q, k by qg, kg in each slice, and writes dg of the previous slice."""
+    g_desc, tiles, barriers, marks, dg_ptr, logits, work, sizes, scale = given
+    qk_full, qk_empty, gated, w_full = barriers
+    _, Hq, K, count, order, first, _ = work
+    PACKED: gl.constexpr = order is not None
+    mild_flags = tiles[6]
+    i, n, key = 0, _filled(first, work), 0
+    last_n, last_key = -1, 0
+    while (n < count) | (last_n >= 0):
+        slot = i % CHUNKS
+        if n < count:
+            row, _b, h, _t, rows = _place(n, work)
+            are_mild = ()
+            if g_desc is not None:
+                at = (row * Hq + h).to(gl.int64) * gl.cdiv(K, D) + key // D
+                are_mild = _are_mild(marks + at, K - key, mild_flags, slot, PARTS)
+            mbarrier.wait(qk_full.index(slot), i // CHUNKS & 1)
+            _decay(g_desc, tiles, slot, are_mild, rows, scale, PARTS, PACKED)
+            fence_async_shared()  # qg and kg have been stored from registers; wgmma reads them
+            mbarrier.arrive(gated.index(slot), count=1)
+        if last_n >= 0:
+            slot = (i + 1) % CHUNKS  # of the previous slice, because CHUNKS is 2
+            if g_desc is not None:
+                mbarrier.wait(w_full.index(slot), (i - 1) // CHUNKS & 1)
+                place = _place(last_n, work)
+                _write_dg(tiles, slot, place, last_key, dg_ptr, logits, sizes, NORMALIZER, PARTS, G)
+            mbarrier.arrive(qk_empty.index(slot), count=1)
+        last_n, last_key = gl.where(n < count, n, -1), key
+        n, key = _next(n, key, work, SLICES)
+        i += 1
+
+
+@gluon.jit
+def _sums_of_runs(x):
+    """Returns the sums of each 8 adjacent columns of x [D, D] as [D, D / 8]. In ROWS, a thread holds all 8."""
+    return gl.sum(x.reshape([D, D // 8, 8]), 2)
+
+
+@gluon.jit
+def _masked(scores, row, column):
+    """Returns the scores [C, C] where row <= column, else 0, as an operand."""
+    return gl.where(row <= column, scores, 0.0).to(gl.bfloat16)
+
+
+@gluon.jit
+def _gradient_warps(
+    given,
+    part: gl.constexpr,
+    PARTS: gl.constexpr,
+    SLICES: gl.constexpr,
+    SLOTS: gl.constexpr,
+    HAS_GATE: gl.constexpr,
+):
+    """Computes dq and dk of a part of the keys; with one part, dq or dk. The second warpgroup also computes dv.
+
+    Args:
+        part: the number of this gradient warpgroup.
+    """
+    tiles, barriers, outputs, work, sums, sizes, scale = given
+    q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, x_tiles, w_tiles, out_tiles, r_tiles, anchors, flags = tiles
+    qk_empty, gated, w_full, full, empty, v_full, v_empty, ready = barriers
+    dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr = outputs
+    T, Hq, K, V, tiles_v = sizes
+    _, _, _, count, order, first, _ = work
+    PACKED: gl.constexpr = order is not None
+    OF_QUERIES: gl.constexpr = PARTS > 1 or part == 0
+    OF_KEYS: gl.constexpr = PARTS > 1 or part == 1
+    own_part: gl.constexpr = part if PARTS > 1 else 0
+    KEEPS_P: gl.constexpr = PARTS > 1 and part == 1  # its tile of P then holds dv, until TMA has read that
+    none = gl.zeros([C, C], gl.float32, LAYOUT)  # also for [C, D], since C = D
+    in_order = gl.arange(0, C, gl.SliceLayout(1, LAYOUT))[:, None] * D  # [C, D] with the next line, offsets in a tile
+    in_order += gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]
+    i, n, key = 0, _filled(first, work), 0
+    item = 0
+    while n < count:
+        _row, b, h, t, rows = _place(n, work)
+        where = (b, h, t, T, Hq)
+        slot = i % CHUNKS
+        own = PARTS * slot + own_part
+        q_tile, k_tile = _tile(q_tiles, own), _tile(k_tiles, own)
+        row = (gl.arange(0, C, gl.SliceLayout(1, LAYOUT)) + opaque_zero())[:, None]  # [C, 1]
+        column = (gl.arange(0, C, gl.SliceLayout(0, LAYOUT)) + opaque_zero())[None, :]  # [1, C]
+        tma.store_wait(0)  # the gradients of the previous slice have left the tiles
+        mbarrier.arrive(qk_empty.index((i + 1) % CHUNKS), count=1, pred=i > 0)
+        mbarrier.wait(gated.index(slot), i // CHUNKS & 1)
+        last = True  # whether this is the last slice of the pair
+        if SLICES > 1:
+            last = key + 2 * D >= K
+        beyond = 0  # C would mask every score
+        if HAS_GATE:
+            flag = gl.max(flags.index(own).load(gl.SliceLayout(1, LAYOUT)), 0)  # see `_are_mild`
+            mild = flag != 0
+            beyond = gl.where(flag == 3, 0, C)
+        if part == 1:
+            aT = none  # [C, C], A^T
+            for p in gl.static_range(PARTS):
+                other_q = _tile(q_tiles, PARTS * slot + p)
+                aT = product(_tile(k_tiles, PARTS * slot + p), other_q.permute([1, 0]), aT)
+            aT = gl.convert_layout(_masked(warpgroup_mma_wait(0, [aT]), row + beyond, column), LEFT)
+        # dq and dk are [C, D]. `square` is dA [C, C] in the first warpgroup, and a tile of dv [C, D] in the second.
+        dq, dk, square = none, none, none
+        crossing = _sums_of_runs(gl.zeros([D, D], gl.float32, ROWS))  # S * P, summed over tiles of values
+        for j in range(tiles_v):
+            v_slot = item % V_SLOTS
+            S, P = 2 * item % SLOTS, (2 * item + 1) % SLOTS  # the slots of S and of P
+            v_tile, do_tile = _tile(v_tiles, v_slot), _tile(do_tiles, v_slot)
+            s_tile, p_tile = _tile(s_tiles, PARTS * S + own_part), _tile(s_tiles, PARTS * P + own_part)
+            if part == 1:
+                square = none
+                if SLICES > 1:
+                    summed = sums + j * (C * D) + in_order  # [C, D]
+                    square = gl.load(summed, key > 0, 0.0)  # [C, D], which the same thread has stored
+            mbarrier.wait(v_full.index(v_slot), item // V_SLOTS & 1)
+            if PACKED:
+                clear_rows(do_tile, rows, LAYOUT)
+                fence_async_shared()  # wgmma reads the cleared rows
+            mbarrier.wait(full.index(S), 2 * item // SLOTS & 1)
+            if OF_QUERIES:
+                dq = product(do_tile, s_tile.permute([1, 0]), dq)
+            if part == 0:
+                square = product(do_tile, v_tile.permute([1, 0]), square)
+            mbarrier.wait(full.index(P), (2 * item + 1) // SLOTS & 1)
+            if OF_KEYS:
+                dk = product(v_tile, p_tile.permute([1, 0]), dk)
+            if part == 1:
+                square = product(aT, do_tile, square)
+                for p in gl.static_range(PARTS):
+                    square = product(_tile(k_tiles, PARTS * slot + p), _tile(s_tiles, PARTS * P + p), square)
+            if KEEPS_P:  # while the products run, the previous tile of dv leaves its tile of P
+                tma.store_wait(0)
+                mbarrier.arrive(empty.index((2 * item - 1) % SLOTS), count=1, pred=j > 0)
+            if HAS_GATE and OF_QUERIES:
+                crossing += _sums_of_runs(s_tile.load(ROWS).to(gl.float32) * p_tile.load(ROWS).to(gl.float32))
+            if PARTS > 1:
+                dq, dk, square = warpgroup_mma_wait(0, [dq, dk, square])
+            elif part == 0:
+                dq, square = warpgroup_mma_wait(0, [dq, square])
+            else:
+                dk, square = warpgroup_mma_wait(0, [dk, square])
+            if HAS_GATE and OF_QUERIES:
+                fence_async_shared()  # S and P have been loaded to registers; TMA overwrites the tiles
+            mbarrier.arrive(empty.index(S), count=1, pred=j + 1 < tiles_v)  # the last tile of S will hold dA
+            if not KEEPS_P:
+                mbarrier.arrive(empty.index(P), count=1)
+            mbarrier.arrive(v_empty.index(v_slot), count=1)
+            if part == 1:
+                if SLICES > 1:
+                    gl.store(summed, square, key + 2 * D < K)
+                if last:
+                    if not KEEPS_P:
+                        tma.store_wait(0)
+                    dv_tile = p_tile if KEEPS_P else _tile(out_tiles, 0)
+                    write(dv_desc, dv_ptr, dv_tile, square, j * D, V, where, rows, PACKED)
+            item += 1
+
+        last_S, last_P = (2 * item - 2) % SLOTS, (2 * item - 1) % SLOTS
+        da_tile = _tile(s_tiles, PARTS * last_S)  # [C, C]; only the first warpgroup reads this tile of S
+        if part == 0:
+            da_tile.store(_masked(square, column + beyond, row))
+            fence_async_shared()
+        mbarrier.arrive(ready, count=1)
+        if HAS_GATE and OF_QUERIES:
+            anchors.index(own).store(gl.sum(crossing, 1))
+        mbarrier.wait(ready, i & 1)
+        if OF_QUERIES:
+            started = product(da_tile, k_tile, none)  # [C, D], dA kg
+        if OF_KEYS:
+            dk = product(da_tile.permute([1, 0]), q_tile, dk)
+        if KEEPS_P:  # the same for the last tile of dv
+            tma.store_wait(0)
+            mbarrier.arrive(empty.index(last_P), count=1)
+        if HAS_GATE:
+            r = r_tiles.index(own).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
+            x = _tile(x_tiles, own).load(LAYOUT)  # [C, D]
+            w_tile = _tile(w_tiles, 2 * slot + part)  # [C, D]; with two parts, w takes the place of x
+            if OF_QUERIES:
+                dq *= gl.exp2(gl.where(mild, r, 0.0))
+                w_tile.store(q_tile.load(LAYOUT).to(gl.float32) * dq)
+                # The term of queries that read S. In this layout, the sum needs no scratch memory.
+                entered = gl.sum(w_tile.load(RUNS), 0)  # [D]
+                half = r_tiles.index(own).load(gl.SliceLayout(0, RUNS))  # b_C / 2 [D]
+                crossed = anchors.index(own).load(gl.SliceLayout(0, RUNS))  # [D]
+                anchors.index(own).store(entered + crossed * gl.exp2(gl.where(mild, half, 2 * half)))
+        if PARTS > 1:
+            started, dk = warpgroup_mma_wait(0, [started, dk])
+        elif part == 0:
+            started = warpgroup_mma_wait(0, [started])
+        else:
+            dk = warpgroup_mma_wait(0, [dk])
+        mbarrier.arrive(empty.index(last_S), count=1)
+        if OF_QUERIES:
+            dq += started
+        if HAS_GATE:
+            if PARTS > 1:
+                w = q_tile.load(LAYOUT).to(gl.float32) * dq - k_tile.load(LAYOUT).to(gl.float32) * dk  # [C, D]
+            elif part == 0:
+                w = q_tile.load(LAYOUT).to(gl.float32) * dq
+            else:
+                w = k_tile.load(LAYOUT).to(gl.float32) * dk
+            w_tile.store(w)
+            mbarrier.arrive(w_full.index(slot), count=1)
+            if OF_QUERIES:
+                dq *= gl.exp2(x)
+            if OF_KEYS:
+                dk *= gl.exp2(gl.where(mild, 0.0, 2 * r) - x)
+        # With two parts, dq and dk are written through the tiles of q and k, which all warps have read.
+        if OF_QUERIES:
+            dq_tile = q_tile if PARTS > 1 else _tile(out_tiles, 1)
+            write(dq_desc, dq_ptr, dq_tile, dq * scale, key + own_part * D, K, where, rows, PACKED)
+        if OF_KEYS:
+            dk_tile = k_tile if PARTS > 1 else _tile(out_tiles, 0)
+            if PARTS == 1:
+                tma.store_wait(0)  # the last tile of dv has left out_tiles
+            write(dk_desc, dk_ptr, dk_tile, dk, key + own_part * D, K, where, rows, PACKED)
+        n, key = _next(n, key, work, SLICES)
+        i += 1
+    tma.store_wait(0)
+
+
+# K, V and the strides of logits are specialised: if they are multiples of 16, a thread moves two elements at once.
+@gluon.jit(do_not_specialize=["scale", "count", "step", "T", "Hq", "tiles_v"])
+def _gradient_kernel(
+    q_desc,  # [B, Hq, T, K], tiles [C, D]
+    k_desc,  # [B, H, T, K], tiles [C, D]
+    v_desc,  # [B, H, T, V], tiles [C, D]
+    do_desc,  # [B, Hq, T, V], tiles [C, D]
+    g_desc,  # log gates, [B, H, T, K], tiles [C, D], or None
+    dq_desc,  # [B, Hq, T, K], tiles [C, D]
+    dk_desc,  # [B, Hq, T, K], tiles [C, D]
+    dv_desc,  # [B, Hq, T, V], tiles [C, D]
+    s_desc,  # S, [n, H, K, V], tiles [D, D]
+    p_desc,  # P, [n, Hq, K, V], tiles [D, D]
+    dq_ptr,  # [B, T, Hq, K]
+    dk_ptr,  # [B, T, Hq, K]
+    dv_ptr,  # [B, T, Hq, V]
+    dg_ptr,  # [B, T, Hq, K] or None
+    g_ptr,  # logits, [B, T, H, K], if NORMALIZER is given, else None
+    marks,  # [n, Hq, blocks of D keys], 1 if these keys of a chunk are not mild; None if g is None
+    sums,  # [programs, tiles_v, C, D] float32, or None if there is one slice
+    order,  # [n, 5], the chunks as segments, or None for a batch
+    scale,
+    count,  # number of pairs
+    step,  # number of blocks
+    T,
+    g_b,  # strides of logits
+    g_t,
+    g_h,
+    Hq,
+    K,
+    V,
+    tiles_v,  # number of tiles of values, at least two: with one, a warpgroup could fall behind by a slice
+    PARTS: gl.constexpr,
+    SLICES: gl.constexpr,
+    SLOTS: gl.constexpr,  # pipeline stages of S and P, each with the keys of a slice
+    G: gl.constexpr,
+    NORMALIZER: gl.constexpr,
+):
+    """Computes every step-th pair of a chunk and a query head."""
+    HAS_GATE: gl.constexpr = marks is not None
+    dtype: gl.constexpr = gl.bfloat16
+    exponents: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, C, D], gl.float32)
+    row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_tiles = gl.allocate_shared_memory(dtype, [CHUNKS * PARTS, 1, 1, C, D], q_desc.layout)
+    k_tiles = gl.allocate_shared_memory(dtype, [CHUNKS * PARTS, 1, 1, C, D], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [V_SLOTS, 1, 1, C, D], v_desc.layout)
+    do_tiles = gl.allocate_shared_memory(dtype, [V_SLOTS, 1, 1, C, D], do_desc.layout)
+    s_tiles = gl.allocate_shared_memory(dtype, [PARTS * SLOTS, 1, 1, D, D], s_desc.layout)
+    # x_tiles hold g, then the exponents of queries; with two parts, then w.
+    x_tiles = gl.allocate_shared_memory(gl.float32, [CHUNKS * PARTS, 1, 1, C, D], exponents) if HAS_GATE else q_tiles
+    # out_tiles are of dk and dv, and of dq. With two parts, dq, dk and dv are written through tiles of inputs.
+    out_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, C, D], dv_desc.layout) if PARTS == 1 else q_tiles
+    w_tiles = x_tiles
+    if HAS_GATE and PARTS == 1:
+        w_tiles = gl.allocate_shared_memory(gl.float32, [CHUNKS * 2, 1, 1, C, D], exponents)
+    r_tiles = gl.allocate_shared_memory(gl.float32, [CHUNKS * PARTS, D], row_layout)  # b_C / 2
+    anchors = gl.allocate_shared_memory(gl.float32, [CHUNKS * PARTS, D], row_layout)  # dg at the chunk's start
+    mild_flags = gl.allocate_shared_memory(gl.int32, [CHUNKS * PARTS, 1], row_layout)  # see `_are_mild`
+    bars: gl.constexpr = mbarrier.MBarrierLayout()
+    qk_full = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], bars)  # q, k and g have been loaded
+    qk_empty = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], bars)  # dq, dk, dg have left the tiles of q, k, g
+    gated = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], bars)  # q, k have become qg, kg, and g the exponents
+    w_full = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], bars)  # w and the anchor have been written
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # a tile of S or P has been loaded
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # both warpgroups need it no longer
+    v_full = gl.allocate_shared_memory(gl.int64, [V_SLOTS, 1], bars)  # tiles of v and do have been loaded
+    v_empty = gl.allocate_shared_memory(gl.int64, [V_SLOTS, 1], bars)  # both warpgroups have read them
+    ready = gl.allocate_shared_memory(gl.int64, [1], bars)  # dA has been written, and all of kg has been read
+    for slot in gl.static_range(CHUNKS):
+        mbarrier.init(qk_full.index(slot), count=1)
+        mbarrier.init(qk_empty.index(slot), count=3)  # the gate warpgroup and both gradient warpgroups
+        mbarrier.init(gated.index(slot), count=1)
+        mbarrier.init(w_full.index(slot), count=2)  # both gradient warpgroups, here and below
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=2)
+    for slot in gl.static_range(V_SLOTS):
+        mbarrier.init(v_full.index(slot), count=1)
+        mbarrier.init(v_empty.index(slot), count=2)
+    mbarrier.init(ready, count=2)
+
+    descriptors = (q_desc, k_desc, v_desc, do_desc, g_desc, s_desc, p_desc)
+    load_tiles = (q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, x_tiles)
+    load_barriers = (qk_full, qk_empty, full, empty, v_full, v_empty)
+    gate_tiles = (q_tiles, k_tiles, x_tiles, w_tiles, r_tiles, anchors, mild_flags)
+    gate_barriers = (qk_full, qk_empty, gated, w_full)
+    tiles = (
+        q_tiles,
+        k_tiles,
+        v_tiles,
+        do_tiles,
+        s_tiles,
+        x_tiles,
+        w_tiles,
+        out_tiles,
+        r_tiles,
+        anchors,
+        mild_flags,
+    )
+    barriers = (qk_empty, gated, w_full, full, empty, v_full, v_empty, ready)
+    outputs = (dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr)
+    work = (T, Hq, K, count, order, gl.program_id(0), step)
+    sizes = (T, Hq, K, V, tiles_v)
+    if SLICES > 1:
+        sums += gl.program_id(0) * (tiles_v * (C * D))
+    logits = (g_ptr, g_b, g_t, g_h)
+    gate = (g_desc, gate_tiles, gate_barriers, marks, dg_ptr, logits, work, sizes, scale)
+    gradients = (tiles, barriers, outputs, work, sums, sizes, scale)
+    load = (descriptors, load_tiles, load_barriers, work, tiles_v)
+    # Registers of a thread of the gradient warpgroups. The gate warpgroup has the rest, and needs more for logits.
+    REGISTERS: gl.constexpr = 208 if NORMALIZER is None else 192
+    gl.warp_specialize(
+        [
+            (_gate_warps, (gate, NORMALIZER, PARTS, SLICES, G)),
+            (_gradient_warps, (gradients, 0, PARTS, SLICES, SLOTS, HAS_GATE)),
+            (_gradient_warps, (gradients, 1, PARTS, SLICES, SLOTS, HAS_GATE)),
+            (_load_warp, (load, PARTS, SLICES, SLOTS, G)),
+        ],
+        [4, 4, 1],
+        [REGISTERS, REGISTERS, 24],
+    )

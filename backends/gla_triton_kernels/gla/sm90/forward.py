@@ -1,0 +1,472 @@
+"""Computes chunked gated linear attention on Hopper in one pass.
+
+Let S be the state that enters a chunk, and S' the state that leaves it. common.py defines qg, kg, A, r and b_C. Then
+
+    mild chunk         o = scale (qg (exp(r) S) + A v)        S' = exp(r) (exp(r) S + kg^T v)
+    any other chunk    o = scale (qg S + A v)                 S' = exp(b_C) S + kg^T v
+
+The outer exp(r) of S' waits for the next chunk, which multiplies the state by a factor anyway (`waiting`).
+
+B batch   T tokens   N sequences   I segments, by default the N sequences   P slots of a pool   H heads
+K, V key and value width   C tokens of a chunk   BK keys of a tile, K rounded up   n rows of checkpoints
+W columns of v of a warpgroup   GROUPS state warpgroups of a block   STAGES pipeline stages
+slot   a pipeline stage in shared memory: the tiles of one chunk
+
+The grid has one block per segment, head and GROUPS W columns of v. The warps of a block are specialised. They
+communicate over barriers in shared memory; common.py gives the rules.
+
+    load    one warp: copies q, k, v, g of the next chunks to shared memory by TMA
+    gate    a warpgroup: sums g and replaces q, k by qg, kg in shared memory, while the state warps process earlier
+            chunks
+    state   one or two warpgroups, each with W columns of S, v and o. S stays in their registers, and each of them
+            computes A. TMA writes checkpoints from the tile that holds S as an operand, because it needs no registers
+            for addresses.
+
+Sources: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635), for
+the chunked form.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportUnboundVariable=false, reportPossiblyUnboundVariable=false
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from gla_core.dispatch.tensors import ceil_div
+from gla_triton_kernels.chunks.kernel import ForwardPlan
+from gla_triton_kernels.chunks.segments import Segments, lengths_of, state_strides
+from gla_triton_kernels.gla.shared.limits import MILD_DECAY_HALF, MILD_DECAY_SM90
+from gla_triton_kernels.gla.sm90.common import (
+    chunk_of,
+    clear_rows,
+    decay_any_chunk,
+    decay_mild_chunk,
+    exponents_of_mild_chunk,
+    first_state,
+    fit_mild_chunk,
+    in_units,
+    layout_of_columns,
+    layout_of_runs,
+    log_gates_of_tile,
+    magnitudes,
+    next_checkpoint,
+    store_state,
+    tokens_of,
+    unit_at,
+    wait_for_predecessor,
+    write,
+    write_last_state,
+    write_slot,
+    write_state,
+)
+from gla_triton_kernels.gla.sm90.half import in_half
+from gla_triton_kernels.gla.tensors import Tensors
+from gla_triton_runtime.launch import Launch
+from gla_triton_runtime.tma import shared_tiles
+
+
+def launch_outputs(
+    plan: ForwardPlan, x: Tensors, segments: Segments, scale: float, every: int | None, normalizer: int | None = None
+) -> list[Launch]:
+    """Returns the launch that fills o, and final_state and checkpoints if x has them.
+
+    See `launch_outputs` of general/forward.py for the arguments. If the kernels overlap (`plan.segments.overlap`), this
+    kernel loads q, k, v, g and the order without waiting for its predecessor. The predecessor may therefore write
+    nothing that this kernel reads except the entering states.
+    """
+    x, units, before = in_half(x, ("q", "k", "v"), x.cu_seqlens)
+    T, H, K = x.k.shape[1:]
+    V = x.v.shape[3]
+    kernel, W = plan.parameters, 64
+    s_desc = checkpoint_tiles(x.checkpoints, kernel.BK, W) if x.pool is None else None
+    arguments = {
+        "q_desc": shared_tiles(x.q, kernel.C, kernel.BK),
+        "k_desc": shared_tiles(x.k, kernel.C, kernel.BK),
+        "v_desc": shared_tiles(x.v, kernel.C, W),
+        "g_desc": None if x.g is None else shared_tiles(x.g, kernel.C, kernel.BK),
+        "o_desc": shared_tiles(x.o, kernel.C, W) if not before else None,
+        "s_desc": s_desc,
+        "checkpoints": None if s_desc is not None else x.checkpoints,
+        "o_ptr": x.o,
+        "initial_state": x.initial_state,
+        "entering": x.entering,
+        "final_state": x.final_state,
+        "order": segments.order,
+        "pool": x.pool,
+        "slots": segments.slots,
+        **units,
+        "scale": scale,
+        **state_strides("state_", x.initial_state if x.pool is None else x.pool),
+        **lengths_of(T, segments),
+        "every": every or 0,
+        "rows": 0 if x.checkpoints is None else x.checkpoints.shape[1],
+        "H": H,
+        "K": K,
+        "V": V,
+        "NORMALIZER": normalizer,
+        "STAGES": kernel.stages,
+        "GROUPS": kernel.BV // W,
+    }
+    grid = (ceil_div(V, kernel.BV) * segments.count * H, 1, 1)
+    options = {"num_warps": kernel.warps, "maxnreg": 128}
+    overlaps = segments.order is not None if plan.segments is None else plan.segments.overlap
+    if overlaps and not before:  # otherwise the kernel waits until q, k and v have been converted
+        options["launch_pdl"] = True
+    return [*before, Launch(_chunk_gla_fwd_kernel, grid, arguments, options)]
+
+
+def checkpoint_tiles(x: Tensor | None, keys: int, values: int) -> TensorDescriptor | None:
+    """Returns a descriptor of checkpoints [B, n, H, K, V] in blocks [1, 1, 1, keys, values], in the layout of wgmma.
+
+    Returns None if there are no checkpoints, or if they are float32. The kernel writes the latter from registers.
+    """
+    if x is None or x.dtype != torch.bfloat16:
+        return None
+    block = [1, 1, 1, keys, values]
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
+    return TensorDescriptor(x, [*x.shape], [*x.stride()], block, layout)
+
+
+@gluon.jit
+def _gate_tile(scratch_tiles, slot, g_desc):
+    """Returns a slot of the scratch tiles [2, C, BK] in the dtype of g, as the tile [1, 1, C, BK] where g arrives.
+
+    In float32, g takes the room of two tiles of q.
+    """
+    return scratch_tiles.index(slot)._reinterpret(g_desc.dtype, g_desc.block_type.shape, g_desc.layout)
+
+
+@gluon.jit
+def _load_warp(given, HAS_GATE: gl.constexpr, STAGES: gl.constexpr):
+    """Loads q, k, v and g of all chunks, up to STAGES chunks ahead of the other warps."""
+    descriptors, tiles, barriers, place = given
+    q_desc, k_desc, v_desc, g_desc = descriptors
+    q_tiles, k_tiles, v_tiles, scratch_tiles = tiles
+    g_full, g_empty, full, empty = barriers
+    b, h, column, start, n_chunks = place
+    C: gl.constexpr = q_desc.block_type.shape[2]
+    W: gl.constexpr = v_desc.block_type.shape[3]
+    GROUPS: gl.constexpr = v_tiles.type.shape[0] // STAGES
+    for i in range(n_chunks):
+        slot = i % STAGES
+        phase = (i // STAGES) & 1
+        t = start + i * C
+        if HAS_GATE:
+            mbarrier.wait(g_empty.index(slot), phase ^ 1)  # returns at once for the first STAGES chunks
+            mbarrier.expect(g_full.index(slot), g_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                g_desc, [b, h, t, 0], g_full.index(slot), _gate_tile(scratch_tiles, slot, g_desc)
+            )
+        mbarrier.wait(empty.index(slot), phase ^ 1)
+        mbarrier.expect(full.index(slot), 2 * q_desc.block_type.nbytes + GROUPS * v_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(q_desc, [b, h, t, 0], full.index(slot), q_tiles.index(slot))
+        tma.async_copy_global_to_shared(k_desc, [b, h, t, 0], full.index(slot), k_tiles.index(slot))
+        for w in gl.static_range(GROUPS):
+            v_tile = v_tiles.index(GROUPS * slot + w)
+            tma.async_copy_global_to_shared(v_desc, [b, h, t, column + w * W], full.index(slot), v_tile)
+
+
+@gluon.jit
+def _gate_warps(given, HAS_GATE: gl.constexpr, NORMALIZER: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr):
+    """Replaces q, k by qg, kg in each chunk, and computes A of chunks that are not mild.
+
+    The gates arrive before q and k, so that they are summed while q and k are still being loaded.
+    """
+    g_desc, tiles, barriers, length = given
+    q_tiles, k_tiles, scratch_tiles, a_tiles, a_units, decays, mild_flags = tiles
+    g_full, g_empty, full, gated = barriers
+    C: gl.constexpr = q_tiles.type.shape[3]
+    K: gl.constexpr = q_tiles.type.shape[4]
+    runs: gl.constexpr = layout_of_runs(C, K)
+    columns: gl.constexpr = layout_of_columns(C, K)
+    HALF: gl.constexpr = q_tiles.dtype == gl.float16
+    for i in range(gl.cdiv(length, C)):
+        slot = i % STAGES
+        phase = (i // STAGES) & 1
+        q_tile = q_tiles.index(slot).reshape([C, K])
+        k_tile = k_tiles.index(slot).reshape([C, K])
+        rows = length - i * C
+        if HAS_GATE:
+            mbarrier.wait(g_full.index(slot), phase)
+            g_tile = _gate_tile(scratch_tiles, slot, g_desc).reshape([C, K])
+            g = log_gates_of_tile(g_tile, rows, runs, NORMALIZER, PACKED)  # [C, K]
+            x, end = exponents_of_mild_chunk(g)  # [C, K], [K]
+            mild = gl.min(end, 0) > (-MILD_DECAY_HALF if HALF else -MILD_DECAY_SM90)
+            # The load warp has waited until the state warps have read the slot, so its decay and A may be replaced too.
+            mbarrier.wait(full.index(slot), phase)
+            if HALF and PACKED:  # rows of the next sequence would count in the largest number of the chunk
+                clear_rows(q_tile, rows, runs)
+                clear_rows(k_tile, rows, runs)
+            if HALF:
+                mild = mild & fit_mild_chunk(magnitudes(q_tile, k_tile, runs))
+            mild_flags.index(slot).store(gl.full([1], mild, gl.int32, gl.SliceLayout(1, runs)))
+            if PACKED and not HALF:
+                clear_rows(k_tile, rows, runs)
+            if mild:
+                fence_async_shared()  # the tile of g has been accessed from registers; TMA overwrites it next
+                mbarrier.arrive(g_empty.index(slot), count=1)
+                decays.index(slot).store(decay_mild_chunk(q_tile, k_tile, x, end))
+            else:
+                again = log_gates_of_tile(g_tile, rows, columns, NORMALIZER, False)  # [C, K]
+                decay, a = decay_any_chunk(q_tile, k_tile, scratch_tiles.index(slot), again)  # [K], [C, C]
+                decays.index(slot).store(decay)
+                a, a_unit = in_units(a, q_tile.dtype)
+                a_tiles.index(slot).store(a)
+                if HALF:
+                    a_units.index(slot).store(gl.full([1], a_unit, gl.float32, gl.SliceLayout(1, runs)))
+                fence_async_shared()  # as above
+                mbarrier.arrive(g_empty.index(slot), count=1)
+        else:
+            mbarrier.wait(full.index(slot), phase)
+            if PACKED:
+                clear_rows(k_tile, rows, runs)
+            if PACKED and HALF:
+                clear_rows(q_tile, rows, runs)
+        fence_async_shared()  # qg and kg have been stored from registers; wgmma reads them
+        mbarrier.arrive(gated.index(slot), count=1)
+
+
+@gluon.jit
+def _state_warps(given, WARPGROUP: gl.constexpr, HAS_GATE: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr):
+    """Carries W columns of the state through the segment, and writes W columns of the outputs.
+
+    Args:
+        given: the tuples below. `units` holds the units of q, k and v, and the number of the segment's first chunk.
+            `kept` is about checkpoints: the descriptor, the pointer, the rows of a batch entry, the row of the next
+            checkpoint, the tokens until it, and the tokens between checkpoints. `place` holds batch, head, segment,
+            sequence, first token of the sequence, first column of v of the block, first token and number of tokens of
+            the segment.
+        WARPGROUP: the number of this state warpgroup.
+    """
+    tiles, barriers, outputs, states, units, kept, place, sizes = given
+    q_tiles, k_tiles, v_tiles, a_tiles, a_units, decays, mild_flags, s_tiles, o_tiles = tiles
+    full, gated, empty = barriers
+    o_desc, o_ptr, scale = outputs
+    _, strides, _, _, pool, _ = states
+    q_units, k_units, v_units, chunk = units
+    s_desc, checkpoints, n_rows, checkpoint, left, every = kept
+    b, h, n, sequence, origin, column, start, length = place
+    T, H, K, V = sizes
+    C: gl.constexpr = q_tiles.type.shape[3]
+    BK: gl.constexpr = q_tiles.type.shape[4]
+    W: gl.constexpr = v_tiles.type.shape[4]
+    GROUPS: gl.constexpr = s_tiles.type.shape[0]
+    HALF: gl.constexpr = q_tiles.dtype == gl.float16
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    t = gl.arange(0, C, gl.SliceLayout(1, scores))[:, None]  # [C, 1]
+    s = gl.arange(0, C, gl.SliceLayout(0, scores))[None, :]  # [1, C]
+    s_block = s_tiles.index(WARPGROUP)  # [1, 1, 1, BK, W], holds S as an operand or as the source of a checkpoint
+    s_tile = s_block.reshape([BK, W])
+    o_tile = None if o_desc is None else o_tiles.index(WARPGROUP).reshape([C, W])
+    first = column + WARPGROUP * W
+    key = gl.arange(0, BK, gl.SliceLayout(1, layout))[:, None]  # [BK, 1]
+    value = first + gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]  # [1, W]
+    S = gl.zeros([BK, W], gl.float32, layout)
+    is_first = start == origin  # whether this is the first segment of its sequence
+    wait_for_predecessor()  # it writes `entering`
+    S = first_state(S, states, n, sequence, h, is_first, key, value, (H, K, V))
+    waiting = gl.full([BK, 1], 1.0, gl.float32, layout)  # the outer exp(r) of the previous chunk
+    outer = 1.0  # the unit of S, which is the unit of kg^T v in the previous chunk
+    if q_units is not None:
+        outer = gl.to_tensor(1.0)
+    for i in range(gl.cdiv(length, C)):
+        if s_desc is not None or checkpoints is not None:
+            if left == 0:  # this chunk begins at a checkpoint
+                if s_desc is not None:
+                    s_tile.store((S * waiting).to(s_tile.dtype))
+                    fence_async_shared()
+                    tma.async_copy_shared_to_global(s_desc, [b, checkpoint, h, 0, first], s_block)
+                elif pool is not None:
+                    write_slot(pool, strides, checkpoint, h, S * (waiting * outer), key, value, (K, V))
+                else:
+                    number = (b * n_rows + checkpoint) * H + h
+                    write_state(checkpoints, number, S * (waiting * outer), key, value, (K, V))
+                checkpoint += 1
+                left = every  # 0 with a pool, so that no other checkpoint follows
+            left -= C
+        slot = i % STAGES
+        phase = (i // STAGES) & 1
+        q_tile = q_tiles.index(slot).reshape([C, BK])
+        k_tile = k_tiles.index(slot).reshape([C, BK])
+        v_tile = v_tiles.index(GROUPS * slot + WARPGROUP).reshape([C, W])
+        rows = length - i * C
+        mbarrier.wait(full.index(slot), phase)
+        if PACKED:
+            clear_rows(v_tile, rows, layout)  # the gate warps clear rows of k
+        mbarrier.wait(gated.index(slot), phase)
+        a = gl.zeros([C, C], gl.float32, scores)  # computed while S becomes an operand
+        a = warpgroup_mma(q_tile, k_tile.permute([1, 0]), a, use_acc=False, is_async=True)
+        if s_desc is not None:
+            tma.store_wait(0)  # the copy has read s_tile
+        if HAS_GATE:
+            decay = decays.index(slot).load(gl.SliceLayout(1, layout))[:, None]  # [BK, 1], exp(r) or exp(b_C)
+            mild = gl.max(mild_flags.index(slot).load(gl.SliceLayout(1, layout)), 0) != 0
+            r = gl.where(mild, decay, 1.0)  # [BK, 1], exp(r)
+            s_unit = store_state(s_tile, S, waiting * r, outer)
+            S = S * (waiting * decay)
+            waiting = r
+        else:
+            s_unit = store_state(s_tile, S, None, outer)
+        q_unit = unit_at(q_units, chunk + i, H, h)
+        kv_unit = unit_at(k_units, chunk + i, H, h) * unit_at(v_units, chunk + i, H, h)
+        if q_units is not None:
+            S = S * (outer / kv_unit)
+            outer = kv_unit
+        fence_async_shared()  # S, and cleared rows of v, have been stored from registers; wgmma reads them
+        a = gl.where(t >= s, warpgroup_mma_wait(0, [a]), 0.0)  # [C, C]
+        a, a_unit = in_units(a, q_tile.dtype)
+        if HAS_GATE:  # noqa: SIM102 -- known when this is compiled, and mild is not
+            if not mild:  # qg kg^T is not A; the gate warps have computed A
+                a = a_tiles.index(slot).load(scores)
+                if HALF:
+                    a_unit = gl.max(a_units.index(slot).load(gl.SliceLayout(1, layout)), 0)
+        a = gl.convert_layout(a, operand)  # the left operand of wgmma may stay in registers
+        o = gl.zeros([C, W], gl.float32, layout)
+        o = warpgroup_mma(q_tile, s_tile, o, use_acc=False, is_async=True)
+        if HALF:
+            o = warpgroup_mma_wait(0, [o]) * (s_unit / (a_unit * kv_unit))  # in the units of A v
+        o = warpgroup_mma(a, v_tile, o, is_async=True)
+        S = warpgroup_mma(k_tile.permute([1, 0]), v_tile, S, is_async=True)
+        o, S = warpgroup_mma_wait(0, [o, S])
+        mbarrier.arrive(empty.index(slot), count=1)
+        tma.store_wait(0)  # the copy has read o_tile
+        of_o = scale * a_unit * (q_unit * kv_unit)  # factor of o
+        write(o_desc, o_ptr, o_tile, o * of_o, first, V, (b, h, start + i * C, T, H), rows, PACKED)
+    write_last_state(S * (waiting * outer), states, n, sequence, h, key, value, (H, K, V))
+    tma.store_wait(0)
+
+
+# V and strides are specialised: if they are multiples of 16, a thread moves two elements of a state at once.
+@gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "every", "rows", "H", "K"])
+def _chunk_gla_fwd_kernel(
+    q_desc,  # [B, H, T, K], tiles [C, BK]
+    k_desc,  # [B, H, T, K], tiles [C, BK]
+    v_desc,  # [B, H, T, V], tiles [C, W]
+    g_desc,  # [B, H, T, K], tiles [C, BK], or None
+    o_desc,  # [B, H, T, V], tiles [C, W]
+    s_desc,  # checkpoints [B, n, H, K, V] in bfloat16, tiles [BK, W], or None
+    checkpoints,  # [B, n, H, K, V] in float32, or the pool, or None
+    o_ptr,  # [B, T, H, V], contiguous
+    initial_state,  # [N, H, K, V] or None
+    entering,  # [I, H, K, V] or None
+    final_state,  # [N, H, K, V], or None if sequences are cut
+    order,  # [I, 5], or None for a batch
+    pool,  # [P, H, K, V], instead of initial_state and final_state, or None
+    slots,  # [N, 4], or None without a pool
+    q_units,  # [chunks, H] if q, k and v were float32, else None
+    k_units,  # like q_units
+    v_units,  # like q_units
+    scale,
+    state_n,  # strides of initial_state or of the pool; see `in_state`
+    state_h,
+    state_k,
+    state_v,
+    T,
+    segment,  # tokens of a segment
+    segments,  # segments of a sequence of a batch
+    every,  # tokens between checkpoints
+    rows,  # n
+    H,
+    K,
+    V,
+    NORMALIZER: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUPS: gl.constexpr,
+):
+    """Computes GROUPS W columns of the outputs of one head of one segment."""
+    C: gl.constexpr = q_desc.block_type.shape[2]
+    BK: gl.constexpr = q_desc.block_type.shape[3]
+    W: gl.constexpr = v_desc.block_type.shape[3]
+    HAS_GATE: gl.constexpr = g_desc is not None
+    PACKED: gl.constexpr = order is not None
+    dtype: gl.constexpr = q_desc.dtype
+    columns = gl.cdiv(V, GROUPS * W)
+    column = gl.program_id(0) % columns * GROUPS * W
+    h = gl.program_id(0) // columns % H
+    n = gl.program_id(0) // columns // H
+    if PACKED and entering is None:
+        wait_for_predecessor()  # the predecessor writes the order
+    n, b, start, length, sequence, origin, _ = tokens_of(n, T, segment, segments, order)
+    if PACKED and entering is not None:  # noqa: SIM102 -- known when this is compiled
+        if length == 0:
+            return
+    checkpoint, left = gl.to_tensor(0), gl.to_tensor(0)  # row of the next checkpoint, and number of tokens until it
+    if s_desc is not None or checkpoints is not None:
+        checkpoint, left = next_checkpoint(start, sequence, origin, every, slots, PACKED)
+
+    scores_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
+    state_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, 1, BK, W], dtype)
+    row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], q_desc.layout)  # q, then qg
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], k_desc.layout)  # k, then kg
+    v_tiles = gl.allocate_shared_memory(dtype, [GROUPS * STAGES, 1, 1, C, W], v_desc.layout)
+    # Scratch holds g, then the decayed rows of `_scores_by_halving`.
+    scratch_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 2, C, BK], q_desc.layout) if HAS_GATE else q_tiles
+    a_tiles = gl.allocate_shared_memory(dtype, [STAGES, C, C], scores_layout)  # A of chunks that are not mild
+    s_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, 1, BK, W], state_layout)
+    o_tiles = s_tiles if o_desc is None else gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, C, W], o_desc.layout)
+    decays = gl.allocate_shared_memory(gl.float32, [STAGES, BK], row_layout)  # exp(r) if mild, else exp(b_C)
+    mild_flags = gl.allocate_shared_memory(gl.int32, [STAGES, 1], row_layout)
+    a_units = gl.allocate_shared_memory(gl.float32, [STAGES, 1], row_layout) if dtype == gl.float16 else decays
+    bars: gl.constexpr = mbarrier.MBarrierLayout()
+    g_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # g has been loaded
+    g_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # g has been read
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # q, k, v have been loaded
+    gated = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # q, k have become qg, kg
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # the state warpgroups have read qg, kg, v, A
+    for i in gl.static_range(STAGES):
+        mbarrier.init(g_full.index(i), count=1)
+        mbarrier.init(g_empty.index(i), count=1)
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(gated.index(i), count=1)
+        mbarrier.init(empty.index(i), count=GROUPS)  # each state warpgroup arrives once
+
+    descriptors = (q_desc, k_desc, v_desc, g_desc)
+    load_place = (b, h, column, start, gl.cdiv(length, C))
+    load = (descriptors, (q_tiles, k_tiles, v_tiles, scratch_tiles), (g_full, g_empty, full, empty), load_place)
+    gate_tiles = (q_tiles, k_tiles, scratch_tiles, a_tiles, a_units, decays, mild_flags)
+    gate = (g_desc, gate_tiles, (g_full, g_empty, full, gated), length)
+    tiles = (q_tiles, k_tiles, v_tiles, a_tiles, a_units, decays, mild_flags, s_tiles, o_tiles)
+    kept = (s_desc, checkpoints, rows, checkpoint, left, every)
+    states = (initial_state, (state_n, state_h, state_k, state_v), entering, final_state, pool, slots)
+    place = (b, h, n, sequence, origin, column, start, length)
+    units = (q_units, k_units, v_units, chunk_of(sequence, start, T, C, PACKED))
+    own = (tiles, (full, gated, empty), (o_desc, o_ptr, scale), states, units, kept, place, (T, H, K, V))
+    # Registers of a thread of the state warps. With fewer, the state would spill, and the assembler would then wait
+    # after every wgmma. The gate warps have the remaining registers, and spill in chunks that are not mild.
+    STATE: gl.constexpr = 152 if PACKED or BK <= 64 else 144
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_gate_warps, (gate, HAS_GATE, NORMALIZER, PACKED, STAGES)),
+                (_state_warps, (own, 0, HAS_GATE, PACKED, STAGES)),
+                (_load_warp, (load, HAS_GATE, STAGES)),
+            ],
+            [4, 1],
+            [STATE, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_gate_warps, (gate, HAS_GATE, NORMALIZER, PACKED, STAGES)),
+                (_state_warps, (own, 0, HAS_GATE, PACKED, STAGES)),
+                (_state_warps, (own, 1, HAS_GATE, PACKED, STAGES)),
+                (_load_warp, (load, HAS_GATE, STAGES)),
+            ],
+            [4, 4, 1],
+            [STATE, STATE, 24],
+        )

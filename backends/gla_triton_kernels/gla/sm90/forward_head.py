@@ -1,0 +1,455 @@
+"""Computes chunked gated linear attention on Hopper in one pass, with one gate for each head or without gates.
+
+Let b_t be the sum of the log gates of a chunk through token t, S the state that enters the chunk, and S' the state that
+leaves it. Then
+
+    A_ts = q_t k_s exp(b_t - b_s)   for s <= t, else 0
+    o_t  = scale * (exp(b_t) q_t S + sum over s of A_ts v_s)
+    S'   = exp(b_C) S + k^T u        u_s = exp(b_C - b_s) v_s
+
+No exponent is above 0, so one path handles gates of any strength. A gate below `LEAST_GATE`, whose exp is 0 in float32,
+counts as `LEAST_GATE`. The sums b are computed in float64 and rounded once. The error of the difference of two sums is
+then at most 7e-4 after the strongest gates, a fifth of the rounding of bfloat16, and 1e-6 if no gate is strong.
+
+B batch   T tokens   N sequences   I segments, by default the N sequences   P slots of a pool
+H key heads   Hv value heads   R = Hv / H value heads of a key head   K, V key and value width
+C tokens of a chunk   BK keys of a tile, K rounded up   n rows of checkpoints
+W columns of v of a warpgroup   GROUPS state warpgroups of a block   HEADS value heads of a block, 1 or 2
+STAGES pipeline stages   slot   a pipeline stage in shared memory: the tiles of one chunk
+
+The grid has one block per segment, value head and GROUPS W columns of v. If V is at most W and an even number of value
+heads shares a key head, a block has two value heads, one for each state warpgroup, and both read the same q and k. The
+warps of a block are specialised. They communicate over barriers in shared memory; common.py gives the rules.
+
+    load    one warp: copies q, k, v of the next chunks to shared memory by TMA
+    gate    a warpgroup: sums the gates and computes u, while the state warps process earlier chunks
+    state   one or two warpgroups, each with W columns of S, v and o. S stays in their registers, and each of them
+            computes A. The tile that holds S as an operand is also the source of checkpoints.
+
+Sources: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635), for
+the chunked form; Dao and Gu, "Transformers are SSMs" (arXiv 2405.21060), for one gate per head.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportUnboundVariable=false, reportPossiblyUnboundVariable=false
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from gla_core.dispatch.tensors import ceil_div
+from gla_triton_kernels.chunks.kernel import ForwardPlan
+from gla_triton_kernels.chunks.segments import Segments, lengths_of, state_strides
+from gla_triton_kernels.gla.sm90.common import (
+    chunk_of,
+    clear_rows,
+    first_state,
+    gates_of,
+    in_units,
+    next_checkpoint,
+    plus,
+    store_state,
+    tokens_of,
+    unit_at,
+    wait_for_predecessor,
+    write,
+    write_last_state,
+    write_slot,
+    write_state,
+)
+from gla_triton_kernels.gla.sm90.forward import checkpoint_tiles
+from gla_triton_kernels.gla.sm90.half import in_half
+from gla_triton_kernels.gla.tensors import Tensors
+from gla_triton_runtime.arithmetic import LOG2E
+from gla_triton_runtime.launch import Launch
+from gla_triton_runtime.tma import shared_tiles
+
+
+def launch_outputs(
+    plan: ForwardPlan, x: Tensors, segments: Segments, scale: float, every: int | None, normalizer: int | None = None
+) -> list[Launch]:
+    """Returns the launch that fills o, and final_state and checkpoints if x has them.
+
+    See `launch_outputs` of general/forward.py for the arguments, and `launch_outputs` of sm90/forward.py for the
+    overlap of kernels.
+    """
+    x, units, before = in_half(x, ("q", "k", "v"), x.cu_seqlens)
+    T, H, K = x.k.shape[1:]
+    Hv, V = x.v.shape[2:]
+    kernel, W = plan.parameters, 64
+    heads = kernel.BV // W if V <= W else 1
+    g_b, g_t, g_h = (0, 0, 0) if x.g is None else (0, 0, *x.g.stride())[-3:]
+    s_desc = checkpoint_tiles(x.checkpoints, kernel.BK, W) if x.pool is None else None
+    arguments = {
+        "q_desc": shared_tiles(x.q, kernel.C, kernel.BK),
+        "k_desc": shared_tiles(x.k, kernel.C, kernel.BK),
+        "v_desc": shared_tiles(x.v, kernel.C, W),
+        "o_desc": shared_tiles(x.o, kernel.C, W) if not before else None,
+        "s_desc": s_desc,
+        "checkpoints": None if s_desc is not None else x.checkpoints,
+        "g_ptr": x.g,
+        "o_ptr": x.o,
+        "initial_state": x.initial_state,
+        "entering": x.entering,
+        "final_state": x.final_state,
+        "order": segments.order,
+        "pool": x.pool,
+        "slots": segments.slots,
+        **units,
+        "scale": scale,
+        "g_b": g_b,
+        "g_t": g_t,
+        "g_h": g_h,
+        **state_strides("state_", x.initial_state if x.pool is None else x.pool),
+        **lengths_of(T, segments),
+        "every": every or 0,
+        "rows": 0 if x.checkpoints is None else x.checkpoints.shape[1],
+        "Hv": Hv,
+        "R": Hv // H,
+        "K": K,
+        "V": V,
+        "NORMALIZER": normalizer,
+        "STAGES": kernel.stages,
+        "GROUPS": kernel.BV // W,
+        "HEADS": heads,
+    }
+    grid = (ceil_div(V, kernel.BV) * segments.count * (Hv // heads), 1, 1)
+    options = {"num_warps": kernel.warps, "maxnreg": 128}
+    overlaps = segments.order is not None if plan.segments is None else plan.segments.overlap
+    if overlaps and not before:  # otherwise the kernel waits until q, k and v have been converted
+        options["launch_pdl"] = True
+    return [*before, Launch(_chunk_gla_fwd_head_kernel, grid, arguments, options)]
+
+
+@gluon.jit
+def _load_warp(given, HEADS: gl.constexpr, STAGES: gl.constexpr):
+    """Loads q, k and v of all chunks, up to STAGES chunks ahead of the other warps."""
+    descriptors, tiles, barriers, place = given
+    q_desc, k_desc, v_desc = descriptors
+    q_tiles, k_tiles, v_tiles = tiles
+    full, empty = barriers
+    b, key_head, h, column, start, n_chunks = place
+    C: gl.constexpr = q_desc.block_type.shape[2]
+    W: gl.constexpr = v_desc.block_type.shape[3]
+    GROUPS: gl.constexpr = v_tiles.type.shape[0] // STAGES
+    for i in range(n_chunks):
+        slot = i % STAGES
+        t = start + i * C
+        mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)  # returns at once for the first STAGES chunks
+        mbarrier.expect(full.index(slot), 2 * q_desc.block_type.nbytes + GROUPS * v_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(q_desc, [b, key_head, t, 0], full.index(slot), q_tiles.index(slot))
+        tma.async_copy_global_to_shared(k_desc, [b, key_head, t, 0], full.index(slot), k_tiles.index(slot))
+        for w in gl.static_range(GROUPS):
+            v_tile = v_tiles.index(GROUPS * slot + w)
+            at = [b, h + w, t, 0] if HEADS > 1 else [b, h, t, column + w * W]
+            tma.async_copy_global_to_shared(v_desc, at, full.index(slot), v_tile)
+
+
+@gluon.jit
+def _gate_warps(
+    gates, given, HEADS: gl.constexpr, NORMALIZER: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr
+):
+    """Sums the gates and computes u in each chunk.
+
+    Args:
+        gates: for each head of the block, the pointer to its gate at token 0 and the stride of tokens; None without
+            gates.
+    """
+    tiles, barriers, start, length = given
+    q_tiles, k_tiles, v_tiles, u_tiles, sums, decays = tiles
+    full, gated = barriers
+    C: gl.constexpr = v_tiles.type.shape[3]
+    BK: gl.constexpr = k_tiles.type.shape[4]
+    W: gl.constexpr = v_tiles.type.shape[4]
+    GROUPS: gl.constexpr = v_tiles.type.shape[0] // STAGES
+    HAS_GATE: gl.constexpr = gates is not None
+    line: gl.constexpr = gl.BlockedLayout([C // 32], [32], [4], [0])  # every warp holds all tokens
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    token = gl.arange(0, C, line)  # [C]
+    if HAS_GATE:
+        g_next = ()  # the gates of the next chunk, [C] for each head
+        for j in gl.static_range(HEADS):
+            g_next += (gates_of(gates[j], start, length, token, NORMALIZER),)  # [C]
+    for i in range(gl.cdiv(length, C)):
+        slot = i % STAGES
+        rows = length - i * C
+        sums_of_heads = ()  # b [C] and b_C of each head
+        arriving = ()
+        if HAS_GATE:
+            for j in gl.static_range(HEADS):
+                g = g_next[j].to(gl.float64) * LOG2E  # [C]
+                # The loads of the next gates run during this chunk.
+                arriving += (gates_of(gates[j], start + (i + 1) * C, rows - C, token, NORMALIZER),)
+                b = gl.associative_scan(g, 0, plus)  # [C]
+                sums_of_heads += ((b, gl.sum(g, 0)),)
+            g_next = arriving
+        mbarrier.wait(full.index(slot), (i // STAGES) & 1)
+        if HAS_GATE:
+            # The load warp has waited until the state warps have read the slot, so its sums may be replaced too.
+            for j in gl.static_range(HEADS):
+                at = HEADS * slot + j
+                b, b_end = sums_of_heads[j]
+                sums.index(2 * at).store(b.to(gl.float32))
+                sums.index(2 * at + 1).store(gl.exp2((b_end - b).to(gl.float32)))
+                decay = gl.exp2(b_end.to(gl.float32))
+                decays.index(at).store(gl.full([1], decay, gl.float32, gl.SliceLayout(1, layout)))
+        if PACKED:
+            clear_rows(k_tiles.index(slot).reshape([C, BK]), rows, layout)
+            if q_tiles.dtype == gl.float16:  # rows of the next sequence would count in the largest score
+                clear_rows(q_tiles.index(slot).reshape([C, BK]), rows, layout)
+        for w in gl.static_range(GROUPS):
+            v_tile = v_tiles.index(GROUPS * slot + w).reshape([C, W])
+            if PACKED:
+                clear_rows(v_tile, rows, layout)
+            if HAS_GATE:
+                at = HEADS * slot + (w if HEADS > 1 else 0)
+                leaving = sums.index(2 * at + 1).load(gl.SliceLayout(1, layout))[:, None]  # [C, 1], exp(b_C - b)
+                u_tile = u_tiles.index(GROUPS * slot + w)
+                u_tile.store((v_tile.load(layout).to(gl.float32) * leaving).to(v_tile.dtype))
+        fence_async_shared()  # u has been stored, and rows cleared, from registers; wgmma reads them
+        mbarrier.arrive(gated.index(slot), count=1)
+
+
+@gluon.jit
+def _state_warps(
+    given,
+    WARPGROUP: gl.constexpr,
+    HEADS: gl.constexpr,
+    HAS_GATE: gl.constexpr,
+    PACKED: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Carries W columns of the state through the segment, and writes W columns of the outputs.
+
+    Args:
+        given: see `_state_warps` of forward.py.
+        WARPGROUP: the number of this state warpgroup.
+    """
+    tiles, barriers, outputs, states, units, kept, place, sizes = given
+    q_tiles, k_tiles, v_tiles, u_tiles, sums, decays, s_tiles, o_tiles = tiles
+    full, gated, empty = barriers
+    o_desc, o_ptr, scale = outputs
+    _, strides, _, _, pool, _ = states
+    q_units, k_units, v_units, chunk = units
+    s_desc, checkpoints, n_rows, checkpoint, left, every = kept
+    b, h, n, sequence, origin, column, start, length = place
+    T, Hv, R, K, V = sizes
+    C: gl.constexpr = q_tiles.type.shape[3]
+    BK: gl.constexpr = q_tiles.type.shape[4]
+    W: gl.constexpr = v_tiles.type.shape[4]
+    GROUPS: gl.constexpr = s_tiles.type.shape[0]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    t = gl.arange(0, C, gl.SliceLayout(1, scores))[:, None]  # [C, 1]
+    s = gl.arange(0, C, gl.SliceLayout(0, scores))[None, :]  # [1, C]
+    s_block = s_tiles.index(WARPGROUP)  # [1, 1, 1, BK, W], S as an operand, and the source of a checkpoint
+    s_tile = s_block.reshape([BK, W])
+    o_tile = None if o_desc is None else o_tiles.index(WARPGROUP).reshape([C, W])
+    OWN: gl.constexpr = WARPGROUP if HEADS > 1 else 0  # the number of the warpgroup's head in the block
+    h += OWN
+    first = column + (0 if HEADS > 1 else WARPGROUP * W)
+    key = gl.arange(0, BK, gl.SliceLayout(1, layout))[:, None]  # [BK, 1]
+    value = first + gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]  # [1, W]
+    S = gl.zeros([BK, W], gl.float32, layout)
+    is_first = start == origin  # whether this is the first segment of its sequence
+    wait_for_predecessor()  # it writes `entering`
+    S = first_state(S, states, n, sequence, h, is_first, key, value, (Hv, K, V))
+    outer = 1.0  # the unit of S, which is the unit of k^T u in the previous chunk
+    if q_units is not None:
+        outer = gl.to_tensor(1.0)
+    for i in range(gl.cdiv(length, C)):
+        slot = i % STAGES
+        phase = (i // STAGES) & 1
+        q_tile = q_tiles.index(slot).reshape([C, BK])
+        k_tile = k_tiles.index(slot).reshape([C, BK])
+        v_tile = v_tiles.index(GROUPS * slot + WARPGROUP).reshape([C, W])
+        u_tile = u_tiles.index(GROUPS * slot + WARPGROUP) if HAS_GATE else v_tile
+        rows = length - i * C
+        if s_desc is not None:
+            tma.store_wait(1)  # the copy of the checkpoint has read s_tile; the copy of o may go on
+        s_unit = store_state(s_tile, S, None, outer)
+        fence_async_shared()  # wgmma and TMA read S from the tile
+        if s_desc is not None or checkpoints is not None:
+            if left == 0:  # this chunk begins at a checkpoint
+                if s_desc is not None:
+                    tma.async_copy_shared_to_global(s_desc, [b, checkpoint, h, 0, first], s_block)
+                elif pool is not None:
+                    write_slot(pool, strides, checkpoint, h, S * outer, key, value, (K, V))
+                else:
+                    write_state(checkpoints, (b * n_rows + checkpoint) * Hv + h, S * outer, key, value, (K, V))
+                checkpoint += 1
+                left = every  # 0 with a pool, so that no other checkpoint follows
+            left -= C
+        mbarrier.wait(full.index(slot), phase)
+        if PACKED and rows < C:
+            mbarrier.wait(gated.index(slot), phase)  # rows of the next sequence have been cleared
+        a = gl.zeros([C, C], gl.float32, scores)
+        a = warpgroup_mma(q_tile, k_tile.permute([1, 0]), a, use_acc=False, is_async=True)
+        o = gl.zeros([C, W], gl.float32, layout)
+        o = warpgroup_mma(q_tile, s_tile, o, use_acc=False, is_async=True)
+        mbarrier.wait(gated.index(slot), phase)
+        if HAS_GATE:
+            at = HEADS * slot + OWN
+            b_t = sums.index(2 * at).load(gl.SliceLayout(1, scores))[:, None]  # [C, 1]
+            b_s = sums.index(2 * at).load(gl.SliceLayout(0, scores))[None, :]  # [1, C]
+            between = gl.exp2(b_t - b_s)  # [C, C], undefined for t < s
+            decay = gl.max(decays.index(at).load(gl.SliceLayout(1, layout)), 0)
+            a, o = warpgroup_mma_wait(0, [a, o])
+            a = gl.where(t >= s, a * between, 0.0)  # [C, C]
+            o = o * gl.exp2(sums.index(2 * at).load(gl.SliceLayout(1, layout)))[:, None]  # [C, W]
+            S = S * decay
+        else:
+            a, o = warpgroup_mma_wait(0, [a, o])
+            a = gl.where(t >= s, a, 0.0)  # [C, C]
+        a, a_unit = in_units(a, q_tile.dtype)
+        q_unit = unit_at(q_units, chunk + i, Hv // R, h // R)
+        kv_unit = unit_at(k_units, chunk + i, Hv // R, h // R) * unit_at(v_units, chunk + i, Hv, h)
+        if q_units is not None:
+            S = S * (outer / kv_unit)
+            outer = kv_unit
+        if q_tile.dtype == gl.float16:
+            o = o * (s_unit / (a_unit * kv_unit))  # in the units of A v
+        a = gl.convert_layout(a, operand)  # the left operand of wgmma may stay in registers
+        o = warpgroup_mma(a, v_tile, o, is_async=True)
+        S = warpgroup_mma(k_tile.permute([1, 0]), u_tile, S, is_async=True)
+        o, S = warpgroup_mma_wait(0, [o, S])
+        mbarrier.arrive(empty.index(slot), count=1)
+        tma.store_wait(0)  # the copy has read o_tile
+        of_o = scale * a_unit * (q_unit * kv_unit)  # factor of o
+        write(o_desc, o_ptr, o_tile, o * of_o, first, V, (b, h, start + i * C, T, Hv), rows, PACKED)
+    write_last_state(S * outer, states, n, sequence, h, key, value, (Hv, K, V))
+    tma.store_wait(0)
+
+
+# V and strides are specialised: if they are multiples of 16, a thread moves two elements of a state at once.
+@gluon.jit(
+    do_not_specialize=["scale", "g_b", "g_t", "g_h", "T", "segment", "segments", "every", "rows", "Hv", "R", "K"]
+)
+def _chunk_gla_fwd_head_kernel(
+    q_desc,  # [B, H, T, K], tiles [C, BK]
+    k_desc,  # [B, H, T, K], tiles [C, BK]
+    v_desc,  # [B, Hv, T, V], tiles [C, W]
+    o_desc,  # [B, Hv, T, V], tiles [C, W]
+    s_desc,  # checkpoints [B, n, Hv, K, V] in bfloat16, tiles [BK, W], or None
+    checkpoints,  # [B, n, Hv, K, V] in float32, or the pool, or None
+    g_ptr,  # [B, T, Hv], or [Hv] with g_b = g_t = 0, or None
+    o_ptr,  # [B, T, Hv, V], contiguous
+    initial_state,  # [N, Hv, K, V] or None
+    entering,  # [I, Hv, K, V] or None
+    final_state,  # [N, Hv, K, V], or None if sequences are cut
+    order,  # [I, 5], or None for a batch
+    pool,  # [P, Hv, K, V], instead of initial_state and final_state, or None
+    slots,  # [N, 4], or None without a pool
+    q_units,  # [chunks, H] if q, k and v were float32, else None
+    k_units,  # like q_units
+    v_units,  # [chunks, Hv] or None
+    scale,
+    g_b,  # strides of g
+    g_t,
+    g_h,
+    state_n,  # strides of initial_state or of the pool; see `in_state`
+    state_h,
+    state_k,
+    state_v,
+    T,
+    segment,  # tokens of a segment
+    segments,  # segments of a sequence of a batch
+    every,  # tokens between checkpoints
+    rows,  # n
+    Hv,
+    R,
+    K,
+    V,
+    NORMALIZER: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUPS: gl.constexpr,
+    HEADS: gl.constexpr,
+):
+    """Computes GROUPS W columns of the outputs of one value head of one segment, or of two value heads."""
+    C: gl.constexpr = q_desc.block_type.shape[2]
+    BK: gl.constexpr = q_desc.block_type.shape[3]
+    W: gl.constexpr = v_desc.block_type.shape[3]
+    HAS_GATE: gl.constexpr = g_ptr is not None
+    PACKED: gl.constexpr = order is not None
+    dtype: gl.constexpr = q_desc.dtype
+    columns = gl.cdiv(V, GROUPS * W)
+    column = gl.program_id(0) % columns * GROUPS * W
+    h = gl.program_id(0) // columns % (Hv // HEADS) * HEADS
+    n = gl.program_id(0) // columns // (Hv // HEADS)
+    if PACKED and entering is None:
+        wait_for_predecessor()  # the predecessor writes the order
+    n, b, start, length, sequence, origin, _ = tokens_of(n, T, segment, segments, order)
+    if PACKED and entering is not None:  # noqa: SIM102 -- known when this is compiled
+        if length == 0:
+            return
+    checkpoint, left = gl.to_tensor(0), gl.to_tensor(0)  # row of the next checkpoint, and number of tokens until it
+    if s_desc is not None or checkpoints is not None:
+        checkpoint, left = next_checkpoint(start, sequence, origin, every, slots, PACKED)
+
+    state_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, 1, BK, W], dtype)
+    value_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, W], dtype)
+    row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], q_desc.layout)
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [GROUPS * STAGES, 1, 1, C, W], v_desc.layout)
+    u_tiles = gl.allocate_shared_memory(dtype, [GROUPS * STAGES, C, W], value_layout) if HAS_GATE else v_tiles
+    s_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, 1, BK, W], state_layout)
+    o_tiles = s_tiles if o_desc is None else gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, C, W], o_desc.layout)
+    sums = gl.allocate_shared_memory(gl.float32, [2 * STAGES * HEADS, C], row_layout)  # b and exp(b_C - b)
+    decays = gl.allocate_shared_memory(gl.float32, [STAGES * HEADS, 1], row_layout)  # exp(b_C)
+    bars: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # q, k, v have been loaded
+    gated = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # b and u have been computed
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # the state warpgroups have read all of a chunk
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(gated.index(i), count=1)
+        mbarrier.init(empty.index(i), count=GROUPS)  # each state warpgroup arrives once
+
+    gates: gl.constexpr = None
+    if HAS_GATE:
+        gates = ((g_ptr + b.to(gl.int64) * g_b + h.to(gl.int64) * g_h, g_t),)
+        if HEADS == 2:
+            gates += ((g_ptr + b.to(gl.int64) * g_b + (h + 1).to(gl.int64) * g_h, g_t),)
+    load_place = (b, h // R, h, column, start, gl.cdiv(length, C))
+    load = ((q_desc, k_desc, v_desc), (q_tiles, k_tiles, v_tiles), (full, empty), load_place)
+    gate = ((q_tiles, k_tiles, v_tiles, u_tiles, sums, decays), (full, gated), start, length)
+    tiles = (q_tiles, k_tiles, v_tiles, u_tiles, sums, decays, s_tiles, o_tiles)
+    states = (initial_state, (state_n, state_h, state_k, state_v), entering, final_state, pool, slots)
+    kept = (s_desc, checkpoints, rows, checkpoint, left, every)
+    place = (b, h, n, sequence, origin, column, start, length)
+    units = (q_units, k_units, v_units, chunk_of(sequence, start, T, C, PACKED))
+    sizes = (T, Hv, R, K, V)
+    own = (tiles, (full, gated, empty), (o_desc, o_ptr, scale), states, units, kept, place, sizes)
+    # Registers of a thread of the state warps. The gate warps have the remaining registers.
+    STATE: gl.constexpr = 208
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_gate_warps, (gates, gate, HEADS, NORMALIZER, PACKED, STAGES)),
+                (_state_warps, (own, 0, HEADS, HAS_GATE, PACKED, STAGES)),
+                (_load_warp, (load, HEADS, STAGES)),
+            ],
+            [4, 1],
+            [STATE, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_gate_warps, (gates, gate, HEADS, NORMALIZER, PACKED, STAGES)),
+                (_state_warps, (own, 0, HEADS, HAS_GATE, PACKED, STAGES)),
+                (_state_warps, (own, 1, HEADS, HAS_GATE, PACKED, STAGES)),
+                (_load_warp, (load, HEADS, STAGES)),
+            ],
+            [4, 4, 1],
+            [STATE, STATE, 24],
+        )

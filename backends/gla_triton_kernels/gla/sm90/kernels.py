@@ -1,0 +1,439 @@
+"""The kernels for Hopper (SM90): their refusals, launch parameters and prices. Imports no Triton.
+
+The kernels use warp specialisation: TMA loads the tiles of a chunk while warpgroups multiply earlier tiles. Launch
+parameters were chosen by measurements on an H200, which has 132 multiprocessors.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from gla_core.dispatch.backend import CHUNK, GATES, Constants, OpCall, Reason
+from gla_core.dispatch.tensors import ceil_div
+from gla_triton_kernels import MAX_WIDTH
+from gla_triton_kernels.chunks.cutting import most_segments
+from gla_triton_kernels.chunks.kernel import (
+    GradientKernel,
+    GradientParameters,
+    OutputKernel,
+    Parameters,
+    StateKernel,
+    partials_of_blocks,
+)
+from gla_triton_kernels.chunks.price import (
+    BlockTime,
+    Cut,
+    checkpoint_bytes,
+    cut,
+    gate_itemsize,
+    kernel_seconds,
+    moved_bytes,
+)
+from gla_triton_kernels.gla.seen import not_addressable
+from gla_triton_runtime.architecture import Gpu
+
+if TYPE_CHECKING:
+    from gla_triton_kernels.chunks.kernel import LaunchFunction
+
+TILES = 200 * 2**10
+"""The maximum number of bytes of the shared memory of a multiprocessor that tiles may fill."""
+STATE_KEYS = 128
+"""The maximum number of keys of a state that a block of states.py computes."""
+
+START = 2.5e-6
+"""Seconds before the first step of a block. This and the times below were fitted to times on an H200."""
+FORWARD_STEP, FORWARD_TILE, NARROW = 0.64e-6, 1.05e-6, 0.71
+"""Seconds of forward.py for 64 tokens: of a block with 128 values, a constant and a time for each 64 keys; and the time
+of a block with 64 values, as a share of the time with 128."""
+HEAD_STEP, HEAD_TILE = 0.5e-6, 0.75e-6
+"""The same for forward_head.py."""
+WIDE_STEP, GATE_RATE = 3e-6, 2.8e11
+"""Seconds of the second kernel of forward_wide.py for 64 tokens, and elements of k per second of its first kernel."""
+STATE_STEP, STATE_TILE = 0.12e-6, 0.65e-6
+"""Seconds of states.py for 64 tokens, and for each 64 keys of a block."""
+GRADIENT_START, GRADIENT_STEP, GRADIENT_TILE = 5e-6, 2.3e-6, 1.48e-6
+"""Seconds of backward.py: before the first step of a block, for 64 tokens, and for each tile of 64 keys and values.
+These times and those of state_gradients.py and backward_wide.py were fitted to times on an H100."""
+HEAD_GRADIENT_START, HEAD_GRADIENT_STEP, HEAD_GRADIENT_TILE = 10e-6, 2.6e-6, 0.85e-6
+"""The same for backward_head.py."""
+STATE_GRADIENT_STEP, STATE_GRADIENT_TILE = 0.54e-6, 0.15e-6
+"""Seconds of state_gradients.py for 64 tokens: a constant, and a time for each 64 values of a block."""
+WIDE_CHUNK, WIDE_TILE, WIDE_SLICE = 3.2e-6, 1.7e-6, 5.8e-6
+"""Seconds of backward_wide.py for a chunk: a constant, a time for each tile of 64 keys and values, and a time for each
+slice of 128 keys of wider heads."""
+
+
+def _refusal(call: OpCall, gpu: Gpu) -> Reason | None:
+    """Returns the reason why no kernel for SM90 can compute a call, or None."""
+    if not gpu.facts.has_wgmma:
+        return f"needs Hopper (compute capability 9.0); the GPU is of the kind {gpu.facts.known_as}"
+    if call.dtype == torch.float32 and call.float32_matmul_precision == "highest":
+        return 'computes float32 in the precision of TF32; the matmul precision is "highest"'
+    if call.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"computes bfloat16, float16 and float32; q is {str(call.dtype).removeprefix('torch.')}"
+    K, V = call.dims["K"], call.dims["V"]
+    if call.dtype == torch.float32 and (K % 8 or V % 8):  # rows of float16 are multiples of 16 bytes
+        return f"computes float32 for K and V that are multiples of 8; K is {K} and V is {V}"
+    if (name := not_addressable(call)) is not None:
+        return f"needs tensors that TMA can address: addresses and strides are multiples of 16 bytes; {name} is not one"
+    return None
+
+
+def _of_bfloat16(call: OpCall) -> Reason | None:
+    """Returns the reason why the kernels for wide heads cannot compute the dtype of a call, or None."""
+    return f"computes bfloat16; q is {str(call.dtype).removeprefix('torch.')}" if call.dtype != torch.bfloat16 else None
+
+
+def _of_keys(call: OpCall) -> Reason | None:
+    """Returns the reason why the kernels with one gate for each key cannot compute a call, or None."""
+    if call.gate_form in ("constant", "head"):
+        return f"computes gates {GATES['key']}; g has one {GATES[call.gate_form]}"
+    if call.dims["Hv"] > call.dims["H"]:
+        return f"computes as many value heads as key heads; v has {call.dims['Hv']} and k has {call.dims['H']}"
+    return None
+
+
+def _of_heads(call: OpCall) -> Reason | None:
+    """Returns the reason why the kernels with one gate for each head, or no gates, cannot compute a call, or None."""
+    gates = call.gate_form or ("key" if call.gate_dtype is not None else None)
+    return f"computes one gate for each head, or none; g has one {GATES['key']}" if gates == "key" else None
+
+
+# ---- states
+
+
+def _load_states() -> LaunchFunction:
+    from gla_triton_kernels.gla.sm90.states import launch_states
+
+    return launch_states
+
+
+def _states(call: OpCall, gpu: Gpu, length: int, outputs: Parameters) -> Parameters:
+    """Returns the launch parameters of states.py.
+
+    A warpgroup has 64 keys. A block has two warpgroups, or one if K is at most 64. Two blocks of one warpgroup share a
+    multiprocessor. If all blocks of one warpgroup can run at once with 64 columns of v each, they have 64 columns
+    instead of 128, which takes a tenth to a fifth less time.
+    """
+    T, N, Hv, K, V = (call.dims[name] for name in ("T", "N", "Hv", "K", "V"))
+    BK, C, gate = 64, 64, 0 if call.gate_form in ("constant", "head") else gate_itemsize(call)
+    keys, shared = (BK, 2) if K <= BK else (2 * BK, 1)
+    built = T // length if call.variable_length else most_segments(N, T, length, False)  # an upper bound if packed
+    fit = K <= BK and built * Hv * ceil_div(V, 64) <= shared * gpu.multiprocessors
+    BV = 64 if V <= 64 or fit else 128
+    size = C * ((keys + BV) * 2 + keys * gate)  # bytes of the tiles of a chunk
+    return Parameters(C=C, BK=BK, BV=BV, stages=min(4, TILES // (shared * size)), tma=True)
+
+
+def _states_time(call: OpCall, x: Parameters) -> BlockTime:
+    keys, shared = (1, 2) if call.dims["K"] <= x.BK else (2, 1)
+    return BlockTime(x.C, x.BV, START, STATE_STEP + STATE_TILE * keys, shared, keys=STATE_KEYS)
+
+
+STATES = StateKernel(
+    name="sm90.states",
+    load=_load_states,
+    refusal=_refusal,
+    parameters=_states,
+    block_keys=lambda parameters: STATE_KEYS,
+    at_once=lambda call, parameters: 2 if call.dims["K"] <= parameters.BK else 1,
+    time=_states_time,
+)
+
+
+# ---- outputs
+
+
+def _load_forward() -> LaunchFunction:
+    from gla_triton_kernels.gla.sm90.forward import launch_outputs
+
+    return launch_outputs
+
+
+def _load_forward_head() -> LaunchFunction:
+    from gla_triton_kernels.gla.sm90.forward_head import launch_outputs
+
+    return launch_outputs
+
+
+def _load_forward_wide() -> LaunchFunction:
+    from gla_triton_kernels.gla.sm90.forward_wide import launch_outputs
+
+    return launch_outputs
+
+
+def _output_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
+    H, Hq, V = (call.dims[name] for name in ("H", "Hq", "V"))
+    if (reason := _refusal(call, gpu)) is not None:
+        return reason
+    if Hq != H:
+        return f"computes as many query heads as key/value heads; q has {Hq} and k has {H}"
+    return None if V % 8 == 0 else f"computes V that are multiples of 8; V is {V}"  # rows of o: multiples of 16 bytes
+
+
+def _forward_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
+    if (reason := _output_refusal(call, gpu) or _of_keys(call)) is not None:
+        return reason
+    return None if call.dims["K"] <= 128 else f"computes K up to 128; K is {call.dims['K']}"
+
+
+def _forward_head_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
+    if (reason := _output_refusal(call, gpu) or _of_heads(call)) is not None:
+        return reason
+    return None if call.dims["K"] <= 128 else f"computes K up to 128; K is {call.dims['K']}"
+
+
+def _forward_wide_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
+    K = call.dims["K"]
+    if (reason := _output_refusal(call, gpu) or _of_bfloat16(call) or _of_keys(call)) is not None:
+        return reason
+    if not (128 < K <= 256 and K % 8 == 0):
+        return f"computes K from 136 to 256 in steps of 8; K is {K}"
+    return "computes calls with gates; there are none" if call.gate_dtype is None else None
+
+
+def _forward(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
+    """Returns the launch parameters of forward.py.
+
+    A block with 64 columns of v takes a fifth less time than a block with 128. This pays if the device can run all
+    blocks of 64 columns at once. The bits of the results are the same.
+    """
+    Hv, V = call.dims["Hv"], call.dims["V"]
+    fit = sequences * Hv * ceil_div(V, 64) <= gpu.multiprocessors
+    return _output_parameters(call, 64 if V <= 64 or fit else 128)
+
+
+def _forward_head(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
+    """Returns the launch parameters of forward_head.py. With BV = 128 and V up to 64, a block has two value heads."""
+    Hv, V = call.dims["Hv"], call.dims["V"]
+    fit = sequences * Hv * ceil_div(V, 64) <= gpu.multiprocessors
+    return _output_parameters(call, 64 if fit or (V <= 64 and not _in_pairs(call)) else 128)
+
+
+def _in_pairs(call: OpCall) -> bool:
+    """Returns whether blocks of forward_head.py can have two value heads."""
+    return call.dims["V"] <= 64 and call.dims["Hv"] // max(call.dims["H"], 1) % 2 == 0
+
+
+def _forward_wide(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
+    """Returns the launch parameters of forward_wide.py, which divides the keys of a head into slices."""
+    return _output_parameters(call, 64 if call.dims["V"] <= 64 else 128)
+
+
+def _output_parameters(call: OpCall, BV: int) -> Parameters:
+    BK = 64 if call.dims["K"] <= 64 else 128
+    stages = 2 if BK == 128 else 4 if BV == 64 else 3  # the most that fit into shared memory
+    return Parameters(C=64, BK=BK, BV=BV, stages=stages, tma=True)
+
+
+def _blocks(call: OpCall, gpu: Gpu) -> tuple[int, int]:
+    return call.dims["Hv"] * ceil_div(call.dims["V"], 128), gpu.multiprocessors
+
+
+def _forward_time(call: OpCall, x: Parameters) -> BlockTime:
+    step = FORWARD_STEP + FORWARD_TILE * (x.BK // 64)
+    return BlockTime(x.C, x.BV, START, step * (NARROW if x.BV == 64 else 1))
+
+
+def _forward_head_time(call: OpCall, x: Parameters) -> BlockTime:
+    step = HEAD_STEP + HEAD_TILE * (x.BK // 64)
+    shared = 2 if x.BV == 128 and _in_pairs(call) else 1  # value heads of a block
+    return BlockTime(x.C, x.BV, START, step * (NARROW if x.BV == 64 else 1), shared)
+
+
+def _conversions_seconds(call: OpCall, c: Constants) -> list[float]:
+    """Returns the seconds of the launches of half.py for q, k and v: 4 bytes are read and 2 are written."""
+    if call.dtype != torch.float32:
+        return []
+    B, T, H, Hq, Hv, K, V = (call.dims[name] for name in ("B", "T", "H", "Hq", "Hv", "K", "V"))
+    return [c["launch"] + 6 * B * T * of_token / c["bandwidth"] for of_token in (Hq * K, H * K, Hv * V)]
+
+
+def _gates_seconds(call: OpCall, c: Constants) -> list[float]:
+    B, T, H, K = (call.dims[name] for name in ("B", "T", "H", "K"))
+    return [c["launch"] + B * T * H * K / GATE_RATE * c["step"]]
+
+
+FORWARD = OutputKernel(
+    name="sm90.forward",
+    load=_load_forward,
+    refusal=_forward_refusal,
+    states=STATES,
+    parameters=_forward,
+    blocks=_blocks,
+    time=_forward_time,
+    before=_conversions_seconds,
+)
+FORWARD_HEAD = OutputKernel(
+    name="sm90.forward_head",
+    load=_load_forward_head,
+    refusal=_forward_head_refusal,
+    states=STATES,
+    parameters=_forward_head,
+    blocks=_blocks,
+    time=_forward_head_time,
+    before=_conversions_seconds,
+)
+FORWARD_WIDE = OutputKernel(
+    name="sm90.forward_wide",
+    load=_load_forward_wide,
+    refusal=_forward_wide_refusal,
+    states=STATES,
+    parameters=_forward_wide,
+    blocks=_blocks,
+    time=lambda call, x: BlockTime(x.C, x.BV, START, WIDE_STEP),
+    before=_gates_seconds,
+)
+
+
+# ---- gradients
+
+
+def _load_backward() -> LaunchFunction:
+    from gla_triton_kernels.gla.sm90.backward import launch_gradients
+
+    return launch_gradients
+
+
+def _load_backward_head() -> LaunchFunction:
+    from gla_triton_kernels.gla.sm90.backward_head import launch_gradients
+
+    return launch_gradients
+
+
+def _load_backward_wide() -> LaunchFunction:
+    from gla_triton_kernels.gla.sm90.backward_wide import launch_gradients
+
+    return launch_gradients
+
+
+def _gradient_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
+    if (reason := _refusal(call, gpu)) is not None:
+        return reason
+    K, V = call.dims["K"], call.dims["V"]
+    if K % 8 or V % 8:  # rows of gradients are multiples of 16 bytes
+        return f"computes K and V that are multiples of 8; K is {K} and V is {V}"
+    return None
+
+
+def _backward_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
+    return _gradient_refusal(call, gpu) or _of_keys(call)
+
+
+def _backward_head_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
+    return _gradient_refusal(call, gpu) or _of_heads(call)
+
+
+def _backward_wide_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
+    if (reason := _gradient_refusal(call, gpu) or _of_bfloat16(call) or _of_keys(call)) is not None:
+        return reason
+    K = call.dims["K"]
+    if not _has_several_blocks(call) or K > 256:
+        return f"computes heads with K or V above 128 and K up to 256; K is {K} and V is {call.dims['V']}"
+    return None
+
+
+def _has_several_blocks(call: OpCall) -> bool:
+    """Returns whether backward.py needs several blocks for a head. Each would repeat the work on q, k and g."""
+    return call.dims["K"] > 128 or call.dims["V"] > 128
+
+
+def _gradient_parameters(call: OpCall, gpu: Gpu, segments: int) -> GradientParameters:
+    several = _has_several_blocks(call)
+    BK, BV = (128 if several or call.dims[name] > 64 else 64 for name in ("K", "V"))
+    return GradientParameters(BK=BK, BV=BV, warps=4, programs=gpu.multiprocessors)
+
+
+def _wide_parameters(call: OpCall, gpu: Gpu, segments: int) -> GradientParameters:
+    """Returns the launch parameters of backward_wide.py and state_gradients.py.
+
+    A block of state_gradients.py has 64, 128 or 192 values. A larger block takes longer for a chunk, but may need fewer
+    waves of blocks. The bits of results do not depend on it.
+    """
+    Hq, K, V = (call.dims[name] for name in ("Hq", "K", "V"))
+
+    def chunk_seconds(BV: int) -> float:
+        blocks = segments * Hq * ceil_div(K, 64) * ceil_div(V, BV)
+        return ceil_div(blocks, gpu.multiprocessors) * _state_gradient_step(BV)
+
+    return GradientParameters(BK=64, BV=min((64, 128, 192), key=chunk_seconds), warps=4, programs=gpu.multiprocessors)
+
+
+def _state_gradient_step(BV: int) -> float:
+    """Returns the seconds of a block of state_gradients.py for a chunk."""
+    return STATE_GRADIENT_STEP + STATE_GRADIENT_TILE * BV / 64
+
+
+def _backward_seconds(call: OpCall, x: GradientParameters, through: Cut, size: float, c: Constants) -> list[float]:
+    tiles = x.BK * x.BV / 64**2
+    step = GRADIENT_STEP + GRADIENT_TILE * tiles
+    block = BlockTime(CHUNK, x.BV, GRADIENT_START, step, keys=x.BK)
+    return [*_operands_seconds(call, c), kernel_seconds(call, block, through, size, c)]
+
+
+def _operands_seconds(call: OpCall, c: Constants) -> list[float]:
+    """Returns the seconds of the launches of half.py and operands.py, which read float32 and write float16."""
+    if call.dtype == torch.bfloat16:
+        return []
+    B, T, Hq, Hv, V = (call.dims[name] for name in ("B", "T", "Hq", "Hv", "V"))
+    states = c["launch"] + 1.5 * checkpoint_bytes(call, CHUNK) / c["bandwidth"]
+    do = [c["launch"] + 6 * B * T * max(Hq, Hv) * V / c["bandwidth"]] if call.dtype == torch.float32 else []
+    return [*_conversions_seconds(call, c), *do, states]
+
+
+def _backward_head_seconds(call: OpCall, x: GradientParameters, through: Cut, size: float, c: Constants) -> list[float]:
+    step = HEAD_GRADIENT_STEP + HEAD_GRADIENT_TILE * x.BK * x.BV / 64**2
+    block = BlockTime(CHUNK, x.BV, HEAD_GRADIENT_START, step, keys=x.BK)
+    return [*_operands_seconds(call, c), kernel_seconds(call, block, through, size, c)]
+
+
+def _backward_wide_seconds(call: OpCall, x: GradientParameters, through: Cut, size: float, c: Constants) -> list[float]:
+    """Returns the seconds of two kernels. The first writes P, and the second reads P.
+
+    P has one state for each chunk and query head.
+    """
+    K, V = call.dims["K"], call.dims["V"]
+    heads = call.dims["Hq"] // max(call.dims["H"], 1)  # query heads of a group; k and v have equally many heads here
+    P = heads * checkpoint_bytes(call, CHUNK)
+    block = BlockTime(CHUNK, x.BV, START, _state_gradient_step(x.BV), keys=x.BK)
+    states = kernel_seconds(call, block, through, moved_bytes(call) / 2 + P, c)
+    slices, tiles = ceil_div(K, 128), min(2, ceil_div(K, 64)) * ceil_div(V, 64)
+    step = slices * (WIDE_CHUNK + WIDE_TILE * tiles + (WIDE_SLICE if slices > 1 else 0))
+    chunks = cut(call, CHUNK, CHUNK)
+    chunks = chunks._replace(number=chunks.number * heads)
+    return [states, kernel_seconds(call, BlockTime(CHUNK, MAX_WIDTH, 0, step), chunks, size + P, c)]
+
+
+BACKWARD = GradientKernel(
+    name="sm90.backward",
+    load=_load_backward,
+    refusal=_backward_refusal,
+    parameters=_gradient_parameters,
+    heads_apart=True,
+    adds_pairs=True,
+    partials=partials_of_blocks,
+    seconds=_backward_seconds,
+)
+BACKWARD_HEAD = GradientKernel(
+    name="sm90.backward_head",
+    load=_load_backward_head,
+    refusal=_backward_head_refusal,
+    parameters=_gradient_parameters,
+    heads_apart=True,
+    adds_pairs=False,
+    partials=partials_of_blocks,
+    seconds=_backward_head_seconds,
+)
+BACKWARD_WIDE = GradientKernel(
+    name="sm90.backward_wide",
+    load=_load_backward_wide,
+    refusal=_backward_wide_refusal,
+    parameters=_wide_parameters,
+    heads_apart=True,
+    adds_pairs=True,
+    partials=lambda call, x: (1, 1),  # a block has all keys and values
+    seconds=_backward_wide_seconds,
+    layouts=2,
+)

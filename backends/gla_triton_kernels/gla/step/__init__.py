@@ -1,0 +1,54 @@
+"""Decoding: step.py and layer_step.py hold kernels for one token, steps.py and replay.py for several tokens.
+
+plan.py chooses their launch parameters, and cost.py predicts their seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from gla_core.dispatch.backend import OpCall, Prepared
+
+
+def _prepare(call: OpCall) -> Callable[..., tuple]:
+    from gla_triton_kernels.gla.step.step import prepare
+
+    return prepare(call)
+
+
+def _prepare_layer_step(call: OpCall) -> Callable[..., Tensor]:
+    from gla_triton_kernels.gla.step.layer_step import prepare
+
+    return prepare(call)
+
+
+def _prepare_steps(call: OpCall) -> Callable[..., Tensor]:
+    from gla_triton_kernels.gla.step.steps import prepare
+
+    return prepare(call)
+
+
+def _prepare_replay(call: OpCall) -> Callable[..., Tensor]:
+    from gla_triton_kernels.gla.step.replay import prepare
+
+    return prepare(call)
+
+
+STEP = Prepared(_prepare, ("q", "k", "v", "g", "state", "scale", "state_indices", "gate_normalizer", "inplace"))
+"""recurrent_gla_step: one kernel reads every state once and writes it once."""
+
+_OF_A_LAYER = ("output_gate", "norm_weight", "scale", "norm_eps", "activation", "state_indices", "gate_normalizer")
+LAYER_STEP = Prepared(_prepare_layer_step, ("q", "k", "v", "g", "state", *_OF_A_LAYER))
+"""recurrent_gla_layer_step: one kernel, or two if there are few heads, read every state once and write it once."""
+
+_OF_A_CALL = ("q", "k", "v", "g", "pool", "slots", "scale", "cu_seqlens")
+_OF_SEQUENCES = ("num_accepted", "read_slots", "has_state", "pad_slot", "gate_normalizer", "out")
+STEPS = Prepared(_prepare_steps, (*_OF_A_CALL, *_OF_SEQUENCES))
+"""recurrent_gla_steps: one kernel reads the state of every sequence once, and writes it after each of its tokens."""
+
+_RINGS = ("ring_k", "ring_v", "ring_g")
+_OF_A_REPLAY = ("ring_start", "num_accepted", "scale", "cu_seqlens", "has_state", "pad_slot", "gate_normalizer", "out")
+REPLAY = Prepared(_prepare_replay, ("q", "k", "v", "g", "pool", *_RINGS, "slots", *_OF_A_REPLAY))
+"""recurrent_gla_replay: one kernel reads the state of every sequence once and writes it once."""

@@ -1,0 +1,115 @@
+"""Plans a call of chunk_gla_summary, and describes its launches.
+
+    decay = exp(g_1 + .. + g_T)        state = sum over t of (left_t exp(g_{t+1} + .. + g_T))^T right_t        forwards
+
+One kernel computes the decay and the state of each segment from a zero initial state, and a scan combines them into the
+decay and the state of each sequence. If sequences stay whole, each is one segment, and there is no scan.
+
+B batch   T tokens   N sequences   Hv heads of states and gates   K, V key and value width
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gla_core.dispatch.backend import OpCall
+from gla_core.dispatch.tensors import ceil_div
+from gla_triton_kernels.chunks.cutting import INTERPRETED_SEGMENT, segment_length
+from gla_triton_kernels.chunks.kernel import SegmentPlan
+from gla_triton_kernels.gla.cost import summary_prices
+from gla_triton_kernels.gla.forward import states_of_segments
+from gla_triton_runtime.architecture import Architecture, Gpu, gpu_of_call
+
+if TYPE_CHECKING:
+    from gla_triton_kernels.chunks.segments import Recurrence
+    from gla_triton_runtime.launch import Launch
+
+Plans = list[tuple[OpCall, SegmentPlan]]
+"""The plan of a call, with the call. All rows of a batch have the same plan."""
+Plan = Callable[[OpCall, Gpu], Plans]
+
+
+def plan_whole(call: OpCall, gpu: Gpu) -> Plans:
+    """Plans a call whose sequences stay whole: each is a segment."""
+    return [(call, _in_segments(call, gpu, call.dims["T"]))]
+
+
+def plan_cut(call: OpCall, gpu: Gpu) -> Plans:
+    """Plans a call whose sequences are cut into segments, unless this takes longer on the device."""
+    Hv, K, V = (call.dims[name] for name in ("Hv", "K", "V"))
+    whole = _in_segments(call, gpu, call.dims["T"])
+    blocks = Hv * ceil_div(K, whole.states.block_keys(whole.parameters)) * ceil_div(V, whole.parameters.BV)
+    at_once = whole.states.at_once(call, whole.parameters) * gpu.multiprocessors
+
+    def plan(length: int) -> SegmentPlan:
+        return _in_segments(call, gpu, length)
+
+    length = segment_length(call, gpu, blocks, at_once, plan, summary_prices)
+    return [(call, plan(min(length, INTERPRETED_SEGMENT) if gpu.architecture is Architecture.INTERPRETED else length))]
+
+
+def _in_segments(call: OpCall, gpu: Gpu, length: int) -> SegmentPlan:
+    """Plans segments of `length` tokens. If `length` is T or more, sequences stay whole."""
+    T = call.dims["T"]
+    if length >= T:
+        return replace(states_of_segments(call, gpu, T, T), overlap=False)
+    return states_of_segments(call, gpu, length, length)
+
+
+def prepare(call: OpCall, plan: Plan) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Plans a call, compiles its kernels, and returns the function that computes calls of the same signature.
+
+    Raises:
+        LaunchError: a kernel does not compile for this device, or does not fit it.
+    """
+    from gla_triton_kernels.chunks.segments import Recurrence
+    from gla_triton_runtime.prepared import Launches, rehearsed
+
+    T, Hv, K, V, N = (call.dims[name] for name in ("T", "Hv", "K", "V", "N"))
+    empty, backwards = N == 0 or T == 0, call.scalars["backwards"]
+    plans = [] if empty else plan(call, gpu_of_call(call))
+
+    def describe(x: tuple, scale: float) -> list[Launch]:
+        left, right, g, cu_seqlens, decay, state = x
+        ((_, planned),) = plans
+        return launches(planned, Recurrence(left, right, g, None, state, backwards=backwards), decay, cu_seqlens)
+
+    launched = Launches(call.device, describe)
+
+    def run(
+        left: Tensor, right: Tensor, g: Tensor | None, cu_seqlens: Tensor | None, backwards: bool
+    ) -> tuple[Tensor, Tensor]:
+        # Without gates, no kernel writes the decay. The kernel for SM90 writes nothing for an empty sequence.
+        decay = left.new_ones(N, Hv, K, dtype=torch.float32)
+        allocate = right.new_empty if cu_seqlens is None and not empty else right.new_zeros
+        state = allocate(N, Hv, K, V, dtype=torch.float32)
+        if not empty:
+            launched.start((left, right, g, cu_seqlens, decay, state), 1.0)
+        return decay, state
+
+    return rehearsed(run, call)
+
+
+def launches(plan: SegmentPlan, x: Recurrence, decay: Tensor, cu_seqlens: Tensor | None) -> list[Launch]:
+    """Returns the launches that fill x.after [N, Hv, K, V] and, if there are gates, the decay [N, Hv, K]."""
+    from gla_triton_kernels.chunks.scan import launch_scan
+    from gla_triton_kernels.chunks.segments import cut, whole
+
+    launch_states = plan.states.load()
+    B, T = x.left.shape[:2]
+    state = x.after
+    assert state is not None
+    if plan.length >= T:
+        segments = whole(B, T, cu_seqlens)
+        return [*segments.launches, *launch_states(plan, x, segments, state, None if x.g is None else decay)]
+    segments = cut(B, T, plan.length, plan.uncut, cu_seqlens)
+    S = state.new_empty(segments.count, *state.shape[1:])
+    D = None if x.g is None else decay.new_empty(segments.count, *decay.shape[1:])
+    built = launch_states(plan, x, segments, S, D)
+    scanned = launch_scan(plan, x, segments, S, D, None, decay=None if D is None else decay)
+    return [*segments.launches, *built, *scanned]

@@ -1,0 +1,91 @@
+"""Names the tensors of a call of chunk_gla; gla_core/ops/gla/chunk_gla.py explains each of them.
+
+B batch   T tokens   N sequences   H key heads   Hq query heads   Hv value heads   Ho heads of o, the more of Hq and Hv
+K, V key and value width   n rows of checkpoints   I segments   P slots of a pool
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from gla_core.dispatch.backend import OpCall
+from gla_triton_runtime.replay import part
+
+
+class Tensors(NamedTuple):
+    """All tensors of a call of chunk_gla_fwd or chunk_gla_pool, results included.
+
+    If sequences are cut, `entering` holds the states that enter segments, except for the first segment of a sequence,
+    whose entering state is in `initial_state`. If states are in a pool, `entering` holds the entering states of first
+    segments as well: by then, a scan has written final states to the pool, perhaps over initial states.
+    """
+
+    q: Tensor  # [B, T, Hq, K]
+    k: Tensor  # [B, T, H, K]
+    v: Tensor  # [B, T, Hv, V]
+    g: Tensor | None  # [B, T, Hv, K], [B, T, Hv] or [Hv]
+    initial_state: Tensor | None  # [N, Hv, K, V]
+    cu_seqlens: Tensor | None  # [N+1]
+    o: Tensor  # [B, T, Ho, V]
+    final_state: Tensor | None  # [N, Hv, K, V]
+    checkpoints: Tensor | None = None  # [B, n, Hv, K, V]
+    entering: Tensor | None = None  # [I, Hv, K, V]
+    pool: Tensor | None = None  # [P, Hv, K, V], instead of initial_state, final_state and checkpoints
+
+
+class BackwardTensors(NamedTuple):
+    """All tensors of a call of chunk_gla_bwd, results included."""
+
+    q: Tensor  # [B, T, Hq, K]
+    k: Tensor  # [B, T, H, K]
+    v: Tensor  # [B, T, Hv, V]
+    g: Tensor | None  # [B, T, Hv, K], [B, T, Hv] or [Hv]
+    initial_state: Tensor | None  # [N, Hv, K, V]
+    cu_seqlens: Tensor | None  # [N+1]
+    checkpoints: Tensor | None  # [B, n, Hv, K, V]
+    do: Tensor  # [B, T, Ho, V]
+    dstate: Tensor | None  # [N, Hv, K, V]
+    dq: Tensor  # as q
+    dk: Tensor  # as k
+    dv: Tensor  # as v
+    dg: Tensor | None  # as g
+    dinitial_state: Tensor | None  # [N, Hv, K, V]
+
+    @property
+    def last_leave_none(self) -> bool:
+        """Returns whether the last segments of packed sequences have no gradient of their leaving state."""
+        return self.cu_seqlens is not None and self.dstate is None
+
+
+WRITTEN = frozenset({"o", "final_state", "checkpoints"})
+"""The results among `Tensors`."""
+GRADIENTS = frozenset({"dq", "dk", "dv", "dg", "dinitial_state"})
+"""The results among `BackwardTensors`."""
+
+AnyPlan = TypeVar("AnyPlan")  # ForwardPlan or BackwardPlan
+AnyTensors = TypeVar("AnyTensors", Tensors, BackwardTensors)
+
+
+def plans_with_rows(plans: Sequence[tuple[OpCall, AnyPlan]], x: AnyTensors) -> list[tuple[AnyPlan, AnyTensors]]:
+    """Returns each plan with its rows of the tensors x. The plans cover consecutive rows of the batch, in order."""
+    if len(plans) == 1:
+        return [(plans[0][1], x)]
+    ends = itertools.accumulate((call.dims["B"] for call, _ in plans), initial=0)
+    return [(plan, _rows(x, *bounds)) for (_, plan), bounds in zip(plans, itertools.pairwise(ends), strict=True)]
+
+
+def _rows(x: AnyTensors, start: int, end: int) -> AnyTensors:
+    given = {
+        name: y for name, y in x._asdict().items() if y is not None and y.ndim > 1
+    }  # all rows share constant gates
+    return x._replace(**{name: part(y, start, end) for name, y in given.items()})
+
+
+def with_copies(x: AnyTensors, names: frozenset[str]) -> AnyTensors:
+    """Returns x with contiguous copies of the tensors of these names."""
+    return x._replace(**{name: getattr(x, name).clone(memory_format=torch.contiguous_format) for name in names})

@@ -1,0 +1,1 @@
+"""Holds the ops of softmax attention, one file each."""

@@ -1,0 +1,1 @@
+"""Holds the ops of gated linear attention, one file each."""

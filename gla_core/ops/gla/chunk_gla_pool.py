@@ -1,0 +1,202 @@
+"""Computes gated linear attention over packed sequences whose states are in a pool: the abstract op chunk_gla_pool.
+
+The recurrence is that of `chunk_gla`. A server keeps the states of its requests in a pool, one state in each slot. The
+op reads the state that a sequence starts from out of one slot, and writes its last state into the same or another slot.
+
+A backend's function receives and returns
+
+    chunk_gla_pool(q, k, v, g, pool, cu_seqlens, read_slots, write_slots, scale, has_state, checkpoint_offsets,
+                   checkpoint_slots, pad_slot, gate_normalizer, out) -> o
+
+A slot s is used if 0 <= s < P and s is not pad_slot; any other slot is neither read nor written. For sequence n:
+
+- It starts from pool[read_slots[n]] if the slot is used and has_state[n] is True or has_state is None. Otherwise it
+  starts from 0, whatever the slot holds; the slot may hold NaN.
+- Its last state is written into write_slots[n], if that slot is used. write_slots None means read_slots. A sequence
+  without tokens copies the state that it starts from.
+- Its checkpoint, the state before token checkpoint_offsets[n], is written into checkpoint_slots[n], if that slot is
+  used and 0 < checkpoint_offsets[n] < the number of tokens.
+
+A state is computed in float32 (float64 with float64 inputs), and is rounded to the dtype of the pool once, where it is
+written. o and gate_normalizer are as in `chunk_gla`. o is returned in `out` if that is given.
+
+A slot that one sequence writes is neither read nor written by another sequence of the call; several sequences may read
+one slot. Numbers in the pool that belong to no written slot keep their bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from gla_core.dispatch.backend import CHUNK
+from gla_core.dispatch.slots import is_slot
+from gla_core.ops import checks
+from gla_core.ops._serving import serving
+from gla_core.ops.gla.chunk_gla import FORWARD, LONGEST, NORMALIZER, TOKENS
+from gla_core.ops.spec import (
+    AS_INPUT,
+    INDICES,
+    MARKS,
+    OFFSETS,
+    PLACES,
+    SLOTTED,
+    Argument,
+    OpSpec,
+    Result,
+)
+
+
+def chunk_gla_pool(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    pool: Tensor,
+    cu_seqlens: Tensor,
+    read_slots: Tensor,
+    write_slots: Tensor | None = None,
+    scale: float | None = None,
+    backend: str | None = None,
+    *,
+    has_state: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
+    checkpoint_slots: Tensor | None = None,
+    pad_slot: int = -1,
+    out: Tensor | None = None,
+    max_seqlen: int | None = None,
+    state_v_first: bool = False,
+    gate: str | None = None,
+    gate_normalizer: int = 16,
+) -> Tensor:
+    """Computes gated linear attention over packed sequences, from states in a pool and into it. Not differentiable.
+
+    The pool is written in place. A slot outside 0 to P-1, and `pad_slot`, is neither read nor written. A slot that one
+    sequence writes must neither be read nor written by another sequence of the call; several sequences may read one
+    slot. No value is read on the host, so the call can be captured into a CUDA graph.
+
+    Under autocast q, k and v are cast to the dtype of autocast, and o has that dtype; g keeps float32, and the pool
+    keeps its dtype.
+
+    Args:
+        q: queries [1, T, Hq, K], float64, float32, float16 or bfloat16. Query head i reads key/value head i // (Hq/H).
+        k: keys [1, T, H, K], dtype of q.
+        v: values [1, T, Hv, V], dtype of q. Value head i reads query and key head i // (Hv/H). Hv is H, or a multiple
+            of H if Hq is H.
+        g: natural logarithm of the forget gate, dtype of q or float32, in [-inf, 0]: [1, T, Hv, K] for each key,
+            [1, T, Hv] for each token and head, or [Hv] for each head. None means no decay. Only with GLA_CHECK=1 in
+            the environment are the values read; values above 0 then raise ValueError.
+        pool: states [P, Hv, K, V], float32, bfloat16 or float16 (float64 with float64 inputs); written. The slots may
+            be any distance apart, as in pages of memory. A state is rounded once, where it is written; a number above
+            65504 becomes inf in float16.
+        cu_seqlens: offsets of the sequences [N+1], int32 or int64: sequence n is rows cu_seqlens[n] to
+            cu_seqlens[n+1]. Empty sequences are legal, so the last offset may be repeated. Rows before the first offset
+            and after the last one belong to no sequence, and their o is 0.
+        read_slots: for each sequence, the slot of the state that it starts from [N], int32 or int64. A sequence starts
+            from 0 if the slot is outside the pool or is `pad_slot`.
+        write_slots: for each sequence, the slot that its last state is written into [N], int32 or int64; None means
+            `read_slots`. The last state of an empty sequence is the state that it starts from.
+        scale: factor of the output; None means K^-1/2.
+        backend: a request such as "reference"; see `use_backend`.
+        has_state: for each sequence, whether it has a state [N], bool. A sequence without one starts from 0, whatever
+            its slot holds. None means that all have one.
+        checkpoint_offsets: for each sequence, the number of tokens before its checkpoint [N], int32 or int64, a
+            multiple of 64. There is no checkpoint if this is not between 1 and the number of tokens minus 1.
+        checkpoint_slots: for each sequence, the slot that the checkpoint is written into [N], int32 or int64. Both or
+            neither of the two must be given.
+        pad_slot: a slot that is never read or written.
+        out: memory for o [1, T, Ho, V], contiguous, dtype of v; None means a new tensor.
+        max_seqlen: the number of tokens of the longest sequence, or an upper bound; a hint, as in `chunk_gla`.
+        state_v_first: whether the pool is [P, Hv, V, K].
+        gate: None, or "logsigmoid" if g holds logits, as in `chunk_gla`.
+        gate_normalizer: the whole number by which log sigma of the logits is divided.
+
+    Returns:
+        o [1, T, Ho, V] with the dtype of v, where Ho is the larger of Hq and Hv; `out` itself if it is given.
+
+    Raises:
+        ValueError, TypeError: an argument has a wrong shape, dtype or device, or cannot be written in place.
+        RuntimeError: an input requires a gradient.
+        NoBackendError, UnknownBackendError: no backend can serve the request.
+        NotImplementedError: an input carries a tangent of forward-mode AD, or is under a transform of torch.func.
+
+    Example:
+        >>> pool = torch.zeros(100, 4, 32, 32)
+        >>> new = torch.tensor([True, False])
+        >>> cu_seqlens, slots = torch.tensor([0, 60, 100]), torch.tensor([7, 3])
+        >>> batch = (q, k, v, g, pool, cu_seqlens, slots)
+        >>> o = gla.chunk_gla_pool(*batch, has_state=~new)
+    """
+    c = None if gate is None else checks.normalizer(gate, gate_normalizer, g)
+    slots, rest = (cu_seqlens, read_slots, write_slots), (has_state, checkpoint_offsets, checkpoint_slots, pad_slot)
+    return _call((q, k, v, g, pool, *slots, scale, *rest, c, out, max_seqlen), backend, state_v_first)
+
+
+def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
+    checks.logits(given["g"], given["gate_normalizer"])
+    slots = sizes["N"]
+    checks.packed(sizes, of="q")
+    checks.longest(given["max_seqlen"])
+    if slots != sizes["N"]:
+        raise ValueError(f"read_slots has {slots} entries; expected {sizes['N']}, one for each sequence of cu_seqlens")
+    for name, other in (("checkpoint_offsets", "checkpoint_slots"), ("checkpoint_slots", "checkpoint_offsets")):
+        if given[name] is not None and given[other] is None:
+            raise ValueError(f"{name} is given and {other} is None; expected both or neither")
+
+
+def _reads(x: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the rows of sequences, and the slots of states that tokens advance or that are copied to another slot."""
+    checks.offset_values(x["cu_seqlens"], x["q"].shape[1], x["max_seqlen"])
+    lengths, offsets, has_state = x["cu_seqlens"].diff(), x["checkpoint_offsets"], x["has_state"]
+
+    def is_used(name: str) -> Tensor:
+        return is_slot(x["pool"], x[name], x["pad_slot"])
+
+    to = "read_slots" if x["write_slots"] is None else "write_slots"
+    writes = {to: checks.slots_where(x[to], is_used(to))}
+    if offsets is not None:
+        is_kept = (offsets > 0) & (offsets < lengths)
+        writes["checkpoint_slots"] = checks.slots_where(x["checkpoint_slots"], is_used("checkpoint_slots") & is_kept)
+        _check_offsets(offsets.tolist(), writes["checkpoint_slots"])
+    goes_on = (lengths > 0) | (is_used(to) & (x[to] != x["read_slots"]))
+    is_read = is_used("read_slots") & goes_on & (True if has_state is None else has_state)
+    checks.slots(checks.slots_where(x["read_slots"], is_read), writes)
+    return {"B T": checks.rows_of(x["cu_seqlens"]), "P": x["read_slots"][is_read].long()}
+
+
+def _check_offsets(offsets: list[int], kept: list[int | None]) -> None:
+    """Raises ValueError for a checkpoint that is no multiple of 64 tokens after the first token of its sequence."""
+    for n, (offset, slot) in enumerate(zip(offsets, kept, strict=True)):
+        if slot is not None and offset % CHUNK:
+            raise ValueError(f"checkpoint_offsets[{n}] is {offset}; expected a multiple of {CHUNK}")
+
+
+CHUNK_POOL = OpSpec(
+    name="chunk_gla_pool",
+    public="chunk_gla_pool",
+    arguments=(
+        *(dataclasses.replace(argument, differentiable=False) for argument in TOKENS),
+        Argument("pool", "Tensor(a!)", "P Hv K V", SLOTTED),
+        Argument("cu_seqlens", "Tensor", "N+1", OFFSETS),
+        Argument("read_slots", "Tensor", "N", INDICES),
+        Argument("write_slots", "Tensor?", "N", PLACES, None),
+        Argument("scale", "float?", default=None, in_call=False),
+        Argument("has_state", "Tensor?", "N", MARKS, None),
+        Argument("checkpoint_offsets", "Tensor?", "N", PLACES, None),
+        Argument("checkpoint_slots", "Tensor?", "N", PLACES, None),
+        Argument("pad_slot", "int", default=-1),
+        NORMALIZER,
+        Argument("out", "Tensor(b!)?", "B T Ho V", AS_INPUT, None),
+        LONGEST,
+    ),
+    results=(Result("o", "B T Ho V", into="out"),),
+    sizes={"B": "B", "T": "T", "H": "H", "Hq": "H", "Hv": "H", "K": "K", "V": "V", "N": "N", "P": "N"},
+    bind=_bind,
+    reads=_reads,
+    flops=FORWARD.flops,
+)
+
+_call = serving(CHUNK_POOL)

@@ -1,0 +1,137 @@
+"""Computes what a layer does for one token between its projections: the abstract op recurrent_gla_layer_step.
+
+Per row and output head, with the recurrence of `recurrent_gla_step`, weight w and activation f:
+
+    S' = diag(alpha) S + k^T v        u = scale * q S'        o = u / sqrt(mean(u^2) + norm_eps) * w * f(output_gate)
+
+Sources: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635); Zhang
+and Sennrich, "Root Mean Square Layer Normalization" (arXiv 1910.07467).
+
+A backend's function receives and returns
+
+    recurrent_gla_layer_step(q, k, v, g, state, output_gate, norm_weight, scale, norm_eps, activation, state_indices,
+                             gate_normalizer) -> o
+
+The mean is over the V values of a head. Without output_gate the factor f(output_gate) is 1, and without norm_weight w
+is 1. The state is written in place. Row b reads and writes state[state_indices[b]], or state[b] without indices. A row
+whose index is outside 0 to P-1 is skipped: its o is 0, whatever its output gate holds, and no state is written.
+gate_normalizer is as in `chunk_gla`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from gla_core.dispatch.composed.layer_step import OUTPUT_ACTIVATIONS
+from gla_core.ops import checks
+from gla_core.ops._serving import serving
+from gla_core.ops.gla.chunk_gla import NORMALIZER
+from gla_core.ops.gla.recurrent_gla_step import STEP
+from gla_core.ops.spec import AS_INPUT, INDICES, POOL, WEIGHT, Argument, OpSpec, Result, plain_number
+
+
+def recurrent_gla_layer_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    state: Tensor,
+    output_gate: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    scale: float | None = None,
+    state_indices: Tensor | None = None,
+    backend: str | None = None,
+    *,
+    norm_eps: float = 1e-5,
+    activation: str = "silu",
+    state_v_first: bool = False,
+    gate: str | None = None,
+    gate_normalizer: int = 16,
+) -> Tensor:
+    """Advances states by one token per row in place, and returns the normed and gated outputs. Not differentiable.
+
+    It is what a layer of gated linear attention does between its input projections and its output projection, for
+    decoding: `recurrent_gla_step`, an RMS norm of each head's output, and the output gate. Everything between is
+    float32 (float64 with float64 inputs). No value is read on the host, so the call can be captured into a CUDA graph.
+
+    The inputs may be slices of one projection of several, without a copy, since only their last dimension has to be
+    contiguous.
+
+    Under autocast q, k, v and output_gate are cast to the dtype of autocast, and o has that dtype; g and norm_weight
+    keep float32, and the state keeps its dtype.
+
+    Args:
+        q: queries [B, Hq, K], float64, float32, float16 or bfloat16. Query head i reads key/value head i // (Hq/H).
+        k: keys [B, H, K], dtype of q.
+        v: values [B, Hv, V], dtype of q. Value head i reads query and key head i // (Hv/H). Hv is H, or a multiple of H
+            if Hq is H.
+        g: natural logarithm of the forget gate, dtype of q or float32, in [-inf, 0]: [B, Hv, K] for each key, [B, Hv]
+            for each head of a row, or [Hv] for each head. None means no decay. Only with GLA_CHECK=1 in the environment
+            are the values read; values above 0 then raise ValueError.
+        state: the state before the token [P, Hv, K, V], float32 or bfloat16 (float64 with float64 inputs); written. P
+            is B without state_indices; with them, state is a pool of P states.
+        output_gate: what the activation is applied to [B, Ho, V], dtype of q, where Ho is the larger of Hq and Hv. None
+            means no output gate.
+        norm_weight: the weight of the norm [V], dtype of q or float32, the same for all heads. None means no weight.
+        scale: factor of the output before the norm; None means K^-1/2.
+        state_indices: for each row of the batch, the index of the state in the pool that it reads and writes [B], int32
+            or int64. No two rows may have the same state. A row with a negative index is skipped: its o is 0.
+        backend: a request such as "reference"; see `use_backend`.
+        norm_eps: number added to the mean square.
+        activation: "silu" or "sigmoid", the activation of the output gate.
+        state_v_first: whether the state is [P, Hv, V, K].
+        gate: None, or "logsigmoid" if g holds logits, as in `chunk_gla`.
+        gate_normalizer: the whole number by which log sigma of the logits is divided.
+
+    Returns:
+        o [B, Ho, V] with the dtype of v, contiguous.
+
+    Raises:
+        ValueError, TypeError: an argument has a wrong shape, dtype or device, or the state cannot be written in place.
+        RuntimeError: an input requires a gradient.
+        NoBackendError, UnknownBackendError: no backend can serve the request.
+        NotImplementedError: an input carries a tangent of forward-mode AD, or is under a transform of torch.func.
+
+    Example:
+        >>> state, gates = torch.zeros(2, 4, 32, 32), torch.randn(2, 4, 32)
+        >>> token = [x[:, 0] for x in (q, k, v, g)]
+        >>> o = gla.recurrent_gla_layer_step(*token, state, gates)
+        >>> y = output_projection(o.flatten(1))
+    """
+    c = None if gate is None else checks.normalizer(gate, gate_normalizer, g)
+    rest = (scale, plain_number(norm_eps), activation, state_indices, c)
+    return _call((q, k, v, g, state, output_gate, norm_weight, *rest), backend, state_v_first)
+
+
+def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
+    STEP.bind(given, sizes)
+    activation = given["activation"]
+    if activation not in OUTPUT_ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}; expected {' or '.join(map(repr, OUTPUT_ACTIVATIONS))}")
+
+
+LAYER_STEP = OpSpec(
+    name="recurrent_gla_layer_step",
+    public="recurrent_gla_layer_step",
+    arguments=(
+        *STEP.arguments[:4],  # q, k, v, g
+        Argument("state", "Tensor(a!)", "P Hv K V", POOL),
+        Argument("output_gate", "Tensor?", "B Ho V", AS_INPUT, None),
+        Argument("norm_weight", "Tensor?", "V", WEIGHT, None),
+        Argument("scale", "float?", default=None, in_call=False),
+        Argument("norm_eps", "float", default=1e-5, in_call=False),
+        Argument("activation", "str", default="silu"),
+        Argument("state_indices", "Tensor?", "B", INDICES, None),
+        NORMALIZER,
+    ),
+    results=(Result("o", "B Ho V"),),
+    sizes=STEP.sizes,
+    bind=_bind,
+    reads=STEP.reads,
+    flops=STEP.flops,
+)
+
+_call = serving(LAYER_STEP)

@@ -1,0 +1,276 @@
+"""Computes up to eight tokens of each sequence, after the accepted tokens of the last call: recurrent_gla_replay.
+
+A server calls it to verify drafts. The recurrence is that of `recurrent_gla_step`. A sequence has one state in a pool,
+and its slot of three rings holds k, v and the log gates of the tokens of its last call. A call first replays the tokens
+that were accepted, so it reads a state once and writes it once, however many tokens it computes. A backend's function
+receives and returns
+
+    recurrent_gla_replay(q, k, v, g, pool, ring_k, ring_v, ring_g, slots, ring_start, num_accepted, scale, cu_seqlens,
+                         has_state, pad_slot, gate_normalizer, out) -> o
+
+A slot s is used if 0 <= s < P and s is not pad_slot. A sequence whose slot is not used is skipped: its o is 0, and
+nothing is read or written. Any other sequence n has the slot s = slots[n]. With S = L // 2, with
+a = num_accepted[n], brought into 0 to S, and with r = ring_start[n]:
+
+- Its base state is pool[s], or 0 if has_state[n] is False, whatever the slot holds; the slot may hold NaN. This state
+  is advanced by the tokens r, r+1, ... r+a-1, modulo L, of the rings in slot s.
+- If a > 0 or has_state[n] is False, the base state is written into pool[s].
+- The new tokens are computed from the base state, and their k, v and log gates are written into the tokens r+a, r+a+1,
+  ... modulo L, of the rings in slot s. The state after them is not written.
+
+Sequence n has the new tokens cu_seqlens[n] to cu_seqlens[n+1], or row n of the batch. At most S of them are computed;
+the o of others, and of rows that belong to no sequence, is 0. As there are at most S accepted tokens and S new ones, no
+token of a ring is both read and written. States are computed in float32 (float64 with float64 inputs), and are rounded
+to the dtype of the pool only where they are written. ring_g holds log gates also if g holds logits; it is None if g is
+None or constant, as all tokens then have the same gate. o and gate_normalizer are as in `chunk_gla`. o is returned in
+`out` if that is given.
+
+No two sequences of a call have the same used slot. All other numbers in the pool and in the rings keep their bits.
+
+The rings are those of ReplaySSM, which vLLM uses for Mamba-2 (vLLM #48018 and #49847).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gla_core.dispatch.slots import is_slot
+from gla_core.ops import checks
+from gla_core.ops._serving import serving
+from gla_core.ops.gla.chunk_gla import FORWARD, NORMALIZER, TOKENS
+from gla_core.ops.gla.recurrent_gla_steps import MOST
+from gla_core.ops.spec import (
+    AS_INPUT,
+    INDICES,
+    MARKS,
+    OFFSETS,
+    RING,
+    RING_OF_GATES,
+    SLOTTED,
+    Argument,
+    OpSpec,
+    Result,
+)
+
+
+def recurrent_gla_replay(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    pool: Tensor,
+    ring_k: Tensor,
+    ring_v: Tensor,
+    ring_g: Tensor | None,
+    slots: Tensor,
+    ring_start: Tensor,
+    num_accepted: Tensor,
+    scale: float | None = None,
+    backend: str | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    has_state: Tensor | None = None,
+    pad_slot: int = -1,
+    out: Tensor | None = None,
+    parents: None = None,
+    state_v_first: bool = False,
+    gate: str | None = None,
+    gate_normalizer: int = 16,
+) -> Tensor:
+    """Advances states by the accepted tokens of the last call, and computes up to eight new tokens per sequence.
+
+    It verifies drafts with one state per sequence. A call keeps k, v and the log gates of its tokens in rings. The next
+    call replays the tokens that were accepted, writes the state after them, and continues from there. Each call reads
+    the state of a sequence once and writes it once. `recurrent_gla_steps` reads it once and writes it after each token,
+    into a slot of its own. It needs more slots and moves more memory, but computes no token twice, and its states are
+    up to date after each call. Not differentiable.
+
+    A server keeps two numbers for each sequence on the device:
+
+        start, accepted = zeros, zeros
+        for each call:
+            o = recurrent_gla_replay(q, k, v, g, pool, ring_k, ring_v, ring_g, slots, start, accepted)
+            start = (start + accepted) % L
+            accepted = number of tokens of this call that are accepted
+
+    For a new sequence, and after a call of `chunk_gla_pool`, which advances the state itself, accepted is 0 and start
+    may be any number. A call with T = 0 only replays. It brings the states in the pool up to date, for example before
+    they are copied into a prefix cache. After it, accepted is 0.
+
+    The pool and the rings are written in place. A slot outside 0 to P-1, and `pad_slot`, is neither read nor written.
+    No two sequences of a call may have the same slot. No value is read on the host, so the call can be captured into a
+    CUDA graph.
+
+    Under autocast q, k and v are cast to the dtype of autocast, and o has that dtype; g keeps float32, and the pool and
+    the rings keep their dtypes.
+
+    Args:
+        q: queries [B, T, Hq, K], float64, float32, float16 or bfloat16. Query head i reads key/value head i // (Hq/H).
+        k: keys [B, T, H, K], dtype of q.
+        v: values [B, T, Hv, V], dtype of q. Value head i reads query and key head i // (Hv/H). Hv is H, or a multiple
+            of H if Hq is H.
+        g: natural logarithm of the forget gate, dtype of q or float32, in [-inf, 0]: [B, T, Hv, K] for each key,
+            [B, T, Hv] for each token and head, or [Hv] for each head. None means no decay. Only with GLA_CHECK=1 in the
+            environment are the values read; values above 0 then raise ValueError.
+        pool: states [P, Hv, K, V], float32, bfloat16 or float16 (float64 with float64 inputs); written. The slots may
+            be any distance apart, as in pages of memory. A number above 65504 becomes inf in float16.
+        ring_k: keys of the tokens of the last call [P, L, H, K], dtype of q or float32; written. A ring of L tokens, 2
+            to 16, serves calls of up to L // 2 tokens per sequence. The slots may be any distance apart.
+        ring_v: values of these tokens [P, L, Hv, V], dtype of q or float32; written.
+        ring_g: natural logarithms of the forget gates of these tokens, float32 (float64 with float64 inputs); written:
+            [P, L, Hv, K] or [P, L, Hv], as g. None if g is None or [Hv]; the gate must then be the same in each call.
+        slots: for each sequence, its slot of the pool and of the rings [N], int32 or int64. N is B without cu_seqlens.
+        ring_start: for each sequence, the position in the ring of the first token of its last call, modulo L [N], int32
+            or int64. The new tokens follow the accepted ones.
+        num_accepted: for each sequence, the number of tokens of its last call that were accepted [N], int32 or int64.
+            Values are brought into 0 to L // 2.
+        scale: factor of the output; None means K^-1/2.
+        backend: a request such as "reference"; see `use_backend`.
+        cu_seqlens: offsets of packed sequences [N+1], int32 or int64, with B = 1: sequence n is rows cu_seqlens[n] to
+            cu_seqlens[n+1], at most L // 2 of them. The last offset may be repeated; rows before the first offset and
+            after the last one belong to no sequence, and their o is 0. None: B sequences of T tokens each, T at most L
+            // 2.
+        has_state: for each sequence, whether its slot holds a state [N], bool. A sequence without one starts from 0,
+            whatever its slot holds. None means that all have one.
+        pad_slot: a slot that is never read or written. A sequence with such a slot is skipped: its o is 0 and nothing
+            is written.
+        out: memory for o [B, T, Ho, V], contiguous, dtype of v; None means a new tensor.
+        parents: must be None. Drafts are chains: each token follows the one before it.
+        state_v_first: whether the pool is [P, Hv, V, K].
+        gate: None, or "logsigmoid" if g holds logits, as in `chunk_gla`. ring_g holds log gates in either case.
+        gate_normalizer: the whole number by which log sigma of the logits is divided.
+
+    Returns:
+        o [B, T, Ho, V] with the dtype of v, where Ho is the larger of Hq and Hv; `out` itself if it is given.
+
+    Raises:
+        ValueError, TypeError: an argument has a wrong shape, dtype or device, or cannot be written in place.
+        RuntimeError: an input requires a gradient.
+        NoBackendError, UnknownBackendError: no backend can serve the request.
+        NotImplementedError: an input carries a tangent of forward-mode AD, or is under a transform of torch.func.
+
+    Example:
+        >>> pool, slots = torch.zeros(10, 4, 32, 32), torch.tensor([7, 2])
+        >>> # For three tokens a call
+        >>> rings = [torch.zeros(10, 6, 4, 32) for _ in range(3)]
+        >>> start, accepted = torch.tensor([0, 0]), torch.tensor([0, 0])
+        >>> tokens = [x[:, :3] for x in (q, k, v, g)]
+        >>> o = gla.recurrent_gla_replay(
+        ...     *tokens, pool, *rings, slots, start, accepted
+        ... )
+        >>> start, accepted = (start + accepted) % 6, torch.tensor([3, 1])
+        >>> tokens = [x[:, 3:6] for x in (q, k, v, g)]
+        >>> o = gla.recurrent_gla_replay(
+        ...     *tokens, pool, *rings, slots, start, accepted
+        ... )
+    """
+    checks.no_tree(parents)
+    c = None if gate is None else checks.normalizer(gate, gate_normalizer, g)
+    memory, of_sequences = (pool, ring_k, ring_v, ring_g), (slots, ring_start, num_accepted)
+    return _call(
+        (q, k, v, g, *memory, *of_sequences, scale, cu_seqlens, has_state, pad_slot, c, out), backend, state_v_first
+    )
+
+
+def _limit(sizes: Mapping[str, int], packed: bool) -> None:
+    T, L = sizes["T"], sizes["L"]
+    if not 2 <= L <= 2 * MOST:
+        raise ValueError(
+            f"ring_k has L = {L} tokens; expected 2 to {2 * MOST}: twice the tokens of a sequence in a call. "
+            "A longer part of a sequence is a call of chunk_gla_pool"
+        )
+    if not packed and 2 * T > L:
+        raise ValueError(
+            f"q has T = {T} tokens for each sequence and ring_k has L = {L}; expected L of at least 2 T, "
+            "so that accepted and new tokens fit: use longer rings, or fewer tokens"
+        )
+
+
+def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
+    checks.logits(given["g"], given["gate_normalizer"])
+    _check_ring_of_gates(given["g"], given["ring_g"])
+    N = sizes["N"]
+    if given["cu_seqlens"] is not None:
+        checks.packed(sizes, of="q")
+    else:
+        sizes["N"] = sizes["B"]
+    if sizes["N"] != N:
+        of = "row of q" if given["cu_seqlens"] is None else "sequence of cu_seqlens"
+        raise ValueError(f"slots has {N} entries; expected {sizes['N']}, one for each {of}")
+
+
+def _check_ring_of_gates(g: Tensor | None, ring_g: Tensor | None) -> None:
+    """Raises ValueError unless ring_g is given for gates that differ from token to token, in the form of g."""
+    if g is None or g.ndim == 1:
+        if ring_g is not None:
+            kind = "None" if g is None else "constant"
+            raise ValueError(f"ring_g is given and g is {kind}; expected None, as all tokens have the same gate")
+        return
+    shape = "[P, L, Hv, K]" if g.ndim == 4 else "[P, L, Hv]"
+    if ring_g is None:
+        raise ValueError(f"ring_g is None and g has shape {list(g.shape)}; expected memory {shape} for its log gates")
+    if ring_g.ndim != g.ndim:
+        raise ValueError(f"ring_g has shape {list(ring_g.shape)}; expected {shape}, because g has {list(g.shape)}")
+
+
+def _reads(x: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the rows and the accepted tokens of sequences that are not skipped, and their states.
+
+    A state is read if it is advanced, by an accepted or a new token.
+    """
+    slots, L = x["slots"].long(), x["ring_k"].shape[1]
+    lengths = checks.lengths_of(x["cu_seqlens"], x["q"])
+    for n, length in enumerate(lengths.tolist()):
+        if 2 * length > L:
+            raise ValueError(f"sequence {n} has {length} tokens; a ring of L = {L} tokens serves {L // 2}")
+    served = is_slot(x["pool"], slots, x["pad_slot"])
+    checks.slots([], {"slots": checks.slots_where(slots, served)})
+    advanced = served & ((lengths > 0) | (x["num_accepted"] > 0))
+    begins = advanced if x["has_state"] is None else advanced & x["has_state"]
+    steps = torch.arange(L // 2, device=slots.device)
+    places = (x["ring_start"][:, None].long() + steps) % L  # [N, L // 2]
+    replayed = served[:, None] & (steps < x["num_accepted"][:, None])
+    ring = slots[:, None].expand_as(places)[replayed], places[replayed]
+    return {"B T": checks.rows_of(x["cu_seqlens"], served), "P L": ring, "P": slots[begins]}
+
+
+REPLAY = OpSpec(
+    name="recurrent_gla_replay",
+    public="recurrent_gla_replay",
+    arguments=(
+        *(dataclasses.replace(argument, differentiable=False) for argument in TOKENS),
+        Argument("pool", "Tensor(a!)", "P Hv K V", SLOTTED),
+        Argument("ring_k", "Tensor(b!)", "P L H K", RING),
+        Argument("ring_v", "Tensor(c!)", "P L Hv V", RING),
+        Argument(
+            "ring_g",
+            "Tensor(d!)?",
+            "P L Hv K",
+            RING_OF_GATES,
+            None,
+            forms={"head": "P L Hv", "key": "P L Hv K"},
+        ),
+        Argument("slots", "Tensor", "N", INDICES),
+        Argument("ring_start", "Tensor", "N", INDICES),
+        Argument("num_accepted", "Tensor", "N", INDICES),
+        Argument("scale", "float?", default=None, in_call=False),
+        Argument("cu_seqlens", "Tensor?", "N+1", OFFSETS, None),
+        Argument("has_state", "Tensor?", "N", MARKS, None),
+        Argument("pad_slot", "int", default=-1),
+        NORMALIZER,
+        Argument("out", "Tensor(e!)?", "B T Ho V", AS_INPUT, None),
+    ),
+    results=(Result("o", "B T Ho V", into="out"),),
+    sizes={"B": "B", "T": "T", "H": "H", "Hq": "H", "Hv": "H", "K": "K", "V": "V", "L": "L", "N": "B", "P": "N"},
+    limit=_limit,
+    bind=_bind,
+    reads=_reads,
+    flops=FORWARD.flops,  # the number of replayed tokens is known on the device alone
+)
+
+_call = serving(REPLAY)

@@ -1,0 +1,212 @@
+"""Computes one token of gated linear attention, for decoding: the abstract op recurrent_gla_step.
+
+Per row and value head, with alpha = exp(g), a number for each key or one number:
+
+    S' = diag(alpha) S + k^T v        o = scale * q S'
+
+Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
+
+A backend's function receives and returns
+
+    recurrent_gla_step(q, k, v, g, state, scale, state_indices, gate_normalizer, inplace) -> (o, state)
+
+Row b reads and writes state[state_indices[b]], or state[b] without indices. A row whose index is outside 0 to P-1 is
+skipped: its o is 0 and no state is written. gate_normalizer is as in `chunk_gla`. With `inplace` the given state is
+written and returned. Without it, the given state is left unchanged and a new tensor of the same shape is returned;
+states that no index names are copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from gla_core.dispatch.request import current_request
+from gla_core.ops import autocast, checks
+from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run, transformed
+from gla_core.ops._torch_op import (
+    faker,
+    refuse_in_place,
+    refuse_tangents,
+    runner,
+    tell_autograd,
+    torch_op,
+)
+from gla_core.ops.gla.chunk_gla import NORMALIZER
+from gla_core.ops.spec import (
+    AS_INPUT,
+    GATE,
+    INDICES,
+    INPUT,
+    POOL,
+    Argument,
+    OpSpec,
+    Result,
+    plain_number,
+    scale_or_default,
+)
+
+
+def recurrent_gla_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    state: Tensor,
+    scale: float | None = None,
+    state_indices: Tensor | None = None,
+    inplace: bool = False,
+    backend: str | None = None,
+    *,
+    state_v_first: bool = False,
+    gate: str | None = None,
+    gate_normalizer: int = 16,
+) -> tuple[Tensor, Tensor]:
+    """Advances a state by one token per row. Not differentiable: train with `chunk_gla`.
+
+    Under autocast q, k and v are cast to the dtype of autocast, and o has that dtype; g keeps float32, and the state
+    keeps its dtype.
+
+    Args:
+        q: queries [B, Hq, K], float64, float32, float16 or bfloat16. Query head i reads key/value head i // (Hq/H).
+        k: keys [B, H, K], dtype of q.
+        v: values [B, Hv, V], dtype of q. Value head i reads query and key head i // (Hv/H). Hv is H, or a multiple of H
+            if Hq is H.
+        g: natural logarithm of the forget gate, dtype of q or float32, in [-inf, 0]: [B, Hv, K] for each key, [B, Hv]
+            for each head of a row, or [Hv] for each head. None means no decay. Only with GLA_CHECK=1 in the environment
+            are the values read; values above 0 then raise ValueError.
+        state: the state before the token [P, Hv, K, V], float32 or bfloat16 (float64 with float64 inputs). P is B
+            without state_indices; with them, state is a pool of P states.
+        scale: factor of the output; None means K^-1/2.
+        state_indices: for each row of the batch, the index of the state in the pool that it reads and writes [B], int32
+            or int64. No two rows may have the same state. A row with a negative index is skipped: its o is 0.
+        inplace: whether to write the new state into `state` instead of returning a new tensor.
+        backend: a request such as "reference"; see `use_backend`.
+        state_v_first: whether the given and the returned state are [P, Hv, V, K].
+        gate: None, or "logsigmoid" if g holds logits, as in `chunk_gla`.
+        gate_normalizer: the whole number by which log sigma of the logits is divided.
+
+    Returns:
+        o [B, Ho, V] with the dtype of v, where Ho is the larger of Hq and Hv, and the new state with the shape and
+        dtype of `state` (the same tensor if `inplace`).
+
+    Raises:
+        ValueError, TypeError: an argument has a wrong shape, dtype or device; with inplace, neither of the last two
+            dimensions of the state is contiguous.
+        RuntimeError: an input requires a gradient.
+        NoBackendError, UnknownBackendError: no backend can serve the request.
+        NotImplementedError: an input carries a tangent of forward-mode AD.
+
+    Example:
+        >>> state = torch.zeros(2, 4, 32, 32)
+        >>> token = [x[:, 0] for x in (q, k, v, g)]
+        >>> o, state = gla.recurrent_gla_step(*token, state)
+    """
+    if state_v_first:
+        given = (q, k, v, g, checks.transposed(state), scale, state_indices)
+        try:
+            o, new = recurrent_gla_step(*given, inplace, backend, gate=gate, gate_normalizer=gate_normalizer)
+        except (ValueError, TypeError) as error:
+            raise STEP.error_in_layout(error, (*given, None, inplace)) from None
+        return o, state if inplace else new.mT
+    c = None if gate is None else checks.normalizer(gate, gate_normalizer, g)
+    if needs_gradient(q, k, v, g, state):
+        _no_backward()
+    if bypasses_torch(q):
+        args = (q, k, v, g, state, scale_or_default(q, scale), state_indices, c, inplace)
+        found = run(STEP, args, current_request(backend))
+        if inplace:
+            tell_autograd(state)
+        return found
+    q, k, v, g = autocast.tokens(q, k, v, g)
+    refuse_tangents(q, k, v, g, state)
+    args = (q, k, v, g, state, plain_number(scale), state_indices, c, request_text(backend))
+    if inplace:
+        if transformed():
+            refuse_in_place()
+        return _torch_step_inplace(*args), state
+    return _torch_step(*args)
+
+
+def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
+    checks.logits(given["g"], given["gate_normalizer"])
+    if given["state_indices"] is None:
+        sizes["P"] = sizes["B"]
+
+
+def _reads(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the rows that are not skipped, and their states."""
+    state, indices = given["state"], given["state_indices"]
+    if indices is None:
+        return {}
+    used = [i for i in indices.tolist() if i >= 0]
+    if any(i >= state.shape[0] for i in used):
+        raise ValueError(f"state_indices holds {max(used)}; the pool has {state.shape[0]} states")
+    if len(set(used)) < len(used):
+        raise ValueError(f"state_indices is {used}; expected no state twice")
+    return {"B": indices >= 0, "P": used}
+
+
+def _flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
+    """Counts k^T v for each value head, and the product of q and the state for each head of o."""
+    B, Hq, K = q
+    return 2 * B * (max(Hq, v[1]) + v[1]) * K * v[2]
+
+
+STEP = OpSpec(
+    name="recurrent_gla_step",
+    public="recurrent_gla_step",
+    arguments=(
+        Argument("q", "Tensor", "B Hq K", INPUT),
+        Argument("k", "Tensor", "B H K", AS_INPUT),
+        Argument("v", "Tensor", "B Hv V", AS_INPUT),
+        Argument("g", "Tensor?", "B Hv K", GATE, None, forms={"constant": "Hv", "head": "B Hv", "key": "B Hv K"}),
+        Argument("state", "Tensor", "P Hv K V", POOL),
+        Argument("scale", "float?", default=None, in_call=False),
+        Argument("state_indices", "Tensor?", "B", INDICES, None),
+        NORMALIZER,
+        Argument("inplace", "bool", default=False),
+    ),
+    results=(
+        Result("o", "B Ho V"),
+        Result("state", like="state", written=lambda given: given["inplace"], state=True),
+    ),
+    sizes={"B": "B", "H": "H", "Hq": "H", "Hv": "H", "K": "K", "V": "V", "P": "B"},
+    bind=_bind,
+    reads=_reads,
+    flops=_flops,
+)
+
+
+def _no_backward(*_: Any) -> NoReturn:
+    raise RuntimeError(
+        "recurrent_gla_step has no backward and an input requires a gradient; "
+        "train with chunk_gla, or decode under torch.no_grad()"
+    )
+
+
+def _run_in_place(*args: Any) -> Tensor:
+    o, state = _in_place(*args)
+    tell_autograd(state)
+    return o
+
+
+def _fake_in_place(*args: Any) -> Tensor:
+    return _faker(*args)[0]
+
+
+_SCHEMA = STEP.schema(without=("inplace",))  # two torch ops, one for each value of `inplace`
+_in_place, _faker = runner(STEP, True), faker(STEP, False)
+_torch_step = torch_op(_SCHEMA, runner(STEP, False), _faker, backward=_no_backward, flops=STEP.flops, spec=STEP)
+_torch_step_inplace = torch_op(
+    _SCHEMA.replace("step(", "step_(")
+    .replace("Tensor state", "Tensor(a!) state")
+    .replace("(Tensor, Tensor)", "Tensor"),
+    _run_in_place,
+    _fake_in_place,
+    vmap=refuse_in_place,
+    flops=STEP.flops,
+    spec=STEP,
+)
