@@ -73,6 +73,7 @@ API: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "gla_core.dispatch.composed": {},
     "gla_core.dispatch.slots": {},
     "gla_core.dispatch.tensors": {},
+    "gla_core.dispatch.transitions": {},
 }
 """Modules that have a page made of their docstrings, and the groups of their names, in the order of the page. The other
 names of a module follow in a group of their own."""

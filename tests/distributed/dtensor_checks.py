@@ -32,7 +32,7 @@ def compare(found: tuple, expected: tuple) -> None:
 
 def check_sequences_and_heads(ranks: Ranks) -> None:
     """Results stay where q is. Other arguments are moved there, and their gradients go back."""
-    for place, of_g, there in (
+    for place, gate_place, there in (
         (BATCH, BATCH, BATCH),
         (HEADS, HEADS, HEADS),
         (HEADS, WHOLE, HEADS),
@@ -42,7 +42,7 @@ def check_sequences_and_heads(ranks: Ranks) -> None:
         for states in (False, True):
             x = gla_inputs(B=2, T=20, H=2, G=2, dtype=torch.float64, initial_state=states)
             leaves = [y.requires_grad_() for y in (x.q, x.k, x.v, x.g)]
-            own = [spread(y, p) for y, p in zip(leaves, (place, place, place, of_g), strict=True)]
+            own = [spread(y, p) for y, p in zip(leaves, (place, place, place, gate_place), strict=True)]
             expected = gla.chunk_gla(*leaves, None, x.initial_state, states)
             found = gla.chunk_gla(*own, None, spread(x.initial_state, WHOLE), states)
             compare(found, expected)
@@ -56,18 +56,18 @@ def check_forms_of_gates_and_groups_of_values(ranks: Ranks) -> None:
 
     All gates are given as logits, too.
     """
-    of_head = Shard(0)  # of a constant gate [Hv]
-    for form, place, of_g in (
+    head_place = Shard(0)  # of a constant gate [Hv]
+    for form, place, gate_place in (
         ("head", BATCH, BATCH),
         ("head", HEADS, WHOLE),
         ("constant", BATCH, WHOLE),
-        ("constant", BATCH, of_head),
-        ("constant", HEADS, of_head),
+        ("constant", BATCH, head_place),
+        ("constant", HEADS, head_place),
         ("constant", HEADS, WHOLE),
     ):
         x = gla_inputs(B=2, T=6, H=2, R=2, dtype=torch.float64, gate_form=form)
         leaves = [y.requires_grad_() for y in (x.q, x.k, x.v, x.g)]
-        own = [spread(y, p) for y, p in zip(leaves, (place, place, place, of_g), strict=True)]
+        own = [spread(y, p) for y, p in zip(leaves, (place, place, place, gate_place), strict=True)]
         for gates in ({"gate": "logsigmoid", "gate_normalizer": 4}, {}):
             expected, found = (gla.chunk_gla(*given, output_final_state=True, **gates) for given in (leaves, own))
             compare(found, expected)
@@ -75,7 +75,7 @@ def check_forms_of_gates_and_groups_of_values(ranks: Ranks) -> None:
             compare(torch.autograd.grad(found.o.square().sum(), own), wanted)
         compare(gla.chunk_gla_summary(*own[1:]), gla.chunk_gla_summary(*leaves[1:]))
         token = [y.detach() if y.ndim == 1 else y.detach()[:, 0] for y in leaves]
-        where = [Shard(1) if p == HEADS else p for p in (place, place, place, of_g)]
+        where = [Shard(1) if p == HEADS else p for p in (place, place, place, gate_place)]
         step = [spread(y, p) for y, p in zip(token, where, strict=True)]
         state = expected.state.detach()
         for gates in ({"gate": "logsigmoid"}, {}):
@@ -124,21 +124,25 @@ def check_other_ops(ranks: Ranks) -> None:
     q, k, v, g = x.q, x.k, x.v, x.g
     state = torch.randn(2, 2, q.shape[-1], v.shape[-1], dtype=torch.float64)
     token = [y[:, 0] for y in (q, k, v, g)]
-    for place, of_state in ((BATCH, BATCH), (HEADS, Shard(1))):
+    for place, state_place in ((BATCH, BATCH), (HEADS, Shard(1))):
         own = [spread(y, place) for y in (q, k, v, g)]
         compare(gla.chunk_gla_summary(*own[1:]), gla.chunk_gla_summary(k, v, g))
         compare(gla.chunk_gla_gradient_summary(own[0], *own[2:]), gla.chunk_gla_gradient_summary(q, v, g))
         compare(gla.softmax_attention(*own[:3], causal=True), gla.softmax_attention(q, k, v, causal=True))
-        one = [spread(y, of_state) for y in token]
+        one = [spread(y, state_place) for y in token]
         compare(gla.recurrent_gla_step(*one, spread(state, WHOLE)), gla.recurrent_gla_step(*token, state))
-        written = spread(state, of_state)
+        written = spread(state, state_place)
         expected = gla.recurrent_gla_step(*token, state)
         o, same = gla.recurrent_gla_step(*one, written, inplace=True)
         assert same is written
         compare((o, written), expected)
         with pytest.raises(ValueError, match="mismatched placements"):
             gla.recurrent_gla_step(*one, spread(state, WHOLE), inplace=True)
-        weight, before, written = torch.randn(v.shape[-1], dtype=torch.float64), state.clone(), spread(state, of_state)
+        weight, before, written = (
+            torch.randn(v.shape[-1], dtype=torch.float64),
+            state.clone(),
+            spread(state, state_place),
+        )
         expected = gla.recurrent_gla_layer_step(*token, before, token[2], weight)
         found = gla.recurrent_gla_layer_step(*one, written, one[2], spread(weight, WHOLE))
         compare((found, written), (expected, before))
@@ -188,7 +192,7 @@ def check_what_dtensors_are_refused(ranks: Ranks) -> None:
         gla.online_softmax(spread(x.q, HEADS), 1)
 
 
-OF_NUMBER = {
+NUMBERS = {
     check_sequences_and_heads: 2,
     check_forms_of_gates_and_groups_of_values: 2,
     check_packed_sequences: 2,

@@ -7,11 +7,11 @@ import itertools
 from collections.abc import Callable
 from unittest import mock
 
-import of_chunk_gla
-import of_layers
+import chunk_gla_checks
+import layer_checks
 import torch
 import torch.distributed as dist
-from of_chunk_gla import Batch
+from chunk_gla_checks import Batch
 from ranks import Ranks, rows_of_rank
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -47,10 +47,10 @@ def check_kernels(ranks: Ranks) -> None:
         (packed, (150, 250), "zigzag"),
     ):
         batch = Batch(inputs(ranks, initial_state=True, **sizes), lengths, layout)
-        of_chunk_gla.compare(ranks, batch, 2 * BF16)
-        of_chunk_gla.compare(ranks, batch, 2 * BF16, exact=True)
+        chunk_gla_checks.compare(ranks, batch, 2 * BF16)
+        chunk_gla_checks.compare(ranks, batch, 2 * BF16, exact=True)
         batch = Batch(inputs(ranks, **sizes), lengths, layout, final_state=False)
-        of_chunk_gla.compare(ranks, batch, 2 * BF16, exact=True)
+        chunk_gla_checks.compare(ranks, batch, 2 * BF16, exact=True)
 
 
 def check_a_layer(ranks: Ranks) -> None:
@@ -64,15 +64,15 @@ def check_a_layer(ranks: Ranks) -> None:
     x, dy = torch.randn(2, 1, 400, 128, device=ranks.device, dtype=torch.bfloat16)
     cu_seqlens = torch.tensor([0, 90, 90, 360, 400], device=ranks.device)
 
-    def results(layer: GatedLinearAttention, of_rank: bool) -> dict[str, Tensor]:
+    def results(layer: GatedLinearAttention, sharded: bool) -> dict[str, Tensor]:
         def own(z: Tensor) -> Tensor:
             return rows_of_rank(z, ranks.rank, (130, 270), "contiguous")
 
-        z = (own(x) if of_rank else x).detach().to(layer.o_proj.weight.dtype).requires_grad_()
+        z = (own(x) if sharded else x).detach().to(layer.o_proj.weight.dtype).requires_grad_()
         y, _ = layer(z, cu_seqlens=cu_seqlens)
-        y.backward((own(dy) if of_rank else dy).to(y.dtype))
+        y.backward((own(dy) if sharded else dy).to(y.dtype))
         gradients = {name: p.grad.double() for name, p in layer.named_parameters()}
-        if of_rank:
+        if sharded:
             for gradient in gradients.values():
                 dist.all_reduce(gradient)
             return {"y": y, "x": z.grad, **gradients}
@@ -142,11 +142,11 @@ def captured(step: Callable[[], tuple[Tensor, ...]]) -> Callable[[], list[Tensor
 
 
 CHECKS = (
-    of_chunk_gla.check_random_batches,
-    of_chunk_gla.check_random_batches_by_a_scan,
-    of_chunk_gla.check_ranks_that_differ,
-    of_layers.check_layers_of_random_batches,
-    of_layers.check_a_layer_with_a_mesh,
+    chunk_gla_checks.check_random_batches,
+    chunk_gla_checks.check_random_batches_by_a_scan,
+    chunk_gla_checks.check_ranks_that_differ,
+    layer_checks.check_layers_of_random_batches,
+    layer_checks.check_a_layer_with_a_mesh,
     check_kernels,
     check_a_layer,
     check_steps_in_a_graph,

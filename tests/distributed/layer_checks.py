@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from of_chunk_gla import GATHER, collectives
+from chunk_gla_checks import GATHER, collectives
 from ranks import Ranks, rows_of_rank
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -195,4 +195,4 @@ def check_layers_that_differ(ranks: Ranks) -> None:
     gla.reload_environment()
 
 
-OF_NUMBER = {check_checkpointed_and_compiled_layers: 2, check_layers_that_differ: 2}
+NUMBERS = {check_checkpointed_and_compiled_layers: 2, check_layers_that_differ: 2}

@@ -101,7 +101,7 @@ def check_what_cannot_be_spread(ranks: Ranks) -> None:
             spread(layer, init_device_mesh("cpu", (2,)))
 
 
-OF_NUMBER = {
+NUMBERS = {
     check_heads_over_ranks: 2,
     check_a_bound_of_own_heads: 2,
     check_what_cannot_be_spread: 2,
