@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from gla_core.dispatch.transitions import Summary
 from gla_core.distributed.outside_graphs import outside_graphs
-from gla_core.distributed.over_ranks import OpOverRanks, OverRanks, over_ranks
+from gla_core.distributed.over_ranks import OpOverRanks, OverRanks, Tokens, over_ranks
 from gla_core.distributed.shard import Layout, Shard
 from gla_core.ops.gla.chunk_gla import BACKWARD, FORWARD, ChunkGla, interval_for_backward, torch_bwd, torch_fwd
 from gla_core.ops.gla.chunk_gla_summary import chunk_gla_gradient_summary, chunk_gla_summary
@@ -91,19 +89,17 @@ def chunk_gla(
         >>> # In every layer
         >>> o, _ = gla_core.distributed.chunk_gla(q, k, v, g, shard=cut)
     """
-    tokens, cut = (q, k, v, g), (shard, cu_seqlens, group, layout, max_seqlen)
-    states = (initial_state, output_final_state, state_v_first)
-    return ChunkGla(*over_ranks(_CHUNK_GLA, tokens, scale, *states, *cut, gate, gate_normalizer, backend))
+    states, cut = (initial_state, output_final_state, state_v_first), (shard, cu_seqlens, group, max_seqlen)
+    tokens, gates = (q, k, v, g), (gate, gate_normalizer)
+    return ChunkGla(*over_ranks(_CHUNK_GLA, tokens, scale, *states, *cut, layout, *gates, backend))
 
 
-def _summary(tokens: Sequence[Tensor | None], cu_seqlens: Tensor | None, backend: str) -> Summary:
+def _summary(tokens: Tokens, cu_seqlens: Tensor | None, backend: str) -> Summary:
     _, k, v, g = tokens
     return chunk_gla_summary(k, v, g, cu_seqlens, backend)
 
 
-def _gradient_summary(
-    tokens: Sequence[Tensor | None], scale: float, cu_seqlens: Tensor | None, do: Tensor, backend: str
-) -> Summary:
+def _gradient_summary(tokens: Tokens, scale: float, cu_seqlens: Tensor | None, do: Tensor, backend: str) -> Summary:
     q, _, v, g = tokens
     decay, dstate = chunk_gla_gradient_summary(q, do, g, cu_seqlens, backend)
     if g is None:  # each head of o has a summary of its own; the query heads of a group share one state

@@ -40,7 +40,7 @@ from gla_core.ops import autocast, checks
 from gla_core.ops.calls import needs_gradient, refuse_tangents, request_text
 from gla_core.ops.spec import OpSpec, scale_or_default
 
-Tokens = Sequence[Any]
+Tokens = tuple[Any, ...]
 """The tensors of a call that have a row for each token: q, k, v and g, which may be None, and others that an op has."""
 
 
@@ -82,8 +82,8 @@ def over_ranks(
     shard: Shard | None,
     cu_seqlens: Tensor | None,
     group: dist.ProcessGroup | DeviceMesh | None,
-    layout: Layout,
     max_seqlen: int | None,
+    layout: Layout,
     gate: str | None,
     gate_normalizer: int,
     backend: str | None,
@@ -131,7 +131,7 @@ def over_ranks(
         pieces = len(shard.places)
         segments = segments_of_a_piece(B * pieces * v.shape[2], T // pieces, q.device)
         rows = (B * pieces * segments, T // (pieces * segments))
-        tokens = [x if x is None or x.ndim == 1 else x.reshape(*rows, *x.shape[2:]) for x in tokens]
+        tokens = tuple(x if x is None or x.ndim == 1 else x.reshape(*rows, *x.shape[2:]) for x in tokens)
     every_state = initial_state is not None or output_final_state
     share = _Share(op, shard, segments, None if every_state else shard.packed)
     needs_grad = needs_gradient(*tokens, initial_state)
@@ -253,7 +253,7 @@ class OverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, share: _Share, options: tuple, initial_state: Tensor | None, *tokens: Any
+        ctx: Any, share: _Share, options: tuple, initial_state: Tensor | None, *tokens: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         scale, output_final_state, number, needs_grad, backend = options
         op, used = share.op, _with_log_gates(tokens, number)
@@ -284,7 +284,7 @@ class OverRanks(torch.autograd.Function):
         return None, None, dinitial if needs_initial else None, dq, dk, dv, dg, *others
 
 
-def _with_log_gates(tokens: Tokens, number: int | None) -> Tokens:
+def _with_log_gates(tokens: Sequence[Any], number: int | None) -> Tokens:
     """Returns the tokens with log gates in place of logits: g itself, or log sigma(g) / number if there is one."""
     q, k, v, g, *others = tokens
     return q, k, v, g if g is None or number is None else log_gates(g, number, wide(q.dtype)), *others
