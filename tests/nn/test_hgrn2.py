@@ -99,14 +99,14 @@ def test_prefill_then_steps(options: dict, assert_same_state: Callable) -> None:
 
 
 @torch.no_grad()
-def test_a_step_between_its_products(options: dict, assert_same_state: Callable) -> None:
+def test_a_step_from_projections_its_products(options: dict, assert_same_state: Callable) -> None:
     layer, x, bound = make(options), torch.randn(2, 16, dtype=torch.float64), torch.rand((), dtype=torch.float64)
     _, state = layer(torch.randn(2, 5, 16, dtype=torch.float64), output_final_state=True)
     residual, indices = torch.randn(2, 16, dtype=torch.float64), torch.tensor([1, -1])
     given = {"state_indices": indices, "lower_bound": bound}
     expected, wanted = layer.step(x, state, **given)
     made = [projection(x)[:, None] for projection in (layer.q_proj, layer.f_proj, layer.i_proj)]
-    o, after = layer.step_between(x, made, state, **given)
+    o, after = layer.step_from_projections(x, made, state, **given)
     torch.testing.assert_close(layer.o_proj(layer.g_norm(o)), expected, rtol=1e-10, atol=1e-10)
     assert_same_state(after, wanted)
     found, _ = layer.step(x, state, residual=residual.clone(), **given)
