@@ -250,9 +250,9 @@ class GatedLinearAttention(Recurrent, Merging):
 
     def _projections(self, x: Tensor) -> Projections:
         (layers,) = self.merged_layers()
-        found = products(layers, x)
-        if found is not None:
-            q, k, v, *more = found
+        parts = products(layers, x)
+        if parts is not None:
+            q, k, v, *more = parts
             gate = more.pop(0) if self.use_output_gate else None
             return Projections(q, k, v, more[0] if more else None, gate)
         with not_kept(x):
@@ -314,7 +314,7 @@ class GatedLinearAttention(Recurrent, Merging):
 
 
 def _read_norm_under_either_name(layer: GatedLinearAttention, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    own = f"{prefix}{layer._norm_name}.weight"
+    key = f"{prefix}{layer._norm_name}.weight"
     for name in NORM_NAMES:
-        if own not in state_dict and f"{prefix}{name}.weight" in state_dict:
-            state_dict[own] = state_dict.pop(f"{prefix}{name}.weight")
+        if key not in state_dict and f"{prefix}{name}.weight" in state_dict:
+            state_dict[key] = state_dict.pop(f"{prefix}{name}.weight")

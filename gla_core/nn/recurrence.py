@@ -73,7 +73,7 @@ def read_sequences(
         op_inputs: computes the op's inputs from x.
         output: computes y from the op's o and x.
 
-    The other arguments and the results are as in `GatedLinearAttention.forward`.
+    The other arguments and the results are as in `Recurrent.forward`.
     """
     if shard is not None or layer.context_parallel is not None:
         _refuse_over_ranks(
@@ -144,7 +144,7 @@ def read_tokens(
     Args:
         op_inputs, output: as in `read_sequences`.
 
-    The other arguments and the results are as in `GatedLinearAttention.step`.
+    The other arguments and the results are as in `Recurrent.step`.
     """
     if layer.context_parallel is not None:
         raise ValueError("step reads one token, which no ranks share; decode by a layer without context_parallel")
@@ -191,7 +191,7 @@ class Step(NamedTuple):
     Attributes:
         token: q [B, Hq, K], k [B, H, K], v [B, Hv, V], g, and the other tokens of the layer's ops.
         state: the states, which the step writes.
-        state_indices: as in `GatedLinearAttention.step`.
+        state_indices: as in `Recurrent.step`.
     """
 
     layer: RecurrentLayer
@@ -244,21 +244,21 @@ class _Convolved:
         if not self.convolutions:
             return projections
         before = self.before or (None,) * len(projections)
-        found = [
+        pairs = [
             convolution(y, history, self.places, self.lengths)
             for convolution, y, history in zip(self.convolutions, projections, before, strict=True)
         ]
-        self.after = tuple(after for _, after in found)
-        return tuple(y for y, _ in found)
+        self.after = tuple(after for _, after in pairs)
+        return tuple(y for y, _ in pairs)
 
 
-def _refuse_over_ranks(layer: RecurrentLayer, **given: object) -> None:
+def _refuse_over_ranks(layer: RecurrentLayer, **arguments: object) -> None:
     if layer.rotary_base is not None:
         raise ValueError(
             "context_parallel or shard is given, and the layer has a rotary embedding; expected neither: a rank does "
             "not know the positions of its tokens, so call the layer with whole sequences"
         )
-    for name, value in given.items():
+    for name, value in arguments.items():
         if value is not None:
             raise ValueError(
                 f"{name} is given, and the tokens are spread over ranks (context_parallel or shard); "
@@ -280,18 +280,18 @@ def _check_state(layer: RecurrentLayer, state: GLAState, N: int | None) -> None:
         raise TypeError(f"state is {type(state).__name__}; expected a GLAState, as this layer returns")
     dims = dict(zip("HKV", layer.state_shape, strict=True)) | ({} if N is None else {"N": N})
     checks.tensor("state.recurrent", state.recurrent, "N H K V", dims)
-    found, expected = len(state.conv or ()), len(layer.convolution_widths)
-    if found != expected:
+    n, expected = len(state.conv or ()), len(layer.convolution_widths)
+    if n != expected:
         raise ValueError(
-            f"state.conv has {found} tensors; expected {expected}, the inputs of each convolution of the layer: pass a "
+            f"state.conv has {n} tensors; expected {expected}, the inputs of each convolution of the layer: pass a "
             "state of this layer"
         )
     for i, (width, inputs) in enumerate(zip(layer.convolution_widths, state.conv or (), strict=True)):
         sizes = {"N": dims["N"], "conv_size-1": layer.conv_size - 1, "width": width}
         checks.tensor(f"state.conv[{i}]", inputs, "N conv_size-1 width", sizes)
     if (state.position is None) != (layer.rotary_base is None):
-        found, expected = ("None", "integers [N]") if state.position is None else ("given", "None")
-        raise ValueError(f"state.position is {found}; expected {expected}: pass a state of this layer")
+        passed, expected = ("None", "integers [N]") if state.position is None else ("given", "None")
+        raise ValueError(f"state.position is {passed}; expected {expected}: pass a state of this layer")
     if state.position is not None:
         checks.tensor("state.position", state.position, "N", {"N": dims["N"]})
         checks.dtype("state.position", state.position, checks.INTEGERS)

@@ -64,9 +64,9 @@ def leaves(x: GlaInputs) -> dict[str, Tensor]:
 def results(x: GlaInputs, o: Tensor, state: Tensor | None, do: Tensor, dstate: Tensor | None) -> dict[str, Tensor]:
     """Returns the outputs, and the gradients of all inputs that are given."""
     outs, seeds = ((o,), (do,)) if state is None else ((o, state), (do, dstate))
-    found = torch.autograd.grad(outs, list(leaves(x).values()), seeds)
+    actual = torch.autograd.grad(outs, list(leaves(x).values()), seeds)
     named = {"o": o.detach(), **({} if state is None else {"state": state.detach()})}
-    return named | {f"d{name}": d for name, d in zip(leaves(x), found, strict=True)}
+    return named | {f"d{name}": d for name, d in zip(leaves(x), actual, strict=True)}
 
 
 def with_leaves(x: GlaInputs) -> GlaInputs:
@@ -101,20 +101,20 @@ def compare(
     states = ("state", "dinitial_state")
     expected = {name: y if name in states else batch.rows(y, ranks.rank) for name, y in whole.items()}
 
-    own = {name: y if name == "initial_state" else batch.rows(y, ranks.rank) for name, y in leaves(batch.x).items()}
-    y = with_leaves(dataclasses.replace(x, **own))
+    local = {name: y if name == "initial_state" else batch.rows(y, ranks.rank) for name, y in leaves(batch.x).items()}
+    y = with_leaves(dataclasses.replace(x, **local))
     where = {} if "shard" in options else {"cu_seqlens": x.cu_seqlens, "layout": batch.layout}
-    given = (y.q, y.k, y.v, y.g, 0.3, y.initial_state, batch.final_state)
-    o, state = distributed.chunk_gla(*given, **where, **gates, **options)
-    found = results(y, o, state, batch.rows(do, ranks.rank), dstate)
+    args = (y.q, y.k, y.v, y.g, 0.3, y.initial_state, batch.final_state)
+    o, state = distributed.chunk_gla(*args, **where, **gates, **options)
+    actual = results(y, o, state, batch.rows(do, ranks.rank), dstate)
     if y.g is not None and y.g.ndim == 1:  # each rank has its share
-        dist.all_reduce(found["dg"])
-    assert found.keys() == expected.keys()
+        dist.all_reduce(actual["dg"])
+    assert actual.keys() == expected.keys()
     for name, ref in expected.items():
-        assert found[name].shape == ref.shape, name
-        assert exact or found[name].dtype == ref.dtype, name
+        assert actual[name].shape == ref.shape, name
+        assert exact or actual[name].dtype == ref.dtype, name
         # dg of a rank with few tokens may be small compared with its summands.
-        error = float((found[name] - ref).double().norm()) / max(1.0, float(ref.double().norm()))
+        error = float((actual[name] - ref).double().norm()) / max(1.0, float(ref.double().norm()))
         assert error <= tolerance, f"{name} is off by {error:.3g}: {batch}"
 
 
@@ -173,16 +173,16 @@ def check_pieces_in_segments(ranks: Ranks) -> None:
 def check_the_recurrence(ranks: Ranks) -> None:
     """Every form of gate, and groups of queries and of values, agree with the recurrence, token by token."""
 
-    def recurrence(*given: Any) -> tuple[Tensor, Tensor | None]:
-        *tokens, final_state, cu_seqlens = given
+    def recurrence(*args: Any) -> tuple[Tensor, Tensor | None]:
+        *tokens, final_state, cu_seqlens = args
         o, state = oracle.chunk_gla(*tokens, cu_seqlens)
         return o, state if final_state else None
 
-    T, own = 4 * ranks.number, (4,) * ranks.number
+    T, local = 4 * ranks.number, (4,) * ranks.number
     for (i, form), (j, heads) in itertools.product(enumerate(FORMS), enumerate(HEADS)):
         packed = {"lengths": (3, T - 3)} if (i + j) % 2 else {"T": T}
         x = gla_inputs(**packed, **heads, K=3, V=2, gate_form=form, dtype=torch.float64, initial_state=i == j)
-        batch = Batch(x, own, ("contiguous", "zigzag")[j % 2], final_state=i == j)
+        batch = Batch(x, local, ("contiguous", "zigzag")[j % 2], final_state=i == j)
         compare(ranks, batch, 1e-12, alone=recurrence)
 
 
@@ -207,9 +207,9 @@ def check_states_with_values_first(ranks: Ranks) -> None:
         tokens = [batch.rows(y, ranks.rank) for y in (batch.x.q, batch.x.k, batch.x.v, batch.x.g)]
         state, where = batch.x.initial_state, {"cu_seqlens": batch.x.cu_seqlens}
         expected = distributed.chunk_gla(*tokens, None, state, True, **where)
-        found = distributed.chunk_gla(*tokens, None, state.mT, True, **where, state_v_first=True)
-        torch.testing.assert_close(found.o, expected.o)
-        torch.testing.assert_close(found.state, expected.state.mT)
+        actual = distributed.chunk_gla(*tokens, None, state.mT, True, **where, state_v_first=True)
+        torch.testing.assert_close(actual.o, expected.o)
+        torch.testing.assert_close(actual.state, expected.state.mT)
         assert distributed.chunk_gla(*tokens, **where, state_v_first=True).state is None
 
 
@@ -225,15 +225,15 @@ def check_bfloat16(ranks: Ranks) -> None:
 def check_autocast(ranks: Ranks) -> None:
     """q, k and v are cast; gates and states stay float32."""
     x = gla_inputs(T=8 * ranks.number, initial_state=True)
-    own = slice(8 * ranks.rank, 8 * ranks.rank + 8)
-    q, k, v, g = (y[:, own] for y in (x.q, x.k, x.v, x.g))
+    local = slice(8 * ranks.rank, 8 * ranks.rank + 8)
+    q, k, v, g = (y[:, local] for y in (x.q, x.k, x.v, x.g))
     with torch.autocast("cpu", torch.bfloat16):
         o, state = distributed.chunk_gla(q.requires_grad_(), k, v, g, None, x.initial_state, True)
     assert (o.dtype, state.dtype) == (torch.bfloat16, torch.float32)
     (dq,) = torch.autograd.grad(o.float().sum(), q)
     expected, _ = gla.chunk_gla(*(y.bfloat16() for y in (x.q, x.k, x.v)), x.g, None, x.initial_state)
     assert dq.dtype == torch.float32
-    assert relative_error(o, expected[:, own]) <= 2 * FORWARD[torch.bfloat16]
+    assert relative_error(o, expected[:, local]) <= 2 * FORWARD[torch.bfloat16]
 
 
 def check_one_gather_each_way(ranks: Ranks) -> None:
@@ -282,8 +282,8 @@ def collectives(function: Callable, *args: object, **kwargs: object) -> tuple[An
         for name in dir(dist):
             if name.startswith(COMMUNICATING) and inspect.isfunction(getattr(dist, name)):
                 stack.enter_context(mock.patch.object(dist, name, noted(name)))
-        found = function(*args, **kwargs)
-    return found, called
+        actual = function(*args, **kwargs)
+    return actual, called
 
 
 def check_nothing_waits_for_offsets(ranks: Ranks) -> None:
@@ -299,8 +299,8 @@ def check_nothing_waits_for_offsets(ranks: Ranks) -> None:
 def check_one_state_is_sent_for_packed_sequences(ranks: Ranks) -> None:
     """One state is sent for any number of packed sequences, unless initial or final states are asked for."""
     x = gla_inputs(lengths=(2,) * 5 * ranks.number, H=2, K=4, V=3)
-    own = slice(10 * ranks.rank, 10 * ranks.rank + 10)
-    tokens = [y[:, own] for y in (x.q, x.k, x.v, x.g)]
+    local = slice(10 * ranks.rank, 10 * ranks.rank + 10)
+    tokens = [y[:, local] for y in (x.q, x.k, x.v, x.g)]
     cut = distributed.shard(10, x.cu_seqlens, lengths=(10,) * ranks.number)
     with mock.patch.object(dist, GATHER, wraps=getattr(dist, GATHER)) as gather:
         for final_state in (False, True):

@@ -65,36 +65,36 @@ def check_a_layer(ranks: Ranks) -> None:
     cu_seqlens = torch.tensor([0, 90, 90, 360, 400], device=ranks.device)
 
     def results(layer: GatedLinearAttention, sharded: bool) -> dict[str, Tensor]:
-        def own(z: Tensor) -> Tensor:
+        def local(z: Tensor) -> Tensor:
             return rows_of_rank(z, ranks.rank, (130, 270), "contiguous")
 
-        z = (own(x) if sharded else x).detach().to(layer.o_proj.weight.dtype).requires_grad_()
+        z = (local(x) if sharded else x).detach().to(layer.o_proj.weight.dtype).requires_grad_()
         y, _ = layer(z, cu_seqlens=cu_seqlens)
-        y.backward((own(dy) if sharded else dy).to(y.dtype))
+        y.backward((local(dy) if sharded else dy).to(y.dtype))
         gradients = {name: p.grad.double() for name, p in layer.named_parameters()}
         if sharded:
             for gradient in gradients.values():
                 dist.all_reduce(gradient)
             return {"y": y, "x": z.grad, **gradients}
-        return {"y": own(y), "x": own(z.grad), **gradients}
+        return {"y": local(y), "x": local(z.grad), **gradients}
 
     reference = results(exact, False)
-    on_one, found = results(alone, False), results(spread, True)
+    on_one, actual = results(alone, False), results(spread, True)
     for name, ref in reference.items():
-        error, bound = relative_error(found[name], ref), 2 * relative_error(on_one[name], ref) + BF16
+        error, bound = relative_error(actual[name], ref), 2 * relative_error(on_one[name], ref) + BF16
         assert error <= bound < 0.1, f"{name}: {error:.3g}, bound {bound:.3g}"
 
 
 def check_steps_in_a_graph(ranks: Ranks) -> None:
     """Making a shard, the forward and the backward never wait, and a replay takes other tokens and offsets."""
     lengths = (200, 200)
-    given = [inputs(ranks, lengths=cut, seed=seed) for seed, cut in enumerate(((90, 0, 270, 40), (10, 290, 20, 80)))]
+    batches = [inputs(ranks, lengths=cut, seed=seed) for seed, cut in enumerate(((90, 0, 270, 40), (10, 290, 20, 80)))]
     for most_gathered, layout in itertools.product((exchange.MOST_GATHERED, 0), ("contiguous", "zigzag")):
         tokens = [
             [rows_of_rank(y, ranks.rank, lengths, layout) for y in (x.q, x.k, x.v, x.g, x.q[..., : x.v.shape[-1]])]
-            for x in given
+            for x in batches
         ]
-        static, offsets = [y.clone() for y in tokens[0]], given[0].cu_seqlens.clone()
+        static, offsets = [y.clone() for y in tokens[0]], batches[0].cu_seqlens.clone()
         leaves, do = [y.requires_grad_() for y in static[:4]], static[4]
 
         def step(
@@ -109,11 +109,11 @@ def check_steps_in_a_graph(ranks: Ranks) -> None:
             expected = [y.clone() for y in step()]
             again = captured(step)
             with torch.no_grad():
-                for y, new in zip((*static, offsets), (*tokens[1], given[1].cu_seqlens), strict=True):
+                for y, new in zip((*static, offsets), (*tokens[1], batches[1].cu_seqlens), strict=True):
                     y.copy_(new)
-            found = again()
-            assert relative_error(found[0], expected[0]) > 0.5
-            for y, ref in zip(found, step(), strict=True):
+            actual = again()
+            assert relative_error(actual[0], expected[0]) > 0.5
+            for y, ref in zip(actual, step(), strict=True):
                 assert relative_error(y, ref) <= BF16
 
 
@@ -133,10 +133,10 @@ def captured(step: Callable[[], tuple[Tensor, ...]]) -> Callable[[], list[Tensor
 
     def again() -> list[Tensor]:
         graph.replay()
-        found = [y.clone() for y in results]
+        actual = [y.clone() for y in results]
         torch.cuda.synchronize()
         graph.reset()
-        return found
+        return actual
 
     return again
 

@@ -26,11 +26,11 @@ def test_packed_is_separate(name: str, dtype: torch.dtype, make_layer: Callable,
     _, before = layer(torch.randn(5, 6, 16, dtype=torch.float64), output_final_state=True)
     y, state = layer(torch.cat(parts, dim=1), before, True, pack(*lengths).to(dtype))
     for i, (part, row) in enumerate(zip(parts, y.split(lengths, dim=1), strict=True)):
-        own = GLAState(before.recurrent[i : i + 1], before.conv and tuple(t[i : i + 1] for t in before.conv))
-        expected, after = layer(part, own, output_final_state=True)
+        one = GLAState(before.recurrent[i : i + 1], before.conv and tuple(t[i : i + 1] for t in before.conv))
+        expected, after = layer(part, one, output_final_state=True)
         torch.testing.assert_close(row, expected, rtol=1e-10, atol=1e-10)
-        own = GLAState(state.recurrent[i : i + 1], state.conv and tuple(t[i : i + 1] for t in state.conv))
-        assert_same_state(own, after, rtol=1e-10, atol=1e-10)
+        one = GLAState(state.recurrent[i : i + 1], state.conv and tuple(t[i : i + 1] for t in state.conv))
+        assert_same_state(one, after, rtol=1e-10, atol=1e-10)
 
 
 def test_packed_without_state_then_steps(make_layer: Callable) -> None:

@@ -54,9 +54,9 @@ def row(state, i):
     return each(state, lambda tensor: tensor[i : i + 1])
 
 
-def assert_same(found, expected):
-    assert (found.position is None) == (expected.position is None)
-    torch.testing.assert_close(tuple(found), tuple(expected), rtol=1e-10, atol=1e-10)
+def assert_same(actual, expected):
+    assert (actual.position is None) == (expected.position is None)
+    torch.testing.assert_close(tuple(actual), tuple(expected), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("prompt", [0, 1, 7])
@@ -64,11 +64,11 @@ def test_prefill_then_steps(layer, prompt):
     x, before = inputs(3, 9), states(layer, 3)
     whole, final = layer(x, before, output_final_state=True)
     y, state = layer(x[:, :prompt], before, output_final_state=True)
-    found = [y]
+    actual = [y]
     for t in range(prompt, 9):
         y, state = layer.step(x[:, t], state, inplace=t % 2 == 1)
-        found.append(y[:, None])
-    torch.testing.assert_close(torch.cat(found, 1), whole, rtol=1e-10, atol=1e-10)
+        actual.append(y[:, None])
+    torch.testing.assert_close(torch.cat(actual, 1), whole, rtol=1e-10, atol=1e-10)
     assert_same(state, final)
 
 
@@ -88,8 +88,8 @@ def test_packed_is_separate(layer, dtype):
     for i, (_, after) in enumerate(expected):
         assert_same(row(state, i), after)
     dy, wanted = torch.randn_like(y), [x, *layer.parameters()]
-    found, expected = torch.autograd.grad(y, wanted, dy), torch.autograd.grad(alone, wanted, dy[:, 2:13])
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    actual, expected = torch.autograd.grad(y, wanted, dy), torch.autograd.grad(alone, wanted, dy[:, 2:13])
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_packed_without_states_and_without_sequences(layer):

@@ -58,8 +58,8 @@ def steps(layer, x, **options):
 def test_steps_equal_the_sequence(name, dtype, ran):
     make, options = {**FUSED, **NOT_FUSED}[name]
     layer = make(**OPTIONS, **options, dtype=dtype)
-    found, expected = steps(layer, torch.randn(3, 5, 32, dtype=dtype))
-    assert relative_error(found, expected) <= {torch.float64: 1e-12}.get(dtype, 3 * FORWARD[dtype])
+    actual, expected = steps(layer, torch.randn(3, 5, 32, dtype=dtype))
+    assert relative_error(actual, expected) <= {torch.float64: 1e-12}.get(dtype, 3 * FORWARD[dtype])
     assert set(ran) == {"recurrent_gla_layer_step" if name in FUSED else "recurrent_gla_step"}
 
 

@@ -70,9 +70,9 @@ def test_values_and_gradients(T, options):
     expected, S = evaluate(layer, options, x)
     torch.testing.assert_close((y, state.recurrent), (expected, S), rtol=1e-10, atol=1e-10)
     wanted, dy = [x, *layer.parameters()], torch.randn_like(y)
-    found = torch.autograd.grad(y, wanted, dy)
-    torch.testing.assert_close(found, torch.autograd.grad(expected, wanted, dy), rtol=1e-9, atol=1e-9)
-    for parameter, gradient in zip(layer.parameters(), found[1:], strict=True):
+    gradients = torch.autograd.grad(y, wanted, dy)
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected, wanted, dy), rtol=1e-9, atol=1e-9)
+    for parameter, gradient in zip(layer.parameters(), gradients[1:], strict=True):
         assert gradient.shape == parameter.shape
         assert T == 1 or gradient.any()  # one token forgets nothing, so that A_log has no influence
 

@@ -33,8 +33,8 @@ def tokens_alone(layer: torch.nn.Module, x: Tensor, state: GLAState) -> tuple[Te
     y, states = torch.zeros_like(x), []
     for i in range(B):
         kept = MASK[i].bool()
-        found, after = layer(x[i : i + 1, kept], row_of(state, i), output_final_state=True)
-        y[i, kept] = found[0]
+        actual, after = layer(x[i : i + 1, kept], row_of(state, i), output_final_state=True)
+        y[i, kept] = actual[0]
         states.append(after)
     return y, states
 
@@ -68,9 +68,9 @@ def test_gradients(make_layer: Callable) -> None:
     x = torch.randn(B, T, 16, dtype=torch.float64, requires_grad=True)
     wanted, dy = [x, *layer.parameters()], torch.randn(B, T, 16, dtype=torch.float64)
     expected = torch.autograd.grad(tokens_alone(layer, x, layer.initial_state(B))[0], wanted, dy)
-    found = torch.autograd.grad(layer(x, attention_mask=MASK)[0], wanted, dy)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-    assert not found[0][MASK == 0].any()
+    actual = torch.autograd.grad(layer(x, attention_mask=MASK)[0], wanted, dy)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+    assert not actual[0][MASK == 0].any()
 
 
 @pytest.mark.thorough
@@ -94,10 +94,10 @@ def test_what_is_no_mask_of_x(make_layer: Callable) -> None:
 
 
 def test_there_and_back() -> None:
-    found, x = padding(MASK, T), torch.randn(B, T, 3)
-    assert found.lengths.tolist() == MASK.sum(1).tolist()
-    front = found.front(x)
+    actual, x = padding(MASK, T), torch.randn(B, T, 3)
+    assert actual.lengths.tolist() == MASK.sum(1).tolist()
+    front = actual.front(x)
     for i in range(B):
-        assert torch.equal(front[i, : found.lengths[i]], x[i, MASK[i].bool()])
-        assert not front[i, found.lengths[i] :].any()
-    assert torch.equal(found.back(front), x * MASK[..., None])
+        assert torch.equal(front[i, : actual.lengths[i]], x[i, MASK[i].bool()])
+        assert not front[i, actual.lengths[i] :].any()
+    assert torch.equal(actual.back(front), x * MASK[..., None])

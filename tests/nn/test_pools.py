@@ -34,10 +34,10 @@ def expected(layer: torch.nn.Module, x: Tensor, state: GLAState, indices: list[i
     y, after = torch.zeros_like(x), copy(state)
     for i, row in enumerate(indices):
         if 0 <= row < POOL:
-            own = GLAState(state.recurrent[row : row + 1], state.conv and tuple(t[row : row + 1] for t in state.conv))
-            y[i], new = layer.step(x[i : i + 1], own)
-            for to, found in zip(tensors(after), tensors(new), strict=True):
-                to[row] = found[0]
+            one = GLAState(state.recurrent[row : row + 1], state.conv and tuple(t[row : row + 1] for t in state.conv))
+            y[i], new = layer.step(x[i : i + 1], one)
+            for to, actual in zip(tensors(after), tensors(new), strict=True):
+                to[row] = actual[0]
     return y, after
 
 
@@ -51,8 +51,8 @@ def test_rows_of_a_pool(
     layer, state = pool
     x, before = torch.randn(len(indices), 16, dtype=torch.float64), copy(state)
     y, after = expected(layer, x, state, indices)
-    found, new = layer.step(x, state, inplace, torch.tensor(indices, dtype=dtype))
-    torch.testing.assert_close(found, y)
+    actual, new = layer.step(x, state, inplace, torch.tensor(indices, dtype=dtype))
+    torch.testing.assert_close(actual, y)
     assert_same_state(new, after)
     assert (new is state) == inplace
     assert_same_state(state, after if inplace else before)
@@ -64,10 +64,10 @@ def test_a_step_in_place_is_a_step(pool: tuple, assert_same_state: Callable) -> 
     x = torch.randn(POOL, 16, dtype=torch.float64)
     y, after = layer.step(x, state)
     memory = [t.data_ptr() for t in tensors(state)]
-    found, same = layer.step(x, state, inplace=True)
+    actual, same = layer.step(x, state, inplace=True)
     assert same is state
     assert [t.data_ptr() for t in tensors(state)] == memory
-    torch.testing.assert_close(found, y)
+    torch.testing.assert_close(actual, y)
     assert_same_state(state, after)
 
 

@@ -40,11 +40,11 @@ def test_values_and_gradients():
 def test_steps_equal_the_forward(use_short_conv):
     layer, x = make(use_short_conv=use_short_conv), torch.randn(3, 12, 16, dtype=torch.float64)
     y, final = layer(x, output_final_state=True)
-    state, found = layer.initial_state(3), []
+    state, outs = layer.initial_state(3), []
     for t in range(12):
         out, state = layer.step(x[:, t], state)
-        found.append(out)
-    torch.testing.assert_close(torch.stack(found, 1), y)
+        outs.append(out)
+    torch.testing.assert_close(torch.stack(outs, 1), y)
     assert isinstance(state, GLAState)
     torch.testing.assert_close(state.recurrent, final.recurrent)
 
@@ -53,9 +53,9 @@ def test_padding_changes_nothing():
     layer, x = make(), torch.randn(2, 9, 16, dtype=torch.float64)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [1] * 9])
     y, state = layer(x, output_final_state=True, attention_mask=mask)
-    alone, own = layer(x[:1, 2:], output_final_state=True)
+    alone, last = layer(x[:1, 2:], output_final_state=True)
     torch.testing.assert_close(y[:1, 2:], alone)
-    torch.testing.assert_close(state.recurrent[:1], own.recurrent)
+    torch.testing.assert_close(state.recurrent[:1], last.recurrent)
     assert not y[0, :2].any()
 
 
