@@ -87,19 +87,8 @@ def test_a_lower_bound_of_the_gate(assert_same_state: Callable) -> None:
     assert_same_state(state, final)
 
 
-def test_prefill_then_steps(options: dict, assert_same_state: Callable) -> None:
-    layer, x = make(options), torch.randn(2, 9, 16, dtype=torch.float64)
-    whole, final = layer(x, output_final_state=True)
-    rows, state = [], layer.initial_state(2)
-    for t in range(9):
-        y, state = layer.step(x[:, t], state, inplace=t % 2 == 0)
-        rows.append(y)
-    torch.testing.assert_close(torch.stack(rows, 1), whole, rtol=1e-10, atol=1e-10)
-    assert_same_state(state, final, rtol=1e-10, atol=1e-10)
-
-
 @torch.no_grad()
-def test_a_step_from_projections_its_products(options: dict, assert_same_state: Callable) -> None:
+def test_a_step_from_projections(options: dict, assert_same_state: Callable) -> None:
     layer, x, bound = make(options), torch.randn(2, 16, dtype=torch.float64), torch.rand((), dtype=torch.float64)
     _, state = layer(torch.randn(2, 5, 16, dtype=torch.float64), output_final_state=True)
     residual, indices = torch.randn(2, 16, dtype=torch.float64), torch.tensor([1, -1])
@@ -121,13 +110,6 @@ def test_a_residual(options: dict, padded: bool) -> None:
     expected = residual + layer(x, attention_mask=mask)[0]
     actual, _ = layer(x, attention_mask=mask, residual=residual.clone())
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
-
-
-def test_packed_is_separate() -> None:
-    layer = make(LAYERS["conv"])
-    parts = [torch.randn(1, n, 16, dtype=torch.float64) for n in (3, 0, 5)]
-    y, _ = layer(torch.cat(parts, 1), cu_seqlens=torch.tensor([0, 3, 3, 8]), max_seqlen=5)
-    torch.testing.assert_close(y, torch.cat([layer(part)[0] for part in parts], 1), rtol=1e-10, atol=1e-10)
 
 
 def test_the_gate_is_float32_in_bfloat16() -> None:

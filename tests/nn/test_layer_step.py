@@ -86,7 +86,7 @@ def test_the_given_state_is_written_only_in_place(inplace):
 
 @torch.no_grad()
 @pytest.mark.parametrize("options", [{}, {"use_short_conv": True}, {"use_output_gate": False}], ids=str)
-def test_a_step_from_projections_its_products(options):
+def test_a_step_from_projections(options):
     layer, x = gla.nn.GatedLinearAttention(**OPTIONS, **options), torch.randn(3, 32)
     state = layer.initial_state(3)
     parts = {"q": layer.q_proj, "k": layer.k_proj, "v": layer.v_proj, "logits": layer.gk_proj}
