@@ -15,6 +15,7 @@ import sys
 import time
 
 import chunk_gla_checks
+import delta_rule_checks
 import dtensor_checks
 import exchange_checks
 import gpu_checks
@@ -25,12 +26,8 @@ import torch.distributed as dist
 from ranks import Ranks
 from torch.multiprocessing.spawn import start_processes
 
-ON_CPU = [
-    function
-    for module in (exchange_checks, chunk_gla_checks, layer_checks, tensor_parallel_checks, dtensor_checks)
-    for name, function in vars(module).items()
-    if name.startswith("check_")
-]
+MODULES = (exchange_checks, delta_rule_checks, chunk_gla_checks, layer_checks, tensor_parallel_checks, dtensor_checks)
+ON_CPU = [function for module in MODULES for name, function in vars(module).items() if name.startswith("check_")]
 NUMBERS = chunk_gla_checks.NUMBERS | layer_checks.NUMBERS | tensor_parallel_checks.NUMBERS | dtensor_checks.NUMBERS
 """Checks for a fixed number of ranks; the others work with any number."""
 
