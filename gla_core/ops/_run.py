@@ -39,7 +39,7 @@ from gla_core.dispatch.selection import is_launch_failure, remember_launch_failu
 from gla_core.dispatch.tensors import new_state, swapped
 from gla_core.ops import _invariant, _logits, _memory, _results, _values, autocast
 from gla_core.ops.checks import as_backends_take
-from gla_core.ops.spec import STATES, OpSpec
+from gla_core.ops.spec import OpSpec, Role
 
 # Called for every op: PyTorch's wrappers would take longer.
 _deterministic = torch._C._get_deterministic_algorithms
@@ -160,7 +160,7 @@ def _plan(spec: OpSpec, args: tuple, needs_grad: bool, capturing: bool, request:
     copied = frozenset(
         i
         for i, (argument, x) in enumerate(zip(spec.arguments, args, strict=True))
-        if isinstance(x, Tensor) and not as_backends_take(x, can.swapped_states and argument.dtype in STATES)
+        if isinstance(x, Tensor) and not as_backends_take(x, can.swapped_states and argument.role is Role.STATE)
     )
     copies = {spec.parameters[i]: contiguous_layout(tuple(args[i].shape), args[i].dtype) for i in copied}
     taken = dataclasses.replace(call, layouts={**call.layouts, **copies}) if copied else call

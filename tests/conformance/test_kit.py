@@ -26,7 +26,7 @@ from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Capabilities
 from gla_core.dispatch.registry import get
 from gla_core.ops import ABSTRACT_OPS, PUBLIC_OPS
-from gla_core.ops.spec import OFFSETS
+from gla_core.ops.spec import Role
 from gla_core.workloads.inputs import chunk_inputs
 from gla_core.workloads.named import select
 
@@ -338,7 +338,7 @@ def test_cases_and_refusals_do_not_meet():
     backend = Backend("limited", "0", dict(get("reference").ops), can)
     for op in OP_PARAMETERS:
         found = cases(backend, "cpu", op)
-        assert bool(found) != ABSTRACT_OPS[op].requires(OFFSETS)  # this backend takes no packed sequences
+        assert bool(found) != ABSTRACT_OPS[op].requires(Role.OFFSETS)  # this backend takes no packed sequences
         assert all(isinstance(case, Case) and excluded(backend, case) is None for case in found)
     refused = refusals(backend, "cpu")
     assert all(excluded(backend, case) for case in refused)

@@ -63,15 +63,15 @@ from gla_core.ops._run import bypasses_torch, plans_gradient, request_text, run
 from gla_core.ops._torch_op import eager_op_of, exportable, no_second_derivative, refuse_tangents, torch_op_of
 from gla_core.ops.spec import (
     AS_INPUT,
-    CHECKPOINTS,
-    GATE,
+    CHECKPOINT,
     INPUT,
-    OFFSETS,
-    STATE,
-    STATE_GRADIENT,
+    INTEGER,
+    WIDE,
     Argument,
     OpSpec,
     Result,
+    Role,
+    gate,
     plain_number,
     scale_or_default,
 )
@@ -279,14 +279,14 @@ TOKENS = (
     Argument("q", "Tensor", "B T Hq K", INPUT, differentiable=True),
     Argument("k", "Tensor", "B T H K", AS_INPUT, differentiable=True),
     Argument("v", "Tensor", "B T Hv V", AS_INPUT, differentiable=True),
-    Argument("g", "Tensor?", "B T Hv K", GATE, None, differentiable=True, forms=GATE_SHAPES),
+    gate(GATE_SHAPES, differentiable=True),
 )
 _SEQUENCES = (
     *TOKENS,
     Argument("scale", "float?", default=None, in_call=False),
-    Argument("initial_state", "Tensor?", "N Hv K V", STATE, None, differentiable=True),
+    Argument("initial_state", "Tensor?", "N Hv K V", WIDE, None, role=Role.STATE, differentiable=True),
 )
-_OFFSETS = Argument("cu_seqlens", "Tensor?", "N+1", OFFSETS, None)
+_OFFSETS = Argument("cu_seqlens", "Tensor?", "N+1", INTEGER, None, role=Role.OFFSETS)
 _INTERVAL = Argument("checkpoint_every", "int?", default=None)
 NORMALIZER = Argument("gate_normalizer", "int?", default=None)
 LONGEST = Argument("max_seqlen", "SymInt?", default=None, hint=True)
@@ -344,8 +344,14 @@ FORWARD = OpSpec(
     ),
     results=(
         Result("o", "B T Ho V"),
-        Result("state", "N Hv K V", STATE, when=lambda given: given["output_final_state"]),
-        Result("checkpoints", "B n Hv K V", CHECKPOINTS, when=lambda given: given["checkpoint_every"] is not None),
+        Result("state", "N Hv K V", WIDE, Role.STATE, when=lambda given: given["output_final_state"]),
+        Result(
+            "checkpoints",
+            "B n Hv K V",
+            CHECKPOINT,
+            Role.CHECKPOINTS,
+            when=lambda given: given["checkpoint_every"] is not None,
+        ),
     ),
     sizes=_SIZES,
     bind=_bind,
@@ -359,10 +365,10 @@ BACKWARD = OpSpec(
     arguments=(
         *(dataclasses.replace(argument, differentiable=False) for argument in _SEQUENCES),
         _OFFSETS,
-        Argument("checkpoints", "Tensor?", "B n Hv K V", CHECKPOINTS, None),
+        Argument("checkpoints", "Tensor?", "B n Hv K V", CHECKPOINT, None, role=Role.CHECKPOINTS),
         _INTERVAL,
         Argument("do", "Tensor", "B T Ho V", AS_INPUT, None),
-        Argument("dstate", "Tensor?", "N Hv K V", STATE_GRADIENT, None),
+        Argument("dstate", "Tensor?", "N Hv K V", WIDE, None, role=Role.STATE),
         NORMALIZER,
         LONGEST,
     ),

@@ -37,17 +37,7 @@ from gla_core.dispatch.slots import is_slot
 from gla_core.ops import checks
 from gla_core.ops._serving import serving
 from gla_core.ops.gla.chunk_gla import FORWARD, LONGEST, NORMALIZER, TOKENS
-from gla_core.ops.spec import (
-    AS_INPUT,
-    INDICES,
-    MARKS,
-    OFFSETS,
-    PLACES,
-    SLOTTED,
-    Argument,
-    OpSpec,
-    Result,
-)
+from gla_core.ops.spec import AS_INPUT, FLAG, INTEGER, SLOTTED, Argument, OpSpec, Result, Role
 
 
 def chunk_gla_pool(
@@ -179,14 +169,14 @@ CHUNK_POOL = OpSpec(
     public="chunk_gla_pool",
     arguments=(
         *(dataclasses.replace(argument, differentiable=False) for argument in TOKENS),
-        Argument("pool", "Tensor(a!)", "P Hv K V", SLOTTED),
-        Argument("cu_seqlens", "Tensor", "N+1", OFFSETS),
-        Argument("read_slots", "Tensor", "N", INDICES),
-        Argument("write_slots", "Tensor?", "N", PLACES, None),
+        Argument("pool", "Tensor(a!)", "P Hv K V", SLOTTED, role=Role.STATE),
+        Argument("cu_seqlens", "Tensor", "N+1", INTEGER, role=Role.OFFSETS),
+        Argument("read_slots", "Tensor", "N", INTEGER, role=Role.SLOTS),
+        Argument("write_slots", "Tensor?", "N", INTEGER, None, role=Role.MARKS),
         Argument("scale", "float?", default=None, in_call=False),
-        Argument("has_state", "Tensor?", "N", MARKS, None),
-        Argument("checkpoint_offsets", "Tensor?", "N", PLACES, None),
-        Argument("checkpoint_slots", "Tensor?", "N", PLACES, None),
+        Argument("has_state", "Tensor?", "N", FLAG, None, role=Role.MARKS),
+        Argument("checkpoint_offsets", "Tensor?", "N", INTEGER, None, role=Role.MARKS),
+        Argument("checkpoint_slots", "Tensor?", "N", INTEGER, None, role=Role.MARKS),
         Argument("pad_slot", "int", default=-1),
         NORMALIZER,
         Argument("out", "Tensor(b!)?", "B T Ho V", AS_INPUT, None),

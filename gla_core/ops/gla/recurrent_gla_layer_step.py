@@ -30,7 +30,7 @@ from gla_core.ops import checks
 from gla_core.ops._serving import serving
 from gla_core.ops.gla.chunk_gla import NORMALIZER
 from gla_core.ops.gla.recurrent_gla_step import STEP
-from gla_core.ops.spec import AS_INPUT, INDICES, POOL, WEIGHT, Argument, OpSpec, Result, plain_number
+from gla_core.ops.spec import AS_INPUT, AS_INPUT_OR_FLOAT32, INTEGER, POOL, Argument, OpSpec, Result, Role, plain_number
 
 
 def recurrent_gla_layer_step(
@@ -118,13 +118,13 @@ LAYER_STEP = OpSpec(
     public="recurrent_gla_layer_step",
     arguments=(
         *STEP.arguments[:4],  # q, k, v, g
-        Argument("state", "Tensor(a!)", "P Hv K V", POOL),
+        Argument("state", "Tensor(a!)", "P Hv K V", POOL, role=Role.STATE),
         Argument("output_gate", "Tensor?", "B Ho V", AS_INPUT, None),
-        Argument("norm_weight", "Tensor?", "V", WEIGHT, None),
+        Argument("norm_weight", "Tensor?", "V", AS_INPUT_OR_FLOAT32, None),
         Argument("scale", "float?", default=None, in_call=False),
         Argument("norm_eps", "float", default=1e-5, in_call=False),
         Argument("activation", "str", default="silu"),
-        Argument("state_indices", "Tensor?", "B", INDICES, None),
+        Argument("state_indices", "Tensor?", "B", INTEGER, None, role=Role.SLOTS),
         NORMALIZER,
     ),
     results=(Result("o", "B Ho V"),),

@@ -37,17 +37,7 @@ from gla_core.dispatch.slots import is_slot
 from gla_core.ops import checks
 from gla_core.ops._serving import serving
 from gla_core.ops.gla.chunk_gla import FORWARD, NORMALIZER, TOKENS
-from gla_core.ops.spec import (
-    AS_INPUT,
-    INDICES,
-    MARKS,
-    OFFSETS,
-    PLACES,
-    SLOTTED,
-    Argument,
-    OpSpec,
-    Result,
-)
+from gla_core.ops.spec import AS_INPUT, FLAG, INTEGER, SLOTTED, Argument, OpSpec, Result, Role
 
 MOST = 8
 """The most tokens of a sequence in a call."""
@@ -196,13 +186,13 @@ STEPS = OpSpec(
     public="recurrent_gla_steps",
     arguments=(
         *(dataclasses.replace(argument, differentiable=False) for argument in TOKENS),
-        Argument("pool", "Tensor(a!)", "P Hv K V", SLOTTED),
-        Argument("slots", "Tensor", "N S", INDICES),
+        Argument("pool", "Tensor(a!)", "P Hv K V", SLOTTED, role=Role.STATE),
+        Argument("slots", "Tensor", "N S", INTEGER, role=Role.SLOTS),
         Argument("scale", "float?", default=None, in_call=False),
-        Argument("cu_seqlens", "Tensor?", "N+1", OFFSETS, None),
-        Argument("num_accepted", "Tensor?", "N", PLACES, None),
-        Argument("read_slots", "Tensor?", "N", PLACES, None),
-        Argument("has_state", "Tensor?", "N", MARKS, None),
+        Argument("cu_seqlens", "Tensor?", "N+1", INTEGER, None, role=Role.OFFSETS),
+        Argument("num_accepted", "Tensor?", "N", INTEGER, None, role=Role.MARKS),
+        Argument("read_slots", "Tensor?", "N", INTEGER, None, role=Role.MARKS),
+        Argument("has_state", "Tensor?", "N", FLAG, None, role=Role.MARKS),
         Argument("pad_slot", "int", default=-1),
         NORMALIZER,
         Argument("out", "Tensor(b!)?", "B T Ho V", AS_INPUT, None),
