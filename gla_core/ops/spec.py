@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import ALIGNMENT, Layout, OpCall
+from gla_core.dispatch.backend import ALIGNMENT, Layout, Lowering, OpCall, declare_op
 from gla_core.dispatch.tensors import checkpoint_dtype, swapped, wide
 from gla_core.ops import _overlap, checks
 from gla_core.ops.checks import FLOATS, INTEGERS
@@ -221,7 +221,13 @@ class OpSpec:
             is read. It raises ValueError for offsets, slots and indices for which the op is not defined. None means
             that no values are checked.
         flops: takes the shapes of the tensors and returns the number of floating-point operations of the mathematics.
+        tokens: the names of the arguments with one row a token, or one token a row: q, k, v and g. Packed sequences,
+            autocast and batch invariance treat them alike.
         backward: the abstract op that a gradient needs, if any.
+        forward: the abstract op of which this op is the gradient, if it is one.
+        lowering: how the core computes the op for a backend that lacks it, if it can.
+        by_segments: computes the op by calls for one segment, or one row, at a time; see `_invariant`. None if the op
+            is not batch-invariant.
         autocast_in_float32: whether the op computes in float32 under autocast, as a softmax does, instead of in the
             dtype of autocast.
     """
@@ -237,7 +243,11 @@ class OpSpec:
     reads: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = lambda given: {}
     flops: Callable[..., int] | None = None
     writes: Callable[[Mapping[str, int]], float] = lambda sizes: 1
+    tokens: tuple[str, ...] = ()
     backward: str | None = None
+    forward: str | None = None
+    lowering: Lowering | None = None
+    by_segments: Callable[..., Any] | None = None
     autocast_in_float32: bool = False
 
     @functools.cached_property
@@ -549,6 +559,30 @@ class OpSpec:
     def _shape(self, x: Argument | Result, gate_form: str | None, sizes: Mapping[str, int]) -> tuple[int, ...]:
         shape = x.forms[gate_form] if isinstance(x, Argument) and x.forms and gate_form else x.shape
         return tuple(size_of(name, sizes) for name in (self.sizes if shape is None else shape.split()))
+
+
+_specs: dict[str, OpSpec] = {}
+
+
+def declare(spec: OpSpec) -> None:
+    """Makes an abstract op known, to the core and to backends."""
+    _specs[spec.name] = spec
+    declare_op(spec.name, spec.contract, spec.required, spec.written, spec.lowering)
+
+
+def spec_of(op: str | None) -> OpSpec:
+    """Returns the description of an abstract op that is declared."""
+    assert op is not None
+    return _specs[op]
+
+
+def batch_invariant_ops() -> str:
+    """Returns the names of the public ops that are batch-invariant, as words."""
+    specs = [spec if spec.lowering is None else spec_of(spec.lowering.by) for spec in _specs.values()]
+    *names, last = dict.fromkeys(
+        spec.public for spec, part in zip(_specs.values(), specs, strict=True) if part.by_segments
+    )
+    return f"{', '.join(names)} and {last}"
 
 
 _FIELDS = {Role.OFFSETS: "variable_length", Role.SLOTS: "indexed"}

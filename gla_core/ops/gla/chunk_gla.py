@@ -57,7 +57,7 @@ from gla_core.dispatch.environment import environment
 from gla_core.dispatch.request import Request, current_request, request_of
 from gla_core.dispatch.selection import makes_checkpoints
 from gla_core.dispatch.tensors import checkpoint_rows
-from gla_core.ops import autocast, checks
+from gla_core.ops import _invariant, autocast, checks
 from gla_core.ops._autograd import gradient
 from gla_core.ops._run import bypasses_torch, plans_gradient, request_text, run
 from gla_core.ops._torch_op import eager_op_of, exportable, no_second_derivative, refuse_tangents, torch_op_of
@@ -236,7 +236,7 @@ def chunk_gla(
     needs_grad, every = plans_gradient(q, k, v, g, initial_state), checkpoint_every
     request = current_request(backend) if bypasses_torch(q) else None  # None if PyTorch has to see the call
     if request is None:
-        q, k, v, g = autocast.tokens(q, k, v, g)
+        q, k, v, g = autocast.inputs(FORWARD, q, k, v, g)
         refuse_tangents(q, k, v, g, initial_state)
         scale = plain_number(scale)
     else:
@@ -357,7 +357,9 @@ FORWARD = OpSpec(
     bind=_bind,
     reads=_reads,
     flops=_forward_flops,
+    tokens=tuple(argument.name for argument in TOKENS),
     backward="chunk_gla_bwd",
+    by_segments=_invariant.forward,
 )
 BACKWARD = OpSpec(
     name="chunk_gla_bwd",
@@ -377,6 +379,9 @@ BACKWARD = OpSpec(
     bind=_bind,
     reads=None,  # the forward checked its inputs, and a scaler of gradients has to see NaN in those of the outputs
     flops=_backward_flops,
+    tokens=(*FORWARD.tokens, "do"),
+    forward=FORWARD.name,
+    by_segments=_invariant.backward,
 )
 
 

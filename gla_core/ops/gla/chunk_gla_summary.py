@@ -150,7 +150,7 @@ def _summary(
         if not needs_grad and bypasses_torch(left):
             decay, state = run(SUMMARY, (left, right, g, cu_seqlens, backwards), current_request(backend))
         else:
-            _, left, right, g = autocast.tokens(left, left, right, g)
+            left, right, g = autocast.inputs(SUMMARY, left, right, g)
             refuse_tangents(left, right, g)
             decay, state = _torch_summary(left, right, g, cu_seqlens, backwards, needs_grad, request_text(backend))
     except (TypeError, ValueError) as error:
@@ -207,6 +207,7 @@ SUMMARY = OpSpec(
     bind=_bind,
     reads=_reads,
     flops=_flops,
+    tokens=("left", "right", "g"),
     backward="chunk_gla_bwd",
 )
 

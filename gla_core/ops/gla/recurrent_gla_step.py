@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from gla_core.dispatch.request import current_request
-from gla_core.ops import autocast, checks
+from gla_core.ops import _invariant, autocast, checks
 from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run, transformed
 from gla_core.ops._torch_op import (
     faker,
@@ -34,7 +34,7 @@ from gla_core.ops._torch_op import (
     tell_autograd,
     torch_op,
 )
-from gla_core.ops.gla.chunk_gla import NORMALIZER
+from gla_core.ops.gla.chunk_gla import FORWARD, NORMALIZER
 from gla_core.ops.spec import (
     AS_INPUT,
     INPUT,
@@ -121,7 +121,7 @@ def recurrent_gla_step(
         if inplace:
             tell_autograd(state)
         return found
-    q, k, v, g = autocast.tokens(q, k, v, g)
+    q, k, v, g = autocast.inputs(STEP, q, k, v, g)
     refuse_tangents(q, k, v, g, state)
     args = (q, k, v, g, state, plain_number(scale), state_indices, c, request_text(backend))
     if inplace:
@@ -178,6 +178,8 @@ STEP = OpSpec(
     bind=_bind,
     reads=_reads,
     flops=_flops,
+    tokens=FORWARD.tokens,
+    by_segments=_invariant.step,
 )
 
 
