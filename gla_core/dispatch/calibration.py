@@ -67,7 +67,7 @@ def predict(backend: Backend, call: OpCall) -> Prediction:
 
     A call that is computed by calls of other ops takes the sum of their times.
     """
-    if parts := parts_of(backend.ops[call.op], call):
+    if call.op in backend.ops and (parts := parts_of(backend.ops[call.op], call)):
         predictions = [(predict(backend, part), times) for part, times in parts]
         seconds = [each.seconds * times for each, times in predictions if each.seconds is not None]
         return Prediction(sum(seconds), predictions[0][0].source) if len(seconds) == len(parts) else Prediction(None)

@@ -29,6 +29,7 @@ from gla_core.ops import ABSTRACT_OPS, PUBLIC_OPS
 from gla_core.ops.spec import Role
 from gla_core.workloads.inputs import chunk_inputs
 from gla_core.workloads.named import select
+from tests.reference import function
 
 PLUGIN = """
 import torch
@@ -237,7 +238,7 @@ def test_a_case_that_supports_refuses_is_open(tmp_path):
 )
 def test_a_backend_of_one_op_passes_and_what_the_core_refuses_is_open(op, tmp_path):
     """The core computes some ops by another one under `batch_invariant`, and refuses a backend that lacks it."""
-    backend = Backend("alone", "0", {op: get("reference").ops[op]})
+    backend = Backend("alone", "0", {op: function(op)})
     module, chosen = f"test_{ABSTRACT_OPS[op].public}", "same_bits or test_values and (small or short) and float32"
     code, rows = judge(backend, tmp_path, module=module, select=chosen)
     assert code == 0
