@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import itertools
 import json
@@ -13,9 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gla_core.dispatch import registry
 from gla_core.dispatch.backend import GATES, OP_LOWERINGS, OP_PARAMETERS, CostModel, OpCall, shipped_constants
 from gla_core.dispatch.calibration import predict
-from gla_core.dispatch.lowering import completed
 
 FACTS = {
     "cpu": {"multiprocessors": 1.0, "compute_capability": 0.0},
@@ -306,8 +307,8 @@ def test_what_formulas_say_of_the_kernels_is_so():
 
 def test_a_call_that_is_computed_by_others_takes_their_time():
     """Several tokens take the time of as many steps, and a pool with checkpoints that of two forwards."""
-    (backend,) = importlib.import_module("gla_reference").gla_register_backends()
-    reference = completed(backend)
+    cost = CostModel(importlib.import_module("gla_reference").predicted_seconds, shipped_constants("gla_reference"))
+    reference = dataclasses.replace(registry.get("reference"), cost=cost)  # this folder's tests remove cost models
     steps = predict(reference, call_of("recurrent_gla_steps", "cpu", T=3, S=4, **GATED))
     token = call_of("recurrent_gla_step", "cpu", B=2, P=2, **GATED, state_dtype=torch.float32)
     assert steps.seconds == pytest.approx(3 * predict(reference, token).seconds)
