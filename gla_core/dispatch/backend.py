@@ -15,8 +15,8 @@ function. It plans a call once for its signature.
 function. The last dimension of every tensor is contiguous. In a state, the last but one may be contiguous instead if
 `Capabilities.swapped_states` is True. A tensor that an op always writes (`OP_WRITTEN`) is never a copy. `scale` is
 always a float, and autocast is off. Every returned tensor must be contiguous and own its memory: it must not be an
-input or a view of another tensor. `recurrent_gla_step` has two exceptions: a state written in place is returned itself,
-and a new state may have swapped dimensions (`new_state`). The core checks the results once for each signature.
+input or a view of another tensor. A decoding step has two exceptions: a state written in place is returned itself, and
+a new state may have swapped dimensions (`new_state`). The core checks the results once for each signature.
 """
 
 from __future__ import annotations
@@ -113,14 +113,14 @@ class Capabilities:
         grouped_values: whether there may be more value heads than key heads.
         gates: the forms of gates that it takes, from `GATES`; a call without a gate is always legal.
         gradients: whether the forward may run if a gradient is needed. This backend or another computes the backward.
-        checkpoints: whether `chunk_gla_fwd` returns checkpoints if `checkpoint_every` is given.
+        checkpoints: whether a forward returns checkpoints if `checkpoint_every` is given.
         swapped_states: whether it takes states whose last two dimensions are swapped in memory: keys are contiguous
-            instead of values. The new state of `recurrent_gla_step` must then be swapped as well (see `new_state`).
+            instead of values. The new state of a decoding step must then be swapped as well (see `new_state`).
             All other results are contiguous.
         deterministic: whether the same inputs give the same bits. A backend with False is refused under
             `torch.use_deterministic_algorithms(True)`.
         cuda_graphs: whether a call may be captured into a CUDA graph.
-        batch_invariant: device types on which chunk_gla_fwd, chunk_gla_bwd and recurrent_gla_step, each a `Prepared`,
+        batch_invariant: device types on which forwards, backwards and decoding steps, each a `Prepared`,
             honour `OpCall.batch_invariant`. On other devices the core calls them for one segment at a time.
     """
 
@@ -212,8 +212,8 @@ class OpCall:
         op: name of the abstract op.
         device: device of every tensor of the call.
         dtype: dtype of q (or x).
-        dims: sizes by name, as gla_core/ops/<family>/<op>.py lists them: B, T, H, Hq, Hv, K, V, N for
-            `chunk_gla_fwd` and `chunk_gla_bwd`, rows and columns for `online_softmax`.
+        dims: sizes by name, as gla_core/ops/<family>/<op>.py lists them, such as
+            B, T, H, Hq, Hv, K, V and N, or rows and columns.
         gate_dtype, state_dtype: dtype of g and of the given state; None if there is none.
         gate_form: the form of g, from `GATES`; None if there is no g.
         variable_length: whether `cu_seqlens` is given.

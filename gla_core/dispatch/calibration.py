@@ -2,7 +2,7 @@
 
 The measurements are in one JSON file, calibration.json in the folder that GLA_CACHE_DIR names:
 
-    {"NVIDIA H200, torch 2.11.0, triton 3.6.0, gla_core 0.1.0": {"mine 0.1.0": {"chunk_gla_fwd": {"launch": 2e-5}}}}
+    {"NVIDIA H200, torch 2.11.0, triton 3.6.0, gla_core 0.1.0": {"mine 0.1.0": {"online_softmax": {"launch": 2e-5}}}}
 
 Entries of another version or with other names of constants are ignored, and so is a file that cannot be read.
 """

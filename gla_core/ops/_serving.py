@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -11,11 +11,13 @@ from torch.compiler import is_compiling
 from gla_core.dispatch.request import current_request
 from gla_core.ops import _overlap, autocast, checks
 from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run, transformed
-from gla_core.ops._torch_op import faker, refuse_in_place, refuse_tangents, runner, tell_autograd, torch_op
+from gla_core.ops._torch_op import faker, refuse_tangents, runner, tell_autograd, torch_op
 from gla_core.ops.spec import OpSpec, plain_number, scale_or_default
 
 
-def serving(spec: OpSpec, train_with: OpSpec) -> Callable[[tuple, str | None, bool], Tensor]:
+def serving(
+    spec: OpSpec, train_with: OpSpec, refuse_in_place: Callable[..., NoReturn]
+) -> Callable[[tuple, str | None, bool], Tensor]:
     """Defines `gla::<name of the op>`, and returns the function that calls the op.
 
     It takes the arguments, a request, and whether states have V before K. The arguments begin with the tokens and with
@@ -25,6 +27,7 @@ def serving(spec: OpSpec, train_with: OpSpec) -> Callable[[tuple, str | None, bo
 
     Args:
         train_with: the op that the error about a gradient names.
+        refuse_in_place: raises the error about transforms.
     """
     out_of_op = (None,) if "out" in spec.parameters else ()
     of_torch = torch_op(  # a torch op returns no argument, so this one lacks `out`

@@ -40,6 +40,7 @@ from gla_core.dispatch.tensors import wide
 from gla_core.ops import checks
 from gla_core.ops._serving import serving
 from gla_core.ops.gla.chunk_gla import FORWARD, LONGEST, NORMALIZER, TOKENS
+from gla_core.ops.gla.recurrent_gla_step import refuse_in_place
 from gla_core.ops.spec import AS_INPUT, FLAG, INTEGER, SLOTTED, Argument, OpSpec, Result, Role
 
 
@@ -283,4 +284,4 @@ CHUNK_POOL = OpSpec(
     lowering=Lowering(FORWARD.name, _forwards_of_pool, _by_forward),
 )
 
-_call = serving(CHUNK_POOL, train_with=FORWARD)
+_call = serving(CHUNK_POOL, train_with=FORWARD, refuse_in_place=refuse_in_place)

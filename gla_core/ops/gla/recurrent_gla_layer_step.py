@@ -33,7 +33,7 @@ from gla_core.dispatch.tensors import wide
 from gla_core.ops import checks
 from gla_core.ops._serving import serving
 from gla_core.ops.gla.chunk_gla import FORWARD, NORMALIZER
-from gla_core.ops.gla.recurrent_gla_step import STEP
+from gla_core.ops.gla.recurrent_gla_step import STEP, refuse_in_place
 from gla_core.ops.spec import AS_INPUT, AS_INPUT_OR_FLOAT32, INTEGER, POOL, Argument, OpSpec, Result, Role, plain_number
 
 OUTPUT_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
@@ -202,4 +202,4 @@ LAYER_STEP = OpSpec(
     lowering=Lowering(STEP.name, lambda call: [(_step_of_layer_step(call), 1)], _by_step),
 )
 
-_call = serving(LAYER_STEP, train_with=FORWARD)
+_call = serving(LAYER_STEP, train_with=FORWARD, refuse_in_place=refuse_in_place)

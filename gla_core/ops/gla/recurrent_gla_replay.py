@@ -45,7 +45,7 @@ from gla_core.dispatch.tensors import log_gates, wide
 from gla_core.ops import checks
 from gla_core.ops._serving import serving
 from gla_core.ops.gla.chunk_gla import FORWARD, NORMALIZER, TOKENS
-from gla_core.ops.gla.recurrent_gla_step import STEP
+from gla_core.ops.gla.recurrent_gla_step import STEP, refuse_in_place
 from gla_core.ops.gla.recurrent_gla_steps import MOST, in_shape, rows_of_outputs, step_of_steps, token_by_token
 from gla_core.ops.spec import (
     AS_INPUT,
@@ -350,4 +350,4 @@ REPLAY = OpSpec(
     lowering=Lowering(STEP.name, _parts, _by_step),
 )
 
-_call = serving(REPLAY, train_with=FORWARD)
+_call = serving(REPLAY, train_with=FORWARD, refuse_in_place=refuse_in_place)

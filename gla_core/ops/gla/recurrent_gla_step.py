@@ -28,7 +28,7 @@ from gla_core.ops import _invariant, autocast, checks
 from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run, transformed
 from gla_core.ops._torch_op import (
     faker,
-    refuse_in_place,
+    refusal_in_place,
     refuse_tangents,
     runner,
     tell_autograd,
@@ -181,6 +181,9 @@ STEP = OpSpec(
     tokens=FORWARD.tokens,
     by_segments=_invariant.step,
 )
+
+
+refuse_in_place = refusal_in_place("chunk_gla with states of your own, or recurrent_gla_step with inplace=False")
 
 
 def _no_backward(*_: Any) -> NoReturn:

@@ -40,7 +40,7 @@ from gla_core.dispatch.tensors import wide
 from gla_core.ops import checks
 from gla_core.ops._serving import serving
 from gla_core.ops.gla.chunk_gla import FORWARD, NORMALIZER, TOKENS
-from gla_core.ops.gla.recurrent_gla_step import STEP
+from gla_core.ops.gla.recurrent_gla_step import STEP, refuse_in_place
 from gla_core.ops.spec import AS_INPUT, FLAG, INTEGER, SLOTTED, Argument, OpSpec, Result, Role
 
 MOST = 8
@@ -332,4 +332,4 @@ STEPS = OpSpec(
     writes=lambda sizes: sizes["B"] * sizes["T"] / max(sizes["N"], 1),
 )
 
-_call = serving(STEPS, train_with=FORWARD)
+_call = serving(STEPS, train_with=FORWARD, refuse_in_place=refuse_in_place)
