@@ -55,7 +55,8 @@ class BackendInfo:
 
     Attributes:
         name: the backend's name, or the entry-point name of a plugin in quarantine.
-        version, ops, capabilities: as in `Backend`. For a plugin in quarantine, ops is empty and the others are None.
+        version, capabilities: as in `Backend`; None for a plugin in quarantine.
+        ops: the abstract ops that it serves: those that it implements, then those that the core computes by them.
         plugin: name of the entry point that offered the backend, or 'register()'.
         error: the traceback; None if the plugin works.
     """
