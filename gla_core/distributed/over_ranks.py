@@ -102,9 +102,9 @@ def over_ranks(
         cu_seqlens = shard.packed.cu_seqlens
     if state_v_first:
         initial_state = checks.transposed(initial_state)
-    q, k, v, g, *others = autocast.tokens(*tokens)
+    tokens = autocast.inputs(op.forward_spec, *tokens)
+    q, _, v, g, *_ = tokens
     number = None if gate is None else checks.normalizer(gate, gate_normalizer, g)
-    tokens = (q, k, v, g, *others)
     refuse_tangents(*tokens, initial_state)
     # Check before anything is sent: a backend would refuse the call only while the other ranks already wait.
     passed = (*tokens, scale, initial_state, output_final_state, cu_seqlens)
