@@ -217,8 +217,8 @@ class _Own:
         """
         summarized = chunk_gla_gradient_summary if backwards else chunk_gla_summary
         if self.cut is None:
-            return summarized(left, right, g, self.offsets, backend)
-        decay, state = summarized(left, right, g, self.cut.heads if backwards else self.cut.tails, backend)
+            return summarized(left, right, g, self.offsets, backend=backend)
+        decay, state = summarized(left, right, g, self.cut.heads if backwards else self.cut.tails, backend=backend)
         return decay[::2], state[::2]  # the others are of the rows between
 
     def passed_on(self, summary: Summary, start: Tensor | None, backwards: bool, to_end: bool) -> tuple[Tensor, Tensor]:

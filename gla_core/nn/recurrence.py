@@ -173,8 +173,8 @@ def read_tokens(
         recurrent = state.recurrent if inplace else state.recurrent.clone()
         o: Any = Step(layer, (q, k, v, g), recurrent, state_indices)
     else:
-        given = (q, k, v, g, state.recurrent, layer.scale, state_indices, inplace, layer.backend)
-        o, recurrent = recurrent_gla_step(*given, **gate_options(layer))
+        args = (q, k, v, g, state.recurrent, layer.scale, state_indices, inplace)
+        o, recurrent = recurrent_gla_step(*args, backend=layer.backend, **gate_options(layer))
         o = o.unsqueeze(1)
     conv, position = state.conv, state.position
     if conv is not None:
@@ -209,14 +209,15 @@ class Step(NamedTuple):
 
     def normed(self, norm: nn.Module, gate: Tensor | None) -> Tensor:
         """Runs the step, and returns its output [B, 1, Ho, V] after a norm and an output gate [B, 1, Ho, V]."""
-        layer, indices, options = self.layer, self.state_indices, gate_options(self.layer)
+        layer, slots, options = self.layer, self.state_indices, gate_options(self.layer)
+        options |= {"backend": layer.backend}
         activation = norm.activation_in_op(gate) if isinstance(norm, RMSNormGated) else None
         if isinstance(norm, RMSNormGated) and activation is not None and _fit(self.token[0], gate, norm.weight):
             options |= {"norm_eps": norm.eps, "activation": activation}
             gate = None if gate is None else gate.squeeze(1)
-            given = (self.state, gate, norm.weight, layer.scale, indices, layer.backend)
-            return recurrent_gla_layer_step(*self.token, *given, **options).unsqueeze(1)
-        o, _ = recurrent_gla_step(*self.token, self.state, layer.scale, indices, True, layer.backend, **options)
+            args = (self.state, gate, norm.weight, layer.scale, slots)
+            return recurrent_gla_layer_step(*self.token, *args, **options).unsqueeze(1)
+        o, _ = recurrent_gla_step(*self.token, self.state, layer.scale, slots, True, **options)
         return norm(o.unsqueeze(1), gate)
 
 

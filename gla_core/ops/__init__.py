@@ -4,14 +4,20 @@ from typing import Any
 
 from gla_core.dispatch.backend import declare_op
 from gla_core.ops.attention.online_softmax import SOFTMAX, online_softmax
-from gla_core.ops.attention.softmax_attention import ATTENTION, merge_attention, softmax_attention
+from gla_core.ops.attention.softmax_attention import ATTENTION, SoftmaxAttention, merge_attention, softmax_attention
 from gla_core.ops.gla.chunk_gla import BACKWARD, FORWARD, ChunkGla, ChunkGlaWithCheckpoints, chunk_gla
 from gla_core.ops.gla.chunk_gla_pool import CHUNK_POOL, chunk_gla_pool
-from gla_core.ops.gla.chunk_gla_summary import SUMMARY, chunk_gla_gradient_summary, chunk_gla_summary
+from gla_core.ops.gla.chunk_gla_summary import (
+    SUMMARY,
+    ChunkGlaGradientSummary,
+    ChunkGlaSummary,
+    chunk_gla_gradient_summary,
+    chunk_gla_summary,
+)
 from gla_core.ops.gla.linear_attention import LinearAttention, linear_attention
 from gla_core.ops.gla.recurrent_gla_layer_step import LAYER_STEP, recurrent_gla_layer_step
 from gla_core.ops.gla.recurrent_gla_replay import REPLAY, recurrent_gla_replay
-from gla_core.ops.gla.recurrent_gla_step import STEP, recurrent_gla_step
+from gla_core.ops.gla.recurrent_gla_step import STEP, RecurrentGlaStep, recurrent_gla_step
 from gla_core.ops.gla.recurrent_gla_steps import STEPS, recurrent_gla_steps
 from gla_core.ops.spec import OpSpec
 
@@ -20,9 +26,13 @@ __all__ = [
     "PUBLIC_OPS",
     "RUNS",
     "ChunkGla",
+    "ChunkGlaGradientSummary",
+    "ChunkGlaSummary",
     "ChunkGlaWithCheckpoints",
     "LinearAttention",
     "OpSpec",
+    "RecurrentGlaStep",
+    "SoftmaxAttention",
     "chunk_gla",
     "chunk_gla_gradient_summary",
     "chunk_gla_pool",

@@ -57,7 +57,7 @@ def run(q, k, v, g, do, state, dstate, cu_seqlens=None, backend="auto"):
     """Returns o, the final states, and all gradients of a call with an initial state."""
     leaves = [y.detach().clone().requires_grad_() for y in (q, k, v, g, state)]
     q, k, v, g, state = leaves
-    o, final = gla.chunk_gla(q, k, v, g, 0.3, state, True, cu_seqlens, backend)
+    o, final = gla.chunk_gla(q, k, v, g, 0.3, state, True, cu_seqlens, backend=backend)
     return [o.detach(), final.detach(), *torch.autograd.grad([o, final], leaves, [do, dstate])]
 
 
@@ -81,7 +81,9 @@ def test_alone_and_packed(device, backend, gates, width):
             together = [final[n : n + 1], *(y[:, first:last] for y in tokens), dinitial[n : n + 1]]
             for found, expected in zip([o[:, first:last], *together], alone, strict=True):
                 assert torch.equal(found, expected)
-    without, final_without = gla.chunk_gla(x.q, x.k, x.v, x.g, 0.3, x.initial_state, True, x.cu_seqlens, "reference")
+    without, final_without = gla.chunk_gla(
+        x.q, x.k, x.v, x.g, 0.3, x.initial_state, True, x.cu_seqlens, backend="reference"
+    )
     assert relative_error(o, without) <= 2 * FORWARD[x.q.dtype]
     assert relative_error(final, final_without) <= 2 * FORWARD[x.q.dtype]
 
@@ -156,7 +158,7 @@ def test_steps(device, backend):
     pool = torch.randn(B + 7, *x.initial_state.shape[1:], device=device)
     rows = torch.arange(B, device=device) + 7
     with gla.batch_invariant():
-        o, new = gla.recurrent_gla_step(q, k, v, g, pool, state_indices=rows, backend=backend)
+        o, new = gla.recurrent_gla_step(q, k, v, g, pool, slots=rows, backend=backend)
         plain_o, plain_new = gla.recurrent_gla_step(q, k, v, g, pool[7:], backend=backend)
         for b in (0, B - 1):
             own = slice(b, b + 1)

@@ -221,9 +221,9 @@ def test_a_step(form, groups, inplace):
     x = inputs_of(form, groups, B=3, T=1)
     token = {name: token_of(getattr(x, name), 0) for name in "qkvg"}
     pool = torch.randn(5, *x.initial_state.shape[1:], dtype=WIDE)
-    given = {**token, "state": pool, "state_indices": torch.tensor([4, -1, 0])}
-    expected = expected_step({**given, "state": pool.clone()})
-    o, state = gla.recurrent_gla_step(**given, inplace=inplace, backend="reference")
+    slots = torch.tensor([4, -1, 0])
+    expected = expected_step({**token, "state": pool.clone(), "state_indices": slots})
+    o, state = gla.recurrent_gla_step(**token, state=pool, slots=slots, inplace=inplace, backend="reference")
     assert (state is pool) == inplace
     assert relative_error(o, expected["o"]) <= FORWARD[WIDE]
     assert relative_error(state, expected["state"]) <= FORWARD[WIDE]
@@ -236,9 +236,9 @@ def test_summaries_of_both_directions(form, groups, packed):
     x = inputs_of(form, groups, T=100, lengths=(0, 30, 65, 0) if packed else None, padding=5)
     do = torch.randn(output_shape(x.q, x.v), dtype=WIDE)
     of_queries = groups[1] > 1 and x.g is None  # without g, each query head has a state of its own
-    found = [gla.chunk_gla_gradient_summary(x.q, do, x.g, x.cu_seqlens, "reference")]
+    found = [gla.chunk_gla_gradient_summary(x.q, do, x.g, x.cu_seqlens, backend="reference")]
     expected = [oracle.chunk_gla_summary(x.q, do, x.g, x.cu_seqlens, True)]
-    found.append(gla.chunk_gla_summary(x.k, x.v, x.g, x.cu_seqlens, "reference"))
+    found.append(gla.chunk_gla_summary(x.k, x.v, x.g, x.cu_seqlens, backend="reference"))
     expected.append(oracle.chunk_gla_summary(x.k, x.v, x.g, x.cu_seqlens))
     assert found[0][1].shape[1] == (do.shape[2] if of_queries else x.v.shape[2])
     for (decay, state), (ref_decay, ref_state) in zip(found, expected, strict=True):
@@ -253,7 +253,7 @@ def test_gradients_of_a_summary(form, lengths):
     x = inputs_of(form, (2, 1, 2), T=100, lengths=lengths)
     leaves = {name: y for name, y in leaves_of(x).items() if name in ("k", "v", "g")}
     g = leaves.get("g")
-    found = gla.chunk_gla_summary(leaves["k"], leaves["v"], g, x.cu_seqlens, "reference")
+    found = gla.chunk_gla_summary(leaves["k"], leaves["v"], g, x.cu_seqlens, backend="reference")
     expected = oracle.chunk_gla_summary(leaves["k"], leaves["v"], g, x.cu_seqlens)
     at = slice(1 if g is None else 0, None)  # without gates the decay depends on no input
     seeds = [torch.randn(y.shape, dtype=WIDE) for y in found]

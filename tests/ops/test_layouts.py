@@ -123,7 +123,9 @@ def test_a_backend_receives_such_states_as_it_can_take_them(swaps, inplace):
     with gla.register(Backend("mine", "1", {"recurrent_gla_step": step}, Capabilities(swapped_states=swaps))):
         for _ in range(2):  # the first call is checked
             start = given.clone()
-            found, after = gla.recurrent_gla_step(*token, start, None, None, inplace, "mine", state_v_first=True)
+            found, after = gla.recurrent_gla_step(
+                *token, start, None, None, inplace, backend="mine", state_v_first=True
+            )
             assert torch.equal(found, o)
             assert torch.equal(after, new.mT)
             assert after.is_contiguous()

@@ -164,8 +164,9 @@ def test_a_step(form, inplace, backend):
     x = inputs_of(form, B=3, T=1)
     token = {name: token_of(getattr(x, name), 0) for name in "qkvg"}
     pool = torch.randn(5, *x.initial_state.shape[1:], dtype=WIDE)
-    given = {**token, "state": pool.clone(), "state_indices": torch.tensor([4, -1, 0])}
-    expected = expected_step({**given, "g": log_gates(token["g"], 4, WIDE)})
+    given, slots = {**token, "state": pool.clone()}, torch.tensor([4, -1, 0])
+    expected = expected_step({**given, "g": log_gates(token["g"], 4, WIDE), "state_indices": slots})
+    given |= {"slots": slots}
     o, state = gla.recurrent_gla_step(**given, inplace=inplace, backend=backend, **LOGITS)
     compare({"o": o, "state": state}, expected, FORWARD[WIDE])
     swapped = given | {"state": pool.mT.contiguous()}

@@ -83,7 +83,7 @@ def test_a_pool(indices, inplace, index_dtype, device):
             ref_o[row], ref_pool[i : i + 1] = expected(q[row], k[row], v[row], g[row], pool[i : i + 1])
     before = pool.clone()
     rows = torch.tensor(indices, dtype=index_dtype, device=device)
-    o, new = gla.recurrent_gla_step(q, k, v, g, pool, state_indices=rows, inplace=inplace)
+    o, new = gla.recurrent_gla_step(q, k, v, g, pool, slots=rows, inplace=inplace)
     assert relative_error(o, ref_o) <= 1e-12
     assert relative_error(new, ref_pool) <= 1e-12
     assert new is pool if inplace else torch.equal(pool, before)
@@ -92,7 +92,7 @@ def test_a_pool(indices, inplace, index_dtype, device):
 def test_an_empty_batch_leaves_the_pool_alone():
     q, k, v, g, _ = step_inputs(B=0, H=2, K=8, V=12)
     pool = torch.randn(6, 2, 8, 12)
-    o, new = gla.recurrent_gla_step(q, k, v, g, pool, state_indices=torch.zeros(0, dtype=torch.int64))
+    o, new = gla.recurrent_gla_step(q, k, v, g, pool, slots=torch.zeros(0, dtype=torch.int64))
     assert o.shape == (0, 2, 12)
     assert torch.equal(new, pool)
 

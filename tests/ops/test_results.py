@@ -92,7 +92,7 @@ def results(backend, T, dtype):
         token = [z[:, 0] for z in (x.q, x.k, x.v, x.g)]
         yield "step", gla.recurrent_gla_step(*token, x.initial_state, backend=backend), x.initial_state
         rows = torch.tensor([0])
-        pool = gla.recurrent_gla_step(*token, x.initial_state, state_indices=rows, backend=backend)
+        pool = gla.recurrent_gla_step(*token, x.initial_state, slots=rows, backend=backend)
         yield "pool", pool, x.initial_state
 
 

@@ -182,9 +182,7 @@ def in_place_op(q, x):
 
 
 def in_pool(q, x):
-    return gla.recurrent_gla_step(
-        q[:, 0], x.k[:, 0], x.v[:, 0], None, x.initial_state, state_indices=torch.tensor([1, 0])
-    )[0]
+    return gla.recurrent_gla_step(q[:, 0], x.k[:, 0], x.v[:, 0], None, x.initial_state, slots=torch.tensor([1, 0]))[0]
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ from gla_core.dispatch.selection import makes_checkpoints
 from gla_core.dispatch.tensors import checkpoint_rows
 from gla_core.ops import autocast, checks
 from gla_core.ops._autograd import gradient
+from gla_core.ops._deprecated import backend_by_position
 from gla_core.ops._run import bypasses_torch, plans_gradient, request_text, run
 from gla_core.ops._torch_op import eager_op_of, exportable, no_second_derivative, refuse_tangents, torch_op_of
 from gla_core.ops.spec import (
@@ -116,8 +117,8 @@ def chunk_gla(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
-    backend: str | None = None,
     *,
+    backend: str | None = None,
     checkpoint_every: None = None,
     max_seqlen: int | None = None,
     state_v_first: bool = False,
@@ -137,8 +138,8 @@ def chunk_gla(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
-    backend: str | None = None,
     *,
+    backend: str | None = None,
     checkpoint_every: int,
     max_seqlen: int | None = None,
     state_v_first: bool = False,
@@ -157,8 +158,8 @@ def chunk_gla(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    *rest: str | None,
     backend: str | None = None,
-    *,
     checkpoint_every: int | None = None,
     max_seqlen: int | None = None,
     state_v_first: bool = False,
@@ -230,6 +231,8 @@ def chunk_gla(
         >>> # checkpoints: [2, 2, 4, 32, 32]
         >>> o, _, checkpoints = gla.chunk_gla(q, k, v, g, checkpoint_every=64)
     """
+    if rest:
+        backend = backend_by_position("chunk_gla", rest, backend)
     if state_v_first:
         initial_state = checks.transposed(initial_state)
     c = None if gate is None else checks.normalizer(gate, gate_normalizer, g)
@@ -263,7 +266,7 @@ def chunk_gla(
 
 def interval_for_backward(backend: str | Request | None) -> int | None:
     """Returns the interval of the checkpoints that a forward on a GPU keeps for its backward; None if it keeps none."""
-    if environment().checkpoints and makes_checkpoints("chunk_gla_fwd", request_of(backend).spec):
+    if environment().checkpoints and makes_checkpoints(FORWARD.name, request_of(backend).spec):
         return CHUNK
     return None
 

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from gla_core.dispatch.slots import is_slot
 from gla_core.ops import checks
+from gla_core.ops._deprecated import backend_by_position
 from gla_core.ops._serving import serving
 from gla_core.ops.gla.chunk_gla import FORWARD, NORMALIZER, TOKENS
 from gla_core.ops.spec import (
@@ -61,26 +62,25 @@ def recurrent_gla_steps(
     pool: Tensor,
     slots: Tensor,
     scale: float | None = None,
+    *rest: str | None,
     backend: str | None = None,
-    *,
     cu_seqlens: Tensor | None = None,
     num_accepted: Tensor | None = None,
     read_slots: Tensor | None = None,
     has_state: Tensor | None = None,
     pad_slot: int = -1,
     out: Tensor | None = None,
-    parents: None = None,
     state_v_first: bool = False,
     gate: str | None = None,
     gate_normalizer: int = 16,
 ) -> Tensor:
-    """Advances states in a pool by up to eight tokens per sequence, and keeps the state after each. Not differentiable.
+    """Advances states in a pool in place by up to eight tokens per sequence, and keeps the state after each token.
 
-    A draft of several tokens is verified in one call. The next call continues after the tokens that were accepted: pass
-    their number as `num_accepted` and the same `slots`. The pool is written in place. A slot outside 0 to P-1, and
-    `pad_slot`, is neither read nor written. A slot that one sequence writes must neither be read nor written by another
-    sequence of the call. No value is read on the host, so the call can be captured into a CUDA graph.
-    `recurrent_gla_replay` verifies drafts with one slot per sequence.
+    A draft of several tokens, each after the one before it, is verified in one call. Not differentiable. The next call
+    continues after the tokens that were accepted: pass their number as `num_accepted` and the same `slots`. A slot
+    outside 0 to P-1, and `pad_slot`, is neither read nor written. A slot that one sequence writes must neither be read
+    nor written by another sequence of the call. No value is read on the host, so the call can be captured into a CUDA
+    graph. `recurrent_gla_replay` verifies drafts with one slot per sequence.
 
     Under autocast q, k and v are cast to the dtype of autocast, and o has that dtype; g keeps float32, and the pool
     keeps its dtype.
@@ -110,7 +110,6 @@ def recurrent_gla_steps(
         pad_slot: a slot that is never read or written. A sequence that would start from such a slot is skipped: its o
             is 0 and nothing is written.
         out: memory for o [B, T, Ho, V], contiguous, dtype of v; None means a new tensor.
-        parents: must be None. Drafts are chains: each token follows the one before it.
         state_v_first: whether the pool is [P, Hv, V, K].
         gate: None, or "logsigmoid" if g holds logits, as in `chunk_gla`.
         gate_normalizer: the whole number by which log sigma of the logits is divided.
@@ -136,7 +135,8 @@ def recurrent_gla_steps(
         ...     *tokens, pool, slots, num_accepted=accepted
         ... )
     """
-    checks.no_tree(parents)
+    if rest:
+        backend = backend_by_position("recurrent_gla_steps", rest, backend)
     if isinstance(slots, Tensor) and slots.ndim == 1:
         slots = slots[:, None]
     c = None if gate is None else checks.normalizer(gate, gate_normalizer, g)
