@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-import gla_core as gla
 from gla_core.conformance import oracle
 from gla_core.conformance.calls import expected_step, output_shape, poisoned, run_step, step, three_runs
 from gla_core.conformance.cases import over

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from torch.compiler import is_compiling
@@ -20,7 +21,7 @@ def renamed(function: str, old: str, new: str, by_old: Any, by_new: Any) -> Any:
     return by_old
 
 
-def backend_by_position(function: str, rest: tuple, backend: str | None) -> str | None:
+def backend_by_position(function: str, rest: Sequence[str | None], backend: str | None) -> str | None:
     """Returns the backend that a call passed by position, as the last of its positional arguments.
 
     Args:

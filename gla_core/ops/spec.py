@@ -374,7 +374,7 @@ class OpSpec:
         """
         given = dict(zip(self.parameters, self.plain(args), strict=True))
         sizes = self._check(given)
-        _overlap.check({a.shown: given[a.name] for a in self.arguments}, self.written_by(given))
+        _overlap.check(self.as_public(given), self.written_by(given))
         dtypes = {a.dtype: x.dtype for a in self.arguments if a.dtype and (x := given[a.name]) is not None}
         return OpCall(
             op=self.name,

@@ -116,7 +116,7 @@ BAD_STEP = [
         ValueError,
         "state has shape [2, 2, 4, 3]; expected [P, Hv, K, V] with P=2, Hv=6",
     ),
-    ({"state": ones(2, 2, 4, 3).half()}, TypeError, "state is float16; expected float32 or bfloat16"),
+    ({"state": ones(2, 2, 4, 3).double()}, TypeError, "state is float64; expected float32 or bfloat16 or float16"),
     ({"state": None}, TypeError, "state is NoneType; expected a tensor [P, Hv, K, V]"),
     (
         {"slots": torch.zeros(3, dtype=torch.int64)},

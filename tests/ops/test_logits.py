@@ -393,8 +393,8 @@ def test_its_other_arguments(mine):
     end = without_sequence(x)
     with gla.batch_invariant(64):
         compare(forward(x, "mine", **LOGITS), expected, FORWARD[torch.float32])
-    given = (x.q, x.k, x.v, x.g, None, x.initial_state, True, x.cu_seqlens, "mine")
-    o, state, _ = gla.chunk_gla(*given, checkpoint_every=64, **LOGITS)
+    given = (x.q, x.k, x.v, x.g, None, x.initial_state, True, x.cu_seqlens)
+    o, state, _ = gla.chunk_gla(*given, backend="mine", checkpoint_every=64, **LOGITS)
     compare({"o": o, "state": state}, expected, FORWARD[torch.float32])
     grads = gradients(x, "mine", **LOGITS)
     compare(grads, dexpected, GRADIENT[torch.float32])

@@ -126,9 +126,10 @@ def recurrent_gla_step(
     if state_indices is not None:
         slots = renamed("recurrent_gla_step", "state_indices", "slots", state_indices, slots)
     if state_v_first:
-        args, options = (q, k, v, g, checks.transposed(state), scale, slots), {"gate_normalizer": gate_normalizer}
+        args = (q, k, v, g, checks.transposed(state), scale, slots)
+        options: Any = {"backend": backend, "gate": gate, "gate_normalizer": gate_normalizer}
         try:
-            o, new = recurrent_gla_step(*args, inplace, backend=backend, gate=gate, **options)
+            o, new = recurrent_gla_step(*args, inplace, **options)
         except (ValueError, TypeError) as error:
             raise STEP.error_in_layout(error, (*args, None, inplace)) from None
         return RecurrentGlaStep(o, state if inplace else new.mT)
