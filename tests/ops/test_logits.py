@@ -174,6 +174,32 @@ def test_a_step(form, inplace, backend):
     compare({"o": o, "state": state.mT}, expected, FORWARD[WIDE])
 
 
+@pytest.mark.parametrize("sizes", [{}, PACKED, {"dtype": torch.bfloat16}], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_summary_and_its_gradients(form, sizes):
+    x = inputs_of(form, **sizes)
+    wide = [y.to(WIDE, copy=True).requires_grad_() for y in (x.k, x.v, x.g)]
+    if x.cu_seqlens is not None:
+        without_sequence(x)
+    leaves = [y.requires_grad_() for y in (x.k, x.v, x.g)]
+    found = gla.chunk_gla_summary(*leaves, x.cu_seqlens, backend="reference", **LOGITS)
+    expected = oracle.chunk_gla_summary(*wide[:2], log_gates(wide[2], 4, WIDE), x.cu_seqlens)
+    seeds = [torch.randn(y.shape, dtype=WIDE) for y in expected]
+    compare(found._asdict(), dict(zip(found._fields, expected, strict=True)), FORWARD[x.k.dtype])
+    grads = torch.autograd.grad(found, leaves, [seed.to(y.dtype) for seed, y in zip(seeds, found, strict=True)])
+    wanted = torch.autograd.grad(expected, wide, seeds)
+    compare(dict(zip("kvg", grads, strict=True)), dict(zip("kvg", wanted, strict=True)), GRADIENT[x.k.dtype])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_summary_of_gradients(form):
+    x = inputs_of(form, **PACKED)
+    found = gla.chunk_gla_gradient_summary(x.q, x.v, x.g, x.cu_seqlens, **LOGITS)
+    expected = oracle.chunk_gla_summary(x.q, x.v, log_gates(x.g, 4, WIDE), x.cu_seqlens, True)
+    for y, ref in zip(found, expected, strict=True):
+        assert relative_error(y, ref) <= FORWARD[WIDE]
+
+
 def test_states_with_values_first():
     x = inputs_of("key")
     given = (x.q, x.k, x.v, x.g, None)
@@ -348,7 +374,7 @@ def mine(request):
         The gates that it receives, and the calls that it prepares.
     """
     ops, received, calls = registry.get("reference").ops, [], []
-    names = ("chunk_gla_fwd", "chunk_gla_bwd", "recurrent_gla_step")
+    names = ("chunk_gla_fwd", "chunk_gla_bwd", "chunk_gla_summary", "recurrent_gla_step")
     ours = {name: of_log_gates(ops[name], received) for name in names}
     if request.param == "prepared":
         ours = {name: prepared(function, calls) for name, function in ours.items()}
@@ -384,6 +410,14 @@ def test_its_step(mine, inplace):
     o, new = gla.recurrent_gla_step(**token, state=state, inplace=inplace, backend="mine", **LOGITS)
     assert (new is state) == inplace
     compare({"o": o, "state": new}, expected, FORWARD[torch.bfloat16])
+
+
+def test_its_summary(mine):
+    x, (received, _) = inputs_of("head"), mine
+    found = gla.chunk_gla_summary(x.k, x.v, x.g, backend="mine", **LOGITS)
+    torch.testing.assert_close(received, [log_gates(x.g, 4, WIDE)])
+    for y, ref in zip(found, oracle.chunk_gla_summary(x.k, x.v, log_gates(x.g, 4, WIDE)), strict=True):
+        assert relative_error(y, ref) <= FORWARD[WIDE]
 
 
 def test_its_other_arguments(mine):
