@@ -108,5 +108,5 @@ CALLS = {
 """The public function and the arguments of each call."""
 
 
-def copied(given):
-    return {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+def copied(args):
+    return {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in args.items()}

@@ -238,11 +238,11 @@ def test_heads_of_a_summary_that_do_not_fit(changes, message):
 
 
 @pytest.fixture
-def of_keys_alone():
+def keys_only():
     """Registers a backend that takes gates per key only, and no groups of value heads."""
     ops = get("reference").ops
-    with gla.register(Backend("of_keys_alone", "0", dict(ops), Capabilities())):
-        yield "of_keys_alone"
+    with gla.register(Backend("keys_only", "0", dict(ops), Capabilities())):
+        yield "keys_only"
 
 
 @pytest.mark.parametrize(
@@ -259,11 +259,11 @@ def of_keys_alone():
         ),
     ],
 )
-def test_a_backend_without_the_form_refuses_it(of_keys_alone, changes, message):
+def test_a_backend_without_the_form_refuses_it(keys_only, changes, message):
     arguments = chunk_arguments(**changes)
-    with pytest.raises(gla.NoBackendError, match=re.escape(f"{of_keys_alone}: {message}")):
-        gla.chunk_gla(**arguments, backend=of_keys_alone)
-    gla.chunk_gla(**arguments, backend=f"{of_keys_alone},reference")
+    with pytest.raises(gla.NoBackendError, match=re.escape(f"{keys_only}: {message}")):
+        gla.chunk_gla(**arguments, backend=keys_only)
+    gla.chunk_gla(**arguments, backend=f"{keys_only},reference")
 
 
 @pytest.mark.parametrize(

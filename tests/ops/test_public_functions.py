@@ -135,8 +135,8 @@ def test_an_old_name_in_a_compiled_graph():
 
 def in_order(op):
     """Returns the positional arguments of an op in order."""
-    given, parameters = arguments(op), inspect.signature(getattr(gla, op)).parameters.values()
-    return tuple(given.get(p.name) for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
+    kwargs, parameters = arguments(op), inspect.signature(getattr(gla, op)).parameters.values()
+    return tuple(kwargs.get(p.name) for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
 
 
 BY_POSITION = {

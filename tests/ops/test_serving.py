@@ -382,8 +382,8 @@ def passed_on(op, x, n):
     tokens = {name: x[name] for name in "qkvg"}
     if op == POOL:
         states, offsets = torch.zeros(2 * (n + 1), 2, 4, 3), torch.zeros(2 * (n + 1) + 1, dtype=torch.int64)
-        of_sequences = {"initial_state": states, "output_final_state": True, "cu_seqlens": offsets}
-        return {**tokens, **shared, **of_sequences, "max_seqlen": x["max_seqlen"]}
+        packed = {"initial_state": states, "output_final_state": True, "cu_seqlens": offsets}
+        return {**tokens, **shared, **packed, "max_seqlen": x["max_seqlen"]}
     if op == LAYER_STEP:
         return {**tokens, **shared, "state": x["state"], "state_indices": x["slots"], "inplace": True}
     tokens = {name: y if y is None or y.ndim == 1 else y[:, 0].contiguous() for name, y in tokens.items()}

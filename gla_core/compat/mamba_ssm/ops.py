@@ -167,8 +167,8 @@ def selective_state_update(
 
     Args:
         state: the states before the token, overwritten by those after it: [P, nheads, dim, dstate]. P is batch without
-            state_batch_indices. A dtype that `gla_core.recurrent_gla_step` does not take, such as float64 with float32 inputs, costs two
-            copies of all P states.
+            state_batch_indices. A dtype that `gla_core.recurrent_gla_step` does not take, such as float64 with float32
+            inputs, costs two copies of all P states.
         x: inputs [batch, nheads, dim], float64, float32, float16 or bfloat16.
         dt: time steps [batch, nheads, dim], before dt_bias and softplus. They are not clamped.
         A: rates [nheads, dim, dstate], at most 0.

@@ -69,9 +69,9 @@ def _from_the_front(x: Any, dim: Any) -> Any:
     return dim
 
 
-def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
+def _bind(args: Mapping[str, Any], sizes: dict[str, Any]) -> None:
     """Binds the rows and columns of x."""
-    x, dim = given["x"], given["dim"]
+    x, dim = args["x"], args["dim"]
     if x.ndim == 0:
         raise ValueError("x has no dimension; expected at least one")
     if not -x.ndim <= dim < x.ndim:

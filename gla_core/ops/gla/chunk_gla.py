@@ -295,16 +295,16 @@ NORMALIZER = Argument("gate_normalizer", "int?", default=None)
 LONGEST = Argument("max_seqlen", "SymInt?", default=None, hint=True)
 
 
-def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
+def _bind(args: Mapping[str, Any], sizes: dict[str, Any]) -> None:
     """Binds the number of sequences and of checkpoints."""
     sizes["N"] = sizes["B"]
-    checks.logits(given["g"], given["gate_normalizer"])
-    packed, L = given["cu_seqlens"] is not None, given["checkpoint_every"]
-    checks.longest(given["max_seqlen"])
+    checks.logits(args["g"], args["gate_normalizer"])
+    packed, L = args["cu_seqlens"] is not None, args["checkpoint_every"]
+    checks.longest(args["max_seqlen"])
     if packed:
         checks.packed(sizes, of="q")
     if L is None:
-        if given.get("checkpoints") is not None:
+        if args.get("checkpoints") is not None:
             raise ValueError("checkpoint_every is None; expected the number of tokens between the checkpoints")
         return
     if L < 1 or L % CHUNK != 0:
@@ -312,12 +312,12 @@ def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
     sizes["n"] = checkpoint_rows(sizes["T"], sizes["N"], L, packed)
 
 
-def _reads(given: Mapping[str, Any]) -> dict[str, Any]:
+def _reads(args: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the rows of sequences, and the states of those with tokens; all states if final states are asked for."""
-    cu_seqlens, T = given["cu_seqlens"], given["q"].shape[1]
-    checks.offset_values(cu_seqlens, T, given["max_seqlen"])
+    cu_seqlens, T = args["cu_seqlens"], args["q"].shape[1]
+    checks.offset_values(cu_seqlens, T, args["max_seqlen"])
     rows = {"B T": checks.rows_of(cu_seqlens)}
-    if given["output_final_state"]:
+    if args["output_final_state"]:
         return rows
     return rows | {"N": slice(None if T else 0) if cu_seqlens is None else cu_seqlens.diff() > 0}
 

@@ -147,15 +147,15 @@ def chunk_gla_pool(
     return _call((q, k, v, g, pool, *slots, scale, *more, c, out, max_seqlen), backend, state_v_first)
 
 
-def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
-    checks.logits(given["g"], given["gate_normalizer"])
+def _bind(args: Mapping[str, Any], sizes: dict[str, Any]) -> None:
+    checks.logits(args["g"], args["gate_normalizer"])
     slots = sizes["N"]
     checks.packed(sizes, of="q")
-    checks.longest(given["max_seqlen"])
+    checks.longest(args["max_seqlen"])
     if slots != sizes["N"]:
         raise ValueError(f"read_slots has {slots} entries; expected {sizes['N']}, one for each sequence of cu_seqlens")
     for this, other in (("offsets", "slots"), ("slots", "offsets")):
-        if given[f"checkpoint_{this}"] is not None and given[f"checkpoint_{other}"] is None:
+        if args[f"checkpoint_{this}"] is not None and args[f"checkpoint_{other}"] is None:
             raise ValueError(f"snapshot_{this} is given and snapshot_{other} is None; expected both or neither")
 
 

@@ -193,30 +193,30 @@ def _summary(names: Mapping[str, str], args: tuple, backend: str | None) -> tupl
         raise
 
 
-def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
+def _bind(args: Mapping[str, Any], sizes: dict[str, Any]) -> None:
     """Binds the number N of sequences, and the numbers of heads.
 
     States have Hv heads: the heads of g, or of right without g. Hq and Hv are then checked as in `chunk_gla`.
     """
     sizes["N"] = sizes["B"]
     left, right, states = sizes["Hq"], sizes["Ho"], sizes.setdefault("Hv", sizes["Ho"])
-    checks.logits(given["g"], given["gate_normalizer"])
-    owner = "v" if given["g"] is None else "g"
+    checks.logits(args["g"], args["gate_normalizer"])
+    owner = "v" if args["g"] is None else "g"
     sizes["H"] = min(left, states)
-    if left > states and not given["backwards"]:
+    if left > states and not args["backwards"]:
         raise ValueError(f"k has {left} heads; expected {states}, as {owner}, or a divisor of it")
     if left % sizes["H"] != 0 or states % sizes["H"] != 0:
         raise ValueError(f"k has {left} heads and {owner} has {states}; expected a multiple of one another")
     if right != max(left, states):
         raise ValueError(f"v has {right} heads; expected {max(left, states)}, with {left} of k and {states} of g")
-    if given["cu_seqlens"] is not None:
+    if args["cu_seqlens"] is not None:
         checks.packed(sizes, of="k")
 
 
-def _reads(given: Mapping[str, Any]) -> dict[str, Any]:
+def _reads(args: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the rows of sequences."""
-    checks.offset_values(given["cu_seqlens"], given["left"].shape[1], None)
-    return {"B T": checks.rows_of(given["cu_seqlens"])}
+    checks.offset_values(args["cu_seqlens"], args["left"].shape[1], None)
+    return {"B T": checks.rows_of(args["cu_seqlens"])}
 
 
 def _flops(left: Sequence[int], right: Sequence[int], *_: Any, **__: Any) -> int:

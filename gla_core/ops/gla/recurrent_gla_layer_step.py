@@ -114,9 +114,9 @@ def recurrent_gla_layer_step(
     return _call((q, k, v, g, state, output_gate, norm_weight, *options), backend, state_v_first)
 
 
-def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
-    STEP.bind(given, sizes)
-    activation = given["activation"]
+def _bind(args: Mapping[str, Any], sizes: dict[str, Any]) -> None:
+    STEP.bind(args, sizes)
+    activation = args["activation"]
     if activation not in OUTPUT_ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; expected {' or '.join(map(repr, OUTPUT_ACTIVATIONS))}")
 

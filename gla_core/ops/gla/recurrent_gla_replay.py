@@ -171,9 +171,9 @@ def recurrent_gla_replay(
     if rest:
         backend = backend_by_position("recurrent_gla_replay", rest, backend)
     c = None if gate is None else checks.normalizer(gate, gate_normalizer, g)
-    memory, of_sequences = (pool, ring_k, ring_v, ring_g), (slots, ring_start, num_accepted)
+    memory, numbers = (pool, ring_k, ring_v, ring_g), (slots, ring_start, num_accepted)
     return _call(
-        (q, k, v, g, *memory, *of_sequences, scale, cu_seqlens, has_state, pad_slot, c, out), backend, state_v_first
+        (q, k, v, g, *memory, *numbers, scale, cu_seqlens, has_state, pad_slot, c, out), backend, state_v_first
     )
 
 
@@ -191,16 +191,16 @@ def _limit(sizes: Mapping[str, int], packed: bool) -> None:
         )
 
 
-def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
-    checks.logits(given["g"], given["gate_normalizer"])
-    _check_ring_of_gates(given["g"], given["ring_g"])
+def _bind(args: Mapping[str, Any], sizes: dict[str, Any]) -> None:
+    checks.logits(args["g"], args["gate_normalizer"])
+    _check_ring_of_gates(args["g"], args["ring_g"])
     N = sizes["N"]
-    if given["cu_seqlens"] is not None:
+    if args["cu_seqlens"] is not None:
         checks.packed(sizes, of="q")
     else:
         sizes["N"] = sizes["B"]
     if sizes["N"] != N:
-        of = "row of q" if given["cu_seqlens"] is None else "sequence of cu_seqlens"
+        of = "row of q" if args["cu_seqlens"] is None else "sequence of cu_seqlens"
         raise ValueError(f"slots has {N} entries; expected {sizes['N']}, one for each {of}")
 
 

@@ -50,7 +50,6 @@ from gla_core.ops.spec import (
     scale_or_default,
 )
 
-
 _new_tuple = tuple.__new__  # RecurrentGlaStep(*results) takes twice the time
 
 
@@ -155,15 +154,15 @@ def recurrent_gla_step(
     return RecurrentGlaStep(*_torch_step(*args))
 
 
-def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
-    checks.logits(given["g"], given["gate_normalizer"])
-    if given["state_indices"] is None:
+def _bind(args: Mapping[str, Any], sizes: dict[str, Any]) -> None:
+    checks.logits(args["g"], args["gate_normalizer"])
+    if args["state_indices"] is None:
         sizes["P"] = sizes["B"]
 
 
-def _reads(given: Mapping[str, Any]) -> dict[str, Any]:
+def _reads(args: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the rows that are not skipped, and their states."""
-    state, indices = given["state"], given["state_indices"]
+    state, indices = args["state"], args["state_indices"]
     if indices is None:
         return {}
     used = [i for i in indices.tolist() if i >= 0]

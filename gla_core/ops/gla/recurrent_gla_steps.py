@@ -140,8 +140,8 @@ def recurrent_gla_steps(
     if isinstance(slots, Tensor) and slots.ndim == 1:
         slots = slots[:, None]
     c = None if gate is None else checks.normalizer(gate, gate_normalizer, g)
-    of_sequences = (cu_seqlens, num_accepted, read_slots, has_state, pad_slot)
-    return _call((q, k, v, g, pool, slots, scale, *of_sequences, c, out), backend, state_v_first)
+    sequences = (cu_seqlens, num_accepted, read_slots, has_state, pad_slot)
+    return _call((q, k, v, g, pool, slots, scale, *sequences, c, out), backend, state_v_first)
 
 
 def _limit(sizes: Mapping[str, int], packed: bool) -> None:
@@ -154,15 +154,15 @@ def _limit(sizes: Mapping[str, int], packed: bool) -> None:
         raise ValueError(f"q has T = {T} tokens for each sequence and slots has {S} columns")
 
 
-def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
-    checks.logits(given["g"], given["gate_normalizer"])
+def _bind(args: Mapping[str, Any], sizes: dict[str, Any]) -> None:
+    checks.logits(args["g"], args["gate_normalizer"])
     N = sizes["N"]
-    if given["cu_seqlens"] is not None:
+    if args["cu_seqlens"] is not None:
         checks.packed(sizes, of="q")
     else:
         sizes["N"] = sizes["B"]
     if sizes["N"] != N:
-        of = "row of q" if given["cu_seqlens"] is None else "sequence of cu_seqlens"
+        of = "row of q" if args["cu_seqlens"] is None else "sequence of cu_seqlens"
         raise ValueError(f"slots has {N} rows; expected {sizes['N']}, one for each {of}")
 
 
@@ -186,8 +186,8 @@ def _reads(x: Mapping[str, Any]) -> dict[str, Any]:
         f"slots[:, {j}]": checks.slots_where(to, is_slot(pool, to, pad_slot) & served & (j < lengths))
         for j, to in enumerate(slots.unbind(1))
     }
-    of_reads = "the slot that sequence {n} starts from" if x["read_slots"] is None else "read_slots[{n}]"
-    checks.slots(checks.slots_where(starts, begins), writes, of_reads)
+    read_name = "the slot that sequence {n} starts from" if x["read_slots"] is None else "read_slots[{n}]"
+    checks.slots(checks.slots_where(starts, begins), writes, read_name)
     return {"B T": checks.rows_of(x["cu_seqlens"], served), "P": starts[begins].long()}
 
 
