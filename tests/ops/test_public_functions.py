@@ -1,4 +1,4 @@
-"""What all public ops share: results with names, and the names and places of arguments of the version before."""
+"""Tests what public ops share: results with names, and arguments with the names and places of the version before."""
 
 from __future__ import annotations
 
