@@ -96,12 +96,12 @@ def chunk_gla(
 
 def _summary(tokens: Tokens, cu_seqlens: Tensor | None, backend: str) -> Summary:
     _, k, v, g = tokens
-    return chunk_gla_summary(k, v, g, cu_seqlens, backend)
+    return chunk_gla_summary(k, v, g, cu_seqlens, backend=backend)
 
 
 def _gradient_summary(tokens: Tokens, scale: float, cu_seqlens: Tensor | None, do: Tensor, backend: str) -> Summary:
     q, _, v, g = tokens
-    decay, dstate = chunk_gla_gradient_summary(q, do, g, cu_seqlens, backend)
+    decay, dstate = chunk_gla_gradient_summary(q, do, g, cu_seqlens, backend=backend)
     if g is None:  # each head of o has a summary of its own; the query heads of a group share one state
         decay, dstate = (x.unflatten(1, (v.shape[2], -1)) for x in (decay, dstate))
         decay, dstate = decay[:, :, 0], dstate.sum(2)

@@ -167,8 +167,8 @@ def read_tokens(
         recurrent = state.recurrent if inplace else state.recurrent.clone()
         o: Any = Step(layer, token, recurrent, state_indices)
     else:
-        args = (state.recurrent, layer.scale, state_indices, inplace, layer.backend)
-        o, recurrent = layer.ops.step(*token, *args, **gate_options(layer))
+        args = (state.recurrent, layer.scale, state_indices, inplace)
+        o, recurrent = layer.ops.step(*token, *args, backend=layer.backend, **gate_options(layer))
         o = o.unsqueeze(1)
     conv, position = state.conv, state.position
     if conv is not None:
@@ -201,15 +201,15 @@ class Step(NamedTuple):
 
     def normed(self, norm: nn.Module, gate: Tensor | None) -> Tensor:
         """Runs the step, and returns its output [B, 1, Ho, V] after a norm and an output gate [B, 1, Ho, V]."""
-        layer, indices, options = self.layer, self.state_indices, gate_options(self.layer)
-        layer_step = layer.ops.layer_step
+        layer, slots, options = self.layer, self.state_indices, gate_options(self.layer)
+        layer_step, options = layer.ops.layer_step, {**options, "backend": layer.backend}
         activation = norm.activation_in_op(gate) if isinstance(norm, RMSNormGated) else None
         if activation is not None and layer_step is not None and _fit(self.token[0], gate, norm.weight):
             options |= {"norm_eps": norm.eps, "activation": activation}
             gate = None if gate is None else gate.squeeze(1)
-            args = (self.state, gate, norm.weight, layer.scale, indices, layer.backend)
+            args = (self.state, gate, norm.weight, layer.scale, slots)
             return layer_step(*self.token, *args, **options).unsqueeze(1)
-        o, _ = layer.ops.step(*self.token, self.state, layer.scale, indices, True, layer.backend, **options)
+        o, _ = layer.ops.step(*self.token, self.state, layer.scale, slots, True, **options)
         return norm(o.unsqueeze(1), gate)
 
 

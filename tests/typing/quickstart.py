@@ -34,15 +34,15 @@ def ops(wanted: bool) -> None:
     assert_type(checkpoints, Tensor)
     triple: tuple[Tensor, Tensor | None, Tensor] = gla.chunk_gla(q, k, v, g, checkpoint_every=64)
     needs_tensor(triple[2])
-    assert_type(gla.chunk_gla_summary(k, v, g), tuple[Tensor, Tensor])
-    assert_type(gla.chunk_gla_gradient_summary(q, o, g), tuple[Tensor, Tensor])
-    assert_type(gla.recurrent_gla_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], state), tuple[Tensor, Tensor])
+    assert_type(gla.chunk_gla_summary(k, v, g), gla.ChunkGlaSummary)
+    assert_type(gla.chunk_gla_gradient_summary(q, o, g), gla.ChunkGlaGradientSummary)
+    assert_type(gla.recurrent_gla_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], state), gla.RecurrentGlaStep)
     assert_type(gla.linear_attention(q, k, v), LinearAttention)
     pair = gla.linear_attention(q, k, v, output_final_state=True)
     assert_type(pair.o, Tensor)
     needs_tensor(pair.state)
     assert_type(gla.online_softmax(x), Tensor)
-    assert_type(gla.softmax_attention(q, k, v), tuple[Tensor, Tensor])
+    assert_type(gla.softmax_attention(q, k, v), gla.SoftmaxAttention)
 
 
 def layers(wanted: bool) -> None:

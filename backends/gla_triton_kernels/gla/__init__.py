@@ -61,4 +61,5 @@ def chunk_gla_bwd(plan: backward.Plan) -> Prepared:
 
 def chunk_gla_summary(plan: summary.Plan) -> Prepared:
     """Returns the op chunk_gla_summary, computed by a plan of summary.py."""
-    return Prepared(lambda call: summary.prepare(call, plan), ("left", "right", "g", "cu_seqlens", "backwards"))
+    takes = ("left", "right", "g", "cu_seqlens", "backwards", "gate_normalizer")
+    return Prepared(lambda call: summary.prepare(call, plan), takes)

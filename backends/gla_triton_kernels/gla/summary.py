@@ -71,18 +71,24 @@ def prepare(call: OpCall, plan: Plan) -> Callable[..., tuple[Tensor, Tensor]]:
     from gla_triton_runtime.prepared import Launches, rehearsed
 
     T, Hv, K, V, N = (call.dims[name] for name in ("T", "Hv", "K", "V", "N"))
-    empty, backwards = N == 0 or T == 0, call.scalars["backwards"]
+    empty = N == 0 or T == 0
+    options = {"backwards": call.scalars["backwards"], "normalizer": call.scalars["gate_normalizer"]}
     plans = [] if empty else plan(call, gpu_of_call(call))
 
     def describe(x: tuple, scale: float) -> list[Launch]:
         left, right, g, cu_seqlens, decay, state = x
         ((_, planned),) = plans
-        return launches(planned, Recurrence(left, right, g, None, state, backwards=backwards), decay, cu_seqlens)
+        return launches(planned, Recurrence(left, right, g, None, state, **options), decay, cu_seqlens)
 
     launched = Launches(call.device, describe)
 
     def run(
-        left: Tensor, right: Tensor, g: Tensor | None, cu_seqlens: Tensor | None, backwards: bool
+        left: Tensor,
+        right: Tensor,
+        g: Tensor | None,
+        cu_seqlens: Tensor | None,
+        backwards: bool,
+        gate_normalizer: int | None,
     ) -> tuple[Tensor, Tensor]:
         # Without gates, no kernel writes the decay. The kernel for SM90 writes nothing for an empty sequence.
         decay = left.new_ones(N, Hv, K, dtype=torch.float32)
