@@ -304,3 +304,27 @@ def test_states_that_nobody_reads_are_not_built(device, sizes, backwards):
     read = {i for found in segments_of(x, 32, 32, offsets) for i, *_ in found[:-1]}
     for i in range(len(S)):
         assert S[i].isnan().all() == D[i].isnan().all() == (i not in read)
+
+
+@pytest.mark.kernels
+@both_directions
+@pytest.mark.parametrize("sizes", [{"B": 2, "T": 70}, {"lengths": (0, 70, 32, 0, 1), "around": 40}], ids=str)
+def test_dense_transitions(device, sizes, backwards):
+    """A transition [K, K] mixes keys, so the order of products matters; no kernel builds such transitions yet."""
+    from gla_triton_kernels.chunks import scan, segments
+    from gla_triton_runtime.launch import start
+
+    x, offsets = recurrence(backwards, **sizes, K=20, V=19, device=device)
+    cut = segments.cut(*x.left.shape[:2], 32, 32, offsets)
+    S = torch.randn(cut.count, *x.before.shape[1:], device=device)
+    D = torch.randn(cut.count, H, 20, 20, device=device) / 20**0.5
+    entering, composed = torch.full_like(S, torch.nan), torch.full((len(x.before), H, 20, 20), torch.nan, device=device)
+    scanned = scan.launch_scan(planned(x, 32, 32), x, cut, S, D, entering, decay=composed)
+    start([*cut.launches, *scanned])
+    for n, numbers in enumerate(segments_of(x, 32, 32, offsets)):
+        state, product = x.before[n].double(), torch.eye(20, dtype=torch.float64, device=device).expand(H, 20, 20)
+        for i, _, _ in numbers:
+            assert relative_error(entering[i], state) <= FORWARD[torch.float32]
+            state, product = D[i].double() @ state + S[i], D[i].double() @ product
+        assert relative_error(x.after[n], state) <= FORWARD[torch.float32]
+        assert relative_error(composed[n], product) <= FORWARD[torch.float32]

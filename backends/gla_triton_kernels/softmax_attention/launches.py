@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from gla_core.dispatch.backend import OpCall
+from gla_triton_kernels.softmax_attention.kernel import Plan
 from gla_triton_kernels.softmax_attention.merge import launch_merge
-from gla_triton_kernels.softmax_attention.plan import Plan
 from gla_triton_runtime.launch import Launch
 from gla_triton_runtime.prepared import Launches, rehearsed
 
