@@ -45,11 +45,7 @@ def prepare(call: OpCall) -> Callable[..., Tensor]:
     Raises:
         LaunchError: a kernel does not compile for this device, or does not fit it.
     """
-    planned = plan(call, gpu_of_call(call))
-    scalars = (call.scalars["activation"], call.scalars["gate_normalizer"])
-    launched = Launches(
-        call.device, lambda x, scale, norm_eps: launch_layer_step(planned, x, scale, norm_eps, *scalars)
-    )
+    planned, launched = plan(call, gpu_of_call(call)), Launches(call.device)
 
     def run(
         q: Tensor,
@@ -67,7 +63,10 @@ def prepare(call: OpCall) -> Callable[..., Tensor]:
     ) -> Tensor:
         o = v.new_empty(len(q), max(q.shape[1], v.shape[1]), v.shape[2])
         if o.numel():
-            launched.start((q, k, v, g, state, output_gate, norm_weight, state_indices, o), scale, norm_eps)
+            tensors = (q, k, v, g, state, output_gate, norm_weight, state_indices, o)
+            if not launched.replay(tensors, scale, norm_eps):
+                made = launch_layer_step(planned, tensors, scale, norm_eps, activation, gate_normalizer)
+                launched.start(made, tensors)
         return o
 
     return rehearsed(run, call)

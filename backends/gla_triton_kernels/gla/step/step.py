@@ -39,8 +39,7 @@ def prepare(call: OpCall) -> Callable[..., tuple[Tensor, Tensor]]:
     Raises:
         LaunchError: the kernel does not compile for this device, or does not fit it.
     """
-    planned, normalizer = plan(call, gpu_of_call(call)), call.scalars["gate_normalizer"]
-    launched = Launches(call.device, lambda x, scale: launch_step(planned, x, scale, normalizer))
+    planned, launched = plan(call, gpu_of_call(call)), Launches(call.device)
 
     def run(
         q: Tensor,
@@ -58,7 +57,9 @@ def prepare(call: OpCall) -> Callable[..., tuple[Tensor, Tensor]]:
         new = None if inplace else new_state(state)
         o = v.new_empty(len(q), max(q.shape[1], v.shape[1]), v.shape[2])
         if o.numel():
-            launched.start((q, k, v, g, state, state_indices, new, o), scale)
+            tensors = (q, k, v, g, state, state_indices, new, o)
+            if not launched.replay(tensors, scale):
+                launched.start(launch_step(planned, tensors, scale, gate_normalizer), tensors)
         return o, state if new is None else new
 
     return rehearsed(run, call)

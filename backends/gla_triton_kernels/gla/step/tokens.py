@@ -75,7 +75,7 @@ def prepare_steps(call: OpCall) -> Callable[..., Tensor]:
     Raises:
         LaunchError: the kernel does not compile for this device, or does not fit it.
     """
-    launched = _launches(call)
+    planned, launched = _plan(call), Launches(call.device)
 
     def run(
         q: Tensor,
@@ -97,7 +97,9 @@ def prepare_steps(call: OpCall) -> Callable[..., Tensor]:
         if len(slots) == 0:
             return o.zero_()
         if o.numel():
-            launched.start((q, k, v, g, pool, slots, cu_seqlens, num_accepted, has_state, o, read_slots), scale)
+            x = (q, k, v, g, pool, slots, cu_seqlens, num_accepted, has_state, o, read_slots)
+            if not launched.replay(x, scale):
+                launched.start(launch_tokens(planned, Tensors(*x), scale, pad_slot, gate_normalizer), x)
         return o
 
     return rehearsed(run, call)
@@ -105,7 +107,7 @@ def prepare_steps(call: OpCall) -> Callable[..., Tensor]:
 
 def prepare_replay(call: OpCall) -> Callable[..., Tensor]:
     """Prepares a call of recurrent_gla_replay; see `prepare_steps`."""
-    launched = _launches(call)
+    planned, launched = _plan(call), Launches(call.device)
 
     def run(
         q: Tensor,
@@ -129,23 +131,18 @@ def prepare_replay(call: OpCall) -> Callable[..., Tensor]:
         o = v.new_empty(*q.shape[:2], max(q.shape[2], v.shape[2]), v.shape[3]) if out is None else out
         if len(slots) == 0:
             return o.zero_()
-        rings = (ring_k, ring_v, ring_g, ring_start)
-        # Without new tokens, the kernel still updates states.
-        launched.start((q, k, v, g, pool, slots, cu_seqlens, num_accepted, has_state, o, None, *rings), scale)
+        rings = (ring_k, ring_v, ring_g, ring_start)  # without new tokens, the kernel still updates states
+        x = (q, k, v, g, pool, slots, cu_seqlens, num_accepted, has_state, o, None, *rings)
+        if not launched.replay(x, scale):
+            launched.start(launch_tokens(planned, Tensors(*x), scale, pad_slot, gate_normalizer), x)
         return o
 
     return rehearsed(run, call)
 
 
-def _launches(call: OpCall) -> Launches:
-    """Returns the launches of a call, planned as a step in which each sequence is a row."""
-    step = dataclasses.replace(call, dims={**call.dims, "B": call.dims["N"]})
-    planned, pad_slot, normalizer = (
-        plan(step, gpu_of_call(call)),
-        call.scalars["pad_slot"],
-        call.scalars["gate_normalizer"],
-    )
-    return Launches(call.device, lambda x, scale: launch_tokens(planned, Tensors(*x), scale, pad_slot, normalizer))
+def _plan(call: OpCall) -> Plan:
+    """Plans a call as a step in which each sequence is a row."""
+    return plan(dataclasses.replace(call, dims={**call.dims, "B": call.dims["N"]}), gpu_of_call(call))
 
 
 def launch_tokens(plan: Plan, x: Tensors, scale: float, pad_slot: int, normalizer: int | None) -> list[Launch]:

@@ -21,8 +21,6 @@ SPLITS programs that share a tile
 # pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -32,7 +30,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_runtime.architecture import gpu_of
 from gla_triton_runtime.launch import Launch, overlapping
-from gla_triton_runtime.prepared import Launches
+from gla_triton_runtime.prepared import launches_for
 from gla_triton_runtime.sizes import power_of_two
 
 ALIGNMENT = 16
@@ -92,15 +90,10 @@ def product(
     y = weight.new_empty(M, N) if residual is None else residual.new_empty(M, N)
     dtypes = (x.dtype, weight.dtype, y.dtype)
     form = (M, K, N, x.stride(0), gated, norm_weight is None, bias is None, residual is None)
-    _launches(x.device, dtypes, *form).start((x, weight, norm_weight, bias, residual, y), norm_eps)
+    launched, tensors = launches_for(x.device, launches, dtypes, *form), (x, weight, norm_weight, bias, residual, y)
+    if not launched.replay(tensors, norm_eps):
+        launched.start(launches(tensors, norm_eps, gated, gpu_of(x.device).facts.overlaps_kernels), tensors)
     return y
-
-
-@functools.lru_cache(1024)
-def _launches(device: torch.device, dtypes: tuple[torch.dtype, ...], *form: int) -> Launches:
-    gated = bool(form[4])
-    overlaps = gpu_of(device).facts.overlaps_kernels
-    return Launches(device, lambda tensors, norm_eps: launches(tensors, norm_eps, gated, overlaps))
 
 
 def launches(tensors: Tensors, norm_eps: float, gated: bool, overlaps: bool) -> list[Launch]:

@@ -23,7 +23,6 @@ ALL V rounded up to a power of two   BN rows of a tile   P programs
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +33,7 @@ from torch import Tensor
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_runtime.architecture import gpu_of
 from gla_triton_runtime.launch import Launch
-from gla_triton_runtime.prepared import Launches
+from gla_triton_runtime.prepared import launches_for
 from gla_triton_runtime.sizes import power_of_two
 
 BLOCK = 1024
@@ -180,20 +179,11 @@ def _start(kernel: Any, grid: Grid, tensors: tuple[Any, ...], floats: tuple[floa
     """Launches a kernel, whose parameters are tensors, floats and the rest, in this order; nothing for no rows."""
     if grid[0]:
         dtypes = tuple(None if x is None else x.dtype for x in tensors)
-        _launches(tensors[0].device, kernel, grid, dtypes, rest).start(tensors, *floats)
-
-
-@functools.lru_cache(1024)
-def _launches(
-    device: torch.device, kernel: Any, grid: Grid, dtypes: tuple[Any, ...], rest: tuple[int, ...]
-) -> Launches:
-    """Returns the launches of calls that differ in their tensors and floats alone."""
-
-    def describe(tensors: tuple[Any, ...], *floats: float) -> list[Launch]:
-        arguments = dict(zip(kernel.arg_names, (*tensors, *floats, *rest), strict=True))
-        return [Launch(kernel, grid, arguments, {"num_warps": max(4, arguments.get("ALL", 0) // WARP)})]
-
-    return Launches(device, describe)
+        launched = launches_for(tensors[0].device, kernel, grid, dtypes, rest)
+        if not launched.replay(tensors, *floats):
+            arguments = dict(zip(kernel.arg_names, (*tensors, *floats, *rest), strict=True))
+            options = {"num_warps": max(4, arguments.get("ALL", 0) // WARP)}
+            launched.start([Launch(kernel, grid, arguments, options)], tensors)
 
 
 @triton.jit

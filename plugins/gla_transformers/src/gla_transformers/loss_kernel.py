@@ -16,7 +16,6 @@ VECTOR columns of a lane in a tile, all in one thread: as many as 16 bytes hold 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_runtime.launch import Launch
-from gla_triton_runtime.prepared import Launches
+from gla_triton_runtime.prepared import launches_for
 from gla_triton_runtime.sizes import power_of_two
 
 WIDEST = 4096
@@ -65,15 +64,9 @@ def _start(kernel: Any, grid: tuple[int, int, int], tensors: tuple[Tensor, ...],
     logits = tensors[0]
     if logits.numel():
         sizes = logits.stride(0), logits.shape[1], ignored
-        _launches(logits.device, kernel, grid, logits.dtype, *sizes).start(tensors)
-
-
-@functools.lru_cache(1024)
-def _launches(
-    device: torch.device, kernel: Any, grid: tuple[int, int, int], _dtype: torch.dtype, *sizes: int
-) -> Launches:
-    """Returns the launches of calls that differ in the values and addresses of their tensors alone."""
-    return Launches(device, lambda tensors: [launch(kernel, grid, tensors, *sizes)])
+        launched = launches_for(logits.device, kernel, grid, logits.dtype, *sizes)
+        if not launched.replay(tensors):
+            launched.start([launch(kernel, grid, tensors, *sizes)], tensors)
 
 
 def launch(kernel: Any, grid: tuple[int, int, int], tensors: tuple[Tensor, ...], *sizes: int) -> Launch:
