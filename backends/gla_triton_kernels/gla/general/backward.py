@@ -396,12 +396,12 @@ def sums(chosen, x, SUMS: tl.constexpr):
         return sums_of_gates(chosen, x)
     elif SUMS == "two parts" or SUMS == "three parts":  # noqa: RET505 -- one branch is compiled
         chosen = chosen.to(tl.bfloat16)
-        found = tl.dot(chosen, x.to(tl.bfloat16))
+        total = tl.dot(chosen, x.to(tl.bfloat16))
         x -= x.to(tl.bfloat16).to(tl.float32)
-        found = tl.dot(chosen, x.to(tl.bfloat16), found)
+        total = tl.dot(chosen, x.to(tl.bfloat16), total)
         if SUMS == "three parts":
-            found = tl.dot(chosen, (x - x.to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16), found)
-        return found
+            total = tl.dot(chosen, (x - x.to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16), total)
+        return total
     else:
         return product(chosen, x, None, SUMS)
 

@@ -109,13 +109,13 @@ def launch_gradients(
         "PRECISION": "ieee" if interpreted() else kernel.precision,  # the interpreter does not split operands
         "SUMS": "ieee" if interpreted() else "three parts" if kernel.precision == "bf16x6" else "two parts",
     }
-    of_values = {"dv_ptr": x.dv, **arguments}
+    value_arguments = {"dv_ptr": x.dv, **arguments}
     for name in ("entering_ptr", "dq_ptr", "dk_ptr", "dg_ptr", "FROM_ZERO"):
-        del of_values[name]
+        del value_arguments[name]
     options, chunks = {"num_warps": kernel.warps}, segments.count * Hv
     return [
         Launch(_keys_kernel, (blocks_k * chunks, 1, 1), arguments, options),
-        Launch(_values_kernel, (blocks_v * chunks, 1, 1), of_values, options),
+        Launch(_values_kernel, (blocks_v * chunks, 1, 1), value_arguments, options),
         *sum_gates,
     ]
 
@@ -467,9 +467,9 @@ def _add_gradients_of_halves(
     row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]  # [C, 1], [1, C]
     for level in tl.range(0, levels, num_stages=1):  # pyright: ignore
         qg, kg, decay, pair, decayed = operands_of_halves(q, k, g, row, column, row ^ column, level, SUMS)
-        of_pairs = tl.where(pair, dA, 0.0)  # [C, C]
-        dqg = product(of_pairs, kg, None, PRECISION)  # [C, BK]
-        dkg = product(tl.trans(of_pairs), qg, None, PRECISION)  # [C, BK]
+        dA_pairs = tl.where(pair, dA, 0.0)  # [C, C]
+        dqg = product(dA_pairs, kg, None, PRECISION)  # [C, BK]
+        dkg = product(tl.trans(dA_pairs), qg, None, PRECISION)  # [C, BK]
         dq += dqg * decay
         dk += dkg * decay
         dg += sums(decayed, qg * dqg + kg * dkg, SUMS)

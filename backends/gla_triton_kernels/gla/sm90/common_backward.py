@@ -76,16 +76,16 @@ def leaving_gradient(leaving, strides, n, h, held, adds, keys, values, V, outer,
         outer: a number, or None to divide by nothing.
     """
     state_n, state_h, state_k, state_v = strides
-    found = ()
+    started = ()
     for j in gl.static_range(TILES):
         if leaving is not None:
             head = leaving + n.to(gl.int64) * state_n + h.to(gl.int64) * state_h
             inside = (keys < held) & (values + j * D < V) & adds
             x = gl.load(head + in_state(keys, values + j * D, state_k, state_v), inside, 0.0)
-            found += (x if outer is None else x / outer,)
+            started += (x if outer is None else x / outer,)
         else:
-            found += (gl.zeros([D, D], gl.float32, LAYOUT),)
-    return found
+            started += (gl.zeros([D, D], gl.float32, LAYOUT),)
+    return started
 
 
 @gluon.jit

@@ -130,9 +130,9 @@ def launch_outputs(
 
 
 @gluon.jit
-def _load_warp(given, HEADS: gl.constexpr, STAGES: gl.constexpr):
+def _load_warp(args, HEADS: gl.constexpr, STAGES: gl.constexpr):
     """Loads q, k and v of all chunks, up to STAGES chunks ahead of the other warps."""
-    descriptors, tiles, barriers, place = given
+    descriptors, tiles, barriers, place = args
     q_desc, k_desc, v_desc = descriptors
     q_tiles, k_tiles, v_tiles = tiles
     full, empty = barriers
@@ -154,16 +154,14 @@ def _load_warp(given, HEADS: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _gate_warps(
-    gates, given, HEADS: gl.constexpr, NORMALIZER: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr
-):
+def _gate_warps(gates, args, HEADS: gl.constexpr, NORMALIZER: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr):
     """Sums the gates and computes u in each chunk.
 
     Args:
         gates: for each head of the block, the pointer to its gate at token 0 and the stride of tokens; None without
             gates.
     """
-    tiles, barriers, start, length = given
+    tiles, barriers, start, length = args
     q_tiles, k_tiles, v_tiles, u_tiles, sums, decays = tiles
     full, gated = barriers
     C: gl.constexpr = v_tiles.type.shape[3]
@@ -220,7 +218,7 @@ def _gate_warps(
 
 @gluon.jit
 def _state_warps(
-    given,
+    args,
     WARPGROUP: gl.constexpr,
     HEADS: gl.constexpr,
     HAS_GATE: gl.constexpr,
@@ -230,10 +228,10 @@ def _state_warps(
     """Carries W columns of the state through the segment, and writes W columns of the outputs.
 
     Args:
-        given: see `_state_warps` of forward.py.
+        args: see `_state_warps` of forward.py.
         WARPGROUP: the number of this state warpgroup.
     """
-    tiles, barriers, outputs, states, units, kept, place, sizes = given
+    tiles, barriers, outputs, states, units, kept, place, sizes = args
     q_tiles, k_tiles, v_tiles, u_tiles, sums, decays, s_tiles, o_tiles = tiles
     full, gated, empty = barriers
     o_desc, o_ptr, scale = outputs
@@ -254,8 +252,8 @@ def _state_warps(
     s_block = s_tiles.index(WARPGROUP)  # [1, 1, 1, BK, W], S as an operand, and the source of a checkpoint
     s_tile = s_block.reshape([BK, W])
     o_tile = None if o_desc is None else o_tiles.index(WARPGROUP).reshape([C, W])
-    OWN: gl.constexpr = WARPGROUP if HEADS > 1 else 0  # the number of the warpgroup's head in the block
-    h += OWN
+    HEAD: gl.constexpr = WARPGROUP if HEADS > 1 else 0  # the number of the warpgroup's head in the block
+    h += HEAD
     first = column + (0 if HEADS > 1 else WARPGROUP * W)
     key = gl.arange(0, BK, gl.SliceLayout(1, layout))[:, None]  # [BK, 1]
     value = first + gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]  # [1, W]
@@ -298,7 +296,7 @@ def _state_warps(
         o = warpgroup_mma(q_tile, s_tile, o, use_acc=False, is_async=True)
         mbarrier.wait(gated.index(slot), phase)
         if HAS_GATE:
-            at = HEADS * slot + OWN
+            at = HEADS * slot + HEAD
             b_t = sums.index(2 * at).load(gl.SliceLayout(1, scores))[:, None]  # [C, 1]
             b_s = sums.index(2 * at).load(gl.SliceLayout(0, scores))[None, :]  # [1, C]
             between = gl.exp2(b_t - b_s)  # [C, C], undefined for t < s
@@ -324,8 +322,8 @@ def _state_warps(
         o, S = warpgroup_mma_wait(0, [o, S])
         mbarrier.arrive(empty.index(slot), count=1)
         tma.store_wait(0)  # the copy has read o_tile
-        of_o = scale * a_unit * (q_unit * kv_unit)  # factor of o
-        write(o_desc, o_ptr, o_tile, o * of_o, first, V, (b, h, start + i * C, T, Hv), rows, PACKED)
+        o_factor = scale * a_unit * (q_unit * kv_unit)  # factor of o
+        write(o_desc, o_ptr, o_tile, o * o_factor, first, V, (b, h, start + i * C, T, Hv), rows, PACKED)
     write_last_state(S * outer, states, n, sequence, h, key, value, (Hv, K, V))
     tma.store_wait(0)
 
@@ -429,14 +427,14 @@ def _chunk_gla_fwd_head_kernel(
     place = (b, h, n, sequence, origin, column, start, length)
     units = (q_units, k_units, v_units, chunk_of(sequence, start, T, C, PACKED))
     sizes = (T, Hv, R, K, V)
-    own = (tiles, (full, gated, empty), (o_desc, o_ptr, scale), states, units, kept, place, sizes)
+    state_args = (tiles, (full, gated, empty), (o_desc, o_ptr, scale), states, units, kept, place, sizes)
     # Registers of a thread of the state warps. The gate warps have the remaining registers.
     STATE: gl.constexpr = 208
     if GROUPS == 1:
         gl.warp_specialize(
             [
                 (_gate_warps, (gates, gate, HEADS, NORMALIZER, PACKED, STAGES)),
-                (_state_warps, (own, 0, HEADS, HAS_GATE, PACKED, STAGES)),
+                (_state_warps, (state_args, 0, HEADS, HAS_GATE, PACKED, STAGES)),
                 (_load_warp, (load, HEADS, STAGES)),
             ],
             [4, 1],
@@ -446,8 +444,8 @@ def _chunk_gla_fwd_head_kernel(
         gl.warp_specialize(
             [
                 (_gate_warps, (gates, gate, HEADS, NORMALIZER, PACKED, STAGES)),
-                (_state_warps, (own, 0, HEADS, HAS_GATE, PACKED, STAGES)),
-                (_state_warps, (own, 1, HEADS, HAS_GATE, PACKED, STAGES)),
+                (_state_warps, (state_args, 0, HEADS, HAS_GATE, PACKED, STAGES)),
+                (_state_warps, (state_args, 1, HEADS, HAS_GATE, PACKED, STAGES)),
                 (_load_warp, (load, HEADS, STAGES)),
             ],
             [4, 4, 1],

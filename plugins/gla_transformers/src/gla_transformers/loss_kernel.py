@@ -41,9 +41,9 @@ def losses(logits: Tensor, targets: Tensor, ignored: int) -> tuple[Tensor, Tenso
         logits: [n, D]. Columns are contiguous, and rows may be any equal distance apart.
         targets: [n], int64.
     """
-    found, normalizers = (torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(2))
-    _start(_losses, (len(logits), 1, 1), (logits, targets.contiguous(), found, normalizers), ignored)
-    return found, normalizers
+    losses_out, normalizers = (torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(2))
+    _start(_losses, (len(logits), 1, 1), (logits, targets.contiguous(), losses_out, normalizers), ignored)
+    return losses_out, normalizers
 
 
 def gradient(logits: Tensor, targets: Tensor, normalizers: Tensor, dloss: Tensor, ignored: int) -> Tensor:
