@@ -31,6 +31,8 @@ the chunked form.
 # pyright: reportUnboundVariable=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -86,19 +88,63 @@ def launch_outputs(
     kernel loads q, k, v, g and the order without waiting for its predecessor. The predecessor may therefore write
     nothing that this kernel reads except the entering states.
     """
+    kernel = plan.parameters
+    g_desc = None if x.g is None else shared_tiles(x.g, kernel.C, kernel.BK)
+    arguments = {"g_desc": g_desc, "H": x.k.shape[2]}
+    return launch_kernel(_chunk_gla_fwd_kernel, arguments, plan, x, segments, scale, every, normalizer)
+
+
+def launch_kernel(
+    function: Any,
+    arguments: dict[str, Any],
+    plan: ForwardPlan,
+    x: Tensors,
+    segments: Segments,
+    scale: float,
+    every: int | None,
+    normalizer: int | None,
+    heads: int = 1,
+) -> list[Launch]:
+    """Returns the launches of a kernel whose state warpgroups have W columns of v each; see `launch_outputs`.
+
+    Args:
+        function: the kernel, here or in forward_head.py.
+        arguments: the arguments that only this kernel has.
+        heads: number of value heads of a block.
+    """
     x, units, before = in_half(x, ("q", "k", "v"), x.cu_seqlens)
-    T, H, K = x.k.shape[1:]
-    V = x.v.shape[3]
-    kernel, W = plan.parameters, 64
+    T, K, (Hv, V), kernel, W = x.k.shape[1], x.k.shape[3], x.v.shape[2:], plan.parameters, 64
     s_desc = checkpoint_tiles(x.checkpoints, kernel.BK, W) if x.pool is None else None
     arguments = {
+        **arguments,
         "q_desc": shared_tiles(x.q, kernel.C, kernel.BK),
         "k_desc": shared_tiles(x.k, kernel.C, kernel.BK),
         "v_desc": shared_tiles(x.v, kernel.C, W),
-        "g_desc": None if x.g is None else shared_tiles(x.g, kernel.C, kernel.BK),
         "o_desc": shared_tiles(x.o, kernel.C, W) if not before else None,
         "s_desc": s_desc,
         "checkpoints": None if s_desc is not None else x.checkpoints,
+        **state_arguments(x, segments, every),
+        **units,
+        "scale": scale,
+        **lengths_of(T, segments),
+        "rows": 0 if x.checkpoints is None else x.checkpoints.shape[1],
+        "K": K,
+        "V": V,
+        "NORMALIZER": normalizer,
+        "STAGES": kernel.stages,
+        "GROUPS": kernel.BV // W,
+    }
+    grid = (ceil_div(V, kernel.BV) * segments.count * (Hv // heads), 1, 1)
+    options = {"num_warps": kernel.warps, "maxnreg": 128}
+    overlaps = segments.order is not None if plan.segments is None else plan.segments.overlap
+    if overlaps and not before:  # otherwise the kernel waits until q, k and v have been converted
+        options["launch_pdl"] = True
+    return [*before, Launch(function, grid, arguments, options)]
+
+
+def state_arguments(x: Tensors, segments: Segments, every: int | None) -> dict[str, Any]:
+    """Returns the arguments of kernels for SM90 that say where o, states and checkpoints are."""
+    return {
         "o_ptr": x.o,
         "initial_state": x.initial_state,
         "entering": x.entering,
@@ -106,25 +152,9 @@ def launch_outputs(
         "order": segments.order,
         "pool": x.pool,
         "slots": segments.slots,
-        **units,
-        "scale": scale,
         **state_strides("state_", x.initial_state if x.pool is None else x.pool),
-        **lengths_of(T, segments),
         "every": every or 0,
-        "rows": 0 if x.checkpoints is None else x.checkpoints.shape[1],
-        "H": H,
-        "K": K,
-        "V": V,
-        "NORMALIZER": normalizer,
-        "STAGES": kernel.stages,
-        "GROUPS": kernel.BV // W,
     }
-    grid = (ceil_div(V, kernel.BV) * segments.count * H, 1, 1)
-    options = {"num_warps": kernel.warps, "maxnreg": 128}
-    overlaps = segments.order is not None if plan.segments is None else plan.segments.overlap
-    if overlaps and not before:  # otherwise the kernel waits until q, k and v have been converted
-        options["launch_pdl"] = True
-    return [*before, Launch(_chunk_gla_fwd_kernel, grid, arguments, options)]
 
 
 def checkpoint_tiles(x: Tensor | None, keys: int, values: int) -> TensorDescriptor | None:

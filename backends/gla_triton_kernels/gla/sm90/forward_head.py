@@ -45,9 +45,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunks.kernel import ForwardPlan
-from gla_triton_kernels.chunks.segments import Segments, lengths_of, state_strides
+from gla_triton_kernels.chunks.segments import Segments
 from gla_triton_kernels.gla.sm90.common import (
     chunk_of,
     clear_rows,
@@ -65,12 +64,10 @@ from gla_triton_kernels.gla.sm90.common import (
     write_slot,
     write_state,
 )
-from gla_triton_kernels.gla.sm90.forward import checkpoint_tiles
-from gla_triton_kernels.gla.sm90.half import in_half
+from gla_triton_kernels.gla.sm90.forward import launch_kernel
 from gla_triton_kernels.gla.tensors import Tensors
 from gla_triton_runtime.arithmetic import LOG2E
 from gla_triton_runtime.launch import Launch
-from gla_triton_runtime.tma import shared_tiles
 
 
 def launch_outputs(
@@ -81,52 +78,12 @@ def launch_outputs(
     See `launch_outputs` of general/forward.py for the arguments, and `launch_outputs` of sm90/forward.py for the
     overlap of kernels.
     """
-    x, units, before = in_half(x, ("q", "k", "v"), x.cu_seqlens)
-    T, H, K = x.k.shape[1:]
-    Hv, V = x.v.shape[2:]
-    kernel, W = plan.parameters, 64
-    heads = kernel.BV // W if V <= W else 1
+    (H, _), (Hv, V) = x.k.shape[2:], x.v.shape[2:]
+    heads = plan.parameters.BV // 64 if V <= 64 else 1
     g_b, g_t, g_h = (0, 0, 0) if x.g is None else (0, 0, *x.g.stride())[-3:]
-    s_desc = checkpoint_tiles(x.checkpoints, kernel.BK, W) if x.pool is None else None
-    arguments = {
-        "q_desc": shared_tiles(x.q, kernel.C, kernel.BK),
-        "k_desc": shared_tiles(x.k, kernel.C, kernel.BK),
-        "v_desc": shared_tiles(x.v, kernel.C, W),
-        "o_desc": shared_tiles(x.o, kernel.C, W) if not before else None,
-        "s_desc": s_desc,
-        "checkpoints": None if s_desc is not None else x.checkpoints,
-        "g_ptr": x.g,
-        "o_ptr": x.o,
-        "initial_state": x.initial_state,
-        "entering": x.entering,
-        "final_state": x.final_state,
-        "order": segments.order,
-        "pool": x.pool,
-        "slots": segments.slots,
-        **units,
-        "scale": scale,
-        "g_b": g_b,
-        "g_t": g_t,
-        "g_h": g_h,
-        **state_strides("state_", x.initial_state if x.pool is None else x.pool),
-        **lengths_of(T, segments),
-        "every": every or 0,
-        "rows": 0 if x.checkpoints is None else x.checkpoints.shape[1],
-        "Hv": Hv,
-        "R": Hv // H,
-        "K": K,
-        "V": V,
-        "NORMALIZER": normalizer,
-        "STAGES": kernel.stages,
-        "GROUPS": kernel.BV // W,
-        "HEADS": heads,
-    }
-    grid = (ceil_div(V, kernel.BV) * segments.count * (Hv // heads), 1, 1)
-    options = {"num_warps": kernel.warps, "maxnreg": 128}
-    overlaps = segments.order is not None if plan.segments is None else plan.segments.overlap
-    if overlaps and not before:  # otherwise the kernel waits until q, k and v have been converted
-        options["launch_pdl"] = True
-    return [*before, Launch(_chunk_gla_fwd_head_kernel, grid, arguments, options)]
+    gates = {"g_ptr": x.g, "g_b": g_b, "g_t": g_t, "g_h": g_h}
+    arguments = {**gates, "Hv": Hv, "R": Hv // H, "HEADS": heads}
+    return launch_kernel(_chunk_gla_fwd_head_kernel, arguments, plan, x, segments, scale, every, normalizer, heads)
 
 
 @gluon.jit

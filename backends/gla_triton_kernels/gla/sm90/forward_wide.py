@@ -42,7 +42,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunks.kernel import ForwardPlan
-from gla_triton_kernels.chunks.segments import Segments, cut, lengths_of, state_strides
+from gla_triton_kernels.chunks.segments import Segments, cut, lengths_of
 from gla_triton_kernels.gla.shared.limits import MILD_DECAY_SM90
 from gla_triton_kernels.gla.sm90.common import (
     clear_rows,
@@ -61,7 +61,7 @@ from gla_triton_kernels.gla.sm90.common import (
     write,
     write_slot,
 )
-from gla_triton_kernels.gla.sm90.forward import checkpoint_tiles
+from gla_triton_kernels.gla.sm90.forward import checkpoint_tiles, state_arguments
 from gla_triton_kernels.gla.tensors import Tensors
 from gla_triton_runtime.launch import Launch
 from gla_triton_runtime.tma import shared_tiles
@@ -105,20 +105,12 @@ def launch_outputs(
         "v_desc": shared_tiles(x.v, C, W),
         "o_desc": shared_tiles(x.o, C, W),
         "s_desc": checkpoint_tiles(x.checkpoints, BK, W) if x.pool is None else None,
-        "o_ptr": x.o,
         "decays": decays,
-        "initial_state": x.initial_state,
-        "entering": x.entering,
-        "final_state": x.final_state,
-        "order": segments.order,
-        "pool": x.pool,
-        "slots": segments.slots,
         "scale": scale,
-        **state_strides("state_", x.initial_state if x.pool is None else x.pool),
+        **state_arguments(x, segments, every),
         **lengths_of(T, segments),
         "chunks": chunks.count,
         "HAS_CHECKPOINTS": x.checkpoints is not None,
-        "every": every or 0,
         "H": H,
         "K": K,
         "V": V,
