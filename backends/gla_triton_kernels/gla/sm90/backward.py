@@ -68,7 +68,7 @@ from gla_core.dispatch.backend import CHUNK
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunks import partials
 from gla_triton_kernels.chunks.kernel import GradientParameters
-from gla_triton_kernels.chunks.segments import Segments, lengths_of, state_strides
+from gla_triton_kernels.chunks.segments import Segments
 from gla_triton_kernels.gla.shared.limits import LEAST_GATE, MILD_DECAY_HALF, MILD_DECAY_SM90
 from gla_triton_kernels.gla.sm90 import pairs
 from gla_triton_kernels.gla.sm90.common import (
@@ -93,6 +93,7 @@ from gla_triton_kernels.gla.sm90.common_backward import (
     exponents,
     gate_tile,
     gates,
+    gradient_arguments,
     leaving_gradient,
     logits_strides,
     product,
@@ -103,7 +104,7 @@ from gla_triton_kernels.gla.sm90.operands import as_operands, factors_of, store_
 from gla_triton_kernels.gla.tensors import BackwardTensors
 from gla_triton_runtime.arithmetic import LOG2E
 from gla_triton_runtime.launch import Launch
-from gla_triton_runtime.tma import shared_tiles, state_tiles
+from gla_triton_runtime.tma import shared_tiles
 
 SLOTS = gl.constexpr(2)  # pipeline stages of q, k and g
 
@@ -122,8 +123,7 @@ def launch_gradients(
     See `launch_gradients` of general/backward.py for the other arguments.
     """
     x, units, converted = in_half(x, ("q", "k", "v", "do"), x.cu_seqlens)
-    B, T, Hq, K = x.q.shape
-    H, V = x.v.shape[2:]
+    (Hq, K), (H, V) = x.q.shape[2:], x.v.shape[2:]
     entering, s_units, before = as_operands(entering, x.q.dtype)
     blocks_k, blocks_v = ceil_div(K, kernel.BK), ceil_div(V, kernel.BV)
     dq, dk, dg = (partials.parts_of(y, blocks_v) for y in (x.dq, x.dk, x.dg))
@@ -132,15 +132,8 @@ def launch_gradients(
     # With one warpgroup, and for packed sequences, it takes less time to write dg from registers.
     dg_by_tma = x.dg is not None and blocks_v == 1 and kernel.BK > WIDTH and segments.order is None
     arguments = {
-        "q_desc": shared_tiles(x.q, CHUNK, WIDTH),
-        "k_desc": shared_tiles(x.k, CHUNK, WIDTH),
-        "v_desc": shared_tiles(x.v, CHUNK, WIDTH),
-        "do_desc": shared_tiles(x.do, CHUNK, WIDTH),
+        **gradient_arguments(kernel, x, entering, leaving, segments, scale, bool(converted)),
         "g_desc": None if x.g is None else shared_tiles(x.g, CHUNK, WIDTH),
-        "s_desc": state_tiles(entering, WIDTH, WIDTH),
-        "dq_desc": shared_tiles(x.dq, CHUNK, WIDTH) if blocks_v == 1 and not converted else None,
-        "dk_desc": shared_tiles(x.dk, CHUNK, WIDTH) if blocks_v == 1 and not converted else None,
-        "dv_desc": shared_tiles(x.dv, CHUNK, WIDTH) if blocks_k == 1 and not converted else None,
         "dg_desc": shared_tiles(x.dg, CHUNK, WIDTH) if dg_by_tma else None,
         "dq_ptr": dq,
         "dk_ptr": dk,
@@ -149,23 +142,11 @@ def launch_gradients(
         "g_ptr": x.g if normalizer is not None else None,
         "marks": marks,
         "s_units": s_units,
-        "leaving": leaving,
-        "dinitial": x.dinitial_state,
-        "order": segments.order,
         **units,
-        "scale": scale,
-        **state_strides("state_", leaving),
-        **lengths_of(T, segments),
         **logits_strides(x.g, normalizer),
         "Hq": Hq,
-        "K": K,
-        "V": V,
-        "B": B,
-        "PARTS": kernel.BK // WIDTH,
-        "HALVES": kernel.BV // WIDTH,
         "G": Hq // H,
         "NORMALIZER": normalizer,
-        "LAST_LEAVE_NONE": x.last_leave_none,
     }
     grid = (blocks_k * blocks_v * segments.count * Hq, 1, 1)
     # A block has all registers of a multiprocessor, for 12 or 16 warps: the load warp takes as many as four warps.

@@ -62,15 +62,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gla_core.dispatch.backend import CHUNK
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunks import partials
 from gla_triton_kernels.chunks.kernel import GradientParameters
-from gla_triton_kernels.chunks.segments import Segments, lengths_of, state_strides
+from gla_triton_kernels.chunks.segments import Segments
 from gla_triton_kernels.gla.shared.limits import LEAST_GATE
 from gla_triton_kernels.gla.sm90.common import (
     as_float32,
     clear_rows,
+    gate_strides,
     gates_of,
     in_units,
     keep_apart,
@@ -87,9 +87,9 @@ from gla_triton_kernels.gla.sm90.common import (
 from gla_triton_kernels.gla.sm90.common_backward import (
     LAYOUT,
     LEFT,
-    WIDTH,
     C,
     D,
+    gradient_arguments,
     leaving_gradient,
     product,
     segment_backwards,
@@ -99,7 +99,6 @@ from gla_triton_kernels.gla.sm90.operands import as_operands, store_operands
 from gla_triton_kernels.gla.tensors import BackwardTensors
 from gla_triton_runtime.arithmetic import LOG2E
 from gla_triton_runtime.launch import Launch
-from gla_triton_runtime.tma import shared_tiles, state_tiles
 
 SLOTS = gl.constexpr(2)  # pipeline stages of q, k, v and do
 LINE = gl.constexpr(gl.BlockedLayout([C.value // 32], [32], [1], [0]))  # of the tokens of a chunk, in one warp
@@ -124,8 +123,7 @@ def launch_gradients(
     See `launch_gradients` of general/backward.py for the other arguments.
     """
     x, units, converted = in_half(x, ("q", "k", "v", "do"), x.cu_seqlens)
-    B, T, Hq, K = x.q.shape
-    H, (Hv, V), Ho = x.k.shape[2], x.v.shape[2:], x.do.shape[2]
+    (Hq, K), H, (Hv, V), Ho = x.q.shape[2:], x.k.shape[2], x.v.shape[2:], x.do.shape[2]
     entering, s_units, before = as_operands(entering, x.q.dtype)
     blocks_k, blocks_v = ceil_div(K, kernel.BK), ceil_div(V, kernel.BV)
     dq, dk = (partials.parts_of(y, blocks_v) for y in (x.dq, x.dk))
@@ -134,44 +132,22 @@ def launch_gradients(
     dg = partials.parts_of(x.dg, blocks)
     if x.g is not None and constant:  # one sum for each segment and block
         dg = x.g.new_empty(segments.count * blocks, Ho, dtype=torch.float32)
-    g_b, g_t, g_h = (0, 0, 0) if x.g is None else (0, 0, *x.g.stride())[-3:]
     arguments = {
-        "q_desc": shared_tiles(x.q, CHUNK, WIDTH),
-        "k_desc": shared_tiles(x.k, CHUNK, WIDTH),
-        "v_desc": shared_tiles(x.v, CHUNK, WIDTH),
-        "do_desc": shared_tiles(x.do, CHUNK, WIDTH),
-        "s_desc": state_tiles(entering, WIDTH, WIDTH),
-        "dq_desc": shared_tiles(x.dq, CHUNK, WIDTH) if blocks_v == 1 and not converted else None,
-        "dk_desc": shared_tiles(x.dk, CHUNK, WIDTH) if blocks_v == 1 and not converted else None,
-        "dv_desc": shared_tiles(x.dv, CHUNK, WIDTH) if blocks_k == 1 and not converted else None,
+        **gradient_arguments(kernel, x, entering, leaving, segments, scale, bool(converted)),
         "dq_ptr": dq,
         "dk_ptr": dk,
         "dv_ptr": dv,
         "dg_ptr": dg,
         "g_ptr": x.g,
         "s_units": s_units,
-        "leaving": leaving,
-        "dinitial": x.dinitial_state,
-        "order": segments.order,
         **units,
-        "scale": scale,
-        "g_b": g_b,
-        "g_t": g_t,
-        "g_h": g_h,
-        **state_strides("state_", leaving),
-        **lengths_of(T, segments),
+        **gate_strides(x.g),
         "Ho": Ho,
         "per_q": Ho // Hq,
         "per_k": Ho // H,
         "per_v": Ho // Hv,
-        "K": K,
-        "V": V,
-        "B": B,
-        "PARTS": kernel.BK // WIDTH,
-        "HALVES": kernel.BV // WIDTH,
         "CONSTANT": constant,
         "NORMALIZER": normalizer,
-        "LAST_LEAVE_NONE": x.last_leave_none,
     }
     grid = (blocks * segments.count * Ho, 1, 1)
     options = {"num_warps": kernel.warps, "maxnreg": 128}

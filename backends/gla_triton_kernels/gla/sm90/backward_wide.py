@@ -76,6 +76,7 @@ from gla_triton_kernels.gla.sm90.common_backward import (
     gates,
     logits_strides,
     product,
+    tile_arguments,
 )
 from gla_triton_kernels.gla.sm90.half import NO_UNITS
 from gla_triton_kernels.gla.sm90.state_gradients import launch_state_gradients
@@ -111,14 +112,8 @@ def launch_gradients(
     programs, tiles_v = min(count, kernel.programs), max(2, ceil_div(V, WIDTH))
     sums = torch.empty(programs, tiles_v, CHUNK, WIDTH, dtype=torch.float32, device=x.q.device) if slices > 1 else None
     arguments = {
-        "q_desc": shared_tiles(x.q, CHUNK, WIDTH),
-        "k_desc": shared_tiles(x.k, CHUNK, WIDTH),
-        "v_desc": shared_tiles(x.v, CHUNK, WIDTH),
-        "do_desc": shared_tiles(x.do, CHUNK, WIDTH),
+        **tile_arguments(x, ("q", "k", "v", "do", "dq", "dk", "dv")),
         "g_desc": None if g is None else shared_tiles(g, CHUNK, WIDTH),
-        "dq_desc": shared_tiles(x.dq, CHUNK, WIDTH),
-        "dk_desc": shared_tiles(x.dk, CHUNK, WIDTH),
-        "dv_desc": shared_tiles(x.dv, CHUNK, WIDTH),
         "s_desc": state_tiles(entering, WIDTH, WIDTH),
         "p_desc": state_tiles(P, WIDTH, WIDTH),
         "dq_ptr": x.dq,

@@ -37,6 +37,7 @@ The kernels of this folder follow five rules of Hopper:
 # pyright: reportFunctionMemberAccess=false
 from __future__ import annotations
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -53,6 +54,12 @@ LOG2_C = gl.constexpr(6)  # a chunk has C = 64 tokens
 # The least unit of an operand in float16. Units and products of operands are at most 2^38, so a product times the
 # quotient of two units is at most 2^116.
 LEAST_UNIT = gl.constexpr(2.0**-40)
+
+
+def gate_strides(g: Tensor | None) -> dict[str, int]:
+    """Returns the strides of gates [B, T, Hv] or [Hv], as arguments of a kernel; 0 for None and for axes not there."""
+    b, t, h = (0, 0, 0) if g is None else (0, 0, *g.stride())[-3:]
+    return {"g_b": b, "g_t": t, "g_h": h}
 
 
 @gluon.jit

@@ -51,6 +51,7 @@ from gla_triton_kernels.gla.sm90.common import (
     chunk_of,
     clear_rows,
     first_state,
+    gate_strides,
     gates_of,
     in_units,
     next_checkpoint,
@@ -80,9 +81,7 @@ def launch_outputs(
     """
     (H, _), (Hv, V) = x.k.shape[2:], x.v.shape[2:]
     heads = plan.parameters.BV // 64 if V <= 64 else 1
-    g_b, g_t, g_h = (0, 0, 0) if x.g is None else (0, 0, *x.g.stride())[-3:]
-    gates = {"g_ptr": x.g, "g_b": g_b, "g_t": g_t, "g_h": g_h}
-    arguments = {**gates, "Hv": Hv, "R": Hv // H, "HEADS": heads}
+    arguments = {"g_ptr": x.g, **gate_strides(x.g), "Hv": Hv, "R": Hv // H, "HEADS": heads}
     return launch_kernel(_chunk_gla_fwd_head_kernel, arguments, plan, x, segments, scale, every, normalizer, heads)
 
 

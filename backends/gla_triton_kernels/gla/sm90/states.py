@@ -63,6 +63,7 @@ from gla_triton_kernels.gla.sm90.common import (
     as_float32,
     chunk_of,
     clear_rows,
+    gate_strides,
     gates_of,
     let_dependents_start,
     log_gates_of_tile,
@@ -88,7 +89,6 @@ def launch_states(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tenso
     B, T = x.left.shape[:2]
     Hv, K, V = S.shape[1:]
     key_gates = x.g is not None and x.g.ndim == 4
-    g_b, g_t, g_h = (0, 0, 0) if x.g is None or key_gates else (0, 0, *x.g.stride())[-3:]
     asked = segments.count
     if skip_last:
         asked = segments.most if packed else segments.count - B
@@ -107,9 +107,7 @@ def launch_states(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tenso
         "counts": segments.counts,
         **units,
         "scale": x.scale,
-        "g_b": g_b,
-        "g_t": g_t,
-        "g_h": g_h,
+        **gate_strides(None if key_gates else x.g),
         **lengths_of(T, segments),
         "Hv": Hv,
         "R": Hv // x.left.shape[2],
