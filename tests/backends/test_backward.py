@@ -293,7 +293,7 @@ def test_a_forward_computes_the_checkpoints(device, sizes):
 
 @pytest.mark.parametrize("initial_state", [False, True])
 def test_gradients_of_query_heads_are_summed_over_groups(device, initial_state):
-    from gla_triton_kernels.chunks import partials
+    from gla_triton_kernels.gla import groups
     from gla_triton_kernels.gla.tensors import BackwardTensors
     from gla_triton_runtime.launch import start
 
@@ -301,7 +301,7 @@ def test_gradients_of_query_heads_are_summed_over_groups(device, initial_state):
     inputs = (x.q, x.k, x.v, x.g, x.initial_state)
     results = [None if y is None else torch.empty_like(y) for y in inputs]
     tensors = BackwardTensors(*inputs, None, None, x.do, None, *results)
-    each = partials.for_query_heads(tensors)
+    each = groups.for_query_heads(tensors)
     assert each.dq is tensors.dq
     for name, dim in (("dk", 2), ("dv", 2), ("dg", 2), ("dinitial_state", 1)):
         parts = getattr(each, name)
@@ -309,7 +309,7 @@ def test_gradients_of_query_heads_are_summed_over_groups(device, initial_state):
         if parts is not None:
             assert parts.shape[dim] == 6
             parts.normal_()
-    start(partials.launch_sums_over_groups(each, tensors))
+    start(groups.launch_sums_over_groups(each, tensors))
     for parts, y, dim in ((each.dk, tensors.dk, 2), (each.dg, tensors.dg, 2), (each.dinitial_state, results[4], 1)):
         if y is not None:
             torch.testing.assert_close(y, parts.unflatten(dim, (2, 3)).sum(dim + 1).to(y.dtype))

@@ -253,24 +253,9 @@ def _order_kernel(
         return
     start, end = _rows(cu_seqlens_ptr, i, N)  # [BI]
     if numbers_ptr is not None:
-        find_slots(
-            read_ptr,
-            write_ptr,
-            has_state_ptr,
-            before_ptr,
-            kept_ptr,
-            numbers_ptr,
-            P,
-            PAD,
-            stride_read,
-            stride_write,
-            stride_has_state,
-            stride_before,
-            stride_kept,
-            i,
-            end - start,
-            N,
-        )
+        pointers = (read_ptr, write_ptr, has_state_ptr, before_ptr, kept_ptr)
+        strides = (stride_read, stride_write, stride_has_state, stride_before, stride_kept)
+        find_slots(pointers, strides, numbers_ptr, P, PAD, i, end - start, N)
     tokens = (end - start)[:, None]  # [BI, 1]
     before = tl.zeros([BI, BN], tl.int32)  # counts of sequences that precede sequence i in the order
     for n0 in range(0, N, BN):
@@ -342,24 +327,9 @@ def _lay_out_kernel(
         return
     if numbers_ptr is not None:
         from_row, to_row = _rows(cu_seqlens_ptr, i, N)  # [BI], of sequences i
-        find_slots(
-            read_ptr,
-            write_ptr,
-            has_state_ptr,
-            before_ptr,
-            kept_ptr,
-            numbers_ptr,
-            P,
-            PAD,
-            stride_read,
-            stride_write,
-            stride_has_state,
-            stride_before,
-            stride_kept,
-            i,
-            to_row - from_row,
-            N,
-        )
+        pointers = (read_ptr, write_ptr, has_state_ptr, before_ptr, kept_ptr)
+        strides = (stride_read, stride_write, stride_has_state, stride_before, stride_kept)
+        find_slots(pointers, strides, numbers_ptr, P, PAD, i, to_row - from_row, N)
     zero = tl.zeros([BI, BN], tl.int32)  # sums over sequences; their columns are summed after the loop
     start, end, origin, last = zero, zero, zero, zero
     for n0 in range(0, N, BN):

@@ -59,25 +59,18 @@ def slot_arguments(slots: Slots | None, numbers: Tensor | None) -> dict[str, Any
 
 
 @triton.jit
-def find_slots(
-    read_ptr,  # [N]
-    write_ptr,  # [N] or None
-    has_state_ptr,  # [N] or None
-    before_ptr,  # [N], or None without checkpoints
-    kept_ptr,  # [N], or None without checkpoints
-    numbers_ptr,  # [N, 4]
-    P,  # slots of the pool
-    PAD,  # the slot that is never used
-    stride_read,
-    stride_write,
-    stride_has_state,
-    stride_before,
-    stride_kept,
-    n,  # [BI]
-    tokens,  # [BI], of sequences n
-    N,
-):
-    """Writes the four numbers of the sequences n < N."""
+def find_slots(pointers, strides, numbers_ptr, P, PAD, n, tokens, N):
+    """Writes the four numbers of the sequences n < N.
+
+    Args:
+        pointers: to the slots that are read [N], and to write, has_state, before and kept, each [N] or None.
+        strides: of each of them.
+        numbers_ptr: [N, 4].
+        P, PAD: the number of slots of the pool, and the slot that is never used.
+        n, tokens: sequences [BI], and their numbers of tokens [BI].
+    """
+    read_ptr, write_ptr, has_state_ptr, before_ptr, kept_ptr = pointers
+    stride_read, stride_write, stride_has_state, stride_before, stride_kept = strides
     there = n < N
     n = n.to(tl.int64)
     read = slot_or_none(tl.load(read_ptr + n * stride_read, mask=there, other=-1), P, PAD)
