@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from gla_core.dispatch.backend import declare_op
 from gla_core.ops.attention.online_softmax import SOFTMAX, online_softmax
 from gla_core.ops.attention.softmax_attention import ATTENTION, merge_attention, softmax_attention
 from gla_core.ops.gla.chunk_gla import BACKWARD, FORWARD, ChunkGla, ChunkGlaWithCheckpoints, chunk_gla
@@ -13,7 +12,7 @@ from gla_core.ops.gla.recurrent_gla_layer_step import LAYER_STEP, recurrent_gla_
 from gla_core.ops.gla.recurrent_gla_replay import REPLAY, recurrent_gla_replay
 from gla_core.ops.gla.recurrent_gla_step import STEP, recurrent_gla_step
 from gla_core.ops.gla.recurrent_gla_steps import STEPS, recurrent_gla_steps
-from gla_core.ops.spec import OpSpec
+from gla_core.ops.spec import OpSpec, declare
 
 __all__ = [
     "ABSTRACT_OPS",
@@ -40,7 +39,7 @@ __all__ = [
 _SPECS = (FORWARD, BACKWARD, CHUNK_POOL, SUMMARY, STEP, LAYER_STEP, STEPS, REPLAY, SOFTMAX, ATTENTION)
 ABSTRACT_OPS = {spec.name: spec for spec in _SPECS}
 for _spec in ABSTRACT_OPS.values():
-    declare_op(_spec.name, _spec.contract, _spec.required, _spec.written)
+    declare(_spec)
 
 _BACKWARDS = {spec.backward for spec in ABSTRACT_OPS.values()}
 PUBLIC_OPS = {spec.public: spec for spec in ABSTRACT_OPS.values() if spec.name not in _BACKWARDS}

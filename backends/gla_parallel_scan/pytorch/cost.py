@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 import torch
 
 from gla_core.dispatch.backend import Constants, OpCall
-from gla_core.dispatch.composed import forwards_of_pool
 from gla_core.dispatch.tensors import ceil_div
 from gla_parallel_scan.pytorch import online_softmax
 from gla_parallel_scan.pytorch.blocks import block
@@ -49,31 +48,9 @@ def _chunk_gla(call: OpCall) -> tuple[float, float]:
     return blocks * (4 + halvings + scanning), elements * packed
 
 
-def _chunk_gla_pool(call: OpCall) -> tuple[float, float]:
-    """Counts the forwards that compute a call, and for each of them one step and six passes over the states."""
-    forwards = [_chunk_gla(each) for each in forwards_of_pool(call)]
-    states = math.prod(call.dims[name] for name in ("N", "Hv", "K", "V"))
-    steps, elements = (sum(numbers) for numbers in zip(*forwards, strict=True))
-    return steps + len(forwards), elements + 6 * len(forwards) * states
-
-
 def _recurrent_gla_step(call: OpCall) -> tuple[float, float]:
     B, H, K, V, P = (call.dims[name] for name in ("B", "Hv", "K", "V", "P"))
     return (1, B * H * K * V * 2 + P * H * K * V) if call.indexed else (0, B * H * K * V)
-
-
-def _recurrent_gla_steps(call: OpCall) -> tuple[float, float]:
-    """Counts a step and seven passes over the states for each of the S tokens; one more of each reads the pool."""
-    N, H, K, V, S = (call.dims[name] for name in ("N", "Hv", "K", "V", "S"))
-    S = S if call.variable_length else min(S, call.dims["T"])
-    return 1 + S, (1 + 7 * S) * N * H * K * V
-
-
-def _recurrent_gla_replay(call: OpCall) -> tuple[float, float]:
-    """Counts a step and four passes over the states for each token, old or new; a step and six passes for the pool."""
-    N, H, K, V, L, T = (call.dims[name] for name in ("N", "Hv", "K", "V", "L", "T"))
-    tokens = L // 2 + (L // 2 if call.variable_length else T)
-    return 1 + tokens, (6 + 4 * tokens) * N * H * K * V
 
 
 def _online_softmax(call: OpCall) -> tuple[float, float]:
@@ -90,11 +67,7 @@ def _softmax_attention(call: OpCall) -> tuple[float, float]:
 
 _COUNT: Mapping[str, Callable[[OpCall], tuple[float, float]]] = {
     "chunk_gla_fwd": _chunk_gla,
-    "chunk_gla_pool": _chunk_gla_pool,
     "recurrent_gla_step": _recurrent_gla_step,
-    "recurrent_gla_layer_step": _recurrent_gla_step,  # the norm takes little beside the states
-    "recurrent_gla_steps": _recurrent_gla_steps,
-    "recurrent_gla_replay": _recurrent_gla_replay,
     "online_softmax": _online_softmax,
     "softmax_attention": _softmax_attention,
 }
