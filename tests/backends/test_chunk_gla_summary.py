@@ -31,10 +31,10 @@ def check(backend, backwards, gate_normalizer=None, **sizes):
     left, right = (x.q, x.v.repeat_interleave(G, 2).roll(1, 1)) if backwards else (x.k, x.v)
     function = gla.chunk_gla_gradient_summary if backwards else gla.chunk_gla_summary
     options = {} if gate_normalizer is None else {"gate": "logsigmoid", "gate_normalizer": gate_normalizer}
-    found = function(left, right, x.g, x.cu_seqlens, backend=backend, **options)
+    actual = function(left, right, x.g, x.cu_seqlens, backend=backend, **options)
     g = None if x.g is None else log_gates(x.g, gate_normalizer, torch.float64)
     expected = oracle.chunk_gla_summary(left, right, g, x.cu_seqlens, backwards)
-    for name, y, ref in zip(("decay", "state"), found, expected, strict=True):
+    for name, y, ref in zip(("decay", "state"), actual, expected, strict=True):
         assert relative_error(y, ref) <= FORWARD[left.dtype], name
 
 

@@ -21,8 +21,8 @@ def check(device, dtype, state_dtype=torch.float32, **sizes):
     x = layer_step_inputs(Workload("", "recurrent_gla_layer_step", frozenset(), sizes), dtype=dtype, device=device)
     x["state"] = x["state"].to(state_dtype)
     expected = expected_layer_step(x)
-    found = run_layer_step(x, "triton_fused")
-    errors = {name: relative_error(found[name], expected[name]) for name in expected}
+    actual = run_layer_step(x, "triton_fused")
+    errors = {name: relative_error(actual[name], expected[name]) for name in expected}
     budgets = {"o": FORWARD[dtype], "state": max(FORWARD[dtype], FORWARD[state_dtype])}
     assert {name: error for name, error in errors.items() if not error <= budgets[name]} == {}
 
