@@ -466,13 +466,16 @@ def _selection(report: dict[str, Any], path: Path) -> str:
     """Returns the section of a file of selection.py: how close the picks of `auto` are to the fastest backend."""
     parts = {row["part"]: row["commit"] for row in report["rows"] if "commit" in row}
     others = "".join(f"; {part} at {commit}" for part, commit in parts.items())
+    chunks = (
+        " The grid has calls of chunk_gla_fwd with shapes that no constant was fitted to; 'forms' are calls with other "
+        "forms of gates, value heads in groups, or float16. For packed sequences, forward and backward, `auto` knows "
+        "how many there are but not how long."
+    )
     lines = [
         f"## What auto picks, {report['device']}\n",
         f"gla_core {report['gla_core']} at {report['commit'][:10]}, torch {report['torch']}, {report['date'][:10]}"
         f"{others}. The slowdown of a pick is the time of the backend that `auto` picks "
-        "divided by the time of the fastest one. The grid has calls of chunk_gla_fwd with shapes that no constant was "
-        "fitted to; 'forms' are calls with other forms of gates, value heads in groups, or float16. For packed "
-        "sequences, forward and backward, `auto` knows how many there are but not how long. "
+        f"divided by the time of the fastest one.{chunks if 'grid' in report['summary'] else ''} "
         f"Written by `benchmarks/evidence.py selection` into `benchmarks/results/{path.name}`.\n",
         "| calls | measured | close to the fastest | largest slowdown |\n| --- | ---: | ---: | ---: |",
     ]
@@ -503,7 +506,8 @@ def draw(folder: Path) -> None:
         if (folder / device / "ranks.jsonl").exists():
             context_parallel.draw(folder / device / "ranks.jsonl")
     for path in folder.glob("selection-*.json"):
-        crossover.draw(path)
+        if "crossover" in json.loads(path.read_text())["summary"]:
+            crossover.draw(path)
 
 
 def between_markers(page: str) -> str | None:

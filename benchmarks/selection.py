@@ -2,13 +2,13 @@
 
 `evidence.py selection` runs it.
 
-The shapes of the grid are drawn at random from a fixed seed, with B*H from 1 to 512 and T from 1 to 131,072 (smaller on
-a CPU); `gla calibrate` uses none of them. Backends that predict no time are left out, since `auto` ranks them last. For
-packed sequences in the grid `auto` knows a bound of their lengths. The file has more parts. Three are measured on a GPU
-only: the backward of some of these shapes, with checkpoints as in training; other forms of gates, groups of value heads
-and float16; and packed sequences with several distributions of lengths, which `auto` does not know. The others are
-other ops, and the lengths of the crossover that benchmarks/crossover.py draws. A second run keeps the rows of the
-first, unless the device, a version, the commit or a constant has changed.
+The shapes of the grid are drawn at random from a fixed seed, with B*H from 1 to 512 and T from 1 to 131,072;
+`gla calibrate` uses none of them. Backends that predict no time are left out, since `auto` ranks them last. For packed
+sequences in the grid `auto` knows a bound of their lengths. The file has more parts: the backward of some of these
+shapes, with checkpoints as in training; other forms of gates, groups of value heads and float16; packed sequences with
+several distributions of lengths, which `auto` does not know; other ops; and the lengths of the crossover that
+benchmarks/crossover.py draws. On a CPU it has the other ops alone, as the reference alone computes chunk_gla there. A
+second run keeps the rows of the first, unless the device, a version, the commit or a constant has changed.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ ROUNDS = 3
 """The number of rounds in which the backends take turns, so that a drifting clock affects all of them."""
 WIDTHS = (*[(128, 128)] * 4, *[(64, 64)] * 2, (64, 128), (128, 64), (96, 192), (128, 256), (256, 128), (256, 256))
 GRID = 72
+MOST = 2**22
+"""The largest number of tokens, counted for each head, of a call of the grid and of the crossover."""
 BACKWARDS = 36
 FORMS = 30
 LENGTHS = ("equal", "uniform", "log-uniform", "one giant", "single tokens")
@@ -63,29 +65,31 @@ Shape = tuple[int, int, int, int, int, int | None]
 
 def calls(device: torch.device) -> Iterator[tuple[str, OpCall]]:
     """Yields every call with its part, such as 'grid' or 'packed, equal'. Small calls come again, in a CUDA graph."""
-    cuda = device.type == "cuda"
-    for B, H, T, K, V, N in shapes(cuda):
+    if device.type != "cuda":
+        yield from (("other ops", call) for call in other_calls(device))
+        return
+    for B, H, T, K, V, N in shapes():
         call = chunk_call(device, B, H, T, K, V, N)
         yield "grid", call
-        if cuda and B * H * T <= 2**17:
+        if B * H * T <= 2**17:
             yield "grid", dataclasses.replace(call, capturing=True)
-    for B, H, T, K, V, N in shapes(cuda)[:BACKWARDS] if cuda else ():
+    for B, H, T, K, V, N in shapes()[:BACKWARDS]:
         yield "backward", backward_of(chunk_call(device, B, H, T, K, V, N))
-    yield from form_calls(device) if cuda else ()
-    yield from packed_calls(device) if cuda else ()
+    yield from form_calls(device)
+    yield from packed_calls(device)
     for call in other_calls(device):
         yield "other ops", call
-        if cuda and call.op == "recurrent_gla_step":
+        if call.op == "recurrent_gla_step":
             yield "other ops", dataclasses.replace(call, capturing=True)
-    for heads in (1, 4, 16, 64) if cuda else (1, 4, 16):  # 128 heads fill a GPU: both backends run the same kernel
-        for T in (2**n for n in (range(8, 18) if cuda else range(4, 12))):
-            if heads * T <= (2**22 if cuda else 2**14):
+    for heads in (1, 4, 16, 64):  # 128 heads fill a GPU: both backends run the same kernel
+        for T in (2**n for n in range(8, 18)):
+            if heads * T <= MOST:
                 yield "crossover", chunk_call(device, max(1, heads // 16), min(heads, 16), T, 128, 128)
 
 
-def shapes(cuda: bool) -> list[Shape]:
+def shapes() -> list[Shape]:
     """Returns the shapes of the grid: B, H, T, K, V, and the number of packed sequences, None for other calls."""
-    most_heads, most_tokens, most = (512, 2**17, 2**22) if cuda else (64, 2**12, 2**14)  # most: heads x tokens
+    most_heads, most_tokens = 512, 2**17
     random = Random(5)
 
     def between(low: float, high: float) -> int:
@@ -97,7 +101,7 @@ def shapes(cuda: bool) -> list[Shape]:
         heads, T = between(1, most_heads), between(16, most_tokens)
         K, V = random.choice(WIDTHS)
         H = min(heads, random.choice((2, 4, 8, 16, 32)))
-        if not T & (T - 1) or heads * T * (K + V) / 256 > most:
+        if not T & (T - 1) or heads * T * (K + V) / 256 > MOST:
             continue
         packed = random.random() < 0.25 and T >= 64
         N = between(2, min(128, T // 16)) if packed else None
@@ -108,7 +112,7 @@ def shapes(cuda: bool) -> list[Shape]:
 
 
 def chunk_call(device: torch.device, B: int, H: int, T: int, K: int, V: int, N: int | None = None) -> OpCall:
-    """Returns a chunk_gla_fwd: bfloat16 with float32 gates as in models, float32 on a CPU; packed if N is given."""
+    """Returns a chunk_gla_fwd in bfloat16 with float32 gates, as in models; packed if N is given."""
     longest = None if N is None else min(T, -(-2 * T // N))
     sizes = {"B": B, "T": T, "H": H, "K": K, "V": V, "N": N or B}
     return _call("chunk_gla_fwd", device, sizes, variable_length=N is not None, longest=longest)
@@ -128,7 +132,7 @@ def form_calls(device: torch.device) -> Iterator[tuple[str, OpCall]]:
 
     The shapes are every second one of the grid.
     """
-    random, sizes = Random(7), [shape for shape in shapes(True) if shape[1] > 1]
+    random, sizes = Random(7), [shape for shape in shapes() if shape[1] > 1]
     for i in range(FORMS):
         B, H, T, K, V, N = sizes[2 * i]
         call, groups = chunk_call(device, B, H, T, K, V, N), random.choice([n for n in (1, 1, 2, H) if H % n == 0])

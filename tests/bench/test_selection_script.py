@@ -203,17 +203,15 @@ def test_a_row_of_a_file_without_value_heads_is_the_row_of_its_call(selection):
 # ---- the grid
 
 
-@pytest.mark.parametrize("device", [torch.device("cpu"), torch.device("cuda")], ids=str)
-def test_the_grid_is_wide_and_always_the_same(selection, device):
-    shapes = selection.shapes(device.type == "cuda")
-    assert shapes == selection.shapes(device.type == "cuda")
+def test_the_grid_is_wide_and_always_the_same(selection):
+    shapes = selection.shapes()
+    assert shapes == selection.shapes()
     assert len(set(shapes)) >= 60
     assert sum(packed is not None for *_, packed in shapes) >= 10
     heads, lengths = ({B * H for B, H, *_ in shapes}, {T for _, _, T, *_ in shapes})
     assert (min(heads), min(lengths)) == (1, 1)
     assert {K for *_, K, _, _ in shapes} >= {64, 128, 256}
-    if device.type == "cuda":
-        assert (max(heads), max(lengths)) == (512, 131072)
+    assert (max(heads), max(lengths)) == (512, 131072)
 
 
 @pytest.mark.parametrize("device", [torch.device("cpu"), torch.device("cuda")], ids=str)
@@ -258,14 +256,14 @@ def test_the_lengths_that_a_part_names_are_timed(selection):
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("selection-*.json")), ids=lambda path: path.stem)
 def test_auto_was_right(selection, path):
     found = json.loads(path.read_text())
-    assert found["summary"] == selection.summary(found["rows"])
-    grid = found["summary"]["grid"]
-    assert grid["shapes"] >= 60
-    assert grid["close"] >= 0.95
-    assert grid["worst"] <= 1.3
-    if path.stem != "selection-cpu":
-        assert found["summary"]["backward"]["worst"] <= 1.3
     device = torch.device("cpu" if path.stem == "selection-cpu" else "cuda")
+    assert found["summary"] == selection.summary(found["rows"])
+    main = found["summary"]["grid" if device.type == "cuda" else "other ops"]
+    assert main["shapes"] >= (60 if device.type == "cuda" else 10)
+    assert main["close"] >= 0.95
+    assert main["worst"] <= 1.3
+    if device.type == "cuda":
+        assert found["summary"]["backward"]["worst"] <= 1.3
     wanted = {selection.key({"part": part, **selection.as_json(call)}) for part, call in selection.calls(device)}
     assert {selection.key(row) for row in found["rows"]} == wanted
 

@@ -26,10 +26,12 @@ BACKENDS = ("reference", "triton_fused", "parallel_scan")
 
 def measured(name, kind):
     """Returns the ops of a backend that have constants for a device. Other ops use the constants of an H200."""
-    by_triton_alone = {"chunk_gla_bwd", "chunk_gla_summary"} if (name, kind) == ("parallel_scan", "cpu") else set()
+    on_gpus_only = {op for op in OP_PARAMETERS if op.startswith("chunk_gla")}
     if kind == "NVIDIA H100 80GB HBM3":
         return {"chunk_gla_fwd", "chunk_gla_bwd", "chunk_gla_summary"} if name != "reference" else set()
-    return set() if (name, kind) == ("triton_fused", "cpu") else set(OP_PARAMETERS) - by_triton_alone
+    if kind == "cpu" and name != "reference":
+        return set(OP_PARAMETERS) - on_gpus_only if name == "parallel_scan" else set()
+    return set(OP_PARAMETERS)
 
 
 OPS = [(name, kind, op) for name in BACKENDS for kind in FACTS for op in sorted(measured(name, kind))]
