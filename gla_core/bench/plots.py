@@ -240,8 +240,8 @@ def _groups(rows: Sequence[Row], bars: Sequence[str]) -> list[list[Row]]:
     return list(groups.values())
 
 
-def _bars(axes: Any, place: float, group: dict[str, Row], colour: dict[str, str], logarithmic: bool) -> None:
-    """Draws a bar for each backend, one below the other, each with its time and speed, or "no time" if it has none."""
+def _bars(axes: Any, y: float, group: dict[str, Row], colour: dict[str, str], logarithmic: bool) -> None:
+    """Draws one bar per backend from y down, labelled with time and speed, or "no time" if it has none."""
     present = [group[name] for name in colour if name in group]
     speed_of = {row.backend: speed for row, speed in speeds(present)} if present else {}
     for i, name in enumerate(colour):
@@ -251,8 +251,8 @@ def _bars(axes: Any, place: float, group: dict[str, Row], colour: dict[str, str]
             text = time_text(group[name].seconds)
             text += f", {speed:.{1 if speed >= 2 else 2}f} ×" if name != next(iter(colour)) else ""
         start = 1.0 if logarithmic else 0.0
-        axes.barh(place + i, speed - start, left=start, height=0.9, color=colour[name])
-        axes.annotate(text, (max(speed, start), place + i), **BESIDE, va="center")
+        axes.barh(y + i, speed - start, left=start, height=0.9, color=colour[name])
+        axes.annotate(text, (max(speed, start), y + i), **BESIDE, va="center")
 
 
 def _scale(axes: Any, logarithmic: bool) -> None:

@@ -233,8 +233,8 @@ def _is_step_without_gradients(given: dict[str, Any]) -> bool:
     return _is_not_packed(given)
 
 
-class _New(NamedTuple):
-    """The function that takes the place of an original, the calls that it serves, and a few words for the user."""
+class _Replacement(NamedTuple):
+    """A function that replaces an original, a test for the calls that it accepts, and a line for the report."""
 
     function: Callable
     serves: Callable[[dict[str, Any]], bool]
@@ -246,11 +246,11 @@ BLOCK = "computed for one token on a GPU by kernels of gla_transformers, if it i
 BY_KERNEL = "computed on a GPU by a kernel of gla_transformers, if it is imported"
 NOTE = "convolutions of packed sequences are left to transformers"
 NO_KERNELS = "convolutions and norms are left to transformers; on a GPU, import gla_transformers, which has kernels"
-FUNCTIONS: Mapping[str, _New] = {
-    "mamba2_chunk_scan": _New(_chunk_scan, _is_computed_here, COMPUTED),
-    "mamba2_selective_state_update": _New(_step, _is_step_without_gradients, COMPUTED),
-    "mamba2_split_conv1d_scan_combined": _New(_no_kernel, _is_computed_here, "left out for mamba2_chunk_scan"),
-    "causal_conv1d_fn": _New(_convolve_sequences, _is_not_packed, BY_KERNEL),
-    "causal_conv1d_update": _New(_convolve, _is_step_without_gradients, BY_KERNEL),
+FUNCTIONS: Mapping[str, _Replacement] = {
+    "mamba2_chunk_scan": _Replacement(_chunk_scan, _is_computed_here, COMPUTED),
+    "mamba2_selective_state_update": _Replacement(_step, _is_step_without_gradients, COMPUTED),
+    "mamba2_split_conv1d_scan_combined": _Replacement(_no_kernel, _is_computed_here, "left out for mamba2_chunk_scan"),
+    "causal_conv1d_fn": _Replacement(_convolve_sequences, _is_not_packed, BY_KERNEL),
+    "causal_conv1d_update": _Replacement(_convolve, _is_step_without_gradients, BY_KERNEL),
 }
 """Replacements of the functions that each model's module defines."""

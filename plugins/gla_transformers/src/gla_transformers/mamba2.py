@@ -65,7 +65,7 @@ def step(
 
 
 def norm(x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, groups: int, gate_first: bool) -> Tensor | None:
-    """Returns the norm of each group, as `Kernels.norm` says."""
+    """Returns the norm of each group (see `Kernels.norm`), or None if the kernel does not take these tensors."""
     width = x.shape[-1]
     if x.ndim < 2 or width % groups or weight.dtype != x.dtype or weight.shape != (width,):
         return None
