@@ -155,6 +155,21 @@ def fresh_registry(monkeypatch, tmp_path):
     gla.reload_environment()
 
 
+@pytest.fixture
+def set_environment(monkeypatch):
+    """`set_environment(NAME=value)` sets environment variables, or removes them if None, and reads them again."""
+
+    def change(**variables):
+        for name, value in variables.items():
+            if value is None:
+                monkeypatch.delenv(name, raising=False)
+            else:
+                monkeypatch.setenv(name, value)
+        gla.reload_environment()
+
+    return change
+
+
 @pytest.fixture(scope="session")
 def own_backends():
     """The names of gla-core's own backends, in the order in which they are discovered."""

@@ -49,9 +49,8 @@ def made_up(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def empty_cache(isolated, monkeypatch, tmp_path):
-    monkeypatch.setenv("GLA_CACHE_DIR", str(tmp_path / "cache"))
-    gla.reload_environment()
+def empty_cache(isolated, set_environment, tmp_path):
+    set_environment(GLA_CACHE_DIR=str(tmp_path / "cache"))
 
 
 def measured(budget=0.01):

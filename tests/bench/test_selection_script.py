@@ -27,10 +27,9 @@ def selection(script):
 
 
 @pytest.fixture(autouse=True)
-def alone(only_reference, monkeypatch, tmp_path):
+def alone(only_reference, set_environment, tmp_path):
     """Leaves the reference as the only backend besides the backends that a test registers. Nothing is calibrated."""
-    monkeypatch.setenv("GLA_CACHE_DIR", str(tmp_path / "cache"))
-    gla.reload_environment()
+    set_environment(GLA_CACHE_DIR=str(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -168,9 +167,8 @@ def test_no_measurement_begins_out_of_time(selection, tmp_path, monkeypatch):
     assert said == ["out of time"]
 
 
-def test_picks_are_made_anew_of_times_that_a_file_holds(selection, monkeypatch, tmp_path):
-    monkeypatch.delenv("GLA_BLOCK_PLUGINS")
-    gla.reload_environment()
+def test_picks_are_made_anew_of_times_that_a_file_holds(selection, set_environment, tmp_path):
+    set_environment(GLA_BLOCK_PLUGINS=None)
     found = json.loads((RESULTS / "selection-h200.json").read_text())
     rows = [row for row in found["rows"] if row["part"] == "crossover"]
     wrong = [selection.judged({**row, "pick": "reference", "predicted": {}}) for row in rows]

@@ -155,9 +155,8 @@ def test_json(run):
     assert (candidate["name"], candidate["refusal"], candidate["measured"]) == ("reference", None, None)
 
 
-def test_the_environment_is_asked(run, monkeypatch):
-    monkeypatch.setenv("GLA_BACKEND", "reference")
-    gla.reload_environment()
+def test_the_environment_is_asked(run, set_environment):
+    set_environment(GLA_BACKEND="reference")
     result = run("explain", "online_softmax", "--shape", "3,9", "--device", "cpu", "--json")
     assert json.loads(result.stdout)["source"] == "GLA_BACKEND"
 

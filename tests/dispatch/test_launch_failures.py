@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -15,13 +14,6 @@ from gla_triton_kernels.cost import gpu_of_constants
 from gla_triton_runtime.architecture import Architecture, Gpu, gpu_of
 
 pytestmark = pytest.mark.usefixtures("only_reference")
-
-
-def warnings_of(action):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        action()
-    return [str(w.message) for w in caught]
 
 
 LAUNCH_FAILURES = [
@@ -41,7 +33,7 @@ OTHER_FAILURES = [
 
 
 @pytest.mark.parametrize("failure", LAUNCH_FAILURES, ids=lambda e: type(e).__name__)
-def test_auto_skips_a_backend_that_cannot_launch_with_one_warning(flaky, failure, x):
+def test_auto_skips_a_backend_that_cannot_launch_with_one_warning(flaky, failure, x, warnings_of):
     cannot, sound = flaky
     cannot.error = failure
     caught = warnings_of(lambda: [gla.online_softmax(x) for _ in range(3)])
@@ -60,7 +52,7 @@ def test_any_other_failure_reaches_the_user_every_time(flaky, failure, x):
     assert (len(faulty.calls), len(sound.calls)) == (2, 0)
 
 
-def test_a_wrong_result_is_not_papered_over(flaky, x):
+def test_a_wrong_result_is_not_papered_over(flaky, x, warnings_of):
     wrong, sound = flaky
     wrong.error = None
     wrong.result = lambda y: y * torch.nan
@@ -118,10 +110,9 @@ def test_a_launch_failure_is_forgotten_when_the_backends_change(flaky, change, x
     assert len(cannot.calls) == 2
 
 
-def test_when_none_can_launch_the_error_holds_every_failure(spy, x, monkeypatch, own_backends):
+def test_when_none_can_launch_the_error_holds_every_failure(spy, x, set_environment, own_backends, warnings_of):
     one, two = spy("one", error=LaunchError("no one")), spy("two", error=ImportError("no two"))
-    monkeypatch.setenv("GLA_BLOCK_PLUGINS", ",".join(own_backends))
-    gla.reload_environment()
+    set_environment(GLA_BLOCK_PLUGINS=",".join(own_backends))
 
     def call():
         with pytest.raises(gla.NoBackendError) as error:
@@ -134,7 +125,7 @@ def test_when_none_can_launch_the_error_holds_every_failure(spy, x, monkeypatch,
     assert (len(one.calls), len(two.calls)) == (1, 1)
 
 
-def test_a_backward_that_cannot_launch_falls_back_too(spy, qkvg):
+def test_a_backward_that_cannot_launch_falls_back_too(spy, qkvg, warnings_of):
     inputs = qkvg(grad=True)
     flaky, sound = spy("flaky", cost=lambda call: 1.0), spy("sound", cost=lambda call: 2.0)
     o, _ = gla.chunk_gla(*inputs)
@@ -185,7 +176,7 @@ def preparing():
 
 @pytest.mark.parametrize("when", ["prepared", "run"])
 @pytest.mark.parametrize("failure", LAUNCH_FAILURES, ids=lambda e: type(e).__name__)
-def test_auto_skips_a_backend_that_cannot_prepare_with_one_warning(preparing, failure, when, x):
+def test_auto_skips_a_backend_that_cannot_prepare_with_one_warning(preparing, failure, when, x, warnings_of):
     cannot, sound = preparing(failure, when)
     found = []
     caught = warnings_of(lambda: found.extend(gla.online_softmax(x) for _ in range(3)))
@@ -231,11 +222,10 @@ def test_any_other_failure_to_prepare_reaches_the_user_every_time(preparing, fai
     assert (faulty.prepared, faulty.run, sound.prepared) == (2, 0, 0)
 
 
-def test_when_none_can_prepare_the_error_holds_every_failure(preparing, x, monkeypatch, own_backends):
+def test_when_none_can_prepare_the_error_holds_every_failure(preparing, x, set_environment, own_backends, warnings_of):
     one, two = preparing(LaunchError("no one"))
     two.error = ImportError("no two")
-    monkeypatch.setenv("GLA_BLOCK_PLUGINS", ",".join(own_backends))
-    gla.reload_environment()
+    set_environment(GLA_BLOCK_PLUGINS=",".join(own_backends))
 
     def call():
         with pytest.raises(gla.NoBackendError) as error:

@@ -141,12 +141,11 @@ def test_forward_and_backward_are_given_the_bound(spy):
 # auto: no backend can run the call
 
 
-def test_auto_that_none_can_serve_is_an_error_with_every_refusal(spy, x, monkeypatch, own_backends):
+def test_auto_that_none_can_serve_is_an_error_with_every_refusal(spy, x, set_environment, own_backends):
     spy("gpu", devices=frozenset({"cuda"}))
     spy("half", dtypes=frozenset({torch.float16}))
     spy("other", ops=["chunk_gla_fwd"])
-    monkeypatch.setenv("GLA_BLOCK_PLUGINS", ",".join(own_backends))
-    gla.reload_environment()
+    set_environment(GLA_BLOCK_PLUGINS=",".join(own_backends))
     with pytest.raises(gla.NoBackendError) as error:
         gla.online_softmax(x)
     assert str(error.value) == (
