@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import importlib
 import os
 import re
@@ -24,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from record import Job
+from record import Job, counted, free_memory
 from torch import Tensor
 
 from gla_core.bench.measure import synchronize
@@ -77,7 +76,7 @@ def jobs(device: torch.device) -> list[Job]:
     for task in planned:
         compared = task.way != "fla" and task._replace(way="fla") in planned
         row = (call_in_words(task), WAYS[task.way], "fla" if compared else None)
-        made.append(Job([row], functools.partial(_measure, task, device)))
+        made.append(Job([row], functools.partial(measure, task, device)))
     return made
 
 
@@ -86,23 +85,17 @@ def call_in_words(task: Task) -> str:
     if task.what == "train":
         return f"training step, {task.sequences} x {task.tokens} tokens"
     how = "in a CUDA graph" if task.what == "graph" else "by `generate`"
-    return f"decoding {how}, {task.sequences} sequence{'s' if task.sequences > 1 else ''}"
+    return f"decoding {how}, {counted(task.sequences, 'sequence')}"
 
 
-def _measure(task: Task, device: torch.device) -> list[Row]:
-    return [measure(task, device)]
-
-
-def measure(task: Task, device: torch.device) -> Row:
-    """Returns the fields of a row: the median of a task's times in seconds, their spread, and facts."""
+def measure(task: Task, device: torch.device) -> list[Row]:
+    """Returns the fields of one row: the median of a task's times in seconds, their spread, and facts."""
     run = {"train": _train, "generate": _generate, "graph": _in_graph}[task.what]
     try:
         with model_of(task.way, device) as model:
-            return run(task.way, model, tokens_of(task.sequences, task.tokens, device))
+            return [run(task.way, model, tokens_of(task.sequences, task.tokens, device))]
     finally:
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_memory()
 
 
 def sizes(device: torch.device) -> dict[str, int]:

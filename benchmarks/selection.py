@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gc
 import itertools
 import json
 import math
@@ -26,6 +25,7 @@ from random import Random
 from typing import Any
 
 import torch
+from record import free_memory
 
 from gla_core.bench import calibrate, measure, results
 from gla_core.bench.calls import calls_for, run_once
@@ -309,14 +309,8 @@ def time_backends(
             except Exception as error:  # out of memory, or a kernel that cannot be built
                 left_out = {**left_out, name: f"{type(error).__name__}: {error}"[:200]}
     del arguments, calls_of
-    _free(call.device)
+    free_memory()
     return {name: min(times) for name, times in found.items() if name not in left_out}, left_out
-
-
-def _free(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def compile_share(device: torch.device, share: tuple[int, int], say: Callable[[str], None]) -> None:
@@ -333,7 +327,7 @@ def compile_share(device: torch.device, share: tuple[int, int], say: Callable[[s
             run_once(name, call)
         except Exception as error:
             say(f"{name} {describe(as_json(call))}: {type(error).__name__}: {error}"[:300])
-        _free(device)
+        free_memory()
 
 
 def _kernels(name: str, call: OpCall) -> tuple:

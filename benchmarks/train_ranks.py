@@ -60,7 +60,7 @@ def measured(options: argparse.Namespace) -> Iterator[tuple[str, Facts]]:
         if kind == "resumed":
             for ranks in options.ranks:
                 difference = difference_after_kill(options, ranks)
-                yield f"{_ranks(ranks)}, resumed", {"largest difference of a loss": difference}
+                yield f"{record.counted(ranks, 'rank')}, resumed", {"largest difference of a loss": difference}
             continue
         first: float | None = None
         for ranks in options.ranks:
@@ -70,12 +70,10 @@ def measured(options: argparse.Namespace) -> Iterator[tuple[str, Facts]]:
                 sizes = {"batch": options.batch * ranks}
             speed = tokens_per_second(options, ranks, [f"--{name}={value}" for name, value in sizes.items()])
             first = first or speed / ranks
-            words = ", ".join([_ranks(ranks), kind, *(f"{name} {size}" for name, size in sizes.items())])
+            words = ", ".join(
+                [record.counted(ranks, "rank"), kind, *(f"{name} {size}" for name, size in sizes.items())]
+            )
             yield words, {"tokens/s": speed, "tokens/s of a rank": speed / ranks, "efficiency": speed / ranks / first}
-
-
-def _ranks(number: int) -> str:
-    return f"{number} rank" + ("s" if number > 1 else "")
 
 
 def tokens_per_second(options: argparse.Namespace, ranks: int, more: Sequence[str]) -> float:

@@ -20,7 +20,7 @@ def models(script):
 @pytest.mark.parametrize("way", ["accelerated", "ours"])
 def test_rows(models, what, way):
     task = models.Task(what, way, 2, 70)
-    row = models.measure(task, CPU)
+    (row,) = models.measure(task, CPU)
     assert row["seconds"] > 0
     assert row["spread"] >= 0
     tokens = {"train": 140}.get(what, 2)
