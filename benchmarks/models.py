@@ -164,7 +164,7 @@ def _train(way: str, model: Any, words: Tensor) -> Row:
     memory = torch.cuda.max_memory_allocated() / 2**30
     kernels = [_kernel_seconds(step) for _ in range(PROFILED)]
     facts |= {"wall, s": wall["seconds"], "wall spread": wall["spread"], "GiB": memory}
-    facts["of GLA, s"] = statistics.median(of_gla for _, of_gla in kernels)
+    facts["of GLA, s"] = statistics.median(gla for _, gla in kernels)
     return {**_spread([every for every, _ in kernels]), "facts": facts}
 
 
@@ -244,8 +244,8 @@ class Decoding:
         self._settle()
 
     def _read(self, words: Tensor) -> Tensor:
-        found = self.model(words, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-        return found.logits.argmax(-1)
+        output = self.model(words, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        return output.logits.argmax(-1)
 
     def _settle(self) -> None:
         """Copies the states that FLA's layers returned to the place of their first states; ours write in place."""

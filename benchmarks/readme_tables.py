@@ -179,12 +179,14 @@ def readme_run(folder: Path) -> dict[str, list[Row]]:
     """Returns the rows of the run that the README shows, by device: those of the newest commit with its first line."""
     part, first, _ = HEADLINE[0]
     rows = {device: record.read(folder / device / f"{part}.jsonl") for device in devices(folder)}
-    commits = {row.date: row.commit for of_device in rows.values() for row in of_device if row.call == first}
+    commits = {row.date: row.commit for device_rows in rows.values() for row in device_rows if row.call == first}
     if not commits:
         return {}
     commit = commits[max(commits)]
     every = {device: [row for _, row in shown_rows(folder, device) if row.commit == commit] for device in rows}
-    return {device: of_device for device, of_device in every.items() if any(row.call == first for row in of_device)}
+    return {
+        device: device_rows for device, device_rows in every.items() if any(row.call == first for row in device_rows)
+    }
 
 
 def _cell(part: str, call: str, rows: Sequence[Row]) -> str:

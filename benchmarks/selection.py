@@ -96,8 +96,8 @@ def shapes() -> list[Shape]:
         return round(low * (high / low) ** random.random())
 
     corners = ((2, most_tokens, 128), (most_heads, 1, 128), (1, 1, 96), (1, most_tokens - 1, 64))
-    found: list[Shape] = [(1, H, T, K, K, None) for H, T, K in corners]
-    while len(found) < GRID:
+    made: list[Shape] = [(1, H, T, K, K, None) for H, T, K in corners]
+    while len(made) < GRID:
         heads, T = between(1, most_heads), between(16, most_tokens)
         K, V = random.choice(WIDTHS)
         H = min(heads, random.choice((2, 4, 8, 16, 32)))
@@ -106,9 +106,9 @@ def shapes() -> list[Shape]:
         packed = random.random() < 0.25 and T >= 64
         N = between(2, min(128, T // 16)) if packed else None
         shape = (1 if packed else max(1, heads // H), H, T, K, V, N)
-        if shape not in found:
-            found.append(shape)
-    return found
+        if shape not in made:
+            made.append(shape)
+    return made
 
 
 def chunk_call(device: torch.device, B: int, H: int, T: int, K: int, V: int, N: int | None = None) -> OpCall:
@@ -250,8 +250,8 @@ def judged(row: Row) -> Row:
 
 def quickest(row: Row, again: Row) -> Row:
     """Merges two measurements of one call into their minimum, since disturbances of a machine only add time."""
-    times = [found["measured"] for found in (row, again)]
-    both = {name: min(found[name] for found in times if name in found) for name in {**times[0], **times[1]}}
+    times = [run["measured"] for run in (row, again)]
+    both = {name: min(run[name] for run in times if name in run) for name in {**times[0], **times[1]}}
     return judged({**again, "measured": both})
 
 
@@ -266,10 +266,10 @@ def explain(call: OpCall) -> Explanation:
 def as_json(call: OpCall) -> Row:
     """Returns the call as JSON values."""
     flags = {"packed": call.variable_length, "graph": call.capturing}
-    found = {"op": call.op, "dims": dict(call.dims), **{name: True for name, flag in flags.items() if flag}}
+    fields = {"op": call.op, "dims": dict(call.dims), **{name: True for name, flag in flags.items() if flag}}
     if call.op.startswith("chunk_gla") and (call.gate_form != "key" or call.dtype == torch.float16):
-        found |= {"form": call.gate_form or "none", "dtype": str(call.dtype).removeprefix("torch.")}
-    return found
+        fields |= {"form": call.gate_form or "none", "dtype": str(call.dtype).removeprefix("torch.")}
+    return fields
 
 
 def _worth_timing(explanation: Explanation) -> tuple[list[str], dict[str, str]]:
@@ -295,7 +295,7 @@ def time_backends(
     timer = measure.time_graph if call.capturing else measure.time_calls
     rounds = 1 if call.capturing else ROUNDS
     calls_of: dict[str, list] = {}
-    found: dict[str, list[float]] = {}
+    times_of: dict[str, list[float]] = {}
     for turn in range(rounds):
         first = turn % max(1, len(names))
         for name in (*names[first:], *names[:first]):
@@ -305,12 +305,12 @@ def time_backends(
                 if name not in calls_of:
                     calls_of[name] = calls_for(name, call, arguments)
                 timing = timer(calls_of[name], call.device, seconds / rounds)
-                found.setdefault(name, []).append(timing.seconds)
+                times_of.setdefault(name, []).append(timing.seconds)
             except Exception as error:  # out of memory, or a kernel that cannot be built
                 left_out = {**left_out, name: f"{type(error).__name__}: {error}"[:200]}
     del arguments, calls_of
     free_memory()
-    return {name: min(times) for name, times in found.items() if name not in left_out}, left_out
+    return {name: min(times) for name, times in times_of.items() if name not in left_out}, left_out
 
 
 def compile_share(device: torch.device, share: tuple[int, int], say: Callable[[str], None]) -> None:
@@ -347,13 +347,13 @@ def constants_in_use(
     device: torch.device, assumed: KnownDevice | None = None
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Returns the constants of every cost model: value by backend, op and constant."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    constants: dict[str, dict[str, dict[str, float]]] = {}
     call = functools.partial(OpCall, device=device, dtype=torch.float32, dims={}, assumed=assumed)
     for backend in registry.installed().values():
         if isinstance(backend.cost, CostModel):
             calls_of = {op: call(op=op) for op in backend.ops}
-            found[backend.name] = {op: dict(constants_for(backend, call)[0]) for op, call in calls_of.items()}
-    return found
+            constants[backend.name] = {op: dict(constants_for(backend, call)[0]) for op, call in calls_of.items()}
+    return constants
 
 
 def run(
@@ -404,12 +404,12 @@ def pick_again(path: Path) -> Path:
     Raises:
         KeyError: the file was measured on a GPU that is not one of `KNOWN_DEVICES`.
     """
-    found = json.loads(path.read_text())
-    rows, assumed = found.pop("rows"), None if path.stem == "selection-cpu" else KNOWN_DEVICES[found["device"]]
+    report = json.loads(path.read_text())
+    rows, assumed = report.pop("rows"), None if path.stem == "selection-cpu" else KNOWN_DEVICES[report["device"]]
     device = torch.device("cuda" if assumed else "cpu")
     calls_of = {key({"part": part, **as_json(c)}): dataclasses.replace(c, assumed=assumed) for part, c in calls(device)}
     rows = [judged({**row, **_picked(explain(calls_of[key(row)]))}) for row in rows]
-    write(path, {**found, "constants": constants_in_use(device, assumed)}, rows)
+    write(path, {**report, "constants": constants_in_use(device, assumed)}, rows)
     return path
 
 
@@ -442,15 +442,15 @@ def key(row: Row) -> str:
 
 def summary(rows: Sequence[Row]) -> dict[str, Row]:
     """Returns, for each part, the number of calls, the share of picks that count as right, and the worst ratio."""
-    found = {}
+    summaries = {}
     for part in dict.fromkeys(row["part"] for row in rows):
         ratios = [math.inf if row["ratio"] is None else row["ratio"] for row in rows if row["part"] == part]
         shapes = {json.dumps(row["dims"]) for row in rows if row["part"] == part}
         within = closeness(part)
         close = sum(ratio <= within for ratio in ratios) / len(ratios)
         numbers = {"within": within, "close": close, "worst": max(ratios)}
-        found[part] = {"shapes": len(shapes), "calls": len(ratios), **numbers}
-    return found
+        summaries[part] = {"shapes": len(shapes), "calls": len(ratios), **numbers}
+    return summaries
 
 
 def closeness(part: str) -> float:
@@ -480,10 +480,10 @@ def describe(row: Row) -> str:
     return f"{line}: {times}{wrong}"
 
 
-def in_words(part: str, found: Row) -> str:
+def in_words(part: str, summed: Row) -> str:
     """Returns the summary of a part in a sentence."""
-    within = f"{found['within'] - 1:.0%}"
+    within = f"{summed['within'] - 1:.0%}"
     return (
-        f"{part}: {found['calls']} calls of {found['shapes']} shapes; the pick is within {within} of the "
-        f"fastest on {found['close']:.1%}, and {found['worst']:.2f} times as slow at worst"
+        f"{part}: {summed['calls']} calls of {summed['shapes']} shapes; the pick is within {within} of the "
+        f"fastest on {summed['close']:.1%}, and {summed['worst']:.2f} times as slow at worst"
     )

@@ -79,10 +79,10 @@ def measured(options: argparse.Namespace) -> Iterator[tuple[str, Facts]]:
 def tokens_per_second(options: argparse.Namespace, ranks: int, more: Sequence[str]) -> float:
     """Trains, and returns the tokens per second of all ranks."""
     printed = wait(start(options, ranks, ["--steps", str(options.steps), *more]))
-    found = re.search(r"Speed: ([\d,]+) tokens/s", printed)
-    if found is None:
+    match = re.search(r"Speed: ([\d,]+) tokens/s", printed)
+    if match is None:
         raise SystemExit(f"no speed was printed:\n{printed}")
-    return float(found[1].replace(",", ""))
+    return float(match[1].replace(",", ""))
 
 
 def difference_after_kill(options: argparse.Namespace, ranks: int) -> float:

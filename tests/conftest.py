@@ -60,10 +60,10 @@ def hide_other_backends():
     others = {place(x) for x in entry_points(group=group) if x.dist.name != registry.OWN_DISTRIBUTION}
 
     def visible(**select):
-        found = entry_points(**select)
+        points = entry_points(**select)
         if select.get("group") != group:
-            return found
-        return importlib.metadata.EntryPoints(x for x in found if place(x) not in others)
+            return points
+        return importlib.metadata.EntryPoints(x for x in points if place(x) not in others)
 
     importlib.metadata.entry_points = visible
 

@@ -95,8 +95,8 @@ def plot(results: Results, folder: Path) -> list[Path]:
 def colours(names: Sequence[str]) -> dict[str, str]:
     """Returns a colour for each backend; an installed backend has the same colour in every picture."""
     backends = [name for name in dict.fromkeys([*registry.installed(), *names]) if name not in BASELINES]
-    of_backends = dict(zip(backends, itertools.cycle(COLOURS), strict=False))
-    return {name: of_backends.get(name, GREY) for name in names}
+    backend_colours = dict(zip(backends, itertools.cycle(COLOURS), strict=False))
+    return {name: backend_colours.get(name, GREY) for name in names}
 
 
 def in_order(names: Sequence[str]) -> list[str]:
@@ -116,12 +116,12 @@ def equal_backends(rows: Sequence[Row]) -> dict[str, str]:
     seconds = {(row.workload, row.direction, row.backend): row.seconds or 0.0 for row in rows}
     calls = {(row.workload, row.direction) for row in rows}
     names = [name for name in in_order([row.backend for row in rows]) if name not in BASELINES]
-    found: dict[str, str] = {}
+    equal: dict[str, str] = {}
     for one, other in itertools.combinations(names, 2):
         pairs = [(seconds.get((*call, one)), seconds.get((*call, other))) for call in calls]
-        if one not in found and all(a and b and abs(a / b - 1) < EQUAL for a, b in pairs):
-            found.setdefault(other, one)
-    return found
+        if one not in equal and all(a and b and abs(a / b - 1) < EQUAL for a, b in pairs):
+            equal.setdefault(other, one)
+    return equal
 
 
 def in_words(op: str, workload: str) -> str:

@@ -57,8 +57,8 @@ def calibrate(run, *arguments):
 
 
 def constants():
-    (of_device,) = json.loads(calibration.path().read_text()).values()
-    return of_device
+    (constants,) = json.loads(calibration.path().read_text()).values()
+    return constants
 
 
 def test_it_measures_fits_prints_and_stores(run, made_up):

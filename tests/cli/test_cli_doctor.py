@@ -117,11 +117,11 @@ def test_a_gpu_that_is_too_old(monkeypatch, of_a_gpu, capability, expected):
 )
 def test_a_gpu_on_which_nothing_was_run_is_named_and_reports_are_asked_for(monkeypatch, name, capability, hip, kernels):
     major, minor = capability
-    found = SimpleNamespace(name=name, multi_processor_count=8, major=major, minor=minor, total_memory=2**36)
+    actual = SimpleNamespace(name=name, multi_processor_count=8, major=major, minor=minor, total_memory=2**36)
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: actual)
     report = doctor.examine()
     assert [device.get("kernels") for device in report["devices"]] == [None, kernels, kernels]
     asked = [f"{name}: the kernels are compiled for such a GPU in tests, and were not run on one. {doctor.WANTED}"]

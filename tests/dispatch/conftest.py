@@ -30,7 +30,7 @@ def isolated(fresh_registry: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for module in (gla_parallel_scan, gla_reference, gla_triton_fused):
         without_cost = [dataclasses.replace(each, cost=None) for each in module.gla_register_backends()]
-        monkeypatch.setattr(module, "gla_register_backends", hookimpl(lambda found=without_cost: list(found)))
+        monkeypatch.setattr(module, "gla_register_backends", hookimpl(lambda backends=without_cost: list(backends)))
     gla.reload_environment()
 
 
@@ -56,9 +56,9 @@ def spy() -> Iterator[Callable[..., Spy]]:
     def make(
         name: str, ops: Iterable[str] = tuple(OP_PARAMETERS), error: BaseException | None = None, **fields: object
     ) -> Spy:
-        own = {key: fields.pop(key) for key in ("supports", "cost") if key in fields}
+        others = {key: fields.pop(key) for key in ("supports", "cost") if key in fields}
         functions: dict[str, Callable] = {}
-        backend = Backend(name, "1.0", functions, Capabilities(**fields), **own)
+        backend = Backend(name, "1.0", functions, Capabilities(**fields), **others)
         new = Spy(backend, gla.Registration(backend), error=error)
         functions.update((op, _recording(op, new)) for op in ops)
         new.handle = gla.register(backend)
@@ -234,8 +234,8 @@ def info() -> Callable[[str], gla.BackendInfo | None]:
     """`info(name)` is the entry of `gla.backends()` with this name, or None if there is none."""
 
     def find(name: str) -> gla.BackendInfo | None:
-        found = [b for b in gla.backends() if b.name == name]
-        assert len(found) <= 1
-        return found[0] if found else None
+        actual = [b for b in gla.backends() if b.name == name]
+        assert len(actual) <= 1
+        return actual[0] if actual else None
 
     return find

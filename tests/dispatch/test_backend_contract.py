@@ -349,9 +349,9 @@ def prepared_in_another_order(call):
 def test_an_op_takes_a_subset_of_the_arguments_by_name_in_any_order(op):
     q, k, v = torch.randn(1, 3, 2, 4), torch.randn(1, 5, 2, 4), torch.randn(1, 5, 2, 6)
     with gla.register(Backend("mine", "1.0", {"softmax_attention": op})):
-        found, lse = gla.softmax_attention(q, k, v, 0.3, backend="mine")
+        actual, lse = gla.softmax_attention(q, k, v, 0.3, backend="mine")
         expected, expected_lse = gla.softmax_attention(q, k, v, 0.3, backend="reference")
-        assert torch.equal(found, expected)
+        assert torch.equal(actual, expected)
         assert torch.equal(lse, expected_lse)
         with pytest.raises(gla.NoBackendError, match="mine: takes no causal; call it without"):
             gla.softmax_attention(q, q, q, causal=True, backend="mine")
@@ -365,8 +365,8 @@ def test_a_wrapper_takes_what_it_wraps_by_position():
 
     q = torch.randn(1, 3, 2, 4)
     with gla.register(Backend("mine", "1.0", {"softmax_attention": wrapped})):
-        found = gla.softmax_attention(q, 2 * q, 3 * q, 0.3, backend="mine")[0]
-    assert torch.equal(found, gla.softmax_attention(q, 2 * q, 3 * q, 0.3, backend="reference")[0])
+        actual = gla.softmax_attention(q, 2 * q, 3 * q, 0.3, backend="mine")[0]
+    assert torch.equal(actual, gla.softmax_attention(q, 2 * q, 3 * q, 0.3, backend="reference")[0])
 
 
 def in_some_order(scale, v, k, q):

@@ -83,8 +83,8 @@ def test_the_formula_receives_the_constants_and_what_is_known_of_the_device(mine
 
 
 def test_a_formula_may_do_without_constants():
-    of_facts = backend(CostModel(lambda call, c: c["multiprocessors"]))
-    assert calibration.predict(of_facts, CALL) == calibration.Prediction(1.0, None)
+    model_of_facts = backend(CostModel(lambda call, c: c["multiprocessors"]))
+    assert calibration.predict(model_of_facts, CALL) == calibration.Prediction(1.0, None)
 
 
 def test_a_plain_function_predicts_without_constants():
@@ -121,8 +121,8 @@ def test_a_gpu_that_nobody_has_measured_borrows_from_another(another_gpu):
     call, constants = softmax_call(device=CUDA), {"launch": 1e-5, "rate": 1e9}
     borrowed = backend(model(cpu=SHIPPED, NVIDIA_H200=constants))
     assert calibration.constants_for(borrowed, call) == ({**constants, **another_gpu}, "shipped for NVIDIA H200")
-    own = backend(model(NVIDIA_A100=SHIPPED, NVIDIA_H200=constants))
-    assert calibration.constants_for(own, call) == ({**SHIPPED, **another_gpu}, "shipped for NVIDIA A100")
+    measured = backend(model(NVIDIA_A100=SHIPPED, NVIDIA_H200=constants))
+    assert calibration.constants_for(measured, call) == ({**SHIPPED, **another_gpu}, "shipped for NVIDIA A100")
     assert calibration.predict(backend(model(cpu=SHIPPED)), call).seconds is None
 
 

@@ -159,8 +159,8 @@ heads, widths = st.integers(0, 64), st.integers(1, 512)
 def test_every_legal_call_has_a_finite_time(data, which):
     name, kind, op = which
     H = data.draw(heads)
-    groups, of_values = data.draw(st.integers(1, 8)), data.draw(st.booleans())
-    grouped = {"Hq": 1 if of_values else groups, "Hv": groups if of_values else 1}
+    groups, value_groups = data.draw(st.integers(1, 8)), data.draw(st.booleans())
+    grouped = {"Hq": 1 if value_groups else groups, "Hv": groups if value_groups else 1}
     limits = {"H": st.just(H), "K": widths, "V": widths} | {dim: st.just(H * n) for dim, n in grouped.items()}
     dims = {dim: data.draw(limits.get(dim, sizes), label=dim) for dim in call_of(op, kind).dims}
     packed = op == "chunk_gla_pool" or (op.startswith("chunk_gla") and data.draw(st.booleans()))
@@ -207,8 +207,8 @@ def test_much_more_work_is_never_predicted_to_be_faster(name, kind, op, capturin
 def test_checkpoints_in_a_pool_cost_a_second_forward_or_their_bytes(name, kind):
     facts = {**GATED, "variable_length": True, "T": 8192, "N": 4}
     once, twice = (
-        predicted(name, kind, call_of("chunk_gla_pool", kind, **facts, given=frozenset(given)))
-        for given in ((), ("checkpoint_offsets", "checkpoint_slots"))
+        predicted(name, kind, call_of("chunk_gla_pool", kind, **facts, given=frozenset(passed)))
+        for passed in ((), ("checkpoint_offsets", "checkpoint_slots"))
     )
     forward = predicted(name, kind, call_of("chunk_gla_fwd", kind, **facts))
     if kind == "cpu" or name == "reference":  # between copies of states

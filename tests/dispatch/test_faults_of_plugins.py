@@ -108,9 +108,9 @@ def test_the_other_backends_are_measured_where_one_panics(x):
         raise PanicException("no device")
 
     with gla.register(Backend("mine", "1.0", {"online_softmax": panic})):
-        found = {c.name: c for c in gla.explain("online_softmax", x, measure=True).candidates}
-    assert found["mine"].failure == "PanicException: no device"
-    assert found["reference"].measured is not None
+        candidates = {c.name: c for c in gla.explain("online_softmax", x, measure=True).candidates}
+    assert candidates["mine"].failure == "PanicException: no device"
+    assert candidates["reference"].measured is not None
 
 
 # what a plugin returns

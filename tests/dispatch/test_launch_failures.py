@@ -178,12 +178,12 @@ def preparing():
 @pytest.mark.parametrize("failure", LAUNCH_FAILURES, ids=lambda e: type(e).__name__)
 def test_auto_skips_a_backend_that_cannot_prepare_with_one_warning(preparing, failure, when, x, warnings_of):
     cannot, sound = preparing(failure, when)
-    found = []
-    caught = warnings_of(lambda: found.extend(gla.online_softmax(x) for _ in range(3)))
+    results = []
+    caught = warnings_of(lambda: results.extend(gla.online_softmax(x) for _ in range(3)))
     assert caught == [f"online_softmax: backend 'flaky' could not launch and is skipped: {failure}"]
     assert (cannot.prepared, cannot.run) == (1, 0 if when == "prepared" else 1)
     assert (sound.prepared, sound.run) == (1, 3)
-    assert all(torch.equal(y, torch.softmax(x, -1)) for y in found)
+    assert all(torch.equal(y, torch.softmax(x, -1)) for y in results)
 
 
 @pytest.mark.parametrize("when", ["prepared", "run"])
@@ -244,11 +244,11 @@ def test_when_none_can_prepare_the_error_holds_every_failure(preparing, x, set_e
 @pytest.fixture
 def amd_gpu(monkeypatch):
     """Makes PyTorch look like a build for AMD GPUs that sees an MI300X."""
-    found = SimpleNamespace(name="AMD Instinct MI300X", multi_processor_count=304, major=9, minor=4)
+    properties = SimpleNamespace(name="AMD Instinct MI300X", multi_processor_count=304, major=9, minor=4)
     monkeypatch.setattr(torch.version, "hip", "6.4.0")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _=None: found)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _=None: properties)
     gpu_of.cache_clear()
-    yield found
+    yield properties
     gpu_of.cache_clear()
 
 
@@ -263,6 +263,6 @@ def test_an_amd_gpu_is_not_taken_for_hopper(amd_gpu, monkeypatch):
 
 
 def test_cost_models_know_an_amd_gpu_by_the_compute_capability_of_none(amd_gpu):
-    found = calibration._described(known_device(torch.device("cuda", 0)))
-    assert found == ("AMD Instinct MI300X", {"multiprocessors": 304.0, "compute_capability": 0.0})
-    assert gpu_of_constants(found[1]) == Gpu(Architecture.AMD, 304)
+    described = calibration._described(known_device(torch.device("cuda", 0)))
+    assert described == ("AMD Instinct MI300X", {"multiprocessors": 304.0, "compute_capability": 0.0})
+    assert gpu_of_constants(described[1]) == Gpu(Architecture.AMD, 304)

@@ -66,10 +66,10 @@ def broken(request, install, plugin_source):
 
 
 def test_a_broken_plugin_is_shown_with_its_traceback(broken, info):
-    found = info("broken")
-    assert (found.version, found.ops, found.capabilities, found.plugin) == (None, (), None, "broken")
-    assert found.error.startswith("Traceback (most recent call last)")
-    assert broken in found.error
+    backend = info("broken")
+    assert (backend.version, backend.ops, backend.capabilities, backend.plugin) == (None, (), None, "broken")
+    assert backend.error.startswith("Traceback (most recent call last)")
+    assert broken in backend.error
 
 
 def test_a_broken_plugin_leaves_everything_else_working(broken, install, plugin_source, own_backends, x, info):

@@ -97,15 +97,15 @@ def _modules(models: tuple[str, ...]) -> list[ModuleType]:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
         raise ImportError("accelerate() cannot import transformers; install it: pip install transformers") from error
-    found = {name: _module(name) for name in dict.fromkeys(models or MODELS)}
-    missing = [name for name, module in found.items() if module is None]
-    if missing if models else len(missing) == len(found):
+    modules = {name: _module(name) for name in dict.fromkeys(models or MODELS)}
+    missing = [name for name, module in modules.items() if module is None]
+    if missing if models else len(missing) == len(modules):
         version = getattr(transformers, "__version__", "of an unknown version")
         raise ImportError(
             f"transformers {version} has no {' or '.join(FUNCTIONS)} for {', '.join(missing)}; install transformers "
             "5.16 or newer"
         )
-    return [module for module in found.values() if module is not None]
+    return [module for module in modules.values() if module is not None]
 
 
 def _module(model: str) -> ModuleType | None:
@@ -218,19 +218,19 @@ def _no_kernel(*_: Any, **__: Any) -> None:
     """Returns None, for which a layer computes by its other functions."""
 
 
-def _is_computed_here(given: dict[str, Any]) -> bool:
-    offsets_alone = given.get("cu_seqlens") is not None and given.get("seq_idx") is None
-    return not offsets_alone and given.get("dt_limit", (0.0,))[0] >= 0
+def _is_computed_here(arguments: dict[str, Any]) -> bool:
+    offsets_alone = arguments.get("cu_seqlens") is not None and arguments.get("seq_idx") is None
+    return not offsets_alone and arguments.get("dt_limit", (0.0,))[0] >= 0
 
 
-def _is_not_packed(given: dict[str, Any]) -> bool:
-    return given.get("cu_seqlens") is None and given.get("seq_idx") is None
+def _is_not_packed(arguments: dict[str, Any]) -> bool:
+    return arguments.get("cu_seqlens") is None and arguments.get("seq_idx") is None
 
 
-def _is_step_without_gradients(given: dict[str, Any]) -> bool:
-    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given.values()):
+def _is_step_without_gradients(arguments: dict[str, Any]) -> bool:
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments.values()):
         return False
-    return _is_not_packed(given)
+    return _is_not_packed(arguments)
 
 
 class _Replacement(NamedTuple):
