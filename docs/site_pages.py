@@ -70,7 +70,7 @@ API: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "gla_core.compat.transformers": {},
     "gla_core.extension": {},
     "gla_core.dispatch.backend": {},
-    "gla_core.dispatch.composed": {},
+    "gla_core.dispatch.lowering": {},
     "gla_core.dispatch.slots": {},
     "gla_core.dispatch.tensors": {},
 }

@@ -13,7 +13,8 @@ from gla_core.dispatch.registry import rediscover as _rediscover
 from gla_core.dispatch.request import batch_invariant, use_backend
 from gla_core.dispatch.selection import Explanation
 from gla_core.explanation import explain
-from gla_core.ops import (
+from gla_core.ops.attention import merge_attention, online_softmax, softmax_attention
+from gla_core.ops.gla import (
     ChunkGla,
     ChunkGlaWithCheckpoints,
     LinearAttention,
@@ -22,13 +23,10 @@ from gla_core.ops import (
     chunk_gla_pool,
     chunk_gla_summary,
     linear_attention,
-    merge_attention,
-    online_softmax,
     recurrent_gla_layer_step,
     recurrent_gla_replay,
     recurrent_gla_step,
     recurrent_gla_steps,
-    softmax_attention,
 )
 
 __version__ = "0.1.0"

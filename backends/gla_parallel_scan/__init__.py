@@ -33,12 +33,16 @@ from gla_core.dispatch.backend import (
     Capabilities,
     Constants,
     CostModel,
+    Op,
     OpCall,
+    Parts,
     Prepared,
     Reason,
     hookimpl,
+    parts_of,
     shipped_constants,
 )
+from gla_core.dispatch.lowering import lowered
 from gla_parallel_scan import pytorch
 from gla_triton_kernels.gla import (
     backward,
@@ -83,6 +87,7 @@ def gla_register_backends() -> list[Backend]:
         key_widths=range(1, kernels.MAX_WIDTH + 1),
         value_widths=range(1, kernels.MAX_WIDTH + 1),
     )
+    step = pytorch.recurrent_gla_step.recurrent_gla_step
     return [
         Backend(
             name="parallel_scan",
@@ -92,10 +97,10 @@ def gla_register_backends() -> list[Backend]:
                 "chunk_gla_bwd": chunk_gla_bwd(backward.plan_cut),
                 "chunk_gla_pool": chunk_gla_pool(forward.plan_cut),
                 "chunk_gla_summary": chunk_gla_summary(summary.plan_cut),
-                "recurrent_gla_step": _by_device(STEP, pytorch.recurrent_gla_step.recurrent_gla_step),
-                "recurrent_gla_layer_step": _by_device(LAYER_STEP, pytorch.recurrent_gla_step.recurrent_gla_layer_step),
-                "recurrent_gla_steps": _by_device(STEPS, pytorch.recurrent_gla_step.recurrent_gla_steps),
-                "recurrent_gla_replay": _by_device(REPLAY, pytorch.recurrent_gla_step.recurrent_gla_replay),
+                "recurrent_gla_step": _by_device(STEP, step),
+                "recurrent_gla_layer_step": _by_device(LAYER_STEP, lowered("recurrent_gla_layer_step", step)),
+                "recurrent_gla_steps": _by_device(STEPS, lowered("recurrent_gla_steps", step)),
+                "recurrent_gla_replay": _by_device(REPLAY, lowered("recurrent_gla_replay", step)),
                 "online_softmax": _by_device(SPLITS, pytorch.online_softmax.online_softmax),
                 "softmax_attention": _by_device(
                     softmax_attention(plan_splits), pytorch.softmax_attention.softmax_attention
@@ -110,16 +115,21 @@ def gla_register_backends() -> list[Backend]:
     ]
 
 
-def _by_device(by_triton: Prepared, in_pytorch: Callable[..., Any]) -> Prepared:
+def _by_device(by_triton: Prepared, in_pytorch: Op) -> Prepared:
     """Returns an op that is computed in PyTorch on a CPU, unless Triton's kernels are interpreted there."""
 
     def prepare(call: OpCall) -> Callable[..., Any]:
-        return by_triton.prepare(call) if _by_kernels(call) else in_pytorch
+        if _by_kernels(call):
+            return by_triton.prepare(call)
+        return in_pytorch.prepare(call) if isinstance(in_pytorch, Prepared) else in_pytorch
 
     def lines(call: OpCall) -> list[str]:
         return by_triton.kernels(call) if by_triton.kernels is not None and _by_kernels(call) else []
 
-    return Prepared(prepare, by_triton.takes, lines)
+    def parts(call: OpCall) -> Parts:
+        return () if _by_kernels(call) else parts_of(in_pytorch, call)
+
+    return Prepared(prepare, by_triton.takes, lines, parts)
 
 
 def _by_kernels(call: OpCall) -> bool:

@@ -1,4 +1,7 @@
-"""The reference backend: every abstract op in pure PyTorch, on any device, to be read together with the equations."""
+"""The reference backend: abstract ops in pure PyTorch, on any device, to be read together with the equations.
+
+The core computes the ops of pools, of several tokens and of a layer by these; see gla_core/dispatch/lowering.py.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,9 @@ from gla_reference.cost import predicted_seconds
 @hookimpl
 def gla_register_backends() -> list[Backend]:
     from gla_reference.chunk_gla import chunk_gla_bwd, chunk_gla_fwd
-    from gla_reference.chunk_gla_pool import chunk_gla_pool
     from gla_reference.chunk_gla_summary import chunk_gla_summary
     from gla_reference.online_softmax import online_softmax
-    from gla_reference.recurrent_gla_layer_step import recurrent_gla_layer_step
-    from gla_reference.recurrent_gla_replay import recurrent_gla_replay
     from gla_reference.recurrent_gla_step import recurrent_gla_step
-    from gla_reference.recurrent_gla_steps import recurrent_gla_steps
     from gla_reference.softmax_attention import softmax_attention
 
     return [
@@ -27,12 +26,8 @@ def gla_register_backends() -> list[Backend]:
             ops={
                 "chunk_gla_fwd": chunk_gla_fwd,
                 "chunk_gla_bwd": chunk_gla_bwd,
-                "chunk_gla_pool": chunk_gla_pool,
                 "chunk_gla_summary": chunk_gla_summary,
                 "recurrent_gla_step": recurrent_gla_step,
-                "recurrent_gla_layer_step": recurrent_gla_layer_step,
-                "recurrent_gla_steps": recurrent_gla_steps,
-                "recurrent_gla_replay": recurrent_gla_replay,
                 "online_softmax": online_softmax,
                 "softmax_attention": softmax_attention,
             },

@@ -19,7 +19,6 @@ from typing import NamedTuple
 import torch
 
 from gla_core.dispatch.backend import OpCall
-from gla_core.dispatch.composed import forwards_of_pool
 from gla_core.dispatch.tensors import ceil_div
 
 CHUNK, TILE, KEY_BLOCK = 64, 1024, 256
@@ -83,32 +82,10 @@ def _chunk_gla_summary(call: OpCall) -> Count:
     return Count(steps, B * H * chunks * C * per_token * (1.5 if packed else 1), B * H * chunks * C * held)
 
 
-def _chunk_gla_pool(call: OpCall) -> Count:
-    """Counts the forwards that compute a call, and six passes over the states for each: two reading, four writing."""
-    forwards = [_chunk_gla(each) for each in forwards_of_pool(call)]
-    states = math.prod(call.dims[name] for name in ("N", "Hv", "K", "V"))
-    steps, elements, held = (sum(numbers) for numbers in zip(*forwards, strict=True))
-    return Count(steps + len(forwards), elements + 6 * len(forwards) * states, held)
-
-
 def _recurrent_gla_step(call: OpCall) -> Count:
     """Counts reading, decaying, multiplying and writing states; a pool's states are also gathered and scattered."""
     B, H, K, V, P = (call.dims[name] for name in ("B", "Hv", "K", "V", "P"))
     return Count(1, B * H * K * V * 2 + P * H * K * V) if call.indexed else Count(0, B * H * K * V)
-
-
-def _recurrent_gla_steps(call: OpCall) -> Count:
-    """Counts three steps and seven passes over the states for each of the S tokens; one more of each reads the pool."""
-    N, H, K, V, S = (call.dims[name] for name in ("N", "Hv", "K", "V", "S"))
-    S = S if call.variable_length else min(S, call.dims["T"])
-    return Count(1 + 3 * S, (1 + 7 * S) * N * H * K * V)
-
-
-def _recurrent_gla_replay(call: OpCall) -> Count:
-    """Counts three steps and four passes over the states for each token, old or new; the pool takes six passes."""
-    N, H, K, V, L, T = (call.dims[name] for name in ("N", "Hv", "K", "V", "L", "T"))
-    tokens = L // 2 + (L // 2 if call.variable_length else T)
-    return Count(1 + 3 * tokens, (6 + 4 * tokens) * N * H * K * V)
 
 
 def _online_softmax(call: OpCall) -> Count:
@@ -125,12 +102,8 @@ def _softmax_attention(call: OpCall) -> Count:
 _COUNT: Mapping[str, Callable[[OpCall], Count]] = {
     "chunk_gla_fwd": _chunk_gla,
     "chunk_gla_bwd": _chunk_gla,
-    "chunk_gla_pool": _chunk_gla_pool,
     "chunk_gla_summary": _chunk_gla_summary,
     "recurrent_gla_step": _recurrent_gla_step,
-    "recurrent_gla_layer_step": _recurrent_gla_step,  # the norm takes little beside the states
-    "recurrent_gla_steps": _recurrent_gla_steps,
-    "recurrent_gla_replay": _recurrent_gla_replay,
     "online_softmax": _online_softmax,
     "softmax_attention": _softmax_attention,
 }

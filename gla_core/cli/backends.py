@@ -8,7 +8,7 @@ import gla_core as gla
 from gla_core.dispatch.backend import GATES
 from gla_core.ops import ABSTRACT_OPS
 from gla_core.ops.checks import FLOATS
-from gla_core.ops.spec import GATE
+from gla_core.ops.spec import Role
 from gla_core.terminal import BAD, new_console, print_json, print_table, print_text
 
 
@@ -48,7 +48,7 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
 
 def _gated(info: gla.BackendInfo) -> bool:
     """Returns whether an op of the backend takes gates."""
-    return any(ABSTRACT_OPS[op].has(GATE) is not None for op in info.ops)
+    return any(ABSTRACT_OPS[op].has(Role.GATE) is not None for op in info.ops)
 
 
 def last_line(traceback: str) -> str:

@@ -13,7 +13,7 @@ from gla_core.dispatch.backend import KnownDevice, OpCall
 from gla_core.dispatch.calibration import KNOWN_DEVICES
 from gla_core.dispatch.errors import nearest
 from gla_core.ops import ABSTRACT_OPS, RUNS
-from gla_core.ops.spec import GATE, OFFSETS, WIDTHS
+from gla_core.ops.spec import WIDTHS, Role
 
 SHAPES = {op: spec.command_line_sizes for op, spec in ABSTRACT_OPS.items()}
 """The sizes that describe a call of each abstract op."""
@@ -68,16 +68,16 @@ def describe_call(
     precision = dtype_of(dtype)
     sizes = _sizes(op, shape)
     heads = _heads(op, sizes, {"Hq": query_heads, "Hv": value_heads})
-    if varlen is not None and ABSTRACT_OPS[op].has(OFFSETS) is None:
-        packing = ", ".join(name for name, spec in ABSTRACT_OPS.items() if spec.has(OFFSETS) is not None)
+    if varlen is not None and ABSTRACT_OPS[op].has(Role.OFFSETS) is None:
+        packing = ", ".join(name for name, spec in ABSTRACT_OPS.items() if spec.has(Role.OFFSETS) is not None)
         raise ValueError(f"--varlen does not go with {op}; these ops take packed sequences: {packing}")
-    if ABSTRACT_OPS[op].requires(OFFSETS) and sizes["B"] != 1:
+    if ABSTRACT_OPS[op].requires(Role.OFFSETS) and sizes["B"] != 1:
         raise ValueError(f"--shape {shape!r}: {op} packs sequences along T: expected B = 1 and not B = {sizes['B']}")
     if varlen is not None and varlen < 0:
         raise ValueError(f"--varlen is {varlen}; expected the number of sequences, at least 0")
     if varlen is not None and sizes["B"] != 1:
         raise ValueError(f"--varlen {varlen} packs sequences along T: expected B = 1 and not B = {sizes['B']}")
-    packed = varlen is not None or ABSTRACT_OPS[op].requires(OFFSETS)
+    packed = varlen is not None or ABSTRACT_OPS[op].requires(Role.OFFSETS)
     if max_seqlen is not None and (not packed or max_seqlen < 0):
         raise ValueError(f"--max-seqlen {max_seqlen} bounds packed sequences: expected --varlen, and a length")
     sizes |= heads | ({} if varlen is None else {"N": varlen})
@@ -156,7 +156,7 @@ def _gate(op: str, gate: str | None) -> dict[str, Any]:
     """Returns the fields of the call that the form of its gates decides."""
     if gate is None:
         return {}
-    if ABSTRACT_OPS[op].has(GATE) is None:
+    if ABSTRACT_OPS[op].has(Role.GATE) is None:
         raise ValueError(f"--gate does not go with {op}, which has no gates")
     if gate not in GATE_FORMS:
         raise ValueError(

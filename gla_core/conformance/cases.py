@@ -18,7 +18,7 @@ from gla_core.conformance.facts import facts, is_empty
 from gla_core.conformance.facts import forms as forms_of
 from gla_core.dispatch.backend import Backend, Capabilities, OpCall, supports_everything
 from gla_core.ops import ABSTRACT_OPS, PUBLIC_OPS
-from gla_core.ops.spec import CHECKPOINTS
+from gla_core.ops.spec import Role
 from gla_core.workloads.inputs import describe
 from gla_core.workloads.named import Workload, select
 
@@ -224,4 +224,4 @@ def _tried(backend: Backend, device: str, op: str) -> list[Case]:
 
 def may_return_checkpoints(op: str) -> bool:
     """Returns whether an op can return checkpoints."""
-    return any(result.dtype is CHECKPOINTS for result in ABSTRACT_OPS[op].results)
+    return any(result.role is Role.CHECKPOINTS for result in ABSTRACT_OPS[op].results)

@@ -10,7 +10,7 @@ from typing import Any
 
 from gla_core.dispatch.backend import CHUNK, GATE_NAMES, OpCall
 from gla_core.ops import ABSTRACT_OPS
-from gla_core.ops.spec import GATE, INDICES, MARKS, OFFSETS, PLACES, STATE, Argument
+from gla_core.ops.spec import Argument, Role
 
 ALONG_TIME = {"T": "tokens", "Tq": "queries", "Tk": "keys"}
 ALIGNED = 16
@@ -68,17 +68,20 @@ def is_empty(call: OpCall) -> bool:
 
 def _given(argument: Argument, call: OpCall, sizes: Mapping[str, Any]) -> str | None:
     """Returns the argument in words if the call gives it, "" if it leaves it out, None if workloads do not decide."""
+    spec = ABSTRACT_OPS[call.op]
+    if argument.role is Role.STATE and (spec.requires(Role.STATE) or argument is not spec.has(Role.STATE)):
+        return None
     given = {
-        GATE: call.gate_dtype is not None,
-        STATE: call.state_dtype is not None,
-        OFFSETS: call.variable_length,
-        INDICES: call.indexed,
+        Role.GATE: call.gate_dtype is not None,
+        Role.STATE: call.state_dtype is not None,
+        Role.OFFSETS: call.variable_length,
+        Role.SLOTS: call.indexed,
     }
-    if argument.dtype in given:
-        return argument.name if given[argument.dtype] else ""
+    if argument.role in given:
+        return argument.name if given[argument.role] else ""
     if argument.is_optional_input:
         return "" if argument.name in sizes.get("without", ()) else argument.name
-    if argument.dtype in (PLACES, MARKS):
+    if argument.role is Role.MARKS:
         return argument.name if sizes.get(argument.name) is not None else ""
     if argument.dtype is not None or argument.hint:
         return None

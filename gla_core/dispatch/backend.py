@@ -1,6 +1,6 @@
 """The contract between the core and a backend.
 
-A backend imports this module and the helpers beside it, and nothing else of the core: `composed` makes ops from other
+A backend imports this module and the helpers beside it, and nothing else of the core: `lowering` computes ops by other
 ops, `slots` reads and writes states in a pool, and `tensors` has wide dtypes, gates from logits, and new memory.
 
 A backend is a value: a name, a version, a mapping from abstract op names to functions, and data that says which calls
@@ -15,8 +15,8 @@ function. It plans a call once for its signature.
 function. The last dimension of every tensor is contiguous. In a state, the last but one may be contiguous instead if
 `Capabilities.swapped_states` is True. A tensor that an op always writes (`OP_WRITTEN`) is never a copy. `scale` is
 always a float, and autocast is off. Every returned tensor must be contiguous and own its memory: it must not be an
-input or a view of another tensor. `recurrent_gla_step` has two exceptions: a state written in place is returned itself,
-and a new state may have swapped dimensions (`new_state`). The core checks the results once for each signature.
+input or a view of another tensor. A decoding step has two exceptions: a state written in place is returned itself, and
+a new state may have swapped dimensions (`new_state`). The core checks the results once for each signature.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import importlib.resources
 import inspect
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -42,6 +42,7 @@ hookimpl = pluggy.HookimplMarker("gla_core")
 _parameters: dict[str, tuple[str, ...]] = {}
 _required: dict[str, frozenset[str]] = {}
 _written: dict[str, tuple[str, ...]] = {}
+_lowerings: dict[str, Lowering] = {}
 OP_PARAMETERS: Mapping[str, tuple[str, ...]] = MappingProxyType(_parameters)
 """The parameters of each abstract op, in order; gla_core/ops declares them when it is imported."""
 OP_REQUIRED: Mapping[str, frozenset[str]] = MappingProxyType(_required)
@@ -49,6 +50,8 @@ OP_REQUIRED: Mapping[str, frozenset[str]] = MappingProxyType(_required)
 
 OP_WRITTEN: Mapping[str, tuple[str, ...]] = MappingProxyType(_written)
 """The parameters of each abstract op that a backend always writes if they are given, such as a pool of states."""
+OP_LOWERINGS: Mapping[str, Lowering] = MappingProxyType(_lowerings)
+"""How the core computes an op for a backend that lacks it, for each op that can be computed by another one."""
 
 CHUNK = 64
 """A number of tokens. Sequences are cut into segments, and checkpoints are taken, at multiples of it."""
@@ -68,9 +71,17 @@ GATE_NAMES: Mapping[str, str] = MappingProxyType(
 """The names of these forms."""
 
 
-def declare_op(name: str, parameters: tuple[str, ...], required: frozenset[str], written: tuple[str, ...] = ()) -> None:
+def declare_op(
+    name: str,
+    parameters: tuple[str, ...],
+    required: frozenset[str],
+    written: tuple[str, ...] = (),
+    lowering: Lowering | None = None,
+) -> None:
     """Makes an abstract op known to backends and requests."""
     _parameters[name], _required[name], _written[name] = parameters, required, written
+    if lowering is not None:
+        _lowerings[name] = lowering
 
 
 Reason = str
@@ -102,14 +113,14 @@ class Capabilities:
         grouped_values: whether there may be more value heads than key heads.
         gates: the forms of gates that it takes, from `GATES`; a call without a gate is always legal.
         gradients: whether the forward may run if a gradient is needed. This backend or another computes the backward.
-        checkpoints: whether `chunk_gla_fwd` returns checkpoints if `checkpoint_every` is given.
+        checkpoints: whether a forward returns checkpoints if `checkpoint_every` is given.
         swapped_states: whether it takes states whose last two dimensions are swapped in memory: keys are contiguous
-            instead of values. The new state of `recurrent_gla_step` must then be swapped as well (see `new_state`).
+            instead of values. The new state of a decoding step must then be swapped as well (see `new_state`).
             All other results are contiguous.
         deterministic: whether the same inputs give the same bits. A backend with False is refused under
             `torch.use_deterministic_algorithms(True)`.
         cuda_graphs: whether a call may be captured into a CUDA graph.
-        batch_invariant: device types on which chunk_gla_fwd, chunk_gla_bwd and recurrent_gla_step, each a `Prepared`,
+        batch_invariant: device types on which forwards, backwards and decoding steps, each a `Prepared`,
             honour `OpCall.batch_invariant`. On other devices the core calls them for one segment at a time.
     """
 
@@ -201,8 +212,8 @@ class OpCall:
         op: name of the abstract op.
         device: device of every tensor of the call.
         dtype: dtype of q (or x).
-        dims: sizes by name, as gla_core/ops/<family>/<op>.py lists them: B, T, H, Hq, Hv, K, V, N for
-            `chunk_gla_fwd` and `chunk_gla_bwd`, rows and columns for `online_softmax`.
+        dims: sizes by name, as gla_core/ops/<family>/<op>.py lists them, such as
+            B, T, H, Hq, Hv, K, V and N, or rows and columns.
         gate_dtype, state_dtype: dtype of g and of the given state; None if there is none.
         gate_form: the form of g, from `GATES`; None if there is no g.
         variable_length: whether `cu_seqlens` is given.
@@ -255,6 +266,10 @@ def worst_case(call: OpCall) -> OpCall | None:
 # ---- an implementation of an op
 
 
+Parts = Sequence[tuple[OpCall, int]]
+"""Calls of other ops, each with the number of times that it is made."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """An op that plans a call once for its signature.
@@ -266,6 +281,9 @@ class Prepared:
         takes: names of the arguments that the returned function takes, each of them once.
         kernels: takes an `OpCall`, returns lines for `explain`: the kernels that run the call, and why no others do.
             None if there are no such lines.
+        parts: takes an `OpCall`, returns the calls of other ops of the backend by which this one is computed, each with
+            the number of times that it is made. The backend refuses a call if it refuses one of its parts, and predicts
+            the sum of their times. None, or an empty list, means that the backend computes the call itself.
 
     Example:
         >>> def prepare(call):
@@ -278,10 +296,16 @@ class Prepared:
     prepare: Callable[[OpCall], Callable[..., Any]]
     takes: tuple[str, ...]
     kernels: Callable[[OpCall], list[str]] | None = None
+    parts: Callable[[OpCall], Parts] | None = None
 
 
 Op = Callable[..., Any] | Prepared
 """An implementation of an abstract op."""
+
+
+def parts_of(op: Op, call: OpCall) -> Parts:
+    """Returns the calls of other ops by which an implementation computes a call; see `Prepared.parts`."""
+    return op.parts(call) if isinstance(op, Prepared) and op.parts is not None else ()
 
 
 def prepared(op: Prepared, call: OpCall) -> Callable[..., Any]:
@@ -300,6 +324,24 @@ def prepared(op: Prepared, call: OpCall) -> Callable[..., Any]:
         expected = f"expected a function of {', '.join(op.takes)}"
         raise BackendError(f"prepare of {call.op} returned {type(function).__name__}; {expected}")
     return function
+
+
+@dataclass(frozen=True, slots=True)
+class Lowering:
+    """A way to compute an op by another op, for a backend that implements only the other one.
+
+    Attributes:
+        by: the name of the other op.
+        parts: takes a call of the op, returns the calls of the other op by which it is computed, each with the number
+            of times that it is made.
+        function: takes a function for each of these calls, or one for all of them, and returns the function that
+            computes the op, with the arguments of its contract in order. The functions that it takes have the arguments
+            of the other op, by name.
+    """
+
+    by: str
+    parts: Callable[[OpCall], Parts]
+    function: Callable[..., Callable[..., Any]]
 
 
 @functools.lru_cache(maxsize=256)
@@ -450,23 +492,18 @@ class Backend:
 
     def can(self, op: str) -> Capabilities:
         """Returns the capabilities of an op."""
-        return self.op_capabilities.get(self.part_of(op) or op, self.capabilities)
-
-    def part_of(self, op: str) -> str | None:
-        """Returns recurrent_gla_step if the backend computes recurrent_gla_layer_step by it, None for all else."""
-        is_composed = op == "recurrent_gla_layer_step" and op not in self.ops
-        return "recurrent_gla_step" if is_composed and "recurrent_gla_step" in self.ops else None
+        return self.op_capabilities.get(op, self.capabilities)
 
     def refusal(self, call: OpCall) -> Reason | None:
         """Returns why this backend cannot run `call`, or None if it can."""
-        if self.part_of(call.op) is not None:
-            return self.refusal(step_of_layer_step(call))
         if call.op not in self.ops:
             return f"does not implement {call.op}; it implements {', '.join(self.ops) or 'no op'}"
-        call = as_received(self.ops[call.op], call)
-        reason = _capability_refusal(self.can(call.op), call) or _argument_refusal(self.ops[call.op], call)
-        if reason is not None:
-            return reason
+        op = self.ops[call.op]
+        call = as_received(op, call)
+        reason = _capability_refusal(self.can(call.op), call) or _argument_refusal(op, call)
+        parts = parts_of(op, call)
+        if reason is not None or parts:
+            return reason or next(filter(None, (self.refusal(part) for part, _ in parts)), None)
         reason, error = attempt(self.supports, call)
         if error is not None:
             return f"its supports() raised {said(error)}"
@@ -486,18 +523,6 @@ class Backend:
         if isinstance(self.cost, CostModel):
             return seconds_or_none(self.cost.formula, call, constants)
         return seconds_or_none(self.cost, call)
-
-
-def step_of_layer_step(call: OpCall) -> OpCall:
-    """Returns the call of recurrent_gla_step by which a backend with a step computes recurrent_gla_layer_step."""
-    taken = OP_PARAMETERS["recurrent_gla_step"]
-    return replace(
-        call,
-        op="recurrent_gla_step",
-        scalars={"gate_normalizer": call.scalars.get("gate_normalizer"), "inplace": True},
-        given=call.given.intersection(taken) | {"inplace"},
-        layouts={name: layout for name, layout in call.layouts.items() if name in taken},
-    )
 
 
 # ---- refusals by data

@@ -2,7 +2,7 @@
 
 The measurements are in one JSON file, calibration.json in the folder that GLA_CACHE_DIR names:
 
-    {"NVIDIA H200, torch 2.11.0, triton 3.6.0, gla_core 0.1.0": {"mine 0.1.0": {"chunk_gla_fwd": {"launch": 2e-5}}}}
+    {"NVIDIA H200, torch 2.11.0, triton 3.6.0, gla_core 0.1.0": {"mine 0.1.0": {"online_softmax": {"launch": 2e-5}}}}
 
 Entries of another version or with other names of constants are ignored, and so is a file that cannot be read.
 """
@@ -21,7 +21,16 @@ from typing import Any
 import torch
 
 from gla_core.dispatch import registry
-from gla_core.dispatch.backend import Backend, Constants, CostModel, KnownDevice, OpCall, is_constant, known_device
+from gla_core.dispatch.backend import (
+    Backend,
+    Constants,
+    CostModel,
+    KnownDevice,
+    OpCall,
+    is_constant,
+    known_device,
+    parts_of,
+)
 from gla_core.dispatch.environment import environment
 from gla_core.files import write_json
 
@@ -54,7 +63,14 @@ class Prediction:
 
 
 def predict(backend: Backend, call: OpCall) -> Prediction:
-    """Returns the prediction by which `auto` ranks: the backend's cost model with the best constants available."""
+    """Returns the prediction by which `auto` ranks: the backend's cost model with the best constants available.
+
+    A call that is computed by calls of other ops takes the sum of their times.
+    """
+    if call.op in backend.ops and (parts := parts_of(backend.ops[call.op], call)):
+        predictions = [(predict(backend, part), times) for part, times in parts]
+        seconds = [each.seconds * times for each, times in predictions if each.seconds is not None]
+        return Prediction(sum(seconds), predictions[0][0].source) if len(seconds) == len(parts) else Prediction(None)
     if not isinstance(backend.cost, CostModel):
         return Prediction(backend.predicted_seconds(call))
     constants, source = constants_for(backend, call)

@@ -36,6 +36,7 @@ from gla_core.dispatch.backend import (
 )
 from gla_core.dispatch.environment import environment
 from gla_core.dispatch.errors import BackendError, UnknownBackendError, UnknownOpError, attempt, nearest
+from gla_core.dispatch.lowering import completed
 
 OWN_DISTRIBUTION = "gla-core"
 
@@ -54,7 +55,8 @@ class BackendInfo:
 
     Attributes:
         name: the backend's name, or the entry-point name of a plugin in quarantine.
-        version, ops, capabilities: as in `Backend`. For a plugin in quarantine, ops is empty and the others are None.
+        version, capabilities: as in `Backend`; None for a plugin in quarantine.
+        ops: the abstract ops that it serves: those that it implements, then those that the core computes by them.
         plugin: name of the entry point that offered the backend, or 'register()'.
         error: the traceback; None if the plugin works.
     """
@@ -174,7 +176,7 @@ def register(backend: Backend) -> Registration:
     check_backend(backend, taken=installed())
     with _lock:
         _check_free(backend.name, _registered)  # another thread may have taken the name meanwhile
-        _registered = {**_registered, backend.name: backend}
+        _registered = {**_registered, backend.name: completed(backend)}
     changed()
     return Registration(backend)
 
@@ -406,7 +408,7 @@ def _backends_of(entry_point: importlib.metadata.EntryPoint, found: _Found) -> d
     new: dict[str, Backend] = {}
     for backend in _call_hook(entry_point):
         check_backend(backend, taken=[*found.backends, *new, *_registered])
-        new[backend.name] = backend
+        new[backend.name] = completed(backend)
     return new
 
 

@@ -302,8 +302,7 @@ class use_backend:
 def batch_invariant(tokens: int = 4096) -> use_backend:
     """Makes results independent of the batch (batch invariance), inside a `with` block or a decorated function.
 
-    The results of `chunk_gla`, `chunk_gla_pool`, `recurrent_gla_step`, `recurrent_gla_layer_step`,
-    `recurrent_gla_steps` and `recurrent_gla_replay` for a sequence, and its gradients, then have the same bits in every
+    The results of the ops of gated linear attention for a sequence, and its gradients, then have the same bits in every
     batch. They depend neither on the number of sequences, nor on whether these are packed or rows of a batch. They do
     not depend either on how a prompt is cut into calls, as long as it is cut at multiples of `tokens` and each call
     continues from the final state of the one before.

@@ -1,8 +1,8 @@
 """The selection of a backend for a call: refusals, ranking, and their explanation.
 
 An explicit request never falls back. `auto` ranks the backends that can run a call by predicted seconds
-(calibration.py). Backends without a prediction come last. Among equals, the backend written for the fewest types of
-devices comes first, then the first by name. The lengths of packed sequences are on the device, and no call waits for
+(calibration.py). Backends without a prediction come last. Ties go to the backend that supports the fewest
+types of devices, then to the first by name. The lengths of packed sequences are on the device, and no call waits for
 them. Unless `max_seqlen` bounds the longest, two times are predicted: for the expected lengths, and for one sequence
 that holds all tokens. The backends are then ranked by regret. Each of the two times is divided by the least such time
 of all backends. The regret is the product of the two ratios, with the ratio for the expected lengths squared. Under
@@ -30,7 +30,6 @@ from gla_core.dispatch.backend import (
     worst_case,
 )
 from gla_core.dispatch.calibration import Prediction, predict
-from gla_core.dispatch.composed.layer_step import implementation
 from gla_core.dispatch.errors import NoBackendError
 from gla_core.dispatch.request import Choice, Request, current_request
 
@@ -173,7 +172,7 @@ def explain_call(call: OpCall, request: Request) -> Explanation:
 
 def _kernels(backend: Backend, call: OpCall, candidate: Candidate) -> tuple[str, ...]:
     """Returns lines about the kernels of a backend that compute a call; none if the backend does not name them."""
-    op = None if candidate.refusal is not None else implementation(backend, call.op)
+    op = None if candidate.refusal is not None else backend.ops[call.op]
     if not isinstance(op, Prepared) or op.kernels is None:
         return ()
     return tuple(sentences("kernels", op.kernels, as_received(op, call)))

@@ -64,14 +64,14 @@ def checkpoint_dtype(dtype: torch.dtype) -> torch.dtype:
 def checkpoint_shape(
     k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None, every: int
 ) -> tuple[int, int, int, int, int]:
-    """Returns the shape [B, n, Hv, K, V] of the checkpoints of chunk_gla_fwd."""
+    """Returns the shape [B, n, Hv, K, V] of the checkpoints of a forward."""
     B, T, Hv, V = v.shape
     n = checkpoint_rows(T, number_of_sequences(B, cu_seqlens), every, packed=cu_seqlens is not None)
     return B, n, Hv, k.shape[3], V
 
 
 def new_checkpoints(k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None, every: int) -> torch.Tensor:
-    """Returns memory for the checkpoints [B, n, Hv, K, V] of chunk_gla_fwd. For packed sequences it is filled with
+    """Returns memory for the checkpoints [B, n, Hv, K, V] of a forward. For packed sequences it is filled with
     zeros, because they leave some rows unwritten.
     """
     allocate = v.new_empty if cu_seqlens is None else v.new_zeros

@@ -125,7 +125,7 @@ def chunk_gla(
         cu_seqlens = shard.packed.cu_seqlens
     if state_v_first:
         initial_state = checks.transposed(initial_state)
-    q, k, v, g = autocast.tokens(q, k, v, g)
+    q, k, v, g = autocast.inputs(FORWARD, q, k, v, g)
     number = None if gate is None else checks.normalizer(gate, gate_normalizer, g)
     refuse_tangents(q, k, v, g, initial_state)
     # Check before anything is sent: a backend would refuse the call only while the other ranks already wait.

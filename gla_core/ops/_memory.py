@@ -1,9 +1,9 @@
 """Keeps memory that is freed on a CPU for the tensors of the next ops, if GLA_KEEP_MEMORY=1.
 
 By default glibc returns freed blocks of more than 128 KiB to the system. The next op then maps them again page by page,
-which takes 10 to 50 % of chunk_gla's time. With the settings made here, glibc keeps blocks of up to 32 MiB, 64 MiB in
-all. The settings apply to the whole process, and so they are off by default. They are made once, when an op first runs
-on a CPU. The constants of the cost models that are shipped for a CPU were measured with these settings.
+which takes 10 to 50 % of the time of a forward. With the settings made here, glibc keeps blocks of up to 32 MiB, 64
+MiB in all. The settings apply to the whole process, and so they are off by default. They are made once, when an op
+first runs on a CPU. The constants of the cost models that are shipped for a CPU were measured with these settings.
 """
 
 from __future__ import annotations

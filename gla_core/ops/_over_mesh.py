@@ -122,7 +122,7 @@ def _along(spec: OpSpec, shapes: Mapping[str, Sequence[str]], given: Mapping[str
     for argument in spec.arguments:
         name = argument.name
         x: Any = given.get(name)
-        if argument.dtype in PER_SEQUENCE:
+        if argument.role in PER_SEQUENCE:
             packed |= x is not None
         elif is_dtensor(x):
             for dim, placement in enumerate(x.placements):

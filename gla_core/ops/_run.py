@@ -31,7 +31,6 @@ from gla_core.dispatch.backend import (
     contiguous_layout,
     prepared,
 )
-from gla_core.dispatch.composed.layer_step import implementation
 from gla_core.dispatch.environment import environment
 from gla_core.dispatch.errors import BackendError
 from gla_core.dispatch.request import Request, current_request, request_in_graph
@@ -39,7 +38,7 @@ from gla_core.dispatch.selection import is_launch_failure, remember_launch_failu
 from gla_core.dispatch.tensors import new_state, swapped
 from gla_core.ops import _invariant, _logits, _memory, _results, _values, autocast
 from gla_core.ops.checks import as_backends_take
-from gla_core.ops.spec import STATES, OpSpec
+from gla_core.ops.spec import OpSpec, Role
 
 # Called for every op: PyTorch's wrappers would take longer.
 _deterministic = torch._C._get_deterministic_algorithms
@@ -160,11 +159,11 @@ def _plan(spec: OpSpec, args: tuple, needs_grad: bool, capturing: bool, request:
     copied = frozenset(
         i
         for i, (argument, x) in enumerate(zip(spec.arguments, args, strict=True))
-        if isinstance(x, Tensor) and not as_backends_take(x, can.swapped_states and argument.dtype in STATES)
+        if isinstance(x, Tensor) and not as_backends_take(x, can.swapped_states and argument.role is Role.STATE)
     )
     copies = {spec.parameters[i]: contiguous_layout(tuple(args[i].shape), args[i].dtype) for i in copied}
     taken = dataclasses.replace(call, layouts={**call.layouts, **copies}) if copied else call
-    received = as_received(implementation(chosen, spec.name), taken)
+    received = as_received(chosen.ops[spec.name], taken)
     try:
         function = _function_of(spec, chosen, received, can.batch_invariant)
         function = function if received is taken else _logits.with_log_gates(spec, function)
@@ -181,10 +180,11 @@ def _function_of(spec: OpSpec, backend: Backend, call: OpCall, native: frozenset
     Args:
         native: device types on which the backend honours `batch_invariant` itself.
     """
-    op: Op = implementation(backend, spec.name)
+    op: Op = backend.ops[spec.name]
     if call.batch_invariant is not None:
-        by_segments = _invariant.function_of(spec.name, backend, call)  # raises if the op cannot be batch-invariant
-        op = op if call.device.type in native else by_segments
+        by_segments = _invariant.function_of(spec, backend, call, run)  # raises if the op cannot be batch-invariant
+        if call.device.type not in native:
+            return by_segments
     try:
         function, takes = prepared(op, call) if isinstance(op, Prepared) else op, arguments_of(op)
     except BackendError as error:

@@ -266,12 +266,17 @@ def _refuse_jvp(*_: Any) -> NoReturn:
     )
 
 
-def refuse_in_place(*_: Any) -> NoReturn:
-    """Raises NotImplementedError for an op that writes into its arguments; also serves as the `vmap` of such an op."""
-    raise NotImplementedError(
-        "torch.func transforms no op that writes a pool or a state; call chunk_gla with states of your own, or "
-        "recurrent_gla_step with inplace=False"
-    )
+def refusal_in_place(instead: str) -> Callable[..., NoReturn]:
+    """Returns a function that raises NotImplementedError, as the `vmap` of an op that writes into its arguments.
+
+    Args:
+        instead: what the user can call instead.
+    """
+
+    def refuse(*_: Any) -> NoReturn:
+        raise NotImplementedError(f"torch.func transforms no op that writes a pool or a state; call {instead}")
+
+    return refuse
 
 
 def tell_autograd(*written: Tensor | None) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from gla_core.ops import _overlap, checks
-from gla_core.ops.spec import GATE, OpSpec
+from gla_core.ops.spec import OpSpec, Role
 
 
 def check(spec: OpSpec, args: tuple) -> None:
@@ -28,7 +28,7 @@ def check(spec: OpSpec, args: tuple) -> None:
     for name, x in read.items():
         if bool(x.isnan().any()):
             raise ValueError(f"{name} holds NaN in {int(x.isnan().sum())} of {x.numel()} places")
-    gate = spec.has(GATE)
+    gate = spec.has(Role.GATE)
     if gate is not None and given.get("gate_normalizer") is None:
         checks.gate_values(read.get(gate.name))
 

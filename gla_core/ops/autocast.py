@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gla_core.ops.spec import AS_INPUT, INPUT, Argument, OpSpec, Role
+
 in_force = torch._C._is_any_autocast_enabled
 """Returns whether autocast is on for any type of device. It is fast enough to be called in every op."""
 
@@ -23,19 +25,23 @@ def off(device_type: str) -> AbstractContextManager:
     return torch.autocast(device_type, enabled=False) if _dtype(device_type) is not None else _NOTHING
 
 
-def tokens(q: Any, k: Any, v: Any, g: Any, *others: Any) -> tuple[Any, ...]:
-    """Casts q, k, v and g for an op that multiplies matrices, if autocast is on; others are cast as q is."""
-    dtype = _dtype(q.device.type) if isinstance(q, Tensor) else None
+def inputs(spec: OpSpec, *args: Any) -> tuple[Any, ...]:
+    """Casts the first arguments of an op, if autocast is on for their device.
+
+    Arguments with the dtype of the first one are cast as it is. A gate is cast to float32, unless it has the dtype of
+    autocast. All others are returned as they are.
+    """
+    dtype = _dtype(args[0].device.type) if isinstance(args[0], Tensor) else None
     if dtype is None:
-        return q, k, v, g, *others
-    if isinstance(g, Tensor) and g.dtype != dtype:
-        g = _cast(g, torch.float32)
-    return _cast(q, dtype), _cast(k, dtype), _cast(v, dtype), g, *(_cast(x, dtype) for x in others)
+        return args
+    dtype = torch.float32 if spec.autocast_in_float32 else dtype
+    return tuple(_input(argument, x, dtype) for argument, x in zip(spec.arguments, args, strict=False))
 
 
-def wide(x: Any) -> Any:
-    """Casts x for a softmax, if autocast is on for its device."""
-    return _cast(x, torch.float32) if isinstance(x, Tensor) and _dtype(x.device.type) is not None else x
+def _input(argument: Argument, x: Any, dtype: torch.dtype) -> Any:
+    if argument.role is Role.GATE:
+        return x if isinstance(x, Tensor) and x.dtype == dtype else _cast(x, torch.float32)
+    return _cast(x, dtype) if argument.dtype in (INPUT, AS_INPUT) and not argument.written else x
 
 
 def _dtype(device_type: str) -> torch.dtype | None:

@@ -9,6 +9,7 @@ arguments.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import itertools
 import math
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import ALIGNMENT, Layout, OpCall
+from gla_core.dispatch.backend import ALIGNMENT, Layout, Lowering, OpCall, declare_op
 from gla_core.dispatch.tensors import checkpoint_dtype, swapped, wide
 from gla_core.ops import _overlap, checks
 from gla_core.ops.checks import FLOATS, INTEGERS
@@ -30,7 +31,34 @@ WIDTHS = ("H", "Hq", "Hv", "K", "V")
 """The names of the sizes that have to be at least 1; all others may be 0."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+class Role(enum.Enum):
+    """Says what a tensor is to an op."""
+
+    INPUT = enum.auto()
+    """Numbers that the op computes with, such as tokens, rows or weights; also of a result."""
+    GATE = enum.auto()
+    """A gate, in one of the forms of `Argument.forms`."""
+    STATE = enum.auto()
+    """States of sequences, or a pool of them; also their gradients."""
+    CHECKPOINTS = enum.auto()
+    """States inside sequences, at regular positions."""
+    RING = enum.auto()
+    """Tokens of earlier calls."""
+    GATE_RING = enum.auto()
+    """Gates of earlier tokens, in a ring, if gates differ from token to token."""
+    OFFSETS = enum.auto()
+    """Offsets of packed sequences."""
+    SLOTS = enum.auto()
+    """Integers that every call with a pool needs, such as indices into it."""
+    MARKS = enum.auto()
+    """Further integers or flags for each sequence, which a call may leave out."""
+
+
+PER_SEQUENCE = (Role.OFFSETS, Role.SLOTS, Role.MARKS)
+"""The roles of integers and flags. They refer to sequences and slots of whole tensors."""
+
+
+@dataclass(frozen=True, slots=True)
 class DType:
     """Holds the rule for the dtype of a tensor, which depends on the dtype of the op's first argument.
 
@@ -43,47 +71,19 @@ class DType:
     allowed: Callable[[torch.dtype], tuple[torch.dtype, ...]]
     reason: str = ""
 
-    def in_call(self, call: OpCall) -> torch.dtype | None:
-        """Returns the dtype of a tensor with this rule in a call.
-
-        None means that the call has no such tensor. It is also returned for integers, flags and checkpoints.
-        """
-        if self is GATE:
-            return call.gate_dtype
-        if self is RING_OF_GATES and call.gate_form in (None, "constant"):
-            return None
-        if self in STATES:
-            return call.state_dtype
-        if self in (OFFSETS, INDICES, PLACES, MARKS, CHECKPOINTS):
-            return None
-        return call.dtype if self is INPUT else self.allowed(call.dtype)[0]
-
 
 INPUT = DType(lambda dtype: FLOATS)
 AS_INPUT = DType(lambda dtype: (dtype,), ", as {first}")
-GATE = DType(lambda dtype: tuple(dict.fromkeys((dtype, torch.float32))), ", as {first} or float32")
-STATE = DType(lambda dtype: (wide(dtype),), " with {dtype} inputs")
+AS_INPUT_OR_FLOAT32 = DType(lambda dtype: tuple(dict.fromkeys((dtype, torch.float32))), ", as {first} or float32")
+WIDE = DType(lambda dtype: (wide(dtype),), " with {dtype} inputs")
 POOL = DType(lambda d: (wide(d),) if d == torch.float64 else (torch.float32, torch.bfloat16), " with {dtype} inputs")
 SLOTTED = DType(
     lambda d: (wide(d),) if d == torch.float64 else (torch.float32, torch.bfloat16, torch.float16),
     " with {dtype} inputs",
 )
-CHECKPOINTS = DType(lambda dtype: (checkpoint_dtype(dtype),), " with {dtype} inputs")
-WIDE = DType(lambda dtype: (wide(dtype),))
-STATE_GRADIENT = DType(STATE.allowed, STATE.reason)
-STATES = (STATE, POOL, SLOTTED, STATE_GRADIENT)
-RING = DType(GATE.allowed, GATE.reason)
-RING_OF_GATES = DType(STATE.allowed, STATE.reason)
-RINGS = (RING, RING_OF_GATES)
-"""The rules of rings: the tokens of earlier calls, and their log gates if these differ from token to token."""
-WEIGHT = DType(GATE.allowed, GATE.reason)
-OFFSETS = DType(lambda dtype: INTEGERS)
-INDICES = DType(lambda dtype: INTEGERS)
-PLACES = DType(lambda dtype: INTEGERS)
-MARKS = DType(lambda dtype: (torch.bool,))
-PER_SEQUENCE = (OFFSETS, INDICES, PLACES, MARKS)
-"""The rules of integers and flags: offsets of sequences, indices into a pool, and optional integers and flags for each
-sequence. They refer to sequences and slots of whole tensors."""
+CHECKPOINT = DType(lambda dtype: (checkpoint_dtype(dtype),), " with {dtype} inputs")
+INTEGER = DType(lambda dtype: INTEGERS)
+FLAG = DType(lambda dtype: (torch.bool,))
 
 _REQUIRED = object()
 
@@ -96,6 +96,7 @@ class Argument:
         type: the type in a torch schema, such as "Tensor?" or "bool"; "Tensor(a!)" if the op always writes the tensor.
         shape: for a tensor, the names of its dimensions, such as "B T H K"; None means any shape.
         dtype: for a tensor, the rule for its dtype; None for a scalar.
+        role: for a tensor, what it is to the op.
         default: the value if the argument is left out. For a tensor, None means that a call can be described without
             it.
         differentiable: whether autograd takes its gradient.
@@ -112,6 +113,7 @@ class Argument:
     shape: str | None = None
     dtype: DType | None = None
     default: Any = _REQUIRED
+    role: Role = Role.INPUT
     differentiable: bool = False
     in_call: bool = True
     hint: bool = False
@@ -126,7 +128,7 @@ class Argument:
     @property
     def is_optional_input(self) -> bool:
         """Returns whether it is an input that may be left out, of which `OpCall` has no field but `given`."""
-        return self.type == "Tensor?" and self.dtype in (AS_INPUT, WEIGHT)
+        return self.type == "Tensor?" and self.role is Role.INPUT
 
     def dims(self, x: Tensor) -> list[str]:
         """Returns the names of the dimensions of a tensor; empty if the argument may have any shape."""
@@ -140,12 +142,19 @@ class Argument:
         return next((form for form, shape in (self.forms or {}).items() if shape.split() == named), None)
 
 
+def gate(forms: Mapping[str, str], differentiable: bool = False) -> Argument:
+    """Returns the argument g: a gate in these forms, the largest last. It may be left out."""
+    shape = list(forms.values())[-1]
+    role = Role.GATE
+    return Argument("g", "Tensor?", shape, AS_INPUT_OR_FLOAT32, None, role, differentiable=differentiable, forms=forms)
+
+
 @dataclass(frozen=True, slots=True)
 class Result:
     """Describes a result of an op.
 
     Attributes:
-        shape, dtype: as in `Argument`.
+        shape, dtype, role: as in `Argument`.
         like: the name of an argument. The result has its shape and dtype, and is None if the argument is None.
         when: takes the arguments by name and returns whether the result is asked for; None means that it always is.
         written: takes the arguments by name and returns whether the result is the argument `like` itself, written in
@@ -157,6 +166,7 @@ class Result:
     name: str
     shape: str = ""
     dtype: DType = AS_INPUT
+    role: Role = Role.INPUT
     like: str | None = None
     when: Callable[[Mapping[str, Any]], bool] | None = None
     written: Callable[[Mapping[str, Any]], bool] | None = None
@@ -211,7 +221,13 @@ class OpSpec:
             is read. It raises ValueError for offsets, slots and indices for which the op is not defined. None means
             that no values are checked.
         flops: takes the shapes of the tensors and returns the number of floating-point operations of the mathematics.
+        tokens: the names of the arguments with one row a token, or one token a row: q, k, v and g. Packed sequences,
+            autocast and batch invariance treat them alike.
         backward: the abstract op that a gradient needs, if any.
+        forward: the abstract op of which this op is the gradient, if it is one.
+        lowering: how the core computes the op for a backend that lacks it, if it can.
+        by_segments: computes the op by calls for one segment, or one row, at a time; see `_invariant`. None if the op
+            is not batch-invariant.
         autocast_in_float32: whether the op computes in float32 under autocast, as a softmax does, instead of in the
             dtype of autocast.
     """
@@ -227,7 +243,11 @@ class OpSpec:
     reads: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = lambda given: {}
     flops: Callable[..., int] | None = None
     writes: Callable[[Mapping[str, int]], float] = lambda sizes: 1
+    tokens: tuple[str, ...] = ()
     backward: str | None = None
+    forward: str | None = None
+    lowering: Lowering | None = None
+    by_segments: Callable[..., Any] | None = None
     autocast_in_float32: bool = False
 
     @functools.cached_property
@@ -295,7 +315,7 @@ class OpSpec:
     @functools.cached_property
     def _states_last(self) -> tuple[Argument, ...]:
         """Returns the arguments in the order of their checks. States are last: their number depends on the others."""
-        return tuple(sorted(self.arguments, key=lambda argument: argument.dtype in (*STATES, CHECKPOINTS)))
+        return tuple(sorted(self.arguments, key=lambda argument: argument.role in (Role.STATE, Role.CHECKPOINTS)))
 
     @property
     def command_line_sizes(self) -> tuple[str, ...]:
@@ -309,9 +329,14 @@ class OpSpec:
             found[name] = sizes[name] if name in sizes else {**sizes, **found}[other]
         return found
 
-    def has(self, dtype: DType) -> Argument | None:
-        """Returns the first argument whose dtype follows this rule; None if there is none."""
-        return next((argument for argument in self.arguments if argument.dtype is dtype), None)
+    def has(self, role: Role) -> Argument | None:
+        """Returns the first argument with this role; None if there is none."""
+        return self._by_role.get(role)
+
+    @functools.cached_property
+    def _by_role(self) -> dict[Role, Argument]:
+        """The first argument with each role."""
+        return {a.role: a for a in reversed(self.arguments) if a.dtype is not None}
 
     def complete(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
         """Returns all arguments, in order, with defaults for those left out.
@@ -365,20 +390,22 @@ class OpSpec:
         given = dict(zip(self.parameters, self.plain(args), strict=True))
         sizes = self._check(given)
         _overlap.check(given, self.written_by(given))
-        dtypes = {a.dtype: x.dtype for a in self.arguments if a.dtype and (x := given[a.name]) is not None}
+        first = {role: given[argument.name] for role, argument in self._by_role.items()}
+        gate, state, packed = self.has(Role.GATE), first.get(Role.STATE), first.get(Role.OFFSETS) is not None
+        g = None if gate is None else given[gate.name]
         return OpCall(
             op=self.name,
             device=args[0].device,
             dtype=args[0].dtype,
             dims={name: sizes[name] for name in self.sizes},
-            gate_dtype=dtypes.get(GATE),
-            gate_form=next((a.form(given[a.name]) for a in self.arguments if a.dtype is GATE and GATE in dtypes), None),
-            state_dtype=dtypes.get(STATE) or dtypes.get(POOL) or dtypes.get(SLOTTED),
-            variable_length=OFFSETS in dtypes,
-            longest=given.get("max_seqlen") if OFFSETS in dtypes else None,
-            indexed=INDICES in dtypes,
+            gate_dtype=None if g is None else g.dtype,
+            gate_form=None if gate is None or g is None else gate.form(g),
+            state_dtype=None if state is None else state.dtype,
+            variable_length=packed,
+            longest=given.get("max_seqlen") if packed else None,
+            indexed=first.get(Role.SLOTS) is not None,
             scalars={name: given[name] for name in self.scalars},
-            checkpoints=any(r.dtype is CHECKPOINTS and (r.when is None or r.when(given)) for r in self.results),
+            checkpoints=any(r.role is Role.CHECKPOINTS and (r.when is None or r.when(given)) for r in self.results),
             needs_grad=needs_grad,
             deterministic=torch.are_deterministic_algorithms_enabled(),
             capturing=capturing,
@@ -395,7 +422,7 @@ class OpSpec:
             error: the error that the call raised with the states transposed.
             args: all arguments, in order, the states transposed.
         """
-        states = [argument.dtype in STATES for argument in self.arguments]
+        states = [argument.role is Role.STATE for argument in self.arguments]
         arguments = tuple(_values_first(a) if s else a for a, s in zip(self.arguments, states, strict=True))
         passed = [checks.transposed(x) if s else x for x, s in zip(args, states, strict=True)]
         try:
@@ -416,7 +443,7 @@ class OpSpec:
         sizes: dict[str, Any] = {}
         first, bound = self.parameters[0], False
         for argument in self._states_last:
-            if not bound and argument.dtype in (*STATES, CHECKPOINTS):
+            if not bound and argument.role in (Role.STATE, Role.CHECKPOINTS):
                 self._bind(given, sizes)
                 bound = True
             if argument.forms is not None:
@@ -428,9 +455,9 @@ class OpSpec:
                 _check_tensor(argument, x, sizes, first, given[first])
         if not bound:
             self._bind(given, sizes)
-        rules = {argument.name: argument.dtype for argument in self.arguments}
+        roles = {argument.name: argument.role for argument in self.arguments}
         for name in self.written_by(given):
-            _check_writable(name, given[name], rules[name])
+            _check_writable(name, given[name], roles[name])
         return sizes
 
     def _bind(self, given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
@@ -474,18 +501,18 @@ class OpSpec:
         """
         scalars = {**self.scalars, **facts.pop("scalars", {})}
         facts = {
-            "gate_dtype": wide(dtype) if self.has(GATE) else None,
-            "state_dtype": wide(dtype) if self.has(POOL) or self.has(SLOTTED) else None,
+            "gate_dtype": wide(dtype) if self.has(Role.GATE) else None,
+            "state_dtype": wide(dtype) if self.requires(Role.STATE) else None,
             **facts,
-            **{field: True for rule, field in _FIELDS.items() if self.requires(rule)},
+            **{field: True for role, field in _FIELDS.items() if self.requires(role)},
         }
         facts.setdefault("gate_form", "key" if facts["gate_dtype"] is not None else None)
         call = OpCall(op=self.name, device=device, dtype=dtype, dims=self.dims(sizes), scalars=scalars, **facts)
-        return dataclasses.replace(call, given=frozenset(a.name for a in self._optional if _is_given(a, call)))
+        return dataclasses.replace(call, given=frozenset(a.name for a in self._optional if _is_passed(a, call)))
 
-    def requires(self, dtype: DType) -> bool:
-        """Returns whether every call gives an argument whose dtype follows this rule."""
-        argument = self.has(dtype)
+    def requires(self, role: Role) -> bool:
+        """Returns whether every call passes the first argument with this role."""
+        argument = self.has(role)
         return argument is not None and argument.default is _REQUIRED
 
     def schema(self, without: Sequence[str] = ()) -> str:
@@ -517,11 +544,11 @@ class OpSpec:
 
     def _bytes(self, x: Argument | Result, call: OpCall) -> int:
         """Returns the bytes of a tensor of a call; 0 if the call has no such tensor."""
-        kind = None if x.dtype is None else x.dtype.in_call(call)
+        kind = dtype_in_call(x, call)
         if kind is None:
             return 0
         counted = {"P": call.dims.get(self.sizes.get("P", ""), 0)}
-        if x.dtype in RINGS:
+        if x.role in (Role.RING, Role.GATE_RING):
             counted = {"P": call.dims["B"], "L": call.dims["T"]}
         return math.prod(self._shape(x, call.gate_form, {**call.dims, **counted})) * kind.itemsize
 
@@ -534,24 +561,63 @@ class OpSpec:
         return tuple(size_of(name, sizes) for name in (self.sizes if shape is None else shape.split()))
 
 
-_FIELDS = {OFFSETS: "variable_length", INDICES: "indexed"}
-"""The field of `OpCall` that says whether a call gives an argument with this rule."""
+_specs: dict[str, OpSpec] = {}
 
 
-def _is_given(argument: Argument, call: OpCall) -> bool:
-    """Returns whether a call that is known by its sizes gives an argument a value other than its default."""
+def declare(spec: OpSpec) -> None:
+    """Makes an abstract op known, to the core and to backends."""
+    _specs[spec.name] = spec
+    declare_op(spec.name, spec.contract, spec.required, spec.written, spec.lowering)
+
+
+def spec_of(op: str | None) -> OpSpec:
+    """Returns the description of an abstract op that is declared."""
+    assert op is not None
+    return _specs[op]
+
+
+def batch_invariant_ops() -> str:
+    """Returns the names of the public ops that are batch-invariant, as words."""
+    specs = [spec if spec.lowering is None else spec_of(spec.lowering.by) for spec in _specs.values()]
+    *names, last = dict.fromkeys(
+        spec.public for spec, part in zip(_specs.values(), specs, strict=True) if part.by_segments
+    )
+    return f"{', '.join(names)} and {last}"
+
+
+_FIELDS = {Role.OFFSETS: "variable_length", Role.SLOTS: "indexed"}
+"""The field of `OpCall` that says whether a call passes an argument with this role."""
+
+
+def dtype_in_call(x: Argument | Result, call: OpCall) -> torch.dtype | None:
+    """Returns the dtype of a tensor in a call.
+
+    None means that the call has no such tensor. It is also returned for scalars, integers, flags and checkpoints.
+    """
+    if x.dtype is None or x.role in (*PER_SEQUENCE, Role.CHECKPOINTS):
+        return None
+    if x.role is Role.GATE:
+        return call.gate_dtype
+    if x.role is Role.STATE:
+        return call.state_dtype
+    if x.role is Role.GATE_RING and call.gate_form in (None, "constant"):
+        return None
+    return call.dtype if x.dtype is INPUT else x.dtype.allowed(call.dtype)[0]
+
+
+def _is_passed(argument: Argument, call: OpCall) -> bool:
+    """Returns whether `call` passes the argument, judged by its sizes."""
     if argument.dtype is None:
         return argument.name in call.scalars and call.scalars[argument.name] != argument.default
-    given = {
-        GATE: call.gate_dtype,
-        STATE: call.state_dtype,
-        STATE_GRADIENT: call.state_dtype,
-        RING_OF_GATES: RING_OF_GATES.in_call(call),
-        OFFSETS: call.variable_length,
-        INDICES: call.indexed,
-        CHECKPOINTS: call.scalars.get("checkpoint_every"),
+    passed = {
+        Role.GATE: call.gate_dtype,
+        Role.STATE: call.state_dtype,
+        Role.GATE_RING: dtype_in_call(argument, call),
+        Role.OFFSETS: call.variable_length,
+        Role.SLOTS: call.indexed,
+        Role.CHECKPOINTS: call.scalars.get("checkpoint_every"),
     }
-    return bool(given.get(argument.dtype))
+    return bool(passed.get(argument.role))
 
 
 def _values_first(state: Argument) -> Argument:
@@ -619,14 +685,14 @@ def _check_tensor(argument: Argument, x: Any, sizes: dict[str, Any], first: str,
         raise ValueError(f"{name} is on {x.device} and {first} is on {first_value.device}; move them to one device")
 
 
-def _check_writable(name: str, x: Tensor, rule: DType | None) -> None:
+def _check_writable(name: str, x: Tensor, role: Role) -> None:
     """Raises ValueError unless a tensor that is written in place has elements of their own, in a layout for backends.
 
     One of the last two dimensions of a state has to be contiguous, and the last dimension of a ring; any other tensor
     has to be contiguous as a whole.
 
     Args:
-        rule: the rule for the dtype of the tensor, which tells states and rings from other tensors.
+        role: what the tensor is to the op.
     """
     strides = tuple(x.stride())
     for i, (size, stride) in enumerate(zip(x.shape, strides, strict=True)):
@@ -635,9 +701,9 @@ def _check_writable(name: str, x: Tensor, rule: DType | None) -> None:
                 f"{name} has stride 0 along dimension {i} of size {size} and is written in place; "
                 "expected memory of its own for each element: call it with a clone()"
             )
-    if rule in (*STATES, *RINGS):
-        if not checks.as_backends_take(x, swapped_states=rule in STATES):
-            which = "last dimension, or the one before," if rule in STATES else "last dimension"
+    if role in (Role.STATE, Role.RING, Role.GATE_RING):
+        if not checks.as_backends_take(x, swapped_states=role is Role.STATE):
+            which = "last dimension, or the one before," if role is Role.STATE else "last dimension"
             raise ValueError(f"{name} has strides {strides} and is written in place; its {which} must be contiguous")
     elif not x.is_contiguous():
         raise ValueError(f"{name} has strides {strides} and is written in place; expected a contiguous tensor")

@@ -42,20 +42,9 @@ import torch
 from torch import Tensor
 
 from gla_core.dispatch.backend import OpCall
-from gla_core.dispatch.tensors import checkpoint_rows, wide
+from gla_core.dispatch.tensors import checkpoint_dtype, checkpoint_rows, wide
 from gla_core.ops import ABSTRACT_OPS, OpSpec
-from gla_core.ops.spec import (
-    CHECKPOINTS,
-    GATE,
-    INDICES,
-    MARKS,
-    OFFSETS,
-    PLACES,
-    RING_OF_GATES,
-    SLOTTED,
-    STATE,
-    Argument,
-)
+from gla_core.ops.spec import Argument, Role, dtype_in_call
 from gla_core.workloads.named import Workload
 
 GATES = ("none", "mild", "strong", "extreme", "-inf")
@@ -324,7 +313,7 @@ def describe(op: str, sizes: Mapping[str, Any], device: torch.device, **facts: A
         facts: further fields of `OpCall`, by name.
     """
     spec, dtype = ABSTRACT_OPS[op], sizes.get("dtype", torch.float32)
-    gated = spec.has(GATE) is not None and sizes.get("gates") != "none"
+    gated = spec.has(Role.GATE) is not None and sizes.get("gates") != "none"
     given = {
         "gate_dtype": (sizes.get("gate_dtype") or dtype) if gated else None,
         "gate_form": sizes.get("gate_form", "key") if gated else None,
@@ -332,13 +321,13 @@ def describe(op: str, sizes: Mapping[str, Any], device: torch.device, **facts: A
         "indexed": sizes.get("rows") is not None,
         "scalars": {a.name: sizes[a.name] for a in spec.arguments if a.dtype is None and a.name in sizes},
     }
-    if spec.has(STATE) is not None:
-        given["state_dtype"] = wide(dtype) if sizes.get("initial_state") else None
-    if spec.has(SLOTTED) is not None:
+    if spec.requires(Role.STATE):
         given["state_dtype"] = _pool_dtype(dtype, sizes.get("pool_dtype"))
+    elif spec.has(Role.STATE) is not None:
+        given["state_dtype"] = wide(dtype) if sizes.get("initial_state") else None
     call = spec.call(_dims(sizes), device, dtype, **{**given, **facts})
     # An `OpCall` has no field for these arguments.
-    optional = {a.name for a in spec.arguments if a.dtype in (PLACES, MARKS) and sizes.get(a.name) is not None}
+    optional = {a.name for a in spec.arguments if a.role is Role.MARKS and sizes.get(a.name) is not None}
     inputs = {a.name for a in spec.arguments if a.is_optional_input}.difference(sizes.get("without", ()))
     return dataclasses.replace(call, given=call.given | optional | inputs)
 
@@ -377,25 +366,24 @@ def random_arguments(call: OpCall, seed: int = 0) -> tuple[Any, ...]:
 
 
 def _random(argument: Argument, spec: OpSpec, call: OpCall, generator: torch.Generator) -> Any:
-    rule = argument.dtype
     if argument.hint:
         return call.longest
     if argument.name in spec.places or (argument.is_optional_input and argument.name not in call.given):
         return None
-    if rule is None:
+    if argument.dtype is None:
         return call.scalars.get(argument.name, argument.default)
-    if rule is OFFSETS:
+    if argument.role is Role.OFFSETS:
         return _offsets(call.dims["T"], call.dims["N"], generator) if call.variable_length else None
-    if rule is INDICES:
+    if argument.role is Role.SLOTS:
         shape = spec.shape(argument, call)
         return _pool_rows(math.prod(shape), call.dims["P"], generator).reshape(shape) if call.indexed else None
-    if rule is CHECKPOINTS:
+    if argument.role is Role.CHECKPOINTS:
         return _checkpoints(call, generator)
-    dtype = rule.in_call(call)
+    dtype = dtype_in_call(argument, call)
     if dtype is None:
         return None
     shape = spec.shape(argument, call)
-    is_gate = rule in (GATE, RING_OF_GATES)
+    is_gate = argument.role in (Role.GATE, Role.GATE_RING)
     return random_gate(shape, "mild", dtype, generator) if is_gate else normal(shape, dtype, generator)
 
 
@@ -405,7 +393,7 @@ def _checkpoints(call: OpCall, generator: torch.Generator) -> Tensor | None:
         return None
     B, T, Hv, K, V, N = (call.dims[name] for name in ("B", "T", "Hv", "K", "V", "N"))
     n = checkpoint_rows(T, N, every, call.variable_length)
-    return normal((B, n, Hv, K, V), CHECKPOINTS.allowed(call.dtype)[0], generator)
+    return normal((B, n, Hv, K, V), checkpoint_dtype(call.dtype), generator)
 
 
 def _offsets(T: int, N: int, generator: torch.Generator) -> Tensor:

@@ -13,7 +13,7 @@ import gla_core as gla
 from gla_core.bench import calls
 from gla_core.dispatch.backend import GATES, OP_PARAMETERS
 from gla_core.ops import ABSTRACT_OPS
-from gla_core.ops.spec import OFFSETS
+from gla_core.ops.spec import Role
 from gla_core.workloads.calibration import shapes
 from gla_core.workloads.inputs import random_arguments
 
@@ -46,7 +46,7 @@ def op_calls(draw):
         facts["indexed"], sizes["P"] = True, draw(size)
     if "initial_state" in spec.parameters:
         facts["state_dtype"] = draw(st.sampled_from([None, wide]))
-    if "cu_seqlens" in spec.parameters and (spec.requires(OFFSETS) or draw(st.booleans())):
+    if "cu_seqlens" in spec.parameters and (spec.requires(Role.OFFSETS) or draw(st.booleans())):
         facts["variable_length"], sizes["B"], sizes["N"] = True, 1, draw(size)
         facts["longest"] = draw(st.sampled_from([None, sizes["T"]])) if "max_seqlen" in spec.parameters else None
     if "slots" in spec.parameters:

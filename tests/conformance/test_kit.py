@@ -26,9 +26,10 @@ from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Capabilities
 from gla_core.dispatch.registry import get
 from gla_core.ops import ABSTRACT_OPS, PUBLIC_OPS
-from gla_core.ops.spec import OFFSETS
+from gla_core.ops.spec import Role
 from gla_core.workloads.inputs import chunk_inputs
 from gla_core.workloads.named import select
+from tests.reference import function
 
 PLUGIN = """
 import torch
@@ -237,7 +238,7 @@ def test_a_case_that_supports_refuses_is_open(tmp_path):
 )
 def test_a_backend_of_one_op_passes_and_what_the_core_refuses_is_open(op, tmp_path):
     """The core computes some ops by another one under `batch_invariant`, and refuses a backend that lacks it."""
-    backend = Backend("alone", "0", {op: get("reference").ops[op]})
+    backend = Backend("alone", "0", {op: function(op)})
     module, chosen = f"test_{ABSTRACT_OPS[op].public}", "same_bits or test_values and (small or short) and float32"
     code, rows = judge(backend, tmp_path, module=module, select=chosen)
     assert code == 0
@@ -338,7 +339,7 @@ def test_cases_and_refusals_do_not_meet():
     backend = Backend("limited", "0", dict(get("reference").ops), can)
     for op in OP_PARAMETERS:
         found = cases(backend, "cpu", op)
-        assert bool(found) != ABSTRACT_OPS[op].requires(OFFSETS)  # this backend takes no packed sequences
+        assert bool(found) != ABSTRACT_OPS[op].requires(Role.OFFSETS)  # this backend takes no packed sequences
         assert all(isinstance(case, Case) and excluded(backend, case) is None for case in found)
     refused = refusals(backend, "cpu")
     assert all(excluded(backend, case) for case in refused)

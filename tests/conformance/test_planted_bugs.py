@@ -21,8 +21,9 @@ from gla_core.conformance.run import run
 from gla_core.dispatch.backend import GATES, Backend, Capabilities, arguments_of
 from gla_core.dispatch.registry import get
 from gla_core.dispatch.tensors import log_gates
+from tests.reference import function
 
-REFERENCE = get("reference").ops
+REFERENCE = {op: function(op) for op in get("reference").ops}
 LATE = 1000
 """Number of tokens, columns or keys before some bugs show."""
 

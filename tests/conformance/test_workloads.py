@@ -12,7 +12,7 @@ from gla_core.conformance.cases import FORWARDS, Case, cases
 from gla_core.conformance.facts import forms, is_empty
 from gla_core.dispatch.registry import get
 from gla_core.ops import ABSTRACT_OPS
-from gla_core.ops.spec import OFFSETS
+from gla_core.ops.spec import Role
 
 ALTERNATIVES = (
     {"with gates per key", "with gates per head", "with constant gates", "without g"},
@@ -43,7 +43,7 @@ def test_every_optional_argument_is_given_together_with_every_other(op):
     assert [pair for pair in possible if not any(pair <= forms for forms in together)] == []
 
 
-@pytest.mark.parametrize("op", [op for op in FORWARDS if ABSTRACT_OPS[op].has(OFFSETS)])
+@pytest.mark.parametrize("op", [op for op in FORWARDS if ABSTRACT_OPS[op].has(Role.OFFSETS)])
 def test_packed_sequences_are_many_and_begin_anywhere(op):
     facts = {fact for case in cases_of(op) for fact in case.facts()}
     assert facts >= {f"with {what}" for what in ("rows before the first sequence", "more than 16 sequences")}

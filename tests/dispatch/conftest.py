@@ -19,8 +19,8 @@ import gla_core as gla
 import gla_parallel_scan
 import gla_reference
 import gla_triton_fused
-from gla_core.dispatch import registry
 from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Capabilities, LaunchError, hookimpl
+from tests.reference import function
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +71,7 @@ def spy() -> Iterator[Callable[..., Spy]]:
 
 
 def _recording(op: str, spy: Spy) -> Callable:
-    reference = registry.get("reference").ops[op]
+    reference = function(op)
 
     @functools.wraps(reference)
     def run(*args: object) -> object:

@@ -8,7 +8,6 @@ import torch
 import gla_core as gla
 from gla_core.cli import doctor
 from gla_core.dispatch.backend import Backend, CostModel, Prepared
-from gla_core.dispatch.composed import through_layer_step
 
 
 class PanicException(BaseException):
@@ -123,9 +122,9 @@ def test_prepare_that_returns_no_function_is_an_error_that_names_the_backend(ans
         gla.online_softmax(x, backend="mine")
     said = f"returned {type(answer).__name__}; expected a function of"
     assert str(error.value) == f"backend 'mine': prepare of online_softmax {said} x, dim"
-    step = Prepared(lambda call: answer, ("q", "k", "v", "g", "state", "scale"))
+    step = Prepared(lambda call: answer, ("q", "k", "v", "g", "state", "scale", "inplace"))
     token = [y[:, 0] for y in qkvg()]
-    backend = Backend("mine", "1.0", {"recurrent_gla_layer_step": through_layer_step(step)})
+    backend = Backend("mine", "1.0", {"recurrent_gla_step": step})
     with gla.register(backend), pytest.raises(gla.BackendError, match=f"'mine': prepare of recurrent_gla_step {said}"):
         gla.recurrent_gla_layer_step(*token, torch.zeros(1, 2, 4, 3), backend="mine")
 

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gla_core as gla
-from gla_core import ops
 from gla_core.conformance import oracle
 from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
 from gla_core.workloads.inputs import GATES, GlaInputs, gla_inputs
@@ -170,12 +169,12 @@ def test_results_have_names(requires_grad):
     tokens = (x.q.requires_grad_(requires_grad), x.k, x.v, x.g)
     found = gla.chunk_gla(*tokens, output_final_state=True)
     o, state = found
-    assert type(found) is ops.ChunkGla
+    assert type(found) is gla.ChunkGla
     assert found.o is o
     assert found.state is state
     more = gla.chunk_gla(*tokens, output_final_state=True, checkpoint_every=64)
     o, state, checkpoints = more
-    assert type(more) is ops.ChunkGlaWithCheckpoints
+    assert type(more) is gla.ChunkGlaWithCheckpoints
     assert torch.equal(more.o, found.o)
     assert torch.equal(more.state, found.state)
     assert more.checkpoints is checkpoints

@@ -13,7 +13,6 @@ import gla_core as gla
 from gla_core.conformance.calls import expected_pool
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.dispatch.backend import GATES, Backend, Capabilities, Prepared, arguments_of
-from gla_core.dispatch.composed import forwards_of_pool, through_pool
 from gla_core.dispatch.registry import get
 from gla_core.ops import ABSTRACT_OPS
 from gla_core.workloads.inputs import pool_inputs, random_arguments
@@ -231,21 +230,24 @@ def test_a_state_is_rounded_once():
 
 
 def test_batch_invariance_needs_a_forward_of_the_backend():
-    backend = backend_of(through_pool(FORWARD_OP))
+    def pool(q, k, v, g, pool, cu_seqlens, read_slots, scale, pad_slot):
+        raise AssertionError("must not be called")
+
+    backend = Backend("mine", "1", {"chunk_gla_pool": pool})
     message = "under batch_invariant chunk_gla_pool is computed part by part, by chunk_gla_fwd"
     with gla.register(backend), gla.batch_invariant(64), pytest.raises(gla.NoBackendError, match=message):
         gla.chunk_gla_pool(**arguments(), backend="mine")
 
 
-def backend_of(op, **claims):
-    return Backend("mine", "1", {"chunk_gla_pool": op}, Capabilities(**claims))
+def backend_of(forward, **claims):
+    return Backend("mine", "1", {"chunk_gla_fwd": forward}, Capabilities(**claims))
 
 
 def test_a_backend_that_takes_no_swapped_states_is_not_given_a_copy_of_the_pool():
     given = arguments()
     swapped = given["pool"].mT.contiguous()
     expected, before = expected_pool(given), swapped.clone()
-    with gla.register(backend_of(through_pool(FORWARD_OP))):
+    with gla.register(backend_of(FORWARD_OP)):
         with pytest.raises(
             gla.NoBackendError, match="values are contiguous; pool has keys contiguous: request another"
         ):
@@ -253,7 +255,7 @@ def test_a_backend_that_takes_no_swapped_states_is_not_given_a_copy_of_the_pool(
         assert torch.equal(swapped, before)
         gla.chunk_gla_pool(**given, backend="mine")
     assert relative_error(given["pool"], expected["pool"]) <= 1e-5
-    with gla.register(backend_of(through_pool(FORWARD_OP), swapped_states=True)):
+    with gla.register(backend_of(FORWARD_OP, swapped_states=True)):
         gla.chunk_gla_pool(**{**given, "pool": swapped}, state_v_first=True, backend="mine")
     assert relative_error(swapped.mT, expected["pool"]) <= 1e-5
 
@@ -262,7 +264,8 @@ def test_a_backend_that_lacks_an_optional_argument_refuses_it():
     def own(q, k, v, g, pool, cu_seqlens, read_slots, scale, pad_slot):
         raise AssertionError("must not be called")
 
-    with gla.register(backend_of(own)), pytest.raises(gla.NoBackendError, match="takes no has_state; call it without"):
+    backend = Backend("mine", "1", {"chunk_gla_pool": own})
+    with gla.register(backend), pytest.raises(gla.NoBackendError, match="takes no has_state; call it without"):
         gla.chunk_gla_pool(**arguments(has_state=FLAGS), backend="mine")
 
 
@@ -279,7 +282,7 @@ def keyword_only(q, k, v, *, scale, cu_seqlens, g, initial_state, output_final_s
 @pytest.mark.parametrize("forward", [plain, keyword_only, Prepared(lambda call: plain, arguments_of(plain))])
 def test_any_forward_goes_through_a_pool(forward):
     logits = {"gate": "logsigmoid", "gate_normalizer": 4}
-    with gla.register(backend_of(through_pool(forward))):
+    with gla.register(backend_of(forward)):
         for options in ({}, logits):
             given = arguments(**kept((2, 64), (0, 2)))
             expected = expected_pool(given, gate_normalizer=options.get("gate_normalizer"))
@@ -288,25 +291,28 @@ def test_any_forward_goes_through_a_pool(forward):
             assert relative_error(given["pool"], expected["pool"]) <= 1e-5
 
 
-def test_a_forward_without_states_cannot_go_through_a_pool():
-    with pytest.raises(TypeError, match="chunk_gla_fwd takes no initial_state or cu_seqlens; through_pool needs it"):
-        through_pool(lambda q, k, v, g, scale, output_final_state: None)
+def test_a_forward_without_states_serves_no_pool():
+    backend = backend_of(lambda q, k, v, g, scale, output_final_state: None)
+    message = "takes no initial_state or cu_seqlens; call it without"
+    with gla.register(backend), pytest.raises(gla.NoBackendError, match=message):
+        gla.chunk_gla_pool(**arguments(), backend="mine")
 
 
 @pytest.mark.parametrize("given", [{}, {"gate": "logsigmoid"}, {"g": None}])
 def test_a_prepared_forward_is_described_as_its_own_call_would_be(given):
-    """`through_pool` prepares a forward by the description of the tensors that it passes on."""
+    """The core prepares a forward by the description of the tensors that it passes on."""
     spec, forward = ABSTRACT_OPS["chunk_gla_pool"], ABSTRACT_OPS["chunk_gla_fwd"]
     x = arguments(**{name: y for name, y in given.items() if name == "g"})
     x |= {"gate_normalizer": 16 if "gate" in given else None, "out": None, "max_seqlen": 5, "scale": 1.0}
     x |= kept((2, 2), (0, 2))
     call = spec.describe(*(x[name] for name in spec.parameters))
-    for parts, found in enumerate(forwards_of_pool(call), 1):
+    forwards = [part for part, _ in spec.lowering.parts(call)]
+    for parts, found in enumerate(forwards, 1):
         states, offsets = torch.zeros(2 * parts, 2, 4, 3), torch.zeros(2 * parts + 1, dtype=torch.int64)
         tokens = {name: x[name] for name in ("q", "k", "v", "g", "scale", "gate_normalizer", "max_seqlen")}
         named = {"initial_state": states, "output_final_state": True, "cu_seqlens": offsets, **tokens}
         assert found == forward.describe(*forward.complete((), named))
-    assert len(forwards_of_pool(call)) == 2
+    assert len(forwards) == 2
 
 
 def test_a_call_known_by_its_sizes_can_be_run():

@@ -10,7 +10,7 @@ import torch
 import gla_core as gla
 from gla_core.conformance.calls import expected_layer_step
 from gla_core.conformance.tolerances import FORWARD, relative_error
-from gla_core.dispatch.backend import Backend, Capabilities, Prepared, arguments_of, step_of_layer_step
+from gla_core.dispatch.backend import Backend, Capabilities, Prepared, arguments_of
 from gla_core.dispatch.registry import get
 from gla_core.ops import ABSTRACT_OPS
 from gla_core.workloads.inputs import layer_step_inputs
@@ -157,4 +157,4 @@ def test_a_prepared_step_is_described_as_its_own_call_would_be():
     call = spec.describe(*spec.complete((), {**x, "scale": 1.0, "gate_normalizer": 16}))
     named = {name: x[name] for name in (*"qkvg", "state", "state_indices")}
     given = {**named, "scale": 1.0, "gate_normalizer": 16, "inplace": True}
-    assert step_of_layer_step(call) == step.describe(*step.complete((), given))
+    assert spec.lowering.parts(call) == [(step.describe(*step.complete((), given)), 1)]

@@ -13,7 +13,6 @@ import gla_core as gla
 from gla_core.conformance.calls import expected_steps
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.dispatch.backend import GATES, Backend, Capabilities, Prepared, arguments_of
-from gla_core.dispatch.composed import step_of_steps, through_steps
 from gla_core.dispatch.registry import get
 from gla_core.ops import ABSTRACT_OPS
 from gla_core.workloads.inputs import steps_inputs
@@ -185,24 +184,27 @@ def keyword_only(q, k, v, *, scale, g, state, state_indices, inplace):
 
 @pytest.mark.parametrize("step", [plain, keyword_only, Prepared(lambda call: plain, arguments_of(plain))])
 def test_any_step_computes_several(step):
-    backend = Backend("mine", "1", {"recurrent_gla_steps": through_steps(step)}, Capabilities())
+    backend = Backend("mine", "1", {"recurrent_gla_step": step}, Capabilities())
     with gla.register(backend):
         for options in ({}, {"gate": "logsigmoid", "gate_normalizer": 4}):
             x = arguments()
             expected = expected_steps(x, gate_normalizer=options.get("gate_normalizer"))
             assert relative_error(gla.recurrent_gla_steps(**x, **options, backend="mine"), expected["o"]) <= 1e-5
             assert relative_error(x["pool"], expected["pool"]) <= 1e-5
-        message = "under batch_invariant recurrent_gla_steps is computed part by part, by recurrent_gla_step, which"
-        with gla.batch_invariant(64), pytest.raises(gla.NoBackendError, match=message):
-            gla.recurrent_gla_steps(**arguments(), backend="mine")
+        x = arguments()
+        expected = expected_steps(x)
+        with gla.batch_invariant(64):
+            assert relative_error(gla.recurrent_gla_steps(**x, backend="mine"), expected["o"]) <= 1e-5
 
 
 @pytest.mark.parametrize("form", [None, *GATES])
 def test_a_prepared_step_is_described_as_its_own_call_would_be(form):
-    """`through_steps` prepares a step by the description of the tensors that it passes on."""
+    """The core prepares a step by the description of the tensors that it passes on."""
     spec, step = ABSTRACT_OPS["recurrent_gla_steps"], ABSTRACT_OPS["recurrent_gla_step"]
     x = arguments({**SIZES, "gate_form": form or "key", "gates": "mild" if form else "none"})
     call = spec.describe(*spec.complete((), {**x, "scale": 1.0, "gate_normalizer": 16 if form else None}))
     token = {name: y if (y := x[name]) is None or y.ndim == 1 else y[:, 0].contiguous() for name in "qkvg"}
     named = {**token, "state": torch.zeros(2, 2, 4, 3), "scale": 1.0, "gate_normalizer": 16 if form else None}
-    assert step_of_steps(call) == step.describe(*step.complete((), named))
+    ((part, times),) = spec.lowering.parts(call)
+    assert times == x["slots"].shape[1]
+    assert part == step.describe(*step.complete((), named))

@@ -10,7 +10,7 @@ from torch import Tensor
 import gla_core as gla
 from gla_core.nn.rms_norm import RMSNormGated
 from gla_core.nn.short_convolution import ShortConvolution
-from gla_core.ops import ChunkGla, ChunkGlaWithCheckpoints, LinearAttention
+from gla_core.ops.gla import ChunkGla, ChunkGlaWithCheckpoints, LinearAttention
 
 q, k, v = (torch.randn(2, 100, 4, 32) for _ in range(3))
 g = torch.nn.functional.logsigmoid(torch.randn(2, 100, 4, 32)) / 16

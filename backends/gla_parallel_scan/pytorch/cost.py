@@ -29,20 +29,6 @@ def _recurrent_gla_step(call: OpCall) -> tuple[float, float]:
     return (1, B * H * K * V * 2 + P * H * K * V) if call.indexed else (0, B * H * K * V)
 
 
-def _recurrent_gla_steps(call: OpCall) -> tuple[float, float]:
-    """Counts a step and seven passes over the states for each of the S tokens; one more of each reads the pool."""
-    N, H, K, V, S = (call.dims[name] for name in ("N", "Hv", "K", "V", "S"))
-    S = S if call.variable_length else min(S, call.dims["T"])
-    return 1 + S, (1 + 7 * S) * N * H * K * V
-
-
-def _recurrent_gla_replay(call: OpCall) -> tuple[float, float]:
-    """Counts a step and four passes over the states for each token, old or new; a step and six passes for the pool."""
-    N, H, K, V, L, T = (call.dims[name] for name in ("N", "Hv", "K", "V", "L", "T"))
-    tokens = L // 2 + (L // 2 if call.variable_length else T)
-    return 1 + tokens, (6 + 4 * tokens) * N * H * K * V
-
-
 def _online_softmax(call: OpCall) -> tuple[float, float]:
     rows, columns = call.dims["rows"], call.dims["columns"]
     return math.ceil(rows / max(1, online_softmax.BLOCK // max(columns, 1))), rows * columns
@@ -57,9 +43,6 @@ def _softmax_attention(call: OpCall) -> tuple[float, float]:
 
 _COUNT: Mapping[str, Callable[[OpCall], tuple[float, float]]] = {
     "recurrent_gla_step": _recurrent_gla_step,
-    "recurrent_gla_layer_step": _recurrent_gla_step,  # the norm takes little beside the states
-    "recurrent_gla_steps": _recurrent_gla_steps,
-    "recurrent_gla_replay": _recurrent_gla_replay,
     "online_softmax": _online_softmax,
     "softmax_attention": _softmax_attention,
 }

@@ -14,7 +14,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.composed import through_layer_step, through_replay, through_steps
 from gla_core.dispatch.tensors import log_gates, new_state, wide
 
 
@@ -57,13 +56,3 @@ def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, scal
         state.copy_(new)
     queries = q.to(dtype).unflatten(1, (H, 1, -1))  # [B, H, 1, G, K]
     return (scale * (queries @ by_key_head)).flatten(1, 3).to(v.dtype, copy=True)
-
-
-recurrent_gla_layer_step = through_layer_step(recurrent_gla_step)
-"""Computes a step, its norm and its output gate; see gla_core/ops/gla/recurrent_gla_layer_step.py."""
-
-recurrent_gla_steps = through_steps(recurrent_gla_step)
-"""Computes several tokens of each sequence; see gla_core/ops/gla/recurrent_gla_steps.py."""
-
-recurrent_gla_replay = through_replay(recurrent_gla_step)
-"""Computes several tokens of each sequence, after accepted ones; see gla_core/ops/gla/recurrent_gla_replay.py."""

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from gla_core.dispatch.backend import CHUNK, Constants, OpCall
-from gla_core.dispatch.composed import forward_of_pool
 from gla_core.dispatch.tensors import checkpoint_dtype
 from gla_triton_kernels.chunks.kernel import BackwardPlan, ForwardPlan, SegmentPlan
 from gla_triton_kernels.chunks.price import (
@@ -38,7 +37,7 @@ from gla_triton_kernels.chunks.price import (
     whole,
 )
 from gla_triton_kernels.cost import gpu_of_constants, in_all
-from gla_triton_kernels.gla.seen import seen_by_kernels
+from gla_triton_kernels.gla.seen import forward_of_pool, seen_by_kernels
 from gla_triton_runtime.architecture import Gpu
 
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from gla_core.dispatch.backend import OpCall
-from gla_core.dispatch.composed import forward_of_pool
 from gla_core.dispatch.tensors import checkpoint_dtype, checkpoint_rows
 from gla_triton_kernels.chunks.cutting import (
     INTERPRETED_SEGMENT,
@@ -31,7 +30,7 @@ from gla_triton_kernels.chunks.cutting import (
 from gla_triton_kernels.chunks.kernel import ForwardPlan, OutputKernel, Parameters, SegmentPlan, first_able, refusals
 from gla_triton_kernels.gla.cost import forward_prices
 from gla_triton_kernels.gla.general import kernels as general
-from gla_triton_kernels.gla.seen import copied_for_invariance, seen_by_kernels, seen_shape
+from gla_triton_kernels.gla.seen import copied_for_invariance, forward_of_pool, seen_by_kernels, seen_shape
 from gla_triton_kernels.gla.sm90 import kernels as sm90
 from gla_triton_runtime.architecture import Architecture, Gpu, gpu_of_call
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from gla_core.dispatch.backend import OpCall, contiguous_layout
+from gla_core.dispatch.backend import OP_LOWERINGS, OpCall, contiguous_layout
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_runtime.architecture import Gpu
 from gla_triton_runtime.tma import addressable
@@ -47,6 +47,11 @@ def seen_shape(name: str, shape: tuple[int, ...], K: int, V: int) -> tuple[int, 
         return shape
     width = K if name in OF_KEYS else V if name in OF_VALUES else shape[-1]
     return (*shape[:-1], width)
+
+
+def forward_of_pool(call: OpCall) -> OpCall:
+    """Returns the call of chunk_gla_fwd between a read and a write of the pool of a call of chunk_gla_pool."""
+    return OP_LOWERINGS[call.op].parts(call)[0][0]
 
 
 def seen_by_kernels(call: OpCall, gpu: Gpu) -> OpCall:

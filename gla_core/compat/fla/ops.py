@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from gla_core.dispatch.tensors import wide
-from gla_core.ops import chunk_gla as _chunk_gla
-from gla_core.ops import recurrent_gla_step as _recurrent_gla_step
 from gla_core.ops.calls import needs_gradient
+from gla_core.ops.gla import chunk_gla as _chunk_gla
+from gla_core.ops.gla import recurrent_gla_step as _recurrent_gla_step
 
 
 def chunk_gla(

@@ -27,7 +27,8 @@ from torch.compiler import is_compiling
 from gla_core.compat.mamba_ssm import kernels
 from gla_core.dispatch.request import current_request
 from gla_core.dispatch.tensors import wide
-from gla_core.ops import checks, chunk_gla, recurrent_gla_step
+from gla_core.ops import checks
+from gla_core.ops.gla import chunk_gla, recurrent_gla_step
 
 _SCAN = {
     "x": "batch seqlen nheads headdim",

@@ -53,7 +53,7 @@ def online_softmax(x: Tensor, dim: int = -1, backend: str | None = None) -> Tens
     needs_grad = plans_gradient(x)
     if not needs_grad and bypasses_torch(x):
         return run(SOFTMAX, (x, _from_the_front(x, dim)), current_request(backend))
-    x = autocast.wide(x)
+    (x,) = autocast.inputs(SOFTMAX, x)
     refuse_tangents(x)
     return _torch_softmax(x, _from_the_front(x, dim), needs_grad, request_text(backend))
 

@@ -69,7 +69,7 @@ def softmax_attention(
     needs_grad = plans_gradient(q, k, v)
     if not needs_grad and bypasses_torch(q):
         return run(ATTENTION, (q, k, v, scale_or_default(q, scale), causal), current_request(backend))
-    q, k, v, _ = autocast.tokens(q, k, v, None)
+    q, k, v = autocast.inputs(ATTENTION, q, k, v)
     refuse_tangents(q, k, v)
     return _torch_attention(q, k, v, plain_number(scale), causal, needs_grad, request_text(backend))
 

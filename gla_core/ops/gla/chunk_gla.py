@@ -57,21 +57,21 @@ from gla_core.dispatch.environment import environment
 from gla_core.dispatch.request import Request, current_request, request_of
 from gla_core.dispatch.selection import makes_checkpoints
 from gla_core.dispatch.tensors import checkpoint_rows
-from gla_core.ops import autocast, checks
+from gla_core.ops import _invariant, autocast, checks
 from gla_core.ops._autograd import gradient
 from gla_core.ops._run import bypasses_torch, plans_gradient, request_text, run
 from gla_core.ops._torch_op import eager_op_of, exportable, no_second_derivative, refuse_tangents, torch_op_of
 from gla_core.ops.spec import (
     AS_INPUT,
-    CHECKPOINTS,
-    GATE,
+    CHECKPOINT,
     INPUT,
-    OFFSETS,
-    STATE,
-    STATE_GRADIENT,
+    INTEGER,
+    WIDE,
     Argument,
     OpSpec,
     Result,
+    Role,
+    gate,
     plain_number,
     scale_or_default,
 )
@@ -236,7 +236,7 @@ def chunk_gla(
     needs_grad, every = plans_gradient(q, k, v, g, initial_state), checkpoint_every
     request = current_request(backend) if bypasses_torch(q) else None  # None if PyTorch has to see the call
     if request is None:
-        q, k, v, g = autocast.tokens(q, k, v, g)
+        q, k, v, g = autocast.inputs(FORWARD, q, k, v, g)
         refuse_tangents(q, k, v, g, initial_state)
         scale = plain_number(scale)
     else:
@@ -279,14 +279,14 @@ TOKENS = (
     Argument("q", "Tensor", "B T Hq K", INPUT, differentiable=True),
     Argument("k", "Tensor", "B T H K", AS_INPUT, differentiable=True),
     Argument("v", "Tensor", "B T Hv V", AS_INPUT, differentiable=True),
-    Argument("g", "Tensor?", "B T Hv K", GATE, None, differentiable=True, forms=GATE_SHAPES),
+    gate(GATE_SHAPES, differentiable=True),
 )
 _SEQUENCES = (
     *TOKENS,
     Argument("scale", "float?", default=None, in_call=False),
-    Argument("initial_state", "Tensor?", "N Hv K V", STATE, None, differentiable=True),
+    Argument("initial_state", "Tensor?", "N Hv K V", WIDE, None, role=Role.STATE, differentiable=True),
 )
-_OFFSETS = Argument("cu_seqlens", "Tensor?", "N+1", OFFSETS, None)
+_OFFSETS = Argument("cu_seqlens", "Tensor?", "N+1", INTEGER, None, role=Role.OFFSETS)
 _INTERVAL = Argument("checkpoint_every", "int?", default=None)
 NORMALIZER = Argument("gate_normalizer", "int?", default=None)
 LONGEST = Argument("max_seqlen", "SymInt?", default=None, hint=True)
@@ -344,14 +344,22 @@ FORWARD = OpSpec(
     ),
     results=(
         Result("o", "B T Ho V"),
-        Result("state", "N Hv K V", STATE, when=lambda given: given["output_final_state"]),
-        Result("checkpoints", "B n Hv K V", CHECKPOINTS, when=lambda given: given["checkpoint_every"] is not None),
+        Result("state", "N Hv K V", WIDE, Role.STATE, when=lambda given: given["output_final_state"]),
+        Result(
+            "checkpoints",
+            "B n Hv K V",
+            CHECKPOINT,
+            Role.CHECKPOINTS,
+            when=lambda given: given["checkpoint_every"] is not None,
+        ),
     ),
     sizes=_SIZES,
     bind=_bind,
     reads=_reads,
     flops=_forward_flops,
+    tokens=tuple(argument.name for argument in TOKENS),
     backward="chunk_gla_bwd",
+    by_segments=_invariant.forward,
 )
 BACKWARD = OpSpec(
     name="chunk_gla_bwd",
@@ -359,10 +367,10 @@ BACKWARD = OpSpec(
     arguments=(
         *(dataclasses.replace(argument, differentiable=False) for argument in _SEQUENCES),
         _OFFSETS,
-        Argument("checkpoints", "Tensor?", "B n Hv K V", CHECKPOINTS, None),
+        Argument("checkpoints", "Tensor?", "B n Hv K V", CHECKPOINT, None, role=Role.CHECKPOINTS),
         _INTERVAL,
         Argument("do", "Tensor", "B T Ho V", AS_INPUT, None),
-        Argument("dstate", "Tensor?", "N Hv K V", STATE_GRADIENT, None),
+        Argument("dstate", "Tensor?", "N Hv K V", WIDE, None, role=Role.STATE),
         NORMALIZER,
         LONGEST,
     ),
@@ -371,6 +379,9 @@ BACKWARD = OpSpec(
     bind=_bind,
     reads=None,  # the forward checked its inputs, and a scaler of gradients has to see NaN in those of the outputs
     flops=_backward_flops,
+    tokens=(*FORWARD.tokens, "do"),
+    forward=FORWARD.name,
+    by_segments=_invariant.backward,
 )
 
 

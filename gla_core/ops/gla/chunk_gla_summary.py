@@ -42,7 +42,7 @@ from gla_core.ops import autocast, checks
 from gla_core.ops._run import bypasses_torch, needs_gradient, plans_gradient, request_text, run
 from gla_core.ops._torch_op import refuse_tangents, torch_op_of
 from gla_core.ops.gla.chunk_gla import GATE_SHAPES, torch_bwd
-from gla_core.ops.spec import AS_INPUT, GATE, INPUT, OFFSETS, WIDE, Argument, OpSpec, Result
+from gla_core.ops.spec import AS_INPUT, INPUT, INTEGER, WIDE, Argument, OpSpec, Result, Role, gate
 
 _NO_GRADIENT = "chunk_gla_gradient_summary has no gradient; call it under torch.no_grad()"
 
@@ -150,7 +150,7 @@ def _summary(
         if not needs_grad and bypasses_torch(left):
             decay, state = run(SUMMARY, (left, right, g, cu_seqlens, backwards), current_request(backend))
         else:
-            _, left, right, g = autocast.tokens(left, left, right, g)
+            left, right, g = autocast.inputs(SUMMARY, left, right, g)
             refuse_tangents(left, right, g)
             decay, state = _torch_summary(left, right, g, cu_seqlens, backwards, needs_grad, request_text(backend))
     except (TypeError, ValueError) as error:
@@ -198,8 +198,8 @@ SUMMARY = OpSpec(
     arguments=(
         Argument("left", "Tensor", "B T Hq K", INPUT, differentiable=True, public="k"),
         Argument("right", "Tensor", "B T Ho V", AS_INPUT, differentiable=True, public="v"),
-        Argument("g", "Tensor?", "B T Hv K", GATE, None, differentiable=True, forms=GATE_SHAPES),
-        Argument("cu_seqlens", "Tensor?", "N+1", OFFSETS, None),
+        gate(GATE_SHAPES, differentiable=True),
+        Argument("cu_seqlens", "Tensor?", "N+1", INTEGER, None, role=Role.OFFSETS),
         Argument("backwards", "bool", default=False),
     ),
     results=(Result("decay", "N Hv K", WIDE), Result("state", "N Hv K V", WIDE)),
@@ -207,6 +207,7 @@ SUMMARY = OpSpec(
     bind=_bind,
     reads=_reads,
     flops=_flops,
+    tokens=("left", "right", "g"),
     backward="chunk_gla_bwd",
 )
 

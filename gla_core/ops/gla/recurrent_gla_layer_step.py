@@ -20,17 +20,26 @@ gate_normalizer is as in `chunk_gla`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from gla_core.dispatch.composed.layer_step import OUTPUT_ACTIVATIONS
+from gla_core.dispatch.backend import Lowering, OpCall
+from gla_core.dispatch.tensors import wide
 from gla_core.ops import checks
 from gla_core.ops._serving import serving
-from gla_core.ops.gla.chunk_gla import NORMALIZER
-from gla_core.ops.gla.recurrent_gla_step import STEP
-from gla_core.ops.spec import AS_INPUT, INDICES, POOL, WEIGHT, Argument, OpSpec, Result, plain_number
+from gla_core.ops.gla.chunk_gla import FORWARD, NORMALIZER
+from gla_core.ops.gla.recurrent_gla_step import STEP, refuse_in_place
+from gla_core.ops.spec import AS_INPUT, AS_INPUT_OR_FLOAT32, INTEGER, POOL, Argument, OpSpec, Result, Role, plain_number
+
+OUTPUT_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {"silu": torch.nn.functional.silu, "sigmoid": torch.sigmoid}
+)
+"""The activations of the output gate of recurrent_gla_layer_step, by name."""
 
 
 def recurrent_gla_layer_step(
@@ -113,18 +122,75 @@ def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
         raise ValueError(f"activation is {activation!r}; expected {' or '.join(map(repr, OUTPUT_ACTIVATIONS))}")
 
 
+# ---- by recurrent_gla_step in place, and PyTorch's operations for the norm and the output gate
+
+
+def _step_of_layer_step(call: OpCall) -> OpCall:
+    """Returns the call of recurrent_gla_step by which recurrent_gla_layer_step is computed."""
+    return replace(
+        call,
+        op=STEP.name,
+        scalars={"gate_normalizer": call.scalars.get("gate_normalizer"), "inplace": True},
+        given=call.given.intersection(STEP.contract) | {"inplace"},
+        layouts={name: layout for name, layout in call.layouts.items() if name in STEP.contract},
+    )
+
+
+def _by_step(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that computes recurrent_gla_layer_step by one with the arguments of recurrent_gla_step."""
+
+    def recurrent_gla_layer_step(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor | None,
+        state: Tensor,
+        output_gate: Tensor | None,
+        norm_weight: Tensor | None,
+        scale: float,
+        norm_eps: float,
+        activation: str,
+        state_indices: Tensor | None,
+        gate_normalizer: int | None,
+    ) -> Tensor:
+        token = {"q": q, "k": k, "v": v, "g": g, "scale": scale, "gate_normalizer": gate_normalizer}
+        o, _ = step(**token, state=state, state_indices=state_indices, inplace=True)
+        y = _normed(o, output_gate, norm_weight, norm_eps, activation)
+        if state_indices is None:
+            return y
+        is_used = (state_indices >= 0) & (state_indices < len(state))  # elsewhere the output gate may be NaN
+        return torch.where(is_used[:, None, None], y, 0)
+
+    return recurrent_gla_layer_step
+
+
+def _normed(
+    o: Tensor,
+    output_gate: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    activation: str,
+) -> Tensor:
+    """Returns the RMS norm of each head of o [B, Ho, V] times the activation of its gate, in the dtype of o."""
+    dtype = wide(o.dtype)
+    weight = None if norm_weight is None else norm_weight.to(dtype)
+    y = torch.nn.functional.rms_norm(o.to(dtype), o.shape[-1:], weight, eps)
+    y = y if output_gate is None else y * OUTPUT_ACTIVATIONS[activation](output_gate.to(dtype))
+    return y.to(o.dtype).contiguous()
+
+
 LAYER_STEP = OpSpec(
     name="recurrent_gla_layer_step",
     public="recurrent_gla_layer_step",
     arguments=(
         *STEP.arguments[:4],  # q, k, v, g
-        Argument("state", "Tensor(a!)", "P Hv K V", POOL),
+        Argument("state", "Tensor(a!)", "P Hv K V", POOL, role=Role.STATE),
         Argument("output_gate", "Tensor?", "B Ho V", AS_INPUT, None),
-        Argument("norm_weight", "Tensor?", "V", WEIGHT, None),
+        Argument("norm_weight", "Tensor?", "V", AS_INPUT_OR_FLOAT32, None),
         Argument("scale", "float?", default=None, in_call=False),
         Argument("norm_eps", "float", default=1e-5, in_call=False),
         Argument("activation", "str", default="silu"),
-        Argument("state_indices", "Tensor?", "B", INDICES, None),
+        Argument("state_indices", "Tensor?", "B", INTEGER, None, role=Role.SLOTS),
         NORMALIZER,
     ),
     results=(Result("o", "B Ho V"),),
@@ -132,6 +198,8 @@ LAYER_STEP = OpSpec(
     bind=_bind,
     reads=STEP.reads,
     flops=STEP.flops,
+    tokens=STEP.tokens,
+    lowering=Lowering(STEP.name, lambda call: [(_step_of_layer_step(call), 1)], _by_step),
 )
 
-_call = serving(LAYER_STEP)
+_call = serving(LAYER_STEP, train_with=FORWARD, refuse_in_place=refuse_in_place)

@@ -33,28 +33,31 @@ The rings are those of ReplaySSM, which vLLM uses for Mamba-2 (vLLM #48018 and #
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.slots import is_slot
+from gla_core.dispatch.backend import Lowering, OpCall, Parts, of_log_gates
+from gla_core.dispatch.slots import is_slot, states_of_slots, write_entries, write_states
+from gla_core.dispatch.tensors import log_gates, wide
 from gla_core.ops import checks
 from gla_core.ops._serving import serving
 from gla_core.ops.gla.chunk_gla import FORWARD, NORMALIZER, TOKENS
-from gla_core.ops.gla.recurrent_gla_steps import MOST
+from gla_core.ops.gla.recurrent_gla_step import STEP, refuse_in_place
+from gla_core.ops.gla.recurrent_gla_steps import MOST, in_shape, rows_of_outputs, step_of_steps, token_by_token
 from gla_core.ops.spec import (
     AS_INPUT,
-    INDICES,
-    MARKS,
-    OFFSETS,
-    RING,
-    RING_OF_GATES,
+    AS_INPUT_OR_FLOAT32,
+    FLAG,
+    INTEGER,
     SLOTTED,
+    WIDE,
     Argument,
     OpSpec,
     Result,
+    Role,
 )
 
 
@@ -239,28 +242,100 @@ def _reads(x: Mapping[str, Any]) -> dict[str, Any]:
     return {"B T": checks.rows_of(x["cu_seqlens"], served), "P L": ring, "P": slots[begins]}
 
 
+# ---- by recurrent_gla_step, one token of each sequence at a time, old tokens first
+
+
+def _step_of_replay(call: OpCall) -> OpCall:
+    """Returns the call of recurrent_gla_step by which each token, old or new, is computed.
+
+    Gates are log gates in a wide dtype, as rings hold them.
+    """
+    step = step_of_steps(call)
+    return step if step.gate_dtype is None else of_log_gates(step)
+
+
+def _parts(call: OpCall) -> Parts:
+    """Returns one step for each token of half a ring, and for each new token."""
+    half = call.dims["L"] // 2
+    return [(_step_of_replay(call), half + (half if call.variable_length else call.dims["T"]))]
+
+
+def _by_step(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that computes recurrent_gla_replay by one that takes the arguments of recurrent_gla_step."""
+
+    def recurrent_gla_replay(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor | None,
+        pool: Tensor,
+        ring_k: Tensor,
+        ring_v: Tensor,
+        ring_g: Tensor | None,
+        slots: Tensor,
+        ring_start: Tensor,
+        num_accepted: Tensor,
+        scale: float,
+        cu_seqlens: Tensor | None,
+        has_state: Tensor | None,
+        pad_slot: int,
+        gate_normalizer: int | None,
+        out: Tensor | None,
+    ) -> Tensor:
+        (N, L), dtype = (len(slots), ring_k.shape[1]), wide(q.dtype)
+        g = None if g is None else log_gates(g, gate_normalizer, dtype).contiguous()
+        options = {"scale": scale, "gate_normalizer": None}
+        served = is_slot(pool, slots, pad_slot)  # [N]
+        accepted = num_accepted.clamp(0, L // 2).long()
+        state = states_of_slots(pool, slots, has_state, dtype, pad_slot)  # [N, Hv, K, V]
+        is_new = False if has_state is None else ~has_state
+
+        def at(i: int | Tensor) -> tuple[Tensor, Tensor]:
+            """Returns the slots and the positions in the rings [N] of token i, counted from the ring's start."""
+            return torch.where(served, slots, 0).long(), (ring_start.long() + i) % L
+
+        no_query = q.new_zeros(N, *q.shape[2:])
+        for i in range(L // 2 if N * len(pool) else 0):
+            k_i, v_i = ring_k[at(i)].to(k.dtype), ring_v[at(i)].to(v.dtype)
+            token = {"q": no_query, "k": k_i, "v": v_i, "g": g if ring_g is None else ring_g[at(i)]}
+            _, new = step(**token, state=state, state_indices=None, inplace=False, **options)
+            state = torch.where((i < accepted)[:, None, None, None], new, state)
+        write_states(pool, slots, state, served & ((accepted > 0) | is_new))
+
+        o, tokens = rows_of_outputs(q, v), {"q": q, "k": k, "v": v, "g": g}
+        computed = token_by_token(step, tokens, cu_seqlens, L // 2, served, state, o, **options)
+        for j, (here, token, _) in enumerate(computed):
+            for ring, name in ((ring_k, "k"), (ring_v, "v"), (ring_g, "g")):
+                if ring is not None:
+                    write_entries(ring, at(accepted + j), token[name], here)
+        return in_shape(o, q, out)
+
+    return recurrent_gla_replay
+
+
 REPLAY = OpSpec(
     name="recurrent_gla_replay",
     public="recurrent_gla_replay",
     arguments=(
         *(dataclasses.replace(argument, differentiable=False) for argument in TOKENS),
-        Argument("pool", "Tensor(a!)", "P Hv K V", SLOTTED),
-        Argument("ring_k", "Tensor(b!)", "P L H K", RING),
-        Argument("ring_v", "Tensor(c!)", "P L Hv V", RING),
+        Argument("pool", "Tensor(a!)", "P Hv K V", SLOTTED, role=Role.STATE),
+        Argument("ring_k", "Tensor(b!)", "P L H K", AS_INPUT_OR_FLOAT32, role=Role.RING),
+        Argument("ring_v", "Tensor(c!)", "P L Hv V", AS_INPUT_OR_FLOAT32, role=Role.RING),
         Argument(
             "ring_g",
             "Tensor(d!)?",
             "P L Hv K",
-            RING_OF_GATES,
+            WIDE,
             None,
             forms={"head": "P L Hv", "key": "P L Hv K"},
+            role=Role.GATE_RING,
         ),
-        Argument("slots", "Tensor", "N", INDICES),
-        Argument("ring_start", "Tensor", "N", INDICES),
-        Argument("num_accepted", "Tensor", "N", INDICES),
+        Argument("slots", "Tensor", "N", INTEGER, role=Role.SLOTS),
+        Argument("ring_start", "Tensor", "N", INTEGER, role=Role.SLOTS),
+        Argument("num_accepted", "Tensor", "N", INTEGER, role=Role.SLOTS),
         Argument("scale", "float?", default=None, in_call=False),
-        Argument("cu_seqlens", "Tensor?", "N+1", OFFSETS, None),
-        Argument("has_state", "Tensor?", "N", MARKS, None),
+        Argument("cu_seqlens", "Tensor?", "N+1", INTEGER, None, role=Role.OFFSETS),
+        Argument("has_state", "Tensor?", "N", FLAG, None, role=Role.MARKS),
         Argument("pad_slot", "int", default=-1),
         NORMALIZER,
         Argument("out", "Tensor(e!)?", "B T Ho V", AS_INPUT, None),
@@ -271,6 +346,8 @@ REPLAY = OpSpec(
     bind=_bind,
     reads=_reads,
     flops=FORWARD.flops,  # the number of replayed tokens is known on the device alone
+    tokens=FORWARD.tokens,
+    lowering=Lowering(STEP.name, _parts, _by_step),
 )
 
-_call = serving(REPLAY)
+_call = serving(REPLAY, train_with=FORWARD, refuse_in_place=refuse_in_place)

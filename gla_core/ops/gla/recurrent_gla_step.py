@@ -24,26 +24,27 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from gla_core.dispatch.request import current_request
-from gla_core.ops import autocast, checks
+from gla_core.ops import _invariant, autocast, checks
 from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run, transformed
 from gla_core.ops._torch_op import (
     faker,
-    refuse_in_place,
+    refusal_in_place,
     refuse_tangents,
     runner,
     tell_autograd,
     torch_op,
 )
-from gla_core.ops.gla.chunk_gla import NORMALIZER
+from gla_core.ops.gla.chunk_gla import FORWARD, NORMALIZER
 from gla_core.ops.spec import (
     AS_INPUT,
-    GATE,
-    INDICES,
     INPUT,
+    INTEGER,
     POOL,
     Argument,
     OpSpec,
     Result,
+    Role,
+    gate,
     plain_number,
     scale_or_default,
 )
@@ -120,7 +121,7 @@ def recurrent_gla_step(
         if inplace:
             tell_autograd(state)
         return found
-    q, k, v, g = autocast.tokens(q, k, v, g)
+    q, k, v, g = autocast.inputs(STEP, q, k, v, g)
     refuse_tangents(q, k, v, g, state)
     args = (q, k, v, g, state, plain_number(scale), state_indices, c, request_text(backend))
     if inplace:
@@ -162,10 +163,10 @@ STEP = OpSpec(
         Argument("q", "Tensor", "B Hq K", INPUT),
         Argument("k", "Tensor", "B H K", AS_INPUT),
         Argument("v", "Tensor", "B Hv V", AS_INPUT),
-        Argument("g", "Tensor?", "B Hv K", GATE, None, forms={"constant": "Hv", "head": "B Hv", "key": "B Hv K"}),
-        Argument("state", "Tensor", "P Hv K V", POOL),
+        gate({"constant": "Hv", "head": "B Hv", "key": "B Hv K"}),
+        Argument("state", "Tensor", "P Hv K V", POOL, role=Role.STATE),
         Argument("scale", "float?", default=None, in_call=False),
-        Argument("state_indices", "Tensor?", "B", INDICES, None),
+        Argument("state_indices", "Tensor?", "B", INTEGER, None, role=Role.SLOTS),
         NORMALIZER,
         Argument("inplace", "bool", default=False),
     ),
@@ -177,7 +178,12 @@ STEP = OpSpec(
     bind=_bind,
     reads=_reads,
     flops=_flops,
+    tokens=FORWARD.tokens,
+    by_segments=_invariant.step,
 )
+
+
+refuse_in_place = refusal_in_place("chunk_gla with states of your own, or recurrent_gla_step with inplace=False")
 
 
 def _no_backward(*_: Any) -> NoReturn:

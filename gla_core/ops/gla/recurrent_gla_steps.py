@@ -27,27 +27,21 @@ one slot. Numbers in the pool that belong to no written slot keep their bits.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.slots import is_slot
+from gla_core.dispatch.backend import Lowering, OpCall, Parts, contiguous_layout
+from gla_core.dispatch.slots import is_slot, states_of_slots, write_states
+from gla_core.dispatch.tensors import wide
 from gla_core.ops import checks
 from gla_core.ops._serving import serving
 from gla_core.ops.gla.chunk_gla import FORWARD, NORMALIZER, TOKENS
-from gla_core.ops.spec import (
-    AS_INPUT,
-    INDICES,
-    MARKS,
-    OFFSETS,
-    PLACES,
-    SLOTTED,
-    Argument,
-    OpSpec,
-    Result,
-)
+from gla_core.ops.gla.recurrent_gla_step import STEP, refuse_in_place
+from gla_core.ops.spec import AS_INPUT, FLAG, INTEGER, SLOTTED, Argument, OpSpec, Result, Role
 
 MOST = 8
 """The most tokens of a sequence in a call."""
@@ -191,18 +185,138 @@ def _reads(x: Mapping[str, Any]) -> dict[str, Any]:
     return {"B T": checks.rows_of(x["cu_seqlens"], served), "P": starts[begins].long()}
 
 
+# ---- by recurrent_gla_step, one token of each sequence at a time
+
+
+def step_of_steps(call: OpCall) -> OpCall:
+    """Returns the call of recurrent_gla_step by which each token of recurrent_gla_steps is computed."""
+    N, dims = call.dims["N"], call.dims
+    sizes = {"B": N, **{name: dims[name] for name in ("H", "Hq", "Hv", "K", "V")}, "P": N}
+    shapes = {name: (N, dims[heads], dims[width]) for name, heads, width in (("q", "Hq", "K"), ("k", "H", "K"))}
+    shapes["v"] = (N, dims["Hv"], dims["V"])
+    layouts = {name: contiguous_layout(shape, call.dtype) for name, shape in shapes.items()}
+    layouts["state"] = contiguous_layout((N, dims["Hv"], dims["K"], dims["V"]), wide(call.dtype))
+    if call.gate_dtype is not None and call.gate_form is not None:
+        of_gate = {"constant": (dims["Hv"],), "head": (N, dims["Hv"]), "key": (N, dims["Hv"], dims["K"])}
+        layouts["g"] = contiguous_layout(of_gate[call.gate_form], call.gate_dtype)
+    return replace(
+        call,
+        op=STEP.name,
+        dims=sizes,
+        state_dtype=wide(call.dtype),
+        variable_length=False,
+        indexed=False,
+        scalars={"gate_normalizer": call.scalars.get("gate_normalizer"), "inplace": False},
+        given=call.given.intersection(("g", "gate_normalizer")),
+        layouts=layouts if call.layouts else {},
+    )
+
+
+def _parts(call: OpCall) -> Parts:
+    """Returns one step for each token of a sequence."""
+    S = call.dims["S"]
+    return [(step_of_steps(call), S if call.variable_length else min(S, call.dims["T"]))]
+
+
+def _by_step(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that computes recurrent_gla_steps by one that takes the arguments of recurrent_gla_step."""
+
+    def recurrent_gla_steps(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor | None,
+        pool: Tensor,
+        slots: Tensor,
+        scale: float,
+        cu_seqlens: Tensor | None,
+        num_accepted: Tensor | None,
+        read_slots: Tensor | None,
+        has_state: Tensor | None,
+        pad_slot: int,
+        gate_normalizer: int | None,
+        out: Tensor | None,
+    ) -> Tensor:
+        read = slots[:, 0] if read_slots is None else read_slots
+        if read_slots is None and num_accepted is not None:
+            read = slots.gather(1, num_accepted.long().clamp(1, slots.shape[1])[:, None] - 1)[:, 0]
+        served = is_slot(pool, read, pad_slot)  # [N]
+        if has_state is not None:
+            served = torch.where(has_state, served, is_slot(pool, slots[:, 0], pad_slot))
+        state = states_of_slots(pool, read, has_state, wide(q.dtype), pad_slot)  # [N, Hv, K, V]
+        tokens, options = {"q": q, "k": k, "v": v, "g": g}, {"scale": scale, "gate_normalizer": gate_normalizer}
+        o = rows_of_outputs(q, v)
+        computed = token_by_token(step, tokens, cu_seqlens, slots.shape[1], served, state, o, **options)
+        for j, (here, _, new) in enumerate(computed):
+            write_states(pool, slots[:, j], new, here & is_slot(pool, slots[:, j], pad_slot))
+        return in_shape(o, q, out)
+
+    return recurrent_gla_steps
+
+
+def rows_of_outputs(q: Tensor, v: Tensor) -> Tensor:
+    """Returns zeros [B T + 1, Ho, V] for the outputs of all tokens; the last row is that of no token."""
+    return v.new_zeros(q.shape[0] * q.shape[1] + 1, max(q.shape[2], v.shape[2]), v.shape[3])
+
+
+def in_shape(o: Tensor, q: Tensor, out: Tensor | None) -> Tensor:
+    """Returns the rows of outputs as o [B, T, Ho, V], in `out` if it is given."""
+    o = o[:-1].unflatten(0, q.shape[:2])
+    return o.clone() if out is None else out.copy_(o)
+
+
+def token_by_token(
+    step: Callable[..., Any],
+    tokens: Mapping[str, Any],
+    cu_seqlens: Tensor | None,
+    most: int,
+    served: Tensor,
+    state: Tensor,
+    o: Tensor,
+    **options: Any,
+) -> Iterator[tuple[Tensor, dict[str, Any], Tensor]]:
+    """Computes the tokens of sequences, one of each sequence at a time, and writes their outputs into rows of o.
+
+    Args:
+        step: computes recurrent_gla_step; takes its arguments by name.
+        tokens: q, k, v and g of the tokens of all sequences.
+        most: the most tokens of a sequence that are computed.
+        served: which sequences are computed [N].
+        state: the states from which they start [N, Hv, K, V].
+        o: see `rows_of_outputs`.
+        options: further arguments of `step`.
+
+    Yields:
+        which sequences have the token [N], the arguments of `step` that depend on it, and the states after it.
+    """
+    (B, T), N = tokens["q"].shape[:2], len(served)
+    if cu_seqlens is None:
+        starts = T * torch.arange(N, device=served.device)
+        ends, most = starts + T, min(most, T)
+    else:
+        starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+    for j in range(most if N * B * T else 0):
+        here = served & (starts + j < ends)
+        rows = torch.where(here, starts + j, 0)
+        token = {name: x if x is None or x.ndim == 1 else x.flatten(0, 1)[rows] for name, x in tokens.items()}
+        o_j, new = step(**token, state=state, state_indices=None, inplace=False, **options)
+        o.index_copy_(0, torch.where(here, starts + j, B * T), o_j)
+        state = torch.where(here[:, None, None, None], new, state)
+        yield here, token, state
+
+
 STEPS = OpSpec(
     name="recurrent_gla_steps",
     public="recurrent_gla_steps",
     arguments=(
         *(dataclasses.replace(argument, differentiable=False) for argument in TOKENS),
-        Argument("pool", "Tensor(a!)", "P Hv K V", SLOTTED),
-        Argument("slots", "Tensor", "N S", INDICES),
+        Argument("pool", "Tensor(a!)", "P Hv K V", SLOTTED, role=Role.STATE),
+        Argument("slots", "Tensor", "N S", INTEGER, role=Role.SLOTS),
         Argument("scale", "float?", default=None, in_call=False),
-        Argument("cu_seqlens", "Tensor?", "N+1", OFFSETS, None),
-        Argument("num_accepted", "Tensor?", "N", PLACES, None),
-        Argument("read_slots", "Tensor?", "N", PLACES, None),
-        Argument("has_state", "Tensor?", "N", MARKS, None),
+        Argument("cu_seqlens", "Tensor?", "N+1", INTEGER, None, role=Role.OFFSETS),
+        Argument("num_accepted", "Tensor?", "N", INTEGER, None, role=Role.MARKS),
+        Argument("read_slots", "Tensor?", "N", INTEGER, None, role=Role.MARKS),
+        Argument("has_state", "Tensor?", "N", FLAG, None, role=Role.MARKS),
         Argument("pad_slot", "int", default=-1),
         NORMALIZER,
         Argument("out", "Tensor(b!)?", "B T Ho V", AS_INPUT, None),
@@ -213,7 +327,9 @@ STEPS = OpSpec(
     bind=_bind,
     reads=_reads,
     flops=FORWARD.flops,
+    tokens=FORWARD.tokens,
+    lowering=Lowering(STEP.name, _parts, _by_step),
     writes=lambda sizes: sizes["B"] * sizes["T"] / max(sizes["N"], 1),
 )
 
-_call = serving(STEPS)
+_call = serving(STEPS, train_with=FORWARD, refuse_in_place=refuse_in_place)

@@ -1,0 +1,73 @@
+"""Computes an op by another op, for a backend that implements only the other one.
+
+Ops declare how (`OP_LOWERINGS`). The core completes each backend that is registered: one with `chunk_gla_fwd`, for
+example, serves `chunk_gla_pool` without naming it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from gla_core.dispatch.backend import (
+    OP_LOWERINGS,
+    OP_PARAMETERS,
+    Backend,
+    Op,
+    OpCall,
+    Prepared,
+    arguments_of,
+    as_received,
+    by_keyword,
+    prepared,
+)
+from gla_core.dispatch.tensors import log_gates, wide
+
+
+def completed(backend: Backend) -> Backend:
+    """Returns the backend with each op that it lacks and that can be computed by one that it implements."""
+    missing = {
+        op: lowering.by for op, lowering in OP_LOWERINGS.items() if op not in backend.ops and lowering.by in backend.ops
+    }
+    ops = {op: lowered(op, backend.ops[by]) for op, by in missing.items()}
+    can = {op: backend.op_capabilities[by] for op, by in missing.items() if by in backend.op_capabilities}
+    return dataclasses.replace(backend, ops={**backend.ops, **ops}, op_capabilities={**can, **backend.op_capabilities})
+
+
+def lowered(op: str, part: Op) -> Prepared:
+    """Returns an implementation of an op that computes by `part`, an implementation of the op in its lowering.
+
+    A backend that is registered gets it without asking. A backend with a kernel for some devices alone may call it for
+    the others.
+
+    Example:
+        >>> pool = lowered("chunk_gla_pool", chunk_gla_fwd)
+        >>> ops = {"chunk_gla_fwd": chunk_gla_fwd, "chunk_gla_pool": pool}
+        >>> Backend("mine", "1.0", ops)
+    """
+    lowering, takes = OP_LOWERINGS[op], arguments_of(part)
+
+    def prepare(call: OpCall) -> Callable[..., Any]:
+        if not isinstance(part, Prepared):
+            return lowering.function(_by_name(part, takes, by_keyword(part)))
+        functions = (prepared(part, as_received(part, each)) for each, _ in lowering.parts(call))
+        return lowering.function(*(_by_name(function, takes, False) for function in functions))
+
+    def kernels(call: OpCall) -> list[str]:
+        if not isinstance(part, Prepared) or part.kernels is None:
+            return []
+        return part.kernels(as_received(part, lowering.parts(call)[0][0]))
+
+    return Prepared(prepare, OP_PARAMETERS[op], kernels, lowering.parts)
+
+
+def _by_name(function: Callable[..., Any], takes: tuple[str, ...], keywords: bool) -> Callable[..., Any]:
+    """Returns a function that takes all arguments of an op by name, and passes `function` those that it takes."""
+
+    def run(**x: Any) -> Any:
+        if "gate_normalizer" not in takes and x["gate_normalizer"] is not None:
+            x["g"] = log_gates(x["g"], x["gate_normalizer"], wide(x["q"].dtype)).contiguous()
+        return function(**{name: x[name] for name in takes}) if keywords else function(*(x[name] for name in takes))
+
+    return run
