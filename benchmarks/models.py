@@ -35,7 +35,7 @@ NO_END = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 PROMPT = 512
 NEW, PER_GRAPH, REPLAYS, REPEATS = 64, 8, 16, 5
 WARM_UP, STEPS, PROFILED = 3, 10, 5
-OF_GLA = re.compile(
+GLA_KERNELS = re.compile(
     r"(?!triton_)\w*(chunk_|gla|_state_kernel|_gate_kernel|_gradient_kernel|_build_states|_scan|_pairs)"
 )
 """The names of FLA's and our kernels for gated linear attention. Kernels of torch.compile begin with `triton_`."""
@@ -174,7 +174,7 @@ def _kernel_seconds(step: Callable[[], None]) -> tuple[float, float]:
         step()
         torch.cuda.synchronize()
     kernels = {event.key: event.self_device_time_total / 1e6 for event in profile.key_averages()}
-    return sum(kernels.values()), sum(seconds for name, seconds in kernels.items() if OF_GLA.match(name))
+    return sum(kernels.values()), sum(seconds for name, seconds in kernels.items() if GLA_KERNELS.match(name))
 
 
 # ---- generating

@@ -54,7 +54,7 @@ MOST = 2**22
 BACKWARDS = 36
 FORMS = 30
 LENGTHS = ("equal", "uniform", "log-uniform", "one giant", "single tokens")
-OF_EACH = 20
+CALLS_PER_KIND = 20
 
 Row = dict[str, Any]
 Shape = tuple[int, int, int, int, int, int | None]
@@ -152,7 +152,7 @@ def packed_calls(device: torch.device) -> Iterator[tuple[str, OpCall]]:
     """Yields calls with packed sequences of unknown lengths: the forward of all, the backward of half of them."""
     random = Random(6)
     for kind in LENGTHS:
-        for i in range(OF_EACH):
+        for i in range(CALLS_PER_KIND):
             N, T = round(2 * 256 ** random.random()), round(1000 * 100 ** random.random())
             H, K, V = random.choice((4, 8, 16, 32)), random.choice((64, 128, 256)), random.choice((64, 128, 256))
             T = max(N, min(T, 2**29 // (H * (K + V))))

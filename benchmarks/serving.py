@@ -224,8 +224,8 @@ def _measure(
 
     def time(who: str) -> Fields:
         timing = measured(what, make, getattr(engines[who], what), device)
-        of_floor = floor_bytes(what, make()) / timing.seconds / bandwidth
-        return {"seconds": timing.seconds, "spread": timing.spread, "facts": {"of floor": of_floor}}
+        share = floor_bytes(what, make()) / timing.seconds / bandwidth
+        return {"seconds": timing.seconds, "spread": timing.spread, "facts": {"of floor": share}}
 
     return [attempt(functools.partial(time, who)) for who in whos]  # another engine may not run here
 

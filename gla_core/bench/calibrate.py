@@ -161,7 +161,7 @@ def _fits(samples: list[Timed], device: torch.device) -> Iterator[Fit]:
     op, facts = samples[0][0][1].op, calibration.device_facts(device)
     backends = {backend.name: backend for (backend, _), _ in samples}.values()
     starts = {backend.name: calibration.start_constants(backend, op, device) or {} for backend in backends}
-    start = {name: value for of_backend in starts.values() for name, value in of_backend.items()}
+    start = {name: value for constants in starts.values() for name, value in constants.items()}
     samples = [s for s in samples if math.isfinite(error(_formula, {**start, **facts}, s))]
     if not samples:
         return
@@ -283,7 +283,7 @@ def run_calibrate(options: Options, console: Console) -> bool:
         ]
         for i in range(1, _PASSES + 1)
     ]
-    samples = [quickest(of_task) for of_task in zip(*passes, strict=True)]
+    samples = [quickest(times) for times in zip(*passes, strict=True)]
     fits = fit_samples(samples, options.device)
     _print(fits, samples, console)
     if fits and options.json is not None:

@@ -26,7 +26,7 @@ LOCK = threading.RLock()
 _logger = logging.getLogger("gla_core")
 _made: dict[tuple[str, Callable], Replacement] = {}
 """The replacement of each original function."""
-_of_methods: dict[type, MethodReplacement] = {}
+_methods: dict[type, MethodReplacement] = {}
 """The replacement of the `forward` of each class."""
 
 
@@ -183,14 +183,14 @@ def classes_of(module: ModuleType) -> list[type]:
 
 def method_replacement(owner: type, function: Callable, how: str) -> MethodReplacement:
     """Returns the replacement of a class's `forward`: the current one, or a new one."""
-    if owner not in _of_methods:
-        _of_methods[owner] = MethodReplacement(owner, function, how)
-    return _of_methods[owner]
+    if owner not in _methods:
+        _methods[owner] = MethodReplacement(owner, function, how)
+    return _methods[owner]
 
 
 def is_replaced(owner: type) -> bool:
     """Returns whether the `forward` of a class is replaced now."""
-    method = _of_methods.get(owner)
+    method = _methods.get(owner)
     return method is not None and method.in_force
 
 

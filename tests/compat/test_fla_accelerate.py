@@ -253,7 +253,7 @@ def test_a_reference_that_is_kept_calls_the_original_once_all_is_undone(fla):
         assert isinstance(kept(*tokens())[0], torch.Tensor)
 
 
-def of_ops(fla, name):
+def ops_function(fla, name):
     """Returns a function of `fla.ops.gla`, and a module that holds it."""
     layer = torch.nn.Module()
     layer.function = getattr(fla["fla.ops.gla"], name)
@@ -263,9 +263,9 @@ def of_ops(fla, name):
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
 @pytest.mark.parametrize("name", GLA)
 def test_copies_obey_undo(fla, name, again):
-    original, _ = of_ops(fla, name)
+    original, _ = ops_function(fla, name)
     acceleration = accelerate()
-    new, layer = of_ops(fla, name)
+    new, layer = ops_function(fla, name)
     made = again(layer)
     assert again(new) is new is made.function
     acceleration.undo()
@@ -278,7 +278,7 @@ def test_copies_obey_undo(fla, name, again):
 def test_a_pickle_names_no_package_of_ours(fla):
     """Another process, which may lack this package, reads the original."""
     with accelerate():
-        pickled = pickle.dumps(of_ops(fla, "chunk_gla")[0])
+        pickled = pickle.dumps(ops_function(fla, "chunk_gla")[0])
     assert b"gla_core" not in pickled
     assert b"fla.ops.gla:chunk_gla" in pickled
 

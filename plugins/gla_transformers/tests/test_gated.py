@@ -137,7 +137,7 @@ def gates(dtype, bounded):
     return q, f, bound
 
 
-def of_gates(q, f, bound):
+def forgotten(q, f, bound):
     """Returns what `forgetting` does in float64, by terms that neither cancel nor overflow, nor do their gradients."""
     c = 0 if bound is None else bound
     sigma, other = f.clamp(max=0).sigmoid(), (-f.clamp(min=0)).sigmoid()  # of f where f < 0, and of -f elsewhere
@@ -156,7 +156,7 @@ def double(tensors):
 @pytest.mark.parametrize("bounded", [False, True])
 def test_forgetting(dtype, gates, calls):
     """Log gates have their relative precision at both ends, where keys are 1 and near 0."""
-    actual, expected = forgetting(*gates), of_gates(*double(gates))
+    actual, expected = forgetting(*gates), forgotten(*double(gates))
     assert [x.dtype for x in actual] == [dtype, dtype, torch.float32]
     for a, b, precision in zip(actual, expected, (dtype, dtype, torch.float32), strict=True):
         assert relative_error(a, b) <= FORWARD[precision]
@@ -181,7 +181,7 @@ def test_gradients_of_forgetting(dtype, gates, calls):
     if gates[2] is not None:
         dg[(gates[2] == 0) & (gates[1] < -60)] = 0  # times exp(-f) it may be too large for float32
     actual = torch.autograd.grad(results, inputs, (dy, dk, dg))
-    wanted = torch.autograd.grad(of_gates(*exact), exact[: len(inputs)], (dy.double(), dk.double(), dg.double()))
+    wanted = torch.autograd.grad(forgotten(*exact), exact[: len(inputs)], (dy.double(), dk.double(), dg.double()))
     for x, a, b in zip(inputs, actual, wanted, strict=True):
         assert (a.dtype, a.shape) == (x.dtype, x.shape)
         assert relative_error(a, b) <= FORWARD[x.dtype]
@@ -200,7 +200,7 @@ def test_one_gradient_of_forgetting(i, calls):
         inputs = [q, f, (0.9 * torch.rand(8, device=DEVICE)).half()]
         x, exact = inputs[i].requires_grad_(), double(inputs)
         (actual,) = torch.autograd.grad(forgetting(*inputs)[i].sum(), x)
-        (wanted,) = torch.autograd.grad(of_gates(*exact)[i].sum(), exact[i])
+        (wanted,) = torch.autograd.grad(forgotten(*exact)[i].sum(), exact[i])
         assert actual.dtype == x.dtype
         assert relative_error(actual, wanted) <= FORWARD[x.dtype]
     assert calls == ["forgetting", "forgetting_backward"] * 2

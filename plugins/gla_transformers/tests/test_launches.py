@@ -19,7 +19,7 @@ VIEWS |= {"empty", "set_", "unbind", "expand", "transpose", "squeeze", "alias"}
 A_LAYER = 10
 """Norm, projections, second half of the gate, step, output projection, norm, projections, two of the gated activation
 (one on a GPU), last projection."""
-OF_FEW_ROWS = 6
+FEW_ROWS_LAUNCHES = 6
 """Projections, second half of the gate, step, output projection, projections, last projection."""
 A_PROMPT = 10
 """Norm, projections, second half of the gate, the op, norm of heads with its gate, output projection, norm,
@@ -98,7 +98,7 @@ def test_a_decoding_step_of_few_rows(ours, layers, monkeypatch):
         monkeypatch.setattr(few_rows, "kernel_of", lambda device: kernel)
         model(tokens[:, :1], past_key_values=cache)
     assert launches.found["product"] == 5 * layers
-    assert launches.found.total() <= OF_FEW_ROWS * layers + OUTSIDE, launches.found
+    assert launches.found.total() <= FEW_ROWS_LAUNCHES * layers + OUTSIDE, launches.found
 
 
 @torch.no_grad()

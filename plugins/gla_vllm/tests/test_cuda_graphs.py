@@ -134,8 +134,8 @@ def test_no_value_of_the_device_is_read(kind, drafts, decodes):
         is_prefilling=torch.arange(SEQUENCES) >= decodes,
     )
     counts = torch.tensor([*drafts, -1, -1], dtype=torch.int32)
-    of_drafts = {"num_accepted_tokens": blocks[:, 0], "num_decode_draft_tokens_cpu": counts} if drafts else {}
-    batch = builder.build(0, common, **of_drafts)
+    draft_options = {"num_accepted_tokens": blocks[:, 0], "num_decode_draft_tokens_cpu": counts} if drafts else {}
+    batch = builder.build(0, common, **draft_options)
     for described in (batch, builder.update_block_table(batch, blocks, common.slot_mapping)):
         assert (described.num_decodes, described.num_prefills) == (decodes, SEQUENCES - decodes)
         assert described.state_indices_tensor_d.is_meta
