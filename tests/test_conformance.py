@@ -22,8 +22,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # tests/backends/test_random_serving.py draws all that may be said of slots.
 PADDED = "padded and not per_head and (float16 or may_be_int32 or g_is_zero)"
 POOL = "(not test_chunk_gla_pool or test_values)"
-OF_OPS = "(same_bits or unchanged or test_torch or test_autocast)"
-SAMPLE = f"(short or small or test_refusals or {PADDED}) and {POOL} and not {OF_OPS}"
+PROPERTIES = "(same_bits or unchanged or test_torch or test_autocast)"
+SAMPLE = f"(short or small or test_refusals or {PADDED}) and {POOL} and not {PROPERTIES}"
 
 
 def kit(backend, device, tests=""):
