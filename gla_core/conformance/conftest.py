@@ -73,15 +73,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     marker = metafunc.definition.get_closest_marker("over")
     if marker is None:
-        found = refusals(backend, device)
-        ids = [f"{case.op}-{case}-{number}" for number, case in enumerate(found)]
+        chosen = refusals(backend, device)
+        ids = [f"{case}-{number}" for number, case in enumerate(chosen)]
     else:
         ops, *names = marker.args
-        several = isinstance(ops, tuple)
-        lists = (cases(backend, device, op, *names, **marker.kwargs) for op in (ops if several else [ops]))
-        found = list(itertools.chain.from_iterable(lists))
-        ids = [f"{case.op}-{case}" if several else str(case) for case in found]
-    metafunc.parametrize("case", found, ids=ids)
+        chosen = [case for op in ops for case in cases(backend, device, op, *names, **marker.kwargs)]
+        ids = list(map(str, chosen))
+    metafunc.parametrize("case", chosen, ids=ids)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
