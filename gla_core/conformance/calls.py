@@ -34,7 +34,7 @@ Measure = Callable[..., None]
 CHECKPOINT_EVERY = 64
 RINGS = ("ring_k", "ring_v", "ring_g")
 NOT_ASKED = ("out", "inplace", "output_final_state", "max_seqlen", "gate", "gate_normalizer")
-"""The arguments that oracles do not take: gates are log gates, and the others leave the values of results as they are."""
+"""The arguments that oracles do not take: their gates are log gates, and the others change no value of a result."""
 
 
 class Expected(NamedTuple):
@@ -94,10 +94,8 @@ def described(name: str) -> dict[str, Argument]:
 
 def tokens(name: str, x: Arguments) -> Named:
     """Returns the arguments of a call with one row a token, [B, T, ...]; a constant gate has none."""
-    spec = RUNS[name][0]
-    rows = {
-        n: a for n, a in described(name).items() if (a.shape or "").startswith("B T ") and a.name not in spec.places
-    }
+    places = RUNS[name][0].places
+    rows = [n for n, a in described(name).items() if (a.shape or "").startswith("B T ") and a.name not in places]
     return {n: y for n in rows if (y := x.get(n)) is not None and y.ndim > 1}
 
 
@@ -297,9 +295,8 @@ def oracle_gradients(name: str, x: Arguments | GlaInputs, loss: Named | None = N
     out = expected(public_op(name).name, {**x, **leaves}).results
     # without tokens, or without gates, a result may depend on no input, and autograd would raise an error
     nothing = 0 * sum(leaf.sum() for leaf in leaves.values())
-    ds = torch.autograd.grad(
-        [out[n] + nothing for n in loss], list(leaves.values()), [d.double() for d in loss.values()]
-    )
+    outs, seeds = [out[n] + nothing for n in loss], [d.double() for d in loss.values()]
+    ds = torch.autograd.grad(outs, list(leaves.values()), seeds)
     return {f"d{n}": d for n, d in zip(leaves, ds, strict=True)}
 
 
@@ -323,17 +320,16 @@ def _with_log_gates(x: Arguments) -> Arguments:
     return {**x, "g": log_gates(x["g"], x.get("gate_normalizer", 16), torch.float64)}
 
 
-def _of_a_pool(
-    x: Arguments, o: Tensor, states: dict[int, Tensor], entries: Mapping[Any, Any] | None = None
-) -> Expected:
-    """Returns the results of a call on a pool, given the states and the entries of rings that it writes."""
+def _of_a_pool(x: Arguments, o: Tensor, states: dict[int, Tensor], *rings: Mapping[Any, Any]) -> Expected:
+    """Returns the results of a call on a pool, from the states and the entries of rings that it writes."""
+    (entries,) = rings or ({},)
     results, written = {"o": o, "pool": x["pool"].double().clone()}, {"pool": list(states)}
     for slot, state in states.items():
         results["pool"][slot] = state
     for i, ring in enumerate(ring for ring in RINGS if x.get(ring) is not None):
         results[ring] = x[ring].double().clone()
-        written[ring] = tuple([place[j] for place in entries or ()] for j in range(2))
-        for place, entry in (entries or {}).items():
+        written[ring] = tuple([place[j] for place in entries] for j in range(2))
+        for place, entry in entries.items():
             results[ring][place] = entry[i].double()
     return Expected(results, written)
 

@@ -1,6 +1,8 @@
-"""chunk_gla_pool: slots outside the pool, the pad slot, states kept on the way, calls in a row, and `chunk_gla` itself."""
+"""chunk_gla_pool: slots outside the pool, the pad slot, checkpoints, calls in a row, and the equal `chunk_gla`."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
@@ -72,7 +74,7 @@ def test_equals_chunk_gla(backend, case, measure):
 def parts_of(x, *cuts):
     """Returns calls on one pool, of the tokens of the first sequence between two cuts each."""
     first = {**x, "read_slots": x["read_slots"][:1], **dict.fromkeys(OPTIONAL)}
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in itertools.pairwise(cuts):
         offsets = torch.tensor([0, stop - start], device=x["q"].device)
         yield span(POOL, first, start, stop, cu_seqlens=offsets)
 

@@ -1,4 +1,4 @@
-"""Ops with gates: float32 gates, logits in place of log gates, gates of -inf, and the gradient of gates of any strength."""
+"""Ops with gates: float32 gates, logits, gates of -inf, and the gradient of gates of any strength."""
 
 from __future__ import annotations
 

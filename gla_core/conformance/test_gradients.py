@@ -28,7 +28,7 @@ from gla_core.ops import ABSTRACT_OPS
 
 @over(DIFFERENTIATED, requires="gradients")
 def test_gradients(backend, case, measure):
-    """Extreme gates of float16 summaries are float32: float16 has no numbers as small as the gradients of some of them."""
+    """Extreme gates of float16 summaries are float32: float16 has no numbers as small as some of their gradients."""
     too_small = case.dtype == torch.float16 and case.workload.sizes.get("gates") == "extreme"
     is_summary = case.op == "chunk_gla_summary"
     x = inputs(case, **({"gate_dtype": torch.float32} if too_small and is_summary else {}))

@@ -100,7 +100,7 @@ def test_padding(backend, case, measure):
     dtypes="rotating",
 )
 def test_rows_of_no_sequence(backend, case, measure):
-    """They may hold anything, as may the tokens of a sequence for which there are no slots or no rings; their o is 0."""
+    """They may hold anything, as may tokens of a sequence for which slots or rings have no room; their o is 0."""
     x = given(case, leading=4, padding=9)
     rows = rows_of_no_sequence(x["cu_seqlens"], x["q"].shape[1])
     if "slots" in x and len(x["slots"]):  # leave room for three tokens

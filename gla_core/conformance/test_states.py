@@ -59,12 +59,10 @@ def in_two(op: str, x: Arguments, cut: int) -> list[tuple[torch.Tensor, Argument
     packed = x["cu_seqlens"] is not None
     spans = list(itertools.pairwise(x["cu_seqlens"].tolist())) if packed else [(0, x["q"].shape[1])]
     cuts = [min(start + cut, end) for start, end in spans]
-    halves = [
-        [(a, c) for (a, _), c in zip(spans, cuts, strict=True)],
-        [(c, b) for (_, b), c in zip(spans, cuts, strict=True)],
-    ]
+    early = [(start, middle) for (start, _), middle in zip(spans, cuts, strict=True)]
+    late = [(middle, end) for (_, end), middle in zip(spans, cuts, strict=True)]
     calls = []
-    for half in halves:
+    for half in (early, late):
         rows = torch.cat([torch.arange(a, b, device=x["q"].device) for a, b in half])
         call = {**x, **{name: y[:, rows] for name, y in tokens(op, x).items()}}
         if packed:
