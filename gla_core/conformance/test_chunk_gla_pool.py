@@ -19,7 +19,7 @@ OPTIONAL = ("write_slots", "has_state", "checkpoint_offsets", "checkpoint_slots"
 SLOTS = ("read_slots", "write_slots", "checkpoint_slots")
 
 
-@over(POOL, "small", "apart", "checkpoints", dtypes="rotating")
+@over(POOL, "small", "scattered_slots", "checkpoints", dtypes="rotating")
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("pad", [-1, -3, "P", 2**30])
 def test_slots_outside_the_pool(backend, case, pad, index_dtype, measure):
@@ -34,7 +34,7 @@ def test_slots_outside_the_pool(backend, case, pad, index_dtype, measure):
     check(POOL, x, backend.name, measure)
 
 
-@over(POOL, "small", "apart", "checkpoints", dtypes="rotating")
+@over(POOL, "small", "scattered_slots", "checkpoints", dtypes="rotating")
 def test_the_pad_slot(backend, case, measure):
     """The pad slot may be a slot of the pool, and several sequences may name it. It holds NaN, and keeps it."""
     for name in SLOTS:

@@ -92,8 +92,8 @@ def test_initial_states_with_values_first(backend, case, measure):
 @over(
     tuple(op for op in FORWARDS if {"pool", "state"} & set(ABSTRACT_OPS[op].written)),
     few={
-        "chunk_gla_pool": "apart grouped odd_widths checkpoints",
-        "recurrent_gla_steps": "apart grouped odd_widths",
+        "chunk_gla_pool": "scattered_slots grouped odd_widths checkpoints",
+        "recurrent_gla_steps": "scattered_slots grouped odd_widths",
         "recurrent_gla_replay": "packed grouped odd_widths",
     },
     dtypes="rotating",
@@ -194,7 +194,7 @@ def test_out(backend, case, measure):
 
 FEW_INPUTS = {
     "recurrent_gla_layer_step": "small odd_widths pool",
-    "recurrent_gla_steps": "small packed apart",
+    "recurrent_gla_steps": "small packed scattered_slots",
     "recurrent_gla_replay": "small packed grouped",
 }
 

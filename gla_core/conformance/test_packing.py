@@ -94,8 +94,8 @@ def test_padding(backend, case, measure):
     SERVING,
     few={
         "chunk_gla_pool": "padded per_head constant",
-        "recurrent_gla_steps": "packed nobody",
-        "recurrent_gla_replay": "packed nobody",
+        "recurrent_gla_steps": "packed empty_batch",
+        "recurrent_gla_replay": "packed empty_batch",
     },
     dtypes="rotating",
 )

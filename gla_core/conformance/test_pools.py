@@ -43,8 +43,8 @@ def beyond_float16(x: Arguments) -> Arguments:
 @over(
     SERVING,
     few={
-        "chunk_gla_pool": "small apart per_head checkpoints",
-        "recurrent_gla_steps": "small apart per_head",
+        "chunk_gla_pool": "small scattered_slots per_head checkpoints",
+        "recurrent_gla_steps": "small scattered_slots per_head",
         "recurrent_gla_replay": "small packed per_head",
     },
     dtypes="rotating",

@@ -2,12 +2,12 @@
 
 A workload is an op, the sizes of its arguments, and tags that say its purpose:
 
-    ci        small enough for an interpreter on a CPU     odd       sizes that no kernel likes, rare arguments
-    train     as in training a model                       packed    sequences of several lengths in one row
-    prefill   as in absorbing prompts                      extreme   gates that break factored forms
-    decode    one token at a time                          long      sequences or rows longer than a tile by far
-    narrow    thousands of tokens, keys or columns, and small otherwise: for errors that appear only after many of them
-    compared  a workload of models in another dtype or form of gates, for times beside the first; not in the kit
+    ci          small enough for an interpreter on a CPU   odd       sizes that no kernel likes, rare arguments
+    train       as in training a model                     packed    sequences of several lengths in one row
+    prefill     as in absorbing prompts                    extreme   gates that break factored forms
+    decode      one token at a time                        long      sequences or rows longer than a tile by far
+    narrow      thousands of tokens, keys or columns, small otherwise: for errors that appear only after many of them
+    timed_only  another dtype or gate form of a model's workload; benchmarks only
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import itertools
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from string import ascii_letters
 
 import torch
 
-TAGS = ("ci", "train", "prefill", "decode", "long", "odd", "packed", "extreme", "narrow", "compared")
+TAGS = ("ci", "train", "prefill", "decode", "long", "odd", "packed", "extreme", "narrow", "timed_only")
 
 IN_BFLOAT16 = {"dtype": torch.bfloat16, "gate_dtype": torch.float32}
 """The dtypes of models: inputs are bfloat16, gates stay float32."""
@@ -43,8 +44,18 @@ class Workload:
     sizes: dict = field(hash=False)
 
 
-def _workload(op: str, name: str, tags: str, **sizes: object) -> Workload:
-    return Workload(name, op, frozenset(tags.split()), sizes)
+Row = tuple[str, str, dict]
+"""A name, tags separated by blanks, and sizes."""
+
+
+def _row(name: str, tags: str, dims: str = "", **sizes: object) -> Row:
+    """Returns a row of a table; `dims` holds those sizes that have a letter, as in "B2 T17 H2 K16 V16"."""
+    numbers = {dim.rstrip("0123456789"): int(dim.lstrip(ascii_letters)) for dim in dims.split()}
+    return name, tags, {**numbers, **sizes}
+
+
+def _workloads(op: str, *rows: Row) -> tuple[Workload, ...]:
+    return tuple(Workload(name, op, frozenset(tags.split()), sizes) for name, tags, sizes in rows)
 
 
 def _cut(tokens: int, sequences: int) -> tuple[int, ...]:
@@ -53,175 +64,90 @@ def _cut(tokens: int, sequences: int) -> tuple[int, ...]:
     return tuple(end - start for start, end in itertools.pairwise(cuts))
 
 
-CHUNK_GLA = (
-    _workload("chunk_gla", "short", "ci", B=2, T=17, H=2, K=16, V=16, initial_state=True),
-    _workload("chunk_gla", "one_token", "ci odd", B=1, T=1, H=1, K=16, V=16),
-    _workload("chunk_gla", "no_token", "ci odd", B=2, T=0, H=2, K=16, V=16, initial_state=True),
-    _workload("chunk_gla", "one_chunk", "ci", B=2, T=64, H=2, K=32, V=32),
-    _workload("chunk_gla", "one_more_than_a_chunk", "ci odd", B=1, T=65, H=2, K=32, V=16),
-    _workload("chunk_gla", "last_chunk_partial", "ci odd", B=2, T=203, H=1, K=32, V=32, initial_state=True),
-    _workload("chunk_gla", "odd_widths", "ci odd", B=1, T=77, H=3, K=19, V=37, initial_state=True),
-    _workload("chunk_gla", "width_one", "ci odd", B=1, T=70, H=1, K=1, V=1),
-    _workload("chunk_gla", "wide", "odd", B=1, T=130, H=1, K=256, V=200),
-    _workload("chunk_gla", "grouped", "ci", B=2, T=100, H=2, G=3, K=16, V=32, initial_state=True),
-    _workload("chunk_gla", "ungated", "ci", B=1, T=150, H=2, K=32, V=32, gates="none", initial_state=True),
-    _workload("chunk_gla", "strong", "ci", B=1, T=150, H=2, K=32, V=32, gates="strong", initial_state=True),
-    _workload("chunk_gla", "extreme", "ci extreme", B=1, T=150, H=2, K=32, V=32, gates="extreme", initial_state=True),
-    _workload(
-        "chunk_gla", "minus_infinity", "ci extreme", B=1, T=150, H=2, K=32, V=32, gates="-inf", initial_state=True
-    ),
-    _workload(
-        "chunk_gla", "packed", "ci packed odd", lengths=(0, 65, 1, 0, 130, 3, 0), H=2, K=16, V=16, initial_state=True
-    ),
-    _workload(
-        "chunk_gla",
-        "padded",
-        "packed odd",
-        lengths=(20, 0, 66),
-        leading=9,
-        padding=40,
-        H=2,
-        K=16,
-        V=16,
-        initial_state=True,
-    ),
-    _workload("chunk_gla", "packed_grouped", "ci packed", lengths=(40, 64, 90), H=2, G=2, K=16, V=32, gates="-inf"),
-    _workload("chunk_gla", "per_head", "ci", B=2, T=150, H=2, K=32, V=32, gate_form="head", initial_state=True),
-    _workload(
-        "chunk_gla", "per_head_closed", "ci extreme", B=1, T=150, H=2, K=32, V=32, gate_form="head", gates="-inf"
-    ),
-    _workload(
-        "chunk_gla",
+# fmt: off  (a row of the table is a line or two)
+CHUNK_GLA = _workloads(
+    "chunk_gla",
+    _row("short", "ci", "B2 T17 H2 K16 V16", initial_state=True),
+    _row("one_token", "ci odd", "B1 T1 H1 K16 V16"),
+    _row("no_token", "ci odd", "B2 T0 H2 K16 V16", initial_state=True),
+    _row("one_chunk", "ci", "B2 T64 H2 K32 V32"),
+    _row("one_more_than_a_chunk", "ci odd", "B1 T65 H2 K32 V16"),
+    _row("last_chunk_partial", "ci odd", "B2 T203 H1 K32 V32", initial_state=True),
+    _row("odd_widths", "ci odd", "B1 T77 H3 K19 V37", initial_state=True),
+    _row("width_one", "ci odd", "B1 T70 H1 K1 V1"),
+    _row("wide", "odd", "B1 T130 H1 K256 V200"),
+    _row("grouped", "ci", "B2 T100 H2 G3 K16 V32", initial_state=True),
+    _row("ungated", "ci", "B1 T150 H2 K32 V32", gates="none", initial_state=True),
+    _row("strong", "ci", "B1 T150 H2 K32 V32", gates="strong", initial_state=True),
+    _row("extreme", "ci extreme", "B1 T150 H2 K32 V32", gates="extreme", initial_state=True),
+    _row("minus_infinity", "ci extreme", "B1 T150 H2 K32 V32", gates="-inf", initial_state=True),
+    _row("packed", "ci packed odd", "H2 K16 V16", lengths=(0, 65, 1, 0, 130, 3, 0), initial_state=True),
+    _row("padded", "packed odd", "H2 K16 V16", lengths=(20, 0, 66), leading=9, padding=40, initial_state=True),
+    _row("packed_grouped", "ci packed", "H2 G2 K16 V32", lengths=(40, 64, 90), gates="-inf"),
+    _row("per_head", "ci", "B2 T150 H2 K32 V32", gate_form="head", initial_state=True),
+    _row("per_head_closed", "ci extreme", "B1 T150 H2 K32 V32", gate_form="head", gates="-inf"),
+    _row(
         "per_head_grouped",
         "ci odd packed",
+        "H1 R3 K19 V37",
         lengths=(0, 65, 1, 130),
-        H=1,
-        R=3,
-        K=19,
-        V=37,
         gate_form="head",
         gates="extreme",
         initial_state=True,
     ),
-    _workload(
-        "chunk_gla",
-        "constant",  # of several heads: the gradient of one constant gate is one number, and errors are relative
-        "ci",
-        B=2,
-        T=70,
-        H=8,
-        G=2,
-        K=16,
-        V=16,
-        gate_form="constant",
-        gates="strong",
-        initial_state=True,
-    ),
-    _workload(
-        "chunk_gla",
+    # of several heads: the gradient of one constant gate is one number, and errors are relative
+    _row("constant", "ci", "B2 T70 H8 G2 K16 V16", gate_form="constant", gates="strong", initial_state=True),
+    _row(
         "per_head_padded",
         "packed odd",
+        "H1 R2 K16 V16",
         lengths=(20, 0, 66),
         padding=40,
-        H=1,
-        R=2,
-        K=16,
-        V=16,
         gate_form="head",
         initial_state=True,
     ),
-    _workload(
-        "chunk_gla",
-        "constant_packed",
-        "packed",
-        lengths=(40, 64, 90),
-        padding=30,
-        H=2,
-        R=4,
-        K=16,
-        V=32,
-        gate_form="constant",
-    ),
-    _workload("chunk_gla", "grouped_values", "ci", B=2, T=100, H=2, R=3, K=16, V=32, initial_state=True),
-    _workload(
-        "chunk_gla",
+    _row("constant_packed", "packed", "H2 R4 K16 V32", lengths=(40, 64, 90), padding=30, gate_form="constant"),
+    _row("grouped_values", "ci", "B2 T100 H2 R3 K16 V32", initial_state=True),
+    _row(
         "many_sequences",
         "packed odd",
+        "H2 R2 K16 V16",
         lengths=(3, 0, 1, 5) * 5,
         leading=3,
         padding=2,
-        H=2,
-        R=2,
-        K=16,
-        V=16,
         gates="none",
         initial_state=True,
     ),
-    _workload("chunk_gla", "ungated_queries", "odd", B=2, T=70, H=1, G=3, K=16, V=16, gates="none", initial_state=True),
-    _workload(
-        "chunk_gla", "per_head_queries", "odd", B=2, T=70, H=1, G=3, K=16, V=16, gate_form="head", initial_state=True
-    ),
-    _workload("chunk_gla", "narrow_mild", "narrow", B=1, T=2600, H=1, K=8, V=8, initial_state=True),
-    _workload("chunk_gla", "narrow_strong", "narrow", B=1, T=2600, H=1, K=8, V=8, gates="strong", initial_state=True),
-    _workload(
-        "chunk_gla", "narrow_per_head", "narrow", B=1, T=2600, H=1, K=8, V=8, gate_form="head", initial_state=True
-    ),
-    _workload("chunk_gla", "model_512", "train", B=1, T=512, H=4, K=128, V=128, **IN_BFLOAT16),
-    _workload("chunk_gla", "train_b8_t4096_h16", "train", B=8, T=4096, H=16, K=128, V=128, **IN_BFLOAT16),
-    _workload(
-        "chunk_gla",
-        "train_b8_t4096_h16_per_head",
-        "train",
-        B=8,
-        T=4096,
-        H=16,
-        K=128,
-        V=128,
-        gate_form="head",
-        **IN_BFLOAT16,
-    ),
-    _workload(
-        "chunk_gla",
-        "train_b8_t4096_h16_constant",
-        "train",
-        B=8,
-        T=4096,
-        H=16,
-        K=128,
-        V=128,
-        gate_form="constant",
-        **IN_BFLOAT16,
-    ),
-    _workload(
-        "chunk_gla", "granite_4_small", "train", B=4, T=8192, H=1, R=128, K=128, V=64, gate_form="head", **IN_BFLOAT16
-    ),
-    _workload("chunk_gla", "train_b16_t4096_h16", "train", B=16, T=4096, H=16, K=128, V=128, **IN_BFLOAT16),
-    _workload("chunk_gla", "train_b32_t2048_h4_k256_v512", "train", B=32, T=2048, H=4, K=256, V=512, **IN_BFLOAT16),
-    _workload("chunk_gla", "train_b16_t1024_h8", "train", B=16, T=1024, H=8, K=128, V=128, **IN_BFLOAT16),
-    _workload("chunk_gla", "train_b4_t2048_h16_k64_v64", "train", B=4, T=2048, H=16, K=64, V=64, **IN_BFLOAT16),
-    _workload("chunk_gla", "prefill_b1_t8192_h16", "prefill", B=1, T=8192, H=16, K=128, V=128, **IN_BFLOAT16),
-    _workload("chunk_gla", "prefill_b2_t2048_h8", "prefill", B=2, T=2048, H=8, K=128, V=128, **IN_BFLOAT16),
-    _workload("chunk_gla", "long_b1_t65536_h8", "prefill long", B=1, T=65536, H=8, K=128, V=128, **IN_BFLOAT16),
-    _workload("chunk_gla", "packed_64_t65536_h8", "prefill", lengths=_cut(65536, 64), H=8, K=128, V=128, **IN_BFLOAT16),
+    _row("ungated_queries", "odd", "B2 T70 H1 G3 K16 V16", gates="none", initial_state=True),
+    _row("per_head_queries", "odd", "B2 T70 H1 G3 K16 V16", gate_form="head", initial_state=True),
+    _row("narrow_mild", "narrow", "B1 T2600 H1 K8 V8", initial_state=True),
+    _row("narrow_strong", "narrow", "B1 T2600 H1 K8 V8", gates="strong", initial_state=True),
+    _row("narrow_per_head", "narrow", "B1 T2600 H1 K8 V8", gate_form="head", initial_state=True),
+    _row("model_512", "train", "B1 T512 H4 K128 V128", **IN_BFLOAT16),
+    _row("train_b8_t4096_h16", "train", "B8 T4096 H16 K128 V128", **IN_BFLOAT16),
+    _row("train_b8_t4096_h16_per_head", "train", "B8 T4096 H16 K128 V128", gate_form="head", **IN_BFLOAT16),
+    _row("train_b8_t4096_h16_constant", "train", "B8 T4096 H16 K128 V128", gate_form="constant", **IN_BFLOAT16),
+    _row("granite_4_small", "train", "B4 T8192 H1 R128 K128 V64", gate_form="head", **IN_BFLOAT16),
+    _row("train_b16_t4096_h16", "train", "B16 T4096 H16 K128 V128", **IN_BFLOAT16),
+    _row("train_b32_t2048_h4_k256_v512", "train", "B32 T2048 H4 K256 V512", **IN_BFLOAT16),
+    _row("train_b16_t1024_h8", "train", "B16 T1024 H8 K128 V128", **IN_BFLOAT16),
+    _row("train_b4_t2048_h16_k64_v64", "train", "B4 T2048 H16 K64 V64", **IN_BFLOAT16),
+    _row("prefill_b1_t8192_h16", "prefill", "B1 T8192 H16 K128 V128", **IN_BFLOAT16),
+    _row("prefill_b2_t2048_h8", "prefill", "B2 T2048 H8 K128 V128", **IN_BFLOAT16),
+    _row("long_b1_t65536_h8", "prefill long", "B1 T65536 H8 K128 V128", **IN_BFLOAT16),
+    _row("packed_64_t65536_h8", "prefill", "H8 K128 V128", lengths=_cut(65536, 64), **IN_BFLOAT16),
     *(
-        _workload(
-            "chunk_gla",
+        _row(
             f"train_b8_t4096_h16_{str(dtype).removeprefix('torch.')}",
-            "compared",
-            B=8,
-            T=4096,
-            H=16,
-            K=128,
-            V=128,
+            "timed_only",
+            "B8 T4096 H16 K128 V128",
             dtype=dtype,
             gate_dtype=torch.float32,
         )
         for dtype in (torch.float16, torch.float32)
     ),
     *(
-        _workload(
-            "chunk_gla", f"{name}_per_head", "compared", **sizes, H=8, K=128, V=128, gate_form="head", **IN_BFLOAT16
-        )
+        _row(f"{name}_per_head", "timed_only", "H8 K128 V128", **sizes, gate_form="head", **IN_BFLOAT16)
         for name, sizes in (
             ("long_b1_t65536_h8", {"B": 1, "T": 65536}),
             ("packed_64_t65536_h8", {"lengths": _cut(65536, 64)}),
@@ -231,134 +157,101 @@ CHUNK_GLA = (
 CHUNK_GLA_SUMMARY = tuple(  # the same sizes, without grouped queries, which this op does not have
     dataclasses.replace(workload, op="chunk_gla_summary") for workload in CHUNK_GLA if "G" not in workload.sizes
 )
-CHUNK_GLA_POOL = (
-    _workload("chunk_gla_pool", "small", "ci packed", lengths=(17, 40), H=2, K=16, V=16, pool=5, read_slots=(3, 0)),
-    _workload(
-        "chunk_gla_pool",
-        "apart",
+CHUNK_GLA_POOL = _workloads(
+    "chunk_gla_pool",
+    _row("small", "ci packed", "H2 K16 V16", lengths=(17, 40), pool=5, read_slots=(3, 0)),
+    _row(
+        "scattered_slots",
         "ci packed",
+        "H2 K16 V16",
         lengths=(17, 70, 5),
-        H=2,
-        K=16,
-        V=16,
         pool=8,
         read_slots=(3, -1, 2),
         write_slots=(1, 4, -1),
         has_state=(True, True, False),
     ),
-    _workload(
-        "chunk_gla_pool",
+    _row(
         "checkpoints",
         "ci packed",
+        "H2 K16 V16",
         lengths=(130, 64, 0, 70),
-        H=2,
-        K=16,
-        V=16,
         pool=9,
         read_slots=(8, 1, 2, 3),
         pad_slot=0,
         checkpoint_offsets=(128, 64, 64, 64),
         checkpoint_slots=(4, 5, 6, 7),
     ),
-    _workload(
-        "chunk_gla_pool",
+    _row(
         "padded",
         "ci packed odd",
+        "H2 K16 V16",
         lengths=(20, 0, 66, 0, 0),
         leading=5,
         padding=30,
-        H=2,
-        K=16,
-        V=16,
         pool=7,
         read_slots=(2, 5, 6, 0, 0),
         pad_slot=0,
     ),
-    _workload(
-        "chunk_gla_pool",
+    _row(
         "constant",
         "ci",
+        "H2 G2 K19 V16",
         lengths=(33, 20),
-        H=2,
-        G=2,
-        K=19,
-        V=16,
         gate_form="constant",
         gates="strong",
         pool=4,
         read_slots=(3, 1),
     ),
-    _workload(
-        "chunk_gla_pool", "grouped", "ci", lengths=(33, 20), H=2, G=3, K=16, V=32, pool=4, read_slots=(1, 3), page=13
-    ),
-    _workload(
-        "chunk_gla_pool",
+    _row("grouped", "ci", "H2 G3 K16 V32", lengths=(33, 20), pool=4, read_slots=(1, 3), page=13),
+    _row(
         "per_head",
         "ci",
+        "H1 R3 K16 V16",
         lengths=(33, 70),
-        H=1,
-        R=3,
-        K=16,
-        V=16,
         gate_form="head",
         gates="-inf",
         pool=4,
         pool_dtype=torch.float16,
         read_slots=(3, 1),
     ),
-    _workload(
-        "chunk_gla_pool",
+    _row(
         "odd_widths",
         "ci odd",
+        "H1 R3 K19 V37",
         lengths=(30, 1),
-        H=1,
-        R=3,
-        K=19,
-        V=37,
         gates="extreme",
         pool=3,
         page=1,
         read_slots=(2, 0),
         has_state=(False, True),
     ),
-    _workload(
-        "chunk_gla_pool",
+    _row(
         "ungated",
         "ci",
+        "H2 G2 K16 V32",
         lengths=(40, 25),
-        H=2,
-        G=2,
-        K=16,
-        V=32,
         gates="none",
         pool=4,
         pool_dtype=torch.bfloat16,
         read_slots=(0, 1),
         write_slots=(2, 1),
     ),
-    _workload(
-        "chunk_gla_pool",
+    _row(
         "no_token",
         "ci odd",
+        "H2 K16 V16",
         lengths=(0, 0),
-        H=2,
-        K=16,
-        V=16,
         pool=5,
         read_slots=(1, 2),
         write_slots=(0, 3),
         has_state=(True, False),
     ),
-    _workload("chunk_gla_pool", "nobody", "ci odd", lengths=(), H=2, K=16, V=16, pool=3, read_slots=()),
-    _workload(
-        "chunk_gla_pool",
+    _row("empty_batch", "ci odd", "H2 K16 V16", lengths=(), pool=3, read_slots=()),
+    _row(
         "many_sequences",
         "packed odd",
+        "H2 R2 K16 V16",
         lengths=(3, 0, 1, 5) * 4 + (70, 0, 1, 5),
-        H=2,
-        R=2,
-        K=16,
-        V=16,
         gates="none",
         pool=60,
         read_slots=tuple(range(20)),
@@ -368,15 +261,11 @@ CHUNK_GLA_POOL = (
         checkpoint_slots=tuple(range(40, 60)),
         pad_slot=21,
     ),
-    _workload(
-        "chunk_gla_pool",
+    _row(
         "constant_values",
         "packed odd",
+        "H1 R3 K16 V16",
         lengths=(70, 5),
-        H=1,
-        R=3,
-        K=16,
-        V=16,
         gate_form="constant",
         gates="strong",
         pool=7,
@@ -387,15 +276,11 @@ CHUNK_GLA_POOL = (
         checkpoint_slots=(4, 0),
         pad_slot=0,
     ),
-    _workload(
-        "chunk_gla_pool",
+    _row(
         "per_head_queries",
         "packed odd",
+        "H1 G3 K16 V16",
         lengths=(5, 70),
-        H=1,
-        G=3,
-        K=16,
-        V=16,
         gate_form="head",
         pool=7,
         read_slots=(5, 1),
@@ -405,16 +290,13 @@ CHUNK_GLA_POOL = (
         checkpoint_slots=(0, 6),
         pad_slot=4,
     ),
-    _workload("chunk_gla_pool", "narrow", "narrow", lengths=(2000, 600), H=1, K=8, V=8, pool=3, read_slots=(2, 0)),
+    _row("narrow", "narrow", "H1 K8 V8", lengths=(2000, 600), pool=3, read_slots=(2, 0)),
     *(
-        _workload(
-            "chunk_gla_pool",
+        _row(
             f"prefill_{N}_t{T}_h64",
             "prefill",
+            "H64 K128 V128",
             lengths=(T // N,) * N,
-            H=64,
-            K=128,
-            V=128,
             pool=4 * N,
             read_slots=tuple(range(N)),
             has_state=(False,) * N,
@@ -423,288 +305,114 @@ CHUNK_GLA_POOL = (
         for N, T in ((1, 512), (1, 8192), (16, 8192))
     ),
 )
-RECURRENT_GLA_STEP = (
-    _workload("recurrent_gla_step", "small", "ci", B=3, H=2, K=16, V=16),
-    _workload("recurrent_gla_step", "odd_widths", "ci odd", B=2, H=1, R=3, K=19, V=37, gates="extreme"),
-    _workload("recurrent_gla_step", "grouped", "ci", B=2, H=2, G=4, K=32, V=16, gates="-inf"),
-    _workload("recurrent_gla_step", "ungated", "ci", B=2, H=2, G=2, K=16, V=32, gates="none"),
-    _workload("recurrent_gla_step", "pool", "ci packed", B=4, H=2, K=16, V=16, rows=(5, -1, 0, 2), pool=6),
-    _workload("recurrent_gla_step", "per_head", "ci", B=3, H=2, R=3, K=16, V=16, gate_form="head", gates="-inf"),
-    _workload(
-        "recurrent_gla_step", "constant", "ci", B=2, H=2, G=2, K=19, V=16, gate_form="constant", rows=(3, 0), pool=4
-    ),
-    _workload(
-        "recurrent_gla_step", "ungated_values", "odd", B=2, H=2, R=2, K=16, V=16, gates="none", rows=(3, 0), pool=4
-    ),
-    _workload(
-        "recurrent_gla_step",
-        "constant_values",
-        "odd",
-        B=2,
-        H=1,
-        R=3,
-        K=16,
-        V=16,
-        gate_form="constant",
-        rows=(1, 2),
-        pool=4,
-    ),
-    _workload(
-        "recurrent_gla_step",
-        "per_head_queries",
-        "odd",
-        B=2,
-        H=1,
-        G=3,
-        K=16,
-        V=16,
-        gate_form="head",
-        rows=(2, -1),
-        pool=4,
-    ),
-    _workload("recurrent_gla_step", "nobody", "ci odd", B=0, H=2, K=16, V=16),
-    *(
-        _workload("recurrent_gla_step", f"decode_b{B}", "decode", B=B, H=16, K=128, V=128, **IN_BFLOAT16)
-        for B in (1, 8, 64, 256, 1024)
-    ),
-    _workload(
-        "recurrent_gla_step", "decode_b64_per_head", "decode", B=64, H=16, K=128, V=128, gate_form="head", **IN_BFLOAT16
-    ),
+RECURRENT_GLA_STEP = _workloads(
+    "recurrent_gla_step",
+    _row("small", "ci", "B3 H2 K16 V16"),
+    _row("odd_widths", "ci odd", "B2 H1 R3 K19 V37", gates="extreme"),
+    _row("grouped", "ci", "B2 H2 G4 K32 V16", gates="-inf"),
+    _row("ungated", "ci", "B2 H2 G2 K16 V32", gates="none"),
+    _row("pool", "ci packed", "B4 H2 K16 V16", rows=(5, -1, 0, 2), pool=6),
+    _row("per_head", "ci", "B3 H2 R3 K16 V16", gate_form="head", gates="-inf"),
+    _row("constant", "ci", "B2 H2 G2 K19 V16", gate_form="constant", rows=(3, 0), pool=4),
+    _row("ungated_values", "odd", "B2 H2 R2 K16 V16", gates="none", rows=(3, 0), pool=4),
+    _row("constant_values", "odd", "B2 H1 R3 K16 V16", gate_form="constant", rows=(1, 2), pool=4),
+    _row("per_head_queries", "odd", "B2 H1 G3 K16 V16", gate_form="head", rows=(2, -1), pool=4),
+    _row("empty_batch", "ci odd", "B0 H2 K16 V16"),
+    *(_row(f"decode_b{B}", "decode", "H16 K128 V128", B=B, **IN_BFLOAT16) for B in (1, 8, 64, 256, 1024)),
+    _row("decode_b64_per_head", "decode", "B64 H16 K128 V128", gate_form="head", **IN_BFLOAT16),
 )
-RECURRENT_GLA_LAYER_STEP = (
-    _workload("recurrent_gla_layer_step", "small", "ci", B=3, H=2, K=16, V=16),
-    _workload(
-        "recurrent_gla_layer_step",
-        "odd_widths",
-        "ci odd",
-        B=2,
-        H=1,
-        R=3,
-        K=19,
-        V=37,
-        gates="extreme",
-        weight_dtype=torch.float32,
-    ),
-    _workload(
-        "recurrent_gla_layer_step",
-        "grouped",
-        "ci",
-        B=2,
-        H=2,
-        G=4,
-        K=32,
-        V=16,
-        gates="-inf",
-        activation="sigmoid",
-        norm_eps=0.1,
-    ),
-    _workload("recurrent_gla_layer_step", "ungated", "ci", B=2, H=2, G=2, K=16, V=32, gates="none"),
-    _workload(
-        "recurrent_gla_layer_step",
-        "pool",
-        "ci packed",
-        B=4,
-        H=2,
-        K=16,
-        V=16,
-        rows=(5, -1, 0, 2),
-        pool=6,
-        without=("norm_weight",),
-    ),
-    _workload("recurrent_gla_layer_step", "per_head", "ci", B=3, H=2, R=3, K=16, V=16, gate_form="head", gates="-inf"),
-    _workload(
-        "recurrent_gla_layer_step",
-        "constant",
-        "ci",
-        B=2,
-        H=2,
-        G=2,
-        K=19,
-        V=16,
-        gate_form="constant",
-        rows=(3, 0),
-        pool=4,
-        without=("output_gate",),
-    ),
+RECURRENT_GLA_LAYER_STEP = _workloads(
+    "recurrent_gla_layer_step",
+    _row("small", "ci", "B3 H2 K16 V16"),
+    _row("odd_widths", "ci odd", "B2 H1 R3 K19 V37", gates="extreme", weight_dtype=torch.float32),
+    _row("grouped", "ci", "B2 H2 G4 K32 V16", gates="-inf", activation="sigmoid", norm_eps=0.1),
+    _row("ungated", "ci", "B2 H2 G2 K16 V32", gates="none"),
+    _row("pool", "ci packed", "B4 H2 K16 V16", rows=(5, -1, 0, 2), pool=6, without=("norm_weight",)),
+    _row("per_head", "ci", "B3 H2 R3 K16 V16", gate_form="head", gates="-inf"),
+    _row("constant", "ci", "B2 H2 G2 K19 V16", gate_form="constant", rows=(3, 0), pool=4, without=("output_gate",)),
     *(
-        _workload(
-            "recurrent_gla_layer_step",
-            name,
-            "odd",
-            B=2,
-            H=1,
-            K=16,
-            V=16,
-            rows=(3, 1),
-            pool=4,
-            activation="sigmoid",
-            norm_eps=0.1,
-            **sizes,
-        )
+        _row(name, "odd", "B2 H1 K16 V16", rows=(3, 1), pool=4, activation="sigmoid", norm_eps=0.1, **sizes)
         for name, sizes in (
             ("ungated_values", {"R": 3, "gates": "none"}),
             ("constant_values", {"R": 2, "gate_form": "constant"}),
             ("per_head_queries", {"G": 3, "gate_form": "head"}),
         )
     ),
-    _workload("recurrent_gla_layer_step", "nobody", "ci odd", B=0, H=2, K=16, V=16),
-    *(
-        _workload("recurrent_gla_layer_step", f"decode_b{B}", "decode", B=B, H=4, K=128, V=256, **IN_BFLOAT16)
-        for B in (1, 64, 256)
-    ),
+    _row("empty_batch", "ci odd", "B0 H2 K16 V16"),
+    *(_row(f"decode_b{B}", "decode", "H4 K128 V256", B=B, **IN_BFLOAT16) for B in (1, 64, 256)),
 )
-RECURRENT_GLA_STEPS = (
-    _workload(
-        "recurrent_gla_steps",
-        "small",
-        "ci",
-        B=2,
-        T=3,
-        H=2,
-        K=16,
-        V=16,
-        pool=8,
-        slots=((3, 0, 5), (6, 2, 1)),
-    ),
-    _workload(
-        "recurrent_gla_steps",
+RECURRENT_GLA_STEPS = _workloads(
+    "recurrent_gla_steps",
+    _row("small", "ci", "B2 T3 H2 K16 V16", pool=8, slots=((3, 0, 5), (6, 2, 1))),
+    _row(
         "accepted",
         "ci",
-        B=4,
-        T=3,
-        H=2,
-        K=16,
-        V=16,
+        "B4 T3 H2 K16 V16",
         pool=14,
         slots=((3, 0, 5), (6, 2, 1), (7, 8, 9), (10, 11, 12)),
         num_accepted=(3, 2, 0, 9),
     ),
-    _workload(
-        "recurrent_gla_steps",
+    _row(
         "packed",
         "ci packed",
+        "H2 K16 V16",
         lengths=(1, 4, 0, 2),
         leading=2,
         padding=3,
-        H=2,
-        K=16,
-        V=16,
         pool=18,
         slots=((3, 0, 5, 6), (1, 2, 4, 7), (8, 9, 10, 11), (12, 13, 14, 15)),
         num_accepted=(1, 4, 2, 3),
         pad_slot=17,
     ),
-    _workload(
-        "recurrent_gla_steps",
-        "apart",
+    _row(
+        "scattered_slots",
         "ci packed",
+        "H2 K16 V16",
         lengths=(2, 2, 1),
-        H=2,
-        K=16,
-        V=16,
         pool=9,
         slots=((3, 0), (1, -1), (7, 8)),
         read_slots=(5, 4, -1),
         has_state=(True, True, False),
     ),
-    _workload(
-        "recurrent_gla_steps",
-        "grouped",
-        "ci",
-        B=3,
-        T=2,
-        H=2,
-        G=3,
-        K=16,
-        V=32,
-        pool=7,
-        page=13,
-        slots=((1, 3), (0, 2), (6, 5)),
-    ),
-    _workload(
-        "recurrent_gla_steps",
+    _row("grouped", "ci", "B3 T2 H2 G3 K16 V32", pool=7, page=13, slots=((1, 3), (0, 2), (6, 5))),
+    _row(
         "per_head",
         "ci",
-        B=2,
-        T=2,
-        H=1,
-        R=3,
-        K=16,
-        V=16,
+        "B2 T2 H1 R3 K16 V16",
         gate_form="head",
         gates="-inf",
         pool=5,
         pool_dtype=torch.float16,
         slots=((3, 1), (0, 4)),
     ),
-    _workload(
-        "recurrent_gla_steps",
+    _row(
         "constant",
         "ci",
-        B=2,
-        T=4,
-        H=2,
-        G=2,
-        K=19,
-        V=16,
+        "B2 T4 H2 G2 K19 V16",
         gate_form="constant",
         gates="strong",
         pool=9,
         slots=((3, 1, 2, 4), (0, 5, 8, 7)),
     ),
-    _workload(
-        "recurrent_gla_steps",
+    _row(
         "odd_widths",
         "ci odd",
-        B=2,
-        T=8,
-        H=1,
-        R=3,
-        K=19,
-        V=37,
+        "B2 T8 H1 R3 K19 V37",
         gates="extreme",
         pool=17,
         page=1,
         slots=(tuple(range(8)), tuple(range(8, 16))),
         has_state=(False, True),
     ),
-    _workload(
-        "recurrent_gla_steps",
-        "ungated",
-        "ci",
-        B=2,
-        T=2,
-        H=2,
-        G=2,
-        K=16,
-        V=32,
-        gates="none",
-        pool=5,
-        pool_dtype=torch.bfloat16,
-        slots=((3, 1), (0, 4)),
+    _row(
+        "ungated", "ci", "B2 T2 H2 G2 K16 V32", gates="none", pool=5, pool_dtype=torch.bfloat16, slots=((3, 1), (0, 4))
     ),
-    _workload(
-        "recurrent_gla_steps",
-        "one_token",
-        "ci",
-        B=3,
-        T=1,
-        H=2,
-        K=16,
-        V=16,
-        pool=6,
-        slots=((3,), (-1,), (0,)),
-        read_slots=(1, -1, 0),
-    ),
-    _workload(
-        "recurrent_gla_steps",
+    _row("one_token", "ci", "B3 T1 H2 K16 V16", pool=6, slots=((3,), (-1,), (0,)), read_slots=(1, -1, 0)),
+    _row(
         "many_sequences",
         "packed odd",
+        "H2 R2 K16 V16",
         lengths=(1, 2, 0, 2) * 5,
-        H=2,
-        R=2,
-        K=16,
-        V=16,
         gates="none",
         pool=61,
         slots=tuple((n, 20 + n) for n in range(20)),
@@ -714,14 +422,11 @@ RECURRENT_GLA_STEPS = (
         pad_slot=60,
     ),
     *(
-        _workload(
-            "recurrent_gla_steps",
+        _row(
             name,
             "packed odd",
+            "H1 K16 V16",
             lengths=(2, 1),
-            H=1,
-            K=16,
-            V=16,
             pool=7,
             slots=((3, 0), (1, 5)),
             num_accepted=(2, 1),
@@ -735,28 +440,13 @@ RECURRENT_GLA_STEPS = (
             ("per_head_queries", {"G": 3, "gate_form": "head"}),
         )
     ),
-    _workload(
-        "recurrent_gla_steps",
-        "nobody",
-        "ci odd",
-        lengths=(),
-        padding=2,
-        H=2,
-        K=16,
-        V=16,
-        pool=3,
-        slots=(),
-    ),
+    _row("empty_batch", "ci odd", "H2 K16 V16", lengths=(), padding=2, pool=3, slots=()),
     *(
-        _workload(
-            "recurrent_gla_steps",
+        _row(
             f"verify_b{B}_h64",
             "decode",
+            "T4 H64 K128 V128",
             B=B,
-            T=4,
-            H=64,
-            K=128,
-            V=128,
             pool=4 * B,
             slots=tuple(tuple(range(4 * n, 4 * n + 4)) for n in range(B)),
             num_accepted=(4,) * B,
@@ -765,146 +455,91 @@ RECURRENT_GLA_STEPS = (
         for B in (1, 16, 64)
     ),
 )
-RECURRENT_GLA_REPLAY = (
-    _workload(
-        "recurrent_gla_replay",
-        "small",
-        "ci",
-        B=2,
-        T=3,
-        H=2,
-        K=16,
-        V=16,
-        pool=4,
-        L=6,
-        slots=(3, 0),
-        ring_start=(4, 1),
-        num_accepted=(3, 0),
-    ),
-    _workload(
-        "recurrent_gla_replay",
+RECURRENT_GLA_REPLAY = _workloads(
+    "recurrent_gla_replay",
+    _row("small", "ci", "B2 T3 H2 K16 V16 L6", pool=4, slots=(3, 0), ring_start=(4, 1), num_accepted=(3, 0)),
+    _row(
         "ungated",
         "ci packed",
+        "H2 G2 K16 V32 L4",
         lengths=(2, 0, 1),
         padding=1,
-        H=2,
-        G=2,
-        K=16,
-        V=32,
         gates="none",
         pool=4,
         pool_dtype=torch.bfloat16,
-        L=4,
         slots=(2, 0, 1),
         ring_start=(3, 1, 0),
         num_accepted=(2, 1, 0),
         has_state=(True, True, False),
         pad_slot=3,
     ),
-    _workload(
-        "recurrent_gla_replay",
+    _row(
         "packed",
         "ci packed",
+        "H2 K16 V16 L9",
         lengths=(1, 4, 0, 2),
         leading=2,
         padding=3,
-        H=2,
-        K=16,
-        V=16,
         pool=7,
-        L=9,
         slots=(5, 0, 4, 1),
         ring_start=(8, 0, 3, 7),
         num_accepted=(1, 0, 4, 3),
         has_state=(True, False, True, False),
         pad_slot=3,
     ),
-    _workload(
-        "recurrent_gla_replay",
+    _row(
         "constant",
         "ci",
-        B=2,
-        T=4,
-        H=2,
-        G=2,
-        K=19,
-        V=16,
+        "B2 T4 H2 G2 K19 V16 L8",
         gate_form="constant",
         gates="strong",
         pool=3,
-        L=8,
         ring_dtype=torch.float32,
         slots=(2, 0),
         ring_start=(5, 0),
         num_accepted=(4, 2),
     ),
-    _workload(
-        "recurrent_gla_replay",
+    _row(
         "per_head",
         "ci",
-        B=2,
-        T=2,
-        H=1,
-        R=3,
-        K=16,
-        V=16,
+        "B2 T2 H1 R3 K16 V16 L5",
         gate_form="head",
         gates="-inf",
         pool=3,
         pool_dtype=torch.float16,
-        L=5,
         slots=(2, 1),
         ring_start=(4, 2),
         num_accepted=(2, 1),
     ),
-    _workload(
-        "recurrent_gla_replay",
+    _row(
         "odd_widths",
         "ci odd",
-        B=2,
-        T=8,
-        H=1,
-        R=3,
-        K=19,
-        V=37,
+        "B2 T8 H1 R3 K19 V37 L16",
         gates="extreme",
         pool=3,
         page=1,
-        L=16,
         slots=(1, 2),
         ring_start=(0, 15),
         num_accepted=(8, 3),
         has_state=(False, True),
     ),
-    _workload(
-        "recurrent_gla_replay",
+    _row(
         "grouped",
         "ci",
-        B=3,
-        T=2,
-        H=2,
-        G=3,
-        K=16,
-        V=32,
+        "B3 T2 H2 G3 K16 V32 L4",
         pool=4,
         page=13,
-        L=4,
         slots=(1, -1, 2),
         ring_start=(3, 0, 2),
         num_accepted=(2, 1, 1),
     ),
-    _workload(
-        "recurrent_gla_replay",
+    _row(
         "many_sequences",
         "packed odd",
+        "H2 R2 K16 V16 L4",
         lengths=(1, 2, 0, 2) * 5,
-        H=2,
-        R=2,
-        K=16,
-        V=16,
         gates="none",
         pool=21,
-        L=4,
         slots=tuple(range(20, 0, -1)),
         ring_start=(3, 0, 1, 2, 7) * 4,
         num_accepted=(2, 1, 0, 2) * 5,
@@ -912,16 +547,12 @@ RECURRENT_GLA_REPLAY = (
         pad_slot=0,
     ),
     *(
-        _workload(
-            "recurrent_gla_replay",
+        _row(
             name,
             "packed odd",
+            "H1 K16 V16 L4",
             lengths=(2, 1),
-            H=1,
-            K=16,
-            V=16,
             pool=4,
-            L=4,
             slots=(3, 1),
             ring_start=(3, 2),
             num_accepted=(2, 1),
@@ -934,48 +565,25 @@ RECURRENT_GLA_REPLAY = (
             ("per_head_queries", {"G": 3, "gate_form": "head"}),
         )
     ),
-    _workload(
-        "recurrent_gla_replay",
-        "no_tokens",
+    _row("no_tokens", "ci odd", "B2 T0 H2 K16 V16 L4", pool=3, slots=(2, 0), ring_start=(3, 1), num_accepted=(2, 0)),
+    _row(
+        "empty_batch",
         "ci odd",
-        B=2,
-        T=0,
-        H=2,
-        K=16,
-        V=16,
-        pool=3,
-        L=4,
-        slots=(2, 0),
-        ring_start=(3, 1),
-        num_accepted=(2, 0),
-    ),
-    _workload(
-        "recurrent_gla_replay",
-        "nobody",
-        "ci odd",
+        "H2 K16 V16 L2",
         lengths=(),
         padding=2,
-        H=2,
-        K=16,
-        V=16,
         pool=3,
-        L=2,
         slots=(),
         ring_start=(),
         num_accepted=(),
     ),
     *(
-        _workload(
-            "recurrent_gla_replay",
+        _row(
             f"verify_b{B}_h64",
             "decode",
+            "T4 H64 K128 V128 L8",
             B=B,
-            T=4,
-            H=64,
-            K=128,
-            V=128,
             pool=B,
-            L=8,
             slots=tuple(range(B)),
             ring_start=(6,) * B,
             num_accepted=(4,) * B,
@@ -984,54 +592,34 @@ RECURRENT_GLA_REPLAY = (
         for B in (1, 16, 64)
     ),
 )
-ONLINE_SOFTMAX = (
-    _workload("online_softmax", "small", "ci", shape=(5, 33)),
-    _workload("online_softmax", "one_column", "ci odd", shape=(3, 1)),
-    _workload("online_softmax", "odd_columns", "ci odd", shape=(3, 1025)),
-    _workload("online_softmax", "other_dimension", "ci odd", shape=(3, 50, 7), dim=1),
-    _workload("online_softmax", "nothing", "ci odd", shape=(0, 4)),
-    _workload("online_softmax", "minus_infinity", "ci extreme", shape=(4, 3000), masked=True),
-    _workload("online_softmax", "many_columns", "narrow", shape=(2, 50_001)),
+ONLINE_SOFTMAX = _workloads(
+    "online_softmax",
+    _row("small", "ci", shape=(5, 33)),
+    _row("one_column", "ci odd", shape=(3, 1)),
+    _row("odd_columns", "ci odd", shape=(3, 1025)),
+    _row("other_dimension", "ci odd", shape=(3, 50, 7), dim=1),
+    _row("nothing", "ci odd", shape=(0, 4)),
+    _row("minus_infinity", "ci extreme", shape=(4, 3000), masked=True),
+    _row("many_columns", "narrow", shape=(2, 50_001)),
     *(
-        _workload("online_softmax", f"rows_8192_columns_{n}", "train", shape=(8192, n), dtype=torch.bfloat16)
+        _row(f"rows_8192_columns_{n}", "train", shape=(8192, n), dtype=torch.bfloat16)
         for n in (1024, 4096, 16384, 50257, 65536)  # 50257: the vocabulary of GPT-2, whose rows are not aligned
     ),
-    _workload("online_softmax", "rows_4_columns_16m", "long", shape=(4, 2**24), dtype=torch.bfloat16),
+    _row("rows_4_columns_16m", "long", shape=(4, 2**24), dtype=torch.bfloat16),
 )
-SOFTMAX_ATTENTION = (
-    _workload("softmax_attention", "small", "ci", B=2, Tq=33, Tk=33, H=2, K=16, V=16, causal=True),
-    _workload("softmax_attention", "not_causal", "ci", B=1, Tq=20, Tk=70, H=2, K=32, V=16),
-    _workload("softmax_attention", "odd", "ci odd", B=1, Tq=65, Tk=131, H=1, K=19, V=37, causal=True),
-    _workload("softmax_attention", "grouped", "ci", B=2, Tq=40, Tk=40, H=2, G=3, K=16, V=16, causal=True),
-    _workload("softmax_attention", "one_query", "ci decode", B=2, Tq=1, Tk=300, H=2, K=16, V=16, causal=True),
-    _workload("softmax_attention", "many_keys", "narrow", B=1, Tq=3, Tk=5001, H=1, K=8, V=8, causal=True),
-    _workload("softmax_attention", "many_queries", "narrow", B=1, Tq=2501, Tk=20, H=1, K=8, V=8),
-    _workload(
-        "softmax_attention",
-        "causal_b4_t4096_h16",
-        "train",
-        B=4,
-        Tq=4096,
-        Tk=4096,
-        H=16,
-        K=128,
-        V=128,
-        causal=True,
-        dtype=torch.bfloat16,
-    ),
-    _workload(
-        "softmax_attention",
-        "one_query_131072_keys",
-        "decode long",
-        B=1,
-        Tq=1,
-        Tk=131072,
-        H=16,
-        K=128,
-        V=128,
-        dtype=torch.bfloat16,
-    ),
+SOFTMAX_ATTENTION = _workloads(
+    "softmax_attention",
+    _row("small", "ci", "B2 Tq33 Tk33 H2 K16 V16", causal=True),
+    _row("not_causal", "ci", "B1 Tq20 Tk70 H2 K32 V16"),
+    _row("odd", "ci odd", "B1 Tq65 Tk131 H1 K19 V37", causal=True),
+    _row("grouped", "ci", "B2 Tq40 Tk40 H2 G3 K16 V16", causal=True),
+    _row("one_query", "ci decode", "B2 Tq1 Tk300 H2 K16 V16", causal=True),
+    _row("many_keys", "narrow", "B1 Tq3 Tk5001 H1 K8 V8", causal=True),
+    _row("many_queries", "narrow", "B1 Tq2501 Tk20 H1 K8 V8"),
+    _row("causal_b4_t4096_h16", "train", "B4 Tq4096 Tk4096 H16 K128 V128", causal=True, dtype=torch.bfloat16),
+    _row("one_query_131072_keys", "decode long", "B1 Tq1 Tk131072 H16 K128 V128", dtype=torch.bfloat16),
 )
+# fmt: on
 WORKLOADS = (
     *CHUNK_GLA,
     *CHUNK_GLA_POOL,

@@ -663,7 +663,7 @@ def pooled(x, **changes):
     return REFERENCE["chunk_gla_pool"](**{**vars(x), **changes})
 
 
-@bug("chunk_gla_pool", "test_values[apart-float32]")
+@bug("chunk_gla_pool", "test_values[scattered_slots-float32]")
 def flags_of_new_sequences_ignored(x):
     return pooled(x, has_state=None)
 
@@ -675,7 +675,7 @@ def new_sequences_multiply_their_slot_by_0(x):
     return pooled(x, has_state=None)
 
 
-@bug("chunk_gla_pool", "test_values[apart-float32]")
+@bug("chunk_gla_pool", "test_values[scattered_slots-float32]")
 def state_written_to_the_slot_that_was_read(x):
     return pooled(x, write_slots=None)
 
@@ -745,7 +745,7 @@ def memory_after_a_slot_written(x):
     return o
 
 
-@bug("chunk_gla_pool", "test_written_states_with_values_first[apart-float32]", swapped_states=True)
+@bug("chunk_gla_pool", "test_written_states_with_values_first[scattered_slots-float32]", swapped_states=True)
 def swapped_pool_taken_for_any(x):
     return pooled(x, pool=as_if_dense(x.pool))
 
