@@ -170,7 +170,7 @@ def with_loss(name: str, x: Arguments | GlaInputs) -> Arguments:
 def loss_gradients(name: str, x: Arguments | GlaInputs) -> Named:
     """Returns random gradients of the results by their names; equal shapes give equal numbers."""
     spec = public_op(name)
-    values = spec.complete((), {n: y for n, y in by_name(x).items() if n in spec.names})
+    values = spec.complete((), {n: y for n, y in by_name(x).items() if n in spec.names and n != "gate_normalizer"})
     generator = torch.Generator(values[0].device).manual_seed(1)
     results = [y for y in spec.expected(*spec.plain(values)) if y is not None]
     return {y.name: normal(y.shape, y.dtype, generator) for y in results}
@@ -287,9 +287,9 @@ def oracle_results(name: str, x: Arguments | GlaInputs, **options: Any) -> Named
     return expected(name, {**by_name(x), **options}).results
 
 
-def oracle_gradients(name: str, x: Arguments | GlaInputs, loss: Named | None = None) -> Named:
-    """Returns the oracle's gradients, by autograd in float64, for the loss of `gradients`."""
-    x = by_name(x)
+def oracle_gradients(name: str, x: Arguments | GlaInputs, loss: Named | None = None, **options: Any) -> Named:
+    """Returns the oracle's gradients, by autograd in float64; the arguments are those of `gradients`."""
+    x = {**by_name(x), **options}
     leaves = {n: x[n].detach().double().requires_grad_() for n in differentiable(name, x)}
     loss = loss or loss_gradients(name, x)
     out = expected(public_op(name).name, {**x, **leaves}).results

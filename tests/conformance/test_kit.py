@@ -17,7 +17,7 @@ import torch
 
 import gla_core as gla
 from gla_core.conformance import summary
-from gla_core.conformance.calls import oracle_forward, oracle_gradients, reference_forward, reference_gradients
+from gla_core.conformance.calls import oracle_gradients, oracle_results, reference_results, with_loss
 from gla_core.conformance.cases import Case, cases, excluded, fitted, refusals
 from gla_core.conformance.facts import forms
 from gla_core.conformance.run import run
@@ -66,12 +66,10 @@ def test_the_reference_passes_every_case(tmp_path, capsys):
     ops: tests/ops/test_torch_integration.py compiles all of them. `make conformance` runs everything.
     """
     report = tmp_path / "cases.jsonl"
-    of_gradients = "test_gradients[ and (float32 or short or small)"
+    values = "test_values[ or test_gradients[ and (float32 or short or small)"
     rest = "float32 and (small or short) and not test_torch"
     graphs = "test_torch and small and (recurrent_gla_step- or online_softmax)"
-    code = run(
-        "reference", report=str(report), select=f"test_values or test_refusals or {of_gradients} or {rest} or {graphs}"
-    )
+    code = run("reference", report=str(report), select=f"{values} or test_refusals or {rest} or {graphs}")
     printed = capsys.readouterr().out
     assert code == 0, printed[-5000:]
     rows = read_cases(report)
@@ -93,7 +91,7 @@ def sample(path):
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         code = run(
-            "reference", report=str(path), select="test_gradients[grouped-", module="test_chunk_gla", commit="a1"
+            "reference", report=str(path), select="[chunk_gla_bwd-grouped-", module="test_gradients", commit="a1"
         )
     assert code == 0
     return printed.getvalue(), path.read_text()
@@ -119,15 +117,19 @@ def test_the_summary_says_what_ran_where_and_the_worst_error_with_its_budget(sam
     (found,) = [row for row in report["properties"] if row["property"] == "gradients"]
     assert (found["op"], found["failed"], found["open"]) == ("chunk_gla_bwd", 0, 0)
     worst = found["worst"]
-    assert worst["case"].startswith("test_chunk_gla.py::test_gradients[")
+    assert worst["case"].startswith("test_gradients.py::test_gradients[")
     assert worst["quantity"] in ("dq", "dk", "dv", "dg", "dinitial_state")
     assert 0 < worst["error"] <= worst["budget"]
 
 
 def test_every_case_has_a_line_with_its_errors_and_their_budgets(tmp_path):
     sample(tmp_path / "cases.jsonl")
-    (row,) = [row for row in read_cases(tmp_path / "cases.jsonl") if row["id"] == "test_gradients[grouped-bfloat16]"]
-    assert (row["test"], row["op"]) == ("test_chunk_gla.py::test_gradients", "chunk_gla_bwd")
+    (row,) = [
+        row
+        for row in read_cases(tmp_path / "cases.jsonl")
+        if row["id"] == "test_gradients[chunk_gla_bwd-grouped-bfloat16]"
+    ]
+    assert (row["test"], row["op"]) == ("test_gradients.py::test_gradients", "chunk_gla_bwd")
     assert (row["workload"], row["dtype"]) == ("grouped", "bfloat16")
     assert [error["quantity"] for error in row["errors"]] == ["dq", "dk", "dv", "dg", "dinitial_state"]
     assert {error["budget"] for error in row["errors"]} == {5e-3}
@@ -204,8 +206,14 @@ def test_a_wrong_question_is_a_usage_error(arguments, message, own_backends, tmp
 # ---- the cases of a backend, and the outcome of refused ones
 
 
-COMPUTED_BY_ANOTHER = ("chunk_gla_pool", "recurrent_gla_layer_step", "recurrent_gla_steps", "recurrent_gla_replay")
-"""The ops that the core computes by another one under `batch_invariant`, and whose forward a backend may have alone."""
+COMPUTED_BY_ANOTHER = (
+    "chunk_gla_bwd",
+    "chunk_gla_pool",
+    "recurrent_gla_layer_step",
+    "recurrent_gla_steps",
+    "recurrent_gla_replay",
+)
+"""The ops that the core computes by another one under `batch_invariant`, and which a backend may have alone."""
 
 
 def judge(backend, tmp_path, **options):
@@ -220,7 +228,7 @@ def test_a_case_that_supports_refuses_is_open(tmp_path):
         return "needs an even number of columns" if call.dims["columns"] % 2 else None
 
     backend = Backend("even", "0", {"online_softmax": get("reference").ops["online_softmax"]}, supports=supports)
-    code, rows = judge(backend, tmp_path, module="test_online_softmax", select="test_values and float32")
+    code, rows = judge(backend, tmp_path, module="test_values", select="values[ and float32")
     outcomes = {row["workload"]: (row["outcome"], row["reason"]) for row in rows}
     assert code == 0
     assert outcomes["minus_infinity"] == ("passed", None)
@@ -228,7 +236,7 @@ def test_a_case_that_supports_refuses_is_open(tmp_path):
     assert summary.counts(rows) == {"passed": 3, "failed": 0, "open": 3, "refusals": 0}
     (why,) = summary.reasons(rows, "open")
     assert (why["reason"], why["cases"]) == ("not supported: even: needs an even number of columns", 3)
-    assert "test_online_softmax.py::test_values[small-float32]" in why["such as"]
+    assert "test_values.py::test_values[online_softmax-small-float32]" in why["such as"]
 
 
 @pytest.mark.parametrize(
@@ -238,8 +246,8 @@ def test_a_case_that_supports_refuses_is_open(tmp_path):
 def test_a_backend_of_one_op_passes_and_what_the_core_refuses_is_open(op, tmp_path):
     """The core computes some ops by another one under `batch_invariant`, and refuses a backend that lacks it."""
     backend = Backend("alone", "0", {op: get("reference").ops[op]})
-    module, chosen = f"test_{ABSTRACT_OPS[op].public}", "same_bits or test_values and (small or short) and float32"
-    code, rows = judge(backend, tmp_path, module=module, select=chosen)
+    properties = "same_bits or batch_invariance or test_values[ and (small or short) and float32"
+    code, rows = judge(backend, tmp_path, select=f"[{op}- and ({properties})")
     assert code == 0
     still_open = [row["reason"] for row in rows if row["outcome"] == "open"]
     assert all("is computed part by part" in reason for reason in still_open)
@@ -350,7 +358,8 @@ def test_large_workloads_are_judged_by_what_the_oracle_says_of_small_ones(name):
     """Large workloads are judged by the reference in float64, which equals the oracle on small ones."""
     (workload,) = (w for w in select("chunk_gla") if w.name == name)
     x = chunk_inputs(workload, dtype=torch.bfloat16)
-    found, expected = reference_forward(x) | reference_gradients(x), oracle_forward(x) | oracle_gradients(x)
+    found = reference_results("chunk_gla", x) | reference_results("chunk_gla_bwd", with_loss("chunk_gla_bwd", x))
+    expected = oracle_results("chunk_gla", x) | oracle_gradients("chunk_gla", x)
     assert found.keys() == expected.keys()
     errors = {name: relative_error(found[name], ref) for name, ref in expected.items()}
     assert max(errors.values()) <= FORWARD[torch.float64], errors

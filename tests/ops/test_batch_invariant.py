@@ -88,9 +88,9 @@ def test_alone_and_packed(device, backend, gates, width):
 
 def test_gradients_are_right(device, backend):
     x, _, _ = inputs(device)
-    expected = oracle_gradients(x)
+    expected = oracle_gradients("chunk_gla", x)
     with gla.batch_invariant(TOKENS):
-        found = gradients(x, backend)
+        found = gradients("chunk_gla", x, backend)
     for name, gradient in found.items():
         assert relative_error(gradient, expected[name]) <= GRADIENT[x.q.dtype], name
 

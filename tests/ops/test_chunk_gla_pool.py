@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gla_core as gla
-from gla_core.conformance.calls import expected_pool
+from gla_core.conformance.calls import oracle_results
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.dispatch.backend import GATES, Backend, Capabilities, Prepared, arguments_of
 from gla_core.dispatch.composed import forwards_of_pool, through_pool
@@ -119,7 +119,7 @@ GOOD_VALUES = [
 @pytest.mark.parametrize("changes", GOOD_VALUES)
 def test_good_values_pass_the_checks(changes, check_values):
     given = arguments(LONG, **changes)
-    expected = expected_pool(given)
+    expected = oracle_results("chunk_gla_pool", given)
     assert relative_error(gla.chunk_gla_pool(**given), expected["o"]) <= FORWARD[torch.float32]
     assert relative_error(given["pool"], expected["pool"]) <= FORWARD[torch.float32]
 
@@ -155,7 +155,7 @@ def test_any_call(lengths, padding, groups, gate, data, **sizes):
     for name in ("read_slots", "write_slots", "checkpoint_offsets", "checkpoint_slots"):
         x[name] = x[name].long()
     x["has_state"] = x["has_state"].bool()
-    expected = expected_pool(x)
+    expected = oracle_results("chunk_gla_pool", x)
     assert relative_error(gla.chunk_gla_pool(**x), expected["o"]) <= 1e-12
     assert relative_error(x["pool"], expected["pool"]) <= 1e-12
 
@@ -189,7 +189,7 @@ def test_what_it_writes_is_seen_by_autograd(written):
 def test_it_runs_in_inference_mode():
     with torch.inference_mode():
         given = arguments()
-        expected = expected_pool(given)
+        expected = oracle_results("chunk_gla_pool", given)
         assert relative_error(gla.chunk_gla_pool(**given), expected["o"]) <= 1e-5
         assert relative_error(given["pool"], expected["pool"]) <= 1e-5
 
@@ -206,7 +206,7 @@ def test_one_graph_writes_the_pool_and_out(with_out):
         return gla.chunk_gla_pool(**{**given, "q": x * 1.0}) + 1
 
     given = arguments(has_state=FLAGS, out=torch.zeros(1, 8, 2, 3) if with_out else None)
-    expected = expected_pool({name: x for name, x in given.items() if name != "out"})
+    expected = oracle_results("chunk_gla_pool", {name: x for name, x in given.items() if name != "out"})
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
     assert relative_error(compiled(given["q"], given) - 1, expected["o"]) <= 1e-5
     assert relative_error(given["pool"], expected["pool"]) <= 1e-5
@@ -224,7 +224,7 @@ def test_it_runs_on_meta_tensors():
 def test_a_state_is_rounded_once():
     """The outputs are those of states that are not rounded, and the written state is the nearest number."""
     given = arguments(LONG, pool=torch.randn(6, 1, 2, 2).bfloat16())
-    expected = expected_pool(given)
+    expected = oracle_results("chunk_gla_pool", given)
     assert relative_error(gla.chunk_gla_pool(**given), expected["o"]) <= FORWARD[torch.float32]
     differ = given["pool"] != expected["pool"].bfloat16()
     assert differ.float().mean() < 0.1  # a number in the middle of two may be rounded either way
@@ -244,7 +244,7 @@ def backend_of(op, **claims):
 def test_a_backend_that_takes_no_swapped_states_is_not_given_a_copy_of_the_pool():
     given = arguments()
     swapped = given["pool"].mT.contiguous()
-    expected, before = expected_pool(given), swapped.clone()
+    expected, before = oracle_results("chunk_gla_pool", given), swapped.clone()
     with gla.register(backend_of(through_pool(FORWARD_OP))):
         with pytest.raises(
             gla.NoBackendError, match="values are contiguous; pool has keys contiguous: request another"
@@ -282,7 +282,7 @@ def test_any_forward_goes_through_a_pool(forward):
     with gla.register(backend_of(through_pool(forward))):
         for options in ({}, logits):
             given = arguments(**kept((2, 64), (0, 2)))
-            expected = expected_pool(given, gate_normalizer=options.get("gate_normalizer"))
+            expected = oracle_results("chunk_gla_pool", given, gate_normalizer=options.get("gate_normalizer"))
             o = gla.chunk_gla_pool(**given, **options, backend="mine")
             assert relative_error(o, expected["o"]) <= 1e-5
             assert relative_error(given["pool"], expected["pool"]) <= 1e-5
@@ -314,6 +314,6 @@ def test_a_call_known_by_its_sizes_can_be_run():
     sizes = {"B": 1, "T": 40, "H": 2, "K": 4, "V": 3, "N": 3}
     q, k, v, g, pool, cu_seqlens, slots, *_ = random_arguments(spec.call(sizes, torch.device("cpu"), torch.float32))
     given = {"q": q, "k": k, "v": v, "g": g, "pool": pool, "cu_seqlens": cu_seqlens, "read_slots": slots}
-    expected = expected_pool({**arguments(), **given})
+    expected = oracle_results("chunk_gla_pool", {**arguments(), **given})
     assert sorted(slots.tolist()) == [0, 1, 2]
     assert relative_error(gla.chunk_gla_pool(**given), expected["o"]) <= 1e-5

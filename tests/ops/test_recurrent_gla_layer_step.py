@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gla_core as gla
-from gla_core.conformance.calls import expected_layer_step
+from gla_core.conformance.calls import oracle_results
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.dispatch.backend import Backend, Capabilities, Prepared, arguments_of, step_of_layer_step
 from gla_core.dispatch.registry import get
@@ -122,10 +122,10 @@ def test_a_backend_with_a_step_serves_it(step):
     with gla.register(Backend("mine", "1", {"recurrent_gla_step": step}, Capabilities())):
         for options in ({}, {"gate": "logsigmoid", "gate_normalizer": 4}):
             x = arguments()
-            expected = expected_layer_step(x, gate_normalizer=options.get("gate_normalizer"))
+            expected = oracle_results("recurrent_gla_layer_step", x, gate_normalizer=options.get("gate_normalizer"))
             assert_computed(gla.recurrent_gla_layer_step(**x, **options, backend="mine"), x, expected)
         x = arguments()
-        expected = expected_layer_step(x)
+        expected = oracle_results("recurrent_gla_layer_step", x)
         with gla.batch_invariant(64):
             assert_computed(gla.recurrent_gla_layer_step(**x, backend="mine"), x, expected)
 

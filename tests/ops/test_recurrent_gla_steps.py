@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gla_core as gla
-from gla_core.conformance.calls import expected_steps
+from gla_core.conformance.calls import oracle_results
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.dispatch.backend import GATES, Backend, Capabilities, Prepared, arguments_of
 from gla_core.dispatch.composed import step_of_steps, through_steps
@@ -85,7 +85,7 @@ def test_values_are_checked_on_request(sizes, changes, message, check_values):
 )
 def test_good_values_pass_the_checks(changes, check_values):
     x = arguments(**changes)
-    expected = expected_steps(x)
+    expected = oracle_results("recurrent_gla_steps", x)
     assert relative_error(gla.recurrent_gla_steps(**x), expected["o"]) <= FORWARD[torch.float32]
     assert relative_error(x["pool"].nan_to_num(), expected["pool"].nan_to_num()) <= FORWARD[torch.float32]
 
@@ -117,7 +117,7 @@ def test_any_call(lengths, padding, groups, gate, data, **sizes):
         x["has_state"] = torch.tensor(data.draw(some), dtype=torch.bool)
     if data.draw(st.booleans()):
         x["read_slots"] = ints(*(next(order) for _ in range(min(N, 4))))
-    expected = expected_steps(x)
+    expected = oracle_results("recurrent_gla_steps", x)
     assert relative_error(gla.recurrent_gla_steps(**x), expected["o"]) <= 1e-12
     assert relative_error(x["pool"], expected["pool"]) <= 1e-12
 
@@ -156,7 +156,7 @@ def test_one_graph_writes_the_pool_and_out(with_out):
         return gla.recurrent_gla_steps(**{**x, "q": y * 1.0}) + 1
 
     x = arguments(num_accepted=ints(3, 1), out=torch.zeros(2, 3, 2, 3) if with_out else None)
-    expected = expected_steps({name: y for name, y in x.items() if name != "out"})
+    expected = oracle_results("recurrent_gla_steps", {name: y for name, y in x.items() if name != "out"})
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
     assert relative_error(compiled(x["q"], x) - 1, expected["o"]) <= 1e-5
     assert relative_error(x["pool"], expected["pool"]) <= 1e-5
@@ -165,7 +165,7 @@ def test_one_graph_writes_the_pool_and_out(with_out):
 
 def test_slots_of_one_token_may_lack_a_dimension():
     x = arguments({**SIZES, "T": 1, "slots": ((4,), (2,))})
-    expected = expected_steps(x)
+    expected = oracle_results("recurrent_gla_steps", x)
     o = gla.recurrent_gla_steps(**{**x, "slots": x["slots"][:, 0]})
     assert relative_error(o, expected["o"]) <= 1e-5
     assert relative_error(x["pool"], expected["pool"]) <= 1e-5
@@ -189,7 +189,7 @@ def test_any_step_computes_several(step):
     with gla.register(backend):
         for options in ({}, {"gate": "logsigmoid", "gate_normalizer": 4}):
             x = arguments()
-            expected = expected_steps(x, gate_normalizer=options.get("gate_normalizer"))
+            expected = oracle_results("recurrent_gla_steps", x, gate_normalizer=options.get("gate_normalizer"))
             assert relative_error(gla.recurrent_gla_steps(**x, **options, backend="mine"), expected["o"]) <= 1e-5
             assert relative_error(x["pool"], expected["pool"]) <= 1e-5
         message = "under batch_invariant recurrent_gla_steps is computed part by part, by recurrent_gla_step, which"

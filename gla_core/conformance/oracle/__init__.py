@@ -21,6 +21,7 @@ from gla_core.conformance.oracle.gla import (
     recurrent_gla_step,
     recurrent_gla_step_in_pool,
     recurrent_gla_steps,
+    tokens_of,
 )
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "recurrent_gla_steps",
     "softmax",
     "softmax_attention",
+    "tokens_of",
 ]
 
 ORACLES: Mapping[str, Callable[..., Any]] = {
