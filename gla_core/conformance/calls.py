@@ -323,7 +323,8 @@ def _with_log_gates(x: Arguments) -> Arguments:
 def _of_a_pool(x: Arguments, o: Tensor, states: dict[int, Tensor], *rings: Mapping[Any, Any]) -> Expected:
     """Returns the results of a call on a pool, from the states and the entries of rings that it writes."""
     (entries,) = rings or ({},)
-    results, written = {"o": o, "pool": x["pool"].double().clone()}, {"pool": list(states)}
+    results = {"o": o, "pool": x["pool"].double().clone()}
+    written: dict[str, Any] = {"pool": list(states)}
     for slot, state in states.items():
         results["pool"][slot] = state
     for i, ring in enumerate(ring for ring in RINGS if x.get(ring) is not None):
