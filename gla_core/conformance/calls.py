@@ -302,15 +302,19 @@ def oracle_gradients(name: str, x: Arguments | GlaInputs, loss: Named | None = N
 
 def reference_results(name: str, x: Arguments | GlaInputs) -> Named:
     """Returns the results of the reference in float64, computed one row of the batch at a time to save memory."""
-    x = {n: y.double() if isinstance(y, Tensor) and y.is_floating_point() else y for n, y in by_name(x).items()}
+    x = by_name(x)
     B = len(next(iter(x.values())))
     if B == 1 or "pool" in x:
-        return results(name, x, "reference")
-    rows = [results(name, alone(name, x, b), "reference") for b in range(B)]
+        return results(name, _in_float64(x), "reference")
+    rows = [results(name, _in_float64(alone(name, x, b)), "reference") for b in range(B)]
     joined = {n: torch.cat([row[n] for row in rows]) for n in rows[0]}
     if "dg" in joined and x["g"].ndim == 1:  # all rows share a constant gate, and its gradient is a sum
         joined["dg"] = torch.stack([row["dg"] for row in rows]).sum(0)
     return joined
+
+
+def _in_float64(x: Arguments) -> Arguments:
+    return x | {n: y.double() for n, y in tensors(x).items() if y.is_floating_point()}
 
 
 def _with_log_gates(x: Arguments) -> Arguments:
