@@ -52,7 +52,7 @@ class Expected(NamedTuple):
 # ---- arguments
 
 
-def given(case: Case, **changes: object) -> Arguments:
+def call_arguments(case: Case, **changes: object) -> Arguments:
     """Returns the arguments of the call of a case; `changes` override sizes of its workload."""
     x = inputs(case, **changes)
     return with_loss(case.op, x) if is_backward(case.op) else x
@@ -107,7 +107,7 @@ def span(name: str, x: Arguments, start: int | None, stop: int | None, **changes
 
 def alone(name: str, x: Arguments, n: int) -> Arguments:
     """Returns a call on sequence n alone: its tokens, and what the call holds for each row or sequence."""
-    y = {**x, **of_sequence(name, x, tensors(x), n)}
+    y = {**x, **sequence_share(name, x, tensors(x), n)}
     if x.get("cu_seqlens") is not None:
         needs_offsets = described(name)["cu_seqlens"].type == "Tensor"
         length = x["cu_seqlens"][n : n + 2].diff()
@@ -115,7 +115,7 @@ def alone(name: str, x: Arguments, n: int) -> Arguments:
     return y
 
 
-def of_sequence(name: str, x: Arguments, parts: Named, n: int) -> Named:
+def sequence_share(name: str, x: Arguments, parts: Named, n: int) -> Named:
     """Returns the part that sequence n has of arguments or results, as far as these consist of such parts."""
     offsets, dims = x.get("cu_seqlens"), dims_of(name, parts)
     has_places = any(x.get(places) is not None for places in ("pool", "state_indices"))
@@ -277,7 +277,7 @@ def expected(name: str, x: Arguments | GlaInputs) -> Expected:
     out = ORACLES[name if fixed else spec.public](**asked)
     out = out if isinstance(out, tuple) else (out,)
     if "pool" in x:
-        return _of_a_pool(x, *out)
+        return _pool_results(x, *out)
     names = [*(y.name for y in spec.results), *written_tensors(name, x)]
     return Expected(dict(zip(names, out, strict=False)), {})
 
@@ -324,7 +324,7 @@ def _with_log_gates(x: Arguments) -> Arguments:
     return {**x, "g": log_gates(x["g"], x.get("gate_normalizer", 16), torch.float64)}
 
 
-def _of_a_pool(x: Arguments, o: Tensor, states: dict[int, Tensor], *rings: Mapping[Any, Any]) -> Expected:
+def _pool_results(x: Arguments, o: Tensor, states: dict[int, Tensor], *rings: Mapping[Any, Any]) -> Expected:
     """Returns the results of a call on a pool, from the states and the entries of rings that it writes."""
     (entries,) = rings or ({},)
     results = {"o": o, "pool": x["pool"].double().clone()}
@@ -453,7 +453,7 @@ def _pages(states: Tensor) -> Tensor:
 def torch_op(case: Case, request: str, inplace: bool = False) -> tuple[Any, tuple]:
     """Returns the torch op of a case and its arguments, which require gradients if the case needs them."""
     spec, op = ABSTRACT_OPS[case.op], getattr(torch.ops.gla, case.op + "_" * inplace).default
-    x: Arguments = {spec.names.get(n, n): y for n, y in given(case).items()}
+    x: Arguments = {spec.names.get(n, n): y for n, y in call_arguments(case).items()}
     x["checkpoint_every"] = CHECKPOINT_EVERY if case.checkpoints else None
     for argument in spec.arguments if case.needs_grad else ():
         if argument.differentiable and x[argument.name] is not None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gla_core as gla
-from gla_core.conformance.calls import check, compare, given, results, run, span, twice
+from gla_core.conformance.calls import call_arguments, check, compare, results, run, span, twice
 from gla_core.conformance.cases import over
 from gla_core.conformance.tolerances import FORWARD
 from gla_core.dispatch.slots import states_of_slots
@@ -24,7 +24,7 @@ SLOTS = ("read_slots", "write_slots", "checkpoint_slots")
 @pytest.mark.parametrize("pad", [-1, -3, "P", 2**30])
 def test_slots_outside_the_pool(backend, case, pad, index_dtype, measure):
     """Such a slot is neither read nor written; the sequence starts from 0, and o is computed."""
-    x = given(case)
+    x = call_arguments(case)
     pad = len(x["pool"]) if pad == "P" else pad
     for name in SLOTS:
         if x[name] is not None:
@@ -38,7 +38,7 @@ def test_slots_outside_the_pool(backend, case, pad, index_dtype, measure):
 def test_the_pad_slot(backend, case, measure):
     """The pad slot may be a slot of the pool, and several sequences may name it. It holds NaN, and keeps it."""
     for name in SLOTS:
-        x = given(case)
+        x = call_arguments(case)
         if name == "write_slots" and x[name] is None:
             x[name] = x["read_slots"].clone()
         if x[name] is not None:
@@ -52,7 +52,7 @@ def test_the_pad_slot(backend, case, measure):
 @pytest.mark.parametrize("offset", [-64, 0, 64, "length", 2**30])
 def test_checkpoint_offsets(backend, case, offset, measure):
     """A checkpoint lies inside its sequence; for any other offset nothing is written."""
-    x = given(case, pool=12)
+    x = call_arguments(case, pool=12)
     N = len(x["read_slots"])
     sizes = x["cu_seqlens"].diff()
     x["checkpoint_offsets"] = sizes if offset == "length" else torch.full_like(sizes, offset)
@@ -64,7 +64,7 @@ def test_checkpoint_offsets(backend, case, offset, measure):
 @over(POOL, dtypes="rotating", also="chunk_gla_fwd")
 def test_equals_chunk_gla(backend, case, measure):
     """The call equals `chunk_gla` from states that are gathered before, and scattered after it."""
-    x = given(case)
+    x = call_arguments(case)
     states = states_of_slots(x["pool"], x["read_slots"], x["has_state"], wide(case.dtype), x["pad_slot"])
     y = {name: x[name] for name in ("q", "k", "v", "g", "cu_seqlens")}
     o, _ = gla.chunk_gla(**y, initial_state=states, backend=backend.name)
@@ -94,14 +94,14 @@ def whole_and_parts(x, cut, backend):
 @pytest.mark.parametrize("cut", [1, 64, 77, 128])
 def test_calls_in_a_row(backend, case, cut, measure):
     """A prompt may be cut into calls, each of which continues from the state of the one before."""
-    whole, parts = whole_and_parts(given(case), cut, backend)
+    whole, parts = whole_and_parts(call_arguments(case), cut, backend)
     measure(parts, whole, 2 * FORWARD[case.dtype])
 
 
 @over(POOL, "checkpoints", dtypes="rotating", requires="deterministic")
 def test_same_bits_in_calls_in_a_row(backend, case, measure):
     """Under `batch_invariant`, cuts at multiples of its tokens do not change a bit; nor does a checkpoint there."""
-    x = given(case)
+    x = call_arguments(case)
     with gla.batch_invariant(64):
         whole, parts = whole_and_parts(x, 64, backend)
         measure(parts, whole, 0)

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from gla_core.conformance.calls import check, compare, expected, given, run, span, twice
+from gla_core.conformance.calls import call_arguments, check, compare, expected, run, span, twice
 from gla_core.conformance.cases import over
 from gla_core.conformance.tolerances import FORWARD
 
@@ -17,13 +17,13 @@ SUMMARY, BACKWARDS = "chunk_gla_summary", "chunk_gla_gradient_summary"
 def test_grouped_queries_backwards(backend, case, measure):
     """The query heads of a group give one state; without gates each query head has its own state."""
     backwards = dataclasses.replace(case, function=BACKWARDS)
-    check(BACKWARDS, given(backwards, G=3), backend.name, measure)
+    check(BACKWARDS, call_arguments(backwards, G=3), backend.name, measure)
 
 
 @over(SUMMARY, "last_chunk_partial", "minus_infinity", "ungated", "per_head", functions=True, dtypes="rotating")
 @pytest.mark.parametrize("cut", [1, 64, 77])
 def test_two_parts_equal_the_whole(backend, case, cut, measure):
-    x = given(case)
+    x = call_arguments(case)
     parts = [run(case.call, span(case.call, x, *rows), backend.name) for rows in ((None, cut), (cut, None))]
     first, then = reversed(parts) if case.function == BACKWARDS else parts
     joined = {

@@ -9,10 +9,10 @@ import torch
 
 from gla_core.conformance.calls import (
     as_logits,
+    call_arguments,
     check,
     compare,
     expected,
-    given,
     gradients,
     inputs,
     oracle_gradients,
@@ -39,7 +39,7 @@ def one_of(values, like):
 
 @over(SEQUENCES, "short", "packed", "extreme", functions=True)
 def test_float32_gates(backend, case, measure):
-    check(case.call, given(case, gate_dtype=torch.float32), backend.name, measure)
+    check(case.call, call_arguments(case, gate_dtype=torch.float32), backend.name, measure)
 
 
 @over(BACKWARDS, "short", "packed", "extreme", "per_head", "constant")
@@ -56,7 +56,7 @@ def test_gradients_of_float32_gates(backend, case, measure):
 @over(WITH_LOGITS, gated=True, dtypes="rotating")
 def test_gates_from_logits(backend, case, measure):
     """Rings hold log gates, and not logits."""
-    x = given(case)
+    x = call_arguments(case)
     x = {**x, "g": random_logits(x["g"])}
     check(case.call, as_logits(case.op, x, 4 if case.op in DIVIDED_BY_4 else None), backend.name, measure)
 
@@ -64,7 +64,7 @@ def test_gates_from_logits(backend, case, measure):
 @over(PAIRS, "last_chunk_partial", "per_head", dtypes="rotating")
 @NORMALIZERS
 def test_every_logit(backend, case, normalizer, measure):
-    x = given(case)
+    x = call_arguments(case)
     x["g"] = one_of(EXTREME_LOGITS, x["g"])
     check(case.call, as_logits(case.op, x, normalizer), backend.name, measure)
 
@@ -92,7 +92,7 @@ def test_gradients_of_every_logit(backend, case, normalizer, measure):
 @pytest.mark.parametrize("cut", [1, 41, 63])
 def test_nothing_crosses_a_gate_of_minus_infinity(backend, case, cut, measure):
     """After alpha = 0 nothing depends on earlier tokens, not even the last bit."""
-    x, y = given(case, initial_state=True), given(case, initial_state=True)
+    x, y = call_arguments(case, initial_state=True), call_arguments(case, initial_state=True)
     x["g"][:, cut] = y["g"][:, cut] = -torch.inf
     for early in (y["k"][:, :cut], y["v"][:, :cut], y["initial_state"]):
         early.mul_(-30)
@@ -106,7 +106,7 @@ def test_nothing_crosses_a_gate_of_minus_infinity(backend, case, cut, measure):
 @over(BACKWARDS, "one_chunk", "last_chunk_partial", "grouped", "per_head", dtypes="rotating")
 @pytest.mark.parametrize("cut", [1, 41, 63])
 def test_no_gradient_crosses_a_gate_of_minus_infinity(backend, case, cut, measure):
-    x = given(case, initial_state=True)
+    x = call_arguments(case, initial_state=True)
     x["g"][:, cut] = -torch.inf
     x["do"][:, :cut] = 0
     out = run(case.op, {**x, "dstate": None}, backend.name)
@@ -124,7 +124,7 @@ def first_tokens(x):
 @over(BACKWARDS, "short", "last_chunk_partial", "grouped", "packed", "padded", "per_head", dtypes="rotating")
 def test_gradient_of_g_is_zero_where_nothing_passes(backend, case, measure):
     """The gradient of g is exactly 0 at a gate of -inf, and at the first token of a sequence that starts from zero."""
-    x = given(case, gates="-inf", initial_state=False)
+    x = call_arguments(case, gates="-inf", initial_state=False)
     closed = x["g"].isneginf()
     closed[:, first_tokens(x)] = True
     out = check(case.op, x, backend.name, measure)
@@ -149,7 +149,7 @@ def test_gradients_of_every_gate(backend, case, gates, measure):
 
     If all gates are strong, dg is small beside q * dq and k * dk, which consist mostly of a token's own key and value.
     """
-    x = given(case)
+    x = call_arguments(case)
     x["g"] = one_of(GATES[gates], x["g"])
     check(case.op, x, backend.name, measure)
 
@@ -157,7 +157,7 @@ def test_gradients_of_every_gate(backend, case, gates, measure):
 @over(BACKWARDS, "last_chunk_partial", "per_head")
 def test_gradient_of_strong_gates_before_open_ones(backend, case, measure):
     """The large q * dq and k * dk of the later tokens must leave no error in the small dg of the first tokens."""
-    x = given(case, T=300)
+    x = call_arguments(case, T=300)
     x["g"][:, :192], x["g"][:, 192:] = -8, 0
     out, ref = run(case.op, x, backend.name), expected(case.op, x).results
     first = ({"dg of the first tokens": y["dg"][:, :128]} for y in (out, ref))

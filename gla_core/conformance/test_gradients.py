@@ -7,9 +7,9 @@ import torch
 
 from gla_core.conformance.calls import (
     CHECKPOINT_EVERY,
+    call_arguments,
     compare,
     differentiable,
-    given,
     gradients,
     inputs,
     oracle_gradients,
@@ -44,7 +44,7 @@ def test_gradients_at_size(backend, case, measure):
 
     The backward runs without checkpoints, and then with the checkpoints of the reference.
     """
-    x = given(case)
+    x = call_arguments(case)
     ref = reference_results(case.op, x)
     compare(case.op, x, run(case.op, x, backend.name), ref, measure)
     every = {"checkpoint_every": CHECKPOINT_EVERY}
@@ -65,7 +65,7 @@ def test_gradient_of_one_input(backend, case, name, measure):
 
 @over(BACKWARDS, dtypes="rotating")
 def test_gradient_layout(backend, case, layout):
-    x = given(case)
+    x = call_arguments(case)
     like = {f"d{n}": (x[n].shape, x[n].dtype) for n in differentiable(case.op, x)}
     layout(run(case.op, x, backend.name), like, case.device, tensors(x))
 
@@ -73,6 +73,6 @@ def test_gradient_layout(backend, case, layout):
 @over(BACKWARDS, "short", "packed", "extreme", "constant", dtypes="rotating")
 def test_gradients_without_final_state(backend, case, measure):
     """A missing gradient of the final state means a gradient of zeros."""
-    x = given(case)
+    x = call_arguments(case)
     zeros = run(case.op, {**x, "dstate": torch.zeros_like(x["dstate"])}, backend.name)
     compare(case.op, x, run(case.op, {**x, "dstate": None}, backend.name), zeros, measure, twice(GRADIENT))

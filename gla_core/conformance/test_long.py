@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from gla_core.conformance.calls import compare, expected, given, run, span, twice
+from gla_core.conformance.calls import call_arguments, compare, expected, run, span, twice
 from gla_core.conformance.cases import BACKWARDS, FORWARDS, PAIRS, SEQUENCES, SERVING, over
 from gla_core.conformance.tolerances import FORWARD
 from gla_core.ops import ABSTRACT_OPS
@@ -37,14 +37,14 @@ def with_ends(out):
 
 @over((*SEQUENCES, *SERVING, *BACKWARDS), tag="narrow", functions=True, dtypes=DTYPES)
 def test_long_sequences(backend, case, measure):
-    x = given(case, **changes_of(case))
+    x = call_arguments(case, **changes_of(case))
     ref = with_ends(expected(case.call, x).results)
     compare(case.call, x, with_ends(run(case.call, x, backend.name)), ref, measure)
 
 
 @over(PAIRS, "narrow_mild", tag="narrow", dtypes=DTYPES)
 def test_long_sequence_in_two_calls(backend, case, measure):
-    x = given(case, **changes_of(case))
+    x = call_arguments(case, **changes_of(case))
     cut = x["q"].shape[1] - 700
     before = run(case.op, span(case.op, x, None, cut), backend.name)
     after = run(case.op, span(case.op, x, cut, None, initial_state=before["state"]), backend.name)
@@ -55,6 +55,6 @@ def test_long_sequence_in_two_calls(backend, case, measure):
 
 @over(tuple(op for op in FORWARDS if op not in (*SEQUENCES, *SERVING)), tag="narrow", dtypes="one")
 def test_many_columns_keys_or_queries(backend, case, measure):
-    x = given(case)
+    x = call_arguments(case)
     ref = with_ends(expected(case.op, x).results)
     compare(case.op, x, with_ends(run(case.op, x, backend.name)), ref, measure)

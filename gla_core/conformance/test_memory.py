@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from gla_core.conformance.calls import (
+    call_arguments,
     check,
     compare,
     described,
     expected,
     fill_freed_memory,
-    given,
     gradients,
     heads_first,
     inputs,
@@ -76,13 +76,13 @@ def second_of_three(y):
 )
 def test_strided_views(backend, case, measure):
     for options in ({}, {"inplace": True}) if case.op in WRITING else ({},):
-        x = given(case)
+        x = call_arguments(case)
         check(case.call, strided(case.call, x), backend.name, measure, expected(case.call, x), **options)
 
 
 @over(PAIRS, dtypes="rotating")
 def test_initial_states_with_values_first(backend, case, measure):
-    x = given(case)
+    x = call_arguments(case)
     views = {n: heads_first(y) for n, y in tokens(case.op, x).items()}
     if x["initial_state"] is not None:
         views["initial_state"] = last_two_swapped(x["initial_state"])
@@ -99,7 +99,7 @@ def test_initial_states_with_values_first(backend, case, measure):
     dtypes="rotating",
 )
 def test_written_states_with_values_first(backend, case, measure):
-    x = given(case)
+    x = call_arguments(case)
     ref, name = expected(case.op, x), "pool" if "pool" in x else "state"
     x[name] = last_two_swapped(x[name])
     swapped = {name: x[name].mT}
@@ -137,7 +137,7 @@ def test_gradients_of_repeated_values(backend, case, dimensions, measure):
 
 @over(EVERY_OP, functions=True, dtypes="rotating")
 def test_no_uninitialised_output(backend, case, measure):
-    x = given(case)
+    x = call_arguments(case)
     ref = expected(case.call, x)
     with poisoned(backend.can(case.op), case.device):
         check(case.call, x, backend.name, measure, ref)
@@ -145,7 +145,7 @@ def test_no_uninitialised_output(backend, case, measure):
 
 @over(EVERY_OP, few=FEW, functions=True, dtypes="rotating", requires="deterministic")
 def test_same_bits(backend, case, measure):
-    x = given(case)
+    x = call_arguments(case)
     first, *again = three_runs(lambda: results(case.call, x, backend.name), case.device)
     for out in again:
         measure(out, first, 0)
@@ -164,7 +164,7 @@ def test_same_bits(backend, case, measure):
 )
 def test_results_can_be_changed_in_place(backend, case):
     """In-place changes work with autograd, too."""
-    x = given(case)
+    x = call_arguments(case)
     next(iter(tensors(x).values())).requires_grad_()
     for y in run(case.call, x, training_request(backend, case.op)).values():
         y.mul_(2)
@@ -180,7 +180,7 @@ def test_results_can_be_changed_in_place(backend, case):
 )
 def test_out(backend, case, measure):
     """The result may be rows of a larger tensor, whose other rows keep their bits."""
-    x = given(case)
+    x = call_arguments(case)
     B, T, *rest = output_shape(x["q"], x["v"])
     larger = normal((B * T + 5, *rest), case.dtype, torch.Generator(case.device).manual_seed(2))
     before, out = larger.clone(), larger[2:-3].unflatten(0, (B, T))
@@ -211,7 +211,7 @@ def test_inputs_unchanged_inplace(backend, case, measure):
 
 
 def check_inputs_unchanged(backend, case, measure, written, **options):
-    x, before = given(case), given(case)
+    x, before = call_arguments(case), call_arguments(case)
     fill_freed_memory(float("nan"), case.device)
     run(case.call, x, backend.name, **options)
     kept = [n for n in tensors(x) if n not in {*written, *written_tensors(case.call, x)}]

@@ -8,15 +8,15 @@ import gla_core as gla
 from gla_core.conformance.calls import (
     RINGS,
     alone,
+    call_arguments,
     check,
     compare,
     dims_of,
     expected,
-    given,
-    of_sequence,
     poisoned,
     results,
     rows_of_no_sequence,
+    sequence_share,
     tokens,
     twice,
 )
@@ -28,7 +28,7 @@ PACKED = "packed padded packed_grouped per_head_grouped per_head_padded constant
 
 @over(PAIRS, tag="packed", dtypes="rotating")
 def test_packed_equals_separate(backend, case, measure):
-    x = given(case)
+    x = call_arguments(case)
     N, offsets = len(x["cu_seqlens"]) - 1, x["cu_seqlens"]
     parts = [results(case.op, alone(case.op, x, n), backend.name) for n in range(N)]
     separate = {"o": torch.cat([p["o"] for p in parts], 1), "state": torch.cat([p["state"] for p in parts])}
@@ -38,7 +38,7 @@ def test_packed_equals_separate(backend, case, measure):
 
 @over(PAIRS, tag="packed", dtypes="one")
 def test_packed_offsets_may_be_int32(backend, case, measure):
-    x = given(case)
+    x = call_arguments(case)
     check(case.op, {**x, "cu_seqlens": x["cu_seqlens"].int()}, backend.name, measure)
 
 
@@ -57,12 +57,12 @@ def test_packed_offsets_may_be_int32(backend, case, measure):
 )
 def test_batch_invariance(backend, case, measure):
     """Under `batch_invariant`, a sequence has the same bits alone, packed with others, and as a row of a batch."""
-    x = given(case)
+    x = call_arguments(case)
     with gla.batch_invariant(64):
         together = results(case.op, x, backend.name)
         for n in range(len(x["q"]) if x.get("cu_seqlens") is None else len(x["cu_seqlens"]) - 1):
             y = alone(case.op, x, n)
-            single, share = results(case.op, y, backend.name), of_sequence(case.op, x, together, n)
+            single, share = results(case.op, y, backend.name), sequence_share(case.op, x, together, n)
             measure(single, share, 0)
             for name, at in expected(case.op, y).written.items() if "pool" in x else ():
                 measure({name: single[name][at]}, {name: together[name][at]}, 0)
@@ -77,7 +77,7 @@ def test_padding(backend, case, measure):
 
     Their o and all their gradients are exactly 0, and no other result depends on them.
     """
-    x = given(case)
+    x = call_arguments(case)
     ref = expected(case.call, x).results
     rows = rows_of_no_sequence(x["cu_seqlens"], len(next(iter(x.values()))[0]))
     for y in tokens(case.call, x).values():
@@ -101,7 +101,7 @@ def test_padding(backend, case, measure):
 )
 def test_rows_of_no_sequence(backend, case, measure):
     """They may hold anything, as may tokens of a sequence for which slots or rings have no room; their o is 0."""
-    x = given(case, leading=4, padding=9)
+    x = call_arguments(case, leading=4, padding=9)
     rows = rows_of_no_sequence(x["cu_seqlens"], x["q"].shape[1])
     if "slots" in x and len(x["slots"]):  # leave room for three tokens
         cut = {name: x[name][:, :6] for name in RINGS if x.get(name) is not None} or {"slots": x["slots"][:, :3]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gla_core.conformance.calls import Arguments, check, expected, given
+from gla_core.conformance.calls import Arguments, call_arguments, check, expected
 from gla_core.conformance.cases import SERVING, having, over
 
 SMALL = {"chunk_gla_pool": "small checkpoints", "recurrent_gla_steps": "small", "recurrent_gla_replay": "small"}
@@ -15,13 +15,13 @@ SMALL = {"chunk_gla_pool": "small checkpoints", "recurrent_gla_steps": "small", 
 @pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_pool_dtypes(backend, case, pool_dtype, measure):
     """States are rounded where they are written, and not between tokens."""
-    check(case.op, given(case, pool_dtype=pool_dtype), backend.name, measure)
+    check(case.op, call_arguments(case, pool_dtype=pool_dtype), backend.name, measure)
 
 
 @over(SERVING, few={**SMALL, "chunk_gla_pool": "checkpoints"}, dtypes="no_float64")
 def test_numbers_beyond_float16(backend, case, measure):
     """A state above the largest number of float16 is written as inf, and o is computed from the state."""
-    x = beyond_float16(given(case, pool_dtype=torch.float16))
+    x = beyond_float16(call_arguments(case, pool_dtype=torch.float16))
     ref = expected(case.op, x)
     rounded = {"pool": ref.results["pool"].to(torch.float16).double()}
     check(case.op, x, backend.name, measure, ref._replace(results={**ref.results, **rounded}))
@@ -52,7 +52,7 @@ def beyond_float16(x: Arguments) -> Arguments:
 @pytest.mark.parametrize("page", [1, 3, 50])
 def test_pages(backend, case, page, measure):
     """Slots may be any distance apart; the memory between them is not touched."""
-    check(case.op, given(case, page=page), backend.name, measure)
+    check(case.op, call_arguments(case, page=page), backend.name, measure)
 
 
 def slots_read(x: Arguments) -> list[int]:
@@ -68,7 +68,7 @@ def slots_read(x: Arguments) -> list[int]:
 @over(SERVING, dtypes="rotating")
 def test_new_sequences_in_slots_of_nan(backend, case, measure):
     """A sequence without a state starts from 0, even if its slot holds NaN; so do all slots that nobody reads."""
-    x = given(case)
+    x = call_arguments(case)
     read = slots_read(x)
     x["has_state"] = torch.arange(len(read), device=case.device) % 2 == 1
     kept = [slot for slot, has in zip(read, x["has_state"].tolist(), strict=True) if has]
@@ -82,7 +82,7 @@ def test_new_sequences_in_slots_of_nan(backend, case, measure):
 @over(having("slots"), "small", "packed", dtypes="rotating")
 def test_new_sequences_in_pad_slots(backend, case, measure):
     """A new sequence whose first slot is a pad is skipped; one whose slot to read is a pad is not."""
-    x = given(case)
+    x = call_arguments(case)
     N = len(x["slots"])
     x["has_state"] = torch.zeros(N, dtype=torch.bool, device=case.device)
     x["slots"].view(N, -1)[0, 0] = -1
@@ -98,7 +98,7 @@ def test_new_sequences_in_pad_slots(backend, case, measure):
 )
 def test_sequences_may_read_one_slot(backend, case, measure):
     """Two requests with one cached prefix."""
-    x = given(case, pool=16)
+    x = call_arguments(case, pool=16)
     N = len(slots_read(x))
     x["read_slots"] = torch.full((N,), 8, device=case.device)
     if "write_slots" in x:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gla_core.conformance.calls import check, expected, given
+from gla_core.conformance.calls import call_arguments, check, expected
 from gla_core.conformance.cases import over
 
 LAYER_STEP = "recurrent_gla_layer_step"
@@ -15,7 +15,7 @@ LAYER_STEP = "recurrent_gla_layer_step"
 @pytest.mark.parametrize(("scale", "norm_eps"), [(1e-3, 1e-5), (-0.3, 1.0), (0.0, 1e-5)])
 def test_scale_and_eps(backend, case, scale, norm_eps, measure):
     """The norm removes a factor of its input only as far as the mean square exceeds eps."""
-    check(LAYER_STEP, {**given(case), "scale": scale, "norm_eps": norm_eps}, backend.name, measure)
+    check(LAYER_STEP, {**call_arguments(case), "scale": scale, "norm_eps": norm_eps}, backend.name, measure)
 
 
 @over(LAYER_STEP, "pool", dtypes="rotating")
@@ -23,7 +23,7 @@ def test_scale_and_eps(backend, case, scale, norm_eps, measure):
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
 def test_skipped_rows(backend, case, skipped, index_dtype, measure):
     """The o of a skipped row is 0, even if its output gate is NaN; no state that no index addresses changes."""
-    x = given(case)
+    x = call_arguments(case)
     x["state_indices"] = x["state_indices"].to(index_dtype)
     x["state_indices"][1], x["output_gate"][1] = skipped, torch.nan
     ref = expected(LAYER_STEP, x)

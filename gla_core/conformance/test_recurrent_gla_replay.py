@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gla_core as gla
-from gla_core.conformance.calls import RINGS, check, given, run
+from gla_core.conformance.calls import RINGS, call_arguments, check, run
 from gla_core.conformance.cases import over
 from gla_core.conformance.tolerances import FORWARD
 from gla_core.workloads.inputs import token_of
@@ -18,14 +18,14 @@ OF_SEQUENCES = ("slots", "ring_start", "num_accepted")
 
 @over(REPLAY, "small", "per_head", dtypes="no_float64")
 def test_rings_in_float32(backend, case, measure):
-    check(REPLAY, given(case, ring_dtype=torch.float32), backend.name, measure)
+    check(REPLAY, call_arguments(case, ring_dtype=torch.float32), backend.name, measure)
 
 
 @over(REPLAY, "small", "packed", dtypes="rotating")
 @pytest.mark.parametrize("accepted", [-1, 0, 1, 2, 9])
 def test_accepted_tokens(backend, case, accepted, measure):
     """Numbers below 0 count as 0, and numbers above L // 2 as L // 2: rows of padding may hold anything."""
-    x = given(case)
+    x = call_arguments(case)
     x["num_accepted"] = torch.full_like(x["num_accepted"], accepted)
     check(REPLAY, x, backend.name, measure)
 
@@ -34,7 +34,7 @@ def test_accepted_tokens(backend, case, accepted, measure):
 @pytest.mark.parametrize("start", [-1, 3, 5, 1000])
 def test_ring_start(backend, case, start, measure):
     """A ring is read and written past its end, and positions count modulo L."""
-    x = given(case)
+    x = call_arguments(case)
     x["ring_start"] = torch.full_like(x["ring_start"], start)
     check(REPLAY, x, backend.name, measure)
 
@@ -42,7 +42,7 @@ def test_ring_start(backend, case, start, measure):
 @over(REPLAY, "small", "packed", "per_head", dtypes="rotating")
 def test_only_accepted_tokens_are_read(backend, case, measure):
     """All other tokens of the rings may be NaN."""
-    x = given(case)
+    x = call_arguments(case)
     L = x["ring_k"].shape[1]
     kept = torch.zeros(len(x["pool"]), L, dtype=torch.bool, device=case.device)
     for slot, start, accepted in zip(*(x[name].tolist() for name in OF_SEQUENCES), strict=True):
@@ -57,7 +57,7 @@ def test_only_accepted_tokens_are_read(backend, case, measure):
 @pytest.mark.parametrize("pad", [-1, -3, "P", 2**30, "pad_slot"])
 def test_slots_outside_the_pool(backend, case, pad, measure):
     """A sequence with such a slot is skipped: its o is 0, and neither the pool nor the rings are touched."""
-    x, index_dtype = given(case), torch.int32 if pad in (-1, 2**30) else torch.int64
+    x, index_dtype = call_arguments(case), torch.int32 if pad in (-1, 2**30) else torch.int64
     if pad == "pad_slot":
         pad = x["pad_slot"] = int(x["slots"][0])
         x["pool"][pad] = torch.nan
@@ -70,13 +70,13 @@ def test_slots_outside_the_pool(backend, case, pad, measure):
 @over(REPLAY, "small", "grouped", "per_head", "constant", dtypes="rotating", also="recurrent_gla_step")
 def test_calls_in_a_row(backend, case, measure):
     """Five calls, of whose tokens some are accepted, equal steps one by one from the last accepted token."""
-    x = given(case, pool_dtype=torch.float32)
+    x = call_arguments(case, pool_dtype=torch.float32)
     (N, T), L = x["q"].shape[:2], x["ring_k"].shape[1]
     served = (x["slots"] >= 0).tolist()
     states = x["pool"][x["slots"]].clone()
     x["num_accepted"] = torch.zeros_like(x["num_accepted"])
     for call in range(5):
-        y = given(case, seed=call + 7)
+        y = call_arguments(case, seed=call + 7)
         x.update({name: y[name] for name in TOKENS if y[name] is None or y[name].ndim > 1})
         o = run(REPLAY, x, backend.name)["o"]
         x["ring_start"] = (x["ring_start"] + x["num_accepted"]) % L

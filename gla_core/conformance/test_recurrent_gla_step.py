@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gla_core as gla
-from gla_core.conformance.calls import by_name, check, compare, expected, given, oracle_results, run, twice
+from gla_core.conformance.calls import by_name, call_arguments, check, compare, expected, oracle_results, run, twice
 from gla_core.conformance.cases import over
 from gla_core.conformance.tolerances import FORWARD
 from gla_core.workloads.inputs import gla_inputs, token_of
@@ -16,14 +16,14 @@ STEP = "recurrent_gla_step"
 
 @over(STEP)
 def test_inplace(backend, case, measure):
-    x = given(case)
+    x = call_arguments(case)
     out = check(STEP, x, backend.name, measure, inplace=True)
     assert out["state"] is x["state"], "an in-place step must return the state it was given"
 
 
 def guarded_pool(case):
     """Returns arguments with a pool of 6 states between two guards of 3 states, and the memory of all 12."""
-    x = given(case)
+    x = call_arguments(case)
     generator = torch.Generator(case.device).manual_seed(2)
     shape, dtype = x["state"].shape[1:], x["state"].dtype
     memory = torch.randn(12, *shape, generator=generator, dtype=dtype, device=case.device)
@@ -61,7 +61,7 @@ def test_a_pool_not_inplace(backend, case, index_dtype, measure):
 @over(STEP, dtypes="rotating")
 @pytest.mark.parametrize("inplace", [False, True])
 def test_states_with_values_first(backend, case, inplace, measure):
-    x = given(case)
+    x = call_arguments(case)
     ref = expected(STEP, x).results
     state = x["state"].mT.contiguous()
     o, new = gla.recurrent_gla_step(**{**x, "state": state}, inplace=inplace, backend=backend.name, state_v_first=True)
@@ -99,5 +99,5 @@ def test_steps_in_a_row(backend, case, measure):
     dtypes="rotating",
 )
 def test_chunk_equals_steps(backend, case, measure):
-    x = given(case, initial_state=True)
+    x = call_arguments(case, initial_state=True)
     compare(case.op, x, in_a_row(x, backend), run(case.op, x, backend.name), measure, twice(FORWARD))

@@ -7,7 +7,7 @@ import torch
 
 import gla_core as gla
 from gla_core.conformance import oracle
-from gla_core.conformance.calls import check, compare, given, run, twice
+from gla_core.conformance.calls import call_arguments, check, compare, run, twice
 from gla_core.conformance.cases import over
 from gla_core.conformance.test_pools import slots_read
 from gla_core.conformance.tolerances import FORWARD
@@ -21,7 +21,7 @@ TOKENS = ("q", "k", "v", "g")
 @pytest.mark.parametrize("accepted", [-1, 0, 2, 5])
 def test_accepted_drafts(backend, case, accepted, measure):
     """Numbers below 1 count as 1, and numbers above S as S: rows of padding may hold anything."""
-    x = given(case)
+    x = call_arguments(case)
     x["num_accepted"] = torch.full_like(x["num_accepted"], accepted)
     check(STEPS, x, backend.name, measure)
 
@@ -31,7 +31,7 @@ def test_accepted_drafts(backend, case, accepted, measure):
 @pytest.mark.parametrize("which", ["first", "last"])
 def test_slots_outside_the_pool(backend, case, which, pad, measure):
     """Such a slot is neither read nor written. A sequence that would start from it is skipped: its o is 0."""
-    x, index_dtype = given(case), torch.int32 if pad in (-1, 2**30) else torch.int64
+    x, index_dtype = call_arguments(case), torch.int32 if pad in (-1, 2**30) else torch.int64
     if pad == "pad_slot":
         pad = x["pad_slot"] = int(x["slots"][0, 0])
         x["pool"][pad] = torch.nan
@@ -50,7 +50,7 @@ def test_slots_outside_the_pool(backend, case, which, pad, measure):
 )
 def test_equals_recurrent_gla_step(backend, case, measure):
     """The tokens of a call equal steps one by one, from states that are gathered before."""
-    x = given(case, pool_dtype=torch.float32)
+    x = call_arguments(case, pool_dtype=torch.float32)
     state, outs = x["pool"][slots_read(x)].clone(), []
     for j in range(x["q"].shape[1]):
         o, state = gla.recurrent_gla_step(*(token_of(x[name], j) for name in TOKENS), state, backend=backend.name)
@@ -61,13 +61,13 @@ def test_equals_recurrent_gla_step(backend, case, measure):
 @over(STEPS, "small", "grouped", "constant", dtypes="rotating")
 def test_calls_in_a_row(backend, case, measure):
     """Five calls, of whose tokens some are accepted, equal the recurrence over the accepted tokens."""
-    x = given(case)
+    x = call_arguments(case)
     N, S = x["slots"].shape
     T = x["q"].shape[1]
     states = x["pool"][x["slots"][:, 0]].double()
     x["num_accepted"] = torch.ones(N, dtype=torch.int64, device=case.device)
     for call in range(5):
-        y = given(case, seed=call + 7)
+        y = call_arguments(case, seed=call + 7)
         x.update({name: y[name] for name in TOKENS})
         o = run(STEPS, x, backend.name)["o"]
         accepted = [1 + (call + 2 * n) % min(S, T) for n in range(N)]

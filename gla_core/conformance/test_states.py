@@ -10,11 +10,11 @@ import torch
 from gla_core.conformance.calls import (
     Arguments,
     as_logits,
+    call_arguments,
     check,
     checkpoint_dtype,
     compare,
     expected,
-    given,
     inputs,
     oracle_results,
     poisoned,
@@ -33,7 +33,7 @@ CUTS = pytest.mark.parametrize("cut", [1, 63, 64, 77])
 
 @over(PAIRS, "short", "last_chunk_partial", "packed")
 def test_state_only_if_asked(backend, case, measure):
-    x = {**given(case), "output_final_state": False}
+    x = {**call_arguments(case), "output_final_state": False}
     out = run(case.op, x, backend.name)
     assert "state" not in out
     compare(case.op, x, out, {"o": expected(case.op, x).results["o"]}, measure)
@@ -43,7 +43,7 @@ def test_state_only_if_asked(backend, case, measure):
 @CUTS
 def test_state_hand_off(backend, case, cut, measure):
     """One call equals two calls that are joined by the state."""
-    x = given(case)
+    x = call_arguments(case)
     before = run(case.op, span(case.op, x, None, cut), backend.name)
     after = run(case.op, span(case.op, x, cut, None, initial_state=before["state"]), backend.name)
     joined = {"o": torch.cat([before["o"], after["o"]], dim=1), "state": after["state"]}
@@ -75,7 +75,7 @@ def in_two(op: str, x: Arguments, cut: int) -> list[tuple[torch.Tensor, Argument
 @CUTS
 def test_gradient_hand_off(backend, case, cut, measure):
     """One call equals two calls that are joined by the state and, backwards, by its gradient."""
-    x, forward = given(case), public_op(case.op).name
+    x, forward = call_arguments(case), public_op(case.op).name
     (_, first), _ = in_two(forward, inputs(case), cut)
     (early_rows, early), (late_rows, late) = in_two(case.op, x, cut)
     state = run(forward, first, training_request(backend))["state"]
@@ -99,7 +99,7 @@ OF_LOGITS = ("last_chunk_partial", "packed", "per_head", "constant")
 @INTERVALS
 def test_checkpoints(backend, case, every, measure, layout):
     """Checkpoints are the states before every 64th or 192nd token of a sequence; unused rows are 0."""
-    x = {**given(case), "checkpoint_every": every}
+    x = {**call_arguments(case), "checkpoint_every": every}
     ref = expected(case.op, x)
     with poisoned(backend.can(case.op), case.device):
         out = check(case.op, x, backend.name, measure, ref)
@@ -111,7 +111,7 @@ def test_checkpoints(backend, case, every, measure, layout):
 
 @over(PAIRS, *OF_LOGITS, dtypes="rotating", requires="checkpoints")
 def test_checkpoints_of_logits(backend, case, measure):
-    x = given(case)
+    x = call_arguments(case)
     x = as_logits(case.op, {**x, "g": random_logits(x["g"]), "checkpoint_every": 128}, 16)
     check(case.op, x, backend.name, measure)
 
@@ -126,11 +126,11 @@ def with_checkpoints(case, x, every, **logits):
 @INTERVALS
 def test_gradients_from_checkpoints(backend, case, every, measure):
     """A backward accepts checkpoints of any origin; here the oracle makes them."""
-    check(case.op, with_checkpoints(case, given(case), every), backend.name, measure)
+    check(case.op, with_checkpoints(case, call_arguments(case), every), backend.name, measure)
 
 
 @over(BACKWARDS, *OF_LOGITS, dtypes="rotating")
 def test_gradients_of_logits_from_checkpoints(backend, case, measure):
-    x = given(case)
+    x = call_arguments(case)
     x = as_logits(case.op, {**x, "g": random_logits(x["g"])}, 16)
     check(case.op, with_checkpoints(case, x, 128, gate_normalizer=16), backend.name, measure)

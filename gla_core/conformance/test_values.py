@@ -9,10 +9,10 @@ from gla_core.conformance.calls import (
     Arguments,
     Named,
     alone,
+    call_arguments,
     check,
     compare,
     expected,
-    given,
     oracle_results,
     reference_results,
     result_dtype,
@@ -26,7 +26,7 @@ from gla_core.ops import RUNS
 
 @over(FORWARDS, functions=True)
 def test_values(backend, case, measure, layout):
-    x = given(case)
+    x = call_arguments(case)
     ref = expected(case.call, x)
     out = check(case.call, x, backend.name, measure, ref)
     new = [name for name in out if name not in written_tensors(case.call, x)]
@@ -37,7 +37,7 @@ def test_values(backend, case, measure, layout):
 @over(FORWARDS, functions=True, at_size=True)
 def test_values_at_size(backend, case, measure):
     """The reference in float64 gives the expected values of ops on many tokens; for other ops the oracle does."""
-    x = given(case)
+    x = call_arguments(case)
     ref = results_at_size(case.call, x)
     compare(case.call, x, run(case.call, x, backend.name), ref, measure)
 
@@ -76,13 +76,13 @@ def attention_by_heads(x: Arguments) -> Named:
 )
 @pytest.mark.parametrize("scale", [1.0, -0.3, 0.0])
 def test_scale(backend, case, scale, measure):
-    check(case.call, {**given(case), "scale": scale}, backend.name, measure)
+    check(case.call, {**call_arguments(case), "scale": scale}, backend.name, measure)
 
 
 @over(having("state"), few={"recurrent_gla_layer_step": "small pool"}, dtypes="no_float64")
 def test_bfloat16_state(backend, case, measure):
     """The state is rounded where it is written, and not before the output."""
     for options in ({}, {"inplace": True}) if case.op in WRITING else ({},):
-        x = given(case)
+        x = call_arguments(case)
         x["state"] = x["state"].bfloat16()
         check(case.call, x, backend.name, measure, **options)

@@ -777,7 +777,7 @@ def other_bits_of_a_part(x):
 
 
 @bug("chunk_gla_pool", "test_rows_of_no_sequence[padded-float32]", over={"o"})
-def padding_of_a_pool_call_not_cleared(x):
+def padding_pool_results_call_not_cleared(x):
     o = pooled(x)
     o[:, x.cu_seqlens[-1] :] = 1
     return o

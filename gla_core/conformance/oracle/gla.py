@@ -27,7 +27,7 @@ def chunk_gla(
     """
     if cu_seqlens is not None:
         return _packed_chunk_gla(q, k, v, g, scale, initial_state, cu_seqlens)
-    q, k, v = _of_value_heads(q, v), _of_value_heads(k, v), v.double()
+    q, k, v = _for_value_heads(q, v), _for_value_heads(k, v), v.double()
     alpha = _alpha(g, v)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     state = _zero_state(q, k, v) if initial_state is None else initial_state.double()
@@ -59,14 +59,14 @@ def chunk_gla_checkpoints(
             _, state = chunk_gla(q[:, rows], k[:, rows], v[:, rows], tokens_of(g, t, t + every), None, state)
         return torch.stack(states, dim=1) if states else _zero_state(q, k, v)[:, None][:, :0]
     N = len(cu_seqlens) - 1
-    found = _zero_state(q, k, v)[:, None].repeat(1, N + T // every, 1, 1, 1)
+    checkpoints = _zero_state(q, k, v)[:, None].repeat(1, N + T // every, 1, 1, 1)
     for i, (a, b) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
         gate = tokens_of(g, a, b)
         before = None if initial_state is None else initial_state[i : i + 1]
-        own = chunk_gla_checkpoints(q[:, a:b], k[:, a:b], v[:, a:b], gate, before, None, every)
+        states = chunk_gla_checkpoints(q[:, a:b], k[:, a:b], v[:, a:b], gate, before, None, every)
         first = i + a // every
-        found[:, first : first + own.shape[1]] = own
-    return found
+        checkpoints[:, first : first + states.shape[1]] = states
+    return checkpoints
 
 
 def chunk_gla_with_checkpoints(
@@ -212,8 +212,8 @@ def recurrent_gla_replay(
             written[slot] = state[0]
         o[:, a:b], _ = chunk_gla(q[:, a:b], k[:, a:b], v[:, a:b], tokens_of(g, a, b), scale, state)
         for t in range(a, b):
-            of_token = (k[0, t], v[0, t], None if g is None or ring_g is None else g[0, t])
-            entries[slot, (start + accepted + t - a) % L] = of_token
+            entry = (k[0, t], v[0, t], None if g is None or ring_g is None else g[0, t])
+            entries[slot, (start + accepted + t - a) % L] = entry
     return o[0].unflatten(0, (B, T)), written, entries
 
 
@@ -230,7 +230,7 @@ def _alpha(g: Tensor | None, v: Tensor) -> Tensor:
     return g.expand(*v.shape[:3], g.shape[-1]).exp()
 
 
-def _of_value_heads(x: Tensor, v: Tensor) -> Tensor:
+def _for_value_heads(x: Tensor, v: Tensor) -> Tensor:
     """Returns q or k with each head repeated for the value heads that read it, in float64."""
     return x.double().repeat_interleave(max(v.shape[-2] // x.shape[-2], 1), dim=-2)
 
@@ -262,7 +262,7 @@ def chunk_gla_summary(
         decays, states = zip(none, *parts, strict=True)
         return torch.cat(decays), torch.cat(states)
     H = v.shape[2] if g is None else g.shape[-1] if g.ndim < 4 else g.shape[2]
-    k = _of_value_heads(k, v[:, :, :H])
+    k = _for_value_heads(k, v[:, :, :H])
     k, v = (x.double().unflatten(2, (H, -1)) for x in (k, v))  # [B, T, H, heads of a group, K or V]
     alpha = _alpha(g, v[:, :, :, 0])
     decay = k.new_ones(len(k), H, k.shape[-1])
