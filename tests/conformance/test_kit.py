@@ -298,14 +298,42 @@ def test_what_the_capabilities_exclude_is_refused_and_the_rest_computed(limits, 
 
 
 class Collected:
-    """A pytest plugin that keeps the cases of every test by its name, and runs none."""
+    """A pytest plugin that keeps the cases and the marks of every test by its name, and runs none."""
 
     def __init__(self):
-        self.cases = {}
+        self.cases, self.few = {}, {}
 
     def pytest_collection_finish(self, session):
         for item in session.items:
-            self.cases.setdefault(item.originalname, []).append(item.callspec.params["case"])
+            mark = item.get_closest_marker("over")
+            if mark is not None:
+                self.cases.setdefault(item.originalname, []).append(item.callspec.params["case"])
+                self.few[item.originalname] = mark.kwargs.get("few") or {}
+
+
+SETTINGS = ("-c", inspect.getfile(summary).replace("summary.py", "pytest.ini"))
+
+
+def test_the_few_workloads_of_a_property_are_workloads_of_its_op():
+    """A name that no workload has would leave out its cases."""
+    kept = Collected()
+    options = ("--gla-backend", "reference", "--collect-only", "-q")
+    assert pytest.main([*options, *SETTINGS, "--pyargs", "gla_core.conformance"], [kept]) == 0
+    assert any(kept.few.values())
+    for test, few in kept.few.items():
+        for op, names in few.items():
+            known = {workload.name for workload in select(ABSTRACT_OPS[op].public)}
+            assert set(names.split()) <= known, (test, op)
+            assert {case.workload.name for case in kept.cases[test] if case.op == op} == set(names.split()), (test, op)
+
+
+def test_a_case_for_every_function_of_an_op():
+    few = {"chunk_gla_summary": "short"}
+    chosen = cases(get("reference"), "cpu", "chunk_gla_summary", few=few, functions=True, dtypes="one")
+    assert list(map(str, chosen)) == [
+        "chunk_gla_summary-short-float32",
+        "chunk_gla_gradient_summary-short-float32",
+    ]
 
 
 def test_every_op_has_the_cases_that_follow_from_its_description(monkeypatch):
@@ -314,9 +342,8 @@ def test_every_op_has_the_cases_that_follow_from_its_description(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     kept = Collected()
     modules = [f"gla_core.conformance.{name}" for name in ("test_torch", "test_autocast", "test_cuda")]
-    settings = ("-c", inspect.getfile(summary).replace("summary.py", "pytest.ini"))
     options = ("--gla-backend", "reference", "--gla-device", "cuda", "--collect-only", "-q")
-    assert pytest.main([*options, *settings, "--pyargs", *modules], [kept]) == 0
+    assert pytest.main([*options, *SETTINGS, "--pyargs", *modules], [kept]) == 0
     every, public = set(ABSTRACT_OPS), {spec.name for spec in PUBLIC_OPS.values()}
     gradients = {"chunk_gla_bwd", "chunk_gla_summary", "online_softmax", "softmax_attention"}
     covered = {"opcheck": every, "no_wait": every, "graph": every, "compiled": public, "autocast": public}
