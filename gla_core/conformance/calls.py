@@ -131,14 +131,13 @@ def sequence_share(name: str, x: Arguments, parts: Named, n: int) -> Named:
 
 def dims_of(name: str, parts: Named) -> dict[str, list[str]]:
     """Returns the names of the dimensions of arguments and results; none for a tensor of any shape."""
-    spec, arguments_of = RUNS[name][0], described(name)
+    known = described(name)
+    results = {result.name: result for result in RUNS[name][0].results if result.name not in known}
     dims = {}
     for key, y in parts.items():
-        result = next((r for r in spec.results if r.name == key and key not in arguments_of), None)
-        if result is not None and not result.like:
-            dims[key] = result.shape.split()
-        else:
-            dims[key] = arguments_of[result.like or "" if result is not None else key].dims(y)
+        result = results.get(key)
+        is_like = result is None or result.like is not None
+        dims[key] = known[(result and result.like) or key].dims(y) if is_like else result.shape.split()
     return dims
 
 
