@@ -135,9 +135,8 @@ def dims_of(name: str, parts: Named) -> dict[str, list[str]]:
     results = {result.name: result for result in RUNS[name][0].results if result.name not in known}
     dims = {}
     for key, y in parts.items():
-        result = results.get(key)
-        is_like = result is None or result.like is not None
-        dims[key] = known[(result and result.like) or key].dims(y) if is_like else result.shape.split()
+        like = results[key].like if key in results else key
+        dims[key] = results[key].shape.split() if like is None else known[like].dims(y)
     return dims
 
 
