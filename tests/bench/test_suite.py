@@ -172,7 +172,7 @@ def test_cases_on_a_gpu_add_graphs_and_fla(monkeypatch):
 def test_default_workloads():
     on_cpu, on_cuda = suite.default_workloads(None, CPU), suite.default_workloads("chunk_gla", CUDA)
     assert all("ci" in w.tags and not suite.is_empty(w) for w in on_cpu)
-    assert {"no_token", "nobody", "nothing"}.isdisjoint(w.name for w in on_cpu)
+    assert {"no_token", "empty_batch", "nothing"}.isdisjoint(w.name for w in on_cpu)
     assert {w.op for w in on_cpu} == set(PUBLIC_OPS)
     assert "train_b8_t4096_h16" in [w.name for w in on_cuda]
     assert "short" not in [w.name for w in on_cuda]
