@@ -1,4 +1,4 @@
-"""What the forget gates of a layer are to its ops."""
+"""Holds what the forget gates of a layer are to its ops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all recurrent layers share: `forward`, `step` and the states before the first token."""
+"""Holds what all recurrent layers share: `forward`, `step` and the states before the first token."""
 
 from __future__ import annotations
 

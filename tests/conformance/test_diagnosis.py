@@ -318,7 +318,10 @@ def scale_ignored(q, k, v, g, scale, initial_state, output_final_state, cu_seqle
 
 def test_a_run_ends_with_a_diagnosis_before_the_verdict(tmp_path, capsys):
     backend = Backend("mine", "0", {"chunk_gla_fwd": scale_ignored}, Capabilities(dtypes=frozenset({torch.float32})))
-    options = {"module": "test_values", "select": "(values[ or scale) and (short or width_one or ungated-)"}
+    options = {
+        "module": "test_values",
+        "select": "chunk_gla_fwd and (values[ or scale) and (short or width_one or ungated-)",
+    }
     with gla.register(backend):
         code = run("mine", report=str(tmp_path / "cases.jsonl"), options=["--color=yes"], **options)
     assert code == 1
@@ -334,7 +337,7 @@ def test_a_run_ends_with_a_diagnosis_before_the_verdict(tmp_path, capsys):
     assert "every failing case of 'values' (2) runs" in table[3]
     assert "o is first wrong at batch row 0, token 0, head 0" in table[4]
     assert table[5].endswith("o is 4 x what is expected, everywhere: is scale applied?")
-    others = ", ".join(op for op in OP_PARAMETERS if op != "chunk_gla_fwd")
+    others = ", ".join(op for op in OP_PARAMETERS if op not in ("chunk_gla_fwd", "chunk_gla_pool"))
     assert f"not declared: {others} (calls of them are refused)" in printed
     row = json.loads((tmp_path / "cases.jsonl").read_text().splitlines()[0])
     assert (row["facts"][0], row["wrong"][0]["hint"]) == ("in float32", "is scale applied?")

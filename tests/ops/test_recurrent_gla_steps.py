@@ -42,6 +42,6 @@ def test_any_call(lengths, padding, groups, gate, data, **sizes):
 
 
 def test_slots_of_one_token_may_lack_a_dimension():
-    x = arguments(STEPS, {**OPS[STEPS].sizes, "T": 1, "slots": ((4,), (2,))})
+    x = arguments(STEPS, {**OPS[STEPS], "T": 1, "slots": ((4,), (2,))})
     wanted = expected(STEPS, x)
     assert_computed(STEPS, call(STEPS, {**x, "slots": x["slots"][:, 0]}), x, wanted)

@@ -43,7 +43,7 @@ def packed(op):
 
 def replay(**sizes):
     """Returns the sizes of a replay, with changes."""
-    return {**OPS[REPLAY].sizes, **sizes}
+    return {**OPS[REPLAY], **sizes}
 
 
 def kept(offsets, slots):
