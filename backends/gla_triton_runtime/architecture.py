@@ -92,8 +92,8 @@ def gpu_of(device: torch.device) -> Gpu:
     """Returns the facts of a device. A CPU, where kernels are interpreted, counts as one multiprocessor."""
     if device.type != "cuda":
         return Gpu(Architecture.INTERPRETED, 1)
-    found = known_device(device)
-    return Gpu(Architecture.INTERPRETED if interpreted() else architecture_of(found), found.multiprocessors)
+    known = known_device(device)
+    return Gpu(Architecture.INTERPRETED if interpreted() else architecture_of(known), known.multiprocessors)
 
 
 def tf32_allowed() -> bool:

@@ -51,8 +51,8 @@ class Launch:
         missing = [name for name in names if name not in self.arguments]
         unknown = [name for name in self.arguments if name not in names]
         if missing or unknown:
-            found = (("missing", missing), ("unknown", unknown))
-            said = "; ".join(f"{what}: {', '.join(wrong)}" for what, wrong in found if wrong)
+            wrong_names = (("missing", missing), ("unknown", unknown))
+            said = "; ".join(f"{what}: {', '.join(wrong)}" for what, wrong in wrong_names if wrong)
             raise TypeError(f"arguments of {self.kernel.fn.__name__} do not match its parameters ({said})")
         self.arguments = {name: self.arguments[name] for name in names}
 

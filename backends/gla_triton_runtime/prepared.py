@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -16,31 +17,42 @@ from gla_triton_runtime.replay import RecordedCall, record, replay
 
 
 class Launches:
-    """The launches of the calls of one signature.
+    """The launches of the calls of one signature on a device: `start` makes and records them, `replay` repeats them.
 
-    Args:
-        device: the device of the calls.
-        describe: takes the tensors and the floats of a call, and returns its launches.
+    Example:
+        >>> if not launched.replay(tensors, scale):
+        ...     launched.start(describe(tensors, scale), tensors)
     """
 
-    def __init__(self, device: torch.device, describe: Callable[..., list[Launch]]) -> None:
-        self._device, self._describe = device, describe
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._recorded: RecordedCall | None = None
 
-    def start(self, tensors: Sequence[Tensor | None], *floats: float) -> None:
-        """Makes the launches of a call on its tensors, which include the results.
+    def replay(self, tensors: Sequence[Tensor | None], *floats: float) -> bool:
+        """Makes the recorded launches on the tensors of a call, which include the results, and with its floats.
+
+        Returns:
+            Whether the launches were made.
+        """
+        return self._recorded is not None and replay(self._recorded, tensors, floats)
+
+    def start(self, launches: list[Launch], tensors: Sequence[Tensor | None]) -> None:
+        """Makes the launches of a call and records them.
 
         If a tensor has no values, the kernels are compiled and no launch is made.
         """
-        if self._recorded is not None and replay(self._recorded, tensors, floats):
-            return
         with on_device(self._device):
-            launches = self._describe(tensors, *floats)
             if any(x is not None and x.is_meta for x in tensors):
                 compile_launches(launches)
                 return
             start(launches)
             self._recorded = record(tensors, launches)
+
+
+@functools.lru_cache(4096)
+def launches_for(device: torch.device, *signature: Hashable) -> Launches:
+    """Returns the launches of calls of a signature, for code whose calls are not prepared."""
+    return Launches(device)
 
 
 def rehearsed(run: FunctionType, call: OpCall) -> Callable[..., Any]:

@@ -77,8 +77,8 @@ class _TensorMap:
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
         base = SimpleNamespace(data_ptr=lambda: address)  # Triton reads nothing else of a tensor
-        of_launch = () if _launcher() in (TRITON_3_6, TRITON_3_7) else (None,)  # Triton 3.8 reads nothing of it
-        encoded = make_tensordesc_arg(SimpleNamespace(base=base, **self.layout), self.box, *of_launch)
+        launch_arguments = () if _launcher() in (TRITON_3_6, TRITON_3_7) else (None,)  # Triton 3.8 reads nothing of it
+        encoded = make_tensordesc_arg(SimpleNamespace(base=base, **self.layout), self.box, *launch_arguments)
         _put(self.encoded, address, encoded, _MOST_MAPS)
         return encoded
 
@@ -208,7 +208,7 @@ class RecordedCall:
 
     Attributes:
         device: index of the device of the launches.
-        given: takes the tensors of a call, of which there are at least two, and returns those that are not None.
+        present: takes the tensors of a call, of which there are at least two, and returns those that are not None.
         scratch: size in bytes and device of the scratch memory; None if there are no scratch tensors.
         parts: the scratch tensors, then the parts of tensors (see `part`). For each, the place of the memory or tensor
             that contains it, and its offset in bytes.
@@ -217,7 +217,7 @@ class RecordedCall:
     """
 
     device: int
-    given: Callable[[Sequence[Tensor | None]], tuple[Tensor, ...]]
+    present: Callable[[Sequence[Tensor | None]], tuple[Tensor, ...]]
     scratch: tuple[int, torch.device] | None
     parts: tuple[tuple[int, int], ...]
     aligned: tuple[int, ...]
@@ -258,29 +258,29 @@ def record(tensors: Sequence[Tensor | None], launches: Sequence[Launch]) -> Reco
     if why_not_replayed():
         return None
     arguments = [_arguments(launch) for launch in launches]
-    given_of = operator.itemgetter(*(i for i, x in enumerate(tensors) if x is not None))
-    given = given_of(tensors)
+    present_of = operator.itemgetter(*(i for i, x in enumerate(tensors) if x is not None))
+    present = present_of(tensors)
     taken = [getattr(x, "base", x) for each in arguments for x in each.tensors if x is not None]
     aligned = [x for launch, each in zip(launches, arguments, strict=True) for x in _aligned(launch, each)]
     parts = {id(x): x for x in taken if hasattr(x, _WHOLE)}
-    places = {id(x): i for i, x in enumerate(given)}
+    places = {id(x): i for i, x in enumerate(present)}
     scratch = list({id(x): x for x in map(_whole_of, taken) if id(x) not in places}.values())
-    one_in_two_places = len({id(x) for x in given}) < len(given)
+    has_duplicate = len({id(x) for x in present}) < len(present)
     are_aligned = math.gcd(ALIGNMENT, *(x.data_ptr() for x in aligned)) == ALIGNMENT
-    told_apart = all(_is_fixed(x) for each in arguments for x in each.fixed)
-    if one_in_two_places or not are_aligned or not all(x.is_contiguous() for x in scratch) or not told_apart:
+    has_fixed_layout = all(_is_fixed(x) for each in arguments for x in each.fixed)
+    if has_duplicate or not are_aligned or not all(x.is_contiguous() for x in scratch) or not has_fixed_layout:
         return None
     *begins, size = itertools.accumulate((ceil_div(x.nbytes, _LINE) * _LINE for x in scratch), initial=0)
-    memory = (size, given[0].device) if scratch else None
-    places.update({id(x): len(given) + 1 + i for i, x in enumerate([*scratch, *parts.values()])})
-    into = [(len(given), begin) for begin in begins]
+    memory = (size, present[0].device) if scratch else None
+    places.update({id(x): len(present) + 1 + i for i, x in enumerate([*scratch, *parts.values()])})
+    into = [(len(present), begin) for begin in begins]
     into += [(places[id(_whole_of(x))], x.data_ptr() - _whole_of(x).data_ptr()) for x in parts.values()]
     if any(launch.compiled.run.global_scratch_size or launch.compiled.run.profile_scratch_size for launch in launches):
         return None  # Triton would have to allocate memory for each launch
     recorded = tuple(_recorded(*each, places) for each in zip(launches, arguments, strict=True))
     wholes = {id(_whole_of(x)) for x in aligned}
-    of_call = tuple(i for i, x in enumerate(given) if id(x) in wholes)
-    return RecordedCall(current_device(), given_of, memory, tuple(into), of_call, recorded)
+    aligned_places = tuple(i for i, x in enumerate(present) if id(x) in wholes)
+    return RecordedCall(current_device(), present_of, memory, tuple(into), aligned_places, recorded)
 
 
 class _Arguments(NamedTuple):
@@ -329,9 +329,9 @@ def part(x: Tensor, start: int, end: int) -> Tensor:
 
     The result holds a reference to x: a replay computes its address from the address of x.
     """
-    found = x[start:end]
-    setattr(found, _WHOLE, x)
-    return found
+    rows = x[start:end]
+    setattr(rows, _WHOLE, x)
+    return rows
 
 
 def _whole_of(x: Any) -> Any:
@@ -393,7 +393,7 @@ def replay(call: RecordedCall, tensors: Sequence[Tensor | None], floats: tuple[f
     """
     if call.device != current_device() or _profiled():
         return False
-    addresses = [*map(Tensor.data_ptr, call.given(tensors))]
+    addresses = [*map(Tensor.data_ptr, call.present(tensors))]
     if call.scratch is None:
         addresses.append(0)
     else:

@@ -33,8 +33,8 @@ def call_prepared(op: str, prepare: Prepare, *arguments: Any) -> Any:
 
 def preparing(backend: str, op: str) -> Prepare:
     """Returns the function with which one of our own backends prepares an op."""
-    (found,) = importlib.import_module(f"gla_{backend}").gla_register_backends()
-    prepared = found.ops[op]
+    (plugin,) = importlib.import_module(f"gla_{backend}").gla_register_backends()
+    prepared = plugin.ops[op]
     assert isinstance(prepared, Prepared)
     assert prepared.takes == ABSTRACT_OPS[op].contract
     return prepared.prepare

@@ -43,12 +43,12 @@ class Case(GlaInputs):
 def case(device, *, dstate=True, offset=0, **sizes):
     """Returns a random case; the first packed sequence begins at row `offset`."""
     x = gla_inputs(device=device, **{"B": 1, "H": 1, "gate_dtype": torch.float32, **sizes})
-    given = {field.name: getattr(x, field.name) for field in dataclasses.fields(x)}
+    arguments = {field.name: getattr(x, field.name) for field in dataclasses.fields(x)}
     (N, K), (H, V) = x.q.shape[::3], x.v.shape[2:]
     do = torch.randn(output_shape(x.q, x.v), device=device).to(x.q.dtype)
     if x.cu_seqlens is not None:
-        given["cu_seqlens"], N = x.cu_seqlens + offset, len(x.cu_seqlens) - 1
-    return Case(**given, do=do, dstate=torch.randn(N, H, K, V, device=device) if dstate else None)
+        arguments["cu_seqlens"], N = x.cu_seqlens + offset, len(x.cu_seqlens) - 1
+    return Case(**arguments, do=do, dstate=torch.randn(N, H, K, V, device=device) if dstate else None)
 
 
 def change(x, how, *names):
@@ -68,8 +68,8 @@ def states(x):
 def expected(x, entering):
     """Returns the reference's gradients in float64."""
     x = wide(x)
-    given = (x.initial_state, x.cu_seqlens, entering.double(), CHUNK, x.do, x.dstate)
-    return chunk_gla_bwd(x.q, x.k, x.v, x.g, SCALE, *given)
+    arguments = (x.initial_state, x.cu_seqlens, entering.double(), CHUNK, x.do, x.dstate)
+    return chunk_gla_bwd(x.q, x.k, x.v, x.g, SCALE, *arguments)
 
 
 def gradients(x, entering, *, precision=None, BK=16, BV=16, warps=4, segments=None, leaving=None):
@@ -112,14 +112,14 @@ def check(x, *, budget=None, entering_dtype=torch.float32, **options):
     """Compares with the reference, and returns the gradients."""
     entering = states(x).to(entering_dtype)
     ref = expected(x, entering)
-    found = gradients(x, entering, **options)
-    for y, expected_y in zip(found[:4] if "segments" in options else found, ref, strict=False):
+    actual = gradients(x, entering, **options)
+    for y, expected_y in zip(actual[:4] if "segments" in options else actual, ref, strict=False):
         if y is not None:
             seen = expected_y.abs() >= torch.finfo(torch.float32).tiny  # else out of float32's normal range
             assert relative_error(torch.where(seen, y, 0), expected_y * seen) <= (
                 budget or max(GRADIENT[x.q.dtype], GRADIENT[y.dtype])
             )
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -282,18 +282,18 @@ def test_a_forward_computes_the_checkpoints(device, sizes):
         return [(call, dataclasses.replace(plan, entering=None, forward=forwards))]
 
     def gradients(plan, checkpoints, every):
-        given = (SCALE, x.initial_state, x.cu_seqlens, checkpoints, every, x.do, x.dstate)
-        return call_prepared("chunk_gla_bwd", lambda c: backward.prepare(c, plan), x.q, x.k, x.v, x.g, *given)
+        arguments = (SCALE, x.initial_state, x.cu_seqlens, checkpoints, every, x.do, x.dstate)
+        return call_prepared("chunk_gla_bwd", lambda c: backward.prepare(c, plan), x.q, x.k, x.v, x.g, *arguments)
 
-    given = (x.q, x.k, x.v, x.g, SCALE, x.initial_state, False, x.cu_seqlens, CHUNK)
-    _, _, kept = call_prepared("chunk_gla_fwd", lambda c: forward.prepare(c, forward.plan_whole), *given)
+    arguments = (x.q, x.k, x.v, x.g, SCALE, x.initial_state, False, x.cu_seqlens, CHUNK)
+    _, _, kept = call_prepared("chunk_gla_fwd", lambda c: forward.prepare(c, forward.plan_whole), *arguments)
     for y, wanted in zip(gradients(again, None, None), gradients(backward.plan_whole, kept, CHUNK), strict=True):
         assert torch.equal(y, wanted)
 
 
 @pytest.mark.parametrize("initial_state", [False, True])
 def test_gradients_of_query_heads_are_summed_over_groups(device, initial_state):
-    from gla_triton_kernels.chunks import partials
+    from gla_triton_kernels.gla import groups
     from gla_triton_kernels.gla.tensors import BackwardTensors
     from gla_triton_runtime.launch import start
 
@@ -301,7 +301,7 @@ def test_gradients_of_query_heads_are_summed_over_groups(device, initial_state):
     inputs = (x.q, x.k, x.v, x.g, x.initial_state)
     results = [None if y is None else torch.empty_like(y) for y in inputs]
     tensors = BackwardTensors(*inputs, None, None, x.do, None, *results)
-    each = partials.for_query_heads(tensors)
+    each = groups.for_query_heads(tensors)
     assert each.dq is tensors.dq
     for name, dim in (("dk", 2), ("dv", 2), ("dg", 2), ("dinitial_state", 1)):
         parts = getattr(each, name)
@@ -309,7 +309,7 @@ def test_gradients_of_query_heads_are_summed_over_groups(device, initial_state):
         if parts is not None:
             assert parts.shape[dim] == 6
             parts.normal_()
-    start(partials.launch_sums_over_groups(each, tensors))
+    start(groups.launch_sums_over_groups(each, tensors))
     for parts, y, dim in ((each.dk, tensors.dk, 2), (each.dg, tensors.dg, 2), (each.dinitial_state, results[4], 1)):
         if y is not None:
             torch.testing.assert_close(y, parts.unflatten(dim, (2, 3)).sum(dim + 1).to(y.dtype))

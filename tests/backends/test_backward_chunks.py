@@ -35,19 +35,19 @@ def gradients(x, entering):
     def prepare(call):
         return backward.prepare(call, backward.plan_whole, (KERNEL,))
 
-    given = (SCALE, x.initial_state, x.cu_seqlens, entering, CHUNK, x.do, x.dstate)
-    return call_prepared("chunk_gla_bwd", prepare, x.q, x.k, x.v, x.g, *given)
+    arguments = (SCALE, x.initial_state, x.cu_seqlens, entering, CHUNK, x.do, x.dstate)
+    return call_prepared("chunk_gla_bwd", prepare, x.q, x.k, x.v, x.g, *arguments)
 
 
 def check(x):
     """Compares with the reference, and returns the gradients."""
     entering = states(x).float().contiguous()
-    found = gradients(x, entering)
-    for y, ref in zip(found, expected(x, entering), strict=True):
+    actual = gradients(x, entering)
+    for y, ref in zip(actual, expected(x, entering), strict=True):
         if y is not None:
             budget = max(GRADIENT[x.q.dtype], GRADIENT[y.dtype])
             assert relative_error(y, ref) <= budget
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

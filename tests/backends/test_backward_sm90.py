@@ -53,8 +53,8 @@ def computed(x, do, dstate, checkpoints):
     from gla_triton_kernels.gla.tensors import BackwardTensors
     from gla_triton_runtime.launch import start
 
-    given = (x.q, x.k, x.v, x.g, SCALE, x.initial_state, x.cu_seqlens, checkpoints, CHUNK, do, dstate)
-    call = described("chunk_gla_bwd", *given)
+    arguments = (x.q, x.k, x.v, x.g, SCALE, x.initial_state, x.cu_seqlens, checkpoints, CHUNK, do, dstate)
+    call = described("chunk_gla_bwd", *arguments)
     # If all kernels refuse the call, this fails.
     ((_, plan),) = backward.plan_whole(
         call, gpu_of(call.device), (sm90.BACKWARD_WIDE, sm90.BACKWARD, sm90.BACKWARD_HEAD)

@@ -48,15 +48,15 @@ def check(forward, every, initial_state=True, first=0, **sizes):
     """Compares with the reference."""
     x = gla_inputs(**{"B": 1, "H": 1, "K": 19, "V": 37, "dtype": DTYPE, **sizes}, initial_state=initial_state)
     offsets = None if x.cu_seqlens is None else x.cu_seqlens + first
-    o, _, found = forward(x.q, x.k, x.v, x.g, 0.3, x.initial_state, False, offsets, every)
+    o, _, actual = forward(x.q, x.k, x.v, x.g, 0.3, x.initial_state, False, offsets, every)
     *wide, state = (None if y is None else y.double() for y in (x.q, x.k, x.v, x.g, x.initial_state))
     options = {"cu_seqlens": offsets, "backend": "reference", "checkpoint_every": every}
     ref_o, _, ref = gla.chunk_gla(*wide, 0.3, state, **options)
     assert relative_error(o, ref_o) <= FORWARD[x.q.dtype]
-    assert relative_error(found, ref) <= FORWARD[x.q.dtype]
-    assert found.dtype == (torch.bfloat16 if x.q.dtype == torch.bfloat16 else torch.float32)
+    assert relative_error(actual, ref) <= FORWARD[x.q.dtype]
+    assert actual.dtype == (torch.bfloat16 if x.q.dtype == torch.bfloat16 else torch.float32)
     unused = (ref == 0).flatten(2).all(2)
-    assert not found[unused].any()
+    assert not actual[unused].any()
 
 
 @pytest.mark.thorough

@@ -99,8 +99,8 @@ def test_widths(forward, device, K, V, G, dtype):
 def test_tf32(forward, device, K, V, G, gates, tf32_allowed):
     """Float32 is computed in chunks, with operands rounded to TF32."""
     x = inputs(device, T=3 * CHUNK + 3, K=K, V=V, G=G, gates=gates, initial_state=True)
-    for found, expected in zip(forward(*x), oracle_forward(*x), strict=True):
-        assert relative_error(found, expected) <= 1e-3
+    for actual, expected in zip(forward(*x), oracle_forward(*x), strict=True):
+        assert relative_error(actual, expected) <= 1e-3
 
 
 @pytest.mark.parametrize("T", LENGTHS)

@@ -209,8 +209,8 @@ def test_parameters_of_the_general_kernel(changes, C, BV, warps, stages):
     ids=str,
 )
 def test_what_is_multiplied(changes, operand, tokenwise):
-    found = one_pass(Gpu(Architecture.SM80, 108), **changes).parameters
-    assert (found.operand, found.tokenwise) == (operand, tokenwise)
+    parameters = one_pass(Gpu(Architecture.SM80, 108), **changes).parameters
+    assert (parameters.operand, parameters.tokenwise) == (operand, tokenwise)
 
 
 @pytest.mark.parametrize(
@@ -351,14 +351,14 @@ def launcher_plans_with(monkeypatch):
     """Returns a function from a call's tensors to the call, GPU and kernels with which the launcher asks for a plan."""
     pytest.importorskip("triton")
 
-    def found(gpu, q, k, v, g, initial_state=None, cu_seqlens=None):
+    def plans_with(gpu, q, k, v, g, initial_state=None, cu_seqlens=None):
         monkeypatch.setattr(forward, "gpu_of_call", lambda call: gpu)
-        given = (q, k, v, g, 1.0, initial_state, True, cu_seqlens, None, None)
+        call_arguments = (q, k, v, g, 1.0, initial_state, True, cu_seqlens, None, None)
         with pytest.raises(Planned) as planned:
-            forward.prepare(described("chunk_gla_fwd", *given), asks_for)
+            forward.prepare(described("chunk_gla_fwd", *call_arguments), asks_for)
         return planned.value.args
 
-    return found
+    return plans_with
 
 
 @pytest.mark.parametrize(

@@ -31,23 +31,23 @@ def inputs(**sizes):
     return [x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens]
 
 
-def prepared(given, plan=launcher.plan_whole):
+def prepared(arguments, plan=launcher.plan_whole):
     """Prepares a call by the kernels for SM90; fails if all of them refuse it."""
     return launcher.prepare(
-        described("chunk_gla_fwd", *given), plan, (sm90.FORWARD, sm90.FORWARD_WIDE, sm90.FORWARD_HEAD)
+        described("chunk_gla_fwd", *arguments), plan, (sm90.FORWARD, sm90.FORWARD_WIDE, sm90.FORWARD_HEAD)
     )
 
 
 def forward(q, k, v, g, scale, initial_state, cu_seqlens):
-    given = (q, k, v, g, scale, initial_state, True, cu_seqlens, None, None)
-    return prepared(given)(*given)[:2]
+    arguments = (q, k, v, g, scale, initial_state, True, cu_seqlens, None, None)
+    return prepared(arguments)(*arguments)[:2]
 
 
 def check(q, k, v, g=None, initial_state=None, cu_seqlens=None, scale=0.3, plan=launcher.plan_whole):
     """Compares with the oracle, checks that a second run gives the same bits, and returns o and the final state."""
-    given = (q, k, v, g, scale, initial_state, True, cu_seqlens, None, None)
-    run = prepared(given, plan)
-    (o, state, _), again = run(*given), run(*given)
+    arguments = (q, k, v, g, scale, initial_state, True, cu_seqlens, None, None)
+    run = prepared(arguments, plan)
+    (o, state, _), again = run(*arguments), run(*arguments)
     ref_o, ref_state = oracle.chunk_gla(q, k, v, g, scale, initial_state, cu_seqlens)
     assert relative_error(o, ref_o) <= BUDGETS[q.dtype]
     assert relative_error(state, ref_state) <= BUDGETS[q.dtype]

@@ -27,9 +27,9 @@ def check(backend, backwards, **sizes):
     G = x.q.shape[2] // x.k.shape[2]
     left, right = (x.q, x.v.repeat_interleave(G, 2).roll(1, 1)) if backwards else (x.k, x.v)
     function = gla.chunk_gla_gradient_summary if backwards else gla.chunk_gla_summary
-    found = function(left, right, x.g, x.cu_seqlens, backend)
+    actual = function(left, right, x.g, x.cu_seqlens, backend)
     expected = oracle.chunk_gla_summary(left, right, x.g, x.cu_seqlens, backwards)
-    for name, y, ref in zip(("decay", "state"), found, expected, strict=True):
+    for name, y, ref in zip(("decay", "state"), actual, expected, strict=True):
         assert relative_error(y, ref) <= FORWARD[left.dtype], name
 
 

@@ -85,8 +85,8 @@ def test_gates_that_are_not_contiguous(backend, device):
     assert x.g is not None
     wide = torch.cat([x.g, x.g], -1)
     y = dataclasses.replace(x, g=wide[..., : x.g.shape[-1]])
-    for found, expected in zip(forward(y, backend).values(), forward(x, backend).values(), strict=True):
-        assert torch.equal(found, expected)
+    for actual, expected in zip(forward(y, backend).values(), forward(x, backend).values(), strict=True):
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.kernels
@@ -96,8 +96,8 @@ def test_summaries(backend, device, form, heads, backwards):
     x = gla_inputs(**PACKED, **heads, K=20, V=9, gate_form=form, dtype=torch.float16, device=device)
     left, right = (x.q, x.v.roll(1, 1)) if backwards else (x.k, x.v)
     function = gla.chunk_gla_gradient_summary if backwards else gla.chunk_gla_summary
-    found = function(left, right, x.g, x.cu_seqlens, backend)
-    for y, ref in zip(found, oracle.chunk_gla_summary(left, right, x.g, x.cu_seqlens, backwards), strict=True):
+    actual = function(left, right, x.g, x.cu_seqlens, backend)
+    for y, ref in zip(actual, oracle.chunk_gla_summary(left, right, x.g, x.cu_seqlens, backwards), strict=True):
         assert y.shape == ref.shape
         assert relative_error(y, ref) <= FORWARD[torch.float16]
 
@@ -120,9 +120,9 @@ def test_sums_of_many_rows(device):
     from gla_triton_kernels.chunks.partials import launch_sum_of_rows
     from gla_triton_runtime.launch import start
 
-    parts, found = torch.randn(2500, 40, device=device), torch.empty(40, device=device)
-    start([launch_sum_of_rows(parts, found)])
-    assert relative_error(found, parts.double().sum(0)) <= 1e-6
+    parts, actual = torch.randn(2500, 40, device=device), torch.empty(40, device=device)
+    start([launch_sum_of_rows(parts, actual)])
+    assert relative_error(actual, parts.double().sum(0)) <= 1e-6
 
 
 # ---- plans

@@ -36,16 +36,16 @@ def test_a_graph_gives_what_launches_give(lengths, monkeypatch):
     for stream in [torch.cuda.current_stream()] * 8 + [aside] * 8:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            found = pair()
+            actual = pair()
         torch.cuda.current_stream().wait_stream(stream)
-        assert all(map(torch.equal, found, expected))
-        del found
+        assert all(map(torch.equal, actual, expected))
+        del actual
     assert replay._graphed
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = pair()
+        actual = pair()
     graph.replay()
-    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, actual, expected))
 
 
 def test_graphs_are_dropped_and_made_anew(monkeypatch):

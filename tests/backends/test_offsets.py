@@ -96,8 +96,8 @@ def steps(N=2**14, T=8, P=2**20, H=16, K=128, V=128, packed=False, form="key"):
     q, k, v = (empty(B, H, T, width).transpose(1, 2) for width in (K, K, V))
     g = empty(*{"constant": (H,), "head": (B, T, H), "key": (B, T, H, K)}[form])
     pool, slots = empty(P, H, K, V, dtype=torch.float32), empty(N, 8, dtype=torch.int32)
-    cu_seqlens, of_sequences = empty(N + 1, dtype=torch.int64) if packed else None, empty(N, dtype=torch.int32)
-    read = of_sequences if form == "head" else None
+    cu_seqlens, per_sequence = empty(N + 1, dtype=torch.int64) if packed else None, empty(N, dtype=torch.int32)
+    read = per_sequence if form == "head" else None
     return (
         "recurrent_gla_steps",
         q,
@@ -108,7 +108,7 @@ def steps(N=2**14, T=8, P=2**20, H=16, K=128, V=128, packed=False, form="key"):
         slots,
         0.1,
         cu_seqlens,
-        of_sequences,
+        per_sequence,
         read,
         empty(N, dtype=torch.bool),
     )
@@ -222,31 +222,31 @@ IN_MEMORY |= {
 def launches_of(monkeypatch):
     """Returns a function from the name of one of `CALLS` to the launches that preparing the call compiles."""
 
-    def found(name):
+    def lookup(name):
         capability, describe, backend, sizes = CALLS[name]
         device = KnownDevice("absent", 132, divmod(capability, 10))
         precision = "high" if "TF32" in name else "highest"
         return launches_on(device, backend, precision, *describe(**sizes), monkeypatch=monkeypatch)
 
-    return found
+    return lookup
 
 
 def modules():
     """Returns the modules that hold kernels or launch them."""
-    found = pkgutil.walk_packages(gla_triton_kernels.__path__, gla_triton_kernels.__name__ + ".")
-    return [importlib.import_module(module.name) for module in found]
+    modules = pkgutil.walk_packages(gla_triton_kernels.__path__, gla_triton_kernels.__name__ + ".")
+    return [importlib.import_module(module.name) for module in modules]
 
 
 def kernels():
     """Returns the names of all kernels: Triton functions that a plain function of the same module refers to."""
     from triton.runtime.jit import JITFunction
 
-    found = set()
+    kernels = set()
     for module in modules():
-        own = [x for x in vars(module).values() if getattr(x, "__module__", None) == module.__name__]
-        named = set(itertools.chain(*(x.__code__.co_names for x in own if inspect.isfunction(x))))
-        found |= {name_of(x) for x in own if isinstance(x, JITFunction) and x.fn.__name__ in named}
-    return found
+        local = [x for x in vars(module).values() if getattr(x, "__module__", None) == module.__name__]
+        named = set(itertools.chain(*(x.__code__.co_names for x in local if inspect.isfunction(x))))
+        kernels |= {name_of(x) for x in local if isinstance(x, JITFunction) and x.fn.__name__ in named}
+    return kernels
 
 
 def name_of(kernel):
@@ -277,9 +277,9 @@ def ir_of(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # Triton makes the folder, but stores nothing in it
 
     def compiled(launch):
-        with pytest.raises(Compiled) as found:
+        with pytest.raises(Compiled) as raised:
             launch.kernel.warmup(*launch.arguments.values(), grid=launch.grid, **launch.options)
-        module, signature = found.value.args
+        module, signature = raised.value.args
         manager = ir.pass_manager(module.context)
         passes.common.add_inliner(manager)
         passes.common.add_canonicalizer(manager)
@@ -346,9 +346,9 @@ class Bounds:
             return
         self.values[result[1]] = None
         if "scf.if" in region["line"]:
-            found = [joined(*each) for each in zip(*region["yielded"], strict=True)]
-            names = [result[1]] if len(found) == 1 else [f"{result[1]}#{i}" for i in range(len(found))]
-            self.values.update(zip(names, found, strict=True))
+            yielded = [joined(*each) for each in zip(*region["yielded"], strict=True)]
+            names = [result[1]] if len(yielded) == 1 else [f"{result[1]}#{i}" for i in range(len(yielded))]
+            self.values.update(zip(names, yielded, strict=True))
         elif re.search(r'"tt\.(reduce|scan)"', region["line"]):
             of = self.values.get(operands(region["line"].split(" = ")[1])[0])
             axis = int(re.search(r"axis = (\d+)", region["line"])[1])
@@ -361,14 +361,14 @@ class Bounds:
         before, _, kind = rest.rpartition(" : ")
         if operation == "arith.addi" and self.regions and '"tt.' in self.regions[-1]["line"]:
             self.regions[-1]["adds"] = True
-        found = self.evaluated(operation, before, kind, [self.values.get(x) for x in operands(before)])
+        bounds = self.evaluated(operation, before, kind, [self.values.get(x) for x in operands(before)])
         in_32_bits = re.search(r"(\b|x)i32\b", re.split("-> | to ", kind)[-1])
-        if found is not None and in_32_bits and max(-found[0], found[1]) > 2**31 - 1:
-            self.overflows.append((line, found))
-            found = None
-        self.values[name] = found
+        if bounds is not None and in_32_bits and max(-bounds[0], bounds[1]) > 2**31 - 1:
+            self.overflows.append((line, bounds))
+            bounds = None
+        self.values[name] = bounds
 
-    def evaluated(self, operation, text, kind, given):
+    def evaluated(self, operation, text, kind, inputs):
         """Returns the bounds of an operation's result, or None."""
         if operation == "arith.constant":
             number = re.search(r"(?:dense<)?(-?\d+)>?$", text)
@@ -380,17 +380,17 @@ class Bounds:
         if operation == "tt.get_num_programs":
             return (self.grid["xyz".index(text[-1])],) * 2
         if operation == "tt.load":
-            return given[0]
+            return inputs[0]
         if operation == "tt.elementwise_inline_asm":
             return (0, 0) if '"mov.u32 $0, 0;"' in text else None
         if operation == "arith.extui" and re.match(r".*i1\b.* to ", kind):
             return 0, 1
         if operation == "arith.select":
-            return joined(*given[1:])
-        if operation in ARITHMETIC and None not in given:
-            return ARITHMETIC[operation](*given)
-        if operation in SAME and given:
-            return given[0]
+            return joined(*inputs[1:])
+        if operation in ARITHMETIC and None not in inputs:
+            return ARITHMETIC[operation](*inputs)
+        if operation in SAME and inputs:
+            return inputs[0]
         return None
 
 
@@ -408,8 +408,8 @@ def corners(function):
     """Returns the bounds of a function that takes its extreme values at the bounds of its two arguments."""
 
     def bounds(a, b):
-        found = [function(x, y) for x, y in itertools.product(a, b)]
-        return min(found), max(found)
+        corners = [function(x, y) for x, y in itertools.product(a, b)]
+        return min(corners), max(corners)
 
     return bounds
 
@@ -443,18 +443,18 @@ SAME = {"tt.splat", "tt.addptr", "tt.unsplat", "tt.broadcast", "tt.expand_dims",
 SAME |= {"arith.extsi", "arith.trunci", "ttg.convert_layout"}
 
 
-def given(launch, signature, in_memory):
+def bounds_of_arguments(launch, signature, in_memory):
     """Returns the bounds of the arguments of the IR's function. For a pointer, they bound the integers in memory.
 
     Constants are left out. A descriptor becomes its pointer, its shape and its strides.
     """
-    found = []
+    bounds = []
     for x, (name, kind) in zip(launch.arguments.values(), signature.items(), strict=True):
         if kind == "constexpr":
             continue
         parts = [None, *x.shape, *x.strides] if kind.startswith("tensordesc") else [x]
-        found += [(part, part) if isinstance(part, int) else in_memory.get(name) for part in parts]
-    return found
+        bounds += [(part, part) if isinstance(part, int) else in_memory.get(name) for part in parts]
+    return bounds
 
 
 # ---- the tests
@@ -485,8 +485,8 @@ def test_launches_name_the_parameters_of_their_kernels(name, launches_of):
 def test_32_bits_hold_every_integer(name, launches_of, ir_of):
     for launch in launches_of(name):
         text, signature = ir_of(launch)
-        found = Bounds(text, given(launch, signature, IN_MEMORY), launch.grid).overflows
-        assert not found, f"{name_of(launch.kernel)}: {found}"
+        overflows = Bounds(text, bounds_of_arguments(launch, signature, IN_MEMORY), launch.grid).overflows
+        assert not overflows, f"{name_of(launch.kernel)}: {overflows}"
 
 
 def test_lengths_that_32_bits_cannot_count_are_refused():

@@ -25,8 +25,8 @@ def case(*, offset=0, **sizes):
     """Returns inputs q, k, v, g and do, gradients to add to, and cu_seqlens, which begin at row `offset`."""
     x = gla_inputs(**{"B": 1, "H": 1, "gates": "-inf", "gate_dtype": torch.float32, "device": "cuda", **sizes})
     q, k, v, do = (y.bfloat16() for y in (x.q, x.k, x.v, torch.randn_like(x.v)))
-    given = [torch.randn_like(y) for y in (q, k, v, x.g)]
-    return [q, k, v, x.g, do], given, None if x.cu_seqlens is None else x.cu_seqlens + offset
+    gradients = [torch.randn_like(y) for y in (q, k, v, x.g)]
+    return [q, k, v, x.g, do], gradients, None if x.cu_seqlens is None else x.cu_seqlens + offset
 
 
 def chunks(inputs, cu_seqlens):
@@ -62,9 +62,9 @@ def marked(inputs, cu_seqlens, marks):
             yield (*head, keys), (*head, keys), head, (*head, keys), head
 
 
-def expected(inputs, given, cu_seqlens, marks):
+def expected(inputs, gradients, cu_seqlens, marks):
     """Returns the gradients in float64."""
-    results = [y.double() for y in given]
+    results = [y.double() for y in gradients]
     for places in marked(inputs, cu_seqlens, marks):
         q, k, v, g, do = (y[place].double() for y, place in zip(inputs, places, strict=True))
         pairs = chunk_gla_bwd(q, k, v, g, SCALE, None, None, None, None, do, None)
@@ -74,7 +74,7 @@ def expected(inputs, given, cu_seqlens, marks):
     return results
 
 
-def completed(inputs, given, cu_seqlens, marks):
+def completed(inputs, gradients, cu_seqlens, marks):
     """Returns the kernel's gradients. The kernel adds to copies of the given ones."""
     from gla_triton_kernels.gla.sm90 import pairs
     from gla_triton_kernels.gla.sm90.half import NO_UNITS
@@ -82,23 +82,23 @@ def completed(inputs, given, cu_seqlens, marks):
     from gla_triton_runtime.launch import start
 
     q, k, v, g, do = inputs
-    results = [y.clone() for y in given]
+    results = [y.clone() for y in gradients]
     x = BackwardTensors(q, k, v, g, None, cu_seqlens, None, do, None, *results, None)
     start(pairs.launch_pairs(x, NO_UNITS, marks, SCALE, KEYS))
     return results
 
 
-def check(inputs, given, cu_seqlens, marks=None):
+def check(inputs, gradients, cu_seqlens, marks=None):
     """Compares with the reference, checks that nothing else changed, and returns the gradients."""
     marks = marks_of(inputs, cu_seqlens) if marks is None else marks
-    results, reference = completed(inputs, given, cu_seqlens, marks), expected(inputs, given, cu_seqlens, marks)
-    for found, ref in zip(results, reference, strict=True):
-        assert relative_error(found, ref) <= (BUDGET if found.dtype == torch.float32 else ROUNDED)
+    results, reference = completed(inputs, gradients, cu_seqlens, marks), expected(inputs, gradients, cu_seqlens, marks)
+    for actual, ref in zip(results, reference, strict=True):
+        assert relative_error(actual, ref) <= (BUDGET if actual.dtype == torch.float32 else ROUNDED)
     rest = [y.clone() for y in results]
     for places in marked(inputs, cu_seqlens, marks):
-        for y, before, place in zip(rest, given, places, strict=False):
+        for y, before, place in zip(rest, gradients, places, strict=False):
             y[place] = before[place]
-    assert all(torch.equal(y, before) for y, before in zip(rest, given, strict=True))
+    assert all(torch.equal(y, before) for y, before in zip(rest, gradients, strict=True))
     return results
 
 
@@ -110,47 +110,47 @@ def test_gates(gates):
 @pytest.mark.parametrize("gate", [-2.0, -8.0, -50.0, -85.0, -90.0])
 def test_small_gradients_of_gates(gate):
     """Terms of pairs on one side of a gate cancel, and pairs of a token with itself are never added."""
-    inputs, given, _ = case(T=64)
+    inputs, gradients, _ = case(T=64)
     inputs[3][:] = gate
-    given[3][:] = 0
-    check(inputs, given, None, marks_of(inputs, None, lambda *_: True))
+    gradients[3][:] = 0
+    check(inputs, gradients, None, marks_of(inputs, None, lambda *_: True))
 
 
 @pytest.mark.parametrize("gate", [-95.0, -100.0, -torch.inf])
 @pytest.mark.parametrize("weak", [None, 1, 6, 32])
 def test_halves_between_which_every_gate_forgets(gate, weak):
     """Such halves of chunks are skipped, unless one gate of one channel does not forget."""
-    inputs, given, _ = case(T=128)
+    inputs, gradients, _ = case(T=128)
     inputs[3][:] = gate
     if weak is not None:
         inputs[3][:, weak, :, 5] = -1.0
-    check(inputs, given, None, marks_of(inputs, None, lambda *_: True))
+    check(inputs, gradients, None, marks_of(inputs, None, lambda *_: True))
 
 
 def test_nothing_is_added_to_the_gate_of_a_first_token():
     """No token of the chunk comes before its first. If a sequence has no initial state, this dg stays exactly 0."""
-    inputs, given, _ = case(T=128, H=2, gates="strong")
-    given[3][:, ::CHUNK] = 0
-    dg = check(inputs, given, None, marks_of(inputs, None, lambda *_: True))[3]
+    inputs, gradients, _ = case(T=128, H=2, gates="strong")
+    gradients[3][:, ::CHUNK] = 0
+    dg = check(inputs, gradients, None, marks_of(inputs, None, lambda *_: True))[3]
     assert not dg[:, ::CHUNK].any()
 
 
 @pytest.mark.parametrize("magnitude", [1e-9, 1e9])
 def test_magnitudes(magnitude):
     """The factors of products are float16, scaled by units."""
-    inputs, given, _ = case(T=128, gates="strong")
+    inputs, gradients, _ = case(T=128, gates="strong")
     for y in inputs[:2]:
         y *= magnitude
-    check(inputs, [torch.zeros_like(y) for y in given], None)
+    check(inputs, [torch.zeros_like(y) for y in gradients], None)
 
 
 def test_channels_and_rows_of_small_magnitude():
-    inputs, given, _ = case(T=128, gates="strong")
+    inputs, gradients, _ = case(T=128, gates="strong")
     inputs[0][..., 3], inputs[1][..., 5] = 1e-6, 1e-6
     inputs[4][:, ::7] *= 1e-6
     marks = marks_of(inputs, None, lambda *_: True)
-    dq, dk, _, dg = completed(inputs, [torch.zeros_like(y) for y in given], None, marks)
-    reference = expected(inputs, [torch.zeros_like(y) for y in given], None, marks)
+    dq, dk, _, dg = completed(inputs, [torch.zeros_like(y) for y in gradients], None, marks)
+    reference = expected(inputs, [torch.zeros_like(y) for y in gradients], None, marks)
     for y, ref in zip((dq, dk, dg), (reference[0], reference[1], reference[3]), strict=True):
         assert max(relative_error(y[..., i], ref[..., i]) for i in (3, 5)) <= 1.5 * ROUNDED  # a norm of few numbers
         assert relative_error(y[:, ::7], ref[:, ::7]) <= 1.5 * ROUNDED
@@ -167,9 +167,9 @@ def test_widths(K, V):
 
 
 def test_a_block_of_keys_that_is_not_marked():
-    inputs, given, _ = case(T=64, K=200)
-    dq, dk, _, dg = check(inputs, given, None, marks_of(inputs, None, lambda i, h, block: block == 1))
-    for y, before in zip((dq, dk, dg), (given[0], given[1], given[3]), strict=True):
+    inputs, gradients, _ = case(T=64, K=200)
+    dq, dk, _, dg = check(inputs, gradients, None, marks_of(inputs, None, lambda i, h, block: block == 1))
+    for y, before in zip((dq, dk, dg), (gradients[0], gradients[1], gradients[3]), strict=True):
         assert torch.equal(y[..., :KEYS], before[..., :KEYS])
 
 
@@ -186,20 +186,20 @@ def test_many_chunks_a_program(sizes, monkeypatch):
     ("lengths", "offset"), [((0,), 0), ((0, 0, 5), 70), ((130, 0, 1, 64, 0, 70), 5), ((0, 1) * 8, 3)]
 )
 def test_packed(lengths, offset, index_dtype):
-    inputs, given, cu_seqlens = case(lengths=lengths, padding=90, offset=offset)
+    inputs, gradients, cu_seqlens = case(lengths=lengths, padding=90, offset=offset)
     for y in inputs:
         y[:, :offset], y[:, cu_seqlens[-1] :] = torch.nan, torch.nan
     cu_seqlens = cu_seqlens.to(index_dtype)
-    check(inputs, given, cu_seqlens, marks_of(inputs, cu_seqlens, lambda *_: True))
+    check(inputs, gradients, cu_seqlens, marks_of(inputs, cu_seqlens, lambda *_: True))
 
 
 def test_gates_whose_gradient_is_exactly_0():
-    inputs, given, _ = case(T=128, gates="mild")
+    inputs, gradients, _ = case(T=128, gates="mild")
     inputs[3][:, 10, :, ::3], inputs[3][:, 11, :, 1::3] = -torch.inf, -300.0
     inputs[3][:, 70] = -torch.inf
-    dg = check(inputs, given, None, marks_of(inputs, None, lambda i, *_: i == 0))[3]
+    dg = check(inputs, gradients, None, marks_of(inputs, None, lambda i, *_: i == 0))[3]
     assert torch.equal(dg[:, :CHUNK] == 0, inputs[3][:, :CHUNK] <= -120)
-    assert torch.equal(dg[:, CHUNK:], given[3][:, CHUNK:])
+    assert torch.equal(dg[:, CHUNK:], gradients[3][:, CHUNK:])
 
 
 def test_gates_in_bfloat16():
@@ -208,12 +208,12 @@ def test_gates_in_bfloat16():
 
 def test_strides():
     """Tensors are heads-first, a slice of a wider tensor, or expanded gates."""
-    inputs, given, _ = case(B=2, T=70, H=2)
+    inputs, gradients, _ = case(B=2, T=70, H=2)
     inputs[3] = inputs[3][:1, :1].expand_as(inputs[3])
-    results = check(inputs, given, None)
+    results = check(inputs, gradients, None)
     q, k, v, g, do = inputs
     inputs = [heads_first(q), torch.nn.functional.pad(k, (3, 3))[..., 3:-3], heads_first(v), g, do]
-    again = completed(inputs, given, None, marks_of(inputs, None))
+    again = completed(inputs, gradients, None, marks_of(inputs, None))
     assert all(torch.equal(a, b) for a, b in zip(again, results, strict=True))
 
 

@@ -77,14 +77,14 @@ def forward(q, k, v, g=None, initial_state=None, cu_seqlens=None, scale=0.3):
 
 
 def check(q, k, v, g=None, initial_state=None, cu_seqlens=None, scale=0.3):
-    found = forward(q, k, v, g, initial_state, cu_seqlens, scale)
+    actual = forward(q, k, v, g, initial_state, cu_seqlens, scale)
     expected = oracle.chunk_gla(q, k, v, g, scale, initial_state, cu_seqlens)
-    for x, ref in zip(found, expected, strict=True):
+    for x, ref in zip(actual, expected, strict=True):
         assert relative_error(x, ref) <= FORWARD[q.dtype]
         assert x.is_contiguous()
-    assert found[0].dtype == q.dtype
-    assert found[1].dtype == (torch.float64 if q.dtype == torch.float64 else torch.float32)
-    return found
+    assert actual[0].dtype == q.dtype
+    assert actual[1].dtype == (torch.float64 if q.dtype == torch.float64 else torch.float32)
+    return actual
 
 
 FORMS = ("key", "head", "constant")
@@ -197,21 +197,21 @@ def test_checkpoints(sizes, dtype, every, small_blocks):
     q, k, v, g, state, offsets = arguments(**{"G": 2, "K": 5, "V": 3, "dtype": dtype, **sizes}, initial_state=True)
     if offsets is not None:
         offsets += sizes.get("padding", 0) // 2  # rows before the first sequence as well
-    *_, found = chunk_gla_fwd(q, k, v, g, 0.3, state, False, offsets, every)
+    *_, actual = chunk_gla_fwd(q, k, v, g, 0.3, state, False, offsets, every)
     ref = oracle.chunk_gla_checkpoints(q, k, v, g, state, offsets, every)
-    assert relative_error(found, ref) <= FORWARD[dtype]
-    assert found.dtype == (torch.bfloat16 if dtype == torch.bfloat16 else torch.promote_types(dtype, torch.float32))
-    assert not found[(ref == 0).flatten(2).all(2)].any()
-    assert found.is_contiguous()
+    assert relative_error(actual, ref) <= FORWARD[dtype]
+    assert actual.dtype == (torch.bfloat16 if dtype == torch.bfloat16 else torch.promote_types(dtype, torch.float32))
+    assert not actual[(ref == 0).flatten(2).all(2)].any()
+    assert actual.is_contiguous()
 
 
 def test_a_gate_of_a_head_is_not_expanded(monkeypatch):
     """It has one column wherever it is held, and so have the decays of segments."""
     widths = []
     cut = Segments.cut
-    monkeypatch.setattr(Segments, "cut", lambda *given: widths.append(given[1].shape[-1]) or cut(*given))
+    monkeypatch.setattr(Segments, "cut", lambda *args: widths.append(args[1].shape[-1]) or cut(*args))
     scan = Segments.scan
-    monkeypatch.setattr(Segments, "scan", lambda *given: widths.append(given[1].shape[-1]) or scan(*given))
+    monkeypatch.setattr(Segments, "scan", lambda *args: widths.append(args[1].shape[-1]) or scan(*args))
     for form, D in (("constant", 1), ("head", 1), ("key", 5)):
         widths.clear()
         check(*arguments(T=70, K=5, V=7, gate_form=form))
@@ -285,9 +285,9 @@ def draw(dtype, *shape, seed=0):
 def test_softmax(columns, dtype, small_blocks):
     x = draw(dtype, 3, columns, 4)
     for dim, y in ((1, x), (2, x.transpose(1, 2)), (0, x.transpose(0, 1))):
-        found = online_softmax(y, dim)
-        assert relative_error(found, oracle.softmax(y, dim)) <= FORWARD[dtype]
-        assert found.is_contiguous()
+        actual = online_softmax(y, dim)
+        assert relative_error(actual, oracle.softmax(y, dim)) <= FORWARD[dtype]
+        assert actual.is_contiguous()
 
 
 def test_softmax_of_minus_infinities(small_blocks):

@@ -73,15 +73,15 @@ def test_chunks_side_by_side_where_products_take_operands_from_registers(archite
 @pytest.mark.parametrize("width", ["K", "V"])
 def test_rows_of_16_bytes_with_gaps_between_them_are_none_in_a_gradient(width):
     """TMA could move such inputs, but not their gradients, which are contiguous."""
-    found = call(**{width: 37})
+    changed = call(**{width: 37})
     layouts = {}
     for name in ("q", "k", "g", "v", "do"):
-        B, T, H, size = (found.dims[x] for x in ("B", "T", "H", "K" if name in "qkg" else "V"))
+        B, T, H, size = (changed.dims[x] for x in ("B", "T", "H", "K" if name in "qkg" else "V"))
         strides = (T * H * 128, H * 128, 128, 1)
         layouts[name] = Layout((B, T, H, size), strides, torch.float32 if name == "g" else torch.bfloat16)
-    found = replace(found, layouts=layouts)
-    assert not_addressable(found) is None
-    assert whole(found).gradients is general.BACKWARD
+    changed = replace(changed, layouts=layouts)
+    assert not_addressable(changed) is None
+    assert whole(changed).gradients is general.BACKWARD
 
 
 @pytest.mark.parametrize(

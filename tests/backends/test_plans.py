@@ -42,9 +42,9 @@ def test_rows_that_fit_stay_on_chip(columns, kernel):
 
 def test_unaligned_rows_with_gaps_between_them_are_swept_column_by_column():
     x = torch.empty(9, 20005)[:, 1:-2]
-    found = rows_of(x, torch.empty(9, 20002), 1)
-    assert (found.vector, found.packed) == (1, False)
-    assert softmax.plan_one_pass(found).kernel is softmax.Kernel.TWO_SWEEPS
+    planned = rows_of(x, torch.empty(9, 20002), 1)
+    assert (planned.vector, planned.packed) == (1, False)
+    assert softmax.plan_one_pass(planned).kernel is softmax.Kernel.TWO_SWEEPS
 
 
 @pytest.mark.parametrize(("R", "N"), [(1, 16), (8192, 1000), (3, 50257), (4, 2**24), (1, 1), (1, 2**20 + 1)])
@@ -99,8 +99,8 @@ def test_specialised_warps_where_an_sm90_computes_many_queries_of_16_bits():
 
 
 def test_tma_takes_what_it_can_address():
-    found = attention.plan_one_pass(attention_call(unaligned="q"), H200)  # q is then read through pointers
-    assert (found.kernel, found.tma) == (attention.GENERAL, True)
+    planned = attention.plan_one_pass(attention_call(unaligned="q"), H200)  # q is then read through pointers
+    assert (planned.kernel, planned.tma) == (attention.GENERAL, True)
     assert not attention.plan_one_pass(attention_call(unaligned="v"), H200).tma
     assert not attention.plan_one_pass(attention_call(), Gpu(Architecture.SM80, 108)).tma
 
@@ -125,19 +125,19 @@ def test_float32_keeps_its_precision_unless_tf32_is_allowed():
 @pytest.mark.parametrize("Tk", [1, 300, 131_072])
 @pytest.mark.parametrize("Tq", [1, 128])
 def test_splits_are_whole_blocks_and_few_keys_are_not_split(Tq, Tk):
-    found = attention.plan_splits(attention_call(Tq=Tq, Tk=Tk), H200)
+    planned = attention.plan_splits(attention_call(Tq=Tq, Tk=Tk), H200)
     if Tk == 131_072:
-        assert found.split % found.BT == 0
-        assert found.splits(Tk) * 8 >= 132
+        assert planned.split % planned.BT == 0
+        assert planned.splits(Tk) * 8 >= 132
     else:
-        assert (found.split is None) == (Tk <= attention.FEWEST_BLOCKS * found.BT)
+        assert (planned.split is None) == (Tk <= attention.FEWEST_BLOCKS * planned.BT)
 
 
 def test_keys_that_are_not_split_may_take_specialised_warps():
     call = attention_call(B=8, Tq=4096, Tk=4096)
-    found = attention.plan_splits(call, H200)
-    assert found == attention.plan_one_pass(call, H200)
-    assert (found.kernel, found.split) == (attention.SM90, None)
+    planned = attention.plan_splits(call, H200)
+    assert planned == attention.plan_one_pass(call, H200)
+    assert (planned.kernel, planned.split) == (attention.SM90, None)
     unaligned = attention_call("q", B=8, Tq=4096, Tk=4096)
     assert attention.plan_splits(unaligned, H200).kernel is attention.GENERAL
     split = attention.plan_splits(attention_call(B=1, Tq=4096, Tk=4096), H200)

@@ -84,7 +84,7 @@ def arguments_of(op, device, seed=0):
     token, few = ([y[:, at] for y in (x.q, x.k, x.v, x.g)] for at in (0, slice(3)))
     pool, offsets, one = x.initial_state.repeat(3, 1, 1, 1), torch.tensor([0, 20]), torch.tensor([1])
     rings = [y[:, :6].repeat(3, 1, 1, 1) for y in (x.k, x.v, x.g)]
-    found = {
+    values = {
         "chunk_gla_fwd": (x.q, x.k, x.v, x.g, 0.3, x.initial_state, True, None, None, None),
         "chunk_gla_bwd": (x.q, x.k, x.v, x.g, 0.3, x.initial_state, None, None, None, do, None, None),
         "chunk_gla_pool": (x.q, x.k, x.v, x.g, pool, offsets, one, None, 0.3, None, one, one + 1, -1, None, None),
@@ -96,7 +96,7 @@ def arguments_of(op, device, seed=0):
         "online_softmax": (torch.randn(3, 700), 1),
         "softmax_attention": (x.q, x.k, x.v, 0.3, True),
     }[op]
-    return [y.to(device) if isinstance(y, Tensor) else y for y in found]
+    return [y.to(device) if isinstance(y, Tensor) else y for y in values]
 
 
 # ---- the arguments of a rehearsal
@@ -114,38 +114,38 @@ def strided_step(inplace):
 def test_a_rehearsal_is_given_what_a_call_is_given_but_values(inplace):
     from gla_triton_runtime.prepared import rehearsed
 
-    given = []
+    calls = []
 
     def run(q, k, v, g, state, scale, state_indices, gate_normalizer, inplace):
-        given.append((q, k, v, g, state, scale, state_indices, gate_normalizer, inplace))
+        calls.append((q, k, v, g, state, scale, state_indices, gate_normalizer, inplace))
 
     call, arguments = strided_step(inplace)
     assert rehearsed(run, dataclasses.replace(call, device=torch.device("cuda", 0))) is run
-    (found,) = given
-    for x, expected in zip(found, arguments, strict=True):
+    (received,) = calls
+    for x, expected in zip(received, arguments, strict=True):
         if isinstance(expected, Tensor):
             assert x.is_meta
             assert (x.shape, x.stride(), x.dtype) == (expected.shape, expected.stride(), expected.dtype)
         else:
             assert x is expected or (expected, x) == (0.3, 1.0)
-    assert found[5] == 1.0
-    assert found[3] is None
-    assert found[8] is inplace
+    assert received[5] == 1.0
+    assert received[3] is None
+    assert received[8] is inplace
 
 
 def test_scalars_of_a_rehearsal_are_those_of_the_call():
     from gla_triton_runtime.prepared import rehearsed
 
-    given = []
+    calls = []
 
     def run(q, initial_state, output_final_state, cu_seqlens, checkpoint_every, scale):
-        given.append((q.shape, initial_state, output_final_state, cu_seqlens.shape, checkpoint_every, scale))
+        calls.append((q.shape, initial_state, output_final_state, cu_seqlens.shape, checkpoint_every, scale))
 
     x = gla_inputs(lengths=(3, 5), H=2, K=16, V=16)
     arguments = (x.q, x.k, x.v, x.g, 0.3, None, True, x.cu_seqlens, 128)
     call = described("chunk_gla_fwd", *arguments)
     rehearsed(run, dataclasses.replace(call, device=torch.device("cuda", 0)))
-    assert given == [((1, 8, 2, 16), None, True, (3,), 128, 1.0)]
+    assert calls == [((1, 8, 2, 16), None, True, (3,), 128, 1.0)]
 
 
 def test_nothing_is_rehearsed_on_a_cpu():
@@ -182,7 +182,7 @@ class Described:
         from gla_triton_runtime.prepared import Launches
 
         self.gpu, self.floats = gpu, []
-        self.launches = Launches(torch.device("cpu"), self.describe)
+        self.launches = Launches(torch.device("cpu"))
 
     def describe(self, tensors, scale):
         self.floats.append(scale)
@@ -190,12 +190,17 @@ class Described:
         scratch = torch.empty(3, 5, dtype=torch.float64, device=x.device)
         return fake_driver.two_launches(self.gpu, x, y, scratch, scale)
 
+    def make(self, x, y, scale):
+        """Makes the launches of a call as a backend does."""
+        if not self.launches.replay((x, y), scale):
+            self.launches.start(self.describe((x, y), scale), (x, y))
+
     def told(self, x, y, scale):
         """Starts the launches of a call, and returns the addresses and the float that the device received."""
         self.gpu.launched.clear()
-        self.launches.start((x, y), scale)
-        (*_, first, _, _, _), (*_, second, found, _) = self.gpu.launched
-        return first, second, found
+        self.make(x, y, scale)
+        (*_, first, _, _, _), (*_, second, passed, _) = self.gpu.launched
+        return first, second, passed
 
 
 def test_launches_are_recorded_at_the_first_call_and_replayed_from_the_second_on(gpu):
@@ -210,7 +215,7 @@ def test_a_call_that_writes_the_slots_it_reads_replays_no_launches_of_calls_that
     from gla_triton_runtime import prepared
 
     started = []
-    monkeypatch.setattr(prepared.Launches, "start", lambda self, tensors, *floats: started.append((self, tensors)))
+    monkeypatch.setattr(prepared.Launches, "start", lambda self, _, tensors: started.append((self, tensors)))
     arguments = arguments_of("chunk_gla_pool", "cpu")
     read = arguments[6]
     arguments[7] = read + 1
@@ -218,9 +223,9 @@ def test_a_call_that_writes_the_slots_it_reads_replays_no_launches_of_calls_that
     started.clear()
     for write in (read + 1, read, read + 1):
         run(*arguments[:7], write, *arguments[8:])
-    (others, of_others), (own, of_own), (again, _) = started
-    assert again is others is not own
-    assert [x is None for x in of_others] != [x is None for x in of_own]
+    (others, their_tensors), (in_place, in_place_tensors), (again, _) = started
+    assert again is others is not in_place
+    assert [x is None for x in their_tensors] != [x is None for x in in_place_tensors]
 
 
 @pytest.mark.parametrize("why", ["profiled", "unaligned", "one tensor twice", "scratch that is not contiguous"])
@@ -257,7 +262,7 @@ def test_tensors_without_values_are_compiled_for_and_nothing_is_launched(gpu, mo
     monkeypatch.setattr(prepared, "compile_launches", compiled.append)
     described, x, y = Described(gpu), fake_driver.tensor(), fake_driver.tensor()
     for _ in range(2):  # nor is anything recorded
-        described.launches.start((x.to("meta"), y.to("meta")), 1.0)
+        described.make(x.to("meta"), y.to("meta"), 1.0)
     assert [len(launches) for launches in compiled] == [2, 2]
     assert gpu.launched == []
     assert described.told(x, y, 0.5) == (x.data_ptr(), y.data_ptr(), 0.5)
@@ -285,9 +290,9 @@ def unaligned(x):
     return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
 
 
-def check(op, found, arguments):
+def check(op, actual, arguments):
     """Checks the results of an op against the oracle."""
-    results = [found] if isinstance(found, Tensor) else found
+    results = [actual] if isinstance(actual, Tensor) else actual
     if op == "recurrent_gla_step":
         q, k, v, g, state, scale, *_ = arguments
         references = oracle.recurrent_gla_step(*(x.double() for x in (q, k, v, g.exp(), state)), scale)

@@ -45,7 +45,7 @@ DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat1
 FORMS = ["key", "key", "head", "constant", "none"]
 STRENGTHS = [gates for gates in GATES if gates != "none"]
 OPS = ["chunk_gla"] * 7 + ["recurrent_gla_step", "softmax_attention", "online_softmax"]
-FEW, BATCH, OF_A_KIND = 8 if INTERPRETED else 40, 20, 5
+FEW, BATCH, PER_KIND = 8 if INTERPRETED else 40, 20, 5
 WITH_GRADIENTS = [
     "reference",
     pytest.param("triton_fused", marks=pytest.mark.kernels),
@@ -72,7 +72,7 @@ def seeds(device, batch):
 
 def sources(seed, device):
     """Returns `kind` and `draw` of a case."""
-    return random.Random(f"kind {seed // OF_A_KIND if device == 'cuda' else seed}"), random.Random(seed)
+    return random.Random(f"kind {seed // PER_KIND if device == 'cuda' else seed}"), random.Random(seed)
 
 
 @batches
@@ -88,8 +88,8 @@ def test_random_cases(device, batch, backend):
 @pytest.mark.parametrize("backend", WITH_GRADIENTS)
 @pytest.mark.usefixtures("short_segments")
 def test_random_gradients(device, batch, backend):
-    found = registry.get(backend)
-    missed = [case for seed in seeds(device, batch) for case in missed_gradients(seed, device, found)]
+    registered = registry.get(backend)
+    missed = [case for seed in seeds(device, batch) for case in missed_gradients(seed, device, registered)]
     assert not missed
 
 
@@ -97,8 +97,8 @@ def misses(seed, device):
     """Yields a description of each wrong result of the case drawn from `seed`, with its error."""
     kind, draw = sources(seed, device)
     op, dtype = kind.choice(OPS), kind.choice(DTYPES)
-    found, expected, description = CASES[op](kind, draw, dtype, device, seed)
-    for x, ref in zip(found, expected, strict=True):
+    actual, expected, description = CASES[op](kind, draw, dtype, device, seed)
+    for x, ref in zip(actual, expected, strict=True):
         error = relative_error(x.cpu(), ref)
         if error > FORWARD[dtype]:
             yield f"seed {seed}: {op} {dtype} {description}: error {error:.1e}"
@@ -111,30 +111,33 @@ def missed_gradients(seed, device, backend):
     x, sizes = sequences(kind, draw, dtype, device, seed)
     do, dstate = (drawn_layout(draw, d) for d in loss_gradients(x))
     every = kind.choice([None, 64, 128])
-    given = None if every is None else expected_checkpoints(on_cpu(x), every).to(device, checkpoint_dtype(dtype))
+    checkpoints = None if every is None else expected_checkpoints(on_cpu(x), every).to(device, checkpoint_dtype(dtype))
     without_dstate = kind.random() < 0.3
-    found = backward(x, backend, do, None if without_dstate else dstate, given, every)
-    found = {name: y.cpu() for name, y in found.items()}
+    actual = backward(x, backend, do, None if without_dstate else dstate, checkpoints, every)
+    actual = {name: y.cpu() for name, y in actual.items()}
     loss = do.cpu(), (torch.zeros_like(dstate) if without_dstate else dstate).cpu()
     constant = x.g is not None and x.g.ndim == 1
     wide = dataclasses.replace(x, g=x.g.expand(x.v.shape[:3])) if constant else x
     for name, ref in oracle_gradients(on_cpu(wide), loss).items():
         if name == "dg" and constant:
-            error = error_of_sum(found[name], ref, max(sizes.get("lengths", [x.q.shape[1]])))
+            error = error_of_sum(actual[name], ref, max(sizes.get("lengths", [x.q.shape[1]])))
         else:
-            error = relative_error(found[name], ref)
-        has_few_bits = max(float(found[name].norm()), float(ref.norm())) < SMALLEST
+            error = relative_error(actual[name], ref)
+        has_few_bits = max(float(actual[name].norm()), float(ref.norm())) < SMALLEST
         if error > GRADIENT[dtype] and not has_few_bits:
             yield f"seed {seed}: {name} {dtype} {sizes} {every} {do.stride()} {without_dstate}: error {error:.1e}"
 
 
-def error_of_sum(dg, of_tokens, longest):
+def error_of_sum(dg, token_gradients, longest):
     """Returns the error of the gradient of a constant gate, given the gradients of each token's gate [B, T, Hv].
 
     The sum may be small beside its terms. Errors of all tokens of a sequence may be alike, because an error of a state
     is in all later tokens, so the sum of `longest` terms may have sqrt(longest) times the error of a term.
     """
-    error, terms = float((dg.double() - of_tokens.sum((0, 1))).norm()), longest**0.5 * float(of_tokens.norm())
+    error, terms = (
+        float((dg.double() - token_gradients.sum((0, 1))).norm()),
+        longest**0.5 * float(token_gradients.norm()),
+    )
     return error / terms if terms > SMALLEST else error
 
 
@@ -144,10 +147,10 @@ def on_cpu(x):
     return dataclasses.replace(x, **{name: y.cpu() for name, y in named.items() if y is not None})
 
 
-def of_heads(kind, draw):
+def head_counts(kind, draw):
     """Draws numbers of heads, and the form and strength of the gate."""
-    groups, of_values = kind.choice([1, 1, 1, 3]), kind.random() < 0.5
-    sizes = {"H": draw.randint(1, 3), "G": 1 if of_values else groups, "R": groups if of_values else 1}
+    groups, by_values = kind.choice([1, 1, 1, 3]), kind.random() < 0.5
+    sizes = {"H": draw.randint(1, 3), "G": 1 if by_values else groups, "R": groups if by_values else 1}
     form, gates = kind.choice(FORMS), draw.choice(STRENGTHS)
     return sizes | ({"gates": "none", "gate_form": "key"} if form == "none" else {"gates": gates, "gate_form": form})
 
@@ -155,7 +158,7 @@ def of_heads(kind, draw):
 def sequences(kind, draw, dtype, device, seed):
     """Returns inputs of chunk_gla, and the sizes that were drawn for them."""
     K, V = kind.choice(WIDTHS if device == "cuda" else WIDTHS[:2])
-    sizes = {"K": K, "V": V, **of_heads(kind, draw)}
+    sizes = {"K": K, "V": V, **head_counts(kind, draw)}
     if kind.random() < 0.4:
         lengths = [draw.choice([0, 1, draw.randint(2, LONGEST)]) for _ in range(draw.randint(0, 4))]
         lengths.insert(draw.randint(0, len(lengths)), draw.randint(ENOUGH, LONGEST))
@@ -182,20 +185,20 @@ def drawn_layout(draw, x):
 
 def chunk_gla(kind, draw, dtype, device, seed):
     x, sizes = sequences(kind, draw, dtype, device, seed)
-    found = gla.chunk_gla(x.q, x.k, x.v, x.g, None, x.initial_state, True, x.cu_seqlens)
+    actual = gla.chunk_gla(x.q, x.k, x.v, x.g, None, x.initial_state, True, x.cu_seqlens)
     y = on_cpu(x)
-    return found, oracle.chunk_gla(y.q, y.k, y.v, y.g, None, y.initial_state, y.cu_seqlens), sizes
+    return actual, oracle.chunk_gla(y.q, y.k, y.v, y.g, None, y.initial_state, y.cu_seqlens), sizes
 
 
 def recurrent_gla_step(kind, draw, dtype, device, seed):
     K, V = kind.choice(WIDTHS)
-    sizes = {"B": draw.randint(1, 9), "K": K, "V": V, **of_heads(kind, draw)}
+    sizes = {"B": draw.randint(1, 9), "K": K, "V": V, **head_counts(kind, draw)}
     x = gla_inputs(T=1, dtype=dtype, device=device, initial_state=True, seed=seed, **sizes)
     q, k, v, g = (token_of(y, 0) for y in (x.q, x.k, x.v, x.g))
-    found = gla.recurrent_gla_step(q, k, v, g, x.initial_state)
+    actual = gla.recurrent_gla_step(q, k, v, g, x.initial_state)
     y = on_cpu(x)
     o, state = oracle.chunk_gla(y.q, y.k, y.v, y.g, initial_state=y.initial_state)
-    return found, (o[:, 0], state), sizes
+    return actual, (o[:, 0], state), sizes
 
 
 def softmax_attention(kind, draw, dtype, device, seed):
@@ -208,8 +211,8 @@ def softmax_attention(kind, draw, dtype, device, seed):
     generator = torch.Generator(device).manual_seed(seed)
     shapes = ((B, Tq, H * G, K), (B, Tk, H, K), (B, Tk, H, V))
     q, k, v = (normal(shape, dtype, generator) for shape in shapes)
-    found = gla.softmax_attention(q, k, v, causal=causal)
-    return found, oracle.softmax_attention(q.cpu(), k.cpu(), v.cpu(), causal=causal), (*shapes, causal)
+    actual = gla.softmax_attention(q, k, v, causal=causal)
+    return actual, oracle.softmax_attention(q.cpu(), k.cpu(), v.cpu(), causal=causal), (*shapes, causal)
 
 
 def online_softmax(kind, draw, dtype, device, seed):

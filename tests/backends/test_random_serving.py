@@ -14,7 +14,7 @@ import gla_core as gla
 from gla_core.conformance.calls import check_served, expected_pool, expected_steps, run_pool, run_steps
 from gla_core.conformance.tolerances import relative_error
 from gla_core.workloads.inputs import gla_inputs, normal
-from tests.backends.test_random_cases import DTYPES, ENOUGH, LONGEST, WIDTHS, batches, of_heads, seeds, sources
+from tests.backends.test_random_cases import DTYPES, ENOUGH, LONGEST, WIDTHS, batches, head_counts, seeds, sources
 
 pytest.importorskip("triton")
 POOL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -34,25 +34,25 @@ def misses(seed, device, backend):
     kind, draw = sources(seed, device)
     x, run, expected, written, logits = kind.choice([prefill, verification])(kind, draw, device, seed)
     sizes = {name: tuple(y.shape) for name, y in x.items() if isinstance(y, torch.Tensor)}
-    found = []
+    failures = []
 
     def measure(results, truth, budget):
         for name, result in results.items():
             if (error := relative_error(result.cpu(), truth[name])) > budget:
-                found.append(f"seed {seed}: {name} {x['q'].dtype} {x['pool'].dtype} {sizes}: error {error:.1e}")
+                failures.append(f"seed {seed}: {name} {x['q'].dtype} {x['pool'].dtype} {sizes}: error {error:.1e}")
 
     normalizer = {"gate_normalizer": logits} if logits else {}
     on_cpu = {name: y.cpu() if isinstance(y, torch.Tensor) else y for name, y in x.items()}
     truth = expected(on_cpu, **normalizer)
     options = {"gate": "logsigmoid", **normalizer} if logits else {}
     check_served(x, lambda: run(x, backend, **options), truth, written, measure)
-    yield from found
+    yield from failures
 
 
 def tokens(kind, draw, device, seed, lengths):
     """Returns q, k, v, g and cu_seqlens of packed sequences, and the divisor of log sigma if g holds logits."""
     dtype, (K, V) = kind.choice(DTYPES), kind.choice(WIDTHS if device == "cuda" else WIDTHS[:2])
-    heads = of_heads(kind, draw)
+    heads = head_counts(kind, draw)
     heads["gates"] = "mild" if heads["gates"] == "extreme" and dtype == torch.float16 else heads["gates"]
     x = gla_inputs(lengths=lengths, K=K, V=V, dtype=dtype, device=device, seed=seed, **heads)
     g, logits = x.g, None
@@ -104,12 +104,12 @@ def prefill(kind, draw, device, seed):
     before = kept = None
     if kind.random() < 0.5:
         before, kept = [64 * draw.randint(-1, 1 + n // 64) for n in lengths], slots.some(N)
-    of_integers = kind.choice([torch.int32, torch.int64])
+    integers = kind.choice([torch.int32, torch.int64])
 
-    def tensor(values, dtype=of_integers):
+    def tensor(values, dtype=integers):
         return None if values is None else torch.tensor(values, dtype=dtype, device=device)
 
-    x |= {"pool": new_pool(kind, draw, device, seed, P, x), "cu_seqlens": offsets.to(of_integers)}
+    x |= {"pool": new_pool(kind, draw, device, seed, P, x), "cu_seqlens": offsets.to(integers)}
     x |= {"read_slots": tensor(read), "write_slots": tensor(write), "has_state": tensor(marks, torch.bool)}
     x |= {"checkpoint_offsets": tensor(before), "checkpoint_slots": tensor(kept), "pad_slot": slots.pad}
     written = [slot for slot in write or read if slots.holds(slot)]
@@ -134,14 +134,14 @@ def verification(kind, draw, device, seed):
     read = None if kind.random() < 0.5 else slots.some(N)
     accepted = None if read or kind.random() < 0.4 else [draw.randint(-1, S + 1) for _ in range(N)]
     marks = None if kind.random() < 0.4 else [draw.random() < 0.6 for _ in range(N)]
-    of_integers = kind.choice([torch.int32, torch.int64])
+    integers = kind.choice([torch.int32, torch.int64])
 
-    def tensor(values, dtype=of_integers):
+    def tensor(values, dtype=integers):
         return None if values is None else torch.tensor(values, dtype=dtype, device=device)
 
     x |= {"pool": new_pool(kind, draw, device, seed, P, x), "slots": tensor(table), "read_slots": tensor(read)}
     x |= {"num_accepted": tensor(accepted), "has_state": tensor(marks, torch.bool), "pad_slot": slots.pad}
-    x["cu_seqlens"] = offsets.to(of_integers) if packed else None
+    x["cu_seqlens"] = offsets.to(integers) if packed else None
     begins = read or [row[min(max(1 if accepted is None else accepted[n], 1), S) - 1] for n, row in enumerate(table)]
     written = []
     for n, row in enumerate(table):

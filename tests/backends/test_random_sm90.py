@@ -13,7 +13,7 @@ import torch
 from gla_core.conformance.tolerances import GRADIENT
 from gla_core.workloads.inputs import gla_inputs
 from tests.backends import test_sm90_on_cpu as emulated
-from tests.backends.test_random_cases import of_heads
+from tests.backends.test_random_cases import head_counts
 from tests.backends.test_sm90_on_cpu import kernels
 
 pytestmark = pytest.mark.kernels
@@ -29,17 +29,17 @@ SEEDS = [*range(FEW), *(pytest.param(seed, marks=pytest.mark.thorough) for seed 
 def test_random_calls(kernels, form, seed, monkeypatch):
     draw = random.Random(seed)
     dtype, (K, V) = draw.choice([torch.float16, torch.bfloat16]), draw.choice(WIDTHS)
-    sizes = {**of_heads(draw, draw), "K": K, "V": V, "gate_form": form, "dtype": dtype}
+    sizes = {**head_counts(draw, draw), "K": K, "V": V, "gate_form": form, "dtype": dtype}
     if draw.random() < 0.4:
         lengths = [draw.choice([0, 1, draw.randint(2, 200)]) for _ in range(draw.randint(0, 3))]
         sizes["lengths"] = (*lengths, draw.randint(16, 200))
     else:
         sizes |= {"B": draw.randint(1, 2), "T": draw.randint(16, 200)}
-    of_gates = dtype if sizes["gates"] != "extreme" and draw.random() < 0.5 else torch.float32
-    sizes |= {"initial_state": draw.random() < 0.5, "gate_dtype": of_gates}
+    gate_dtype = dtype if sizes["gates"] != "extreme" and draw.random() < 0.5 else torch.float32
+    sizes |= {"initial_state": draw.random() < 0.5, "gate_dtype": gate_dtype}
     if form == "key":
         sizes["R"] = 1  # the kernels for gates of keys have as many key as value heads
-    monkeypatch.setattr(emulated, "inputs", lambda _normalizer=None, **given: gla_inputs(seed=seed, **given))
+    monkeypatch.setattr(emulated, "inputs", lambda _normalizer=None, **options: gla_inputs(seed=seed, **options))
     if sizes["gates"] == "extreme":  # few gates have a gradient, so its error may be the rounding of single scores
         monkeypatch.setattr(emulated, "gradient_budget", lambda dtype: 2 * GRADIENT[dtype])
     if sizes["G"] == 1:

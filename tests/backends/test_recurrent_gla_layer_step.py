@@ -20,8 +20,8 @@ pytestmark = pytest.mark.kernels
 def check(device, dtype, **sizes):
     x = layer_step_inputs(Workload("", "recurrent_gla_layer_step", frozenset(), sizes), dtype=dtype, device=device)
     expected = expected_layer_step(x)
-    found = run_layer_step(x, "triton_fused")
-    errors = {name: relative_error(found[name], expected[name]) for name in expected}
+    actual = run_layer_step(x, "triton_fused")
+    errors = {name: relative_error(actual[name], expected[name]) for name in expected}
     assert {name: error for name, error in errors.items() if not error <= FORWARD[dtype]} == {}
 
 

@@ -22,8 +22,8 @@ pytestmark = pytest.mark.kernels
 def test_any_call(device, data, dtype):
     x = data.draw(replay_calls(dtype=dtype, device=device))
     expected = expected_replay(x)
-    found = run_replay(x, "triton_fused")
-    errors = {name: relative_error(found[name], expected[name]) for name in expected}
+    actual = run_replay(x, "triton_fused")
+    errors = {name: relative_error(actual[name], expected[name]) for name in expected}
     assert {name: error for name, error in errors.items() if error > FORWARD[dtype]} == {}
 
 

@@ -253,9 +253,9 @@ def test_waits_for_the_kernels_before_and_is_waited_for():
                 torch.cuda.synchronize()
             slow_total.add_(o)
             slow_work.mul_(0.5)
-    for found in (eager, replayed):
-        assert torch.equal(found[0], slow_work)
-        assert torch.equal(found[1], slow_total)
+    for actual in (eager, replayed):
+        assert torch.equal(actual[0], slow_work)
+        assert torch.equal(actual[1], slow_total)
 
 
 @pytest.mark.gpu

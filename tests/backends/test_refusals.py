@@ -21,9 +21,9 @@ from gla_triton_kernels.gla.sm90 import kernels as sm90
 from gla_triton_runtime.architecture import Architecture, Gpu
 
 H200, A100, B200 = Gpu(Architecture.SM90, 132), Gpu(Architecture.SM80, 108), Gpu(Architecture.SM100, 148)
-OF_KEYS = (sm90.STATES, sm90.FORWARD, sm90.FORWARD_WIDE, sm90.BACKWARD, sm90.BACKWARD_WIDE)
-OF_HEADS = (sm90.FORWARD_HEAD, sm90.BACKWARD_HEAD)
-SM90_KERNELS = (*OF_KEYS, *OF_HEADS)
+KEY_GATE_KERNELS = (sm90.STATES, sm90.FORWARD, sm90.FORWARD_WIDE, sm90.BACKWARD, sm90.BACKWARD_WIDE)
+HEAD_GATE_KERNELS = (sm90.FORWARD_HEAD, sm90.BACKWARD_HEAD)
+SM90_KERNELS = (*KEY_GATE_KERNELS, *HEAD_GATE_KERNELS)
 GENERAL_KERNELS = (general.STATES, general.FORWARD, general.BACKWARD)
 WIDE = (sm90.FORWARD_WIDE, sm90.BACKWARD_WIDE)
 UNALIGNED = "needs tensors that TMA can address: addresses and strides are multiples of 16 bytes; {} is not one"
@@ -42,13 +42,18 @@ def call_for(
     B, T, H, Hq, Hv, K, V = (dims[name] for name in ("B", "T", "H", "Hq", "Hv", "K", "V"))
     Ho = max(Hq, Hv)
     shapes = {"q": (Hq, K), "k": (H, K), "v": (Hv, V), "g": (Hv, K), "o": (Ho, V), "do": (Ho, V)}
-    found = {
+    default_layouts = {
         name: Layout((B, T, *shape), (T * shape[0] * 512, shape[0] * 512, 512, 1), float32 if name == "g" else dtype)
         for name, shape in shapes.items()
     }
     op = "chunk_gla_bwd" if kernel in backward.KERNELS else "chunk_gla_fwd"
-    gate_form = gate_form or ("head" if kernel in OF_HEADS else "key")
-    facts = {"dims": dims, "gate_dtype": gate_dtype, "gate_form": gate_form, "layouts": found | (layouts or {})}
+    gate_form = gate_form or ("head" if kernel in HEAD_GATE_KERNELS else "key")
+    facts = {
+        "dims": dims,
+        "gate_dtype": gate_dtype,
+        "gate_form": gate_form,
+        "layouts": default_layouts | (layouts or {}),
+    }
     return OpCall(op=op, device=torch.device("cuda"), dtype=dtype, float32_matmul_precision=precision, **facts)
 
 
@@ -61,7 +66,7 @@ def test_a_call_that_a_kernel_computes_is_not_refused(kernel):
     assert kernel.refusal(call_for(kernel), H200) is None
 
 
-OF_ALL = [
+SHARED_REASONS = [
     (A100, {}, "needs Hopper (compute capability 9.0); the GPU is of the kind A100"),
     (B200, {}, "needs Hopper (compute capability 9.0); the GPU is of the kind Blackwell"),
     (H200, {"T": 0}, UNALIGNED.format("q")),
@@ -69,7 +74,7 @@ OF_ALL = [
 
 
 @pytest.mark.parametrize("kernel", SM90_KERNELS, ids=named)
-@pytest.mark.parametrize(("gpu", "changes", "reason"), OF_ALL, ids=str)
+@pytest.mark.parametrize(("gpu", "changes", "reason"), SHARED_REASONS, ids=str)
 def test_refusals_that_kernels_for_sm90_share(kernel, gpu, changes, reason):
     assert kernel.refusal(call_for(kernel, **changes), gpu) == reason
 
@@ -105,7 +110,7 @@ def test_dtypes_of_kernels_for_sm90(kernel):
 def test_a_tensor_that_tma_cannot_address_is_named(kernel, name, change):
     if name == "o" and kernel in backward.KERNELS:
         name = "do"
-    if name == "g" and kernel in OF_HEADS:
+    if name == "g" and kernel in HEAD_GATE_KERNELS:
         pytest.skip("TMA does not move its gates")
     layout = call_for(kernel).layouts[name]._replace(**change)
     assert kernel.refusal(call_for(kernel, layouts={name: layout}), H200) == UNALIGNED.format(name)
@@ -114,7 +119,7 @@ def test_a_tensor_that_tma_cannot_address_is_named(kernel, name, change):
 HEADS = "computes as many query heads as key/value heads; q has 8 and k has 4"
 KEY_GATES = "computes gates for each key [B, T, Hv, K]; g has one for each"
 VALUE_HEADS = "computes as many value heads as key heads; v has 8 and k has 4"
-OF_ONE = [
+KERNEL_REASONS = [
     *(
         (kernel, *refusal)
         for kernel in (sm90.FORWARD, sm90.FORWARD_WIDE, sm90.BACKWARD, sm90.BACKWARD_WIDE)
@@ -131,7 +136,7 @@ OF_ONE = [
     ),
     *(
         (kernel, {"gate_form": "key"}, "computes one gate for each head, or none; g has one for each key [B, T, Hv, K]")
-        for kernel in OF_HEADS
+        for kernel in HEAD_GATE_KERNELS
     ),
     (sm90.FORWARD_HEAD, {"K": 136}, "computes K up to 128; K is 136"),
     (sm90.BACKWARD_HEAD, {"K": 37}, "computes K and V that are multiples of 8; K is 37 and V is 128"),
@@ -154,7 +159,7 @@ OF_ONE = [
 ]
 
 
-@pytest.mark.parametrize(("kernel", "changes", "reason"), OF_ONE, ids=lambda x: getattr(x, "name", str(x)))
+@pytest.mark.parametrize(("kernel", "changes", "reason"), KERNEL_REASONS, ids=lambda x: getattr(x, "name", str(x)))
 def test_refusals_of_one_kernel(kernel, changes, reason):
     assert kernel.refusal(call_for(kernel, **changes), H200) == reason
 
@@ -162,7 +167,7 @@ def test_refusals_of_one_kernel(kernel, changes, reason):
 @pytest.mark.parametrize("kernel", GENERAL_KERNELS, ids=named)
 @pytest.mark.parametrize("gpu", [Gpu(architecture, 132) for architecture in Architecture], ids=lambda x: x[0].name)
 def test_general_kernels_refuse_nothing(kernel, gpu):
-    for changes in (x[-2] for x in (*OF_ALL, *OF_ONE)):
+    for changes in (x[-2] for x in (*SHARED_REASONS, *KERNEL_REASONS)):
         assert kernel.refusal(call_for(kernel, **changes), gpu) is None
     unaligned = {name: x._replace(aligned=False) for name, x in call_for(kernel).layouts.items()}
     assert kernel.refusal(call_for(kernel, layouts=unaligned), gpu) is None
@@ -178,8 +183,8 @@ def drawn_call(draw, op):
     packed = draw.random() < 0.3
     if packed:
         dims["B"] = 1
-    groups, of_values = draw.choice([1, 1, 4]), draw.random() < 0.5
-    dims |= {"Hq": dims["H"] * (1 if of_values else groups), "Hv": dims["H"] * (groups if of_values else 1)}
+    groups, by_values = draw.choice([1, 1, 4]), draw.random() < 0.5
+    dims |= {"Hq": dims["H"] * (1 if by_values else groups), "Hv": dims["H"] * (groups if by_values else 1)}
     dims["N"] = draw.choice([1, 7, 64]) if packed else dims["B"]
     scalars = {
         "chunk_gla_fwd": {"output_final_state": draw.random() < 0.5, "checkpoint_every": None},
@@ -209,7 +214,9 @@ def drawn_call(draw, op):
 def kernels_of(call, gpu):
     """Returns the names of all kernels with which the two Triton backends compute a call."""
     if call.op == "chunk_gla_summary":
-        return {found.states.name for plan in (summary.plan_whole, summary.plan_cut) for _, found in plan(call, gpu)}
+        return {
+            planned.states.name for plan in (summary.plan_whole, summary.plan_cut) for _, planned in plan(call, gpu)
+        }
     module, names = (forward, set()) if call.op == "chunk_gla_fwd" else (backward, set())
     for way in (module.plan_whole, module.plan_cut):
         for _, plan in way(seen_by_kernels(call, gpu), gpu):
@@ -247,9 +254,9 @@ def test_no_kernel_for_sm90_is_chosen_on_another_gpu(op, architecture):
 
 
 def lines_of(explanation, backend):
-    (found,) = (candidate for candidate in explanation.candidates if candidate.name == backend)
-    assert found.refusal is None
-    return list(found.kernels)
+    (chosen,) = (candidate for candidate in explanation.candidates if candidate.name == backend)
+    assert chosen.refusal is None
+    return list(chosen.kernels)
 
 
 @pytest.mark.usefixtures("fresh_registry")
@@ -312,17 +319,17 @@ def test_explain_names_the_kernel_for_states_and_the_tokens_of_segments():
     assert lines_of(explanation, "parallel_scan") == [segmented]
     assert lines_of(explanation, "triton_fused") == ["kernel sm90.forward"]
     call = dataclasses.replace(explanation.call, dtype=float32)
-    found = lines_of(explain_call(call, current_request()), "parallel_scan")
-    assert found[0].startswith("kernel general.forward after general.states, in segments of ")
-    assert found[1:] == [f"not sm90.{name}: {FLOAT32}" for name in ("forward", "forward_wide", "forward_head")]
+    lines = lines_of(explain_call(call, current_request()), "parallel_scan")
+    assert lines[0].startswith("kernel general.forward after general.states, in segments of ")
+    assert lines[1:] == [f"not sm90.{name}: {FLOAT32}" for name in ("forward", "forward_wide", "forward_head")]
 
 
 @pytest.mark.kernels
 def test_explain_of_a_call_on_tensors_names_the_kernel(backend, device):
     x = gla_inputs(B=1, T=20, K=16, V=16, dtype=float32, device=device)
-    found = lines_of(gla.explain("chunk_gla", x.q, x.k, x.v, x.g, backend=backend), backend)
-    assert found[0] == "kernel general.forward"
-    assert [line.split(": ")[0] for line in found[1:]] == [
+    lines = lines_of(gla.explain("chunk_gla", x.q, x.k, x.v, x.g, backend=backend), backend)
+    assert lines[0] == "kernel general.forward"
+    assert [line.split(": ")[0] for line in lines[1:]] == [
         f"not sm90.{name}" for name in ("forward", "forward_wide", "forward_head")
     ]
-    assert all("needs Hopper" in line or FLOAT32 in line for line in found[1:])
+    assert all("needs Hopper" in line or FLOAT32 in line for line in lines[1:])

@@ -56,8 +56,8 @@ def test_a_map_is_encoded_once_for_an_address(gpu):
     x, y, other = tensor(), tensor(), tensor()
     recorded, _ = record(gpu, x, y)
     gpu.encoded.clear()
-    for found in (x, x, other, x.clone().set_(x), other, x):  # pyright: ignore
-        assert again(recorded, found, y)
+    for each in (x, x, other, x.clone().set_(x), other, x):  # pyright: ignore
+        assert again(recorded, each, y)
     outputs = [tensor() for _ in range(3)]
     for output in outputs:
         assert again(recorded, x, output)
@@ -340,21 +340,21 @@ def test_a_call_that_is_recorded_anew_forgets_what_was_told(gpu):
     from gla_triton_runtime.prepared import Launches
     from gla_triton_runtime.tma import tiles
 
-    def describe(tensors, scale):
-        x, y = tensors
-        if gpu.index == 1:
-            return two_launches(gpu, x, y, tensor(), scale)
-        arguments = {"x_desc": tiles(x, 8, 8), "absent": None, "y_ptr": y, "scale": scale, "T": 9}
-        return [launch(GRID, arguments, compiled(gpu, *TYPES))]
+    def call():
+        if launches.replay((x, y), 0.5):
+            return
+        arguments = {"x_desc": tiles(x, 8, 8), "absent": None, "y_ptr": y, "scale": 0.5, "T": 9}
+        one = [launch(GRID, arguments, compiled(gpu, *TYPES))]
+        launches.start(two_launches(gpu, x, y, tensor(), 0.5) if gpu.index == 1 else one, (x, y))
 
-    x, y, launches = tensor(), tensor(), Launches(torch.device("cpu"), describe)
+    x, y, launches = tensor(), tensor(), Launches(torch.device("cpu"))
     for _ in range(2):
-        launches.start((x, y), 0.5)
+        call()
     assert len(gpu.launched) == 2
     gpu.index = 1
-    launches.start((x, y), 0.5)
+    call()
     gpu.launched.clear()
-    launches.start((x, y), 0.5)
+    call()
     assert len(gpu.launched) == 2
 
 
@@ -385,7 +385,7 @@ def test_addresses_that_are_not_aligned_are_refused_every_time(gpu):
     x, y = tensor(), tensor()
     recorded, _ = record(gpu, x, y)
     odd = torch.zeros(800)[1:769].view(2, 16, 3, 8)
-    assert [again(recorded, found, y) for found in (x, odd, odd, x)] == [True, False, False, True]
+    assert [again(recorded, each, y) for each in (x, odd, odd, x)] == [True, False, False, True]
 
 
 def test_what_is_kept_of_launches_is_bounded(gpu, monkeypatch):
@@ -436,11 +436,11 @@ def test_parts_of_tensors_are_where_they_were(gpu):
     gpu.encoded.clear()
     new = tensor(), tensor()
     assert replay(recorded, new, (0.25,))
-    of_one = x[0].nbytes
-    assert gpu.encoded == [new[0].data_ptr() + of_one]
+    row_bytes = x[0].nbytes
+    assert gpu.encoded == [new[0].data_ptr() + row_bytes]
     (_, *first), (_, *second) = gpu.launched
-    assert first[-3:] == [new[1].data_ptr() + of_one, 0.25, 9]
-    assert second[-3:] == [new[1].data_ptr() + of_one, 0.25, 9]
+    assert first[-3:] == [new[1].data_ptr() + row_bytes, 0.25, 9]
+    assert second[-3:] == [new[1].data_ptr() + row_bytes, 0.25, 9]
     assert second[-4] not in (scratch.data_ptr() + 64, 0)
 
 
@@ -463,9 +463,9 @@ def test_kernels_that_end_with_tensors_or_floats_are_not_recorded(gpu, last):
     x, y = tensor(), tensor()
     value = {"a tensor": y, "a descriptor": tiles(y, 8, 8), "a float": 0.25}[last]
     for arguments, recorded in (({"x_ptr": x, "T": 9}, True), ({"x_ptr": x, "T": 9, "last": value}, False)):
-        found = replay.record((x, y), [launch(GRID, arguments, compiled(gpu, "*fp32"))])
-        assert (found is not None) == recorded
-        assert found is None or replay.replay(found, (x, y), (0.5,))
+        call = replay.record((x, y), [launch(GRID, arguments, compiled(gpu, "*fp32"))])
+        assert (call is not None) == recorded
+        assert call is None or replay.replay(call, (x, y), (0.5,))
 
 
 @pytest.fixture
@@ -511,9 +511,9 @@ def test_another_stream():
     with torch.cuda.stream(aside):
         torch.cuda._sleep(10_000_000)
         y = x * 2
-        found = gla.online_softmax(y, backend="triton_fused")
+        actual = gla.online_softmax(y, backend="triton_fused")
     aside.synchronize()
-    torch.testing.assert_close(found, torch.softmax(2 * x, -1))
+    torch.testing.assert_close(actual, torch.softmax(2 * x, -1))
 
 
 @pytest.mark.gpu
@@ -540,12 +540,12 @@ def test_tensor_maps_follow_their_tensors(backend, monkeypatch):
 
     calls = [(T, seed) for T in (1024, 640, 1024, 512) for seed in range(3)]
     with gla.use_backend(backend):
-        found = [gla.chunk_gla(*chunk_inputs(*call)) for call in calls * 2]
+        actual = [gla.chunk_gla(*chunk_inputs(*call)) for call in calls * 2]
         assert encoded_maps(*{recorded for recorded, *_ in replay._prepared}) > 0
         monkeypatch.setattr(prepared, "replay", lambda *_: False)
         for i, call in enumerate(calls):
             for once, twice, new in zip(
-                found[i], found[i + len(calls)], gla.chunk_gla(*chunk_inputs(*call)), strict=True
+                actual[i], actual[i + len(calls)], gla.chunk_gla(*chunk_inputs(*call)), strict=True
             ):
                 assert torch.equal(once, new)
                 assert torch.equal(twice, new)
@@ -566,9 +566,9 @@ def test_a_captured_launch_keeps_its_maps():
     expected = gla.chunk_gla(*x, backend="triton_fused")[0].clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found, _ = gla.chunk_gla(*x, backend="triton_fused")
+        actual, _ = gla.chunk_gla(*x, backend="triton_fused")
     for i in range(50):  # calls outside of the graph replace the kept maps
         gla.chunk_gla(*chunk_inputs(1024, i), backend="triton_fused")
-    found.zero_()
+    actual.zero_()
     graph.replay()
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)

@@ -50,8 +50,8 @@ def test_packed_and_batch(describe, call, gpu, monkeypatch):
     device, precision = device_of(TARGETS[gpu]), "high" if call == "TF32" else "highest"
 
     def fmas_of(**sizes):
-        given = describe(**{"B": 1, "T": 4096, "H": 4} | CALLS[call] | sizes)
-        launches = launches_on(device, "parallel_scan", precision, *given, monkeypatch=monkeypatch, batch_invariant=64)
+        args = describe(**{"B": 1, "T": 4096, "H": 4} | CALLS[call] | sizes)
+        launches = launches_on(device, "parallel_scan", precision, *args, monkeypatch=monkeypatch, batch_invariant=64)
         return {launch.kernel.fn.__name__: fmas(compiled_by(launch).asm["ptx"]) for launch in launches}
 
     batch, packed = fmas_of(packed=False), fmas_of(packed=True)
@@ -62,16 +62,16 @@ def test_blocks_of_gradients_of_states(monkeypatch):
     """Checks that results do not depend on the size of blocks, which depends on the number of heads."""
 
     def fmas_of(**sizes):
-        given = backward(K=128, T=4096, **sizes)
-        launches = launches_on(device_of(TARGETS["H100"]), "triton_fused", "highest", *given, monkeypatch=monkeypatch)
+        args = backward(K=128, T=4096, **sizes)
+        launches = launches_on(device_of(TARGETS["H100"]), "triton_fused", "highest", *args, monkeypatch=monkeypatch)
         launch = next(launch for launch in launches if launch.kernel.fn.__name__ == "_state_kernel")
-        found = fmas(compiled_by(launch).asm["ptx"])
-        of_gate_warpgroup = {kind: number / launch.arguments["TURNS"] for kind, number in found.items()}
-        return launch.arguments["TILES"], of_gate_warpgroup
+        counts = fmas(compiled_by(launch).asm["ptx"])
+        per_gate_warpgroup = {kind: number / launch.arguments["TURNS"] for kind, number in counts.items()}
+        return launch.arguments["TILES"], per_gate_warpgroup
 
-    found = [fmas_of(B=1, H=2, V=256), fmas_of(B=16, H=16, V=256), fmas_of(B=16, H=16, V=192)]
-    assert [tiles for tiles, _ in found] == [1, 2, 3]
-    assert found[0][1] == found[1][1] == found[2][1]
+    counts = [fmas_of(B=1, H=2, V=256), fmas_of(B=16, H=16, V=256), fmas_of(B=16, H=16, V=192)]
+    assert [tiles for tiles, _ in counts] == [1, 2, 3]
+    assert counts[0][1] == counts[1][1] == counts[2][1]
 
 
 def fmas(ptx):
@@ -80,11 +80,11 @@ def fmas(ptx):
     instructions = {result: operation.split(".")[0] for operation, result, _ in lines}
 
     def kind(term):
-        return found if (found := instructions.get(term)) in ("mul", "neg") else "other"
+        return kind_of_instruction if (kind_of_instruction := instructions.get(term)) in ("mul", "neg") else "other"
 
     counts = Counter()
-    for operation, _, given in lines:
+    for operation, _, operands in lines:
         if operation.startswith("fma.rn.f"):
-            *factors, added = map(kind, given.split(", "))
+            *factors, added = map(kind, operands.split(", "))
             counts[*sorted(factors), added] += 1
     return counts

@@ -37,15 +37,15 @@ def check(device):
     def check(lengths, length, dtype=torch.int64, around=0, uncut=None):
         offsets, T = offsets_of(lengths, device, dtype, around), sum(lengths) + 2 * around
         uncut = uncut or length
-        found = segments.cut(1, T, length, uncut, offsets)
-        start(found.launches)
-        assert found.count == len(lengths) + T // length
-        assert found.order.dtype == torch.int32
-        assert sorted(i for i, *_ in found.order.tolist()) == list(range(found.count))
-        assert {i: rows for i, *rows in found.order.tolist() if rows[0] < rows[1]} == expected(offsets, length, uncut)
+        layout = segments.cut(1, T, length, uncut, offsets)
+        start(layout.launches)
+        assert layout.count == len(lengths) + T // length
+        assert layout.order.dtype == torch.int32
+        assert sorted(i for i, *_ in layout.order.tolist()) == list(range(layout.count))
+        assert {i: rows for i, *rows in layout.order.tolist() if rows[0] < rows[1]} == expected(offsets, length, uncut)
         in_order = segments.cut(1, T, length, uncut, offsets, longest_first=False)
         start(in_order.launches)
-        assert in_order.order.tolist() == sorted(found.order.tolist())
+        assert in_order.order.tolist() == sorted(layout.order.tolist())
 
     return check
 
@@ -55,13 +55,13 @@ def expected(offsets, length, uncut):
 
     Segment m of sequence n has the number n + c_n // length + m. Checkpoints have the same numbers.
     """
-    found = {}
+    places = {}
     for n, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
         for m, (t, behind) in enumerate(rows_of(start, end, length, uncut)):
             i = n + start // length + m
-            assert i not in found
-            found[i] = [t, behind, start, end]
-    return found
+            assert i not in places
+            places[i] = [t, behind, start, end]
+    return places
 
 
 def rows_of(start, end, length, uncut):
@@ -112,17 +112,17 @@ def test_the_longest_first(device, lengths, length, more, dtype):
     from gla_triton_runtime.launch import start
 
     offsets, T = offsets_of(lengths, device, dtype, 3), sum(lengths) + 6
-    found = segments.cut(1, T, length, length + more, offsets) if length else segments.whole(1, T, offsets)
-    start(found.launches)
+    layout = segments.cut(1, T, length, length + more, offsets) if length else segments.whole(1, T, offsets)
+    start(layout.launches)
     places = expected(offsets, length or T + 1, length + more if length else T)
     followed = {i for i, (_, end, _, last) in places.items() if end < last}
     cut = {i for i in followed if places[i][0] == places[i][2]}
     tokens = {i: end - t for i, (t, end, _, _) in places.items()}
-    longest_first = sorted(range(found.count), key=lambda i: (i not in cut, i not in followed, -tokens.get(i, 0)))
-    assert found.order[:, 0].tolist() == longest_first
+    longest_first = sorted(range(layout.count), key=lambda i: (i not in cut, i not in followed, -tokens.get(i, 0)))
+    assert layout.order[:, 0].tolist() == longest_first
     if length:
-        assert found.counts.tolist() == [len(followed), len(cut)]
-        assert len(followed) <= found.most
+        assert layout.counts.tolist() == [len(followed), len(cut)]
+        assert len(followed) <= layout.most
 
 
 def test_equal_sequences_are_cut_on_the_host():
@@ -191,8 +191,8 @@ def segments_of(x, length, uncut, offsets):
         sequences = [(0, start, end, n + start // length) for n, (start, end) in enumerate(bounds)]
     for b, start, end, first in sequences:
         rows = rows_of(start, end, length, length if offsets is None else uncut)
-        found = [(i, b, range(*each)) for i, each in enumerate(rows, first)]
-        yield found[::-1] if x.backwards else found
+        numbered = [(i, b, range(*each)) for i, each in enumerate(rows, first)]
+        yield numbered[::-1] if x.backwards else numbered
 
 
 def through(x, b, rows, state):
@@ -218,11 +218,11 @@ def check_states(backwards, length=32, more=0, skip_first=False, **sizes):
     x, offsets = recurrence(backwards, **sizes)
     cut, S, D = own_states(x, length, length + more, offsets)
     start(scan.launch_scan(planned(x, length, length + more), x, cut, S, D, S, skip_first))
-    for n, found in enumerate(segments_of(x, length, length + more, offsets)):
+    for n, numbered in enumerate(segments_of(x, length, length + more, offsets)):
         state = torch.zeros(S.shape[1:], dtype=torch.float64, device=S.device)
         if x.before is not None:
             state += x.before[n]
-        for m, (i, b, rows) in enumerate(found):
+        for m, (i, b, rows) in enumerate(numbered):
             if m > 0 or not skip_first:
                 assert relative_error(S[i], state) <= FORWARD[x.left.dtype]
             state = through(x, b, rows, state)
@@ -301,6 +301,30 @@ def test_empty_sequences_pass_their_states_through(device, lengths, backwards):
 def test_states_that_nobody_reads_are_not_built(device, sizes, backwards):
     x, offsets = recurrence(backwards, **sizes, carried=False, dtype=torch.float16, device=device)
     _, S, D = own_states(x, 32, 32, offsets)
-    read = {i for found in segments_of(x, 32, 32, offsets) for i, *_ in found[:-1]}
+    read = {i for numbered in segments_of(x, 32, 32, offsets) for i, *_ in numbered[:-1]}
     for i in range(len(S)):
         assert S[i].isnan().all() == D[i].isnan().all() == (i not in read)
+
+
+@pytest.mark.kernels
+@both_directions
+@pytest.mark.parametrize("sizes", [{"B": 2, "T": 70}, {"lengths": (0, 70, 32, 0, 1), "around": 40}], ids=str)
+def test_dense_transitions(device, sizes, backwards):
+    """A transition [K, K] mixes keys, so the order of products matters; no kernel builds such transitions yet."""
+    from gla_triton_kernels.chunks import scan, segments
+    from gla_triton_runtime.launch import start
+
+    x, offsets = recurrence(backwards, **sizes, K=20, V=19, device=device)
+    cut = segments.cut(*x.left.shape[:2], 32, 32, offsets)
+    S = torch.randn(cut.count, *x.before.shape[1:], device=device)
+    D = torch.randn(cut.count, H, 20, 20, device=device) / 20**0.5
+    entering, composed = torch.full_like(S, torch.nan), torch.full((len(x.before), H, 20, 20), torch.nan, device=device)
+    scanned = scan.launch_scan(planned(x, 32, 32), x, cut, S, D, entering, decay=composed)
+    start([*cut.launches, *scanned])
+    for n, numbers in enumerate(segments_of(x, 32, 32, offsets)):
+        state, product = x.before[n].double(), torch.eye(20, dtype=torch.float64, device=device).expand(H, 20, 20)
+        for i, _, _ in numbers:
+            assert relative_error(entering[i], state) <= FORWARD[torch.float32]
+            state, product = D[i].double() @ state + S[i], D[i].double() @ product
+        assert relative_error(x.after[n], state) <= FORWARD[torch.float32]
+        assert relative_error(composed[n], product) <= FORWARD[torch.float32]

@@ -111,8 +111,8 @@ def check_forward(kernels, BV=None, stages=2, normalizer=None, factors=None, **s
     kernel = kernels.forward if x.g is not None and x.g.ndim == 4 else kernels.forward_head
     gluon_on_cpu.run(kernel.launch_outputs(plan, tensors, segments, K**-0.5, 64, normalizer))
     expected = oracle.chunk_gla(y.q, y.k, y.v, y.g, None, y.initial_state, y.cu_seqlens)
-    for found, truth in zip((o, final, checkpoints), (*expected, wanted), strict=True):
-        assert relative_error(found, truth) <= budget(dtype)
+    for actual, truth in zip((o, final, checkpoints), (*expected, wanted), strict=True):
+        assert relative_error(actual, truth) <= budget(dtype)
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, torch.float16, torch.float32], ids=str)
@@ -188,25 +188,25 @@ def check_pool(kernels, length=None, pool_dtype=torch.float32, v_first=False, **
     read, write = torch.tensor([8, 1, 1, -1, 4]), torch.tensor([8, 3, 7, 9, 5], dtype=torch.int32)
     has_state = torch.tensor([True, False, True, True, True])
     kept = (torch.tensor([128, 64, 64, 64, 64]), torch.tensor([0, -1, 6, 2, 4]))
-    given = (x.cu_seqlens, read, write, None, has_state, *kept)
-    o, states = oracle.chunk_gla_pool(x.q, x.k, x.v, x.g, pool, *given)
-    found, before = unwritten(B, T, Hv, V, dtype=x.q.dtype), pool.clone()
+    options = (x.cu_seqlens, read, write, None, has_state, *kept)
+    o, states = oracle.chunk_gla_pool(x.q, x.k, x.v, x.g, pool, *options)
+    actual, before = unwritten(B, T, Hv, V, dtype=x.q.dtype), pool.clone()
     slots = Slots(read, write, has_state, *kept, len(pool), -1)
     parameters = Parameters(C=64, BK=64 if K <= 64 else 128, BV=64 if V <= 64 else 128, stages=2)
-    tensors = Tensors(x.q, x.k, x.v, x.g, None, x.cu_seqlens, found, None, pool, pool=pool)
+    tensors = Tensors(x.q, x.k, x.v, x.g, None, x.cu_seqlens, actual, None, pool, pool=pool)
     plan = ForwardPlan(None, parameters)  # pyright: ignore[reportArgumentType]
     if length is None:
-        segments = whole(B, T, x.cu_seqlens, found, slots)
+        segments = whole(B, T, x.cu_seqlens, actual, slots)
         gluon_on_cpu.run(segments.launches)
     else:
-        segments, S, D = built_states(kernels, x, False, None, length, found, slots)
+        segments, S, D = built_states(kernels, x, False, None, length, actual, slots)
         plan = ForwardPlan(None, parameters, SegmentPlan(length, length, None, parameters, False))  # pyright: ignore
         recurrence = Recurrence(x.k, x.v, x.g, pool, pool, in_slots=True)
         gluon_on_cpu.run(launch_scan(plan.segments, recurrence, segments, S, D, S))
         tensors = tensors._replace(entering=S)
     kernel = kernels.forward if x.g is not None and x.g.ndim == 4 else kernels.forward_head
     gluon_on_cpu.run(kernel.launch_outputs(plan, tensors, segments, K**-0.5, None))
-    assert relative_error(found, o) <= budget(x.q.dtype)
+    assert relative_error(actual, o) <= budget(x.q.dtype)
     allowed = max(budget(x.q.dtype), budget(pool_dtype))
     assert sorted(states) == [0, 2, 3, 5, 7, 8]
     assert relative_error(pool[list(states)], torch.stack([*states.values()])) <= allowed
@@ -254,8 +254,8 @@ def check_gradients(kernels, dstate=True, normalizer=None, factors=None, scale=N
     end = T if x.cu_seqlens is None else int(x.cu_seqlens[-1])
     do[:, end:] = torch.nan
     leaving = torch.randn_like(states_of(x)) if dstate else None
-    of_gates = {"constant": (Ho,), "head": (B, T, Ho), "key": (B, T, Ho, K)}[sizes.get("gate_form", "head")]
-    dg = None if x.g is None else unwritten(*of_gates, dtype=torch.float32)
+    gate_shape = {"constant": (Ho,), "head": (B, T, Ho), "key": (B, T, Ho, K)}[sizes.get("gate_form", "head")]
+    dg = None if x.g is None else unwritten(*gate_shape, dtype=torch.float32)
     dinitial = None if x.initial_state is None else unwritten(len(x.initial_state), Ho, K, V, dtype=torch.float32)
     results = *(unwritten(B, T, Ho, width, dtype=dtype) for width in (K, K, V)), dg, dinitial
     checkpoints = expected_checkpoints(with_log_gates(x, normalizer)).to(checkpoint_dtype(dtype))
@@ -292,16 +292,16 @@ def check_gradients(kernels, dstate=True, normalizer=None, factors=None, scale=N
     }
     for name, d in zip(("q", "k", "v", "g", "initial_state"), results, strict=True):
         if name == "g" and d is not None and d.ndim == 1:
-            error = (of_groups(d, *heads[name]) - expected[name].sum((0, 1))).norm()
+            error = (summed_over_groups(d, *heads[name]) - expected[name].sum((0, 1))).norm()
             assert error <= gradient_budget(dtype) * 8 * expected[name].norm()  # the errors of 64 tokens may be alike
         elif d is not None:
-            found = of_groups(d, *heads[name])
-            of_tokens = d.shape[:2] == (B, T) and name != "initial_state"
-            rows = (slice(None), slice(end)) if of_tokens else ()
-            assert relative_error(found[rows], expected[name][rows]) <= gradient_budget(dtype), name
+            actual = summed_over_groups(d, *heads[name])
+            has_tokens = d.shape[:2] == (B, T) and name != "initial_state"
+            rows = (slice(None), slice(end)) if has_tokens else ()
+            assert relative_error(actual[rows], expected[name][rows]) <= gradient_budget(dtype), name
 
 
-def of_groups(d, heads, dim):
+def summed_over_groups(d, heads, dim):
     """Returns the sums of gradients over the heads of groups: a further kernel computes them."""
     dim %= d.ndim
     return d.double().unflatten(dim, (heads, -1)).sum(dim + 1)
@@ -414,11 +414,11 @@ def test_gradients_of_float32_in_range(kernels, form, factors):
     check_gradients(kernels, dtype=torch.float32, gate_form=form, factors=factors, dstate=False, T=300)
 
 
-@pytest.mark.parametrize(("scale", "of_do"), [(0.0, 1), (-3.0, 1), (1e-7, 1e4)])
+@pytest.mark.parametrize(("scale", "do_factor"), [(0.0, 1), (-3.0, 1), (1e-7, 1e4)])
 @pytest.mark.parametrize("form", ["head", "key"])
-def test_gradients_of_float16_of_any_scale(kernels, form, scale, of_do):
+def test_gradients_of_float16_of_any_scale(kernels, form, scale, do_factor):
     sizes = {"gate_form": form, "initial_state": True, "dtype": torch.float16}
-    check_gradients(kernels, scale=scale, factors=(1, 1, 1, of_do), **sizes)
+    check_gradients(kernels, scale=scale, factors=(1, 1, 1, do_factor), **sizes)
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, torch.float16], ids=str)
@@ -476,8 +476,8 @@ def check_states(kernels, x, backwards, normalizer=None, length=128):
     segments, S, D = built_states(kernels, x, backwards, normalizer, length)
     left, g = x.q if backwards else x.k, None if x.g is None else log_gates(x.g, normalizer, torch.float64)
     for i, rows in places(x, segments, length):
-        given = (left[:, rows], x.v[:, rows], oracle.tokens_of(g, rows.start, rows.stop), None, backwards)
-        decay, state = oracle.chunk_gla_summary(*given)
+        options = (left[:, rows], x.v[:, rows], oracle.tokens_of(g, rows.start, rows.stop), None, backwards)
+        decay, state = oracle.chunk_gla_summary(*options)
         assert relative_error(S[i], (0.3 if backwards else 1) * state[0]) <= budget(x.q.dtype)
         assert D is None or relative_error(D[i], decay[0]) <= 2e-5  # exp of a float32 sum
 

@@ -164,14 +164,14 @@ def test_outputs_of_segments(sizes, gates, final, change_plans):
     change_plans("segment_length", lambda *_: 128)
     q, k, v, g, state, offsets = inputs(K=128, V=128, gates=gates, initial_state=True, **sizes)
     ref_o, ref_state = oracle.chunk_gla(q, k, v, g, 0.3, state, offsets)
-    given = (q, k, v, g, 0.3, state, final, offsets, None, None)
-    run = forward.prepare(described("chunk_gla_fwd", *given), forward.plan_cut, (sm90.FORWARD,))
-    o, end, _ = run(*given)
+    arguments = (q, k, v, g, 0.3, state, final, offsets, None, None)
+    run = forward.prepare(described("chunk_gla_fwd", *arguments), forward.plan_cut, (sm90.FORWARD,))
+    o, end, _ = run(*arguments)
     assert relative_error(o, ref_o) <= BUDGET
     if final:
         assert relative_error(end, ref_state) <= BUDGET
     for _ in range(20):
-        again = run(*given)[:2]
+        again = run(*arguments)[:2]
         assert torch.equal(o, again[0])
         assert not final or torch.equal(end, again[1])
 

@@ -156,17 +156,17 @@ def faults(launch, target, folder):
 def usage(asm, folder):
     """Returns the registers and the bytes of stack of a thread of a compiled kernel."""
     if "amdgcn" in asm:
-        found = [
+        usages = [
             re.search(rf"\.{name}:\s+(\d+)", asm["amdgcn"]) for name in ("vgpr_count", "private_segment_fixed_size")
         ]
-        return tuple(int(each[1]) for each in found)
+        return tuple(int(each[1]) for each in usages)
     path = Path(folder) / "kernel.cubin"
     path.write_bytes(asm["cubin"])
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     said = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
-    assert found is not None, said
-    return int(found[1]), int(found[2])
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    assert usage is not None, said
+    return int(usage[1]), int(usage[2])
 
 
 def cases():
@@ -180,9 +180,9 @@ def cases():
 
 @pytest.mark.parametrize(("call", "target"), list(cases()))
 def test_kernels_fit(call, target, monkeypatch, tmp_path):
-    found = launches_of(call, TARGETS[target], monkeypatch)
-    assert found
-    assert not [fault for launch in found for fault in faults(launch, TARGETS[target], tmp_path)]
+    launches = launches_of(call, TARGETS[target], monkeypatch)
+    assert launches
+    assert not [fault for launch in launches for fault in faults(launch, TARGETS[target], tmp_path)]
 
 
 @pytest.mark.parametrize(

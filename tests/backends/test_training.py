@@ -23,9 +23,9 @@ def test_gradients(device, gates, request_):
     sizes = {"B": 2, "T": T, "K": K, "V": K, "dtype": dtype, "gate_dtype": torch.float32, "device": device}
     x = gla_inputs(gates=gates, initial_state=True, **sizes)
     expected = oracle_gradients(x)
-    found = gradients(x, request_)
-    assert found.keys() == expected.keys()
-    for name, gradient in found.items():
+    actual = gradients(x, request_)
+    assert actual.keys() == expected.keys()
+    for name, gradient in actual.items():
         assert relative_error(gradient, expected[name]) <= GRADIENT[dtype], name
 
 
@@ -41,14 +41,14 @@ def test_explain_shows_both(device):
 @pytest.mark.parametrize("backend", ["triton_fused", "parallel_scan"])
 def test_states_are_kept_unless_they_are_computed_again(backend):
     x = gla_inputs(B=2, T=300, K=128, V=256, dtype=torch.bfloat16, gate_dtype=torch.float32, device="cuda")
-    leaves, found = [y.requires_grad_() for y in (x.q, x.k, x.v, x.g)], []
+    leaves, results = [y.requires_grad_() for y in (x.q, x.k, x.v, x.g)], []
     for again in (False, True):
         kept = []
         with torch.autograd.graph.saved_tensors_hooks(lambda y, kept=kept: kept.append(y) or y, lambda y: y):
             o, _ = gla.chunk_gla(*leaves, backend=backend, recompute_states=again)
         assert any(y.shape[-2:] == (128, 256) for y in kept) == (not again)
-        found.append(torch.autograd.grad(o, leaves, torch.ones_like(o)))
-    for y, expected in zip(*found, strict=True):
+        results.append(torch.autograd.grad(o, leaves, torch.ones_like(o)))
+    for y, expected in zip(*results, strict=True):
         assert relative_error(y, expected) <= GRADIENT[torch.bfloat16]
 
 
@@ -70,11 +70,11 @@ def test_more_than_2_to_the_31_elements(backend):
     assert torch.Size(shape).numel() > 2**31
     q, k, v, do = (torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(4))
     g = -torch.rand(shape, device=device) / 16
-    found = pair(backend, do, q, k, v, g)
+    actual = pair(backend, do, q, k, v, g)
     for part in ((slice(0, 1), slice(None), slice(0, 2)), (slice(1, 2), slice(None), slice(128, 130))):
         expected = pair(backend, *(y[part].contiguous() for y in (do, q, k, v, g)))
-        for y, of_their_own in zip(found, expected, strict=True):
-            assert relative_error(y[part], of_their_own) <= GRADIENT[torch.bfloat16]
+        for y, separate in zip(actual, expected, strict=True):
+            assert relative_error(y[part], separate) <= GRADIENT[torch.bfloat16]
 
 
 def pair(backend, do, *inputs):

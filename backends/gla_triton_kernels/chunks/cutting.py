@@ -79,10 +79,10 @@ def segment_length(
         expected = _price(call, planned, gpu, prices)
         return expected if at_worst is None else expected * expected * _price(at_worst, planned, gpu, prices)
 
-    found = {length: weighed(length) for length in (T, *lengths)}
-    best = min(lengths, key=found.__getitem__)
+    totals = {length: weighed(length) for length in (T, *lengths)}
+    best = min(lengths, key=totals.__getitem__)
     limit = WORTH_CUTTING if at_worst is None else WORTH_CUTTING**3
-    return best if found[best] < limit * found[T] else T
+    return best if totals[best] < limit * totals[T] else T
 
 
 def _price(call: OpCall, plan: AnyPlan, gpu: Gpu, prices: PriceFunction[AnyPlan]) -> float:

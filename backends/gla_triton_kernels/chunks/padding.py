@@ -34,10 +34,10 @@ def clear_padding(tensors: Sequence[Tensor], cu_seqlens: Tensor) -> list[Launch]
     """Returns the launch that clears the padding of up to `MOST` contiguous tensors [1, T, ...]."""
     T, N = tensors[0].shape[1], len(cu_seqlens) - 1
     missing = MOST - len(tensors)
-    given = [*tensors, *[None] * missing]
+    padded = [*tensors, *[None] * missing]
     widths = [x.numel() // T for x in tensors] + [0] * missing
     arguments = {
-        **{f"x{i}_ptr": x for i, x in enumerate(given)},
+        **{f"x{i}_ptr": x for i, x in enumerate(padded)},
         "cu_seqlens_ptr": cu_seqlens,
         "T": T,
         "N": N,

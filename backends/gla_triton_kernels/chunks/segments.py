@@ -128,12 +128,12 @@ def whole(B: int, T: int, cu_seqlens: Tensor | None, o: Tensor | None = None, sl
     if cu_seqlens is None:
         return Segments(T + 1, T, B, 1)
     N = len(cu_seqlens) - 1
-    order, found = cu_seqlens.new_empty(N, 5, dtype=torch.int32), _new_slots(slots, cu_seqlens)
+    order, numbers = cu_seqlens.new_empty(N, 5, dtype=torch.int32), _new_slots(slots, cu_seqlens)
     arguments = {
         "cu_seqlens_ptr": cu_seqlens,
         "order_ptr": order,
         "o_ptr": o,
-        **slot_arguments(slots, found),
+        **slot_arguments(slots, numbers),
         "T": T,
         "N": N,
         "D": _width(o),
@@ -142,7 +142,7 @@ def whole(B: int, T: int, cu_seqlens: Tensor | None, o: Tensor | None = None, sl
         "BD": BLOCK,
     }
     launch = Launch(_order_kernel, (_programs(N, o), 1, 1), arguments, ONE_WARP)
-    return Segments(T + 1, T, N, 0, cu_seqlens, order, slots=found, launches=(launch,))
+    return Segments(T + 1, T, N, 0, cu_seqlens, order, slots=numbers, launches=(launch,))
 
 
 def _new_slots(slots: Slots | None, cu_seqlens: Tensor) -> Tensor | None:
@@ -176,13 +176,13 @@ def cut(
     N = len(cu_seqlens) - 1
     count = most_segments(N, T, length, True)
     order, counts = (cu_seqlens.new_empty(shape, dtype=torch.int32) for shape in ((count, 5), (2,)))
-    found = _new_slots(slots, cu_seqlens)
+    numbers = _new_slots(slots, cu_seqlens)
     arguments = {
         "cu_seqlens_ptr": cu_seqlens,
         "order_ptr": order,
         "counts_ptr": counts,
         "o_ptr": o,
-        **slot_arguments(slots, found),
+        **slot_arguments(slots, numbers),
         "T": T,
         "N": N,
         "count": count,
@@ -195,7 +195,7 @@ def cut(
         "BD": BLOCK,
     }
     launch = Launch(_lay_out_kernel, (_programs(count, o), 1, 1), arguments, ONE_WARP)
-    return Segments(length, uncut, count, 0, cu_seqlens, order, counts, found, max(T - 1, 0) // length, (launch,))
+    return Segments(length, uncut, count, 0, cu_seqlens, order, counts, numbers, max(T - 1, 0) // length, (launch,))
 
 
 BI, BN = 4, 64
@@ -214,13 +214,13 @@ def _width(o: Tensor | None) -> int:
     return 0 if o is None else o[0, 0].numel()
 
 
-OF_ENGINES = ["cu_seqlens_ptr", "read_ptr", "write_ptr", "has_state_ptr", "before_ptr", "kept_ptr"]
+ENGINE_TENSORS = ["cu_seqlens_ptr", "read_ptr", "write_ptr", "has_state_ptr", "before_ptr", "kept_ptr"]
 """Tensors that serving engines cut out of larger ones, so their addresses need not be multiples of 16 bytes."""
-OF_SLOTS = ["P", "PAD", "stride_read", "stride_write", "stride_has_state", "stride_before", "stride_kept"]
+SLOT_SIZES = ["P", "PAD", "stride_read", "stride_write", "stride_has_state", "stride_before", "stride_kept"]
 """Scalar arguments of `find_slots`."""
 
 
-@triton.jit(do_not_specialize=["T", "N", "D", *OF_SLOTS], do_not_specialize_on_alignment=OF_ENGINES)
+@triton.jit(do_not_specialize=["T", "N", "D", *SLOT_SIZES], do_not_specialize_on_alignment=ENGINE_TENSORS)
 def _order_kernel(
     cu_seqlens_ptr,  # [N+1]
     order_ptr,  # [N, 5]
@@ -230,7 +230,7 @@ def _order_kernel(
     has_state_ptr,  # [N] or None
     before_ptr,  # [N] or None
     kept_ptr,  # [N] or None
-    found_ptr,  # [N, 4]
+    numbers_ptr,  # [N, 4]
     P,  # slots of the pool
     PAD,  # the slot that is never used
     stride_read,
@@ -252,25 +252,10 @@ def _order_kernel(
     if tl.program_id(0) * BI >= N:
         return
     start, end = _rows(cu_seqlens_ptr, i, N)  # [BI]
-    if found_ptr is not None:
-        find_slots(
-            read_ptr,
-            write_ptr,
-            has_state_ptr,
-            before_ptr,
-            kept_ptr,
-            found_ptr,
-            P,
-            PAD,
-            stride_read,
-            stride_write,
-            stride_has_state,
-            stride_before,
-            stride_kept,
-            i,
-            end - start,
-            N,
-        )
+    if numbers_ptr is not None:
+        pointers = (read_ptr, write_ptr, has_state_ptr, before_ptr, kept_ptr)
+        strides = (stride_read, stride_write, stride_has_state, stride_before, stride_kept)
+        find_slots(pointers, strides, numbers_ptr, P, PAD, i, end - start, N)
     tokens = (end - start)[:, None]  # [BI, 1]
     before = tl.zeros([BI, BN], tl.int32)  # counts of sequences that precede sequence i in the order
     for n0 in range(0, N, BN):
@@ -302,7 +287,8 @@ def _put(order_ptr, place, i, start, end, origin, last, count):
 
 
 @triton.jit(
-    do_not_specialize=["T", "N", "count", "length", "uncut", "D", *OF_SLOTS], do_not_specialize_on_alignment=OF_ENGINES
+    do_not_specialize=["T", "N", "count", "length", "uncut", "D", *SLOT_SIZES],
+    do_not_specialize_on_alignment=ENGINE_TENSORS,
 )
 def _lay_out_kernel(
     cu_seqlens_ptr,  # [N+1]
@@ -314,7 +300,7 @@ def _lay_out_kernel(
     has_state_ptr,  # [N] or None
     before_ptr,  # [N] or None
     kept_ptr,  # [N] or None
-    found_ptr,  # [N, 4]
+    numbers_ptr,  # [N, 4]
     P,  # slots of the pool
     PAD,  # the slot that is never used
     stride_read,
@@ -339,35 +325,20 @@ def _lay_out_kernel(
     i = tl.program_id(0) * BI + tl.arange(0, BI)  # [BI]
     if tl.program_id(0) * BI >= count:
         return
-    if found_ptr is not None:
+    if numbers_ptr is not None:
         from_row, to_row = _rows(cu_seqlens_ptr, i, N)  # [BI], of sequences i
-        find_slots(
-            read_ptr,
-            write_ptr,
-            has_state_ptr,
-            before_ptr,
-            kept_ptr,
-            found_ptr,
-            P,
-            PAD,
-            stride_read,
-            stride_write,
-            stride_has_state,
-            stride_before,
-            stride_kept,
-            i,
-            to_row - from_row,
-            N,
-        )
+        pointers = (read_ptr, write_ptr, has_state_ptr, before_ptr, kept_ptr)
+        strides = (stride_read, stride_write, stride_has_state, stride_before, stride_kept)
+        find_slots(pointers, strides, numbers_ptr, P, PAD, i, to_row - from_row, N)
     zero = tl.zeros([BI, BN], tl.int32)  # sums over sequences; their columns are summed after the loop
     start, end, origin, last = zero, zero, zero, zero
     for n0 in range(0, N, BN):
         start_n, end_n, first, followed, rest = cut_of(cu_seqlens_ptr, n0 + tl.arange(0, BN), N, length, uncut)  # [BN]
-        own = i[:, None] - first[None, :]  # [BI, BN], the index that segment i would have in a sequence
-        here = (own >= 0) & (own < (followed + (rest > 0).to(tl.int32))[None, :])  # [BI, BN], whether it belongs to n
-        start_i = start_n[None, :] + own * length  # [BI, BN]
+        m = i[:, None] - first[None, :]  # [BI, BN], the index that segment i would have in a sequence
+        here = (m >= 0) & (m < (followed + (rest > 0).to(tl.int32))[None, :])  # [BI, BN], whether it belongs to n
+        start_i = start_n[None, :] + m * length  # [BI, BN]
         start += tl.where(here, start_i, 0)
-        end += tl.where(here, tl.where(own < followed[None, :], start_i + length, end_n[None, :]), 0)
+        end += tl.where(here, tl.where(m < followed[None, :], start_i + length, end_n[None, :]), 0)
         origin += tl.where(here, start_n[None, :], 0)
         last += tl.where(here, end_n[None, :], 0)
     place = _longest_first(cu_seqlens_ptr, counts_ptr, i, N, length, uncut, BN) if LONGEST_FIRST else i
@@ -387,15 +358,15 @@ def _longest_first(cu_seqlens_ptr, counts_ptr, i, N, length, uncut, BN: tl.const
     followed, cut, not_empty = tl.zeros([BN], tl.int32), tl.zeros([BN], tl.int32), tl.zeros([BN], tl.int32)
     for n0 in range(0, N, BN):
         _, _, first, followed_n, rest = cut_of(cu_seqlens_ptr, n0 + tl.arange(0, BN), N, length, uncut)  # [BN]
-        own = i[:, None] - first[None, :]  # [BI, BN], the index that segment i would have in a sequence
+        m = i[:, None] - first[None, :]  # [BI, BN], the index that segment i would have in a sequence
         segments = followed_n + (rest > 0).to(tl.int32)  # [BN]
         is_cut = (followed_n > 0).to(tl.int32)  # [BN]
         # 2 for the first segment of a cut sequence, 1 for any other followed segment, 0 for all other segments.
-        kind += tl.where((own >= 0) & (own < followed_n[None, :]), tl.where(own == 0, 2, 1), 0)
-        tokens += tl.where(own == followed_n[None, :], rest[None, :], 0)  # 0 unless i is the last of a sequence
-        followed_before += tl.minimum(tl.maximum(own, 0), followed_n[None, :])
-        cut_before += tl.where(own > 0, is_cut[None, :], 0)
-        not_empty_before += tl.minimum(tl.maximum(own, 0), segments[None, :])
+        kind += tl.where((m >= 0) & (m < followed_n[None, :]), tl.where(m == 0, 2, 1), 0)
+        tokens += tl.where(m == followed_n[None, :], rest[None, :], 0)  # 0 unless i is the last of a sequence
+        followed_before += tl.minimum(tl.maximum(m, 0), followed_n[None, :])
+        cut_before += tl.where(m > 0, is_cut[None, :], 0)
+        not_empty_before += tl.minimum(tl.maximum(m, 0), segments[None, :])
         followed += followed_n
         cut += is_cut
         not_empty += segments
@@ -409,10 +380,10 @@ def _longest_first(cu_seqlens_ptr, counts_ptr, i, N, length, uncut, BN: tl.const
         as_long = (rest[None, :] == last_tokens[:, None]) & ((first + followed_n)[None, :] < i[:, None])  # [BI, BN]
         before += ((rest[None, :] > last_tokens[:, None]) | as_long).to(tl.int32)
     kind, cut_before = tl.sum(kind, 1), tl.sum(cut_before, 1)  # [BI]
-    of_followed = tl.where(kind == 2, cut_before, all_cut + tl.sum(followed_before, 1) - cut_before)
-    of_empty = tl.sum(not_empty) + i - tl.sum(not_empty_before, 1)
-    of_last = tl.where(last_tokens > 0, all_followed + tl.sum(before, 1), of_empty)
-    return tl.where(kind > 0, of_followed, of_last)
+    place_of_followed = tl.where(kind == 2, cut_before, all_cut + tl.sum(followed_before, 1) - cut_before)
+    place_of_empty = tl.sum(not_empty) + i - tl.sum(not_empty_before, 1)
+    place_of_last = tl.where(last_tokens > 0, all_followed + tl.sum(before, 1), place_of_empty)
+    return tl.where(kind > 0, place_of_followed, place_of_last)
 
 
 @triton.jit

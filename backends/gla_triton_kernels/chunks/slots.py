@@ -44,14 +44,14 @@ class Slots(NamedTuple):
     pad: int
 
 
-def slot_arguments(slots: Slots | None, found: Tensor | None) -> dict[str, Any]:
-    """Returns arguments of a kernel that calls `find_slots`; `found` [N, 4] receives the four numbers."""
+def slot_arguments(slots: Slots | None, numbers: Tensor | None) -> dict[str, Any]:
+    """Returns arguments of a kernel that calls `find_slots`; `numbers` [N, 4] receives the four numbers."""
     named: dict[str, Tensor | None] = dict.fromkeys(("read", "write", "has_state", "before", "kept"))
     if slots is not None:
         named = {name: getattr(slots, name) for name in named}
     return {
         **{f"{name}_ptr": x for name, x in named.items()},
-        "found_ptr": found,
+        "numbers_ptr": numbers,
         "P": 0 if slots is None else slots.P,
         "PAD": 0 if slots is None else slots.pad,
         **{f"stride_{name}": 0 if x is None else x.stride(0) for name, x in named.items()},
@@ -59,25 +59,18 @@ def slot_arguments(slots: Slots | None, found: Tensor | None) -> dict[str, Any]:
 
 
 @triton.jit
-def find_slots(
-    read_ptr,  # [N]
-    write_ptr,  # [N] or None
-    has_state_ptr,  # [N] or None
-    before_ptr,  # [N], or None without checkpoints
-    kept_ptr,  # [N], or None without checkpoints
-    found_ptr,  # [N, 4]
-    P,  # slots of the pool
-    PAD,  # the slot that is never used
-    stride_read,
-    stride_write,
-    stride_has_state,
-    stride_before,
-    stride_kept,
-    n,  # [BI]
-    tokens,  # [BI], of sequences n
-    N,
-):
-    """Writes the four numbers of the sequences n < N."""
+def find_slots(pointers, strides, numbers_ptr, P, PAD, n, tokens, N):
+    """Writes the four numbers of the sequences n < N.
+
+    Args:
+        pointers: to the slots that are read [N], and to write, has_state, before and kept, each [N] or None.
+        strides: of each of them.
+        numbers_ptr: [N, 4].
+        P, PAD: the number of slots of the pool, and the slot that is never used.
+        n, tokens: sequences [BI], and their numbers of tokens [BI].
+    """
+    read_ptr, write_ptr, has_state_ptr, before_ptr, kept_ptr = pointers
+    stride_read, stride_write, stride_has_state, stride_before, stride_kept = strides
     there = n < N
     n = n.to(tl.int64)
     read = slot_or_none(tl.load(read_ptr + n * stride_read, mask=there, other=-1), P, PAD)
@@ -86,7 +79,7 @@ def find_slots(
         write = slot_or_none(tl.load(write_ptr + n * stride_write, mask=there, other=-1), P, PAD)
     if has_state_ptr is not None:
         read = tl.where(tl.load(has_state_ptr + n * stride_has_state, mask=there, other=0) != 0, read, -1)
-    row = found_ptr + n * 4
+    row = numbers_ptr + n * 4
     tl.store(row, read, mask=there)
     tl.store(row + 1, write, mask=there)
     if kept_ptr is not None:

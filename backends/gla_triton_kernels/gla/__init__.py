@@ -15,6 +15,8 @@ Plans and prices import no Triton. The first call that is prepared imports it.
 
 from __future__ import annotations
 
+from functools import partial
+
 from gla_core.dispatch.backend import Prepared
 from gla_triton_kernels.gla import backward, forward, summary
 
@@ -32,7 +34,7 @@ def chunk_gla_fwd(plan: forward.Plan) -> Prepared:
         "checkpoint_every",
         "gate_normalizer",
     )
-    return Prepared(lambda call: forward.prepare(call, plan), takes, forward.explained(plan))
+    return Prepared(partial(forward.prepare, plan=plan), takes, forward.explained(plan))
 
 
 def chunk_gla_pool(plan: forward.Plan) -> Prepared:
@@ -40,7 +42,7 @@ def chunk_gla_pool(plan: forward.Plan) -> Prepared:
     slots = ("pool", "cu_seqlens", "read_slots", "write_slots")
     rest = ("has_state", "checkpoint_offsets", "checkpoint_slots", "pad_slot", "gate_normalizer", "out")
     takes = (*_INPUTS, *slots, "scale", *rest)
-    return Prepared(lambda call: forward.prepare_pool(call, plan), takes, forward.explained(plan))
+    return Prepared(partial(forward.prepare_pool, plan=plan), takes, forward.explained(plan))
 
 
 def chunk_gla_bwd(plan: backward.Plan) -> Prepared:
@@ -56,9 +58,9 @@ def chunk_gla_bwd(plan: backward.Plan) -> Prepared:
         "dstate",
         "gate_normalizer",
     )
-    return Prepared(lambda call: backward.prepare(call, plan), takes, backward.explained(plan))
+    return Prepared(partial(backward.prepare, plan=plan), takes, backward.explained(plan))
 
 
 def chunk_gla_summary(plan: summary.Plan) -> Prepared:
     """Returns the op chunk_gla_summary, computed by a plan of summary.py."""
-    return Prepared(lambda call: summary.prepare(call, plan), ("left", "right", "g", "cu_seqlens", "backwards"))
+    return Prepared(partial(summary.prepare, plan=plan), ("left", "right", "g", "cu_seqlens", "backwards"))

@@ -68,7 +68,7 @@ def _copies(call: OpCall, seen: OpCall, c: Constants) -> Prices:
     copied = [heads * K * each for heads, each in ((Hq, size), (H, size), (Hv, gate)) if seen.dims["K"] != K and each]
     copied += [heads * V * size for heads in (Hv, max(Hq, Hv)) if seen.dims["V"] != V]
     twice = 2 if call.op == "chunk_gla_bwd" else 1  # a backward copies inputs and gradients
-    return twice * [c["launch"] + 2 * B * T * of_token / c["bandwidth"] for of_token in copied]  # read and written
+    return twice * [c["launch"] + 2 * B * T * per_token / c["bandwidth"] for per_token in copied]  # read and written
 
 
 def _for_packed(call: OpCall, number: int, c: Constants) -> Prices:
@@ -85,7 +85,7 @@ def forward_prices(call: OpCall, plan: ForwardPlan, c: Constants) -> Prices:
         outputs = kernel_seconds(call, block, whole(call), moved_bytes(call), c)
         return [*_for_packed(call, 1 + len(before), c), *before, outputs]
     # Each float32 element of a state is written, read and written by the scan, and read for outputs: 16 bytes in all.
-    states = _states(call, segments, _of_states(call), 16, bool(call.scalars.get("output_final_state")), c)
+    states = _states(call, segments, _state_heads(call), 16, bool(call.scalars.get("output_final_state")), c)
     outputs = kernel_seconds(call, block, cut(call, segments.length, segments.uncut), moved_bytes(call), c)
     return [*_for_packed(call, 1 + len(before), c), *states, *before, outputs]
 
@@ -103,12 +103,12 @@ def pool_predictor(plan: Callable[[OpCall, Gpu], list[tuple[OpCall, ForwardPlan]
     return seconds
 
 
-def _of_states(call: OpCall) -> Heads:
+def _state_heads(call: OpCall) -> Heads:
     """Returns the heads of k and v."""
     return Heads(call.dims["H"], call.dims["Hv"])
 
 
-def _of_gradients(call: OpCall) -> Heads:
+def _gradient_heads(call: OpCall) -> Heads:
     """Returns the heads of q and do."""
     return Heads(call.dims["Hq"], max(call.dims["Hq"], call.dims["Hv"]))
 
@@ -126,39 +126,41 @@ def _states_block(call: OpCall, plan: SegmentPlan, heads: Heads) -> BlockTime:
 
 def backward_prices(call: OpCall, plan: BackwardPlan, c: Constants) -> Prices:
     """Returns the device seconds of the kernels of chunk_gla_bwd."""
-    found = _for_packed(call, plan.gradients.layouts + (plan.entering is not None), c)
+    prices = _for_packed(call, plan.gradients.layouts + (plan.entering is not None), c)
     ends = call.state_dtype is not None
     if plan.entering is not None:  # written and read in float32, then written in the checkpoints' dtype
         itemsize = checkpoint_dtype(call.dtype).itemsize
-        found += _states(call, plan.entering, _of_states(call), 4 + 4 + itemsize, ends, c)
+        prices += _states(call, plan.entering, _state_heads(call), 4 + 4 + itemsize, ends, c)
     if plan.forward is not None:
         scalars = {**call.scalars, "checkpoint_every": CHUNK, "output_final_state": False}
-        found += forward_prices(replace(call, scalars=scalars, checkpoints=True), plan.forward, c)
+        prices += forward_prices(replace(call, scalars=scalars, checkpoints=True), plan.forward, c)
     if plan.leaving is not None:
-        found += _states(call, plan.leaving, _of_gradients(call), 4 + 4 + 4, ends, c)
-    return [*found, *_gradients(call, plan, c)]
+        prices += _states(call, plan.leaving, _gradient_heads(call), 4 + 4 + 4, ends, c)
+    return [*prices, *_gradients(call, plan, c)]
 
 
 def _gradients(call: OpCall, plan: BackwardPlan, c: Constants) -> Prices:
     """Returns the seconds of the kernels that compute gradients, sum partial results, add pairs and clear padding."""
     B, T, H, Hq, Hv, K, V = (call.dims[name] for name in ("B", "T", "H", "Hq", "Hv", "K", "V"))
     kernel, heads = plan.gradients, Hq // max(Hv, 1) if plan.gradients.heads_apart and Hq > Hv else 1
-    of_keys, of_values = kernel.partials(call, plan.parameters)
+    key_parts, value_parts = kernel.partials(call, plan.parameters)
     size, gate, group = call.dtype.itemsize, gate_itemsize(call), Hv // max(H, 1)
-    of_gates = of_keys * heads * (1 if call.gate_form in (None, "key") else of_values)
-    found = [  # for dq, dk, dv, dg: number of elements, bytes of an element, number of partial results
-        (B * T * Hq * K, size, of_keys * group),
-        (B * T * H * K, size, of_keys * heads * group),
-        (B * T * Hv * V, size, of_values * heads),
-        *([(gate_elements(call), gate, of_gates)] if gate else []),
+    gate_parts = key_parts * heads * (1 if call.gate_form in (None, "key") else value_parts)
+    results = [  # for dq, dk, dv, dg: number of elements, bytes of an element, number of partial results
+        (B * T * Hq * K, size, key_parts * group),
+        (B * T * H * K, size, key_parts * heads * group),
+        (B * T * Hv * V, size, value_parts * heads),
+        *([(gate_elements(call), gate, gate_parts)] if gate else []),
     ]
-    written = sum(number * (4 * parts if parts > 1 else itemsize) for number, itemsize, parts in found)
+    written = sum(number * (4 * parts if parts > 1 else itemsize) for number, itemsize, parts in results)
     moved = moved_bytes(call) + checkpoint_bytes(call, CHUNK) + written
     through = whole(call) if plan.leaving is None else cut(call, plan.leaving.length, plan.leaving.uncut)
     through = through._replace(number=through.number * heads)
     gradients = kernel.seconds(call, plan.parameters, through, moved, c)
     summed = [
-        c["launch"] + number * (4 * parts + itemsize) / c["bandwidth"] for number, itemsize, parts in found if parts > 1
+        c["launch"] + number * (4 * parts + itemsize) / c["bandwidth"]
+        for number, itemsize, parts in results
+        if parts > 1
     ]
     # The launch that adds pairs has little to do, because nearly all chunks are mild.
     pairs = [c["launch"]] if kernel.adds_pairs and gate else []
@@ -169,7 +171,7 @@ def _gradients(call: OpCall, plan: BackwardPlan, c: Constants) -> Prices:
 def summary_prices(call: OpCall, plan: SegmentPlan, c: Constants) -> Prices:
     """Returns the device seconds of the kernels of chunk_gla_summary."""
     state = 4 * call.dims["Hv"] * call.dims["K"] * call.dims["V"]  # bytes of a state
-    heads = _of_gradients(call) if call.scalars.get("backwards") else Heads(call.dims["Hq"], call.dims["Hv"])
+    heads = _gradient_heads(call) if call.scalars.get("backwards") else Heads(call.dims["Hq"], call.dims["Hv"])
     if plan.length < call.dims["T"]:
         return [*_for_packed(call, 1, c), *_states(call, plan, heads, 4 + 4, True, c)]
     size = token_bytes(call, heads) + call.dims["N"] * state

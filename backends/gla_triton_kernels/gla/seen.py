@@ -17,10 +17,10 @@ from gla_core.dispatch.tensors import ceil_div
 from gla_triton_runtime.architecture import Gpu
 from gla_triton_runtime.tma import addressable
 
-OF_KEYS = frozenset({"q", "k", "g", "dq", "dk", "dg"})
-OF_GATES = frozenset({"g", "dg"})
-OF_VALUES = frozenset({"v", "o", "do", "dv"})
-OF_BOTH = frozenset({"initial_state", "final_state", "checkpoints", "dstate", "dinitial_state"})
+KEY_WIDTH = frozenset({"q", "k", "g", "dq", "dk", "dg"})
+GATES = frozenset({"g", "dg"})
+VALUE_WIDTH = frozenset({"v", "o", "do", "dv"})
+BOTH_WIDTHS = frozenset({"initial_state", "final_state", "checkpoints", "dstate", "dinitial_state"})
 WIDTH_UNIT = 8
 """Kernels for SM90 see widths that are multiples of this number, so rows have a multiple of 16 bytes."""
 
@@ -41,11 +41,11 @@ def seen_shape(name: str, shape: tuple[int, ...], K: int, V: int) -> tuple[int, 
 
     If the keys of a head share a gate, the shape of g has no key axis and stays as it is.
     """
-    if name in OF_BOTH:
+    if name in BOTH_WIDTHS:
         return (*shape[:-2], K, V)
-    if name in OF_GATES and form_of(shape) != "key":
+    if name in GATES and form_of(shape) != "key":
         return shape
-    width = K if name in OF_KEYS else V if name in OF_VALUES else shape[-1]
+    width = K if name in KEY_WIDTH else V if name in VALUE_WIDTH else shape[-1]
     return (*shape[:-1], width)
 
 
@@ -76,8 +76,8 @@ def copied_for_invariance(call: OpCall) -> frozenset[str]:
     """
     if call.batch_invariant is None:
         return frozenset()
-    found = {name: layout for name, layout in call.layouts.items() if name in OF_KEYS | OF_VALUES}
-    return frozenset(name for name, layout in found.items() if len(layout.shape) == 4 and not addressable(layout))
+    layouts = {name: layout for name, layout in call.layouts.items() if name in KEY_WIDTH | VALUE_WIDTH}
+    return frozenset(name for name, layout in layouts.items() if len(layout.shape) == 4 and not addressable(layout))
 
 
 def not_addressable(call: OpCall) -> str | None:

@@ -71,15 +71,10 @@ def prepare(call: OpCall, plan: Plan) -> Callable[..., tuple[Tensor, Tensor]]:
     from gla_triton_runtime.prepared import Launches, rehearsed
 
     T, Hv, K, V, N = (call.dims[name] for name in ("T", "Hv", "K", "V", "N"))
-    empty, backwards = N == 0 or T == 0, call.scalars["backwards"]
+    empty = N == 0 or T == 0
     plans = [] if empty else plan(call, gpu_of_call(call))
 
-    def describe(x: tuple, scale: float) -> list[Launch]:
-        left, right, g, cu_seqlens, decay, state = x
-        ((_, planned),) = plans
-        return launches(planned, Recurrence(left, right, g, None, state, backwards=backwards), decay, cu_seqlens)
-
-    launched = Launches(call.device, describe)
+    launched = Launches(call.device)
 
     def run(
         left: Tensor, right: Tensor, g: Tensor | None, cu_seqlens: Tensor | None, backwards: bool
@@ -89,7 +84,11 @@ def prepare(call: OpCall, plan: Plan) -> Callable[..., tuple[Tensor, Tensor]]:
         allocate = right.new_empty if cu_seqlens is None and not empty else right.new_zeros
         state = allocate(N, Hv, K, V, dtype=torch.float32)
         if not empty:
-            launched.start((left, right, g, cu_seqlens, decay, state), 1.0)
+            tensors = (left, right, g, cu_seqlens, decay, state)
+            if not launched.replay(tensors, 1.0):
+                ((_, planned),) = plans
+                x = Recurrence(left, right, g, None, state, backwards=backwards)
+                launched.start(launches(planned, x, decay, cu_seqlens), tensors)
         return decay, state
 
     return rehearsed(run, call)

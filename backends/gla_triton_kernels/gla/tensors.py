@@ -80,10 +80,10 @@ def plans_with_rows(plans: Sequence[tuple[OpCall, AnyPlan]], x: AnyTensors) -> l
 
 
 def _rows(x: AnyTensors, start: int, end: int) -> AnyTensors:
-    given = {
+    divided = {
         name: y for name, y in x._asdict().items() if y is not None and y.ndim > 1
     }  # all rows share constant gates
-    return x._replace(**{name: part(y, start, end) for name, y in given.items()})
+    return x._replace(**{name: part(y, start, end) for name, y in divided.items()})
 
 
 def with_copies(x: AnyTensors, names: frozenset[str]) -> AnyTensors:

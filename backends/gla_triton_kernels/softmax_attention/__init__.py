@@ -1,6 +1,6 @@
 """Softmax attention over blocks of keys: one program attends to all keys, or several programs attend to splits of them.
 
-plan.py                     the kernels as values, and the choice of a kernel for a call
+kernel.py plan.py           the types of kernels and plans; the choice of a kernel for a call
 launches.py                 the launches of a call
 forward.py forward_sm90.py  the kernels that attend; merge.py merges splits
 cost.py                     predicted seconds
@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gla_core.dispatch.backend import OpCall, Prepared
-from gla_triton_kernels.softmax_attention.plan import Plan, explained
+from gla_triton_kernels.softmax_attention.kernel import Plan
+from gla_triton_kernels.softmax_attention.plan import explained
 from gla_triton_runtime.architecture import Gpu, gpu_of_call
 
 

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gla_core.dispatch.tensors import ceil_div
-from gla_triton_kernels.softmax_attention.plan import Plan
+from gla_triton_kernels.softmax_attention.kernel import Plan
 from gla_triton_runtime.arithmetic import nearest_tf32
 from gla_triton_runtime.launch import Launch, strides_of
 from gla_triton_runtime.tma import tiles

@@ -39,7 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gla_core.dispatch.tensors import ceil_div
-from gla_triton_kernels.softmax_attention.plan import Plan
+from gla_triton_kernels.softmax_attention.kernel import Plan
 from gla_triton_runtime.launch import Launch
 from gla_triton_runtime.tma import shared_tiles
 

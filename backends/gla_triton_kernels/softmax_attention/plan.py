@@ -10,68 +10,20 @@ BR rows of queries of a program   BT keys of a block   BK, BV key and value widt
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from gla_core.dispatch.backend import OpCall, Reason
 from gla_core.dispatch.tensors import ceil_div
+from gla_triton_kernels.softmax_attention.kernel import Kernel, Plan
 from gla_triton_runtime.architecture import Gpu, gpu_of_call
 from gla_triton_runtime.sizes import power_of_two
 from gla_triton_runtime.tma import addressable
 
 if TYPE_CHECKING:
-    from gla_triton_runtime.launch import Launch
-
-
-@dataclass(frozen=True, eq=False)
-class Kernel:
-    """A kernel that computes attention, as a value.
-
-    Attributes:
-        name: the name of the kernel's file.
-        load: imports the kernel, and returns the function that describes its launch.
-        refusal: takes a call and a GPU, and returns the reason why the kernel cannot compute the call, or None.
-    """
-
-    name: str
-    load: Callable[[], Callable[..., list[Launch]]]
-    refusal: Callable[[OpCall, Gpu], Reason | None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """The kernel of a call, with its launch parameters.
-
-    Attributes:
-        BR: number of rows of a program, or of each of its warpgroups.
-        BT: number of keys of a block.
-        BK: key width K, rounded up.
-        BV: value width V, rounded up.
-        warps: number of warps of a program, or of a warpgroup if warps are specialised.
-        stages: number of pipeline stages: blocks of keys that are in shared memory at once.
-        tma: whether TMA loads keys and values; otherwise the kernel loads them through pointers.
-        exact: whether float32 is multiplied as float32; otherwise as TF32, which not every GPU has.
-        registers: maximum number of registers of a thread, or None for no limit.
-        split: number of keys of a split, a multiple of BT; None if one program attends to all keys.
-    """
-
-    kernel: Kernel
-    BR: int
-    BT: int
-    BK: int
-    BV: int
-    warps: int
-    stages: int = 2
-    tma: bool = False
-    exact: bool = False
-    registers: int | None = None
-    split: int | None = None
-
-    def splits(self, Tk: int) -> int:
-        """Returns the number of splits of Tk keys."""
-        return 1 if self.split is None else ceil_div(Tk, self.split)
+    from gla_triton_kernels.softmax_attention.kernel import LaunchFunction
 
 
 def is_causal(call: OpCall) -> bool:
@@ -92,13 +44,13 @@ WGMMA_ROWS = 64
 """Rows of a warpgroup: wgmma multiplies 64 rows. With up to 64 queries, one of two warpgroups would be idle."""
 
 
-def _load_general() -> Callable[..., list[Launch]]:
+def _load_general() -> LaunchFunction:
     from gla_triton_kernels.softmax_attention.forward import launch_attention
 
     return launch_attention
 
 
-def _load_sm90() -> Callable[..., list[Launch]]:
+def _load_sm90() -> LaunchFunction:
     from gla_triton_kernels.softmax_attention.forward_sm90 import launch_attention
 
     return launch_attention
@@ -141,14 +93,14 @@ def plan_one_pass(call: OpCall, gpu: Gpu) -> Plan:
 def explained(plan: Callable[[OpCall, Gpu], Plan]) -> Callable[[OpCall], list[str]]:
     """Returns a function that names the kernel of a call, and gives the reason if the kernel for SM90 refuses it."""
 
-    def lines(call: OpCall) -> list[str]:
+    def explain(call: OpCall) -> list[str]:
         gpu = gpu_of_call(call)
         chosen, reason = plan(call, gpu), SM90.refusal(call, gpu)
         splits = chosen.splits(call.dims["Tk"])
-        found = [f"kernel {chosen.kernel.name}" + (f", keys in {splits} splits" if splits > 1 else "")]
-        return found if reason is None else [*found, f"not {SM90.name}: {reason}"]
+        lines = [f"kernel {chosen.kernel.name}" + (f", keys in {splits} splits" if splits > 1 else "")]
+        return lines if reason is None else [*lines, f"not {SM90.name}: {reason}"]
 
-    return lines
+    return explain
 
 
 def _sm90(K: int, V: int) -> Plan:

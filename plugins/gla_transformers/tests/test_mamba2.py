@@ -198,7 +198,7 @@ def test_step(shape, dtype, swapped, wide, calls, monkeypatch):
     from gla_transformers import mamba2_kernel
 
     monkeypatch.setattr(mamba2_kernel, "FULL", 0 if wide else 10**9)
-    mamba2_kernel._launches.cache_clear()
+    mamba2_kernel.launches_for.cache_clear()
     batch, heads, _, V, N = shape
     state = rand(batch, heads, N, V).mT if swapped else rand(batch, heads, V, N)
     exact = state.double()

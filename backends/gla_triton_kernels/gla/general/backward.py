@@ -60,6 +60,8 @@ Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficien
 # pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -107,27 +109,48 @@ def launch_gradients(
             the gradient for the last segment of a packed sequence counts as 0, and its memory is not read.
         normalizer: see `launch_outputs` of forward.py.
     """
-    B, T, Hq, K = x.q.shape
-    Hv, V = x.v.shape[2:]
+    (K, Hv, V) = (x.q.shape[3], *x.v.shape[2:])
     blocks_k, blocks_v = ceil_div(K, kernel.BK), ceil_div(V, kernel.BV)
     dq, dk = (partials.parts_of(y, blocks_v) for y in (x.dq, x.dk))
     dg, sum_gates = gate_gradients(x.dg, segments.count, blocks_k, blocks_v)
     dv = partials.parts_of(x.dv, blocks_k)
-    precision = "ieee" if interpreted() else kernel.precision  # the interpreter does not split operands
+    precision = "ieee" if interpreted() else kernel.precision
     arguments = {
+        **gradient_arguments(kernel, x, leaving, segments, scale, normalizer),
+        "entering_ptr": entering,
+        "dq_ptr": dq,
+        "dk_ptr": dk,
+        "dg_ptr": dg,
+        "dv_ptr": dv,
+        "dinitial_ptr": x.dinitial_state,
+        **state_strides("stride_s", leaving),
+        "FROM_ZERO": x.initial_state is None,
+        "SUMS": "bf16x3" if precision == "bf16" else precision,
+    }
+    grid = (blocks_v * blocks_k * segments.count * Hv, 1, 1)
+    computed = Launch(_chunk_gla_bwd_kernel, grid, arguments, {"num_warps": kernel.warps})
+    return [computed, *partials.launch_partial_sums((dq, dk, dv), (x.dq, x.dk, x.dv)), *sum_gates]
+
+
+def gradient_arguments(
+    kernel: GradientParameters,
+    x: BackwardTensors,
+    leaving: Tensor | None,
+    segments: Segments,
+    scale: float,
+    normalizer: int | None,
+) -> dict[str, Any]:
+    """Returns the arguments that all kernels for gradients have, here and in backward_chunks.py."""
+    B, T, Hq, K = x.q.shape
+    Hv, V = x.v.shape[2:]
+    return {
         "q_ptr": x.q,
         "k_ptr": x.k,
         "v_ptr": x.v,
         "g_ptr": x.g,
         "do_ptr": x.do,
         "order_ptr": segments.order,
-        "entering_ptr": entering,
         "leaving_ptr": leaving,
-        "dq_ptr": dq,
-        "dk_ptr": dk,
-        "dg_ptr": dg,
-        "dv_ptr": dv,
-        "dinitial_ptr": x.dinitial_state,
         "scale": scale,
         "B": B,
         **lengths_of(T, segments),
@@ -138,7 +161,6 @@ def launch_gradients(
         **strides_of("v", x.v),
         **gate_arguments(x.g, normalizer),
         **strides_of("o", x.do),
-        **state_strides("stride_s", leaving),
         "K": K,
         "V": V,
         "C": CHUNK,
@@ -146,15 +168,10 @@ def launch_gradients(
         "BK": kernel.BK,
         "BV": kernel.BV,
         "R": Hv // x.k.shape[2],
-        "FROM_ZERO": x.initial_state is None,
         "TO_ZERO": x.last_leave_none,
         "EXACT": kernel.precision == "bf16x6" and x.g is not None,
-        "PRECISION": precision,
-        "SUMS": "bf16x3" if precision == "bf16" else precision,
+        "PRECISION": "ieee" if interpreted() else kernel.precision,  # the interpreter does not split operands
     }
-    grid = (blocks_v * blocks_k * segments.count * Hv, 1, 1)
-    computed = Launch(_chunk_gla_bwd_kernel, grid, arguments, {"num_warps": kernel.warps})
-    return [computed, *partials.launch_partial_sums((dq, dk, dv), (x.dq, x.dk, x.dv)), *sum_gates]
 
 
 def gate_gradients(
@@ -396,12 +413,12 @@ def sums(chosen, x, SUMS: tl.constexpr):
         return sums_of_gates(chosen, x)
     elif SUMS == "two parts" or SUMS == "three parts":  # noqa: RET505 -- one branch is compiled
         chosen = chosen.to(tl.bfloat16)
-        found = tl.dot(chosen, x.to(tl.bfloat16))
+        total = tl.dot(chosen, x.to(tl.bfloat16))
         x -= x.to(tl.bfloat16).to(tl.float32)
-        found = tl.dot(chosen, x.to(tl.bfloat16), found)
+        total = tl.dot(chosen, x.to(tl.bfloat16), total)
         if SUMS == "three parts":
-            found = tl.dot(chosen, (x - x.to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16), found)
-        return found
+            total = tl.dot(chosen, (x - x.to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16), total)
+        return total
     else:
         return product(chosen, x, None, SUMS)
 

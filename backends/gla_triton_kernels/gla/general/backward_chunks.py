@@ -34,25 +34,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gla_core.dispatch.backend import CHUNK
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunks.kernel import GradientParameters
-from gla_triton_kernels.chunks.segments import Segments, lengths_of, segment_at
+from gla_triton_kernels.chunks.segments import Segments, segment_at
 from gla_triton_kernels.gla.general.backward import (
     decays_of_chunk,
     gate_gradients,
+    gradient_arguments,
     operands_of_halves,
     product,
     running_sum,
     sums,
 )
-from gla_triton_kernels.gla.shared.common import gate_arguments, load_gates, load_given_gates, load_tile, store_tile
+from gla_triton_kernels.gla.shared.common import load_gates, load_given_gates, load_tile, store_tile
 from gla_triton_kernels.gla.shared.limits import LEAST_GATE, MILD_DECAY
 from gla_triton_kernels.gla.tensors import BackwardTensors
 from gla_triton_runtime.architecture import interpreted
 from gla_triton_runtime.arithmetic import LOG2E
 from gla_triton_runtime.gates import slope_of_gates
-from gla_triton_runtime.launch import Launch, strides_of
+from gla_triton_runtime.launch import Launch
 
 
 def launch_gradients(
@@ -70,52 +70,18 @@ def launch_gradients(
         leaving: the gradients of the states that leave chunks, [I, Hv, K, V], contiguous.
         segments: segments of `CHUNK` tokens.
     """
-    T, Hq, K = x.q.shape[1:]
-    Hv, V = x.v.shape[2:]
-    blocks_k, blocks_v = ceil_div(K, kernel.BK), ceil_div(V, kernel.BV)
+    blocks_k, blocks_v = ceil_div(x.q.shape[3], kernel.BK), ceil_div(x.v.shape[3], kernel.BV)
     dg, sum_gates = gate_gradients(x.dg, segments.count, blocks_k, 1)
     arguments = {
-        "q_ptr": x.q,
-        "k_ptr": x.k,
-        "v_ptr": x.v,
-        "g_ptr": x.g,
-        "do_ptr": x.do,
-        "order_ptr": segments.order,
-        "entering_ptr": entering,
-        "leaving_ptr": leaving,
-        "dq_ptr": x.dq,
-        "dk_ptr": x.dk,
-        "dg_ptr": dg,
-        "scale": scale,
-        "B": len(x.q),
-        **lengths_of(T, segments),
-        "Hv": Hv,
-        "G": max(Hq // Hv, 1),
-        **strides_of("q", x.q),
-        **strides_of("k", x.k),
-        **strides_of("v", x.v),
-        **gate_arguments(x.g, normalizer),
-        **strides_of("o", x.do),
-        "K": K,
-        "V": V,
-        "C": CHUNK,
-        "LEVELS": CHUNK.bit_length() - 1,
-        "BK": kernel.BK,
-        "BV": kernel.BV,
-        "R": Hv // x.k.shape[2],
-        "FROM_ZERO": x.initial_state is None,
-        "TO_ZERO": x.last_leave_none,
-        "EXACT": kernel.precision == "bf16x6" and x.g is not None,
-        "PRECISION": "ieee" if interpreted() else kernel.precision,  # the interpreter does not split operands
+        **gradient_arguments(kernel, x, leaving, segments, scale, normalizer),
         "SUMS": "ieee" if interpreted() else "three parts" if kernel.precision == "bf16x6" else "two parts",
     }
-    of_values = {"dv_ptr": x.dv, **arguments}
-    for name in ("entering_ptr", "dq_ptr", "dk_ptr", "dg_ptr", "FROM_ZERO"):
-        del of_values[name]
-    options, chunks = {"num_warps": kernel.warps}, segments.count * Hv
+    key_arguments = {"entering_ptr": entering, "dq_ptr": x.dq, "dk_ptr": x.dk, "dg_ptr": dg}
+    key_arguments["FROM_ZERO"] = x.initial_state is None
+    options, chunks = {"num_warps": kernel.warps}, segments.count * x.v.shape[2]
     return [
-        Launch(_keys_kernel, (blocks_k * chunks, 1, 1), arguments, options),
-        Launch(_values_kernel, (blocks_v * chunks, 1, 1), of_values, options),
+        Launch(_keys_kernel, (blocks_k * chunks, 1, 1), {**arguments, **key_arguments}, options),
+        Launch(_values_kernel, (blocks_v * chunks, 1, 1), {**arguments, "dv_ptr": x.dv}, options),
         *sum_gates,
     ]
 
@@ -467,9 +433,9 @@ def _add_gradients_of_halves(
     row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]  # [C, 1], [1, C]
     for level in tl.range(0, levels, num_stages=1):  # pyright: ignore
         qg, kg, decay, pair, decayed = operands_of_halves(q, k, g, row, column, row ^ column, level, SUMS)
-        of_pairs = tl.where(pair, dA, 0.0)  # [C, C]
-        dqg = product(of_pairs, kg, None, PRECISION)  # [C, BK]
-        dkg = product(tl.trans(of_pairs), qg, None, PRECISION)  # [C, BK]
+        dA_pairs = tl.where(pair, dA, 0.0)  # [C, C]
+        dqg = product(dA_pairs, kg, None, PRECISION)  # [C, BK]
+        dkg = product(tl.trans(dA_pairs), qg, None, PRECISION)  # [C, BK]
         dq += dqg * decay
         dk += dkg * decay
         dg += sums(decayed, qg * dqg + kg * dkg, SUMS)

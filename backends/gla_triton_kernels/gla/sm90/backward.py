@@ -68,7 +68,7 @@ from gla_core.dispatch.backend import CHUNK
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunks import partials
 from gla_triton_kernels.chunks.kernel import GradientParameters
-from gla_triton_kernels.chunks.segments import Segments, lengths_of, state_strides
+from gla_triton_kernels.chunks.segments import Segments
 from gla_triton_kernels.gla.shared.limits import LEAST_GATE, MILD_DECAY_HALF, MILD_DECAY_SM90
 from gla_triton_kernels.gla.sm90 import pairs
 from gla_triton_kernels.gla.sm90.common import (
@@ -93,6 +93,7 @@ from gla_triton_kernels.gla.sm90.common_backward import (
     exponents,
     gate_tile,
     gates,
+    gradient_arguments,
     leaving_gradient,
     logits_strides,
     product,
@@ -103,7 +104,7 @@ from gla_triton_kernels.gla.sm90.operands import as_operands, factors_of, store_
 from gla_triton_kernels.gla.tensors import BackwardTensors
 from gla_triton_runtime.arithmetic import LOG2E
 from gla_triton_runtime.launch import Launch
-from gla_triton_runtime.tma import shared_tiles, state_tiles
+from gla_triton_runtime.tma import shared_tiles
 
 SLOTS = gl.constexpr(2)  # pipeline stages of q, k and g
 
@@ -122,8 +123,7 @@ def launch_gradients(
     See `launch_gradients` of general/backward.py for the other arguments.
     """
     x, units, converted = in_half(x, ("q", "k", "v", "do"), x.cu_seqlens)
-    B, T, Hq, K = x.q.shape
-    H, V = x.v.shape[2:]
+    (Hq, K), (H, V) = x.q.shape[2:], x.v.shape[2:]
     entering, s_units, before = as_operands(entering, x.q.dtype)
     blocks_k, blocks_v = ceil_div(K, kernel.BK), ceil_div(V, kernel.BV)
     dq, dk, dg = (partials.parts_of(y, blocks_v) for y in (x.dq, x.dk, x.dg))
@@ -132,15 +132,8 @@ def launch_gradients(
     # With one warpgroup, and for packed sequences, it takes less time to write dg from registers.
     dg_by_tma = x.dg is not None and blocks_v == 1 and kernel.BK > WIDTH and segments.order is None
     arguments = {
-        "q_desc": shared_tiles(x.q, CHUNK, WIDTH),
-        "k_desc": shared_tiles(x.k, CHUNK, WIDTH),
-        "v_desc": shared_tiles(x.v, CHUNK, WIDTH),
-        "do_desc": shared_tiles(x.do, CHUNK, WIDTH),
+        **gradient_arguments(kernel, x, entering, leaving, segments, scale, bool(converted)),
         "g_desc": None if x.g is None else shared_tiles(x.g, CHUNK, WIDTH),
-        "s_desc": state_tiles(entering, WIDTH, WIDTH),
-        "dq_desc": shared_tiles(x.dq, CHUNK, WIDTH) if blocks_v == 1 and not converted else None,
-        "dk_desc": shared_tiles(x.dk, CHUNK, WIDTH) if blocks_v == 1 and not converted else None,
-        "dv_desc": shared_tiles(x.dv, CHUNK, WIDTH) if blocks_k == 1 and not converted else None,
         "dg_desc": shared_tiles(x.dg, CHUNK, WIDTH) if dg_by_tma else None,
         "dq_ptr": dq,
         "dk_ptr": dk,
@@ -149,23 +142,11 @@ def launch_gradients(
         "g_ptr": x.g if normalizer is not None else None,
         "marks": marks,
         "s_units": s_units,
-        "leaving": leaving,
-        "dinitial": x.dinitial_state,
-        "order": segments.order,
         **units,
-        "scale": scale,
-        **state_strides("state_", leaving),
-        **lengths_of(T, segments),
         **logits_strides(x.g, normalizer),
         "Hq": Hq,
-        "K": K,
-        "V": V,
-        "B": B,
-        "PARTS": kernel.BK // WIDTH,
-        "HALVES": kernel.BV // WIDTH,
         "G": Hq // H,
         "NORMALIZER": normalizer,
-        "LAST_LEAVE_NONE": x.last_leave_none,
     }
     grid = (blocks_k * blocks_v * segments.count * Hq, 1, 1)
     # A block has all registers of a multiprocessor, for 12 or 16 warps: the load warp takes as many as four warps.
@@ -197,15 +178,15 @@ def _masked(scores, beyond, units, part: gl.constexpr, PARTS: gl.constexpr, dtyp
         beyond: C to mask every element, else 0.
     """
     row, column = _rows(), _columns()
-    found = ()
+    masked = ()
     for n in gl.static_range(2):
         if n % PARTS == part:
             mask = row + beyond <= column if n else row - beyond >= column
             x, unit = in_units(gl.where(mask, scores[n // PARTS], 0.0), dtype)
-            found += (x,)
+            masked += (x,)
             if dtype == gl.float16:
                 units.index(PARTS + n).store(gl.full([1], unit, gl.float32, gl.SliceLayout(1, LAYOUT)))
-    return found
+    return masked
 
 
 @gluon.jit
@@ -322,13 +303,13 @@ def _is_mild_in_half(least, q_tiles, k_tiles, first, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def _gate_warps(given, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, PACKED: gl.constexpr):
+def _gate_warps(args, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, PACKED: gl.constexpr):
     """Replaces q, k by qg, kg in each chunk, marks chunks that are not mild, and writes dg of the previous chunk.
 
     Loops over parts run at run time, to keep the code small: the instructions are fetched again for each chunk. The
     gates of a part are therefore read twice; if they come from logits, the first loop stores them for the second.
     """
-    g_desc, tiles, barriers, marks, marks_c, outputs, logits, place, sizes, scale = given
+    g_desc, tiles, barriers, marks, marks_c, outputs, logits, place, sizes, scale = args
     q_tiles, k_tiles, x_tiles, r_tiles, firsts, mild_flags = tiles
     g_full, qk_full, qk_empty, gated, w_full = barriers
     b, h, _, key, _, start, length = place
@@ -387,14 +368,14 @@ def _gate_warps(given, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, PACKED: gl
 
 
 @gluon.jit
-def _values(given, part: gl.constexpr, PARTS: gl.constexpr, HALVES: gl.constexpr):
+def _values(args, part: gl.constexpr, PARTS: gl.constexpr, HALVES: gl.constexpr):
     """Starts the products dv = A^T do + kg P [C, D] of the halves of this warpgroup, and returns a tuple of them.
 
     Args:
-        given: among others aT, the tile of A^T, value, the number of the first tile of do, and first, the unit of
+        args: among others aT, the tile of A^T, value, the number of the first tile of do, and first, the unit of
             A^T do.
     """
-    k_tiles, do_tiles, p_tiles, op_units, aT, slot, value, zero, first = given
+    k_tiles, do_tiles, p_tiles, op_units, aT, slot, value, zero, first = args
     HALF: gl.constexpr = do_tiles.dtype == gl.float16
     dv = ()
     for j in gl.static_range(HALVES):
@@ -424,7 +405,7 @@ def _write_values(to, dv, part: gl.constexpr, PARTS: gl.constexpr, HALVES: gl.co
 
 
 @gluon.jit
-def _factors_of_dS(waiting, tiles, slot, own, units, HAS_GATE: gl.constexpr, UNITS: gl.constexpr):
+def _factors_of_dS(waiting, tiles, slot, tile, units, HAS_GATE: gl.constexpr, UNITS: gl.constexpr):
     """Returns (mild, first, inner, factor, decay) of a chunk.
 
     They are whether it is mild; `a` of the module's docstring, 0 unless q is float16; the factor of dS' [D], which the
@@ -433,7 +414,7 @@ def _factors_of_dS(waiting, tiles, slot, own, units, HAS_GATE: gl.constexpr, UNI
 
     Args:
         waiting: [D], a factor of each key of dS that has not been applied yet.
-        own: the number of this warpgroup's tiles of q, k and g.
+        tile: the number of this warpgroup's tiles of q, k and g.
         tiles, slot, units: see `_chunk`.
     """
     q_tiles, _, _, _, _, _, _, r_tiles, firsts, mild_flags, _ = tiles
@@ -441,12 +422,12 @@ def _factors_of_dS(waiting, tiles, slot, own, units, HAS_GATE: gl.constexpr, UNI
     mild, first = True, 0.0
     if HAS_GATE:
         mild = gl.max(mild_flags.index(slot).load(gl.SliceLayout(1, LAYOUT)), 0) != 0
-        r = r_tiles.index(own).load(gl.SliceLayout(1, LAYOUT))  # [D], b_C / 2, with keys as rows
+        r = r_tiles.index(tile).load(gl.SliceLayout(1, LAYOUT))  # [D], b_C / 2, with keys as rows
         if HALF:
-            first = gl.max(firsts.index(own).load(gl.SliceLayout(1, LAYOUT)), 0)
+            first = gl.max(firsts.index(tile).load(gl.SliceLayout(1, LAYOUT)), 0)
         inner = gl.exp2(gl.where(mild, r, first))
-        of_P = gl.exp2(gl.where(mild, r, 0.0)) if HALF else inner  # [D]
-        factor = (waiting * of_P)[:, None]
+        P_factor = gl.exp2(gl.where(mild, r, 0.0)) if HALF else inner  # [D]
+        factor = (waiting * P_factor)[:, None]
         decay = (waiting * gl.exp2(gl.where(mild, r, 2 * r - first)))[:, None]
     else:
         inner, factor, decay = waiting, waiting[:, None], waiting[:, None]
@@ -508,7 +489,7 @@ def _chunk(
     Args:
         dS: a tuple of HALVES matrices [D, D], keys by values.
         waiting: [D], a factor of each key of dS that has not been applied yet.
-        factors: the factor of q (`of_queries`) and the factor of all gradients (`outer`); see `factors_of`.
+        factors: the factor of q (`q_factor`) and the factor of all gradients (`outer`); see `factors_of`.
         units: the units of the tiles of S, q, k, v and do; see half.py.
         place: the number of the chunk counted from the last one, its slot, its rows, (batch, head, first token, T, Hq),
             the first key and value of this warpgroup, K and V.
@@ -524,19 +505,19 @@ def _chunk(
     i, slot, rows, where, key, value, K, V = place
     value_slot = i % VALUE_SLOTS
     dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr = outputs
-    of_queries, outer = factors
+    q_factor, outer = factors
     dtype: gl.constexpr = q_tiles.dtype
     HALF: gl.constexpr = dtype == gl.float16
     zero = opaque_zero()
-    own = zero + PARTS * slot + part  # the number of this warpgroup's tiles of q, k and g
+    tile = zero + PARTS * slot + part  # the number of this warpgroup's tiles of q, k and g
     v_first = zero + HALVES * value_slot  # the number of the first tile of v and do
     s_first = zero + (LAST + 1) * value_slot  # the number of the first tile of S
-    q_tile = q_tiles.index(own).reshape([C, D])
-    k_tile = k_tiles.index(own).reshape([C, D])
-    x_tile = x_tiles.index(own).reshape([C, D])
+    q_tile = q_tiles.index(tile).reshape([C, D])
+    k_tile = k_tiles.index(tile).reshape([C, D])
+    x_tile = x_tiles.index(tile).reshape([C, D])
     none = gl.zeros([C, C], gl.float32, LAYOUT)  # also for [C, D], since C = D
     s_unit, q_unit, k_unit, v_unit, do_unit = units
-    mild, first, inner, factor, decay = _factors_of_dS(waiting, tiles, slot, own, units, HAS_GATE, UNITS)
+    mild, first, inner, factor, decay = _factors_of_dS(waiting, tiles, slot, tile, units, HAS_GATE, UNITS)
     P = ()  # [D, D] each
     decayed = ()  # [D, D] each, dS decayed to the start of the chunk, or to the middle of a mild chunk
     for j in gl.static_range(HALVES):
@@ -567,15 +548,15 @@ def _chunk(
     if TOGETHER:  # while the other products run; `warpgroup_mma_wait` returns a tuple of one element as the element
         waited = warpgroup_mma_wait(2 * HALVES, scores)
         scores = _masked(waited if PARTS == 1 else (waited,), beyond, op_units, part, PARTS, dtype)
-    found = warpgroup_mma_wait(0, started)
-    dq, entering = found[0], found[1:]  # [C, D]; [D, D] each, the gradient of S before the factor `inner`
+    products = warpgroup_mma_wait(0, started)
+    dq, entering = products[0], products[1:]  # [C, D]; [D, D] each, the gradient of S before the factor `inner`
     if HAS_GATE:
         anchor = gl.zeros([D], gl.float32, gl.SliceLayout(1, LAYOUT))
         for j in gl.static_range(HALVES):
             s_tile = s_tiles.index(s_first + HALVES * part + j).reshape([D, D])
             anchor += gl.sum(entering[j] * s_tile.load(LAYOUT).to(gl.float32), 1)
-        of_columns = r_tiles.index(own).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
-        dq *= gl.exp2(gl.where(mild, of_columns, first))
+        half_sums = r_tiles.index(tile).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
+        dq *= gl.exp2(gl.where(mild, half_sums, first))
     # dA and A^T take the place of S: all products with S are done.
     for n in gl.static_range(2):
         if n % PARTS == part:
@@ -588,11 +569,11 @@ def _chunk(
     # first products in registers, and spill them.
     zero = opaque_zero()
     slot += zero
-    own = PARTS * slot + part
+    tile = PARTS * slot + part
     v_first = zero + HALVES * value_slot
     s_first = zero + (LAST + 1) * value_slot
-    q_tile = q_tiles.index(own).reshape([C, D])
-    k_tile = k_tiles.index(own).reshape([C, D])
+    q_tile = q_tiles.index(tile).reshape([C, D])
+    k_tile = k_tiles.index(tile).reshape([C, D])
     dA = s_tiles.index(s_first).reshape([C, C])
     aT = s_tiles.index(s_first + LAST).reshape([C, C])
     if HALF:
@@ -608,38 +589,38 @@ def _chunk(
         p_tile = p_tiles.index(zero + HALVES * part + j).reshape([D, D])
         dk = product(v_tiles.index(v_first + j).reshape([C, D]), p_tile.permute([1, 0]), dk)
     dv_start = a_unit * (q_unit * do_unit) if HALF else 1.0
-    of_dv = (k_tiles, do_tiles, p_tiles, op_units, aT, slot, v_first, zero, dv_start)
+    dv_args = (k_tiles, do_tiles, p_tiles, op_units, aT, slot, v_first, zero, dv_start)
     started = (dq, dk)
     if TOGETHER:
-        started += _values(of_dv, part, PARTS, HALVES)
-    found = warpgroup_mma_wait(0, started)
-    dq, dk = found[0], found[1]
+        started += _values(dv_args, part, PARTS, HALVES)
+    products = warpgroup_mma_wait(0, started)
+    dq, dk = products[0], products[1]
     dv_unit = gl.max(op_units.index(PARTS - 1).load(gl.SliceLayout(1, LAYOUT)), 0) * (k_unit * outer) if HALF else 1.0
     to = (dv_desc, dv_ptr, p_tiles, dv_unit, value, V, where, rows, zero)
     if TOGETHER:
         mbarrier.arrive(done.index(value_slot), count=1)
         mbarrier.wait(done.index(value_slot), i // VALUE_SLOTS & 1)
-        _write_values(to, found[2:], part, PARTS, HALVES, PACKED)
+        _write_values(to, products[2:], part, PARTS, HALVES, PACKED)
     if HALF:
         dq *= dq_unit * do_unit
         dk *= p_unit * v_unit * outer
     if HAS_GATE:
         w = as_float32(q_tile.load(LAYOUT)) * dq  # [C, D], q * dq
         dq *= gl.exp2(x_tile.load(LAYOUT))
-    write(dq_desc, dq_ptr, q_tile, dq * (of_queries * outer if HALF else of_queries), key, K, where, rows, PACKED)
+    write(dq_desc, dq_ptr, q_tile, dq * (q_factor * outer if HALF else q_factor), key, K, where, rows, PACKED)
     if HAS_GATE:
         # The compiler would also fuse one of the two products, but not the same one for packed sequences and batches.
         minus_k = as_float32(k_tile.load(LAYOUT)) * -1.0
         w = gl.fma(minus_k, dk * k_unit, w * (q_unit * outer)) if HALF else gl.fma(minus_k, dk, w)
-        of_columns = r_tiles.index(own).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
-        dk *= gl.exp2(gl.where(mild, 0.0, 2 * of_columns - first) - x_tile.load(LAYOUT))
+        half_sums = r_tiles.index(tile).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
+        dk *= gl.exp2(gl.where(mild, 0.0, 2 * half_sums - first) - x_tile.load(LAYOUT))
         x_tile.store(w)
-        r_tiles.index(own).store(anchor * (inner * (s_unit * outer) if HALF else inner))
+        r_tiles.index(tile).store(anchor * (inner * (s_unit * outer) if HALF else inner))
         mbarrier.arrive(w_full.index(slot), count=1)
     if not TOGETHER:
         if dk_desc is not None:  # converted before it is written: half the registers
             dk = dk.to(dtype)
-        dv = warpgroup_mma_wait(0, _values(of_dv, part, PARTS, HALVES))
+        dv = warpgroup_mma_wait(0, _values(dv_args, part, PARTS, HALVES))
         mbarrier.arrive(done.index(value_slot), count=1)
         _write_values(to, dv, part, PARTS, HALVES, PACKED)
     write(dk_desc, dk_ptr, k_tile, dk, key, K, where, rows, PACKED)
@@ -648,7 +629,7 @@ def _chunk(
 
 @gluon.jit
 def _gradient_warps(
-    given,
+    args,
     part: gl.constexpr,
     PARTS: gl.constexpr,
     HALVES: gl.constexpr,
@@ -661,7 +642,7 @@ def _gradient_warps(
     Args:
         part: the number of this gradient warpgroup.
     """
-    tiles, barriers, outputs, states, place, sizes, factors = given
+    tiles, barriers, outputs, states, place, sizes, factors = args
     v_tiles, do_tiles = tiles[2], tiles[3]
     HALF: gl.constexpr = do_tiles.dtype == gl.float16
     VALUE_SLOTS: gl.constexpr = v_tiles.shape[0] // HALVES

@@ -62,15 +62,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gla_core.dispatch.backend import CHUNK
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunks import partials
 from gla_triton_kernels.chunks.kernel import GradientParameters
-from gla_triton_kernels.chunks.segments import Segments, lengths_of, state_strides
+from gla_triton_kernels.chunks.segments import Segments
 from gla_triton_kernels.gla.shared.limits import LEAST_GATE
 from gla_triton_kernels.gla.sm90.common import (
     as_float32,
     clear_rows,
+    gate_strides,
     gates_of,
     in_units,
     keep_apart,
@@ -87,9 +87,9 @@ from gla_triton_kernels.gla.sm90.common import (
 from gla_triton_kernels.gla.sm90.common_backward import (
     LAYOUT,
     LEFT,
-    WIDTH,
     C,
     D,
+    gradient_arguments,
     leaving_gradient,
     product,
     segment_backwards,
@@ -99,7 +99,6 @@ from gla_triton_kernels.gla.sm90.operands import as_operands, store_operands
 from gla_triton_kernels.gla.tensors import BackwardTensors
 from gla_triton_runtime.arithmetic import LOG2E
 from gla_triton_runtime.launch import Launch
-from gla_triton_runtime.tma import shared_tiles, state_tiles
 
 SLOTS = gl.constexpr(2)  # pipeline stages of q, k, v and do
 LINE = gl.constexpr(gl.BlockedLayout([C.value // 32], [32], [1], [0]))  # of the tokens of a chunk, in one warp
@@ -124,8 +123,7 @@ def launch_gradients(
     See `launch_gradients` of general/backward.py for the other arguments.
     """
     x, units, converted = in_half(x, ("q", "k", "v", "do"), x.cu_seqlens)
-    B, T, Hq, K = x.q.shape
-    H, (Hv, V), Ho = x.k.shape[2], x.v.shape[2:], x.do.shape[2]
+    (Hq, K), H, (Hv, V), Ho = x.q.shape[2:], x.k.shape[2], x.v.shape[2:], x.do.shape[2]
     entering, s_units, before = as_operands(entering, x.q.dtype)
     blocks_k, blocks_v = ceil_div(K, kernel.BK), ceil_div(V, kernel.BV)
     dq, dk = (partials.parts_of(y, blocks_v) for y in (x.dq, x.dk))
@@ -134,44 +132,22 @@ def launch_gradients(
     dg = partials.parts_of(x.dg, blocks)
     if x.g is not None and constant:  # one sum for each segment and block
         dg = x.g.new_empty(segments.count * blocks, Ho, dtype=torch.float32)
-    g_b, g_t, g_h = (0, 0, 0) if x.g is None else (0, 0, *x.g.stride())[-3:]
     arguments = {
-        "q_desc": shared_tiles(x.q, CHUNK, WIDTH),
-        "k_desc": shared_tiles(x.k, CHUNK, WIDTH),
-        "v_desc": shared_tiles(x.v, CHUNK, WIDTH),
-        "do_desc": shared_tiles(x.do, CHUNK, WIDTH),
-        "s_desc": state_tiles(entering, WIDTH, WIDTH),
-        "dq_desc": shared_tiles(x.dq, CHUNK, WIDTH) if blocks_v == 1 and not converted else None,
-        "dk_desc": shared_tiles(x.dk, CHUNK, WIDTH) if blocks_v == 1 and not converted else None,
-        "dv_desc": shared_tiles(x.dv, CHUNK, WIDTH) if blocks_k == 1 and not converted else None,
+        **gradient_arguments(kernel, x, entering, leaving, segments, scale, bool(converted)),
         "dq_ptr": dq,
         "dk_ptr": dk,
         "dv_ptr": dv,
         "dg_ptr": dg,
         "g_ptr": x.g,
         "s_units": s_units,
-        "leaving": leaving,
-        "dinitial": x.dinitial_state,
-        "order": segments.order,
         **units,
-        "scale": scale,
-        "g_b": g_b,
-        "g_t": g_t,
-        "g_h": g_h,
-        **state_strides("state_", leaving),
-        **lengths_of(T, segments),
+        **gate_strides(x.g),
         "Ho": Ho,
         "per_q": Ho // Hq,
         "per_k": Ho // H,
         "per_v": Ho // Hv,
-        "K": K,
-        "V": V,
-        "B": B,
-        "PARTS": kernel.BK // WIDTH,
-        "HALVES": kernel.BV // WIDTH,
         "CONSTANT": constant,
         "NORMALIZER": normalizer,
-        "LAST_LEAVE_NONE": x.last_leave_none,
     }
     grid = (blocks * segments.count * Ho, 1, 1)
     options = {"num_warps": kernel.warps, "maxnreg": 128}
@@ -185,9 +161,9 @@ def launch_gradients(
 
 
 @gluon.jit
-def _load_warp(given, PARTS: gl.constexpr, HALVES: gl.constexpr):
+def _load_warp(args, PARTS: gl.constexpr, HALVES: gl.constexpr):
     """Loads the inputs of all chunks, the last chunk first, ahead of the other warps."""
-    descriptors, tiles, barriers, where = given
+    descriptors, tiles, barriers, where = args
     q_desc, k_desc, v_desc, do_desc, s_desc = descriptors
     q_tiles, k_tiles, v_tiles, do_tiles, s_tiles = tiles
     full, empty, s_full, s_empty = barriers
@@ -221,20 +197,20 @@ def _load_warp(given, PARTS: gl.constexpr, HALVES: gl.constexpr):
 def _gate_gradients(gates, dots, slot, t, rows, NORMALIZER: gl.constexpr, PARTS: gl.constexpr):
     """Returns dg [C] of the chunk that begins at token t, from the sums that other warps have written to `dots`."""
     token = gl.arange(0, C, LINE)  # [C]
-    of_pairs = (dots.index(ROOM * slot).load(LINE) - dots.index(ROOM * slot + 1).load(LINE)).to(gl.float64)
-    of_pairs = gl.associative_scan(of_pairs, 0, plus, reverse=True)  # [C], pairs of tokens on two sides of u
-    of_q = gl.zeros([C], gl.float32, LINE)  # q_t dq^S_t
-    of_k = gl.zeros([C], gl.float32, LINE)  # k_s dk^S_s
-    of_states = gl.zeros([C], gl.float32, LINE)  # exp(b_C) S * P, whose sum counts
+    pair_terms = (dots.index(ROOM * slot).load(LINE) - dots.index(ROOM * slot + 1).load(LINE)).to(gl.float64)
+    pair_terms = gl.associative_scan(pair_terms, 0, plus, reverse=True)  # [C], pairs of tokens on two sides of u
+    q_terms = gl.zeros([C], gl.float32, LINE)  # q_t dq^S_t
+    k_terms = gl.zeros([C], gl.float32, LINE)  # k_s dk^S_s
+    state_terms = gl.zeros([C], gl.float32, LINE)  # exp(b_C) S * P, whose sum counts
     for p in gl.static_range(PARTS):
-        of_q += dots.index(ROOM * slot + 2 + 3 * p).load(LINE)
-        of_k += dots.index(ROOM * slot + 3 + 3 * p).load(LINE)
-        of_states += dots.index(ROOM * slot + 4 + 3 * p).load(LINE)
-    of_q = gl.where(token < rows, of_q, 0.0).to(gl.float64)
-    of_k = gl.where(token < rows, of_k, 0.0).to(gl.float64)
-    later = gl.associative_scan(of_q, 0, plus, reverse=True)  # [C], from tokens u on
-    earlier = sum_of_earlier(of_k)  # [C], from tokens before u
-    dg = gl.sum(of_states.to(gl.float64), 0) + later + earlier + gl.where(token > 0, of_pairs, 0.0)
+        q_terms += dots.index(ROOM * slot + 2 + 3 * p).load(LINE)
+        k_terms += dots.index(ROOM * slot + 3 + 3 * p).load(LINE)
+        state_terms += dots.index(ROOM * slot + 4 + 3 * p).load(LINE)
+    q_terms = gl.where(token < rows, q_terms, 0.0).to(gl.float64)
+    k_terms = gl.where(token < rows, k_terms, 0.0).to(gl.float64)
+    later = gl.associative_scan(q_terms, 0, plus, reverse=True)  # [C], from tokens u on
+    earlier = sum_of_earlier(k_terms)  # [C], from tokens before u
+    dg = gl.sum(state_terms.to(gl.float64), 0) + later + earlier + gl.where(token > 0, pair_terms, 0.0)
     x = logits_of(gates, t, rows, token)  # read again, because Triton 3.6 confuses gates that are kept through the loop
     g = log_gates(x, NORMALIZER)
     if NORMALIZER is not None:
@@ -244,16 +220,16 @@ def _gate_gradients(gates, dots, slot, t, rows, NORMALIZER: gl.constexpr, PARTS:
 
 @gluon.jit
 def _gate_warp(
-    gates, given, scale, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, CONSTANT: gl.constexpr, HALF: gl.constexpr
+    gates, args, scale, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, CONSTANT: gl.constexpr, HALF: gl.constexpr
 ):
     """Sums the gates of each chunk, and writes dg of the previous chunk.
 
     With CONSTANT, the gradient of the gate is summed over the segment.
     """
-    sums, decays, dots, empty, summed, dotted, dg_ptr, start, length, Ho = given
+    sums, decays, dots, empty, summed, dotted, dg_ptr, start, length, Ho = args
     token = gl.arange(0, C, LINE)  # [C]
     chunks = gl.cdiv(length, C)
-    of_segment = gl.zeros([C], gl.float64, LINE)  # sums of dg over chunks
+    segment_sums = gl.zeros([C], gl.float64, LINE)  # sums of dg over chunks
     if gates is not None:
         first = gl.maximum(chunks - 1, 0) * C
         g_next = gates_of(gates, start + first, length - first, token, NORMALIZER)
@@ -285,12 +261,12 @@ def _gate_warp(
                 mbarrier.wait(dotted.index(last), (i - 1) // SLOTS & 1)
                 dg = _gate_gradients(gates, dots, last, start + first, rows, NORMALIZER, PARTS)
                 if CONSTANT:
-                    of_segment += dg
+                    segment_sums += dg
                 else:
                     at = dg_ptr + (start + first + token).to(gl.int64) * Ho
                     gl.store(at, dg.to(dg_ptr.dtype.element_ty), token < rows)
         if CONSTANT:
-            gl.store(dg_ptr, gl.sum(of_segment, 0).to(gl.float32))
+            gl.store(dg_ptr, gl.sum(segment_sums, 0).to(gl.float32))
 
 
 @gluon.jit
@@ -310,9 +286,9 @@ def _units_of(units, c):
 
 
 @gluon.jit
-def _score_warps(given, scale, PARTS: gl.constexpr, HALVES: gl.constexpr, HAS_GATE: gl.constexpr, PACKED: gl.constexpr):
+def _score_warps(args, scale, PARTS: gl.constexpr, HALVES: gl.constexpr, HAS_GATE: gl.constexpr, PACKED: gl.constexpr):
     """Computes A^T, dA^T, scale * exp(b) do, the sums of A * (do v^T) for dg, and dv of each chunk."""
-    tiles, barriers, outputs, units, place, sizes = given
+    tiles, barriers, outputs, units, place, sizes = args
     q_tiles, k_tiles, v_tiles, do_tiles, p_tiles, eo_tiles, da_tile, sums, dots, p_units, o_units = tiles
     dtype: gl.constexpr = q_tiles.dtype
     HALF: gl.constexpr = dtype == gl.float16
@@ -368,9 +344,9 @@ def _score_warps(given, scale, PARTS: gl.constexpr, HALVES: gl.constexpr, HAS_GA
         below = (t >= s) & (t < rows)  # [C, C]; scores are transposed, so s is the row
         between = scale
         if HAS_GATE:
-            of_rows = sums.index(3 * slot).load(gl.SliceLayout(1, LAYOUT))[:, None]  # [C, 1], b_s
-            of_columns = sums.index(3 * slot).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, C], b_t
-            between = gl.exp2(of_columns - of_rows) * scale  # [C, C], undefined for t < s
+            b_rows = sums.index(3 * slot).load(gl.SliceLayout(1, LAYOUT))[:, None]  # [C, 1], b_s
+            b_columns = sums.index(3 * slot).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, C], b_t
+            between = gl.exp2(b_columns - b_rows) * scale  # [C, C], undefined for t < s
         if HALF:
             aT, daT = aT * (q_unit * k_unit), daT * (do_unit * v_unit)
         aT = gl.where(below, aT * between, 0.0)  # [C, C]
@@ -428,14 +404,14 @@ def _score_warps(given, scale, PARTS: gl.constexpr, HALVES: gl.constexpr, HAS_GA
 
 @gluon.jit
 def _gradient_warps(
-    given, part: gl.constexpr, PARTS: gl.constexpr, HALVES: gl.constexpr, HAS_GATE: gl.constexpr, PACKED: gl.constexpr
+    args, part: gl.constexpr, PARTS: gl.constexpr, HALVES: gl.constexpr, HAS_GATE: gl.constexpr, PACKED: gl.constexpr
 ):
     """Carries the rows of dS of D keys backwards through the segment, and writes dq and dk.
 
     Args:
         part: the number of this gradient warpgroup.
     """
-    tiles, barriers, outputs, states, units, place, sizes, scale = given
+    tiles, barriers, outputs, states, units, place, sizes, scale = args
     q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, p_tiles, eo_tiles, da_tile, sums, decays, dots = tiles[:11]
     p_units, o_units = tiles[11:]
     dtype: gl.constexpr = q_tiles.dtype
@@ -507,10 +483,10 @@ def _gradient_warps(
             dq *= sums.index(3 * slot + 1).load(gl.SliceLayout(1, LAYOUT))[:, None]
             dk *= sums.index(3 * slot + 2).load(gl.SliceLayout(1, LAYOUT))[:, None]
             decay = gl.max(decays.index(slot).load(gl.SliceLayout(1, LAYOUT)), 0)  # exp(b_C)
-            own = ROOM * slot + 2 + 3 * part
-            dots.index(own).store(row_sums(as_float32(q_tile.load(LAYOUT)) * dq) * (s_unit * do_unit * q_unit))
-            dots.index(own + 1).store(row_sums(as_float32(k_tile.load(LAYOUT)) * dk) * (p_unit * v_unit * k_unit))
-            dots.index(own + 2).store(through * decay * s_unit)
+            dot = ROOM * slot + 2 + 3 * part
+            dots.index(dot).store(row_sums(as_float32(q_tile.load(LAYOUT)) * dq) * (s_unit * do_unit * q_unit))
+            dots.index(dot + 1).store(row_sums(as_float32(k_tile.load(LAYOUT)) * dk) * (p_unit * v_unit * k_unit))
+            dots.index(dot + 2).store(through * decay * s_unit)
             mbarrier.arrive(dotted.index(slot), count=1)
         else:
             dq *= scale
@@ -530,8 +506,8 @@ def _gradient_warps(
         entering = ()  # [D, D] each, the gradient of S
         for j in gl.static_range(HALVES):
             entering += (product(q_tile.permute([1, 0]), eo_tiles.index(j), decayed[j]),)
-        of_tokens = (dq, dk)
-        finished = warpgroup_mma_wait(0, entering + of_tokens)
+        token_products = (dq, dk)
+        finished = warpgroup_mma_wait(0, entering + token_products)
         dS, dq, dk = finished[:HALVES], finished[HALVES], finished[HALVES + 1]
         if HALF:
             dq, dk = dq * (a_unit * k_unit), dk * (a_unit * q_unit)
@@ -692,13 +668,13 @@ def _chunk_gla_bwd_head_kernel(
     outputs = (dq_desc, dk_desc, dq_ptr, dk_ptr)
     states = (leaving, held, h % per_v == 0, (state_n, state_h, state_k, state_v), dinitial, s_units)
     place = (b, h, v_head, n, key, value, start, length)
-    own = (tiles, barriers, outputs, states, units, place, (T, Ho, K, V, Hv), scale)
+    gradient_args = (tiles, barriers, outputs, states, units, place, (T, Ho, K, V, Hv), scale)
     # Registers of a thread. The score warps have the remaining registers.
     if PARTS == 1:
         gl.warp_specialize(
             [
                 (_score_warps, (score, scale, PARTS, HALVES, HAS_GATE, PACKED)),
-                (_gradient_warps, (own, 0, PARTS, HALVES, HAS_GATE, PACKED)),
+                (_gradient_warps, (gradient_args, 0, PARTS, HALVES, HAS_GATE, PACKED)),
                 (_load_warp, (load, PARTS, HALVES)),
                 (_gate_warp, (gates, gate, scale, NORMALIZER, PARTS, CONSTANT, HALF)),
             ],
@@ -709,8 +685,8 @@ def _chunk_gla_bwd_head_kernel(
         gl.warp_specialize(
             [
                 (_score_warps, (score, scale, PARTS, HALVES, HAS_GATE, PACKED)),
-                (_gradient_warps, (own, 0, PARTS, HALVES, HAS_GATE, PACKED)),
-                (_gradient_warps, (own, 1, PARTS, HALVES, HAS_GATE, PACKED)),
+                (_gradient_warps, (gradient_args, 0, PARTS, HALVES, HAS_GATE, PACKED)),
+                (_gradient_warps, (gradient_args, 1, PARTS, HALVES, HAS_GATE, PACKED)),
                 (_load_warp, (load, PARTS, HALVES)),
                 (_gate_warp, (gates, gate, scale, NORMALIZER, PARTS, CONSTANT, HALF)),
             ],

@@ -76,6 +76,7 @@ from gla_triton_kernels.gla.sm90.common_backward import (
     gates,
     logits_strides,
     product,
+    tile_arguments,
 )
 from gla_triton_kernels.gla.sm90.half import NO_UNITS
 from gla_triton_kernels.gla.sm90.state_gradients import launch_state_gradients
@@ -105,20 +106,14 @@ def launch_gradients(
     """
     B, T, Hq, K = x.q.shape
     H, V = x.v.shape[2:]
-    g, P, marks, found = launch_state_gradients(kernel, x, entering, leaving, segments, scale, normalizer)
+    g, P, marks, before = launch_state_gradients(kernel, x, entering, leaving, segments, scale, normalizer)
     chunks = cut(B, T, CHUNK, CHUNK, x.cu_seqlens, longest_first=False)
     count, slices = len(P) * Hq, ceil_div(K, SLICE)
     programs, tiles_v = min(count, kernel.programs), max(2, ceil_div(V, WIDTH))
     sums = torch.empty(programs, tiles_v, CHUNK, WIDTH, dtype=torch.float32, device=x.q.device) if slices > 1 else None
     arguments = {
-        "q_desc": shared_tiles(x.q, CHUNK, WIDTH),
-        "k_desc": shared_tiles(x.k, CHUNK, WIDTH),
-        "v_desc": shared_tiles(x.v, CHUNK, WIDTH),
-        "do_desc": shared_tiles(x.do, CHUNK, WIDTH),
+        **tile_arguments(x, ("q", "k", "v", "do", "dq", "dk", "dv")),
         "g_desc": None if g is None else shared_tiles(g, CHUNK, WIDTH),
-        "dq_desc": shared_tiles(x.dq, CHUNK, WIDTH),
-        "dk_desc": shared_tiles(x.dk, CHUNK, WIDTH),
-        "dv_desc": shared_tiles(x.dv, CHUNK, WIDTH),
         "s_desc": state_tiles(entering, WIDTH, WIDTH),
         "p_desc": state_tiles(P, WIDTH, WIDTH),
         "dq_ptr": x.dq,
@@ -147,7 +142,7 @@ def launch_gradients(
     options = {"num_warps": kernel.warps, "maxnreg": 128}
     gradients = Launch(_gradient_kernel, (programs, 1, 1), arguments, options)
     added = pairs.launch_pairs(x, NO_UNITS, marks, scale, WIDTH, normalizer, together=SLICE // WIDTH)
-    return [*found, *chunks.launches, gradients, *added]
+    return [*before, *chunks.launches, gradients, *added]
 
 
 @gluon.jit
@@ -247,12 +242,12 @@ def _load_states(desc, s_tiles, full, empty, item, place, PARTS: gl.constexpr, S
 
 
 @gluon.jit
-def _load_warp(given, PARTS: gl.constexpr, SLICES: gl.constexpr, SLOTS: gl.constexpr, G: gl.constexpr):
+def _load_warp(args, PARTS: gl.constexpr, SLICES: gl.constexpr, SLOTS: gl.constexpr, G: gl.constexpr):
     """Loads tiles of v and do, and of S and P in turns. Before the last tiles, loads q, k and g of the next slice.
 
     The tiles of q, k and g are released when dg has been written, and the first tiles of a slice do not wait for this.
     """
-    descriptors, tiles, barriers, work, tiles_v = given
+    descriptors, tiles, barriers, work, tiles_v = args
     _, _, v_desc, do_desc, _, s_desc, p_desc = descriptors
     _, _, v_tiles, do_tiles, s_tiles, _ = tiles
     _, _, full, empty, v_full, v_empty = barriers
@@ -315,17 +310,17 @@ def _decay(g_desc, tiles, slot, are_mild, rows, scale, PARTS: gl.constexpr, PACK
     """
     q_tiles, k_tiles, x_tiles, _, r_tiles, _, _ = tiles
     for p in range(PARTS):
-        own = PARTS * slot + p
-        q_tile, k_tile = _tile(q_tiles, own), _tile(k_tiles, own)
+        tile_number = PARTS * slot + p
+        q_tile, k_tile = _tile(q_tiles, tile_number), _tile(k_tiles, tile_number)
         if PACKED:
             clear_rows(q_tile, rows, RUNS)
             clear_rows(k_tile, rows, RUNS)
         if g_desc is not None:
             mild = are_mild[0] if PARTS == 1 else gl.where(p == 0, are_mild[0], are_mild[1])
-            g = gates(gate_tile(g_desc, x_tiles, own), rows, None, PACKED)  # [C, D]
+            g = gates(gate_tile(g_desc, x_tiles, tile_number), rows, None, PACKED)  # [C, D]
             x, end = exponents(g, mild, 0.0)  # [C, D], [D]
-            _tile(x_tiles, own).store(x)
-            r_tiles.index(own).store(0.5 * end)
+            _tile(x_tiles, tile_number).store(x)
+            r_tiles.index(tile_number).store(0.5 * end)
             decay(q_tile, k_tile, x, end, mild, 0.0, scale)
         else:
             q_tile.store((q_tile.load(RUNS).to(gl.float32) * scale).to(q_tile.dtype))
@@ -368,14 +363,14 @@ def _write_dg(
 
 @gluon.jit
 def _gate_warps(
-    given,
+    args,
     NORMALIZER: gl.constexpr,
     PARTS: gl.constexpr,
     SLICES: gl.constexpr,
     G: gl.constexpr,
 ):
     """Replaces q, k by qg, kg in each slice, and writes dg of the previous slice."""
-    g_desc, tiles, barriers, marks, dg_ptr, logits, work, sizes, scale = given
+    g_desc, tiles, barriers, marks, dg_ptr, logits, work, sizes, scale = args
     qk_full, qk_empty, gated, w_full = barriers
     _, Hq, K, count, order, first, _ = work
     PACKED: gl.constexpr = order is not None
@@ -420,7 +415,7 @@ def _masked(scores, row, column):
 
 @gluon.jit
 def _gradient_warps(
-    given,
+    args,
     part: gl.constexpr,
     PARTS: gl.constexpr,
     SLICES: gl.constexpr,
@@ -432,16 +427,16 @@ def _gradient_warps(
     Args:
         part: the number of this gradient warpgroup.
     """
-    tiles, barriers, outputs, work, sums, sizes, scale = given
+    tiles, barriers, outputs, work, sums, sizes, scale = args
     q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, x_tiles, w_tiles, out_tiles, r_tiles, anchors, flags = tiles
     qk_empty, gated, w_full, full, empty, v_full, v_empty, ready = barriers
     dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr = outputs
     T, Hq, K, V, tiles_v = sizes
     _, _, _, count, order, first, _ = work
     PACKED: gl.constexpr = order is not None
-    OF_QUERIES: gl.constexpr = PARTS > 1 or part == 0
-    OF_KEYS: gl.constexpr = PARTS > 1 or part == 1
-    own_part: gl.constexpr = part if PARTS > 1 else 0
+    WRITES_DQ: gl.constexpr = PARTS > 1 or part == 0
+    WRITES_DK: gl.constexpr = PARTS > 1 or part == 1
+    tile_part: gl.constexpr = part if PARTS > 1 else 0
     KEEPS_P: gl.constexpr = PARTS > 1 and part == 1  # its tile of P then holds dv, until TMA has read that
     none = gl.zeros([C, C], gl.float32, LAYOUT)  # also for [C, D], since C = D
     in_order = gl.arange(0, C, gl.SliceLayout(1, LAYOUT))[:, None] * D  # [C, D] with the next line, offsets in a tile
@@ -452,8 +447,8 @@ def _gradient_warps(
         _row, b, h, t, rows = _place(n, work)
         where = (b, h, t, T, Hq)
         slot = i % CHUNKS
-        own = PARTS * slot + own_part
-        q_tile, k_tile = _tile(q_tiles, own), _tile(k_tiles, own)
+        tile_number = PARTS * slot + tile_part
+        q_tile, k_tile = _tile(q_tiles, tile_number), _tile(k_tiles, tile_number)
         row = (gl.arange(0, C, gl.SliceLayout(1, LAYOUT)) + opaque_zero())[:, None]  # [C, 1]
         column = (gl.arange(0, C, gl.SliceLayout(0, LAYOUT)) + opaque_zero())[None, :]  # [1, C]
         tma.store_wait(0)  # the gradients of the previous slice have left the tiles
@@ -464,7 +459,7 @@ def _gradient_warps(
             last = key + 2 * D >= K
         beyond = 0  # C would mask every score
         if HAS_GATE:
-            flag = gl.max(flags.index(own).load(gl.SliceLayout(1, LAYOUT)), 0)  # see `_are_mild`
+            flag = gl.max(flags.index(tile_number).load(gl.SliceLayout(1, LAYOUT)), 0)  # see `_are_mild`
             mild = flag != 0
             beyond = gl.where(flag == 3, 0, C)
         if part == 1:
@@ -480,7 +475,7 @@ def _gradient_warps(
             v_slot = item % V_SLOTS
             S, P = 2 * item % SLOTS, (2 * item + 1) % SLOTS  # the slots of S and of P
             v_tile, do_tile = _tile(v_tiles, v_slot), _tile(do_tiles, v_slot)
-            s_tile, p_tile = _tile(s_tiles, PARTS * S + own_part), _tile(s_tiles, PARTS * P + own_part)
+            s_tile, p_tile = _tile(s_tiles, PARTS * S + tile_part), _tile(s_tiles, PARTS * P + tile_part)
             if part == 1:
                 square = none
                 if SLICES > 1:
@@ -491,12 +486,12 @@ def _gradient_warps(
                 clear_rows(do_tile, rows, LAYOUT)
                 fence_async_shared()  # wgmma reads the cleared rows
             mbarrier.wait(full.index(S), 2 * item // SLOTS & 1)
-            if OF_QUERIES:
+            if WRITES_DQ:
                 dq = product(do_tile, s_tile.permute([1, 0]), dq)
             if part == 0:
                 square = product(do_tile, v_tile.permute([1, 0]), square)
             mbarrier.wait(full.index(P), (2 * item + 1) // SLOTS & 1)
-            if OF_KEYS:
+            if WRITES_DK:
                 dk = product(v_tile, p_tile.permute([1, 0]), dk)
             if part == 1:
                 square = product(aT, do_tile, square)
@@ -505,7 +500,7 @@ def _gradient_warps(
             if KEEPS_P:  # while the products run, the previous tile of dv leaves its tile of P
                 tma.store_wait(0)
                 mbarrier.arrive(empty.index((2 * item - 1) % SLOTS), count=1, pred=j > 0)
-            if HAS_GATE and OF_QUERIES:
+            if HAS_GATE and WRITES_DQ:
                 crossing += _sums_of_runs(s_tile.load(ROWS).to(gl.float32) * p_tile.load(ROWS).to(gl.float32))
             if PARTS > 1:
                 dq, dk, square = warpgroup_mma_wait(0, [dq, dk, square])
@@ -513,7 +508,7 @@ def _gradient_warps(
                 dq, square = warpgroup_mma_wait(0, [dq, square])
             else:
                 dk, square = warpgroup_mma_wait(0, [dk, square])
-            if HAS_GATE and OF_QUERIES:
+            if HAS_GATE and WRITES_DQ:
                 fence_async_shared()  # S and P have been loaded to registers; TMA overwrites the tiles
             mbarrier.arrive(empty.index(S), count=1, pred=j + 1 < tiles_v)  # the last tile of S will hold dA
             if not KEEPS_P:
@@ -535,28 +530,28 @@ def _gradient_warps(
             da_tile.store(_masked(square, column + beyond, row))
             fence_async_shared()
         mbarrier.arrive(ready, count=1)
-        if HAS_GATE and OF_QUERIES:
-            anchors.index(own).store(gl.sum(crossing, 1))
+        if HAS_GATE and WRITES_DQ:
+            anchors.index(tile_number).store(gl.sum(crossing, 1))
         mbarrier.wait(ready, i & 1)
-        if OF_QUERIES:
+        if WRITES_DQ:
             started = product(da_tile, k_tile, none)  # [C, D], dA kg
-        if OF_KEYS:
+        if WRITES_DK:
             dk = product(da_tile.permute([1, 0]), q_tile, dk)
         if KEEPS_P:  # the same for the last tile of dv
             tma.store_wait(0)
             mbarrier.arrive(empty.index(last_P), count=1)
         if HAS_GATE:
-            r = r_tiles.index(own).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
-            x = _tile(x_tiles, own).load(LAYOUT)  # [C, D]
+            r = r_tiles.index(tile_number).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
+            x = _tile(x_tiles, tile_number).load(LAYOUT)  # [C, D]
             w_tile = _tile(w_tiles, 2 * slot + part)  # [C, D]; with two parts, w takes the place of x
-            if OF_QUERIES:
+            if WRITES_DQ:
                 dq *= gl.exp2(gl.where(mild, r, 0.0))
                 w_tile.store(q_tile.load(LAYOUT).to(gl.float32) * dq)
                 # The term of queries that read S. In this layout, the sum needs no scratch memory.
                 entered = gl.sum(w_tile.load(RUNS), 0)  # [D]
-                half = r_tiles.index(own).load(gl.SliceLayout(0, RUNS))  # b_C / 2 [D]
-                crossed = anchors.index(own).load(gl.SliceLayout(0, RUNS))  # [D]
-                anchors.index(own).store(entered + crossed * gl.exp2(gl.where(mild, half, 2 * half)))
+                half = r_tiles.index(tile_number).load(gl.SliceLayout(0, RUNS))  # b_C / 2 [D]
+                crossed = anchors.index(tile_number).load(gl.SliceLayout(0, RUNS))  # [D]
+                anchors.index(tile_number).store(entered + crossed * gl.exp2(gl.where(mild, half, 2 * half)))
         if PARTS > 1:
             started, dk = warpgroup_mma_wait(0, [started, dk])
         elif part == 0:
@@ -564,7 +559,7 @@ def _gradient_warps(
         else:
             dk = warpgroup_mma_wait(0, [dk])
         mbarrier.arrive(empty.index(last_S), count=1)
-        if OF_QUERIES:
+        if WRITES_DQ:
             dq += started
         if HAS_GATE:
             if PARTS > 1:
@@ -575,19 +570,19 @@ def _gradient_warps(
                 w = k_tile.load(LAYOUT).to(gl.float32) * dk
             w_tile.store(w)
             mbarrier.arrive(w_full.index(slot), count=1)
-            if OF_QUERIES:
+            if WRITES_DQ:
                 dq *= gl.exp2(x)
-            if OF_KEYS:
+            if WRITES_DK:
                 dk *= gl.exp2(gl.where(mild, 0.0, 2 * r) - x)
         # With two parts, dq and dk are written through the tiles of q and k, which all warps have read.
-        if OF_QUERIES:
+        if WRITES_DQ:
             dq_tile = q_tile if PARTS > 1 else _tile(out_tiles, 1)
-            write(dq_desc, dq_ptr, dq_tile, dq * scale, key + own_part * D, K, where, rows, PACKED)
-        if OF_KEYS:
+            write(dq_desc, dq_ptr, dq_tile, dq * scale, key + tile_part * D, K, where, rows, PACKED)
+        if WRITES_DK:
             dk_tile = k_tile if PARTS > 1 else _tile(out_tiles, 0)
             if PARTS == 1:
                 tma.store_wait(0)  # the last tile of dv has left out_tiles
-            write(dk_desc, dk_ptr, dk_tile, dk, key + own_part * D, K, where, rows, PACKED)
+            write(dk_desc, dk_ptr, dk_tile, dk, key + tile_part * D, K, where, rows, PACKED)
         n, key = _next(n, key, work, SLICES)
         i += 1
     tma.store_wait(0)

@@ -37,6 +37,7 @@ The kernels of this folder follow five rules of Hopper:
 # pyright: reportFunctionMemberAccess=false
 from __future__ import annotations
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -53,6 +54,12 @@ LOG2_C = gl.constexpr(6)  # a chunk has C = 64 tokens
 # The least unit of an operand in float16. Units and products of operands are at most 2^38, so a product times the
 # quotient of two units is at most 2^116.
 LEAST_UNIT = gl.constexpr(2.0**-40)
+
+
+def gate_strides(g: Tensor | None) -> dict[str, int]:
+    """Returns the strides of gates [B, T, Hv] or [Hv], as arguments of a kernel; 0 for None and for axes not there."""
+    b, t, h = (0, 0, 0) if g is None else (0, 0, *g.stride())[-3:]
+    return {"g_b": b, "g_t": t, "g_h": h}
 
 
 @gluon.jit
@@ -73,8 +80,8 @@ def sum_of_earlier(x):
 
     The difference of an inclusive sum and the number itself would lose small earlier numbers by rounding.
     """
-    found, _ = gl.associative_scan((gl.zeros_like(x), x), 0, _then)
-    return found
+    earlier, _ = gl.associative_scan((gl.zeros_like(x), x), 0, _then)
+    return earlier
 
 
 @gluon.jit
@@ -323,8 +330,8 @@ def row_sums(x):
     """
     R: gl.constexpr = x.shape[0]
     D: gl.constexpr = x.shape[1]
-    of_threads = x.reshape([R, D // 8, 4, 2]).permute([0, 2, 1, 3]).reshape([R, 4, D // 4])
-    sums = gl.sum(_plus_columns(None, of_threads), 1)
+    by_thread = x.reshape([R, D // 8, 4, 2]).permute([0, 2, 1, 3]).reshape([R, 4, D // 4])
+    sums = gl.sum(_plus_columns(None, by_thread), 1)
     return gl.convert_layout(sums, gl.SliceLayout(1, x.type.layout), assert_trivial=True)
 
 
@@ -463,11 +470,11 @@ def sums_of_runs(x):
     last = gl.sum(gl.where(row == RUN - 1, within, -0.0), 1)  # [R, K]
     totals = gl.convert_layout(last, everywhere)  # [R, K]
     run = gl.arange(0, R, gl.SliceLayout(1, everywhere))[:, None]  # [R, 1]
-    own = gl.arange(0, R, gl.SliceLayout(1, gl.SliceLayout(1, runs)))[:, None]  # [R, 1]
+    number = gl.arange(0, R, gl.SliceLayout(1, gl.SliceLayout(1, runs)))[:, None]  # [R, 1]
     before = gl.zeros_like(last)  # [R, K]
     for i in gl.static_range(R - 1):
         total = gl.sum(gl.where(run == i, totals, -0.0), 0)  # [K]
-        before += gl.where(own > i, gl.convert_layout(total, keys, assert_trivial=True)[None, :], 0.0)
+        before += gl.where(number > i, gl.convert_layout(total, keys, assert_trivial=True)[None, :], 0.0)
     return within, before, gl.convert_layout(gl.sum(totals, 0), gl.SliceLayout(0, layout), assert_trivial=True)
 
 

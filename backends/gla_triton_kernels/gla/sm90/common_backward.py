@@ -10,12 +10,17 @@ D = 64 columns of a tile
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from gla_core.dispatch.backend import CHUNK
+from gla_triton_kernels.chunks.kernel import GradientParameters
+from gla_triton_kernels.chunks.segments import Segments, lengths_of, state_strides
 from gla_triton_kernels.gla.shared.limits import LEAST_GATE
 from gla_triton_kernels.gla.sm90.common import (
     as_float32,
@@ -25,7 +30,9 @@ from gla_triton_kernels.gla.sm90.common import (
     plus,
     tokens_of,
 )
+from gla_triton_kernels.gla.tensors import BackwardTensors
 from gla_triton_runtime.arithmetic import LOG2E
+from gla_triton_runtime.tma import shared_tiles, state_tiles
 
 WIDTH = 64
 C = gl.constexpr(CHUNK)
@@ -41,6 +48,47 @@ def logits_strides(g: Tensor | None, normalizer: int | None) -> dict[str, int]:
     """Returns the strides of logits [B, T, H, K], as arguments of a kernel; 0 if g is None or holds log gates."""
     b, t, h = (0, 0, 0) if g is None or normalizer is None else g.stride()[:3]
     return {"g_b": b, "g_t": t, "g_h": h}
+
+
+def tile_arguments(x: BackwardTensors, names: Iterable[str]) -> dict[str, Any]:
+    """Returns descriptors of tensors of x, as arguments such as "q_desc"; in tiles [CHUNK, WIDTH]."""
+    return {f"{name}_desc": shared_tiles(getattr(x, name), CHUNK, WIDTH) for name in names}
+
+
+def gradient_arguments(
+    kernel: GradientParameters,
+    x: BackwardTensors,
+    entering: Tensor,
+    leaving: Tensor | None,
+    segments: Segments,
+    scale: float,
+    converted: bool,
+) -> dict[str, Any]:
+    """Returns the arguments that the kernels of backward.py and backward_head.py share.
+
+    Results that are not sums of partial results are written by TMA, unless inputs were converted to float16.
+    """
+    K, V = x.q.shape[3], x.v.shape[3]
+    by_keys, by_values = K <= kernel.BK and not converted, V <= kernel.BV and not converted
+    return {
+        **tile_arguments(x, ("q", "k", "v", "do")),
+        "s_desc": state_tiles(entering, WIDTH, WIDTH),
+        "dq_desc": shared_tiles(x.dq, CHUNK, WIDTH) if by_values else None,
+        "dk_desc": shared_tiles(x.dk, CHUNK, WIDTH) if by_values else None,
+        "dv_desc": shared_tiles(x.dv, CHUNK, WIDTH) if by_keys else None,
+        "leaving": leaving,
+        "dinitial": x.dinitial_state,
+        "order": segments.order,
+        "scale": scale,
+        **state_strides("state_", leaving),
+        **lengths_of(x.q.shape[1], segments),
+        "K": K,
+        "V": V,
+        "B": len(x.q),
+        "PARTS": kernel.BK // WIDTH,
+        "HALVES": kernel.BV // WIDTH,
+        "LAST_LEAVE_NONE": x.last_leave_none,
+    }
 
 
 @gluon.jit
@@ -76,16 +124,16 @@ def leaving_gradient(leaving, strides, n, h, held, adds, keys, values, V, outer,
         outer: a number, or None to divide by nothing.
     """
     state_n, state_h, state_k, state_v = strides
-    found = ()
+    started = ()
     for j in gl.static_range(TILES):
         if leaving is not None:
             head = leaving + n.to(gl.int64) * state_n + h.to(gl.int64) * state_h
             inside = (keys < held) & (values + j * D < V) & adds
             x = gl.load(head + in_state(keys, values + j * D, state_k, state_v), inside, 0.0)
-            found += (x if outer is None else x / outer,)
+            started += (x if outer is None else x / outer,)
         else:
-            found += (gl.zeros([D, D], gl.float32, LAYOUT),)
-    return found
+            started += (gl.zeros([D, D], gl.float32, LAYOUT),)
+    return started
 
 
 @gluon.jit

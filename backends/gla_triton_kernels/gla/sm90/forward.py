@@ -31,6 +31,8 @@ the chunked form.
 # pyright: reportUnboundVariable=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -86,19 +88,63 @@ def launch_outputs(
     kernel loads q, k, v, g and the order without waiting for its predecessor. The predecessor may therefore write
     nothing that this kernel reads except the entering states.
     """
+    kernel = plan.parameters
+    g_desc = None if x.g is None else shared_tiles(x.g, kernel.C, kernel.BK)
+    arguments = {"g_desc": g_desc, "H": x.k.shape[2]}
+    return launch_kernel(_chunk_gla_fwd_kernel, arguments, plan, x, segments, scale, every, normalizer)
+
+
+def launch_kernel(
+    function: Any,
+    arguments: dict[str, Any],
+    plan: ForwardPlan,
+    x: Tensors,
+    segments: Segments,
+    scale: float,
+    every: int | None,
+    normalizer: int | None,
+    heads: int = 1,
+) -> list[Launch]:
+    """Returns the launches of a kernel whose state warpgroups have W columns of v each; see `launch_outputs`.
+
+    Args:
+        function: the kernel, here or in forward_head.py.
+        arguments: the arguments that only this kernel has.
+        heads: number of value heads of a block.
+    """
     x, units, before = in_half(x, ("q", "k", "v"), x.cu_seqlens)
-    T, H, K = x.k.shape[1:]
-    V = x.v.shape[3]
-    kernel, W = plan.parameters, 64
+    T, K, (Hv, V), kernel, W = x.k.shape[1], x.k.shape[3], x.v.shape[2:], plan.parameters, 64
     s_desc = checkpoint_tiles(x.checkpoints, kernel.BK, W) if x.pool is None else None
     arguments = {
+        **arguments,
         "q_desc": shared_tiles(x.q, kernel.C, kernel.BK),
         "k_desc": shared_tiles(x.k, kernel.C, kernel.BK),
         "v_desc": shared_tiles(x.v, kernel.C, W),
-        "g_desc": None if x.g is None else shared_tiles(x.g, kernel.C, kernel.BK),
         "o_desc": shared_tiles(x.o, kernel.C, W) if not before else None,
         "s_desc": s_desc,
         "checkpoints": None if s_desc is not None else x.checkpoints,
+        **state_arguments(x, segments, every),
+        **units,
+        "scale": scale,
+        **lengths_of(T, segments),
+        "rows": 0 if x.checkpoints is None else x.checkpoints.shape[1],
+        "K": K,
+        "V": V,
+        "NORMALIZER": normalizer,
+        "STAGES": kernel.stages,
+        "GROUPS": kernel.BV // W,
+    }
+    grid = (ceil_div(V, kernel.BV) * segments.count * (Hv // heads), 1, 1)
+    options = {"num_warps": kernel.warps, "maxnreg": 128}
+    overlaps = segments.order is not None if plan.segments is None else plan.segments.overlap
+    if overlaps and not before:  # otherwise the kernel waits until q, k and v have been converted
+        options["launch_pdl"] = True
+    return [*before, Launch(function, grid, arguments, options)]
+
+
+def state_arguments(x: Tensors, segments: Segments, every: int | None) -> dict[str, Any]:
+    """Returns the arguments of kernels for SM90 that say where o, states and checkpoints are."""
+    return {
         "o_ptr": x.o,
         "initial_state": x.initial_state,
         "entering": x.entering,
@@ -106,25 +152,9 @@ def launch_outputs(
         "order": segments.order,
         "pool": x.pool,
         "slots": segments.slots,
-        **units,
-        "scale": scale,
         **state_strides("state_", x.initial_state if x.pool is None else x.pool),
-        **lengths_of(T, segments),
         "every": every or 0,
-        "rows": 0 if x.checkpoints is None else x.checkpoints.shape[1],
-        "H": H,
-        "K": K,
-        "V": V,
-        "NORMALIZER": normalizer,
-        "STAGES": kernel.stages,
-        "GROUPS": kernel.BV // W,
     }
-    grid = (ceil_div(V, kernel.BV) * segments.count * H, 1, 1)
-    options = {"num_warps": kernel.warps, "maxnreg": 128}
-    overlaps = segments.order is not None if plan.segments is None else plan.segments.overlap
-    if overlaps and not before:  # otherwise the kernel waits until q, k and v have been converted
-        options["launch_pdl"] = True
-    return [*before, Launch(_chunk_gla_fwd_kernel, grid, arguments, options)]
 
 
 def checkpoint_tiles(x: Tensor | None, keys: int, values: int) -> TensorDescriptor | None:
@@ -149,9 +179,9 @@ def _gate_tile(scratch_tiles, slot, g_desc):
 
 
 @gluon.jit
-def _load_warp(given, HAS_GATE: gl.constexpr, STAGES: gl.constexpr):
+def _load_warp(args, HAS_GATE: gl.constexpr, STAGES: gl.constexpr):
     """Loads q, k, v and g of all chunks, up to STAGES chunks ahead of the other warps."""
-    descriptors, tiles, barriers, place = given
+    descriptors, tiles, barriers, place = args
     q_desc, k_desc, v_desc, g_desc = descriptors
     q_tiles, k_tiles, v_tiles, scratch_tiles = tiles
     g_full, g_empty, full, empty = barriers
@@ -179,12 +209,12 @@ def _load_warp(given, HAS_GATE: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _gate_warps(given, HAS_GATE: gl.constexpr, NORMALIZER: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr):
+def _gate_warps(args, HAS_GATE: gl.constexpr, NORMALIZER: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr):
     """Replaces q, k by qg, kg in each chunk, and computes A of chunks that are not mild.
 
     The gates arrive before q and k, so that they are summed while q and k are still being loaded.
     """
-    g_desc, tiles, barriers, length = given
+    g_desc, tiles, barriers, length = args
     q_tiles, k_tiles, scratch_tiles, a_tiles, a_units, decays, mild_flags = tiles
     g_full, g_empty, full, gated = barriers
     C: gl.constexpr = q_tiles.type.shape[3]
@@ -239,18 +269,18 @@ def _gate_warps(given, HAS_GATE: gl.constexpr, NORMALIZER: gl.constexpr, PACKED:
 
 
 @gluon.jit
-def _state_warps(given, WARPGROUP: gl.constexpr, HAS_GATE: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr):
+def _state_warps(args, WARPGROUP: gl.constexpr, HAS_GATE: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr):
     """Carries W columns of the state through the segment, and writes W columns of the outputs.
 
     Args:
-        given: the tuples below. `units` holds the units of q, k and v, and the number of the segment's first chunk.
+        args: the tuples below. `units` holds the units of q, k and v, and the number of the segment's first chunk.
             `kept` is about checkpoints: the descriptor, the pointer, the rows of a batch entry, the row of the next
             checkpoint, the tokens until it, and the tokens between checkpoints. `place` holds batch, head, segment,
             sequence, first token of the sequence, first column of v of the block, first token and number of tokens of
             the segment.
         WARPGROUP: the number of this state warpgroup.
     """
-    tiles, barriers, outputs, states, units, kept, place, sizes = given
+    tiles, barriers, outputs, states, units, kept, place, sizes = args
     q_tiles, k_tiles, v_tiles, a_tiles, a_units, decays, mild_flags, s_tiles, o_tiles = tiles
     full, gated, empty = barriers
     o_desc, o_ptr, scale = outputs
@@ -344,8 +374,8 @@ def _state_warps(given, WARPGROUP: gl.constexpr, HAS_GATE: gl.constexpr, PACKED:
         o, S = warpgroup_mma_wait(0, [o, S])
         mbarrier.arrive(empty.index(slot), count=1)
         tma.store_wait(0)  # the copy has read o_tile
-        of_o = scale * a_unit * (q_unit * kv_unit)  # factor of o
-        write(o_desc, o_ptr, o_tile, o * of_o, first, V, (b, h, start + i * C, T, H), rows, PACKED)
+        o_factor = scale * a_unit * (q_unit * kv_unit)  # factor of o
+        write(o_desc, o_ptr, o_tile, o * o_factor, first, V, (b, h, start + i * C, T, H), rows, PACKED)
     write_last_state(S * (waiting * outer), states, n, sequence, h, key, value, (H, K, V))
     tma.store_wait(0)
 
@@ -445,7 +475,7 @@ def _chunk_gla_fwd_kernel(
     states = (initial_state, (state_n, state_h, state_k, state_v), entering, final_state, pool, slots)
     place = (b, h, n, sequence, origin, column, start, length)
     units = (q_units, k_units, v_units, chunk_of(sequence, start, T, C, PACKED))
-    own = (tiles, (full, gated, empty), (o_desc, o_ptr, scale), states, units, kept, place, (T, H, K, V))
+    state_args = (tiles, (full, gated, empty), (o_desc, o_ptr, scale), states, units, kept, place, (T, H, K, V))
     # Registers of a thread of the state warps. With fewer, the state would spill, and the assembler would then wait
     # after every wgmma. The gate warps have the remaining registers, and spill in chunks that are not mild.
     STATE: gl.constexpr = 152 if PACKED or BK <= 64 else 144
@@ -453,7 +483,7 @@ def _chunk_gla_fwd_kernel(
         gl.warp_specialize(
             [
                 (_gate_warps, (gate, HAS_GATE, NORMALIZER, PACKED, STAGES)),
-                (_state_warps, (own, 0, HAS_GATE, PACKED, STAGES)),
+                (_state_warps, (state_args, 0, HAS_GATE, PACKED, STAGES)),
                 (_load_warp, (load, HAS_GATE, STAGES)),
             ],
             [4, 1],
@@ -463,8 +493,8 @@ def _chunk_gla_fwd_kernel(
         gl.warp_specialize(
             [
                 (_gate_warps, (gate, HAS_GATE, NORMALIZER, PACKED, STAGES)),
-                (_state_warps, (own, 0, HAS_GATE, PACKED, STAGES)),
-                (_state_warps, (own, 1, HAS_GATE, PACKED, STAGES)),
+                (_state_warps, (state_args, 0, HAS_GATE, PACKED, STAGES)),
+                (_state_warps, (state_args, 1, HAS_GATE, PACKED, STAGES)),
                 (_load_warp, (load, HAS_GATE, STAGES)),
             ],
             [4, 4, 1],

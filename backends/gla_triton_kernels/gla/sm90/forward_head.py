@@ -45,13 +45,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunks.kernel import ForwardPlan
-from gla_triton_kernels.chunks.segments import Segments, lengths_of, state_strides
+from gla_triton_kernels.chunks.segments import Segments
 from gla_triton_kernels.gla.sm90.common import (
     chunk_of,
     clear_rows,
     first_state,
+    gate_strides,
     gates_of,
     in_units,
     next_checkpoint,
@@ -65,12 +65,10 @@ from gla_triton_kernels.gla.sm90.common import (
     write_slot,
     write_state,
 )
-from gla_triton_kernels.gla.sm90.forward import checkpoint_tiles
-from gla_triton_kernels.gla.sm90.half import in_half
+from gla_triton_kernels.gla.sm90.forward import launch_kernel
 from gla_triton_kernels.gla.tensors import Tensors
 from gla_triton_runtime.arithmetic import LOG2E
 from gla_triton_runtime.launch import Launch
-from gla_triton_runtime.tma import shared_tiles
 
 
 def launch_outputs(
@@ -81,58 +79,16 @@ def launch_outputs(
     See `launch_outputs` of general/forward.py for the arguments, and `launch_outputs` of sm90/forward.py for the
     overlap of kernels.
     """
-    x, units, before = in_half(x, ("q", "k", "v"), x.cu_seqlens)
-    T, H, K = x.k.shape[1:]
-    Hv, V = x.v.shape[2:]
-    kernel, W = plan.parameters, 64
-    heads = kernel.BV // W if V <= W else 1
-    g_b, g_t, g_h = (0, 0, 0) if x.g is None else (0, 0, *x.g.stride())[-3:]
-    s_desc = checkpoint_tiles(x.checkpoints, kernel.BK, W) if x.pool is None else None
-    arguments = {
-        "q_desc": shared_tiles(x.q, kernel.C, kernel.BK),
-        "k_desc": shared_tiles(x.k, kernel.C, kernel.BK),
-        "v_desc": shared_tiles(x.v, kernel.C, W),
-        "o_desc": shared_tiles(x.o, kernel.C, W) if not before else None,
-        "s_desc": s_desc,
-        "checkpoints": None if s_desc is not None else x.checkpoints,
-        "g_ptr": x.g,
-        "o_ptr": x.o,
-        "initial_state": x.initial_state,
-        "entering": x.entering,
-        "final_state": x.final_state,
-        "order": segments.order,
-        "pool": x.pool,
-        "slots": segments.slots,
-        **units,
-        "scale": scale,
-        "g_b": g_b,
-        "g_t": g_t,
-        "g_h": g_h,
-        **state_strides("state_", x.initial_state if x.pool is None else x.pool),
-        **lengths_of(T, segments),
-        "every": every or 0,
-        "rows": 0 if x.checkpoints is None else x.checkpoints.shape[1],
-        "Hv": Hv,
-        "R": Hv // H,
-        "K": K,
-        "V": V,
-        "NORMALIZER": normalizer,
-        "STAGES": kernel.stages,
-        "GROUPS": kernel.BV // W,
-        "HEADS": heads,
-    }
-    grid = (ceil_div(V, kernel.BV) * segments.count * (Hv // heads), 1, 1)
-    options = {"num_warps": kernel.warps, "maxnreg": 128}
-    overlaps = segments.order is not None if plan.segments is None else plan.segments.overlap
-    if overlaps and not before:  # otherwise the kernel waits until q, k and v have been converted
-        options["launch_pdl"] = True
-    return [*before, Launch(_chunk_gla_fwd_head_kernel, grid, arguments, options)]
+    (H, _), (Hv, V) = x.k.shape[2:], x.v.shape[2:]
+    heads = plan.parameters.BV // 64 if V <= 64 else 1
+    arguments = {"g_ptr": x.g, **gate_strides(x.g), "Hv": Hv, "R": Hv // H, "HEADS": heads}
+    return launch_kernel(_chunk_gla_fwd_head_kernel, arguments, plan, x, segments, scale, every, normalizer, heads)
 
 
 @gluon.jit
-def _load_warp(given, HEADS: gl.constexpr, STAGES: gl.constexpr):
+def _load_warp(args, HEADS: gl.constexpr, STAGES: gl.constexpr):
     """Loads q, k and v of all chunks, up to STAGES chunks ahead of the other warps."""
-    descriptors, tiles, barriers, place = given
+    descriptors, tiles, barriers, place = args
     q_desc, k_desc, v_desc = descriptors
     q_tiles, k_tiles, v_tiles = tiles
     full, empty = barriers
@@ -154,16 +110,14 @@ def _load_warp(given, HEADS: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _gate_warps(
-    gates, given, HEADS: gl.constexpr, NORMALIZER: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr
-):
+def _gate_warps(gates, args, HEADS: gl.constexpr, NORMALIZER: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr):
     """Sums the gates and computes u in each chunk.
 
     Args:
         gates: for each head of the block, the pointer to its gate at token 0 and the stride of tokens; None without
             gates.
     """
-    tiles, barriers, start, length = given
+    tiles, barriers, start, length = args
     q_tiles, k_tiles, v_tiles, u_tiles, sums, decays = tiles
     full, gated = barriers
     C: gl.constexpr = v_tiles.type.shape[3]
@@ -220,7 +174,7 @@ def _gate_warps(
 
 @gluon.jit
 def _state_warps(
-    given,
+    args,
     WARPGROUP: gl.constexpr,
     HEADS: gl.constexpr,
     HAS_GATE: gl.constexpr,
@@ -230,10 +184,10 @@ def _state_warps(
     """Carries W columns of the state through the segment, and writes W columns of the outputs.
 
     Args:
-        given: see `_state_warps` of forward.py.
+        args: see `_state_warps` of forward.py.
         WARPGROUP: the number of this state warpgroup.
     """
-    tiles, barriers, outputs, states, units, kept, place, sizes = given
+    tiles, barriers, outputs, states, units, kept, place, sizes = args
     q_tiles, k_tiles, v_tiles, u_tiles, sums, decays, s_tiles, o_tiles = tiles
     full, gated, empty = barriers
     o_desc, o_ptr, scale = outputs
@@ -254,8 +208,8 @@ def _state_warps(
     s_block = s_tiles.index(WARPGROUP)  # [1, 1, 1, BK, W], S as an operand, and the source of a checkpoint
     s_tile = s_block.reshape([BK, W])
     o_tile = None if o_desc is None else o_tiles.index(WARPGROUP).reshape([C, W])
-    OWN: gl.constexpr = WARPGROUP if HEADS > 1 else 0  # the number of the warpgroup's head in the block
-    h += OWN
+    HEAD: gl.constexpr = WARPGROUP if HEADS > 1 else 0  # the number of the warpgroup's head in the block
+    h += HEAD
     first = column + (0 if HEADS > 1 else WARPGROUP * W)
     key = gl.arange(0, BK, gl.SliceLayout(1, layout))[:, None]  # [BK, 1]
     value = first + gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]  # [1, W]
@@ -298,7 +252,7 @@ def _state_warps(
         o = warpgroup_mma(q_tile, s_tile, o, use_acc=False, is_async=True)
         mbarrier.wait(gated.index(slot), phase)
         if HAS_GATE:
-            at = HEADS * slot + OWN
+            at = HEADS * slot + HEAD
             b_t = sums.index(2 * at).load(gl.SliceLayout(1, scores))[:, None]  # [C, 1]
             b_s = sums.index(2 * at).load(gl.SliceLayout(0, scores))[None, :]  # [1, C]
             between = gl.exp2(b_t - b_s)  # [C, C], undefined for t < s
@@ -324,8 +278,8 @@ def _state_warps(
         o, S = warpgroup_mma_wait(0, [o, S])
         mbarrier.arrive(empty.index(slot), count=1)
         tma.store_wait(0)  # the copy has read o_tile
-        of_o = scale * a_unit * (q_unit * kv_unit)  # factor of o
-        write(o_desc, o_ptr, o_tile, o * of_o, first, V, (b, h, start + i * C, T, Hv), rows, PACKED)
+        o_factor = scale * a_unit * (q_unit * kv_unit)  # factor of o
+        write(o_desc, o_ptr, o_tile, o * o_factor, first, V, (b, h, start + i * C, T, Hv), rows, PACKED)
     write_last_state(S * outer, states, n, sequence, h, key, value, (Hv, K, V))
     tma.store_wait(0)
 
@@ -429,14 +383,14 @@ def _chunk_gla_fwd_head_kernel(
     place = (b, h, n, sequence, origin, column, start, length)
     units = (q_units, k_units, v_units, chunk_of(sequence, start, T, C, PACKED))
     sizes = (T, Hv, R, K, V)
-    own = (tiles, (full, gated, empty), (o_desc, o_ptr, scale), states, units, kept, place, sizes)
+    state_args = (tiles, (full, gated, empty), (o_desc, o_ptr, scale), states, units, kept, place, sizes)
     # Registers of a thread of the state warps. The gate warps have the remaining registers.
     STATE: gl.constexpr = 208
     if GROUPS == 1:
         gl.warp_specialize(
             [
                 (_gate_warps, (gates, gate, HEADS, NORMALIZER, PACKED, STAGES)),
-                (_state_warps, (own, 0, HEADS, HAS_GATE, PACKED, STAGES)),
+                (_state_warps, (state_args, 0, HEADS, HAS_GATE, PACKED, STAGES)),
                 (_load_warp, (load, HEADS, STAGES)),
             ],
             [4, 1],
@@ -446,8 +400,8 @@ def _chunk_gla_fwd_head_kernel(
         gl.warp_specialize(
             [
                 (_gate_warps, (gates, gate, HEADS, NORMALIZER, PACKED, STAGES)),
-                (_state_warps, (own, 0, HEADS, HAS_GATE, PACKED, STAGES)),
-                (_state_warps, (own, 1, HEADS, HAS_GATE, PACKED, STAGES)),
+                (_state_warps, (state_args, 0, HEADS, HAS_GATE, PACKED, STAGES)),
+                (_state_warps, (state_args, 1, HEADS, HAS_GATE, PACKED, STAGES)),
                 (_load_warp, (load, HEADS, STAGES)),
             ],
             [4, 4, 1],

@@ -42,7 +42,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunks.kernel import ForwardPlan
-from gla_triton_kernels.chunks.segments import Segments, cut, lengths_of, state_strides
+from gla_triton_kernels.chunks.segments import Segments, cut, lengths_of
 from gla_triton_kernels.gla.shared.limits import MILD_DECAY_SM90
 from gla_triton_kernels.gla.sm90.common import (
     clear_rows,
@@ -61,7 +61,7 @@ from gla_triton_kernels.gla.sm90.common import (
     write,
     write_slot,
 )
-from gla_triton_kernels.gla.sm90.forward import checkpoint_tiles
+from gla_triton_kernels.gla.sm90.forward import checkpoint_tiles, state_arguments
 from gla_triton_kernels.gla.tensors import Tensors
 from gla_triton_runtime.launch import Launch
 from gla_triton_runtime.tma import shared_tiles
@@ -105,20 +105,12 @@ def launch_outputs(
         "v_desc": shared_tiles(x.v, C, W),
         "o_desc": shared_tiles(x.o, C, W),
         "s_desc": checkpoint_tiles(x.checkpoints, BK, W) if x.pool is None else None,
-        "o_ptr": x.o,
         "decays": decays,
-        "initial_state": x.initial_state,
-        "entering": x.entering,
-        "final_state": x.final_state,
-        "order": segments.order,
-        "pool": x.pool,
-        "slots": segments.slots,
         "scale": scale,
-        **state_strides("state_", x.initial_state if x.pool is None else x.pool),
+        **state_arguments(x, segments, every),
         **lengths_of(T, segments),
         "chunks": chunks.count,
         "HAS_CHECKPOINTS": x.checkpoints is not None,
-        "every": every or 0,
         "H": H,
         "K": K,
         "V": V,
@@ -227,12 +219,12 @@ def _load_warp(descriptors, tiles, barriers, place):
     W: gl.constexpr = v_desc.block_type.shape[3]
     for step in range(2 * chunks):
         t = start + step // 2 * C
-        own = row + step // 2 * C
+        row_t = row + step // 2 * C
         slot = step % STAGES
         mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
         mbarrier.expect(full.index(slot), 2 * q_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(q_desc, [0, h, own, step % 2 * BK], full.index(slot), q_tiles.index(slot))
-        tma.async_copy_global_to_shared(k_desc, [0, h, own, step % 2 * BK], full.index(slot), k_tiles.index(slot))
+        tma.async_copy_global_to_shared(q_desc, [0, h, row_t, step % 2 * BK], full.index(slot), q_tiles.index(slot))
+        tma.async_copy_global_to_shared(k_desc, [0, h, row_t, step % 2 * BK], full.index(slot), k_tiles.index(slot))
         if step % 2 == 0:
             slot = step // 2 % 2
             mbarrier.wait(v_empty.index(slot), (step // 4 & 1) ^ 1)
@@ -241,18 +233,18 @@ def _load_warp(descriptors, tiles, barriers, place):
             tma.async_copy_global_to_shared(
                 v_desc, [b, h, t, column + W], v_full.index(slot), v_tiles.index(2 * slot + 1)
             )
-            tma.async_copy_global_to_shared(a_desc, [0, h, own, 0], v_full.index(slot), a_tiles.index(slot))
+            tma.async_copy_global_to_shared(a_desc, [0, h, row_t, 0], v_full.index(slot), a_tiles.index(slot))
 
 
 @gluon.jit
-def _state_warps(given, WARPGROUP: gl.constexpr, PACKED: gl.constexpr, HAS_CHECKPOINTS: gl.constexpr):
+def _state_warps(args, WARPGROUP: gl.constexpr, PACKED: gl.constexpr, HAS_CHECKPOINTS: gl.constexpr):
     """Carries W columns of the state, in two slices S0 and S1, through the segment, and writes the outputs.
 
     Args:
-        given: see `_state_warps` of forward.py.
+        args: see `_state_warps` of forward.py.
         WARPGROUP: the number of this state warpgroup.
     """
-    tiles, barriers, outputs, scale, decays, states, kept, place, sizes = given
+    tiles, barriers, outputs, scale, decays, states, kept, place, sizes = args
     q_tiles, k_tiles, a_tiles, v_tiles, s_tiles, o_tiles = tiles
     full, empty, v_full, v_empty = barriers
     o_desc, o_ptr = outputs
@@ -421,7 +413,7 @@ def _state_kernel(
     checkpoint, left = gl.to_tensor(0), gl.to_tensor(0)  # row of the next checkpoint, and number of tokens until it
     if HAS_CHECKPOINTS:
         checkpoint, left = next_checkpoint(start, sequence, origin, every, slots, PACKED)
-    own = start // C + (sequence if PACKED else b * gl.cdiv(T, C))  # number of the segment's first chunk
+    first_chunk = start // C + (sequence if PACKED else b * gl.cdiv(T, C))  # number of the segment's first chunk
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], q_desc.layout)
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], k_desc.layout)
     a_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, C, C], a_desc.layout)
@@ -447,8 +439,8 @@ def _state_kernel(
     states = (initial_state, (state_n, state_h, state_k, state_v), entering, final_state, pool, slots)
     kept = (s_desc, checkpoint, left, every)
     place = (b, h, n, sequence, column, start, length, start == origin)
-    load_place = (b, h, column, start, own * C, gl.cdiv(length, C))
-    decays += (h * chunks + own).to(gl.int64) * 4 * BK
+    load_place = (b, h, column, start, first_chunk * C, gl.cdiv(length, C))
+    decays += (h * chunks + first_chunk).to(gl.int64) * 4 * BK
     outputs = (o_desc, o_ptr)
     sizes = (T, H, K, V)
     state = (tiles, barriers, outputs, scale, decays, states, kept, place, sizes)

@@ -51,16 +51,16 @@ def in_half(
         that fill both. Units are [rows, Hx] in float32, or None if nothing is converted. Rows are numbered like
         checkpoints every `CHUNK` tokens.
     """
-    given: dict[str, Tensor] = {name: getattr(x, name) for name in names}
-    if given[names[0]].dtype != torch.float32:
+    tensors: dict[str, Tensor] = {name: getattr(x, name) for name in names}
+    if tensors[names[0]].dtype != torch.float32:
         return x, {f"{name}_units": None for name in names}, []
-    halves = {name: torch.empty(y.shape, dtype=torch.float16, device=y.device) for name, y in given.items()}
+    halves = {name: torch.empty(y.shape, dtype=torch.float16, device=y.device) for name, y in tensors.items()}
     units, launches = {}, []
-    for name, y in given.items():
+    for name, y in tensors.items():
         B, T, H, _ = y.shape
         rows = B * ceil_div(T, CHUNK) if cu_seqlens is None else len(cu_seqlens) - 1 + T // CHUNK
-        units[f"{name}_units"] = found = y.new_empty(rows, H)
-        launches.append(_conversion(y, halves[name], found, cu_seqlens, LEAST_OF_GRADIENTS if name == "do" else LEAST))
+        units[f"{name}_units"] = unit = y.new_empty(rows, H)
+        launches.append(_conversion(y, halves[name], unit, cu_seqlens, LEAST_OF_GRADIENTS if name == "do" else LEAST))
     return x._replace(**halves), units, launches
 
 

@@ -81,12 +81,12 @@ def _refusal(call: OpCall, gpu: Gpu) -> Reason | None:
     return None
 
 
-def _of_bfloat16(call: OpCall) -> Reason | None:
+def _refuse_dtype(call: OpCall) -> Reason | None:
     """Returns the reason why the kernels for wide heads cannot compute the dtype of a call, or None."""
     return f"computes bfloat16; q is {str(call.dtype).removeprefix('torch.')}" if call.dtype != torch.bfloat16 else None
 
 
-def _of_keys(call: OpCall) -> Reason | None:
+def _refuse_key_gates(call: OpCall) -> Reason | None:
     """Returns the reason why the kernels with one gate for each key cannot compute a call, or None."""
     if call.gate_form in ("constant", "head"):
         return f"computes gates {GATES['key']}; g has one {GATES[call.gate_form]}"
@@ -95,7 +95,7 @@ def _of_keys(call: OpCall) -> Reason | None:
     return None
 
 
-def _of_heads(call: OpCall) -> Reason | None:
+def _refuse_head_gates(call: OpCall) -> Reason | None:
     """Returns the reason why the kernels with one gate for each head, or no gates, cannot compute a call, or None."""
     gates = call.gate_form or ("key" if call.gate_dtype is not None else None)
     return f"computes one gate for each head, or none; g has one {GATES['key']}" if gates == "key" else None
@@ -174,20 +174,20 @@ def _output_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
 
 
 def _forward_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
-    if (reason := _output_refusal(call, gpu) or _of_keys(call)) is not None:
+    if (reason := _output_refusal(call, gpu) or _refuse_key_gates(call)) is not None:
         return reason
     return None if call.dims["K"] <= 128 else f"computes K up to 128; K is {call.dims['K']}"
 
 
 def _forward_head_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
-    if (reason := _output_refusal(call, gpu) or _of_heads(call)) is not None:
+    if (reason := _output_refusal(call, gpu) or _refuse_head_gates(call)) is not None:
         return reason
     return None if call.dims["K"] <= 128 else f"computes K up to 128; K is {call.dims['K']}"
 
 
 def _forward_wide_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
     K = call.dims["K"]
-    if (reason := _output_refusal(call, gpu) or _of_bfloat16(call) or _of_keys(call)) is not None:
+    if (reason := _output_refusal(call, gpu) or _refuse_dtype(call) or _refuse_key_gates(call)) is not None:
         return reason
     if not (128 < K <= 256 and K % 8 == 0):
         return f"computes K from 136 to 256 in steps of 8; K is {K}"
@@ -248,7 +248,7 @@ def _conversions_seconds(call: OpCall, c: Constants) -> list[float]:
     if call.dtype != torch.float32:
         return []
     B, T, H, Hq, Hv, K, V = (call.dims[name] for name in ("B", "T", "H", "Hq", "Hv", "K", "V"))
-    return [c["launch"] + 6 * B * T * of_token / c["bandwidth"] for of_token in (Hq * K, H * K, Hv * V)]
+    return [c["launch"] + 6 * B * T * elements / c["bandwidth"] for elements in (Hq * K, H * K, Hv * V)]
 
 
 def _gates_seconds(call: OpCall, c: Constants) -> list[float]:
@@ -319,15 +319,15 @@ def _gradient_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
 
 
 def _backward_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
-    return _gradient_refusal(call, gpu) or _of_keys(call)
+    return _gradient_refusal(call, gpu) or _refuse_key_gates(call)
 
 
 def _backward_head_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
-    return _gradient_refusal(call, gpu) or _of_heads(call)
+    return _gradient_refusal(call, gpu) or _refuse_head_gates(call)
 
 
 def _backward_wide_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
-    if (reason := _gradient_refusal(call, gpu) or _of_bfloat16(call) or _of_keys(call)) is not None:
+    if (reason := _gradient_refusal(call, gpu) or _refuse_dtype(call) or _refuse_key_gates(call)) is not None:
         return reason
     K = call.dims["K"]
     if not _has_several_blocks(call) or K > 256:

@@ -76,8 +76,8 @@ D = gl.constexpr(64)
 LOG2_FAR = gl.constexpr(-40.0)
 FAR = gl.constexpr(2.0**-40)  # divided by FAR, exp(g) is a normal float32 for g down to -115, instead of -87
 LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
-OF_ROWS = gl.constexpr(gl.SliceLayout(1, LAYOUT.value))
-OF_COLUMNS = gl.constexpr(gl.SliceLayout(0, LAYOUT.value))
+PER_ROW = gl.constexpr(gl.SliceLayout(1, LAYOUT.value))
+PER_COLUMN = gl.constexpr(gl.SliceLayout(0, LAYOUT.value))
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))  # for elements of 2 bytes
 RUNS = gl.constexpr(gl.BlockedLayout([8, 2], [8, 4], [1, 8], [1, 0]))  # a warp holds all rows of 8 columns
 SECTORS = gl.constexpr(gl.BlockedLayout([1, 1], [8, 4], [8, 1], [1, 0]))  # for one element in each 32 bytes
@@ -230,10 +230,10 @@ def _pairs_kernel(
     tokens_k, tokens_v = _stride(Hq * K, FAR_ROWS), _stride(Hq * V, FAR_ROWS)
     dq, dk = (dq_ptr, stride_dkb, tokens_k, K, 1), (dk_ptr, stride_dkb, tokens_k, K, 1)
     dv, dg = (dv_ptr, stride_dvb, tokens_v, V, 1), (dg_ptr, stride_dkb, tokens_k, K, 1)
-    own = pid + programs * gl.arange(0, MARKS, MARKED)  # [MARKS]
+    numbers = pid + programs * gl.arange(0, MARKS, MARKED)  # [MARKS]
     marks = gl.zeros([MARKS], gl.int32, MARKED)  # [MARKS]
     for block in range(blocks_k):
-        marks |= gl.load(marks_ptr + own.to(gl.int64) * blocks_k + block, mask=own < count, other=0)
+        marks |= gl.load(marks_ptr + numbers.to(gl.int64) * blocks_k + block, mask=numbers < count, other=0)
     marked = gl.associative_scan((marks != 0).to(gl.int32), 0, plus)  # [MARKS], inclusive counts of marked pairs
     for j in range(gl.max(marked, 0)):
         ih = pid + programs * gl.sum((marked <= j).to(gl.int32), 0)
@@ -280,8 +280,8 @@ def _pairs_kernel(
 @gluon.jit
 def _rows_and_columns():
     """Returns the numbers of rows and of columns of a tile."""
-    row = gl.arange(0, C, OF_ROWS) + opaque_zero()
-    return row[:, None], gl.arange(0, C, OF_COLUMNS)[None, :]  # [C, 1], [1, C]
+    row = gl.arange(0, C, PER_ROW) + opaque_zero()
+    return row[:, None], gl.arange(0, C, PER_COLUMN)[None, :]  # [C, 1], [1, C]
 
 
 @gluon.jit
@@ -378,7 +378,7 @@ def _choose(bits, x, y):
 @gluon.jit
 def _load_rows(ptr, stride, row, rows, columns):
     """Returns rows `row` [C, 1] of a tensor as a tile [C, D], with 0 beyond `rows` rows and `columns` columns."""
-    column = gl.arange(0, D, OF_COLUMNS)[None, :]  # [1, D]
+    column = gl.arange(0, D, PER_COLUMN)[None, :]  # [1, D]
     inside = row < rows  # [C, 1]
     if columns is not None:
         inside = inside & (column < columns)
@@ -443,7 +443,7 @@ def _add_block_of_keys(scores, inputs, outputs, at, k0, rows, K: gl.constexpr, N
         k0: the first key.
     """
     a_tile, da_tile, da_tt, da_unit = scores
-    q, k, g, of_q, of_k = inputs
+    q, k, g, q_factor, k_factor = inputs
     dq, dk, dg = outputs
     q_at, inside = _tile(q, at, k0, rows, K, [C, D], ROWS)
     k_at, _ = _tile(k, at, k0, rows, K, [C, D], ROWS)
@@ -457,7 +457,7 @@ def _add_block_of_keys(scores, inputs, outputs, at, k0, rows, K: gl.constexpr, N
     _prefetch(dq, at, k0, rows, K)
     _prefetch(dk, at, k0, rows, K)
     _prefetch(dg, at, k0, rows, K)
-    q_block, k_block = q_block.to(gl.float32) * of_q, k_block.to(gl.float32) * of_k
+    q_block, k_block = q_block.to(gl.float32) * q_factor, k_block.to(gl.float32) * k_factor
     most_q, most_k = gl.reduce((gl.max(gl.abs(q_block), 1), gl.max(gl.abs(k_block), 1)), 0, _larger)
     q_unit, q_inverse = unit_of(most_q)
     k_unit, k_inverse = unit_of(most_k)

@@ -100,10 +100,10 @@ def launch_state_gradients(
     """
     T, Hq, K = x.q.shape[1:]
     H, V = x.v.shape[2:]
-    g, found = x.g, []
+    g, made = x.g, []
     if g is not None and normalizer is not None:
         g, log_gates = launch_log_gates(g, normalizer)
-        found.append(log_gates)
+        made.append(log_gates)
     marks = pairs.new_marks(x, entering, WIDTH)
     P = torch.empty(entering.numel() // (H * K * V), Hq, K, V, dtype=entering.dtype, device=x.q.device)
     tiles = kernel.BV // WIDTH
@@ -131,14 +131,14 @@ def launch_state_gradients(
     }
     blocks = ceil_div(K, WIDTH) * ceil_div(V, kernel.BV) * segments.count * Hq
     options = {"num_warps": kernel.warps, "maxnreg": 96 if turns > 2 else 128}
-    found.append(Launch(_state_kernel, (blocks, 1, 1), arguments, options))
-    return StateGradients(g, P, marks, found)
+    made.append(Launch(_state_kernel, (blocks, 1, 1), arguments, options))
+    return StateGradients(g, P, marks, made)
 
 
 @gluon.jit
-def _load_chunks(given, TILES: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr):
+def _load_chunks(args, TILES: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr):
     """Loads q, do and g of all chunks, the last chunk first, ahead of the other warps."""
-    descriptors, tiles, barriers, place = given
+    descriptors, tiles, barriers, place = args
     q_desc, do_desc, g_desc = descriptors
     q_tiles, do_tiles, g_tiles = tiles
     full, empty = barriers
@@ -160,10 +160,10 @@ def _load_chunks(given, TILES: gl.constexpr, G: gl.constexpr, STAGES: gl.constex
 
 @gluon.jit
 def _gate_warps(
-    given, turn: gl.constexpr, TURNS: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr
+    args, turn: gl.constexpr, TURNS: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr
 ):
     """Replaces q by scale q exp(b), and marks chunks that are not mild, in every TURNS-th chunk from `turn` on."""
-    tiles, barriers, marks, place, sizes, scale = given
+    tiles, barriers, marks, place, sizes, scale = args
     q_tiles, do_tiles, g_tiles, end_tiles, mild_flags = tiles
     full, gated = barriers
     h, key, value, row, length = place
@@ -196,9 +196,9 @@ def _gate_warps(
 
 
 @gluon.jit
-def _state_warps(given, HAS_GATE: gl.constexpr, TILES: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr):
+def _state_warps(args, HAS_GATE: gl.constexpr, TILES: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr):
     """Carries dS backwards through the segment, and writes P of each chunk."""
-    tiles, barriers, p_desc, states, place, sizes = given
+    tiles, barriers, p_desc, states, place, sizes = args
     q_tiles, do_tiles, p_tiles, end_tiles, mild_flags = tiles
     full, gated, empty = barriers
     leaving, held, strides, dinitial = states
@@ -221,13 +221,13 @@ def _state_warps(given, HAS_GATE: gl.constexpr, TILES: gl.constexpr, G: gl.const
             mild = gl.max(mild_flags.index(slot).load(line), 0) != 0
             end = end_tiles.index(slot).load(line)[:, None]  # b_C [D, 1]
             decay = gl.exp2(end)
-            of_P = gl.exp2(gl.where(mild, 0.5 * end, 0.0))
+            P_factor = gl.exp2(gl.where(mild, 0.5 * end, 0.0))
         started = ()
         for j in gl.static_range(TILES):
             do_tile = do_tiles.index(TILES * slot + j).reshape([C, D])
             started += (product(q_tile.permute([1, 0]), do_tile, dS[j] * decay if HAS_GATE else dS[j]),)
         for j in gl.static_range(TILES):
-            p_tiles.index(p_first + j).reshape([D, D]).store((dS[j] * of_P if HAS_GATE else dS[j]).to(gl.bfloat16))
+            p_tiles.index(p_first + j).reshape([D, D]).store((dS[j] * P_factor if HAS_GATE else dS[j]).to(gl.bfloat16))
         fence_async_shared()  # P has been stored from registers; TMA reads it
         for j in gl.static_range(TILES):
             at = [row + chunks - 1 - i, h, key, value + j * D]

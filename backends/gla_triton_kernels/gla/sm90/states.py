@@ -63,6 +63,7 @@ from gla_triton_kernels.gla.sm90.common import (
     as_float32,
     chunk_of,
     clear_rows,
+    gate_strides,
     gates_of,
     let_dependents_start,
     log_gates_of_tile,
@@ -87,8 +88,7 @@ def launch_states(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tenso
     kernel, packed, skip_last = plan.parameters, segments.order is not None, x.after is None
     B, T = x.left.shape[:2]
     Hv, K, V = S.shape[1:]
-    of_keys = x.g is not None and x.g.ndim == 4
-    g_b, g_t, g_h = (0, 0, 0) if x.g is None or of_keys else (0, 0, *x.g.stride())[-3:]
+    key_gates = x.g is not None and x.g.ndim == 4
     asked = segments.count
     if skip_last:
         asked = segments.most if packed else segments.count - B
@@ -99,17 +99,15 @@ def launch_states(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tenso
     arguments = {
         "left_desc": shared_tiles(x.left, kernel.C, kernel.BK),
         "right_desc": shared_tiles(x.right, kernel.C, kernel.BV),
-        "g_desc": shared_tiles(x.g, kernel.C, kernel.BK) if of_keys else None,
-        "g_ptr": None if of_keys else x.g,
+        "g_desc": shared_tiles(x.g, kernel.C, kernel.BK) if key_gates else None,
+        "g_ptr": None if key_gates else x.g,
         "S_ptr": S,
         "D_ptr": D,
         "order": segments.order,
         "counts": segments.counts,
         **units,
         "scale": x.scale,
-        "g_b": g_b,
-        "g_t": g_t,
-        "g_h": g_h,
+        **gate_strides(None if key_gates else x.g),
         **lengths_of(T, segments),
         "Hv": Hv,
         "R": Hv // x.left.shape[2],
@@ -174,9 +172,9 @@ def _forgotten(R_tiles, slot, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def _load_warp(given, PARTS: gl.constexpr, BACKWARDS: gl.constexpr, STAGES: gl.constexpr):
+def _load_warp(args, PARTS: gl.constexpr, BACKWARDS: gl.constexpr, STAGES: gl.constexpr):
     """Loads left, right and g of the chunks that count, up to STAGES chunks ahead of the state warps."""
-    descriptors, tiles, barriers, chunks = given
+    descriptors, tiles, barriers, chunks = args
     left_desc, right_desc, g_desc = descriptors
     left_tiles, right_tiles, g_tiles, R_tiles, count_tiles = tiles
     full, empty = barriers
@@ -209,7 +207,7 @@ def _load_warp(given, PARTS: gl.constexpr, BACKWARDS: gl.constexpr, STAGES: gl.c
 
 @gluon.jit
 def _state_warps(
-    given,
+    args,
     part: gl.constexpr,
     NORMALIZER: gl.constexpr,
     PARTS: gl.constexpr,
@@ -222,7 +220,7 @@ def _state_warps(
     Args:
         part: the number of this state warpgroup.
     """
-    tiles, barriers, states, units, gates, place, sizes = given
+    tiles, barriers, states, units, gates, place, sizes = args
     left_tiles, right_tiles, g_tiles, R_tiles, count_tiles = tiles
     full, empty = barriers
     S_ptr, D_ptr, scale = states
@@ -230,7 +228,7 @@ def _state_warps(
     segment, h, first_key, column, start, length, count = place
     Hv, K, V = sizes
     HAS_GATE: gl.constexpr = D_ptr is not None
-    OF_HEADS: gl.constexpr = gates is not None  # whether there is one gate for each head instead of each key
+    HEAD_GATES: gl.constexpr = gates is not None  # whether there is one gate for each head instead of each key
     FROM_FIRST: gl.constexpr = BACKWARDS and left_tiles.dtype == gl.float16
     C: gl.constexpr = left_tiles.type.shape[3]
     PART: gl.constexpr = left_tiles.type.shape[4]
@@ -246,7 +244,7 @@ def _state_warps(
     outer = 1.0  # the unit of S, which is the unit of the product of the previous chunk
     if left_units is not None:
         outer = gl.to_tensor(1.0)
-    if OF_HEADS:
+    if HEAD_GATES:
         line: gl.constexpr = gl.BlockedLayout([C // 32], [32], [4], [0])  # every warp holds all tokens
         token = gl.arange(0, C, line)  # [C]
         sum_of_gates = gl.to_tensor(0.0).to(gl.float64)
@@ -261,7 +259,7 @@ def _state_warps(
     while i < count:
         slot = i % STAGES
         rows = length - (i if BACKWARDS else n_chunks - 1 - i) * C
-        if OF_HEADS:
+        if HEAD_GATES:
             wide = g_next.to(gl.float64) * LOG2E  # [C]
             after = (i + 1 if BACKWARDS else n_chunks - 2 - i) * C
             ahead = gl.where(i + 1 < count, length - after, 0)
@@ -274,7 +272,7 @@ def _state_warps(
         left_tile = left_tiles.index(PARTS * slot + part).reshape([C, PART])
         right_tile = right_tiles.index(slot).reshape([C, BV])
         mbarrier.wait(full.index(slot), (i // STAGES) & 1)
-        if OF_HEADS:
+        if HEAD_GATES:
             left_tile.store((as_float32(left_tile.load(layout)) * factor).to(left_tile.dtype))
         elif HAS_GATE:
             count = gl.max(count_tiles.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
@@ -297,8 +295,8 @@ def _state_warps(
         fence_async_shared()  # `left` has been stored from registers; wgmma reads it
         S = warpgroup_mma_wait(0, [S])  # the product of the previous chunk
         if left_units is not None:
-            own = chunk + (i if BACKWARDS else n_chunks - 1 - i)
-            unit = unit_at(left_units, own, left_heads, left_head) * unit_at(right_units, own, right_heads, h)
+            at = chunk + (i if BACKWARDS else n_chunks - 1 - i)
+            unit = unit_at(left_units, at, left_heads, left_head) * unit_at(right_units, at, right_heads, h)
             S = S * (outer / unit)
             outer = unit
         mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
@@ -309,7 +307,7 @@ def _state_warps(
         S = S * (scale * outer)
     elif left_units is not None:
         S = S * outer
-    if OF_HEADS:
+    if HEAD_GATES:
         if FROM_FIRST:
             S = S * gl.exp2(first.to(gl.float32))
             sum_of_gates += first
@@ -420,12 +418,12 @@ def _build_states_kernel(
     sizes = (Hv, K, V)
     descriptors = (left_desc, right_desc, g_desc)
     load = (descriptors, tiles, barriers, (b, h // R, h, key, column, start, chunks_of(length, C), count))
-    own = (tiles, barriers, states, units, gates, place, sizes)
+    state_args = (tiles, barriers, states, units, gates, place, sizes)
     # Registers of a thread: the state warpgroups share the registers that the load warp does not need.
     if PARTS == 1:
         gl.warp_specialize(
             [
-                (_state_warps, (own, 0, NORMALIZER, PARTS, PACKED, BACKWARDS, STAGES)),
+                (_state_warps, (state_args, 0, NORMALIZER, PARTS, PACKED, BACKWARDS, STAGES)),
                 (_load_warp, (load, PARTS, BACKWARDS, STAGES)),
             ],
             [1],
@@ -434,8 +432,8 @@ def _build_states_kernel(
     else:
         gl.warp_specialize(
             [
-                (_state_warps, (own, 0, NORMALIZER, PARTS, PACKED, BACKWARDS, STAGES)),
-                (_state_warps, (own, 1, NORMALIZER, PARTS, PACKED, BACKWARDS, STAGES)),
+                (_state_warps, (state_args, 0, NORMALIZER, PARTS, PACKED, BACKWARDS, STAGES)),
+                (_state_warps, (state_args, 1, NORMALIZER, PARTS, PACKED, BACKWARDS, STAGES)),
                 (_load_warp, (load, PARTS, BACKWARDS, STAGES)),
             ],
             [4, 1],

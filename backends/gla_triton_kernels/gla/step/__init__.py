@@ -1,4 +1,4 @@
-"""Decoding: step.py and layer_step.py hold kernels for one token, steps.py and replay.py for several tokens.
+"""Decoding: step.py and layer_step.py hold kernels for one token, tokens.py for several tokens.
 
 plan.py chooses their launch parameters, and cost.py predicts their seconds.
 """
@@ -25,30 +25,39 @@ def _prepare_layer_step(call: OpCall) -> Callable[..., Tensor]:
 
 
 def _prepare_steps(call: OpCall) -> Callable[..., Tensor]:
-    from gla_triton_kernels.gla.step.steps import prepare
+    from gla_triton_kernels.gla.step.tokens import prepare_steps
 
-    return prepare(call)
+    return prepare_steps(call)
 
 
 def _prepare_replay(call: OpCall) -> Callable[..., Tensor]:
-    from gla_triton_kernels.gla.step.replay import prepare
+    from gla_triton_kernels.gla.step.tokens import prepare_replay
 
-    return prepare(call)
+    return prepare_replay(call)
 
 
 STEP = Prepared(_prepare, ("q", "k", "v", "g", "state", "scale", "state_indices", "gate_normalizer", "inplace"))
 """recurrent_gla_step: one kernel reads every state once and writes it once."""
 
-_OF_A_LAYER = ("output_gate", "norm_weight", "scale", "norm_eps", "activation", "state_indices", "gate_normalizer")
-LAYER_STEP = Prepared(_prepare_layer_step, ("q", "k", "v", "g", "state", *_OF_A_LAYER))
+_LAYER_ARGUMENTS = ("output_gate", "norm_weight", "scale", "norm_eps", "activation", "state_indices", "gate_normalizer")
+LAYER_STEP = Prepared(_prepare_layer_step, ("q", "k", "v", "g", "state", *_LAYER_ARGUMENTS))
 """recurrent_gla_layer_step: one kernel, or two if there are few heads, read every state once and write it once."""
 
-_OF_A_CALL = ("q", "k", "v", "g", "pool", "slots", "scale", "cu_seqlens")
-_OF_SEQUENCES = ("num_accepted", "read_slots", "has_state", "pad_slot", "gate_normalizer", "out")
-STEPS = Prepared(_prepare_steps, (*_OF_A_CALL, *_OF_SEQUENCES))
+_CALL_ARGUMENTS = ("q", "k", "v", "g", "pool", "slots", "scale", "cu_seqlens")
+_SEQUENCE_ARGUMENTS = ("num_accepted", "read_slots", "has_state", "pad_slot", "gate_normalizer", "out")
+STEPS = Prepared(_prepare_steps, (*_CALL_ARGUMENTS, *_SEQUENCE_ARGUMENTS))
 """recurrent_gla_steps: one kernel reads the state of every sequence once, and writes it after each of its tokens."""
 
 _RINGS = ("ring_k", "ring_v", "ring_g")
-_OF_A_REPLAY = ("ring_start", "num_accepted", "scale", "cu_seqlens", "has_state", "pad_slot", "gate_normalizer", "out")
-REPLAY = Prepared(_prepare_replay, ("q", "k", "v", "g", "pool", *_RINGS, "slots", *_OF_A_REPLAY))
+_REPLAY_ARGUMENTS = (
+    "ring_start",
+    "num_accepted",
+    "scale",
+    "cu_seqlens",
+    "has_state",
+    "pad_slot",
+    "gate_normalizer",
+    "out",
+)
+REPLAY = Prepared(_prepare_replay, ("q", "k", "v", "g", "pool", *_RINGS, "slots", *_REPLAY_ARGUMENTS))
 """recurrent_gla_replay: one kernel reads the state of every sequence once and writes it once."""

@@ -39,8 +39,7 @@ def prepare(call: OpCall) -> Callable[..., tuple[Tensor, Tensor]]:
     Raises:
         LaunchError: the kernel does not compile for this device, or does not fit it.
     """
-    planned, normalizer = plan(call, gpu_of_call(call)), call.scalars["gate_normalizer"]
-    launched = Launches(call.device, lambda x, scale: launch_step(planned, x, scale, normalizer))
+    planned, launched = plan(call, gpu_of_call(call)), Launches(call.device)
 
     def run(
         q: Tensor,
@@ -58,7 +57,9 @@ def prepare(call: OpCall) -> Callable[..., tuple[Tensor, Tensor]]:
         new = None if inplace else new_state(state)
         o = v.new_empty(len(q), max(q.shape[1], v.shape[1]), v.shape[2])
         if o.numel():
-            launched.start((q, k, v, g, state, state_indices, new, o), scale)
+            tensors = (q, k, v, g, state, state_indices, new, o)
+            if not launched.replay(tensors, scale):
+                launched.start(launch_step(planned, tensors, scale, gate_normalizer), tensors)
         return o, state if new is None else new
 
     return rehearsed(run, call)
@@ -104,7 +105,7 @@ def step_arguments(
         **token_strides("k", k),
         **token_strides("v", v),
         **token_strides("g", q if g is None else g),
-        "OF_KEYS": g is not None and g.ndim == 3,
+        "KEY_GATES": g is not None and g.ndim == 3,
         "NORMALIZER": normalizer,
         "state_stride_p": state.stride(0),
         "state_stride_h": state.stride(1),
@@ -133,7 +134,7 @@ def _recurrent_gla_step(
     q_ptr,  # [B, Hq, K]
     k_ptr,  # [B, H, K]
     v_ptr,  # [B, Hv, V]
-    g_ptr,  # [B, Hv, K] if OF_KEYS, else [B, Hv] or [Hv], or None
+    g_ptr,  # [B, Hv, K] if KEY_GATES, else [B, Hv] or [Hv], or None
     state_ptr,  # [P, Hv, K, V]
     indices_ptr,  # [B], or None if row b has state b
     new_ptr,  # [B, Hv, K, V], dense, or None to update state_ptr in place
@@ -148,7 +149,7 @@ def _recurrent_gla_step(
     v_stride_h,
     g_stride_b,
     g_stride_h,
-    OF_KEYS: tl.constexpr,
+    KEY_GATES: tl.constexpr,
     NORMALIZER: tl.constexpr,
     state_stride_p,
     state_stride_h,
@@ -191,7 +192,7 @@ def _recurrent_gla_step(
     token = (q_ptr, k_ptr, v_ptr, g_ptr)
     strides = (q_stride_b, q_stride_h, k_stride_b, k_stride_h, v_stride_b, v_stride_h, g_stride_b, g_stride_h)
     blocks = (state_block, new_block, o_block)
-    advance(token, strides, (b, h, rows, columns), blocks, scale, OF_KEYS, NORMALIZER, G, R, K, V)
+    advance(token, strides, (b, h, rows, columns), blocks, scale, KEY_GATES, NORMALIZER, G, R, K, V)
 
 
 @triton.jit
@@ -201,7 +202,7 @@ def advance(
     place,
     blocks,
     scale,
-    OF_KEYS: tl.constexpr,
+    KEY_GATES: tl.constexpr,
     NORMALIZER: tl.constexpr,
     G: tl.constexpr,
     R: tl.constexpr,
@@ -226,7 +227,7 @@ def advance(
     v_block = v_ptr + b * v_stride_b + h * v_stride_h + columns  # [BV]
     g_block = g_ptr
     if g_ptr is not None:
-        g_block = g_ptr + b * g_stride_b + h * g_stride_h + (rows if OF_KEYS else 0)  # [BK] if OF_KEYS, else []
+        g_block = g_ptr + b * g_stride_b + h * g_stride_h + (rows if KEY_GATES else 0)  # [BK] if KEY_GATES, else []
     in_k, in_v = rows < K, columns < V  # [BK], [BV]
     in_state = in_k[:, None] & in_v[None, :]  # [BK, BV]
     # All loads come before all conversions, because a conversion waits for its operand and would delay later loads.
@@ -235,7 +236,7 @@ def advance(
     v = tl.load(v_block, mask=in_v, other=0.0)  # [BV]
     q = tl.load(q_block, mask=in_k, other=0.0)  # [BK]
     if g_ptr is not None:
-        if OF_KEYS:
+        if KEY_GATES:
             g = tl.load(g_block, mask=in_k, other=0.0)  # [BK]
             state = tl.exp(log_gates(g, NORMALIZER))[:, None] * state.to(tl.float32)
         else:

@@ -1,28 +1,412 @@
-"""Functions shared by steps.py and replay.py, whose kernels compute several tokens of each sequence.
+"""Computes up to S tokens of gated linear attention for each sequence: recurrent_gla_steps and recurrent_gla_replay.
 
-Both kernels have one program per sequence n, value head h and BV values.
+    S_t = diag(exp g_t) S_t-1 + k_t^T v_t        o_t = scale * q_t S_t
 
-B batch   T tokens of a row   N sequences   S most tokens of a sequence   Hv heads of values, states and gates
-G query heads of a state   V value width   BK keys of a block, all keys of a head   BV values of a block
+A state stays in registers, in float32, from the first token to the last. Each copy that is written is rounded from it.
+
+    steps     writes the state after each token to a slot of its own
+    replay    first goes through the a accepted tokens of the last call, whose k, v and gates are in rings and whose
+              outputs are known, and writes the state after them to the only slot of the sequence. Then it goes through
+              the new tokens, and writes their k, v and log gates into the rings. With r the start of a ring, it has
+              these tokens, modulo L:
+
+        .. | r .. r+a-1: accepted, read | r+a .. r+a+T-1: new, written | ..
+
+B batch   T tokens of a row   N sequences   P slots of the pool and of the rings
+COLUMNS slots of a sequence (steps)   L tokens of a ring (replay)
+S most tokens of a sequence. Steps: COLUMNS for packed sequences, else min(COLUMNS, T). Replay: L / 2 for packed
+sequences, else T
+H key heads   Hq query heads   Hv heads of values, states and gates   Ho = max(Hq, Hv) heads of o
+G = Ho / Hv query heads of a state   R = Hv / H value heads of a key head   K, V key and value width
+BK K rounded up to a power of two   BV values of a block
+
+The grid has one program per sequence, value head and BV values. Several programs read the same key; the first of them
+writes it into the ring.
+
+Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635). The
+rings come from ReplaySSM; see gla_core/ops/gla/recurrent_gla_replay.py.
 """
 
 # pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from gla_core.dispatch.backend import OpCall
+from gla_core.dispatch.tensors import ceil_div
+from gla_triton_kernels.gla.step.plan import Plan, plan
+from gla_triton_kernels.slots import is_slot
+from gla_triton_runtime.architecture import gpu_of_call
 from gla_triton_runtime.gates import log_gates
+from gla_triton_runtime.launch import Launch, overlapping
+from gla_triton_runtime.prepared import Launches, rehearsed
 
 
-def strides(name: str, x: Tensor) -> dict[str, int]:
+class Tensors(NamedTuple):
+    """The tensors of a call, results included; those of the rings are None in recurrent_gla_steps."""
+
+    q: Tensor  # [B, T, Hq, K]
+    k: Tensor  # [B, T, H, K]
+    v: Tensor  # [B, T, Hv, V]
+    g: Tensor | None  # [B, T, Hv, K], [B, T, Hv] or [Hv]
+    pool: Tensor  # [P, Hv, K, V]
+    slots: Tensor  # [N, COLUMNS], or [N] with rings
+    cu_seqlens: Tensor | None  # [N+1]
+    num_accepted: Tensor | None  # [N]
+    has_state: Tensor | None  # [N]
+    o: Tensor  # [B, T, Ho, V]
+    read_slots: Tensor | None = None  # [N]
+    ring_k: Tensor | None = None  # [P, L, H, K]
+    ring_v: Tensor | None = None  # [P, L, Hv, V]
+    ring_g: Tensor | None = None  # [P, L, Hv, K] or [P, L, Hv]
+    ring_start: Tensor | None = None  # [N]
+
+
+def prepare_steps(call: OpCall) -> Callable[..., Tensor]:
+    """Plans a call, compiles its kernel, and returns the function that computes calls of the same signature.
+
+    Raises:
+        LaunchError: the kernel does not compile for this device, or does not fit it.
+    """
+    planned, launched = _plan(call), Launches(call.device)
+
+    def run(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor | None,
+        pool: Tensor,
+        slots: Tensor,
+        scale: float,
+        cu_seqlens: Tensor | None,
+        num_accepted: Tensor | None,
+        read_slots: Tensor | None,
+        has_state: Tensor | None,
+        pad_slot: int,
+        gate_normalizer: int | None,
+        out: Tensor | None,
+    ) -> Tensor:
+        o = v.new_empty(*q.shape[:2], max(q.shape[2], v.shape[2]), v.shape[3]) if out is None else out
+        if len(slots) == 0:
+            return o.zero_()
+        if o.numel():
+            x = (q, k, v, g, pool, slots, cu_seqlens, num_accepted, has_state, o, read_slots)
+            if not launched.replay(x, scale):
+                launched.start(launch_tokens(planned, Tensors(*x), scale, pad_slot, gate_normalizer), x)
+        return o
+
+    return rehearsed(run, call)
+
+
+def prepare_replay(call: OpCall) -> Callable[..., Tensor]:
+    """Prepares a call of recurrent_gla_replay; see `prepare_steps`."""
+    planned, launched = _plan(call), Launches(call.device)
+
+    def run(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor | None,
+        pool: Tensor,
+        ring_k: Tensor,
+        ring_v: Tensor,
+        ring_g: Tensor | None,
+        slots: Tensor,
+        ring_start: Tensor,
+        num_accepted: Tensor,
+        scale: float,
+        cu_seqlens: Tensor | None,
+        has_state: Tensor | None,
+        pad_slot: int,
+        gate_normalizer: int | None,
+        out: Tensor | None,
+    ) -> Tensor:
+        o = v.new_empty(*q.shape[:2], max(q.shape[2], v.shape[2]), v.shape[3]) if out is None else out
+        if len(slots) == 0:
+            return o.zero_()
+        rings = (ring_k, ring_v, ring_g, ring_start)  # without new tokens, the kernel still updates states
+        x = (q, k, v, g, pool, slots, cu_seqlens, num_accepted, has_state, o, None, *rings)
+        if not launched.replay(x, scale):
+            launched.start(launch_tokens(planned, Tensors(*x), scale, pad_slot, gate_normalizer), x)
+        return o
+
+    return rehearsed(run, call)
+
+
+def _plan(call: OpCall) -> Plan:
+    """Plans a call as a step in which each sequence is a row."""
+    return plan(dataclasses.replace(call, dims={**call.dims, "B": call.dims["N"]}), gpu_of_call(call))
+
+
+def launch_tokens(plan: Plan, x: Tensors, scale: float, pad_slot: int, normalizer: int | None) -> list[Launch]:
+    """Returns the launch that computes all tokens; see `launch_step` for `normalizer`."""
+    (_, T, Hq, K), (P, Hv, _, V), N = x.q.shape, x.pool.shape, len(x.slots)
+    arguments = {
+        **dict.fromkeys(_recurrent_gla_tokens.arg_names),  # what only the other op has is None, and is not compiled
+        "q_ptr": x.q,
+        "k_ptr": x.k,
+        "v_ptr": x.v,
+        "g_ptr": x.g,
+        "pool_ptr": x.pool,
+        "slots_ptr": x.slots,
+        "offsets_ptr": x.cu_seqlens,
+        "has_ptr": x.has_state,
+        "o_ptr": x.o,
+        "scale": scale,
+        "P": P,
+        "PAD": pad_slot,
+        "N": N,
+        "T": T,
+        **_strides("q", x.q),
+        **_strides("k", x.k),
+        **_strides("v", x.v),
+        **_strides("g", x.q if x.g is None else x.g),
+        "slots_n": x.slots.stride(0),
+        "has_n": _stride(x.has_state),
+        "pool_p": x.pool.stride(0),
+        "pool_h": x.pool.stride(1),
+        "pool_k": x.pool.stride(2),
+        "pool_v": x.pool.stride(3),
+        "KEY_GATES": x.g is not None and x.g.ndim == 4,
+        "NORMALIZER": normalizer,
+        "Hv": Hv,
+        "G": max(Hq // Hv, 1),
+        "R": Hv // x.k.shape[2],
+        "K": K,
+        "V": V,
+        "BK": plan.BK,
+        "BV": plan.BV,
+        "OVERLAPS": plan.overlaps,
+        **(_steps_arguments(x) if x.ring_k is None else _replay_arguments(x)),
+    }
+    options = {"num_warps": plan.warps, **overlapping(plan.overlaps)}
+    return [Launch(_recurrent_gla_tokens, (N * Hv * ceil_div(V, plan.BV), 1, 1), arguments, options)]
+
+
+def _steps_arguments(x: Tensors) -> dict[str, Any]:
+    """Returns the arguments that only recurrent_gla_steps has."""
+    T, COLUMNS = x.q.shape[1], x.slots.shape[1]
+    return {
+        "accepted_ptr": x.num_accepted,
+        "read_ptr": x.read_slots,
+        "slots_s": x.slots.stride(1),
+        "accepted_n": _stride(x.num_accepted),
+        "read_n": _stride(x.read_slots),
+        "S": COLUMNS if x.cu_seqlens is not None else min(COLUMNS, T),
+        "COLUMNS": COLUMNS,
+    }
+
+
+def _replay_arguments(x: Tensors) -> dict[str, Any]:
+    """Returns the arguments that only recurrent_gla_replay has."""
+    assert x.ring_k is not None
+    assert x.ring_v is not None
+    T, L = x.q.shape[1], x.ring_k.shape[1]
+    return {
+        "ring_k_ptr": x.ring_k,
+        "ring_v_ptr": x.ring_v,
+        "ring_g_ptr": x.ring_g,
+        "start_ptr": x.ring_start,
+        "replayed_ptr": x.num_accepted,
+        **_strides("ring_k", x.ring_k),
+        **_strides("ring_v", x.ring_v),
+        **_strides("ring_g", x.ring_k if x.ring_g is None else x.ring_g),
+        "start_n": _stride(x.ring_start),
+        "replayed_n": _stride(x.num_accepted),
+        "S": T if x.cu_seqlens is None else L // 2,
+        "L": L,
+    }
+
+
+def _strides(name: str, x: Tensor) -> dict[str, int]:
     """Returns the strides of rows, tokens and heads of x [B, T, heads, width] or [B, T, heads], as arguments.
 
     All tokens share a gate [heads], so its strides of rows and tokens are 0.
     """
     b, t, h = (0, 0, x.stride(0)) if x.ndim == 1 else x.stride()[:3]
     return {f"{name}_b": b, f"{name}_t": t, f"{name}_h": h}
+
+
+def _stride(x: Tensor | None) -> int:
+    """Returns the stride of x [N], as an argument; 0 if x is None."""
+    return 0 if x is None else x.stride(0)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("scale", "P", "PAD", "N", "T"),
+        *("slots_n", "start_n", "replayed_n", "accepted_n", "read_n", "has_n"),
+    ],
+    do_not_specialize_on_alignment=[
+        *("slots_ptr", "start_ptr", "replayed_ptr", "offsets_ptr", "accepted_ptr", "read_ptr", "has_ptr")
+    ],
+)
+def _recurrent_gla_tokens(
+    q_ptr,  # [B, T, Hq, K]
+    k_ptr,  # [B, T, H, K]
+    v_ptr,  # [B, T, Hv, V]
+    g_ptr,  # [B, T, Hv, K] if KEY_GATES, else [B, T, Hv] or [Hv], or None
+    pool_ptr,  # [P, Hv, K, V]
+    ring_k_ptr,  # [P, L, H, K]; None without rings, as all arguments of rings
+    ring_v_ptr,  # [P, L, Hv, V]
+    ring_g_ptr,  # [P, L, Hv, K] if KEY_GATES, else [P, L, Hv]; None if g is None or [Hv]
+    slots_ptr,  # [N, COLUMNS], or [N] with rings
+    start_ptr,  # [N], the start of a ring
+    replayed_ptr,  # [N], the number of accepted tokens in a ring
+    offsets_ptr,  # [N+1], or None if sequence n is row n
+    accepted_ptr,  # [N] or None: the slot of the last accepted token is read; None with rings, as read_ptr
+    read_ptr,  # [N] or None
+    has_ptr,  # [N] or None
+    o_ptr,  # [B, T, Ho, V], contiguous
+    scale,
+    P,
+    PAD,
+    N,
+    T,
+    q_b,
+    q_t,
+    q_h,
+    k_b,
+    k_t,
+    k_h,
+    v_b,
+    v_t,
+    v_h,
+    g_b,
+    g_t,
+    g_h,
+    ring_k_b,
+    ring_k_t,
+    ring_k_h,
+    ring_v_b,
+    ring_v_t,
+    ring_v_h,
+    ring_g_b,
+    ring_g_t,
+    ring_g_h,
+    slots_n,
+    slots_s: tl.constexpr,
+    start_n,
+    replayed_n,
+    accepted_n,
+    read_n,
+    has_n,
+    pool_p,
+    pool_h,
+    pool_k: tl.constexpr,
+    pool_v: tl.constexpr,
+    KEY_GATES: tl.constexpr,
+    NORMALIZER: tl.constexpr,
+    Hv: tl.constexpr,
+    G: tl.constexpr,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    S: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    L: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Computes BV columns of the state of one head through the tokens of one sequence, and their outputs."""
+    RINGS: tl.constexpr = ring_k_ptr is not None  # pyright: ignore
+    tile, head = tl.program_id(0) % tl.cdiv(V, BV), tl.program_id(0) // tl.cdiv(V, BV)
+    n, h = (head // Hv).to(tl.int64), (head % Hv).to(tl.int64)  # strides times these may exceed 32 bits
+    rows = tl.arange(0, BK)  # [BK]
+    columns = tile * BV + tl.arange(0, BV)  # [BV]
+    in_k, in_v = rows < K, columns < V
+    in_state = in_k[:, None] & in_v[None, :]  # [BK, BV]
+    if OVERLAPS:  # the results of earlier kernels are visible only after the wait
+        gdc_wait()
+        gdc_launch_dependents()
+
+    b, start, length = locate(o_ptr, offsets_ptr, n, N, T, h, columns, S, Hv, G, V)
+
+    # p is the slot of the state. It is read if the sequence begins from a state, and all tokens of a sequence that is
+    # not served have outputs of 0.
+    slots_ptr += n * slots_n
+    p = tl.load(slots_ptr).to(tl.int64)
+    if RINGS:
+        served = is_slot(p, P, PAD)
+        first = (tl.load(start_ptr + n * start_n).to(tl.int64) % L + L) % L  # in Triton, % keeps the sign
+        accepted = tl.load(replayed_ptr + n * replayed_n).to(tl.int32)
+        accepted = tl.where(served, tl.minimum(tl.maximum(accepted, 0), L // 2), 0)
+        begins, writes = served, served & (accepted > 0)
+        if has_ptr is not None:
+            has_state = tl.load(has_ptr + n * has_n) != 0
+            begins, writes = served & has_state, writes | (served & (not has_state))
+    else:
+        first_slot = p
+        if read_ptr is not None:
+            p = tl.load(read_ptr + n * read_n).to(tl.int64)
+        elif accepted_ptr is not None:
+            accepted = tl.load(accepted_ptr + n * accepted_n).to(tl.int32)
+            p = tl.load(slots_ptr + (tl.minimum(tl.maximum(accepted, 1), COLUMNS) - 1) * slots_s).to(tl.int64)
+        begins = is_slot(p, P, PAD)
+        served = begins
+        if has_ptr is not None:
+            has_state = tl.load(has_ptr + n * has_n) != 0
+            served = tl.where(has_state, begins, is_slot(first_slot, P, PAD))
+            begins = begins & has_state
+
+    pool_block = pool_ptr + h * pool_h + rows[:, None].to(tl.int64) * pool_k + columns[None, :] * pool_v  # [BK, BV]
+    if RINGS:
+        ring_k_block = ring_k_ptr + p * ring_k_b + h // R * ring_k_h + rows  # [BK], of the first token
+        ring_v_block = ring_v_ptr + p * ring_v_b + h * ring_v_h + columns  # [BV], of the first token
+    state = tl.load(pool_block + p * pool_p, mask=in_state & begins, other=0.0).to(tl.float32)  # [BK, BV]
+    if RINGS:
+        for i in range(accepted):
+            at = (first + i) % L
+            k = tl.load(ring_k_block + at * ring_k_t, mask=in_k, other=0.0)  # [BK]
+            v = tl.load(ring_v_block + at * ring_v_t, mask=in_v, other=0.0)  # [BV]
+            if ring_g_ptr is not None:
+                ring_g_block = ring_g_ptr + p * ring_g_b + at * ring_g_t + h * ring_g_h
+                state = decayed(state, load_gates(ring_g_block, rows, in_k, True, KEY_GATES, None), KEY_GATES)
+            elif g_ptr is not None:
+                g = load_gates(g_ptr + h * g_h, rows, in_k, True, KEY_GATES, NORMALIZER)
+                state = decayed(state, g, KEY_GATES)  # [BK, BV]
+            state += k.to(tl.float32)[:, None] * v.to(tl.float32)[None, :]
+        tl.store(pool_block + p * pool_p, state.to(pool_ptr.dtype.element_ty), mask=in_state & writes)
+
+    for j in tl.static_range(S):
+        there = j < length
+        live = there & served
+        t = start + j
+        if RINGS:
+            at = (first + accepted + j) % L
+        k = tl.load(k_ptr + b * k_b + t * k_t + h // R * k_h + rows, mask=in_k & live, other=0.0)  # [BK]
+        v = tl.load(v_ptr + b * v_b + t * v_t + h * v_h + columns, mask=in_v & live, other=0.0)  # [BV]
+        if RINGS:
+            writes_key = live & (tile == 0)
+            keys = in_k & writes_key & (h % R == 0)
+            tl.store(ring_k_block + at * ring_k_t, k.to(ring_k_ptr.dtype.element_ty), mask=keys)
+            tl.store(ring_v_block + at * ring_v_t, v.to(ring_v_ptr.dtype.element_ty), mask=in_v & live)
+        else:
+            to = tl.load(slots_ptr + j * slots_s).to(tl.int64)
+        if g_ptr is not None:
+            g = load_gates(g_ptr + b * g_b + t * g_t + h * g_h, rows, in_k, live, KEY_GATES, NORMALIZER)  # [BK] or []
+            state = decayed(state, g, KEY_GATES)  # [BK, BV]
+            if ring_g_ptr is not None:
+                ring_g_block = ring_g_ptr + p * ring_g_b + at * ring_g_t + h * ring_g_h
+                if KEY_GATES:
+                    tl.store(ring_g_block + rows, g, mask=in_k & writes_key)
+                else:
+                    tl.store(ring_g_block, g, mask=writes_key)
+        state += k.to(tl.float32)[:, None] * v.to(tl.float32)[None, :]
+        q_block = q_ptr + b * q_b + t * q_t + h * G // R * q_h + rows  # [BK], of the first query head
+        o_block = o_ptr + ((b * T + t) * Hv + h) * G * V + columns  # [BV], of the first query head
+        write_outputs(o_block, q_block, q_h, state, scale, in_k, in_v, live, there, G, V)
+        if not RINGS:
+            writes = in_state & live & is_slot(to, P, PAD)
+            tl.store(pool_block + to * pool_p, state.to(pool_ptr.dtype.element_ty), mask=writes)
 
 
 @triton.jit
@@ -62,18 +446,18 @@ def _clear(o_ptr, first, end, h, columns, Hv: tl.constexpr, G: tl.constexpr, V: 
 
 
 @triton.jit
-def load_gates(g_block, rows, in_k, live, OF_KEYS: tl.constexpr, NORMALIZER: tl.constexpr):
-    """Returns the log gates of a token in float32: [BK] if OF_KEYS, else a number. If not `live`, they mean nothing."""
-    if OF_KEYS:
+def load_gates(g_block, rows, in_k, live, KEY_GATES: tl.constexpr, NORMALIZER: tl.constexpr):
+    """Returns the log gates of a token in float32: [BK] if KEY_GATES, else a number; undefined if not `live`."""
+    if KEY_GATES:
         return log_gates(tl.load(g_block + rows, mask=in_k & live, other=0.0), NORMALIZER)
     else:  # noqa: RET505 -- one branch is compiled
         return log_gates(tl.load(g_block, mask=live, other=0.0), NORMALIZER)
 
 
 @triton.jit
-def decayed(state, g, OF_KEYS: tl.constexpr):
-    """Returns a state [BK, BV] after the decay by log gates g, [BK] if OF_KEYS, else one number."""
-    if OF_KEYS:
+def decayed(state, g, KEY_GATES: tl.constexpr):
+    """Returns a state [BK, BV] after the decay by log gates g, [BK] if KEY_GATES, else one number."""
+    if KEY_GATES:
         return state * tl.exp(g)[:, None]
     else:  # noqa: RET505 -- one branch is compiled
         return state * tl.exp(g)

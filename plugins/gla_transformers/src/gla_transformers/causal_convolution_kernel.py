@@ -15,7 +15,6 @@ P programs that compute the tokens of a channel
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from torch import Tensor
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_runtime.arithmetic import LOG2E
 from gla_triton_runtime.launch import Launch
-from gla_triton_runtime.prepared import Launches
+from gla_triton_runtime.prepared import launches_for
 
 R, BC = 4, 128
 """The tile of a program of 4 warps. A thread has 4 channels of a run, in bfloat16 8 bytes of memory."""
@@ -81,13 +80,9 @@ def _start(kernel: Any, tensors: tuple[Tensor | None, ...], silu: bool) -> None:
     """Makes the launch of a kernel, whose first two tensors are x and weight; none for no tokens."""
     if tensors[0] is not None and tensors[0].numel():
         layouts = tuple([None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors])
-        _launches(tensors[0].device, kernel, layouts, silu).start(tensors)
-
-
-@functools.lru_cache(1024)
-def _launches(device: torch.device, kernel: Any, layouts: tuple[Any, ...], silu: bool) -> Launches:
-    """Returns the launches of calls that differ in the values and addresses of their tensors alone."""
-    return Launches(device, lambda tensors: [launch(kernel, tensors, silu)])
+        launched = launches_for(tensors[0].device, kernel, layouts, silu)
+        if not launched.replay(tensors):
+            launched.start([launch(kernel, tensors, silu)], tensors)
 
 
 def launch(kernel: Any, tensors: tuple[Any, ...], silu: bool) -> Launch:

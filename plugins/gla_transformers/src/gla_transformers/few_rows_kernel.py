@@ -21,8 +21,6 @@ SPLITS programs that share a tile
 # pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -32,7 +30,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_runtime.architecture import gpu_of
 from gla_triton_runtime.launch import Launch, overlapping
-from gla_triton_runtime.prepared import Launches
+from gla_triton_runtime.prepared import launches_for
 from gla_triton_runtime.sizes import power_of_two
 
 ALIGNMENT = 16
@@ -92,27 +90,22 @@ def product(
     y = weight.new_empty(M, N) if residual is None else residual.new_empty(M, N)
     dtypes = (x.dtype, weight.dtype, y.dtype)
     form = (M, K, N, x.stride(0), gated, norm_weight is None, bias is None, residual is None)
-    _launches(x.device, dtypes, *form).start((x, weight, norm_weight, bias, residual, y), norm_eps)
+    launched, tensors = launches_for(x.device, launches, dtypes, *form), (x, weight, norm_weight, bias, residual, y)
+    if not launched.replay(tensors, norm_eps):
+        launched.start(launches(tensors, norm_eps, gated, gpu_of(x.device).facts.overlaps_kernels), tensors)
     return y
-
-
-@functools.lru_cache(1024)
-def _launches(device: torch.device, dtypes: tuple[torch.dtype, ...], *form: int) -> Launches:
-    gated = bool(form[4])
-    overlaps = gpu_of(device).facts.overlaps_kernels
-    return Launches(device, lambda tensors, norm_eps: launches(tensors, norm_eps, gated, overlaps))
 
 
 def launches(tensors: Tensors, norm_eps: float, gated: bool, overlaps: bool) -> list[Launch]:
     """Returns the launches of a product: one, perhaps after that of the norm, or before that of the sum of splits."""
     x, weight, norm_weight, bias, residual, y = tensors
     (M, K), N = x.shape, y.shape[1]
-    found, normed, options = [], x, overlapping(overlaps)
+    made, normed, options = [], x, overlapping(overlaps)
     norm = {"x_ptr": x, "norm_ptr": norm_weight, "norm_eps": norm_eps, "x_stride": x.stride(0)}
     if M > FEW and norm_weight is not None:
         normed = weight.new_empty(M, K)
         arguments = norm | {"y_ptr": normed, "K": K, "ALL": power_of_two(K), "OVERLAPS": overlaps}
-        found.append(Launch(_norm, (M, 1, 1), arguments, options))
+        made.append(Launch(_norm, (M, 1, 1), arguments, options))
     arguments = {
         "x_ptr": normed,
         "weight_ptr": weight,
@@ -129,7 +122,7 @@ def launches(tensors: Tensors, norm_eps: float, gated: bool, overlaps: bool) -> 
     if M <= FEW:
         BN = _values(N, K, gated)
         arguments |= norm | {"BN": BN, "BK": _part(K)}
-        found.append(Launch(_product_row_by_row, (N // BN, 1, 1), arguments, {"num_warps": 1, **options}))
+        made.append(Launch(_product_row_by_row, (N // BN, 1, 1), arguments, {"num_warps": 1, **options}))
     else:
         BM, BN, BK, splits = _tile(M, N, K, gated)
         part = (BM + (2 * BN if gated else BN)) * BK * weight.element_size()
@@ -139,15 +132,15 @@ def launches(tensors: Tensors, norm_eps: float, gated: bool, overlaps: bool) -> 
         arguments |= {"BM": BM, "BN": BN, "BK": BK, "STAGES": stages, "X_FIRST": x_first, "SPLITS": splits}
         grid = (ceil_div(N, BN), ceil_div(M, BM), splits)
         if splits == 1:
-            found.append(Launch(_product_by_tiles, grid, arguments, options))
+            made.append(Launch(_product_by_tiles, grid, arguments, options))
         else:
             parts = weight.new_empty(splits, M, N, dtype=torch.float32)
-            of_parts = {"bias_ptr": None, "residual_ptr": None, "y_ptr": parts}
-            of_sums = {name: arguments[name] for name in ("weight_ptr", "bias_ptr", "residual_ptr", "y_ptr", "N")}
-            of_sums |= {"parts_ptr": parts, "size": M * N, "SPLITS": splits, "BLOCK": SUMS, "OVERLAPS": overlaps}
-            found.append(Launch(_product_by_tiles, grid, arguments | of_parts, options))
-            found.append(Launch(_sum_of_splits, (ceil_div(M * N, SUMS), 1, 1), of_sums, {"num_warps": 1, **options}))
-    return found
+            part_args = {"bias_ptr": None, "residual_ptr": None, "y_ptr": parts}
+            sum_args = {name: arguments[name] for name in ("weight_ptr", "bias_ptr", "residual_ptr", "y_ptr", "N")}
+            sum_args |= {"parts_ptr": parts, "size": M * N, "SPLITS": splits, "BLOCK": SUMS, "OVERLAPS": overlaps}
+            made.append(Launch(_product_by_tiles, grid, arguments | part_args, options))
+            made.append(Launch(_sum_of_splits, (ceil_div(M * N, SUMS), 1, 1), sum_args, {"num_warps": 1, **options}))
+    return made
 
 
 def _part(K: int) -> int:
@@ -312,7 +305,7 @@ def _product_by_tiles(
     first = tl.program_id(0) * BN
     rows = tl.program_id(1) * BM + tl.arange(0, BM)  # [BM]
     values, part = first + tl.arange(0, BN), tl.arange(0, BK)  # [BN], [BK]
-    OWN: tl.constexpr = K // SPLITS
+    SHARE: tl.constexpr = K // SPLITS
     split = tl.program_id(2) if SPLITS > 1 else 0
     in_m, in_n = rows < M, values < N
     weight_block = weight_ptr + values[:, None].to(tl.int64) * K + part[None, :]  # [BN, BK]
@@ -320,7 +313,7 @@ def _product_by_tiles(
     if OVERLAPS:
         elements = tl.minimum(BN, N - first) * K
         if SPLITS > 1:
-            _bring_each_into_cache(weight_ptr + tl.minimum(values, N - 1).to(tl.int64) * K + split * OWN, OWN)
+            _bring_each_into_cache(weight_ptr + tl.minimum(values, N - 1).to(tl.int64) * K + split * SHARE, SHARE)
         else:
             _bring_into_cache(weight_ptr + first.to(tl.int64) * K, elements)
         if GATED:
@@ -330,7 +323,7 @@ def _product_by_tiles(
 
     total = tl.zeros([BM, BN] if X_FIRST else [BN, BM], tl.float32)
     up = tl.zeros_like(total)
-    for k in tl.range(split * OWN, split * OWN + OWN, BK, num_stages=STAGES):
+    for k in tl.range(split * SHARE, split * SHARE + SHARE, BK, num_stages=STAGES):
         x = tl.load(x_block + k, mask=in_m[:, None], other=0.0)  # [BM, BK]
         weight = tl.load(weight_block + k, mask=in_n[:, None], other=0.0)  # [BN, BK]
         total = _added(total, x, weight, X_FIRST)

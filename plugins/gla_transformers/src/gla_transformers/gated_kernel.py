@@ -23,7 +23,6 @@ ALL V rounded up to a power of two   BN rows of a tile   P programs
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +33,7 @@ from torch import Tensor
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_runtime.architecture import gpu_of
 from gla_triton_runtime.launch import Launch
-from gla_triton_runtime.prepared import Launches
+from gla_triton_runtime.prepared import launches_for
 from gla_triton_runtime.sizes import power_of_two
 
 BLOCK = 1024
@@ -82,14 +81,14 @@ def forgetting(q: Tensor, f: Tensor, bound: Tensor | None) -> tuple[Tensor, Tens
 
 
 def forgetting_backward(
-    q: Tensor, f: Tensor, bound: Tensor | None, dy: Tensor, dk: Tensor, dg: Tensor, of_bound: bool
+    q: Tensor, f: Tensor, bound: Tensor | None, dy: Tensor, dk: Tensor, dg: Tensor, with_bound: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns the gradients of q, f and, if `of_bound`, bound, from the gradients dy, dk and dg of `forgetting`."""
+    """Returns the gradients of q, f and, if `with_bound`, bound, from the gradients dy, dk and dg of `forgetting`."""
     dq, df = _like(q), _like(q)
     queries, logits = _rows(q), _rows(f)
     rows, blocks, _ = _blocks(q)
     programs, sums = rows, None
-    if of_bound:
+    if with_bound:
         programs = min(rows, ceil_div(GATE_PROGRAMS * gpu_of(q.device).multiprocessors, max(1, blocks)))
         sums = q.new_empty(programs, q.shape[-1], dtype=torch.float32)
     tensors = (queries, logits, bound, dy.contiguous(), dk.contiguous(), dg.contiguous(), dq, df, sums)
@@ -112,7 +111,7 @@ def normed(x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float, ga
         weight: [V] or [H, V].
         gate_first: whether x * silu(gate) is normed.
     """
-    x, gates, y = x.contiguous(), _of_tokens(gate), _like(x)
+    x, gates, y = x.contiguous(), _token_offsets(gate), _like(x)
     sizes = _sizes(x, weight, gates, gate_first)
     _start(_normed, (ceil_div(sizes.N, sizes.BN), 1, 1), (x, weight, gates, y), (eps,), *sizes)
     return y
@@ -122,7 +121,7 @@ def normed_backward(
     x: Tensor, weight: Tensor | None, gate: Tensor | None, dy: Tensor, eps: float, gate_first: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Returns the gradients of x, weight and gate from that of y [..., H, V]."""
-    x, gates, dy = x.contiguous(), _of_tokens(gate), dy.contiguous()
+    x, gates, dy = x.contiguous(), _token_offsets(gate), dy.contiguous()
     sizes = _sizes(x, weight, gates, gate_first)
     groups = ceil_div(min(ceil_div(sizes.N, sizes.BN), PROGRAMS * gpu_of(x.device).multiprocessors), sizes.G)
     programs = groups * sizes.G  # row i of each tile of a program then has the same row of w
@@ -145,7 +144,7 @@ def _rows(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def _of_tokens(gate: Tensor | None) -> Tensor | None:
+def _token_offsets(gate: Tensor | None) -> Tensor | None:
     """Returns a gate [..., H, V] as [tokens, H, V] whose heads lie behind one another."""
     if gate is None:
         return None
@@ -180,20 +179,11 @@ def _start(kernel: Any, grid: Grid, tensors: tuple[Any, ...], floats: tuple[floa
     """Launches a kernel, whose parameters are tensors, floats and the rest, in this order; nothing for no rows."""
     if grid[0]:
         dtypes = tuple(None if x is None else x.dtype for x in tensors)
-        _launches(tensors[0].device, kernel, grid, dtypes, rest).start(tensors, *floats)
-
-
-@functools.lru_cache(1024)
-def _launches(
-    device: torch.device, kernel: Any, grid: Grid, dtypes: tuple[Any, ...], rest: tuple[int, ...]
-) -> Launches:
-    """Returns the launches of calls that differ in their tensors and floats alone."""
-
-    def describe(tensors: tuple[Any, ...], *floats: float) -> list[Launch]:
-        arguments = dict(zip(kernel.arg_names, (*tensors, *floats, *rest), strict=True))
-        return [Launch(kernel, grid, arguments, {"num_warps": max(4, arguments.get("ALL", 0) // WARP)})]
-
-    return Launches(device, describe)
+        launched = launches_for(tensors[0].device, kernel, grid, dtypes, rest)
+        if not launched.replay(tensors, *floats):
+            arguments = dict(zip(kernel.arg_names, (*tensors, *floats, *rest), strict=True))
+            options = {"num_warps": max(4, arguments.get("ALL", 0) // WARP)}
+            launched.start([Launch(kernel, grid, arguments, options)], tensors)
 
 
 @triton.jit

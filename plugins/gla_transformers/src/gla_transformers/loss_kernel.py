@@ -16,7 +16,6 @@ VECTOR columns of a lane in a tile, all in one thread: as many as 16 bytes hold 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_runtime.launch import Launch
-from gla_triton_runtime.prepared import Launches
+from gla_triton_runtime.prepared import launches_for
 from gla_triton_runtime.sizes import power_of_two
 
 WIDEST = 4096
@@ -42,9 +41,9 @@ def losses(logits: Tensor, targets: Tensor, ignored: int) -> tuple[Tensor, Tenso
         logits: [n, D]. Columns are contiguous, and rows may be any equal distance apart.
         targets: [n], int64.
     """
-    found, normalizers = (torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(2))
-    _start(_losses, (len(logits), 1, 1), (logits, targets.contiguous(), found, normalizers), ignored)
-    return found, normalizers
+    losses_out, normalizers = (torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(2))
+    _start(_losses, (len(logits), 1, 1), (logits, targets.contiguous(), losses_out, normalizers), ignored)
+    return losses_out, normalizers
 
 
 def gradient(logits: Tensor, targets: Tensor, normalizers: Tensor, dloss: Tensor, ignored: int) -> Tensor:
@@ -65,15 +64,9 @@ def _start(kernel: Any, grid: tuple[int, int, int], tensors: tuple[Tensor, ...],
     logits = tensors[0]
     if logits.numel():
         sizes = logits.stride(0), logits.shape[1], ignored
-        _launches(logits.device, kernel, grid, logits.dtype, *sizes).start(tensors)
-
-
-@functools.lru_cache(1024)
-def _launches(
-    device: torch.device, kernel: Any, grid: tuple[int, int, int], _dtype: torch.dtype, *sizes: int
-) -> Launches:
-    """Returns the launches of calls that differ in the values and addresses of their tensors alone."""
-    return Launches(device, lambda tensors: [launch(kernel, grid, tensors, *sizes)])
+        launched = launches_for(logits.device, kernel, grid, logits.dtype, *sizes)
+        if not launched.replay(tensors):
+            launched.start([launch(kernel, grid, tensors, *sizes)], tensors)
 
 
 def launch(kernel: Any, grid: tuple[int, int, int], tensors: tuple[Tensor, ...], *sizes: int) -> Launch:

@@ -15,7 +15,6 @@ BV channels of a program   ALL W or N rounded up to a power of two
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +28,7 @@ from gla_core.dispatch.tensors import ceil_div
 from gla_triton_runtime.architecture import Gpu, gpu_of
 from gla_triton_runtime.gates import log_gates
 from gla_triton_runtime.launch import Launch, overlapping
-from gla_triton_runtime.prepared import Launches
+from gla_triton_runtime.prepared import launches_for
 from gla_triton_runtime.sizes import power_of_two
 
 CHANNELS = 128
@@ -88,15 +87,9 @@ def _start(describe: Callable[..., Launch], tensors: tuple[Tensor | None, ...], 
     """Makes the launch that `describe(tensors, gpu, *flags)` returns; none if there are no results."""
     if tensors[-1] is not None and tensors[-1].numel():
         layouts = tuple([None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors])
-        _launches(tensors[-1].device, describe, layouts, *flags).start(tensors)
-
-
-@functools.lru_cache(1024)
-def _launches(
-    device: torch.device, describe: Callable[..., Launch], layouts: tuple[Any, ...], *flags: bool
-) -> Launches:
-    """Returns the launches of calls that differ in the values and addresses of their tensors alone."""
-    return Launches(device, lambda tensors: [describe(tensors, gpu_of(device), *flags)])
+        launched = launches_for(device := tensors[-1].device, describe, layouts, *flags)
+        if not launched.replay(tensors):
+            launched.start([describe(tensors, gpu_of(device), *flags)], tensors)
 
 
 def convolution(tensors: tuple[Any, ...], gpu: Gpu, silu: bool) -> Launch:
