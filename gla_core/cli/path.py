@@ -1,9 +1,9 @@
-"""The path of a call: the functions on its way from the public function to its launches, and the launches.
+"""Follows a call from the public function to its launches.
 
-The path is that of a real call, on tensors without values. A profiler sees every function that the call enters. On the
-path are the public function; the steps of the core (`gla_core.dispatch.steps`); the functions that the backend
-implements or prepares; and functions outside the core with a name of `_STEPS`, as the docs of `Prepared` say. The call
-ends before a kernel is compiled or launched, or when it enters a function that was not prepared.
+The call is a real one, on tensors without values. A profiler sees every function that the call enters. On its path are
+the public function, the steps of the core (`gla_core.dispatch.steps`), the functions that the backend implements or
+prepares, and its steps, which the docs of `Prepared` define. The call ends before a kernel is compiled or launched, or
+when it enters a function that the backend did not prepare.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gla_core.ops.calls import run
 from gla_core.ops.spec import Argument, Role, dtype_in_call
 
 _STEPS = ("prepare", "plan", "launches", "start")
-"""The names of steps of a backend, or the first words of their names."""
+"""The first words of the names of a backend's steps."""
 _NOT_BACKENDS = sys.stdlib_module_names | {"gla_core", "torch", "triton"}
 
 
@@ -113,9 +113,7 @@ def _public_function(spec: OpSpec, call: OpCall) -> tuple[Callable[..., Any] | N
     return None, ()
 
 
-def _call(
-    function: Callable[..., Any], spec: OpSpec, args: tuple, fixed: Collection[str], backend: str | None
-) -> None:
+def _call(function: Callable[..., Any], spec: OpSpec, args: tuple, fixed: Collection[str], backend: str | None) -> None:
     """Calls a public function with the arguments of its abstract op."""
     required = sum(1 for _ in itertools.takewhile(lambda name: name in spec.required, spec.parameters))
     named = {
@@ -160,7 +158,7 @@ def _described_as(call: OpCall) -> Iterator[None]:
 # ---- its path
 
 
-class _Arrived(Exception):  # noqa: N818 - no error
+class _Arrived(Exception):
     """Ends a call whose path is known."""
 
 
@@ -187,7 +185,8 @@ class _Follower:
         step = Step(_file_of(frame.f_globals), code.co_qualname.replace(".<locals>", ""), _does(frame))
         if step not in self.steps:
             self.steps.append(step)
-        self.launches = [_launch(x) for x in frame.f_locals.get("launches", ()) if code.co_name == "start"]
+        if code.co_name == "start":
+            self.launches = [_launch(x) for x in frame.f_locals.get("launches", ())]
         if self.launches or code in self._computes:
             raise _Arrived
 
