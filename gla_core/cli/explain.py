@@ -40,7 +40,8 @@ def explain(call: OpCall, backend: str | None, measure: bool, as_json: bool, pat
     if as_json:
         print_json(_fields(explanation) | (taken.fields() if taken is not None else {}))
     elif taken is not None:
-        print_text(new_console(), f"{explanation.title}\n{explanation.why}\n{taken}")
+        (kernels,) = (each.kernels for each in explanation.candidates if each.name == explanation.winner)
+        print_text(new_console(), "\n".join((explanation.title, explanation.why, *kernels, str(taken))))
     else:
         print_explanation(new_console(), explanation)
     return explanation.winner is not None

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from gla_core.ops.spec import Argument, Role, dtype_in_call
 
 _STEPS = ("prepare", "plan", "launches", "start")
 """The first words of the names of a backend's steps."""
+_PUBLIC = tuple(name for name in RUNS if hasattr(gla, name))
 _NOT_BACKENDS = sys.stdlib_module_names | {"gla_core", "torch", "triton"}
 
 
@@ -79,18 +80,11 @@ def path_of(call: OpCall, backend: str | None, winner: str) -> CallPath:
         backend: a request, as in a call.
         winner: the name of the backend that it selects.
     """
-    spec = ABSTRACT_OPS[call.op]
-    function, fixed = _public_function(spec, call)
-    args = tuple(_without_values(argument, spec, call) for argument in spec.arguments)
-    follower = _Follower(registry.get(winner), function)
-    others = sys.getprofile()
+    follower, others = _Follower(registry.get(winner)), sys.getprofile()
     with _described_as(call):
         sys.setprofile(follower)
         try:
-            if function is None:
-                run(spec, spec.prepared(args), current_request(backend))
-            else:
-                _call(function, spec, args, fixed, backend)
+            _make(call, backend)
         except _Arrived:
             pass
         except Exception:
@@ -105,25 +99,27 @@ def path_of(call: OpCall, backend: str | None, winner: str) -> CallPath:
 # ---- the call
 
 
-def _public_function(spec: OpSpec, call: OpCall) -> tuple[Callable[..., Any] | None, Collection[str]]:
-    """Returns the public function that makes a call, and the arguments that it fixes; None for a backward."""
+def _make(call: OpCall, backend: str | None) -> None:
+    """Makes a call on tensors without values, by its public function if it has one. A backward has none."""
+    spec = ABSTRACT_OPS[call.op]
+    args = tuple(_without_values(argument, spec, call) for argument in spec.arguments)
     for name, (op, fixed) in reversed(RUNS.items()):
-        if op is spec and fixed.items() <= call.scalars.items() and hasattr(gla, name):
-            return getattr(gla, name), fixed
-    return None, ()
+        if op is spec and name in _PUBLIC and fixed.items() <= call.scalars.items():
+            required, named = _as_passed(spec, args)
+            getattr(gla, name)(*required, **{key: x for key, x in named.items() if key not in fixed}, backend=backend)
+            return
+    run(spec, spec.prepared(args), current_request(backend))
 
 
-def _call(function: Callable[..., Any], spec: OpSpec, args: tuple, fixed: Collection[str], backend: str | None) -> None:
-    """Calls a public function with the arguments of its abstract op."""
+def _as_passed(spec: OpSpec, args: tuple) -> tuple[tuple, dict[str, Any]]:
+    """Returns the arguments of an op as its public function takes them: those that are required first, and others."""
     required = sum(1 for _ in itertools.takewhile(lambda name: name in spec.required, spec.parameters))
     named = {
         argument.public or argument.name: x
         for argument, x in zip(spec.arguments[required:], args[required:], strict=True)
-        if x is not None and x is not argument.default and argument.name not in fixed
+        if x is not None and x is not argument.default
     }
-    if "gate_normalizer" in named:
-        named["gate"] = "logsigmoid"
-    function(*args[:required], **named, backend=backend)
+    return args[:required], named | ({"gate": "logsigmoid"} if "gate_normalizer" in named else {})
 
 
 def _without_values(argument: Argument, spec: OpSpec, call: OpCall) -> Any:
@@ -134,8 +130,8 @@ def _without_values(argument: Argument, spec: OpSpec, call: OpCall) -> Any:
         return call.scalars.get(argument.name)
     if argument.name in spec.places or (argument.is_optional_input and argument.name not in call.given):
         return None
-    given = {Role.OFFSETS: call.variable_length, Role.SLOTS: call.indexed}.get(argument.role, False)
-    dtype = argument.dtype.allowed(call.dtype)[0] if given else dtype_in_call(argument, call)
+    has_integers = {Role.OFFSETS: call.variable_length, Role.SLOTS: call.indexed}.get(argument.role, False)
+    dtype = argument.dtype.allowed(call.dtype)[0] if has_integers else dtype_in_call(argument, call)
     return None if dtype is None else torch.empty(spec.shape(argument, call), dtype=dtype, device="meta")
 
 
@@ -165,12 +161,13 @@ class _Arrived(Exception):
 class _Follower:
     """A profiler that notes the steps of a call of a backend, and ends the call when it arrives at the launches."""
 
-    def __init__(self, backend: Backend, public: Callable[..., Any] | None) -> None:
+    def __init__(self, backend: Backend) -> None:
         prepared = [op for op in backend.ops.values() if isinstance(op, Prepared)]
         self._prepares = {_code_of(op.prepare) for op in prepared}
         self._takes = {op.takes for op in prepared}
         self._computes = {_code_of(op) for op in backend.ops.values() if not isinstance(op, Prepared)}
-        self._known = {*STEPS, _code_of(public), *self._prepares, *self._computes}
+        public = (getattr(gla, name) for name in _PUBLIC)
+        self._known = {*STEPS, *map(_code_of, public), *self._prepares, *self._computes}
         self.steps: list[Step] = []
         self.launches: list[Launch] = []
         self.is_prepared = False
@@ -211,12 +208,10 @@ def _file_of(module: dict[str, Any]) -> str:
 
 
 def _does(frame: FrameType) -> str:
-    """Returns the first line of the docstring of the function of a frame."""
-    found: Any = None
-    names = frame.f_code.co_qualname.split(".")
-    for name in names if "<locals>" not in names else ():
-        found = frame.f_globals.get(name) if found is None else getattr(found, name)
-    return (getattr(found, "__doc__", None) or "").partition("\n")[0]
+    """Returns the first line of the docstring of the function of a frame; of a nested one, an empty line."""
+    name, *attributes = frame.f_code.co_qualname.split(".")
+    function = functools.reduce(lambda x, y: getattr(x, y, None), attributes, frame.f_globals.get(name))
+    return (getattr(function, "__doc__", None) or "").partition("\n")[0]
 
 
 def _launch(x: Any) -> Launch:
