@@ -272,12 +272,12 @@ def longest_of(T: int) -> int:
 def gathers(sizes: Sizes) -> Callable[[], Any]:
     """Returns a call that makes only the gathers of a pass."""
     cut, (H, K, _, direction, device) = shard(0), sizes
-    decay, state = (torch.randn(1, H, *shape, device=device) for shape in ((K,), (K, K)))
+    summary = torch.randn(1, H, K, device=device), torch.randn(1, H, K, K, device=device)
     number = 2 if direction == "forward+backward" else 1
 
     def call() -> None:
         for _ in range(number):
-            gather(cut, decay, state, by_row=True)()
+            gather(cut, summary, by_row=True)()
 
     return call
 

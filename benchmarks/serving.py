@@ -86,7 +86,7 @@ class Ours:
 
     def decode(self, x: Batch) -> Tensor:
         token = (x.q[0], x.k[0], x.v[0], x.g, x.pool)
-        return gla.recurrent_gla_step(*token, state_indices=x.slots, inplace=True)[0]
+        return gla.recurrent_gla_step(*token, slots=x.slots, inplace=True)[0]
 
     def verify(self, x: Batch) -> Tensor:
         """Returns outputs for rows of drafts; the pool has DRAFTS slots for each sequence."""

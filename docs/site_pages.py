@@ -43,13 +43,19 @@ API: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
         "Decoding and serving": (
             "recurrent_gla_step",
+            "RecurrentGlaStep",
             "recurrent_gla_layer_step",
             "chunk_gla_pool",
             "recurrent_gla_steps",
             "recurrent_gla_replay",
         ),
-        "Parts of a sequence": ("chunk_gla_summary", "chunk_gla_gradient_summary"),
-        "Softmax": ("softmax_attention", "merge_attention", "online_softmax"),
+        "Parts of a sequence": (
+            "chunk_gla_summary",
+            "ChunkGlaSummary",
+            "chunk_gla_gradient_summary",
+            "ChunkGlaGradientSummary",
+        ),
+        "Softmax": ("softmax_attention", "SoftmaxAttention", "merge_attention", "online_softmax"),
         "Choice of a backend": ("explain", "Explanation", "use_backend", "batch_invariant", "reload_environment"),
         "Backends": ("backends", "BackendInfo", "register", "Registration"),
         "Errors": ("BackendError", "NoBackendError", "UnknownBackendError", "UnknownOpError"),
@@ -73,6 +79,7 @@ API: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "gla_core.dispatch.lowering": {},
     "gla_core.dispatch.slots": {},
     "gla_core.dispatch.tensors": {},
+    "gla_core.dispatch.transitions": {},
 }
 """Modules that have a page made of their docstrings, and the groups of their names, in the order of the page. The other
 names of a module follow in a group of their own."""

@@ -13,11 +13,14 @@ from gla_core.dispatch.registry import rediscover as _rediscover
 from gla_core.dispatch.request import batch_invariant, use_backend
 from gla_core.dispatch.selection import Explanation
 from gla_core.explanation import explain
-from gla_core.ops.attention import merge_attention, online_softmax, softmax_attention
+from gla_core.ops.attention import SoftmaxAttention, merge_attention, online_softmax, softmax_attention
 from gla_core.ops.gla import (
     ChunkGla,
+    ChunkGlaGradientSummary,
+    ChunkGlaSummary,
     ChunkGlaWithCheckpoints,
     LinearAttention,
+    RecurrentGlaStep,
     chunk_gla,
     chunk_gla_gradient_summary,
     chunk_gla_pool,
@@ -35,11 +38,15 @@ __all__ = [
     "BackendError",
     "BackendInfo",
     "ChunkGla",
+    "ChunkGlaGradientSummary",
+    "ChunkGlaSummary",
     "ChunkGlaWithCheckpoints",
     "Explanation",
     "LinearAttention",
     "NoBackendError",
+    "RecurrentGlaStep",
     "Registration",
+    "SoftmaxAttention",
     "UnknownBackendError",
     "UnknownOpError",
     "backends",

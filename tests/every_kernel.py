@@ -227,8 +227,8 @@ def steps() -> None:
         state = x.initial_state.to(state_dtype)
         gla.recurrent_gla_step(*token, state)
         gla.recurrent_gla_step(*token[:3], x.g[:, 0, :, 0], state)
-        gla.recurrent_gla_step(*token, state, state_indices=rows, inplace=True)
-        gla.recurrent_gla_layer_step(*token, state.clone(), x.v[:, 0], x.v[0, 0, 0], state_indices=rows)
+        gla.recurrent_gla_step(*token, state, slots=rows, inplace=True)
+        gla.recurrent_gla_layer_step(*token, state.clone(), x.v[:, 0], x.v[0, 0, 0], slots=rows)
         gla.recurrent_gla_steps(x.q, x.k, x.v, x.g, state.clone(), rows)
         rings = [y.expand(-1, 3, -1, -1).contiguous() for y in (x.k, x.v, x.g.float())]
         gla.recurrent_gla_replay(x.q, x.k, x.v, x.g, state.clone(), *rings, rows, rows % 3, rows % 2)

@@ -17,6 +17,7 @@ from einops import rearrange
 from torch import Tensor
 
 from gla_core.dispatch.tensors import ceil_div
+from gla_core.dispatch.transitions import apply
 
 
 def chunk(B: int, T: int, C: int, cu_seqlens: Tensor | None) -> Dense | Packed:
@@ -42,35 +43,36 @@ class Dense:
         """Writes x [B, H, n, C, ...] to out [B, T, H, ...]; the inverse of `split`."""
         out.copy_(rearrange(x, "b h n c ... -> b (n c) h ...")[:, : self.T])
 
-    def scan(self, state: Tensor, decay: Tensor, update: Tensor, reverse: bool = False) -> tuple[Tensor, Tensor]:
-        """Carries a state [N, H, K, V] through the chunks: state <- decay[n] * state + update[n].
+    def scan(self, state: Tensor, transition: Tensor, update: Tensor, reverse: bool = False) -> tuple[Tensor, Tensor]:
+        """Carries a state [N, H, K, V] through the chunks: state <- transition[n] * state + update[n].
 
         Args:
-            decay: [R, H, n, K], or [R, H, n, 1]. update: [R, H, n, K, V].
+            transition: [R, H, n, K], or [R, H, n, 1], or dense [R, H, n, K, K].
+            update: [R, H, n, K, V].
             reverse: whether to go from the last chunk to the first.
 
         Returns:
             The state that enters each chunk [R, H, n, K, V], and the state that leaves each sequence [N, H, K, V].
         """
         entering = torch.empty_like(update)
-        steps = list(zip(entering.unbind(2), decay[..., None].unbind(2), update.unbind(2), strict=True))
-        for state_before, decay_c, update_c in reversed(steps) if reverse else steps:
+        steps = list(zip(entering.unbind(2), transition.unbind(2), update.unbind(2), strict=True))
+        for state_before, transition_c, update_c in reversed(steps) if reverse else steps:
             state_before.copy_(state)
-            state = torch.addcmul(update_c, decay_c, state)
+            state = apply(transition_c, state, update_c)
         return entering, state
 
     def checkpoints(self, entering: Tensor, L: int) -> Tensor:
         """Returns checkpoints every L tokens [B, ceil(T / L), H, K, V] from the states that enter chunks."""
         return entering[:, :, :: L // self.C].transpose(1, 2)
 
-    def resume(self, checkpoints: Tensor, L: int, decay: Tensor, update: Tensor) -> Tensor:
+    def resume(self, checkpoints: Tensor, L: int, transition: Tensor, update: Tensor) -> Tensor:
         """Returns the states that enter all chunks [R, H, n, K, V], computed from checkpoints every L tokens."""
         entering, every = torch.empty_like(update), L // self.C
         entering[:, :, ::every] = checkpoints.transpose(1, 2)
         for i in range(1, every):
             count = entering[:, :, i::every].shape[2]
-            before = [x[:, :, i - 1 :: every][:, :, :count] for x in (update, decay[..., None], entering)]
-            entering[:, :, i::every] = torch.addcmul(*before)
+            before = [x[:, :, i - 1 :: every][:, :, :count] for x in (transition, entering, update)]
+            entering[:, :, i::every] = apply(*before)
         return entering
 
 
@@ -110,7 +112,7 @@ class Packed:
         joined[:, torch.where(self.inside, self.row, self.T).flatten()] = x
         out.copy_(joined[:, : self.T])
 
-    def scan(self, state: Tensor, decay: Tensor, update: Tensor, reverse: bool = False) -> tuple[Tensor, Tensor]:
+    def scan(self, state: Tensor, transition: Tensor, update: Tensor, reverse: bool = False) -> tuple[Tensor, Tensor]:
         """Computes `Dense.scan`; each sequence has its own state, and an empty sequence keeps it."""
         entering = torch.empty_like(update)
         leaving = torch.cat([state, state.new_zeros(1, *state.shape[1:])])  # [N+1, H, K, V]
@@ -120,24 +122,24 @@ class Packed:
             sequence = self.sequence[c : c + 1]
             current = torch.where(opens[c], leaving.index_select(0, sequence), current)
             entering[:, :, c] = current
-            current = torch.addcmul(update[:, :, c], decay[:, :, c, :, None], current)
+            current = apply(transition[:, :, c], current, update[:, :, c])
             leaving.index_copy_(0, sequence, current)
         return entering, leaving[: self.N]
 
     def checkpoints(self, entering: Tensor, L: int) -> Tensor:
         """Computes `Dense.checkpoints`, in N + T // L rows; see gla_core/ops/gla/chunk_gla.py. Unused rows are 0."""
         rows = self._checkpoint_rows(L)
-        found = entering.new_zeros(1, self.N + self.T // L + 1, *entering.shape[1:2], *entering.shape[3:])
-        found[:, rows] = entering.transpose(1, 2)  # states that are not checkpoints go to the last row
-        return found[:, :-1]
+        states = entering.new_zeros(1, self.N + self.T // L + 1, *entering.shape[1:2], *entering.shape[3:])
+        states[:, rows] = entering.transpose(1, 2)  # states that are not checkpoints go to the last row
+        return states[:, :-1]
 
-    def resume(self, checkpoints: Tensor, L: int, decay: Tensor, update: Tensor) -> Tensor:
+    def resume(self, checkpoints: Tensor, L: int, transition: Tensor, update: Tensor) -> Tensor:
         """Computes `Dense.resume`."""
         every = L // self.C
         padded = torch.cat([checkpoints, checkpoints.new_zeros(1, 1, *checkpoints.shape[2:])], dim=1)
         entering = padded[:, self._checkpoint_rows(L)].transpose(1, 2).to(update.dtype)
         for i in range(1, every):
-            after = torch.addcmul(update, decay[..., None], entering)[:, :, :-1]
+            after = apply(transition, entering, update)[:, :, :-1]
             here = (self.position[1:] % every == i)[:, None, None]
             entering[:, :, 1:] = torch.where(here, after, entering[:, :, 1:])
         return entering

@@ -17,18 +17,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.tensors import wide
+from gla_core.dispatch.tensors import log_gates, wide
 from gla_reference._chunks import chunk
 from gla_reference.chunk_gla import CHUNK, _double, _fresh, _halves, _rows, for_tokens
 
 
 def chunk_gla_summary(
-    left: Tensor, right: Tensor, g: Tensor | None, cu_seqlens: Tensor | None, backwards: bool
+    left: Tensor,
+    right: Tensor,
+    g: Tensor | None,
+    cu_seqlens: Tensor | None,
+    backwards: bool,
+    gate_normalizer: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Computes the op; see gla_core/ops/gla/chunk_gla_summary.py."""
     B, T, Hq, K = left.shape
     V, H = right.shape[3], right.shape[2] if g is None else g.shape[-1] if g.ndim < 4 else g.shape[2]
     dtype = wide(left.dtype)
+    g = None if g is None else log_gates(g, gate_normalizer, dtype)
     chunks = chunk(B, T, min(CHUNK, 1 << max(T - 1, 0).bit_length()), cu_seqlens)
     left = left.repeat_interleave(H // Hq, dim=2) if Hq < H else left
     lc, rc = (chunks.split(x.unflatten(2, (H, -1))).to(dtype) for x in (left, right))  # [R, H, n, C, G, K], [.., V]

@@ -69,16 +69,16 @@ def _step(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, state: Tensor, scale: 
 
 
 def loop_recurrent_gla_step(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, state_indices: Tensor | None, inplace: bool
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, slots: Tensor | None, inplace: bool
 ) -> tuple[Tensor, ...]:
     """Computes one step of the loop and writes `state`. Leaves out rows with a negative index."""
     q, k = _of_value_heads(q, v), _of_value_heads(k, v)
     alpha, scale = _alpha(g, v), q.shape[-1] ** -0.5
-    if state_indices is None:
+    if slots is None:
         o, new = _step(q, k, v, alpha, state, scale)
         return o, state.copy_(new)
-    served = state_indices >= 0
-    rows = state_indices[served]
+    served = slots >= 0
+    rows = slots[served]
     answer, new = _step(q[served], k[served], v[served], alpha[served], state[rows], scale)
     state[rows] = new
     o = v.new_zeros(*q.shape[:2], v.shape[-1])
@@ -131,11 +131,11 @@ def fla_chunk_gla(
 
 
 def fla_recurrent_gla_step(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, state_indices: Tensor | None, inplace: bool
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, slots: Tensor | None, inplace: bool
 ) -> tuple[Tensor, ...]:
     """Calls FLA's fused_recurrent_gla or fused_recurrent_simple_gla on one token, which return a new state."""
-    if state_indices is not None:
-        raise ValueError("fla has no pool of states; state_indices is given")
+    if slots is not None:
+        raise ValueError("fla has no pool of states; slots is given")
     function, gate = _fla("fused_recurrent", q, k, v, g)
     token = {
         name: x if x is None or x.ndim == 1 else x[:, None]

@@ -80,7 +80,7 @@ def _gathered(x: GlaInputs, spans: list[tuple[int, int]]) -> tuple[Tensor, GlaIn
 
 def forward(x: GlaInputs, request: str, scale: float | None = None, **options: Any) -> Named:
     """Returns the output o and the final state; `options` are further arguments of `chunk_gla`."""
-    o, state = gla.chunk_gla(x.q, x.k, x.v, x.g, scale, x.initial_state, True, x.cu_seqlens, request, **options)
+    o, state = gla.chunk_gla(x.q, x.k, x.v, x.g, scale, x.initial_state, True, x.cu_seqlens, backend=request, **options)
     assert state is not None
     return {"o": o, "state": state}
 
@@ -102,7 +102,7 @@ def gradients(
     leaves = {name: getattr(x, name) for name in wanted if getattr(x, name) is not None}
     leaves = {name: y.detach().requires_grad_() for name, y in leaves.items()}
     y = dataclasses.replace(x, **leaves)
-    o, state = gla.chunk_gla(y.q, y.k, y.v, y.g, None, y.initial_state, True, y.cu_seqlens, request, **options)
+    o, state = gla.chunk_gla(y.q, y.k, y.v, y.g, None, y.initial_state, True, y.cu_seqlens, backend=request, **options)
     assert state is not None
     found = torch.autograd.grad((o, state), list(leaves.values()), loss or loss_gradients(x))
     return {f"d{name}": d for name, d in zip(leaves, found, strict=True)}
@@ -111,7 +111,10 @@ def gradients(
 def checkpoints(x: GlaInputs, request: str, every: int, **options: Any) -> Named:
     """Returns the checkpoints, o and the final state; `options` are further arguments of `chunk_gla`."""
     o, state, found = gla.chunk_gla(
-        x.q, x.k, x.v, x.g, None, x.initial_state, True, x.cu_seqlens, request, checkpoint_every=every, **options
+        *(x.q, x.k, x.v, x.g, None, x.initial_state, True, x.cu_seqlens),
+        backend=request,
+        checkpoint_every=every,
+        **options,
     )
     assert state is not None
     return {"o": o, "state": state, "checkpoints": found}
@@ -244,7 +247,7 @@ def summary(case: Case, backwards: bool = False, **changes: object) -> dict[str,
 
 def run_summary(x: dict[str, Any], request: str) -> Named:
     function = gla.chunk_gla_gradient_summary if x["backwards"] else gla.chunk_gla_summary
-    found = function(x["left"], x["right"], x["g"], x["cu_seqlens"], request)
+    found = function(x["left"], x["right"], x["g"], x["cu_seqlens"], backend=request)
     return dict(zip(("decay", "state"), found, strict=True))
 
 
@@ -259,7 +262,7 @@ def pool(case: Case, **changes: object) -> dict[str, Any]:
 
 def run_pool(x: dict[str, Any], request: str, **options: Any) -> Named:
     """Returns the output o and the pool x["pool"], which is written; `options` are further arguments."""
-    o = gla.chunk_gla_pool(**x, backend=request, **options)
+    o = gla.chunk_gla_pool(**ABSTRACT_OPS["chunk_gla_pool"].as_public(x), backend=request, **options)
     return {"o": o, "pool": x["pool"]}
 
 
@@ -336,7 +339,9 @@ def step(case: Case, **changes: object) -> dict[str, Tensor | None]:
 
 def run_step(x: dict, request: str, scale: float | None = None, inplace: bool = False, **options: Any) -> Named:
     """Returns the output o and the new state; `options` are further arguments of `recurrent_gla_step`."""
-    o, state = gla.recurrent_gla_step(**x, scale=scale, inplace=inplace, backend=request, **options)
+    o, state = gla.recurrent_gla_step(
+        **ABSTRACT_OPS["recurrent_gla_step"].as_public(x), scale=scale, inplace=inplace, backend=request, **options
+    )
     return {"o": o, "state": state}
 
 
@@ -361,7 +366,9 @@ def layer_step(case: Case, **changes: object) -> dict[str, Any]:
 
 def run_layer_step(x: dict[str, Any], request: str, **options: Any) -> Named:
     """Returns the output o and the state x["state"], which is written; `options` are further arguments."""
-    o = gla.recurrent_gla_layer_step(**x, backend=request, **options)
+    o = gla.recurrent_gla_layer_step(
+        **ABSTRACT_OPS["recurrent_gla_layer_step"].as_public(x), backend=request, **options
+    )
     return {"o": o, "state": x["state"]}
 
 

@@ -107,7 +107,7 @@ def test_pool_with_values_first(backend, case, measure):
     before = x["pool"].clone()
     given = {**x, "pool": x["pool"].mT}
     assert given["pool"].shape[2:] == (V, K)
-    o = gla.chunk_gla_pool(**given, state_v_first=True, backend=backend.name)
+    o = run_pool(given, backend.name, state_v_first=True)["o"]
     written = written_slots(x)
     others = [slot for slot in range(len(before)) if slot not in written]
     measure({"o": o}, {"o": expected["o"]}, FORWARD[case.dtype])

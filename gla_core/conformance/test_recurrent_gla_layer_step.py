@@ -61,14 +61,16 @@ def test_scale_and_eps(backend, case, scale, norm_eps, measure):
 
 
 @over(LAYER_STEP, "small", "pool", dtypes="no_float64")
-def test_bfloat16_state(backend, case, measure):
+@pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_pool_dtypes(backend, case, state_dtype, measure):
     """The state is rounded where it is written, and not before the output."""
     x = layer_step(case)
-    x["state"] = x["state"].bfloat16()
+    x["state"] = x["state"].to(state_dtype)
     expected = expected_layer_step(x)
     out = run_layer_step(x, backend.name)
     measure({"o": out["o"]}, {"o": expected["o"]}, FORWARD[case.dtype])
-    measure({"state": out["state"]}, {"state": expected["state"]}, FORWARD[torch.bfloat16])
+    budget = max(FORWARD[case.dtype], FORWARD[state_dtype])
+    measure({"state": out["state"]}, {"state": expected["state"]}, budget)
 
 
 @over(LAYER_STEP, "pool", dtypes="in_turn")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-import gla_core as gla
 from gla_core.conformance import oracle
 from gla_core.conformance.calls import expected_step, output_shape, poisoned, run_step, step, three_runs
 from gla_core.conformance.cases import over
@@ -94,15 +93,17 @@ def test_a_pool_not_inplace(backend, case, index_dtype, measure):
 
 
 @over(STEP, dtypes="no_float64")
-def test_bfloat16_state(backend, case, measure):
+@pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_pool_dtypes(backend, case, state_dtype, measure):
     x = step(case)
-    x["state"] = x["state"].bfloat16()
+    x["state"] = x["state"].to(state_dtype)
     expected = expected_step(x)
     for inplace in (False, True):
         out = run_step(x, backend.name, inplace=inplace)
-        assert out["state"].dtype == torch.bfloat16
+        assert out["state"].dtype == state_dtype
         measure({"o": out["o"]}, {"o": expected["o"]}, FORWARD[case.dtype])
-        measure({"state": out["state"]}, {"state": expected["state"]}, FORWARD[torch.bfloat16])
+        budget = max(FORWARD[case.dtype], FORWARD[state_dtype])
+        measure({"state": out["state"]}, {"state": expected["state"]}, budget)
 
 
 @over(STEP, "small", "odd_widths", "pool", dtypes="in_turn")
@@ -153,7 +154,8 @@ def test_states_with_values_first(backend, case, inplace, measure):
     expected = expected_step(x)
     state = x["state"].mT.contiguous()
     given = {**x, "state": state}
-    o, new = gla.recurrent_gla_step(**given, inplace=inplace, backend=backend.name, state_v_first=True)
+    out = run_step(given, backend.name, inplace=inplace, state_v_first=True)
+    o, new = out["o"], out["state"]
     assert (new is state) == inplace
     assert new.is_contiguous()
     measure({"o": o, "state": new.mT}, expected, FORWARD[case.dtype])

@@ -1,7 +1,8 @@
 """Sequences spread over several GPUs: each rank holds a shard of the tokens, and the ranks exchange states.
 
     shard.py        cuts the tokens into the ranks' shards; a `Shard` is made once per batch
-    chunk_gla.py    computes `chunk_gla` on a shard, forward and backward
+    over_ranks.py   runs an op on a shard, forward and backward
+    chunk_gla.py    runs `chunk_gla` by it
     exchange.py     exchanges the ranks' summaries and computes the states that enter this rank's pieces
     history.py      fetches the rows before a piece, for the short convolutions of a layer
 

@@ -1,9 +1,9 @@
 """Exchange of summaries between ranks: each rank computes the states that enter its pieces.
 
-A summary is a decay D [M, H, K] and a state from zero S [M, H, K, V] (see gla_core/ops/gla/chunk_gla_summary.py). The
-recurrence
+A summary is a transition D, diagonal [M, H, K] or dense [M, H, K, K], and the state from zero S [M, H, K, V] (see
+gla_core/dispatch/transitions.py). The recurrence
 
-    running <- diag(D) running + S
+    running <- D running + S
 
 goes over the pieces in order, or backwards from the last one. It begins with the initial states, or backwards with the
 gradients of the final states. The value of `running` before a piece is the state that enters that piece.
@@ -12,8 +12,8 @@ M is the number of sequences whose states are exchanged. Without packed sequence
 final states are asked for, it is the number of all sequences, including sequences that lie within one rank. Otherwise M
 is 1: at most one packed sequence is cut at each bound between two pieces.
 
-**Up to `MOST_GATHERED` ranks use a gather, more ranks use a scan.** With b = 4 M H K (V + 1) bytes per piece, and f
-seconds to fold one summary into `running`:
+**Up to `MOST_GATHERED` ranks use a gather, more ranks use a scan.** With b = 4 M H K (V + 1) bytes per piece, or
+b = 4 M H K (V + K) with dense transitions, and f seconds to fold one summary into `running`:
 
     gather    latency + P (R - 1) b / bandwidth + P R f           every rank gets all summaries, folds those before it
     scan      ceil(log2 P R + 1) (latency + b / bandwidth + f)    joins summaries of places 1, 2, 4 .. apart
@@ -43,35 +43,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gla_core.dispatch import transitions
+from gla_core.dispatch.transitions import Summary, apply, compose, is_dense
 from gla_core.distributed.shard import Shard, all_gather
 
 MOST_GATHERED = 8
 """Largest number of ranks for which one gather is faster than a scan."""
-Summary = tuple[Tensor, Tensor]
-"""Decay [M, H, K] and state from zero [M, H, K, V] of a piece."""
 
 
-def gather(shard: Shard, decay: Tensor, state: Tensor, by_row: bool) -> Callable[[], list[Summary]]:
+def gather(shard: Shard, summary: Summary, by_row: bool) -> Callable[[], list[Summary]]:
     """Starts to gather the summaries of all pieces.
 
     Args:
-        decay, state: [P * M, H, K] and [P * M, H, K, V] of this rank's pieces.
+        summary: of this rank's pieces, [P * M, H, K] or [P * M, H, K, K], and [P * M, H, K, V].
         by_row: whether the first dimension is ordered as [M, P], the P pieces of a row side by side, not as [P, M].
 
     Returns:
         A function that waits for the gather and returns the summaries in the order of places.
     """
-    sent = torch.cat([decay.flatten(), state.flatten()])
+    sent = torch.cat([x.flatten() for x in summary])
     received = sent.new_empty(shard.ranks, len(sent))
     work = all_gather(received.view(-1), sent, shard.group, async_op=True)
 
     def wait() -> list[Summary]:
         assert work is not None  # it is None only in a process outside the group
         work.wait()
-        decays = received[:, : decay.numel()].view(-1, *decay.shape)
-        states = received[:, decay.numel() :].view(-1, *state.shape)
-        pieces = len(shard.places)
-        return list(zip(*(_by_place(x, pieces, by_row) for x in (decays, states)), strict=True))
+        flat = received.split([x.numel() for x in summary], 1)
+        both = (part.view(-1, *x.shape) for part, x in zip(flat, summary, strict=True))
+        return list(zip(*(_by_place(x, len(shard.places), by_row) for x in both), strict=True))
 
     return wait
 
@@ -87,21 +86,13 @@ def before_each(summary: Summary, segments: int, backwards: bool) -> tuple[Summa
     """
     D, S = (x.unflatten(0, (-1, segments)) for x in summary)
     order = range(segments)[::-1] if backwards else range(segments)
-    upto = (D.flip(1) if backwards else D).cumprod(1)
-    decay = torch.cat([torch.ones_like(upto[:, :1]), upto[:, :-1]], 1)
+    before, whole = transitions.prefix_products(D.flip(1) if backwards else D, is_dense(D, S))
     state = torch.empty_like(S)
     state[:, order[0]] = 0
     for here, then in itertools.pairwise(order):
-        torch.addcmul(S[:, here], D[:, here, ..., None], state[:, here], out=state[:, then])
+        apply(D[:, here], state[:, here], S[:, here], out=state[:, then])
     last = order[-1]
-    whole = upto[:, -1], torch.addcmul(S[:, last], D[:, last, ..., None], state[:, last])
-    return (decay.flip(1) if backwards else decay, state), whole
-
-
-def _joined(first: Summary, then: Summary) -> Summary:
-    """Returns the summary of two consecutive stretches of a sequence, given the summary of each."""
-    D, S = then
-    return D * first[0], torch.addcmul(S, D[..., None], first[1])
+    return (before.flip(1) if backwards else before, state), (whole, apply(D[:, last], state[:, last], S[:, last]))
 
 
 def _by_piece(x: Tensor, dim: int, pieces: int, by_row: bool) -> Sequence[Tensor]:
@@ -133,49 +124,43 @@ def fold(
             to another sequence. None if it always does.
         to_end: whether the second result is needed. If not, the recurrence stops at the last of `places`.
     """
-    running, found = start, {}
-    for place, (decay, state) in summaries:
+    running, entering = start, {}
+    for place, (transition, state) in summaries:
         if place in places:
-            found[place] = running
-        if not to_end and len(found) == len(places):
+            entering[place] = running
+        if not to_end and len(entering) == len(places):
             break
         if passed is not None:
             running = torch.where(passed[place], running, 0)
-        running = torch.addcmul(state, decay[..., None], running)
-    return found, running
+        running = apply(transition, running, state)
+    return entering, running
 
 
 def scan(
-    shard: Shard,
-    decay: Tensor,
-    state: Tensor,
-    start: Tensor,
-    passed: Tensor | None,
-    backwards: bool,
-    by_row: bool,
+    shard: Shard, summary: Summary, start: Tensor, passed: Tensor | None, backwards: bool, by_row: bool
 ) -> dict[int, Tensor]:
     """Returns the recurrence's value before each of this rank's places [M, H, K, V], by point-to-point messages.
 
     Args:
-        decay, state, by_row: as in `gather`.
+        summary, by_row: as in `gather`.
         start, passed: as in `fold`.
         backwards: whether the order begins with the last place.
     """
     last = _last(shard)
     order = {last - place if backwards else place: place for place in shard.places}
-    parts = (_by_piece(x, 0, len(order), by_row) for x in (decay, state))
-    own = {}
+    parts = (_by_piece(x, 0, len(order), by_row) for x in summary)
+    pieces = {}
     for position, D, S in zip(order, *parts, strict=True):
-        own[position] = (D if passed is None else torch.where(passed[order[position]], D, 0), S)
+        pieces[position] = (D if passed is None else torch.where(passed[order[position]], D, 0), S)
     # The state that enters a place is the state that leaves the place before it.
-    running = _from_before(shard, own, 1, backwards)
-    if 0 in own:
-        running[0] = (torch.zeros_like(own[0][0]), start)
+    running = _from_before(shard, pieces, 1, backwards)
+    if 0 in pieces:
+        running[0] = (torch.zeros_like(pieces[0][0]), start)
     distance = 1
     while distance <= last:
         received = _from_before(shard, running, distance, backwards)
         for position, before in received.items():
-            running[position] = _joined(before, running[position])
+            running[position] = compose(running[position], before)
         distance *= 2
     return {order[position]: S for position, (_, S) in running.items()}
 

@@ -38,14 +38,14 @@ def histories(inputs: Sequence[Tensor], room: int, shard: Shard) -> list[Tensor]
         sequences, [parts, room, ..] in the order of `shard.packed.parts`.
     """
     pieces, T = len(shard.places), shard.tokens // len(shard.places)
-    own = torch.cat([_last(x.unflatten(1, (pieces, T)), room) for x in inputs], dim=-1)  # [B, P, room, D]
-    there = torch.arange(room, device=own.device) >= room - T
-    received = _Gathered.apply(torch.cat([own.flatten(), there.to(own.dtype)]), shard.group)  # [R, ..]
-    rows = in_order(*received[:, :-room].unflatten(1, own.shape).unbind(2))  # [P R, B, room, D]
+    last = torch.cat([_last(x.unflatten(1, (pieces, T)), room) for x in inputs], dim=-1)  # [B, P, room, D]
+    there = torch.arange(room, device=last.device) >= room - T
+    received = _Gathered.apply(torch.cat([last.flatten(), there.to(last.dtype)]), shard.group)  # [R, ..]
+    rows = in_order(*received[:, :-room].unflatten(1, last.shape).unbind(2))  # [P R, B, room, D]
     there = in_order(*[received[:, -room:].bool()] * pieces)  # [P R, room]
-    index, found = _before(shard, there.flatten())
+    index, exists = _before(shard, there.flatten())
     rows = rows.transpose(1, 2).flatten(0, 1)[index]  # [P, room, B, D]
-    rows = torch.where(found[..., None, None], rows, 0).permute(2, 0, 1, 3).flatten(0, 1)  # [B P, room, D]
+    rows = torch.where(exists[..., None, None], rows, 0).permute(2, 0, 1, 3).flatten(0, 1)  # [B P, room, D]
     if shard.packed is not None:
         parts = len(shard.packed.parts) - 1
         rows = rows.new_zeros(parts, *rows.shape[1:]).index_copy(0, shard.packed.entered, rows)
@@ -73,10 +73,10 @@ def _before(shard: Shard, there: Tensor) -> tuple[Tensor, Tensor]:
     ends = F.pad(count, (1, 0))[::room]  # [P R + 1], number of existing rows before each place
     ends = torch.cat([ends[place : place + 1] for place in shard.places])[:, None]
     back = torch.arange(room, 0, -1, device=there.device)  # the last row before a piece is one row back
-    found = back <= ends
+    exists = back <= ends
     if shard.packed is not None:
-        found &= back <= shard.packed.before[:, None]
-    return torch.searchsorted(count, ends - back + 1).clamp(max=len(there) - 1), found
+        exists &= back <= shard.packed.before[:, None]
+    return torch.searchsorted(count, ends - back + 1).clamp(max=len(there) - 1), exists
 
 
 class _Gathered(torch.autograd.Function):
@@ -92,6 +92,6 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        own = gradient.new_empty(gradient.shape[1])
-        reduce_scatter(own, gradient.flatten(), ctx.group)
-        return own, None
+        received = gradient.new_empty(gradient.shape[1])
+        reduce_scatter(received, gradient.flatten(), ctx.group)
+        return received, None

@@ -175,9 +175,9 @@ def _lengths(
     """
     if known is not None:
         return torch.cat([cu_seqlens.new_full((1,), n, dtype=torch.int64) for n in known])
-    found = cu_seqlens.new_empty(ranks, dtype=torch.int64)
-    all_gather(found, cu_seqlens.new_full((1,), tokens, dtype=torch.int64), group)
-    return found
+    lengths = cu_seqlens.new_empty(ranks, dtype=torch.int64)
+    all_gather(lengths, cu_seqlens.new_full((1,), tokens, dtype=torch.int64), group)
+    return lengths
 
 
 def all_gather(received: Tensor, sent: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> dist.Work | None:
@@ -224,11 +224,11 @@ def _packed(cu_seqlens: Tensor, bounds: Tensor, places: tuple[int, ...], longest
     is_cut = (first < bounds) & (bounds < last)
     passed = is_cut[:-1] & is_cut[1:] & (sequence[:-1] == sequence[1:])
 
-    def own(x: Tensor, behind: int = 0) -> Tensor:
+    def at_bounds(x: Tensor, behind: int = 0) -> Tensor:
         """Returns x [P R + 1] at the bounds in front of this rank's pieces [P, 1]; with behind=1 behind them."""
         return torch.cat([x[p + behind : p + behind + 1] for p in places])[:, None]
 
-    start, end = own(bounds), own(bounds, 1)
+    start, end = at_bounds(bounds), at_bounds(bounds, 1)
     before = (end - start).cumsum(0) - (end - start)  # rows of this rank in front of each of its pieces
 
     def in_row(x: Tensor) -> Tensor:
@@ -240,11 +240,11 @@ def _packed(cu_seqlens: Tensor, bounds: Tensor, places: tuple[int, ...], longest
     return Packed(
         cu_seqlens,
         parts=torch.cat([in_row(offsets[None, :-1]), in_row(offsets[None, -1:])[-1:]]),
-        tails=in_row(torch.cat([own(tail, 1), end], 1)),
-        heads=in_row(torch.cat([start, own(head)], 1)),
-        entered=own(sequence)[:, 0] + piece,
-        left=own(sequence, 1)[:, 0] + piece,
-        before=own((bounds - first) * is_cut)[:, 0],
+        tails=in_row(torch.cat([at_bounds(tail, 1), end], 1)),
+        heads=in_row(torch.cat([start, at_bounds(head)], 1)),
+        entered=at_bounds(sequence)[:, 0] + piece,
+        left=at_bounds(sequence, 1)[:, 0] + piece,
+        before=at_bounds((bounds - first) * is_cut)[:, 0],
         passed=passed,
         longest=longest,
     )
@@ -265,9 +265,9 @@ def _check_agreement(
     refuse_ranks_that_differ(agreed, group, "every rank has to describe the same row of all ranks' tokens")
     if offsets is None:
         return
-    found: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, tokens, group)
-    T = sum(found)
+    numbers: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(numbers, tokens, group)
+    T = sum(numbers)
     checks.offset_values(cu_seqlens, T, max_seqlen)
     if layout == "zigzag" and (offsets[0], offsets[-1]) != (0, T):
         raise ValueError(
@@ -284,11 +284,11 @@ def refuse_ranks_that_differ(agreed: Mapping[str, object], group: dist.ProcessGr
     Raises:
         ValueError: on every rank, if a value differs between ranks.
     """
-    found: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, agreed, group)
-    for rank, its in enumerate(found):
-        for name, value in its.items():
-            if value != found[0][name]:
+    ranks: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(ranks, agreed, group)
+    for rank, values in enumerate(ranks):
+        for name, value in values.items():
+            if value != ranks[0][name]:
                 raise ValueError(
-                    f"{name} is {value} on rank {rank} of the group and {found[0][name]} on rank 0: {what}"
+                    f"{name} is {value} on rank {rank} of the group and {ranks[0][name]} on rank 0: {what}"
                 )

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 COLUMNS, ROWS, WHOLE = Shard(0), Shard(1), Replicate()
 Placements = Mapping[str, Placement]
 """Placements of the parameters of a layer's modules; dimension 0 of a linear layer's weight is its outputs."""
-OF_GLA: Placements = {  # also of SimpleGatedLinearAttention and Retention
+GLA_PLACEMENTS: Placements = {  # also of SimpleGatedLinearAttention and Retention
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "g_proj"), COLUMNS),
     **dict.fromkeys(("q_conv1d", "k_conv1d", "v_conv1d"), COLUMNS),  # each channel by itself
     "gk_proj.0": WHOLE,  # its output is small and shared by all heads
@@ -31,7 +31,7 @@ OF_GLA: Placements = {  # also of SimpleGatedLinearAttention and Retention
     **dict.fromkeys(("g_norm", "g_norm_swish_gate"), WHOLE),  # each head by itself, with one weight for all heads
     "o_proj": ROWS,
 }
-OF_HGRN2: Placements = {
+HGRN2_PLACEMENTS: Placements = {
     **dict.fromkeys(("q_proj", "f_proj", "i_proj", "q_conv1d", "f_conv1d", "i_conv1d"), COLUMNS),
     "g_norm": COLUMNS,  # over all heads together
     "o_proj": ROWS,
@@ -58,9 +58,9 @@ def tensor_parallel_plan(layer: nn.Module) -> dict[str, ParallelStyle]:
         >>> parallelize_module(layer, mesh, tensor_parallel_plan(layer))
     """
     modules = [name for name, module in layer.named_modules() if module._parameters]
-    for placements in (OF_GLA, OF_HGRN2):
+    for placements in (GLA_PLACEMENTS, HGRN2_PLACEMENTS):
         if modules and placements.keys() >= set(modules):
-            return {"": _OwnHeads(), **{name: _Spread(placements[name]) for name in modules}}
+            return {"": _LocalHeads(), **{name: _Spread(placements[name]) for name in modules}}
     raise TypeError(
         f"layer is {type(layer).__name__}; expected GatedLinearAttention, SimpleGatedLinearAttention, Retention or "
         "HGRN2 of gla_core.nn: make a plan for each of these layers, and keep other layers whole on every rank; the "
@@ -68,7 +68,7 @@ def tensor_parallel_plan(layer: nn.Module) -> dict[str, ParallelStyle]:
     )
 
 
-class _OwnHeads(ParallelStyle):
+class _LocalHeads(ParallelStyle):
     """Sets a layer's sizes to this rank's number of heads, and sums the ranks' gradients of the layer's input."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -101,8 +101,8 @@ class _Spread(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters()):
-            of_all = distribute_tensor(parameter, device_mesh, [self.placement], src_data_rank=self.src_data_rank)
-            module.register_parameter(name, nn.Parameter(of_all, parameter.requires_grad))
+            sharded = distribute_tensor(parameter, device_mesh, [self.placement], src_data_rank=self.src_data_rank)
+            module.register_parameter(name, nn.Parameter(sharded, parameter.requires_grad))
         if self.placement == COLUMNS and hasattr(module, "mean_over_ranks"):  # a norm
             norm: Any = module
             norm.width //= device_mesh.size()
@@ -111,7 +111,7 @@ class _Spread(ParallelStyle):
 
         def enter(module: Any, _: tuple) -> None:
             spread.update(module._parameters)
-            module._parameters.update({name: _own(x) for name, x in spread.items() if x is not None})
+            module._parameters.update({name: _local(x) for name, x in spread.items() if x is not None})
 
         def leave(module: Any, _: tuple, y: Any) -> Any:
             module._parameters.update(spread)
@@ -123,7 +123,7 @@ class _Spread(ParallelStyle):
         return module
 
 
-def _own(parameter: DTensor) -> Tensor:
+def _local(parameter: DTensor) -> Tensor:
     """Returns this rank's shard of a parameter; the gradients of a replicated parameter are summed over the ranks."""
     return parameter.to_local(grad_placements=[Partial() if p.is_replicate() else p for p in parameter.placements])
 

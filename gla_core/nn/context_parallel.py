@@ -5,24 +5,25 @@ Layers import this module only if they need it, because it imports torch.distrib
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from gla_core.dispatch.environment import environment
-from gla_core.distributed import Shard, chunk_gla
+from gla_core.distributed import Shard
 from gla_core.distributed import shard as make_shard
 from gla_core.distributed.history import histories
 from gla_core.distributed.outside_graphs import outside_graphs
 from gla_core.distributed.shard import refuse_ranks_that_differ
-from gla_core.nn.padding import within
-from gla_core.nn.recurrence import gate_options
+from gla_core.nn.gates import gate_options
+from gla_core.nn.padding import with_residual, within
 from gla_core.nn.short_convolution import ShortConvolution, packing
 from gla_core.ops import checks
 
 if TYPE_CHECKING:
-    from gla_core.nn.layer import OpInputs, Output, RecurrentLayer
+    from gla_core.nn.interface import OpInputs, Output, RecurrentLayer
 
 
 def read_shard(
@@ -33,6 +34,7 @@ def read_shard(
     cu_seqlens: Tensor | None,
     max_seqlen: int | None,
     shard: Shard | None,
+    residual: Tensor | None,
 ) -> Tensor:
     """Computes a layer's y for this rank's tokens x [B, T, hidden_size]. Arguments are as in `read_sequences`."""
     dims: dict[str, Any] = {"hidden_size": layer.hidden_size}
@@ -52,10 +54,13 @@ def read_shard(
             return projections
         return _convolved(layer.convolutions, projections, layer.conv_size, shard)
 
-    q, k, v, g, *others = op_inputs(x, convolve)
-    o, _ = chunk_gla(q, k, v, g, layer.scale, backend=layer.backend, shard=shard, **gate_options(layer))
-    y = output(o, x, *others)
-    return within(y, shard.packed.parts) if shard.packed is not None and others else y
+    inputs, number = op_inputs(x, convolve), layer.ops.tokens
+    tokens, others = inputs[:number], inputs[number:]
+    options = {"scale": layer.scale, "backend": layer.backend, "shard": shard} | gate_options(layer)
+    o, _ = layer.ops.chunk_over_ranks(*tokens, **options)
+    offsets = None if shard.packed is None or not others else shard.packed.parts
+    mask = None if offsets is None else functools.partial(within, cu_seqlens=offsets)
+    return with_residual(output, residual, mask)(o, x, *others)
 
 
 @outside_graphs  # compiled code would keep the value that GLA_CHECK had at compile time

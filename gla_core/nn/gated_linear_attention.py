@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +22,10 @@ from torch.types import Device
 
 from gla_core.dispatch.tensors import wide
 from gla_core.nn import recurrence
-from gla_core.nn._typed_call import as_typed
 from gla_core.nn.activations import Activation, activation
-from gla_core.nn.layer import Convolve, OpInputs, Output
+from gla_core.nn.families import GATED_LINEAR_ATTENTION
+from gla_core.nn.interface import Convolve, OpInputs, Output
+from gla_core.nn.layer import Recurrent
 from gla_core.nn.merged import Merging, added, products
 from gla_core.nn.plain import is_plain
 from gla_core.nn.recompute import not_kept
@@ -36,9 +37,6 @@ from gla_core.ops import checks
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-
-    from gla_core.distributed import Shard
-
 NORM_NAMES = ("g_norm", "g_norm_swish_gate")
 
 
@@ -60,7 +58,7 @@ class Projections(NamedTuple):
     logits: Tensor | None = None
 
 
-class GatedLinearAttention(Merging):
+class GatedLinearAttention(Recurrent, Merging):
     """Gated linear attention as a layer: [B, T, hidden_size] to [B, T, hidden_size].
 
     Args:
@@ -104,8 +102,7 @@ class GatedLinearAttention(Merging):
         >>> y1, state = layer.step(torch.randn(2, 256), state)
     """
 
-    scale: float | None = None
-    rotary_base: float | None = None
+    ops = GATED_LINEAR_ATTENTION
     norms_heads = True
 
     def __init__(
@@ -188,134 +185,8 @@ class GatedLinearAttention(Merging):
         self.o_proj = nn.Linear(value_dim, hidden_size, bias=False, **where)
         self.merge()
 
-    def reset_parameters(self) -> None:
-        """Sets every parameter to its initial value, as the constructor does; for example after `to_empty`."""
-        recurrence.reset_parameters(self)
-
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        state: GLAState | None,
-        output_final_state: Literal[True],
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        attention_mask: Tensor | None = None,
-        *,
-        shard: Shard | None = None,
-        residual: Tensor | None = None,
-    ) -> tuple[Tensor, GLAState]: ...
-
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        state: GLAState | None = None,
-        *,
-        output_final_state: Literal[True],
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        attention_mask: Tensor | None = None,
-        shard: Shard | None = None,
-        residual: Tensor | None = None,
-    ) -> tuple[Tensor, GLAState]: ...
-
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        state: GLAState | None = None,
-        output_final_state: bool = False,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        attention_mask: Tensor | None = None,
-        *,
-        shard: Shard | None = None,
-        residual: Tensor | None = None,
-    ) -> tuple[Tensor, GLAState | None]: ...
-
-    def forward(
-        self,
-        x: Tensor,
-        state: GLAState | None = None,
-        output_final_state: bool = False,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        attention_mask: Tensor | None = None,
-        *,
-        shard: Shard | None = None,
-        residual: Tensor | None = None,
-    ) -> tuple[Tensor, GLAState | None]:
-        """Reads whole sequences, for training and prefill. The call is differentiable, also through the states.
-
-        Args:
-            x: [B, T, hidden_size], dtype as the parameters (any dtype under torch.autocast).
-            state: states of the N sequences before their first token in x; zeros by default.
-            output_final_state: whether to return the state after the last tokens too.
-            cu_seqlens: [N+1] int32 or int64 on x's device, with B = 1: sequence i is the rows cu_seqlens[i] to
-                cu_seqlens[i+1]. Sequences may be empty. Rows outside all sequences are padding: their y is 0. Without
-                cu_seqlens N = B.
-            max_seqlen: number of tokens of the longest packed sequence, if known; see `chunk_gla`.
-            attention_mask: [B, T], 0 where x is padding. If it has more columns, the last T are used. Padding may be in
-                front of the tokens of a sequence, behind them or between them. The y of padding is 0, and padding does
-                not change the state.
-            shard: the value that `gla_core.distributed.shard` returned for this batch, in place of cu_seqlens. All
-                layers of a model share it, and T is the number of this rank's tokens. With context_parallel and without
-                a shard, every layer makes a contiguous one, and cu_seqlens are offsets in the row of all ranks' tokens.
-                With either, state, output_final_state and attention_mask are not allowed. With a shard, max_seqlen is
-                not used: the shard has its own.
-            residual: [B, T, hidden_size], added to y. Without gradients, y may be written into it.
-
-        Returns:
-            y [B, T, hidden_size] with x's dtype (under torch.autocast, autocast's dtype), and the state (None unless
-            output_final_state).
-
-        Raises:
-            ValueError, TypeError: an argument has a wrong shape or dtype, or two arguments exclude each other.
-            NoBackendError, UnknownBackendError: no backend can serve the request in `backend`.
-        """
-        given = (x, state, output_final_state, cu_seqlens, max_seqlen, attention_mask, shard, residual)
-        return recurrence.read_sequences(self, *self._functions(), *given)
-
-    if TYPE_CHECKING:
-
-        @as_typed(forward)
-        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
-
     @torch.no_grad()
-    def step(
-        self,
-        x: Tensor,
-        state: GLAState,
-        inplace: bool = False,
-        state_indices: Tensor | None = None,
-        *,
-        residual: Tensor | None = None,
-    ) -> tuple[Tensor, GLAState]:
-        """Reads one token of each sequence, for decoding. Runs under torch.no_grad(), since its op has no backward.
-
-        Under FSDP2 call `torch.distributed.fsdp.register_fsdp_forward_method(layer, "step")` first.
-
-        Args:
-            x: [B, hidden_size], as in `forward`.
-            state: states of the B sequences, from `forward`, `step` or `initial_state`; with `state_indices` a pool of
-                states.
-            inplace: whether to write the new states into `state` instead of returning new tensors.
-            state_indices: [B] int32 or int64, the row of the pool that each row of the batch reads and writes. No
-                two rows may have the same state. A row with a negative index is skipped: its y is 0.
-            residual: [B, hidden_size], added to y. y may be written into it.
-
-        Returns:
-            y [B, hidden_size] as in `forward`, and the new state. With `inplace` this is `state` itself; otherwise
-            `state` is not changed.
-
-        Raises:
-            ValueError, TypeError, NoBackendError, UnknownBackendError: as in `forward`.
-        """
-        return recurrence.read_tokens(self, *self._functions(), x, state, inplace, state_indices, residual)
-
-    @torch.no_grad()
-    def step_between(
+    def step_from_projections(
         self, x: Tensor, made: Projections, state: GLAState, inplace: bool = False, state_indices: Tensor | None = None
     ) -> tuple[Tensor, GLAState]:
         """Computes what `step` computes between its matrix products, for callers that compute the products themselves.
@@ -336,15 +207,6 @@ class GatedLinearAttention(Merging):
             return self._normed(o, x, made.gate).flatten(-2)
 
         return recurrence.read_tokens(self, op_inputs, output, x, state, inplace, state_indices)
-
-    def initial_state(self, batch_size: int, device: Device = None) -> GLAState:
-        """Returns the state before the first token of `batch_size` sequences: zeros.
-
-        Args:
-            batch_size: N.
-            device: device of x; by default the device of the layer's first floating-point parameter.
-        """
-        return recurrence.initial_state(self, batch_size, device)
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
@@ -388,9 +250,9 @@ class GatedLinearAttention(Merging):
 
     def _projections(self, x: Tensor) -> Projections:
         (layers,) = self.merged_layers()
-        found = products(layers, x)
-        if found is not None:
-            q, k, v, *more = found
+        parts = products(layers, x)
+        if parts is not None:
+            q, k, v, *more = parts
             gate = more.pop(0) if self.use_output_gate else None
             return Projections(q, k, v, more[0] if more else None, gate)
         with not_kept(x):
@@ -452,7 +314,7 @@ class GatedLinearAttention(Merging):
 
 
 def _read_norm_under_either_name(layer: GatedLinearAttention, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    own = f"{prefix}{layer._norm_name}.weight"
+    key = f"{prefix}{layer._norm_name}.weight"
     for name in NORM_NAMES:
-        if own not in state_dict and f"{prefix}{name}.weight" in state_dict:
-            state_dict[own] = state_dict.pop(f"{prefix}{name}.weight")
+        if key not in state_dict and f"{prefix}{name}.weight" in state_dict:
+            state_dict[key] = state_dict.pop(f"{prefix}{name}.weight")

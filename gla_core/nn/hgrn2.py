@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,9 @@ from torch.types import Device
 from gla_core.dispatch.tensors import wide
 from gla_core.nn import recurrence
 from gla_core.nn._typed_call import as_typed
-from gla_core.nn.layer import Convolve
+from gla_core.nn.families import GATED_LINEAR_ATTENTION
+from gla_core.nn.interface import Convolve, OpInputs, Output
+from gla_core.nn.layer import Recurrent
 from gla_core.nn.merged import Merging, added, products
 from gla_core.nn.recompute import not_kept, recomputed
 from gla_core.nn.recurrence import GLAState, check_computation, positive
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from gla_core.distributed import Shard
 
 
-class HGRN2(Merging):
+class HGRN2(Recurrent, Merging):
     """HGRN2 as a layer: [B, T, hidden_size] to [B, T, hidden_size].
 
     Args:
@@ -72,10 +74,7 @@ class HGRN2(Merging):
         >>> y1, state = layer.step(torch.randn(2, 256), state)
     """
 
-    scale: float | None = None
-    rotary_base: float | None = None
-    norms_heads = False
-    gate_normalizer: int | None = None
+    ops = GATED_LINEAR_ATTENTION
 
     def __init__(
         self,
@@ -126,26 +125,6 @@ class HGRN2(Merging):
         self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False, **where)
         self.merge()
 
-    def reset_parameters(self) -> None:
-        """Sets every parameter to its initial value, as the constructor does; for example after `to_empty`."""
-        recurrence.reset_parameters(self)
-
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        state: GLAState | None = None,
-        *,
-        output_final_state: Literal[True],
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        attention_mask: Tensor | None = None,
-        lower_bound: Tensor | None = None,
-        shard: Shard | None = None,
-        residual: Tensor | None = None,
-    ) -> tuple[Tensor, GLAState]: ...
-
-    @overload
     def forward(
         self,
         x: Tensor,
@@ -158,21 +137,7 @@ class HGRN2(Merging):
         *,
         shard: Shard | None = None,
         residual: Tensor | None = None,
-    ) -> tuple[Tensor, GLAState | None]: ...
-
-    def forward(
-        self,
-        x: Tensor,
-        state: GLAState | None = None,
-        output_final_state: bool = False,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        attention_mask: Tensor | None = None,
-        lower_bound: Tensor | None = None,
-        *,
-        shard: Shard | None = None,
-        residual: Tensor | None = None,
-    ) -> tuple[Tensor, GLAState | None]:
+    ) -> tuple[Tensor, GLAState | Any]:
         """Reads whole sequences, for training and prefill.
 
         The call is differentiable, also through the states and the lower bound.
@@ -182,9 +147,8 @@ class HGRN2(Merging):
 
         The other arguments, the results and the errors are as in `GatedLinearAttention.forward`.
         """
-        op_inputs = functools.partial(self.op_inputs, lower_bound=lower_bound)
-        given = (x, state, output_final_state, cu_seqlens, max_seqlen, attention_mask, shard, residual)
-        return recurrence.read_sequences(self, op_inputs, self._output, *given)
+        args = (x, state, output_final_state, cu_seqlens, max_seqlen, attention_mask, shard, residual)
+        return recurrence.read_sequences(self, *self._functions(lower_bound), *args)
 
     if TYPE_CHECKING:
 
@@ -203,11 +167,10 @@ class HGRN2(Merging):
         residual: Tensor | None = None,
     ) -> tuple[Tensor, GLAState]:
         """Reads one token of each sequence, as `GatedLinearAttention.step` does; lower_bound is as in `forward`."""
-        op_inputs = functools.partial(self.op_inputs, lower_bound=lower_bound)
-        return recurrence.read_tokens(self, op_inputs, self._output, x, state, inplace, state_indices, residual)
+        return recurrence.read_tokens(self, *self._functions(lower_bound), x, state, inplace, state_indices, residual)
 
     @torch.no_grad()
-    def step_between(
+    def step_from_projections(
         self,
         x: Tensor,
         made: Sequence[Tensor],
@@ -232,10 +195,6 @@ class HGRN2(Merging):
 
         return recurrence.read_tokens(self, op_inputs, _heads_together, x, state, inplace, state_indices)
 
-    def initial_state(self, batch_size: int, device: Device = None) -> GLAState:
-        """Returns the state before the first token of `batch_size` sequences: zeros on the layer's device."""
-        return recurrence.initial_state(self, batch_size, device)
-
     @property
     def state_shape(self) -> tuple[int, int, int]:
         """Returns H, K and V, the sizes of the recurrent state of a sequence."""
@@ -256,6 +215,9 @@ class HGRN2(Merging):
         """Returns the projections of x, those of q, f and v."""
         return [[self.q_proj, self.f_proj, self.i_proj]]
 
+    def _functions(self, lower_bound: Tensor | None = None) -> tuple[OpInputs, Output]:
+        return functools.partial(self.op_inputs, lower_bound=lower_bound), self._output
+
     def op_inputs(
         self, x: Tensor, convolve: Convolve, lower_bound: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -272,12 +234,18 @@ class HGRN2(Merging):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Computes `op_inputs` from the projections of q, f and v."""
         q, f, v = convolve(*made)
-        found = None if self.kernel is None or f.dtype != v.dtype else self.kernel(q, f, lower_bound)
-        if found is None:
-            g = recomputed(log_gate, f, lower_bound)
-            found = F.silu(q), recomputed(_key, g).to(v.dtype), g
-        q, k, g = (y.unflatten(-1, (self.num_heads, self.expand_ratio)) for y in found)
+        q, k, g = (y.unflatten(-1, (self.num_heads, -1)) for y in self._gated(q, f, lower_bound, v.dtype))
         return q, k, v.unflatten(-1, (self.num_heads, -1)), g
+
+    def _gated(
+        self, q: Tensor, f: Tensor, lower_bound: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns silu(q), 1 - alpha in `dtype`, and log alpha; `kernel` computes them if it can."""
+        gated = self.kernel(q, f, lower_bound) if self.kernel is not None and f.dtype == dtype else None
+        if gated is not None:
+            return gated
+        g = recomputed(log_gate, f, lower_bound)
+        return F.silu(q), recomputed(_key, g).to(dtype), g
 
     def _output(self, o: Tensor, _x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Maps o [B, T, H, V] to y [B, T, hidden_size], plus the residual if there is one."""

@@ -13,7 +13,7 @@ two.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from gla_core.dispatch.tensors import wide
-from gla_core.nn import recurrence
-from gla_core.nn._typed_call import as_typed
-from gla_core.nn.layer import Convolve
+from gla_core.nn.families import GATED_LINEAR_ATTENTION
+from gla_core.nn.interface import Convolve, OpInputs, Output
+from gla_core.nn.layer import Recurrent
+from gla_core.nn.merged import added
 from gla_core.nn.recompute import not_kept, recomputed
-from gla_core.nn.recurrence import GLAState, check_computation, positive
+from gla_core.nn.recurrence import check_computation, positive
 from gla_core.nn.rms_norm import RMSNormGated
 from gla_core.nn.short_convolution import ShortConvolution
 
@@ -33,10 +34,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from gla_core.distributed import Shard
 
-
-class Mamba2(nn.Module):
+class Mamba2(Recurrent):
     """Mamba-2 as a layer: [B, T, d_model] to [B, T, d_model].
 
     A state has K = d_state and V = headdim: [N, nheads, d_state, headdim], where mamba_ssm has the last two swapped.
@@ -78,10 +77,8 @@ class Mamba2(nn.Module):
         >>> y1, state = layer.step(torch.randn(2, 256), state)
     """
 
+    ops = GATED_LINEAR_ATTENTION
     scale: float | None = 1.0
-    rotary_base: float | None = None
-    norms_heads = False
-    gate_normalizer: int | None = None
 
     def __init__(
         self,
@@ -149,7 +146,7 @@ class Mamba2(nn.Module):
 
     def reset_parameters(self) -> None:
         """Sets every parameter to its initial value, as the constructor does; for example after `to_empty`."""
-        recurrence.reset_parameters(self)
+        super().reset_parameters()
         self._reset_own_parameters()
 
     @torch.no_grad()
@@ -162,63 +159,6 @@ class Mamba2(nn.Module):
         self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # softplus gives dt
         self.A_log.copy_(torch.empty_like(dt).uniform_(*self.A_init_range).log())
         nn.init.ones_(self.D)
-
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        state: GLAState | None = None,
-        *,
-        output_final_state: Literal[True],
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        attention_mask: Tensor | None = None,
-        shard: Shard | None = None,
-    ) -> tuple[Tensor, GLAState]: ...
-
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        state: GLAState | None = None,
-        output_final_state: bool = False,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        attention_mask: Tensor | None = None,
-        *,
-        shard: Shard | None = None,
-    ) -> tuple[Tensor, GLAState | None]: ...
-
-    def forward(
-        self,
-        x: Tensor,
-        state: GLAState | None = None,
-        output_final_state: bool = False,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        attention_mask: Tensor | None = None,
-        *,
-        shard: Shard | None = None,
-    ) -> tuple[Tensor, GLAState | None]:
-        """Reads whole sequences x [B, T, d_model], for training and prefill, as `GatedLinearAttention.forward` does."""
-        given = (x, state, output_final_state, cu_seqlens, max_seqlen, attention_mask, shard)
-        return recurrence.read_sequences(self, self.op_inputs, self._output, *given)
-
-    if TYPE_CHECKING:
-
-        @as_typed(forward)
-        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
-
-    @torch.no_grad()
-    def step(
-        self, x: Tensor, state: GLAState, inplace: bool = False, state_indices: Tensor | None = None
-    ) -> tuple[Tensor, GLAState]:
-        """Reads one token x [B, d_model] of each sequence, as `GatedLinearAttention.step` does."""
-        return recurrence.read_tokens(self, self.op_inputs, self._output, x, state, inplace, state_indices)
-
-    def initial_state(self, batch_size: int, device: Device = None) -> GLAState:
-        """Returns the state before the first token of `batch_size` sequences: zeros on the layer's device."""
-        return recurrence.initial_state(self, batch_size, device)
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
@@ -234,6 +174,9 @@ class Mamba2(nn.Module):
     def convolution_widths(self) -> tuple[int, ...]:
         """Returns the number of channels of u, B and C together, which the convolution has."""
         return (self.widths[1],)
+
+    def _functions(self) -> tuple[OpInputs, Output]:
+        return self.op_inputs, self._output
 
     def op_inputs(self, x: Tensor, convolve: Convolve) -> tuple[Tensor, ...]:
         """Maps x [B, T, d_model] to the inputs of the op and of `_output`.
@@ -252,13 +195,13 @@ class Mamba2(nn.Module):
         v = (u * dt[..., None]).to(u.dtype)
         return q, k, v, -dt * self.A_log.to(dtype).exp(), u, z
 
-    def _output(self, o: Tensor, _x: Tensor, u: Tensor, z: Tensor) -> Tensor:
-        """Maps o [B, T, nheads, headdim], u and z to y [B, T, d_model]."""
+    def _output(self, o: Tensor, _x: Tensor, u: Tensor, z: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Maps o [B, T, nheads, headdim], u and z to y [B, T, d_model], plus the residual if there is one."""
         dtype = wide(o.dtype)
         y = (o.to(dtype) + self.D.to(dtype).view(self.nheads, -1) * u).to(o.dtype).flatten(-2)
         y = self.norm(y, z) if self.rmsnorm else recomputed(_gated, y, z)
         with not_kept(y):
-            return self.out_proj(y)
+            return self.out_proj(y) if residual is None else added(residual, self.out_proj, y)
 
 
 def _gated(y: Tensor, z: Tensor) -> Tensor:

@@ -101,15 +101,15 @@ def _computes_plainly(x: Tensor) -> bool:
 
 def _weights(layers: Sequence[nn.Module], biased: bool = False) -> list[nn.Parameter] | None:
     """Returns the weights of plain linear layers; None if any is not plain, or has a bias and is not `biased`."""
-    found = []
+    weights = []
     for layer in layers:
         if not is_plain(layer, nn.Linear):
             return None
         weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
         if weight is None or not (bias is None or biased):
             return None
-        found.append(weight)
-    return found
+        weights.append(weight)
+    return weights
 
 
 def _matrix(first: nn.Module, weights: Sequence[Tensor]) -> Tensor | None:

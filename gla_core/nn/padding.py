@@ -9,10 +9,14 @@ wait.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from gla_core.nn.interface import Output
 
 
 class Padding(NamedTuple):
@@ -58,3 +62,14 @@ def padding(mask: Tensor, T: int) -> Padding:
     order = mask.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
     lengths = mask.sum(1)
     return Padding(order, lengths, torch.arange(T, device=mask.device) < lengths[:, None])
+
+
+def with_residual(output: Output, residual: Tensor | None, mask: Callable[[Tensor], Tensor] | None) -> Output:
+    """Returns a function that computes y, and adds a residual if there is one.
+
+    Args:
+        mask: sets rows of y without tokens to 0, before the residual is added; None if the output does so.
+    """
+    if mask is None:
+        return output if residual is None else functools.partial(output, residual=residual)
+    return lambda *args: mask(output(*args)) if residual is None else residual + mask(output(*args))

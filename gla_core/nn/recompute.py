@@ -57,15 +57,15 @@ def recomputed(
     if not torch.is_grad_enabled():
         return function(*tensors)
     if is_dynamo_compiling() and not _exports() and any(x is not None and x.requires_grad for x in tensors):
-        found = checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)
+        y = checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)
     elif is_compiling() or tracing() or transformed():
         return function(*tensors)
     elif gradients is not None:
-        found = _WithGradients.apply(function, gradients, weights, *tensors)
+        y = _WithGradients.apply(function, gradients, weights, *tensors)
     else:
-        found = _Recomputed.apply(function, weights, *tensors)
-    assert isinstance(found, Tensor)
-    return found
+        y = _Recomputed.apply(function, weights, *tensors)
+    assert isinstance(y, Tensor)
+    return y
 
 
 def _exports() -> bool:
@@ -124,8 +124,8 @@ class _Recomputed(torch.autograd.Function):
         create_graph = torch.is_grad_enabled()
         (views, y), ctx.made = _made(ctx), None
         needed = [x for x, needs in zip(views, ctx.needs_input_grad[2:], strict=True) if needs]
-        found = iter(torch.autograd.grad(y, needed, gradients, create_graph=create_graph))
-        return None, None, *(next(found) if needs else None for needs in ctx.needs_input_grad[2:])
+        computed = iter(torch.autograd.grad(y, needed, gradients, create_graph=create_graph))
+        return None, None, *(next(computed) if needs else None for needs in ctx.needs_input_grad[2:])
 
 
 class _WithGradients(torch.autograd.Function):

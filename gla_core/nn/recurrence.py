@@ -15,21 +15,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
-from torch.types import Device
 
 from gla_core.dispatch import request
 from gla_core.dispatch.errors import nearest
 from gla_core.dispatch.tensors import wide
-from gla_core.nn.layer import Histories, OpInputs, Output, RecurrentLayer
-from gla_core.nn.padding import padding, within
+from gla_core.nn.gates import gate_options
+from gla_core.nn.interface import Histories, OpInputs, Output, RecurrentLayer
+from gla_core.nn.padding import padding, with_residual, within
 from gla_core.nn.rms_norm import RMSNormGated
 from gla_core.nn.rotary import positions, rotated
 from gla_core.nn.short_convolution import Packing, packing
 from gla_core.ops import checks
 from gla_core.ops.calls import exportable, is_dtensor, transformed
-from gla_core.ops.gla.chunk_gla import chunk_gla
-from gla_core.ops.gla.recurrent_gla_layer_step import recurrent_gla_layer_step
-from gla_core.ops.gla.recurrent_gla_step import recurrent_gla_step
 
 if TYPE_CHECKING:
     from gla_core.distributed import Shard
@@ -74,18 +71,17 @@ def read_sequences(
 
     Args:
         op_inputs: computes the op's inputs from x.
-        output: computes y from the op's o and x; if a residual is given, it takes one by name.
+        output: computes y from the op's o and x.
 
-    The other arguments and the results are as in `GatedLinearAttention.forward`.
+    The other arguments and the results are as in `Recurrent.forward`.
     """
-    added = _added(output, residual)
     if shard is not None or layer.context_parallel is not None:
         _refuse_over_ranks(
             layer, state=state, output_final_state=output_final_state or None, attention_mask=attention_mask
         )
         from gla_core.nn.context_parallel import read_shard
 
-        return read_shard(layer, op_inputs, added, x, cu_seqlens, max_seqlen, shard), None
+        return read_shard(layer, op_inputs, output, x, cu_seqlens, max_seqlen, shard, residual), None
     dims: dict[str, Any] = {"hidden_size": layer.hidden_size}
     checks.tensor("x", x, "B T hidden_size", dims)
     dims["N"] = dims["B"]
@@ -102,7 +98,8 @@ def read_sequences(
         x = padded.front(x)
     places = None if cu_seqlens is None or not layer.convolutions else packing(cu_seqlens, dims["T"], layer.conv_size)
     convolve = _Convolved(layer, None if state is None else state.conv, places, padded and padded.lengths)
-    q, k, v, g, *others = op_inputs(x, convolve)
+    inputs, number = op_inputs(x, convolve), layer.ops.tokens
+    (q, k, v, g, *more), others = inputs[:number], inputs[number:]
     position = None
     if layer.rotary_base is not None:
         begun = None if state is None else state.position
@@ -113,12 +110,9 @@ def read_sequences(
         k, g = padded.zeroed(k), padded.filled(g, 0 if layer.gate_normalizer is None else math.inf)
     # FSDP2's mixed precision casts every input to half precision; this casts the state back.
     initial = None if state is None else state.recurrent.to(wide(state.recurrent.dtype))
-    o, recurrent = chunk_gla(
-        q,
-        k,
-        v,
-        g,
-        layer.scale,
+    o, recurrent = layer.ops.chunk(
+        *(q, k, v, g, *more),
+        scale=layer.scale,
         initial_state=initial,
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
@@ -126,13 +120,12 @@ def read_sequences(
         max_seqlen=max_seqlen,
         **gate_options(layer),
     )
+    mask = None
     if padded is not None:  # o has the padding of each row at its end, and the residual where the mask has it
-        y = padded.back(output(o, x, *others))
-        y = y if residual is None else residual + y
-    else:
-        y = added(o, x, *others)
-        if cu_seqlens is not None and others:  # o is 0 outside the sequences, and the others are not
-            y = within(y, cu_seqlens)
+        mask = padded.back
+    elif cu_seqlens is not None and others:  # o is 0 outside the sequences, and the others are not
+        mask = functools.partial(within, cu_seqlens=cu_seqlens)
+    y = with_residual(output, residual, mask)(o, x, *others)
     return y, None if recurrent is None else GLAState(recurrent, convolve.after, position)
 
 
@@ -151,7 +144,7 @@ def read_tokens(
     Args:
         op_inputs, output: as in `read_sequences`.
 
-    The other arguments and the results are as in `GatedLinearAttention.step`.
+    The other arguments and the results are as in `Recurrent.step`.
     """
     if layer.context_parallel is not None:
         raise ValueError("step reads one token, which no ranks share; decode by a layer without context_parallel")
@@ -163,18 +156,19 @@ def read_tokens(
     _check_state(layer, state, dims["B"] if state_indices is None else None)
     convolve = _Convolved(layer, state.conv and tuple(_rows(pool, state_indices) for pool in state.conv))
     x = x.unsqueeze(1)  # the layer's modules, which may have hooks, get sequences of one token
-    q, k, v, g, *others = op_inputs(x, convolve)
+    inputs, number = op_inputs(x, convolve), layer.ops.tokens
+    (q, k, v, g, *more), others = inputs[:number], inputs[number:]
     before = None
     if layer.rotary_base is not None and state.position is not None:
         before = _rows(state.position, state_indices)
         q, k = rotated(q, k, before[:, None], layer.rotary_base)
-    q, k, v, g = (t if t.ndim == 1 else t.squeeze(1) for t in (q, k, v, g))
+    token = tuple(t if t.ndim == 1 else t.squeeze(1) for t in (q, k, v, g, *more))
     if layer.norms_heads and (is_compiling() or not transformed()):
         recurrent = state.recurrent if inplace else state.recurrent.clone()
-        o: Any = Step(layer, (q, k, v, g), recurrent, state_indices)
+        o: Any = Step(layer, token, recurrent, state_indices)
     else:
-        given = (q, k, v, g, state.recurrent, layer.scale, state_indices, inplace, layer.backend)
-        o, recurrent = recurrent_gla_step(*given, **gate_options(layer))
+        args = (state.recurrent, layer.scale, state_indices, inplace)
+        o, recurrent = layer.ops.step(*token, *args, backend=layer.backend, **gate_options(layer))
         o = o.unsqueeze(1)
     conv, position = state.conv, state.position
     if conv is not None:
@@ -182,41 +176,40 @@ def read_tokens(
         conv = tuple(_with_rows(pool, new, state_indices, inplace) for pool, new in pairs)
     if position is not None and before is not None:
         position = _with_rows(position, before + 1, state_indices, inplace)
-    y = _added(output, None if residual is None else residual.unsqueeze(1))(o, x, *others).squeeze(1)
+    mask = None
     if others and state_indices is not None:  # o is 0 in skipped rows, and the others are not
-        y = torch.where(_skipped(state_indices, len(state.recurrent))[:, None], 0, y)
+        skipped = _skipped(state_indices, len(state.recurrent))[:, None, None]
+        mask = functools.partial(torch.where, skipped, 0)
+    residual = None if residual is None else residual.unsqueeze(1)
+    y = with_residual(output, residual, mask)(o, x, *others).squeeze(1)
     return y, state if inplace else GLAState(recurrent, conv, position)
-
-
-def _added(output: Output, residual: Tensor | None) -> Output:
-    """Returns a function that computes y and adds a residual, if there is one."""
-    return output if residual is None else functools.partial(output, residual=residual)
 
 
 class Step(NamedTuple):
     """A decoding step that has not run, so that one op can compute it together with the norm of its output.
 
     Attributes:
-        token: q [B, Hq, K], k [B, H, K], v [B, Hv, V] and g.
+        token: q [B, Hq, K], k [B, H, K], v [B, Hv, V], g, and the other tokens of the layer's ops.
         state: the states, which the step writes.
-        state_indices: as in `GatedLinearAttention.step`.
+        state_indices: as in `Recurrent.step`.
     """
 
     layer: RecurrentLayer
-    token: tuple[Tensor, Tensor, Tensor, Tensor]
+    token: tuple[Tensor, ...]
     state: Tensor
     state_indices: Tensor | None
 
     def normed(self, norm: nn.Module, gate: Tensor | None) -> Tensor:
         """Runs the step, and returns its output [B, 1, Ho, V] after a norm and an output gate [B, 1, Ho, V]."""
-        layer, indices, options = self.layer, self.state_indices, gate_options(self.layer)
+        layer, slots, options = self.layer, self.state_indices, gate_options(self.layer)
+        layer_step, options = layer.ops.layer_step, {**options, "backend": layer.backend}
         activation = norm.activation_in_op(gate) if isinstance(norm, RMSNormGated) else None
-        if isinstance(norm, RMSNormGated) and activation is not None and _fit(self.token[0], gate, norm.weight):
+        if activation is not None and layer_step is not None and _fit(self.token[0], gate, norm.weight):
             options |= {"norm_eps": norm.eps, "activation": activation}
             gate = None if gate is None else gate.squeeze(1)
-            given = (self.state, gate, norm.weight, layer.scale, indices, layer.backend)
-            return recurrent_gla_layer_step(*self.token, *given, **options).unsqueeze(1)
-        o, _ = recurrent_gla_step(*self.token, self.state, layer.scale, indices, True, layer.backend, **options)
+            args = (self.state, gate, norm.weight, layer.scale, slots)
+            return layer_step(*self.token, *args, **options).unsqueeze(1)
+        o, _ = layer.ops.step(*self.token, self.state, layer.scale, slots, True, **options)
         return norm(o.unsqueeze(1), gate)
 
 
@@ -226,37 +219,10 @@ def normed(o: Tensor | Step, norm: nn.Module, gate: Tensor | None) -> Tensor:
 
 
 def _fit(q: Tensor, gate: Tensor | None, weight: Any) -> bool:
-    """Returns whether recurrent_gla_layer_step takes an output gate and a weight of the norm together with q."""
+    """Returns whether the op of a step and a norm takes an output gate and a weight of the norm together with q."""
     if gate is not None and gate.dtype != q.dtype:
         return False
     return weight is None or (weight.dtype in (q.dtype, torch.float32) and not is_dtensor(q))
-
-
-def gate_options(layer: RecurrentLayer) -> dict[str, Any]:
-    """Returns the arguments of the ops that say what the layer's g holds."""
-    if layer.gate_normalizer is None:
-        return {}
-    return {"gate": "logsigmoid", "gate_normalizer": layer.gate_normalizer}
-
-
-def initial_state(layer: RecurrentLayer, batch_size: int, device: Device) -> GLAState:
-    """Returns the state before the first token of `batch_size` sequences: zeros on the layer's device."""
-    like = next(
-        (p for p in layer.parameters() if p.dtype in checks.FLOATS), torch.empty(0, device=torch.get_default_device())
-    )
-    device = like.device if device is None else device
-    recurrent = torch.zeros(batch_size, *layer.state_shape, device=device, dtype=wide(like.dtype))
-    sizes = ((batch_size, layer.conv_size - 1, width) for width in layer.convolution_widths)
-    conv = tuple(torch.zeros(size, device=device, dtype=like.dtype) for size in sizes)
-    position = None if layer.rotary_base is None else torch.zeros(batch_size, device=device, dtype=torch.int64)
-    return GLAState(recurrent, conv or None, position)
-
-
-def reset_parameters(layer: nn.Module) -> None:
-    """Sets every parameter to its initial value, as the constructor does; for example after `to_empty`."""
-    for module in layer.modules():
-        if module is not layer and callable(reset := getattr(module, "reset_parameters", None)):
-            reset()
 
 
 class _Convolved:
@@ -278,21 +244,21 @@ class _Convolved:
         if not self.convolutions:
             return projections
         before = self.before or (None,) * len(projections)
-        found = [
+        pairs = [
             convolution(y, history, self.places, self.lengths)
             for convolution, y, history in zip(self.convolutions, projections, before, strict=True)
         ]
-        self.after = tuple(after for _, after in found)
-        return tuple(y for y, _ in found)
+        self.after = tuple(after for _, after in pairs)
+        return tuple(y for y, _ in pairs)
 
 
-def _refuse_over_ranks(layer: RecurrentLayer, **given: object) -> None:
+def _refuse_over_ranks(layer: RecurrentLayer, **arguments: object) -> None:
     if layer.rotary_base is not None:
         raise ValueError(
             "context_parallel or shard is given, and the layer has a rotary embedding; expected neither: a rank does "
             "not know the positions of its tokens, so call the layer with whole sequences"
         )
-    for name, value in given.items():
+    for name, value in arguments.items():
         if value is not None:
             raise ValueError(
                 f"{name} is given, and the tokens are spread over ranks (context_parallel or shard); "
@@ -314,18 +280,18 @@ def _check_state(layer: RecurrentLayer, state: GLAState, N: int | None) -> None:
         raise TypeError(f"state is {type(state).__name__}; expected a GLAState, as this layer returns")
     dims = dict(zip("HKV", layer.state_shape, strict=True)) | ({} if N is None else {"N": N})
     checks.tensor("state.recurrent", state.recurrent, "N H K V", dims)
-    found, expected = len(state.conv or ()), len(layer.convolution_widths)
-    if found != expected:
+    n, expected = len(state.conv or ()), len(layer.convolution_widths)
+    if n != expected:
         raise ValueError(
-            f"state.conv has {found} tensors; expected {expected}, the inputs of each convolution of the layer: pass a "
+            f"state.conv has {n} tensors; expected {expected}, the inputs of each convolution of the layer: pass a "
             "state of this layer"
         )
     for i, (width, inputs) in enumerate(zip(layer.convolution_widths, state.conv or (), strict=True)):
         sizes = {"N": dims["N"], "conv_size-1": layer.conv_size - 1, "width": width}
         checks.tensor(f"state.conv[{i}]", inputs, "N conv_size-1 width", sizes)
     if (state.position is None) != (layer.rotary_base is None):
-        found, expected = ("None", "integers [N]") if state.position is None else ("given", "None")
-        raise ValueError(f"state.position is {found}; expected {expected}: pass a state of this layer")
+        passed, expected = ("None", "integers [N]") if state.position is None else ("given", "None")
+        raise ValueError(f"state.position is {passed}; expected {expected}: pass a state of this layer")
     if state.position is not None:
         checks.tensor("state.position", state.position, "N", {"N": dims["N"]})
         checks.dtype("state.position", state.position, checks.INTEGERS)

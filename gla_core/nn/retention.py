@@ -20,7 +20,7 @@ from torch.types import Device
 from gla_core.dispatch.tensors import wide
 from gla_core.nn.activations import Activation
 from gla_core.nn.gated_linear_attention import GatedLinearAttention, Projections
-from gla_core.nn.layer import Convolve
+from gla_core.nn.interface import Convolve
 
 
 class Retention(GatedLinearAttention):

@@ -295,7 +295,7 @@ def _join_batch(spec: OpSpec | None, call: TorchOp, size: int, in_dims: tuple, a
     for i, (x, dim) in enumerate(zip(args, in_dims, strict=True)):
         if isinstance(x, Tensor) and not x.is_floating_point():
             raise NotImplementedError(
-                "torch.vmap goes over neither packed sequences (cu_seqlens) nor a pool of states (state_indices); "
+                "torch.vmap goes over neither packed sequences (cu_seqlens) nor a pool of states (slots); "
                 "give them a batch dimension, or call the op once for each"
             )
         if isinstance(x, Tensor):

@@ -23,9 +23,9 @@ def check(spec: OpSpec, args: tuple) -> None:
     if spec.reads is None:
         return
     given = dict(zip(spec.parameters, args, strict=True))
-    _overlap.check(given, spec.written_by(given))
+    _overlap.check(spec.as_public(given), spec.written_by(given))
     read = rows_read(spec, given)
-    for name, x in read.items():
+    for name, x in spec.as_public(read).items():
         if bool(x.isnan().any()):
             raise ValueError(f"{name} holds NaN in {int(x.isnan().sum())} of {x.numel()} places")
     gate = spec.has(Role.GATE)

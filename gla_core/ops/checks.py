@@ -131,15 +131,6 @@ def logits(g: Any, gate_normalizer: int | None) -> None:
         raise ValueError(f"gate_normalizer is {gate_normalizer} and g is None; expected the logits of the gates as g")
 
 
-def no_tree(parents: None) -> None:
-    """Raises ValueError for drafts that form a tree."""
-    if parents is not None:
-        raise ValueError(
-            "parents is given; expected None: drafts are chains, each token after the one before. "
-            "Verify a tree branch by branch"
-        )
-
-
 def gate_values(g: Tensor | None) -> None:
     """Raises ValueError for gates above 0. It reads values, and so it is only for GLA_CHECK=1."""
     if g is not None and bool((g > 0).any()):

@@ -77,8 +77,7 @@ INPUT = DType(lambda dtype: FLOATS)
 AS_INPUT = DType(lambda dtype: (dtype,), ", as {first}")
 AS_INPUT_OR_FLOAT32 = DType(lambda dtype: tuple(dict.fromkeys((dtype, torch.float32))), ", as {first} or float32")
 WIDE = DType(lambda dtype: (wide(dtype),), " with {dtype} inputs")
-POOL = DType(lambda d: (wide(d),) if d == torch.float64 else (torch.float32, torch.bfloat16), " with {dtype} inputs")
-SLOTTED = DType(
+POOL = DType(
     lambda d: (wide(d),) if d == torch.float64 else (torch.float32, torch.bfloat16, torch.float16),
     " with {dtype} inputs",
 )
@@ -120,6 +119,11 @@ class Argument:
     hint: bool = False
     forms: Mapping[str, str] | None = None
     public: str = ""
+
+    @property
+    def shown(self) -> str:
+        """Returns the name that errors call it by."""
+        return self.public or self.name
 
     @property
     def written(self) -> bool:
@@ -280,6 +284,11 @@ class OpSpec:
         """Maps the name of each argument to itself, and its name in the public function to its name here."""
         return {name: a.name for a in self.arguments for name in (a.name, a.public) if name}
 
+    def as_public(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns arguments by their names in the public function."""
+        shown = {a.name: a.shown for a in self.arguments}
+        return {shown.get(name, name): x for name, x in arguments.items()}
+
     @functools.cached_property
     def differentiable(self) -> bool:
         """Returns whether autograd takes a gradient of any argument."""
@@ -391,7 +400,7 @@ class OpSpec:
         """
         given = dict(zip(self.parameters, self.plain(args), strict=True))
         sizes = self._check(given)
-        _overlap.check(given, self.written_by(given))
+        _overlap.check(self.as_public(given), self.written_by(given))
         first = {role: given[argument.name] for role, argument in self._by_role.items()}
         gate, state, packed = self.has(Role.GATE), first.get(Role.STATE), first.get(Role.OFFSETS) is not None
         g = None if gate is None else given[gate.name]
@@ -454,7 +463,7 @@ class OpSpec:
             if argument.dtype is None:
                 _check_scalar(argument, x)
             elif x is not None or argument.default is not None:
-                _check_tensor(argument, x, sizes, first, given[first])
+                _check_tensor(argument, x, sizes, self.arguments[0].shown, given[first])
         if not bound:
             self._bind(given, sizes)
         roles = {argument.name: argument.role for argument in self.arguments}
@@ -491,7 +500,7 @@ class OpSpec:
 
     def _owner(self, name: str) -> str:
         """Returns the first argument with a dimension of this name."""
-        return next(a.name for a in self.arguments if a.shape is not None and name in a.shape.split())
+        return next(a.shown for a in self.arguments if a.shape is not None and name in a.shape.split())
 
     # ---- what follows from the description alone
 
@@ -673,7 +682,7 @@ def scale_or_default(q: Any, scale: Any) -> float:
 
 def _check_tensor(argument: Argument, x: Any, sizes: dict[str, Any], first: str, first_value: Tensor) -> None:
     """Checks the shape of a tensor and binds the sizes in it; checks dtype and device against the first argument."""
-    name = argument.name
+    name = argument.shown
     assert argument.dtype is not None
     if argument.forms is not None:
         checks.tensor_of_any(name, x, tuple(argument.forms.values()), sizes)

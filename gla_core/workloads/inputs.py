@@ -43,7 +43,7 @@ from torch import Tensor
 
 from gla_core.dispatch.backend import OpCall
 from gla_core.dispatch.tensors import checkpoint_dtype, checkpoint_rows, wide
-from gla_core.ops import ABSTRACT_OPS, OpSpec
+from gla_core.ops import ABSTRACT_OPS, PUBLIC_OPS, OpSpec
 from gla_core.ops.spec import Argument, Role, dtype_in_call
 from gla_core.workloads.named import Workload
 
@@ -181,13 +181,13 @@ def pool_inputs(workload: Workload, **changes: object) -> dict[str, Any]:
 
 
 def steps_inputs(workload: Workload, **changes: object) -> dict[str, Any]:
-    """Returns the arguments of `recurrent_gla_steps` by name, without the scale, `out` and `parents`."""
+    """Returns the arguments of `recurrent_gla_steps` by name, without the scale and `out`."""
     x = _served_inputs(("slots", "num_accepted", "read_slots", "has_state"), {**workload.sizes, **changes})
     return {**x, "slots": x["slots"].reshape(len(x["slots"]), -1 if len(x["slots"]) else 1)}
 
 
 def replay_inputs(workload: Workload, **changes: object) -> dict[str, Any]:
-    """Returns the arguments of `recurrent_gla_replay` by name, without the scale, `out` and `parents`."""
+    """Returns the arguments of `recurrent_gla_replay` by name, without the scale and `out`."""
     sizes = {**workload.sizes, **changes}
     L, ring_dtype, page = sizes.pop("L"), sizes.pop("ring_dtype", None), sizes.get("page", 0)
     x = _served_inputs(("slots", "ring_start", "num_accepted", "has_state"), sizes)
@@ -303,7 +303,7 @@ _ARGUMENTS: Mapping[str, Callable[..., dict[str, Any]]] = {
 
 def arguments(workload: Workload, **changes: object) -> dict[str, Any]:
     """Returns the arguments of the public op by name, without `backend`; `changes` as in `chunk_inputs`."""
-    return _ARGUMENTS[workload.op](workload, **changes)
+    return PUBLIC_OPS[workload.op].as_public(_ARGUMENTS[workload.op](workload, **changes))
 
 
 def describe(op: str, sizes: Mapping[str, Any], device: torch.device, **facts: Any) -> OpCall:

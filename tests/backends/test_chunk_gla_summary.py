@@ -11,6 +11,7 @@ import gla_core as gla
 from gla_core.conformance import oracle
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.dispatch.backend import OpCall, contiguous_layout
+from gla_core.dispatch.tensors import log_gates
 from gla_core.workloads.inputs import gla_inputs
 from gla_triton_kernels.gla import summary
 from gla_triton_kernels.gla.general import kernels as general
@@ -20,15 +21,19 @@ from gla_triton_runtime.architecture import Architecture, Gpu
 H200 = Gpu(Architecture.SM90, 132)
 
 
-def check(backend, backwards, **sizes):
+def check(backend, backwards, gate_normalizer=None, **sizes):
     x = gla_inputs(**sizes, gate_dtype=torch.float32)
-    if x.g is not None:  # the decay of a long sequence would be 0
+    if gate_normalizer is not None:
+        x = replace(x, g=3 * torch.randn_like(x.g))
+    elif x.g is not None:  # the decay of a long sequence would be 0
         x = replace(x, g=x.g * min(1.0, 512 / x.g.shape[1]))
     G = x.q.shape[2] // x.k.shape[2]
     left, right = (x.q, x.v.repeat_interleave(G, 2).roll(1, 1)) if backwards else (x.k, x.v)
     function = gla.chunk_gla_gradient_summary if backwards else gla.chunk_gla_summary
-    actual = function(left, right, x.g, x.cu_seqlens, backend)
-    expected = oracle.chunk_gla_summary(left, right, x.g, x.cu_seqlens, backwards)
+    options = {} if gate_normalizer is None else {"gate": "logsigmoid", "gate_normalizer": gate_normalizer}
+    actual = function(left, right, x.g, x.cu_seqlens, backend=backend, **options)
+    g = None if x.g is None else log_gates(x.g, gate_normalizer, torch.float64)
+    expected = oracle.chunk_gla_summary(left, right, g, x.cu_seqlens, backwards)
     for name, y, ref in zip(("decay", "state"), actual, expected, strict=True):
         assert relative_error(y, ref) <= FORWARD[left.dtype], name
 
@@ -39,6 +44,14 @@ def check(backend, backwards, **sizes):
 @pytest.mark.parametrize("sizes", [{"B": 2, "T": 70}, {"lengths": (0, 40, 33, 0, 1), "padding": 5}], ids=str)
 def test_both_layouts(backend, device, sizes, gates, backwards):
     check(backend, backwards, **sizes, K=20, V=9, gates=gates, dtype=torch.float16, device=device)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
+@pytest.mark.parametrize("form", ["constant", "head", "key"])
+def test_logits(backend, device, form, backwards):
+    sizes = {"lengths": (0, 40, 33, 0, 1), "padding": 5, "K": 20, "V": 9, "gate_form": form}
+    check(backend, backwards, 16, **sizes, dtype=torch.float16, device=device)
 
 
 @pytest.mark.kernels

@@ -96,7 +96,7 @@ def test_summaries(backend, device, form, heads, backwards):
     x = gla_inputs(**PACKED, **heads, K=20, V=9, gate_form=form, dtype=torch.float16, device=device)
     left, right = (x.q, x.v.roll(1, 1)) if backwards else (x.k, x.v)
     function = gla.chunk_gla_gradient_summary if backwards else gla.chunk_gla_summary
-    actual = function(left, right, x.g, x.cu_seqlens, backend)
+    actual = function(left, right, x.g, x.cu_seqlens, backend=backend)
     for y, ref in zip(actual, oracle.chunk_gla_summary(left, right, x.g, x.cu_seqlens, backwards), strict=True):
         assert y.shape == ref.shape
         assert relative_error(y, ref) <= FORWARD[torch.float16]

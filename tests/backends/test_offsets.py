@@ -74,7 +74,7 @@ def backward(normalizer=None, **sizes):
 
 def summary(**sizes):
     _, k, v, g, _, cu_seqlens = gla_inputs(**sizes)
-    return "chunk_gla_summary", k, v, g, cu_seqlens, False
+    return "chunk_gla_summary", k, v, g, cu_seqlens, False, None
 
 
 def step(B=2**14, P=2**20, H=16, G=2, R=1, K=128, V=128, form="key"):

@@ -88,7 +88,7 @@ def arguments_of(op, device, seed=0):
         "chunk_gla_fwd": (x.q, x.k, x.v, x.g, 0.3, x.initial_state, True, None, None, None),
         "chunk_gla_bwd": (x.q, x.k, x.v, x.g, 0.3, x.initial_state, None, None, None, do, None, None),
         "chunk_gla_pool": (x.q, x.k, x.v, x.g, pool, offsets, one, None, 0.3, None, one, one + 1, -1, None, None),
-        "chunk_gla_summary": (x.k, x.v, x.g, None, False),
+        "chunk_gla_summary": (x.k, x.v, x.g, None, False, None),
         "recurrent_gla_step": (*token, x.initial_state, 0.3, None, None, False),
         "recurrent_gla_layer_step": (*token, x.initial_state, token[2], x.v[0, 0, 0], 0.3, 0.1, "silu", None, None),
         "recurrent_gla_steps": (*few, pool, one[:, None] + torch.arange(3), 0.3, *(None,) * 4, -1, None, None),

@@ -89,7 +89,7 @@ def strided(x, spare):
     gates=st.sampled_from(GATES),
     dtype=st.sampled_from([torch.float32, torch.float16]),
     gate_dtype=st.sampled_from([None, torch.float32]),
-    state_dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    state_dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     scale=st.sampled_from([1.0, -0.5, 0.0]),
     inplace=st.booleans(),
     spare=st.integers(0, 2),
@@ -115,7 +115,7 @@ def test_widths(K, V, G, device):
 @pytest.mark.parametrize("B", [1, 3, 128])
 @pytest.mark.parametrize("K", [16, 64, 128, 256, 512])
 @pytest.mark.parametrize("G", [1, 4])
-@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("gate_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_tiles(B, K, G, state_dtype, gate_dtype):
     """Tests the tiles for few states and for many, of each width."""

@@ -260,7 +260,7 @@ def test_fla_is_called_by_its_public_names(monkeypatch):
         torch.testing.assert_close(baselines.fla_chunk_gla(**given), gla.chunk_gla(**given))
         token = {name: x if x is None or x.ndim == 1 else x[:, 0] for name, x in given.items() if name in "qkvg"}
         expected = gla.recurrent_gla_step(**token, state=state)
-        found = baselines.fla_recurrent_gla_step(**token, state=state, state_indices=None, inplace=False)
+        found = baselines.fla_recurrent_gla_step(**token, state=state, slots=None, inplace=False)
         torch.testing.assert_close(found, expected)
     arguments = suite.make_arguments(SHORT, CPU)
     torch.testing.assert_close(baselines.fla_chunk_gla(**arguments), gla.chunk_gla(**arguments))

@@ -14,23 +14,21 @@ import datetime
 import sys
 import time
 
-import of_chunk_gla
-import of_dtensors
-import of_gpus
-import of_layers
-import of_tensor_parallel
+import chunk_gla_checks
+import delta_rule_checks
+import dtensor_checks
+import exchange_checks
+import gpu_checks
+import layer_checks
+import tensor_parallel_checks
 import torch
 import torch.distributed as dist
 from ranks import Ranks
 from torch.multiprocessing.spawn import start_processes
 
-ON_CPU = [
-    function
-    for module in (of_chunk_gla, of_layers, of_tensor_parallel, of_dtensors)
-    for name, function in vars(module).items()
-    if name.startswith("check_")
-]
-OF_NUMBER = of_chunk_gla.OF_NUMBER | of_layers.OF_NUMBER | of_tensor_parallel.OF_NUMBER | of_dtensors.OF_NUMBER
+MODULES = (exchange_checks, delta_rule_checks, chunk_gla_checks, layer_checks, tensor_parallel_checks, dtensor_checks)
+ON_CPU = [function for module in MODULES for name, function in vars(module).items() if name.startswith("check_")]
+NUMBERS = chunk_gla_checks.NUMBERS | layer_checks.NUMBERS | tensor_parallel_checks.NUMBERS | dtensor_checks.NUMBERS
 """Checks for a fixed number of ranks; the others work with any number."""
 
 
@@ -49,8 +47,8 @@ def be(rank: int, number: int, folder: str, kind: str) -> None:
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo", **where)
-    for check in of_gpus.CHECKS if kind == "cuda" else ON_CPU:
-        if OF_NUMBER.get(check, number) == number:
+    for check in gpu_checks.CHECKS if kind == "cuda" else ON_CPU:
+        if NUMBERS.get(check, number) == number:
             begin = time.monotonic()
             check(Ranks(rank, number, device))
             if rank == 0:

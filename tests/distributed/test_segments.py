@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gla_core.distributed.chunk_gla import segments_of_a_piece
+from gla_core.dispatch.transitions import apply
+from gla_core.distributed.exchange import before_each
+from gla_core.distributed.over_ranks import segments_of_a_piece
 
 
 @pytest.mark.parametrize(
@@ -32,3 +34,19 @@ def test_segments_fill_a_gpu(monkeypatch, heads, tokens, segments):
 
 def test_a_cpu_has_whole_pieces():
     assert segments_of_a_piece(8, 65536, torch.device("cpu")) == 1
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("form", [(3,), (3, 3)])
+def test_summaries_before_each_segment(form, backwards):
+    """They join the summaries of the segments that come first, whether transitions are diagonal or dense."""
+    M, segments = 2, 4
+    transition, update = (torch.randn(M, segments, 2, *sizes, dtype=torch.float64) for sizes in (form, (3, 5)))
+    start = torch.randn(M, 2, 3, 5, dtype=torch.float64)
+    summary = transition.flatten(0, 1), update.flatten(0, 1)
+    before, whole = before_each(summary, segments, backwards)
+    state, matrices = start, transition if len(form) == 2 else transition.diag_embed()
+    for i in reversed(range(segments)) if backwards else range(segments):
+        torch.testing.assert_close(apply(before[0][:, i], start, before[1][:, i]), state)
+        state = matrices[:, i] @ state + update[:, i]
+    torch.testing.assert_close(apply(whole[0], start, whole[1]), state)

@@ -27,7 +27,11 @@ def arguments(heading):
 
 
 def parameters(function):
-    return [name for name in inspect.signature(function).parameters if name != "kwargs"]
+    return [
+        p.name
+        for p in inspect.signature(function).parameters.values()
+        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
 
 
 # The functions of gla_core.compat.fla have exactly the arguments of flash-linear-attention's.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from gla_core.nn import GatedLinearAttention, GLAState
+from gla_core.nn import HGRN2, GatedLinearAttention, GLAState, Mamba2, Retention, SimpleGatedLinearAttention
 
 SMALL = {"hidden_size": 16, "expand_k": 0.5, "expand_v": 1.0, "num_heads": 2, "gate_low_rank_dim": 3}
 LAYERS = {
@@ -24,6 +24,44 @@ LAYERS = {
     "not_fused": {"fuse_norm": False, "mode": "fused_chunk", "layer_idx": 3},
     "other_gate": {"gate_logit_normalizer": 0.5, "clamp_min": -1.0, "expand_k": 1.0, "expand_v": 2.0},
 }
+KINDS = {
+    **{name: (GatedLinearAttention, SMALL | options) for name, options in LAYERS.items()},
+    "simple": (SimpleGatedLinearAttention, {"hidden_size": 16, "num_heads": 2}),
+    "simple_no_conv": (SimpleGatedLinearAttention, {"hidden_size": 16, "num_heads": 2, "use_short_conv": False}),
+    "hgrn2": (HGRN2, {"hidden_size": 16, "expand_ratio": 4}),
+    "hgrn2_heads": (HGRN2, {"hidden_size": 16, "num_heads": 2}),
+    "hgrn2_both": (HGRN2, {"hidden_size": 16, "num_heads": 2, "expand_ratio": 3}),
+    "hgrn2_conv": (
+        HGRN2,
+        {"hidden_size": 16, "expand_ratio": 4, "use_short_conv": True, "conv_bias": True, "conv_size": 3},
+    ),
+    "hgrn2_not_affine": (
+        HGRN2,
+        {"hidden_size": 16, "expand_ratio": 8, "elementwise_affine": False, "norm_eps": 0.1},
+    ),
+    "retention": (Retention, {"hidden_size": 16, "num_heads": 2}),
+    "retention_grouped": (
+        Retention,
+        {"hidden_size": 16, "num_heads": 4, "num_kv_heads": 2, "use_short_conv": True, "conv_bias": True}
+        | {"feature_map": "relu"},
+    ),
+    "mamba2": (Mamba2, {"d_model": 16, "d_state": 3, "headdim": 8, "d_conv": 3, "bias": True}),
+    "mamba2_grouped": (
+        Mamba2,
+        {"d_model": 16, "d_state": 4, "headdim": 4, "ngroups": 2, "norm_before_gate": True, "D_has_hdim": True}
+        | {"dt_limit": (0.1, 2)},
+    ),
+}
+
+
+@pytest.fixture(params=KINDS)
+def layer(request: pytest.FixtureRequest) -> torch.nn.Module:
+    """A small layer of each kind in turn, in float64; every parameter is random."""
+    kind, options = KINDS[request.param]
+    layer = kind(**options).double()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return layer
 
 
 @pytest.fixture

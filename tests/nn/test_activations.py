@@ -39,9 +39,9 @@ def test_a_function_stands_for_itself() -> None:
     x = torch.randn(2, 9, 16)
     torch.manual_seed(0)
     named = GatedLinearAttention(16, feature_map="relu", gate_fn="sigmoid")
-    given = GatedLinearAttention(16, feature_map=torch.relu, gate_fn=torch.sigmoid)
-    given.load_state_dict(named.state_dict())
-    torch.testing.assert_close(given(x)[0], named(x)[0])
+    layer = GatedLinearAttention(16, feature_map=torch.relu, gate_fn=torch.sigmoid)
+    layer.load_state_dict(named.state_dict())
+    torch.testing.assert_close(layer(x)[0], named(x)[0])
 
 
 def test_a_convolution_without() -> None:
@@ -53,7 +53,7 @@ def test_a_convolution_without() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "own", "other"),
+    ("options", "name", "other"),
     [
         ({}, "g_norm_swish_gate", "g_norm"),
         ({"fuse_norm": False}, "g_norm", "g_norm_swish_gate"),
@@ -61,15 +61,15 @@ def test_a_convolution_without() -> None:
         ({"use_output_gate": False}, "g_norm", "g_norm_swish_gate"),
     ],
 )
-def test_a_checkpoint_is_read_under_either_name_of_the_norm(options: dict, own: str, other: str) -> None:
+def test_a_checkpoint_is_read_under_either_name_of_the_norm(options: dict, name: str, other: str) -> None:
     model = torch.nn.Sequential(GatedLinearAttention(16, **options))
     weights = model.state_dict()
-    assert f"0.{own}.weight" in weights
-    weights[f"0.{other}.weight"] = weights.pop(f"0.{own}.weight") + 1
+    assert f"0.{name}.weight" in weights
+    weights[f"0.{other}.weight"] = weights.pop(f"0.{name}.weight") + 1
     model.load_state_dict(weights)
-    assert torch.equal(model.state_dict()[f"0.{own}.weight"], torch.full((4,), 2.0))
+    assert torch.equal(model.state_dict()[f"0.{name}.weight"], torch.full((4,), 2.0))
     assert f"0.{other}.weight" in weights  # the caller's dictionary does not change
     both = {**model.state_dict(), f"0.{other}.weight": torch.zeros(4)}
     assert model.load_state_dict(both, strict=False).unexpected_keys == [f"0.{other}.weight"]
     none = {name: weight for name, weight in model.state_dict().items() if "norm" not in name}
-    assert model.load_state_dict(none, strict=False).missing_keys == [f"0.{own}.weight"]
+    assert model.load_state_dict(none, strict=False).missing_keys == [f"0.{name}.weight"]

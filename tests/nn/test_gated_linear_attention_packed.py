@@ -10,27 +10,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gla_core as gla
-from gla_core.nn import GLAState
 
 
 def pack(*lengths: int) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0)
-
-
-@pytest.mark.parametrize("name", ["plain", "grouped", "conv_bias", "multi_query", "conv_of_one"])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_packed_is_separate(name: str, dtype: torch.dtype, make_layer: Callable, assert_same_state: Callable) -> None:
-    layer = make_layer(name)
-    lengths = [3, 0, 70, 1, 2]
-    parts = [torch.randn(1, n, 16, dtype=torch.float64) for n in lengths]
-    _, before = layer(torch.randn(5, 6, 16, dtype=torch.float64), output_final_state=True)
-    y, state = layer(torch.cat(parts, dim=1), before, True, pack(*lengths).to(dtype))
-    for i, (part, row) in enumerate(zip(parts, y.split(lengths, dim=1), strict=True)):
-        own = GLAState(before.recurrent[i : i + 1], before.conv and tuple(t[i : i + 1] for t in before.conv))
-        expected, after = layer(part, own, output_final_state=True)
-        torch.testing.assert_close(row, expected, rtol=1e-10, atol=1e-10)
-        own = GLAState(state.recurrent[i : i + 1], state.conv and tuple(t[i : i + 1] for t in state.conv))
-        assert_same_state(own, after, rtol=1e-10, atol=1e-10)
 
 
 def test_packed_without_state_then_steps(make_layer: Callable) -> None:
@@ -43,17 +26,6 @@ def test_packed_without_state_then_steps(make_layer: Callable) -> None:
         y, state = layer.step(torch.stack([s[n + t] for s, n in zip(sequences, lengths, strict=True)]), state)
     expected = torch.cat([layer(s[None, : n + 3])[0][:, -1] for s, n in zip(sequences, lengths, strict=True)])
     torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-10)
-
-
-def test_packed_gradients(make_layer: Callable) -> None:
-    layer = make_layer("multi_query")
-    lengths = [5, 0, 2, 12]
-    x = torch.randn(1, 19, 16, dtype=torch.float64)
-    dy = torch.randn_like(x)
-    grads = torch.autograd.grad(layer(x, cu_seqlens=pack(*lengths))[0], list(layer.parameters()), dy)
-    separate = torch.cat([layer(part)[0] for part in x.split(lengths, dim=1)], dim=1)
-    expected = torch.autograd.grad(separate, list(layer.parameters()), dy)
-    torch.testing.assert_close(grads, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["plain", "conv_bias"])

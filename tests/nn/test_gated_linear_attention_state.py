@@ -12,31 +12,6 @@ import torch
 from gla_core.nn import GLAState
 
 
-@pytest.mark.parametrize("prompt", [0, 1, 2, 3, 9])
-def test_prefill_then_steps(name: str, prompt: int, make_layer: Callable, assert_same_state: Callable) -> None:
-    layer = make_layer(name)
-    x = torch.randn(2, 12, 16, dtype=torch.float64)
-    whole, final = layer(x, output_final_state=True)
-    y, state = layer(x[:, :prompt], output_final_state=True)
-    rows = [y]
-    for t in range(prompt, x.shape[1]):
-        y, state = layer.step(x[:, t], state)
-        rows.append(y[:, None])
-    torch.testing.assert_close(torch.cat(rows, dim=1), whole, rtol=1e-10, atol=1e-10)
-    assert_same_state(state, final, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("name", ["plain", "multi_query"])
-def test_prefill_in_two_parts(name: str, make_layer: Callable, assert_same_state: Callable) -> None:
-    layer = make_layer(name)
-    x = torch.randn(2, 12, 16, dtype=torch.float64)
-    whole, final = layer(x, layer.initial_state(2), output_final_state=True)
-    first, state = layer(x[:, :2], output_final_state=True)
-    second, state = layer(x[:, 2:], state, output_final_state=True)
-    torch.testing.assert_close(torch.cat([first, second], dim=1), whole, rtol=1e-10, atol=1e-10)
-    assert_same_state(state, final, rtol=1e-10, atol=1e-10)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_initial_state(dtype: torch.dtype, make_layer: Callable) -> None:
     state = make_layer("multi_query", dtype).initial_state(3)
@@ -68,3 +43,14 @@ def test_step_leaves_its_state_alone_and_needs_no_gradient(make_layer: Callable,
     y, after = layer.step(torch.randn(2, 16, dtype=torch.float64, requires_grad=True), state)
     assert_same_state(state, before, rtol=0, atol=0)
     assert not any(t.requires_grad for t in (y, after.recurrent, *after.conv))
+
+
+def test_states_and_indices_that_do_not_fit(make_layer: Callable) -> None:
+    layer, x = make_layer("conv"), torch.randn(2, 16, dtype=torch.float64)
+    state = layer.initial_state(6)
+    with pytest.raises(ValueError, match=r"state.recurrent has shape \[6, 2, 4, 8\]; expected .* with N=2"):
+        layer.step(x, state)
+    with pytest.raises(ValueError, match=r"state_indices has shape \[3\]; expected \[B\] with B=2"):
+        layer.step(x, state, state_indices=torch.tensor([0, 1, 2]))
+    with pytest.raises(TypeError, match="state_indices is float32; expected int32 or int64"):
+        layer.step(x, state, state_indices=torch.zeros(2))

@@ -66,8 +66,8 @@ def test_values_and_gradients(T: int, options: dict) -> None:
     expected = evaluate(layer, options, x)
     torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-10)
     wanted, dy = [x, *layer.parameters()], torch.randn_like(y)
-    found = torch.autograd.grad(y, wanted, dy)
-    torch.testing.assert_close(found, torch.autograd.grad(expected, wanted, dy), rtol=1e-8, atol=1e-8)
+    actual = torch.autograd.grad(y, wanted, dy)
+    torch.testing.assert_close(actual, torch.autograd.grad(expected, wanted, dy), rtol=1e-8, atol=1e-8)
 
 
 def test_a_lower_bound_of_the_gate(assert_same_state: Callable) -> None:
@@ -78,39 +78,28 @@ def test_a_lower_bound_of_the_gate(assert_same_state: Callable) -> None:
     expected = evaluate(layer, options, x, bound)
     torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-9)
     inside, dy = bound > 0, torch.randn_like(y)
-    found, reference = (torch.autograd.grad(z, bound, dy, retain_graph=True)[0] for z in (y, expected))
-    torch.testing.assert_close(found[inside], reference[inside], rtol=1e-7, atol=1e-7)
-    assert found.isfinite().all()
+    actual, reference = (torch.autograd.grad(z, bound, dy, retain_graph=True)[0] for z in (y, expected))
+    torch.testing.assert_close(actual[inside], reference[inside], rtol=1e-7, atol=1e-7)
+    assert actual.isfinite().all()
     _, state = layer(x[:, :-1], output_final_state=True, lower_bound=bound)
     y1, state = layer.step(x[:, -1], state, lower_bound=bound)
     torch.testing.assert_close(y1, y[:, -1].detach())
     assert_same_state(state, final)
 
 
-def test_prefill_then_steps(options: dict, assert_same_state: Callable) -> None:
-    layer, x = make(options), torch.randn(2, 9, 16, dtype=torch.float64)
-    whole, final = layer(x, output_final_state=True)
-    rows, state = [], layer.initial_state(2)
-    for t in range(9):
-        y, state = layer.step(x[:, t], state, inplace=t % 2 == 0)
-        rows.append(y)
-    torch.testing.assert_close(torch.stack(rows, 1), whole, rtol=1e-10, atol=1e-10)
-    assert_same_state(state, final, rtol=1e-10, atol=1e-10)
-
-
 @torch.no_grad()
-def test_a_step_between_its_products(options: dict, assert_same_state: Callable) -> None:
+def test_a_step_from_projections(options: dict, assert_same_state: Callable) -> None:
     layer, x, bound = make(options), torch.randn(2, 16, dtype=torch.float64), torch.rand((), dtype=torch.float64)
     _, state = layer(torch.randn(2, 5, 16, dtype=torch.float64), output_final_state=True)
     residual, indices = torch.randn(2, 16, dtype=torch.float64), torch.tensor([1, -1])
-    given = {"state_indices": indices, "lower_bound": bound}
-    expected, wanted = layer.step(x, state, **given)
+    args = {"state_indices": indices, "lower_bound": bound}
+    expected, wanted = layer.step(x, state, **args)
     made = [projection(x)[:, None] for projection in (layer.q_proj, layer.f_proj, layer.i_proj)]
-    o, after = layer.step_between(x, made, state, **given)
+    o, after = layer.step_from_projections(x, made, state, **args)
     torch.testing.assert_close(layer.o_proj(layer.g_norm(o)), expected, rtol=1e-10, atol=1e-10)
     assert_same_state(after, wanted)
-    found, _ = layer.step(x, state, residual=residual.clone(), **given)
-    torch.testing.assert_close(found, residual + expected, rtol=1e-10, atol=1e-10)
+    actual, _ = layer.step(x, state, residual=residual.clone(), **args)
+    torch.testing.assert_close(actual, residual + expected, rtol=1e-10, atol=1e-10)
 
 
 @torch.no_grad()
@@ -119,15 +108,8 @@ def test_a_residual(options: dict, padded: bool) -> None:
     layer, (x, residual) = make(options), torch.randn(2, 2, 5, 16, dtype=torch.float64)
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 0, 1, 1, 0]]) if padded else None
     expected = residual + layer(x, attention_mask=mask)[0]
-    found, _ = layer(x, attention_mask=mask, residual=residual.clone())
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-
-
-def test_packed_is_separate() -> None:
-    layer = make(LAYERS["conv"])
-    parts = [torch.randn(1, n, 16, dtype=torch.float64) for n in (3, 0, 5)]
-    y, _ = layer(torch.cat(parts, 1), cu_seqlens=torch.tensor([0, 3, 3, 8]), max_seqlen=5)
-    torch.testing.assert_close(y, torch.cat([layer(part)[0] for part in parts], 1), rtol=1e-10, atol=1e-10)
+    actual, _ = layer(x, attention_mask=mask, residual=residual.clone())
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_the_gate_is_float32_in_bfloat16() -> None:

@@ -1,4 +1,4 @@
-"""Retention and Mamba-2 in parts: token by token, packed, with padding, in a pool and compiled, against whole calls."""
+"""Layers of every kind in parts: token by token, packed, with padding, in a pool and compiled, against whole calls."""
 
 from __future__ import annotations
 
@@ -6,32 +6,20 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gla_core.nn import GLAState, Mamba2, Retention
+from gla_core.nn import GLAState
 
-LAYERS = {
-    "retention": (Retention, {"num_heads": 2}),
-    "retention_grouped": (
-        Retention,
-        {"num_heads": 4, "num_kv_heads": 2, "use_short_conv": True, "conv_bias": True, "feature_map": "relu"},
-    ),
-    "mamba2": (Mamba2, {"d_state": 3, "headdim": 8, "d_conv": 3, "bias": True}),
-    "mamba2_grouped": (
-        Mamba2,
-        {"d_state": 4, "headdim": 4, "ngroups": 2, "norm_before_gate": True, "D_has_hdim": True, "dt_limit": (0.1, 2)},
-    ),
-}
-POOL, INDICES = 5, [4, -1, 0, 5]
-MASK = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0], [0, 1, 0, 1, 1, 0], [0] * 6, [1] * 6])
-
-
-@pytest.fixture(params=LAYERS)
-def layer(request):
-    """A small layer in float64; every parameter is random."""
-    kind, options = LAYERS[request.param]
-    layer = kind(16, **options).double()
-    for parameter in layer.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    return layer
+POOL, INDICES = 6, [4, -1, 0, 2]
+MASK = torch.tensor(
+    [
+        [0, 0, 0, 1, 1, 1, 1, 1],
+        [1, 1, 1, 1, 1, 0, 0, 0],
+        [1, 0, 1, 1, 0, 0, 1, 0],
+        [0, 1, 0, 1, 1, 0, 0, 1],
+        [1, 1, 1, 1, 1, 1, 1, 1],
+        [0, 0, 0, 0, 0, 0, 0, 1],
+        [0, 0, 0, 0, 0, 0, 0, 0],
+    ]
+)
 
 
 def inputs(*shape):
@@ -50,46 +38,57 @@ def each(state, function):
     return GLAState(function(state.recurrent), conv, None if state.position is None else function(state.position))
 
 
+def tensors(state):
+    return [x for x in (state.recurrent, *(state.conv or ()), state.position) if x is not None]
+
+
 def row(state, i):
     return each(state, lambda tensor: tensor[i : i + 1])
 
 
-def assert_same(found, expected):
-    assert (found.position is None) == (expected.position is None)
-    torch.testing.assert_close(tuple(found), tuple(expected), rtol=1e-10, atol=1e-10)
+def assert_same(actual, expected):
+    assert isinstance(actual, GLAState)
+    assert (actual.position is None) == (expected.position is None)
+    torch.testing.assert_close(tuple(actual), tuple(expected), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("prompt", [0, 1, 7])
-def test_prefill_then_steps(layer, prompt):
-    x, before = inputs(3, 9), states(layer, 3)
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("prompt", [0, 1, 2, 3, 7, 9])
+def test_prefill_then_steps(layer, prompt, fresh):
+    """After a prompt, steps and another call read the rest."""
+    x, before = inputs(3, 12), None if fresh else states(layer, 3)
     whole, final = layer(x, before, output_final_state=True)
-    y, state = layer(x[:, :prompt], before, output_final_state=True)
-    found = [y]
-    for t in range(prompt, 9):
+    y, state = layer(x[:, :prompt], layer.initial_state(3) if fresh else before, output_final_state=True)
+    rest, after = layer(x[:, prompt:], state, output_final_state=True)
+    torch.testing.assert_close(torch.cat([y, rest], 1), whole, rtol=1e-10, atol=1e-10)
+    assert_same(after, final)
+    rows = [y]
+    for t in range(prompt, 12):
         y, state = layer.step(x[:, t], state, inplace=t % 2 == 1)
-        found.append(y[:, None])
-    torch.testing.assert_close(torch.cat(found, 1), whole, rtol=1e-10, atol=1e-10)
+        rows.append(y[:, None])
+    torch.testing.assert_close(torch.cat(rows, 1), whole, rtol=1e-10, atol=1e-10)
     assert_same(state, final)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_packed_is_separate(layer, dtype):
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize(("dtype", "longest"), [(torch.int32, None), (torch.int64, 70)])
+def test_packed_is_separate(layer, dtype, fresh, longest):
     """Rows outside the sequences have y = 0 and no gradient."""
-    lengths, before = [3, 0, 7, 1], states(layer, 4)
+    lengths, before = [3, 0, 70, 1, 2], layer.initial_state(5) if fresh else states(layer, 5)
     offsets = torch.tensor([2, *lengths], dtype=dtype).cumsum(0, dtype=dtype)
-    x = inputs(1, 15).requires_grad_()
-    y, state = layer(x, before, True, offsets)
-    parts = x[:, 2:13].split(lengths, 1)
+    x = inputs(1, 80).requires_grad_()
+    y, state = layer(x, None if fresh else before, True, offsets, longest)
+    parts = x[:, 2:78].split(lengths, 1)
     expected = [layer(part, row(before, i), output_final_state=True) for i, part in enumerate(parts)]
     alone = torch.cat([y for y, _ in expected], 1)
-    torch.testing.assert_close(y[:, 2:13], alone, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(y[:, 2:78], alone, rtol=1e-10, atol=1e-10)
     assert not y[:, :2].any()
-    assert not y[:, 13:].any()
+    assert not y[:, 78:].any()
     for i, (_, after) in enumerate(expected):
         assert_same(row(state, i), after)
     dy, wanted = torch.randn_like(y), [x, *layer.parameters()]
-    found, expected = torch.autograd.grad(y, wanted, dy), torch.autograd.grad(alone, wanted, dy[:, 2:13])
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    actual, expected = torch.autograd.grad(y, wanted, dy), torch.autograd.grad(alone, wanted, dy[:, 2:78])
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_packed_without_states_and_without_sequences(layer):
@@ -101,32 +100,61 @@ def test_packed_without_states_and_without_sequences(layer):
     assert_same(state, layer.initial_state(0))
 
 
-def test_padding_changes_nothing(layer):
-    x, before = inputs(*MASK.shape), states(layer, len(MASK))
-    expected, y_expected = [], torch.zeros_like(x)
+@pytest.mark.parametrize("mask", [MASK, MASK.bool(), MASK.float(), torch.cat([1 - MASK, MASK], 1)], ids=str)
+def test_padding_changes_nothing(layer, mask):
+    x, before, states_after = inputs(*MASK.shape).requires_grad_(), states(layer, len(MASK)), []
+    alone = torch.zeros_like(x)
     for i, tokens in enumerate(MASK.bool()):
         y, after = layer(x[i : i + 1, tokens], row(before, i), output_final_state=True)
-        y_expected[i, tokens] = y[0]
-        expected.append(after)
-    x = torch.where(MASK[..., None].bool(), x, torch.nan)
-    y, state = layer(x, before, output_final_state=True, attention_mask=MASK)
-    torch.testing.assert_close(y, y_expected, rtol=1e-10, atol=1e-10)
-    for i, after in enumerate(expected):
+        alone[i, tokens] = y[0]
+        states_after.append(after)
+    padded = torch.where(MASK[..., None].bool(), x, torch.nan)
+    y, state = layer(padded, before, output_final_state=True, attention_mask=mask)
+    torch.testing.assert_close(y, alone, rtol=1e-10, atol=1e-10)
+    assert not y[MASK == 0].any()
+    for i, after in enumerate(states_after):
         assert_same(row(state, i), after)
+    dy, wanted = torch.randn_like(y), [x, *layer.parameters()]
+    expected = torch.autograd.grad(alone, wanted, dy)
+    actual = torch.autograd.grad(layer(x, before, attention_mask=mask)[0], wanted, dy)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+    assert not actual[0][MASK == 0].any()
 
 
+def rows_alone(layer, x, pool, indices):
+    """Computes `layer.step` in a pool of states one row after the other."""
+    y, after = torch.zeros_like(x), each(pool, torch.clone)
+    for b, i in enumerate(indices):
+        if 0 <= i < POOL:
+            y[b : b + 1], new = layer.step(x[b : b + 1], row(pool, i))
+            for to, tensor in zip(tensors(after), tensors(new), strict=True):
+                to[i] = tensor[0]
+    return y, after
+
+
+@pytest.mark.parametrize("indices", [INDICES, [-1, -1], [3, 0, -1], [POOL, 0, 5], [POOL, -1], []], ids=str)
 @pytest.mark.parametrize("inplace", [False, True])
-def test_rows_of_a_pool(layer, inplace):
-    x, pool = inputs(len(INDICES)), states(layer, POOL)
-    before = each(pool, torch.clone)
-    y, state = layer.step(x, pool, inplace, torch.tensor(INDICES))
-    assert (state is pool) == inplace
-    assert_same(pool, state if inplace else before)
-    new = {i: layer.step(x[b : b + 1], row(before, i)) for b, i in enumerate(INDICES) if 0 <= i < POOL}
-    for b, i in enumerate(INDICES):
-        torch.testing.assert_close(y[b], new[i][0][0] if i in new else torch.zeros_like(y[b]))
-    for i in range(POOL):
-        assert_same(row(state, i), new[i][1] if i in new else row(before, i))
+def test_rows_of_a_pool(layer, inplace, indices):
+    x, before = inputs(len(indices)), states(layer, POOL)
+    expected, after = rows_alone(layer, x, before, indices)
+    for dtype in (torch.int32, torch.int64):
+        pool = each(before, torch.clone)
+        y, state = layer.step(x, pool, inplace, torch.tensor(indices, dtype=dtype))
+        torch.testing.assert_close(y, expected)
+        assert_same(state, after)
+        assert (state is pool) == inplace
+        assert_same(pool, after if inplace else before)
+
+
+def test_a_step_in_place_is_a_step(layer):
+    x, state = inputs(POOL), states(layer, POOL)
+    expected, after = layer.step(x, state)
+    memory = [tensor.data_ptr() for tensor in tensors(state)]
+    y, same = layer.step(x, state, inplace=True)
+    assert same is state
+    assert [tensor.data_ptr() for tensor in tensors(state)] == memory
+    torch.testing.assert_close(y, expected)
+    assert_same(state, after)
 
 
 @pytest.mark.parametrize("inplace", [False, True])
@@ -174,3 +202,24 @@ def test_a_graph_decodes(layer):
         expected, check = layer.step(x, check)
         torch.testing.assert_close(y, expected)
     torch.testing.assert_close(tuple(state), tuple(check))
+
+
+@pytest.mark.gpu
+def test_a_graph_decodes_in_a_pool(layer):
+    """Rows, states and tokens change between replays, and the host never waits."""
+    layer = layer.float().cuda()
+    state = layer.initial_state(POOL)
+    x, rows = torch.zeros(3, 16, device="cuda"), torch.tensor([0, 1, -1], device="cuda")
+    layer.step(x, each(state, torch.clone), True, rows)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, _ = layer.step(x, state, True, rows)
+    check = layer.initial_state(POOL)
+    each(state, torch.Tensor.zero_)
+    for indices in ([0, 1, -1], [5, -1, 0], [-1, -1, -1]):
+        x.normal_()
+        rows.copy_(torch.tensor(indices))
+        graph.replay()
+        expected, check = rows_alone(layer, x, check, indices)
+        torch.testing.assert_close(y, expected, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(tensors(state), tensors(check), rtol=1e-3, atol=1e-3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,6 @@ import gla_core as gla
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.dispatch.backend import Backend, Capabilities
 from gla_core.dispatch.registry import get
-from gla_core.nn import recurrence
 from gla_core.nn.gated_linear_attention import Projections
 
 OPTIONS = {"hidden_size": 32, "num_heads": 2}
@@ -30,16 +31,16 @@ NOT_FUSED = {
 @pytest.fixture
 def ran(monkeypatch):
     """Returns the names of the ops that decoding steps have run, in order."""
-    found = []
-    for name in ("recurrent_gla_step", "recurrent_gla_layer_step"):
-        own = getattr(recurrence, name)
+    names = []
 
-        def op(*args, own=own, name=name, **options):
-            found.append(name)
-            return own(*args, **options)
+    def noted(op):
+        return lambda *args, **options: (names.append(op.__name__), op(*args, **options))[1]
 
-        monkeypatch.setattr(recurrence, name, op)
-    return found
+    ops = gla.nn.GatedLinearAttention.ops
+    ops = dataclasses.replace(ops, step=noted(ops.step), layer_step=noted(ops.layer_step))
+    for layer in (gla.nn.GatedLinearAttention, gla.nn.HGRN2):
+        monkeypatch.setattr(layer, "ops", ops)
+    return names
 
 
 def steps(layer, x, **options):
@@ -57,8 +58,8 @@ def steps(layer, x, **options):
 def test_steps_equal_the_sequence(name, dtype, ran):
     make, options = {**FUSED, **NOT_FUSED}[name]
     layer = make(**OPTIONS, **options, dtype=dtype)
-    found, expected = steps(layer, torch.randn(3, 5, 32, dtype=dtype))
-    assert relative_error(found, expected) <= {torch.float64: 1e-12}.get(dtype, 3 * FORWARD[dtype])
+    actual, expected = steps(layer, torch.randn(3, 5, 32, dtype=dtype))
+    assert relative_error(actual, expected) <= {torch.float64: 1e-12}.get(dtype, 3 * FORWARD[dtype])
     assert set(ran) == {"recurrent_gla_layer_step" if name in FUSED else "recurrent_gla_step"}
 
 
@@ -85,7 +86,7 @@ def test_the_given_state_is_written_only_in_place(inplace):
 
 @torch.no_grad()
 @pytest.mark.parametrize("options", [{}, {"use_short_conv": True}, {"use_output_gate": False}], ids=str)
-def test_a_step_between_its_products(options):
+def test_a_step_from_projections(options):
     layer, x = gla.nn.GatedLinearAttention(**OPTIONS, **options), torch.randn(3, 32)
     state = layer.initial_state(3)
     parts = {"q": layer.q_proj, "k": layer.k_proj, "v": layer.v_proj, "logits": layer.gk_proj}
@@ -93,7 +94,7 @@ def test_a_step_between_its_products(options):
         parts["gate"] = layer.g_proj
     made = Projections(**{name: part(x[:, None]) for name, part in parts.items()})
     indices = torch.tensor([0, -1, 2])
-    o, after = layer.step_between(x, made, state, state_indices=indices)
+    o, after = layer.step_from_projections(x, made, state, state_indices=indices)
     expected, wanted = layer.step(x, state, state_indices=indices)
     assert relative_error(layer.o_proj(o), expected) <= FORWARD[torch.float32]
     assert relative_error(after.recurrent, wanted.recurrent) <= FORWARD[torch.float32]

@@ -70,9 +70,9 @@ def test_values_and_gradients(T, options):
     expected, S = evaluate(layer, options, x)
     torch.testing.assert_close((y, state.recurrent), (expected, S), rtol=1e-10, atol=1e-10)
     wanted, dy = [x, *layer.parameters()], torch.randn_like(y)
-    found = torch.autograd.grad(y, wanted, dy)
-    torch.testing.assert_close(found, torch.autograd.grad(expected, wanted, dy), rtol=1e-9, atol=1e-9)
-    for parameter, gradient in zip(layer.parameters(), found[1:], strict=True):
+    gradients = torch.autograd.grad(y, wanted, dy)
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected, wanted, dy), rtol=1e-9, atol=1e-9)
+    for parameter, gradient in zip(layer.parameters(), gradients[1:], strict=True):
         assert gradient.shape == parameter.shape
         assert T == 1 or gradient.any()  # one token forgets nothing, so that A_log has no influence
 
@@ -139,6 +139,20 @@ def test_initial_values():
     torch.testing.assert_close(dict(empty.named_parameters()), dict(layer.named_parameters()), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    "rows", [{}, {"attention_mask": torch.tensor([[0, 1, 0, 1, 1]])}, {"cu_seqlens": torch.tensor([1, 3, 4])}]
+)
+def test_a_residual(options, rows):
+    """It is added to every row, also where y is 0 because there is no token."""
+    layer, (x, residual) = make(**options), torch.randn(2, 1, 5, 16, dtype=torch.float64)
+    expected = residual + layer(x, **rows)[0]
+    torch.testing.assert_close(layer(x, **rows, residual=residual)[0], expected)
+    state, slots = layer.initial_state(4), torch.tensor([3, -1, 0, 4, 1])
+    expected = residual[0] + layer.step(x[0], state, state_indices=slots)[0]
+    y, _ = layer.step(x[0], state, state_indices=slots, residual=residual[0].clone())
+    torch.testing.assert_close(y, expected)
+
+
 def test_over_ranks():
     """With one rank, the layer reads its shard as it reads the tokens; its heads cannot be spread over ranks."""
     import torch.distributed as dist  # takes half a second, and only this test needs it
@@ -150,10 +164,12 @@ def test_over_ranks():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         y, _ = layer(x, shard=distributed.shard(12, offsets))
+        more, _ = layer(x, shard=distributed.shard(12, offsets), residual=x)
     finally:
         dist.destroy_process_group()
     torch.testing.assert_close(y, layer(x, cu_seqlens=offsets)[0])
     assert not y[:, 9:].any()
+    torch.testing.assert_close(more, x + y)
     with pytest.raises(TypeError, match=r"layer is Mamba2; expected .* keep other layers whole on every rank"):
         distributed.tensor_parallel_plan(layer)
 

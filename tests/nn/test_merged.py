@@ -165,12 +165,12 @@ def test_a_residual(layer: GatedLinearAttention, padded: bool) -> None:
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 0, 1, 1, 0]]) if padded else None
     expected = residual + layer(x, attention_mask=mask)[0]
     with torch.no_grad():
-        found = layer(x, attention_mask=mask, residual=residual.clone())[0]
-        torch.testing.assert_close(found, expected, **CLOSE)
+        actual = layer(x, attention_mask=mask, residual=residual.clone())[0]
+        torch.testing.assert_close(actual, expected, **CLOSE)
         indices = torch.tensor([1, -1]) if padded else None
         expected = residual[:, 0] + layer.step(x[:, 0], layer.initial_state(2), state_indices=indices)[0]
-        found, _ = layer.step(x[:, 0], layer.initial_state(2), state_indices=indices, residual=residual[:, 0])
-        torch.testing.assert_close(found, expected, **CLOSE)
+        actual, _ = layer.step(x[:, 0], layer.initial_state(2), state_indices=indices, residual=residual[:, 0])
+        torch.testing.assert_close(actual, expected, **CLOSE)
 
 
 def test_added() -> None:

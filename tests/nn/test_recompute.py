@@ -36,8 +36,8 @@ def test_a_tensor_that_depends_on_another(inputs):
         return first, torch.autograd.grad(first.sum(), gate)[0]
 
     torch.testing.assert_close(derivative(lambda *y: recomputed(gated, *y)), derivative(gated))
-    (found,) = torch.autograd.grad(recomputed(gated, gate.exp(), None, gate).sum(), gate)
-    torch.testing.assert_close(found, torch.autograd.grad(gated(gate.exp(), None, gate).sum(), gate)[0])
+    (actual,) = torch.autograd.grad(recomputed(gated, gate.exp(), None, gate).sum(), gate)
+    torch.testing.assert_close(actual, torch.autograd.grad(gated(gate.exp(), None, gate).sum(), gate)[0])
 
 
 def test_what_needs_no_gradient_gets_none(inputs):
@@ -87,8 +87,8 @@ def test_what_a_linear_layer_does_not_keep(inputs):
     loss = module(*inputs).square().sum()
     for _ in range(2):
         torch.testing.assert_close(torch.autograd.grad(loss, [*inputs, weight], retain_graph=True), expected)
-    (found,) = torch.autograd.grad(loss, [weight])  # alone, without the gradients of the inputs
-    torch.testing.assert_close(found, expected[-1])
+    (actual,) = torch.autograd.grad(loss, [weight])  # alone, without the gradients of the inputs
+    torch.testing.assert_close(actual, expected[-1])
 
     def projected(x):
         with not_kept(x):
@@ -119,8 +119,8 @@ def test_gradients_by_a_formula(inputs):
             return first(y) * second(y)
 
     wanted = [*inputs, first.weight, second.weight]
-    found = torch.autograd.grad(run(recomputed(function, *inputs, gradients=gradients)).sum(), wanted)
-    torch.testing.assert_close(found, torch.autograd.grad(run(gated(*inputs)).sum(), wanted))
+    actual = torch.autograd.grad(run(recomputed(function, *inputs, gradients=gradients)).sum(), wanted)
+    torch.testing.assert_close(actual, torch.autograd.grad(run(gated(*inputs)).sum(), wanted))
     assert len(calls) == 2
     assert bytes_kept(lambda: run(recomputed(function, *inputs, gradients=gradients))) == 3 * 3 * 4 * 8
     for x in first.weight, second.weight:
@@ -164,10 +164,10 @@ def test_second_derivatives_with_a_formula(inputs):
     def by_formula(x):
         return recomputed(lambda x: x * x, x, gradients=lambda x, dy: (2 * x * dy,))
 
-    found, wanted = (
+    actual, wanted = (
         torch.autograd.grad(gradient(function, layer.weight), x) for function in (by_formula, lambda x: x * x)
     )
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(actual, wanted)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient(by_formula, x).backward()
 
@@ -189,9 +189,9 @@ def test_within_gradient_checkpointing(inputs):
         return torch.utils.checkpoint.checkpoint(lambda *x: module(*(2 * y for y in x)), *inputs, use_reentrant=False)
 
     assert bytes_kept(run) == 3 * 4 * 8
-    found = torch.autograd.grad(run().sum(), inputs)
+    actual = torch.autograd.grad(run().sum(), inputs)
     y = [2 * x for x in inputs]
-    torch.testing.assert_close(found, torch.autograd.grad(module(*y).sum(), inputs))
+    torch.testing.assert_close(actual, torch.autograd.grad(module(*y).sum(), inputs))
 
 
 def test_the_compiler_computes_it_again(inputs):
@@ -257,5 +257,5 @@ def test_a_result_that_is_changed_before_the_product(inputs):
     y = recomputed(gated, *inputs)
     with not_kept(y):
         loss = layer(y).sum()
-    (found,) = torch.autograd.grad(loss, [layer.weight])
-    torch.testing.assert_close(found, 2 * gated(*inputs).detach().flatten(0, -2).sum(0).expand(4, 5))
+    (actual,) = torch.autograd.grad(loss, [layer.weight])
+    torch.testing.assert_close(actual, 2 * gated(*inputs).detach().flatten(0, -2).sum(0).expand(4, 5))

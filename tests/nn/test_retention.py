@@ -66,8 +66,8 @@ def evaluate(layer, options, x, first=0):
         tokens = []
         for h in range(heads):
             of = h * kv_heads // heads
-            own = (1 - 2.0 ** (-5 - h)) * S[:, h] + k[:, t, of, :, None] * v[:, t, of, None]
-            tokens.append(own)
+            after = (1 - 2.0 ** (-5 - h)) * S[:, h] + k[:, t, of, :, None] * v[:, t, of, None]
+            tokens.append(after)
         S = torch.stack(tokens, 1)
         rows.append(torch.einsum("bhk,bhkv->bhv", q[:, t], S))
     o = torch.stack(rows, 1)
@@ -88,8 +88,8 @@ def test_values_and_gradients(T, options):
     expected = evaluate(layer, options, x)
     torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-10)
     wanted, dy = [x, *layer.parameters()], torch.randn_like(y)
-    found = torch.autograd.grad(y, wanted, dy)
-    torch.testing.assert_close(found, torch.autograd.grad(expected, wanted, dy), rtol=1e-9, atol=1e-9)
+    actual = torch.autograd.grad(y, wanted, dy)
+    torch.testing.assert_close(actual, torch.autograd.grad(expected, wanted, dy), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -117,7 +117,7 @@ def test_the_rotation_depends_on_differences_of_positions():
 
 
 def test_gates_of_many_heads():
-    _, _, _, g = make(num_heads=8).op_inputs(torch.randn(1, 1, 16, dtype=torch.float64), lambda *given: given)
+    _, _, _, g = make(num_heads=8).op_inputs(torch.randn(1, 1, 16, dtype=torch.float64), lambda *made: made)
     torch.testing.assert_close(g.exp(), 1 - 2.0 ** -torch.arange(5, 13, dtype=torch.float64))
 
 

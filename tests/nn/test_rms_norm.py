@@ -25,10 +25,10 @@ def test_half_precision_is_rounded_once(inputs: int) -> None:
     norm = RMSNormGated(64)
     torch.nn.init.normal_(norm.weight)
     norm = norm.bfloat16()
-    given = torch.randn(inputs, 30, 64).bfloat16()
-    y = norm(*given)
+    args = torch.randn(inputs, 30, 64).bfloat16()
+    y = norm(*args)
     assert y.dtype == torch.bfloat16
-    assert torch.equal(y, norm.float()(*given.float()).bfloat16())
+    assert torch.equal(y, norm.float()(*args.float()).bfloat16())
 
 
 @pytest.mark.parametrize("gated", [False, True])

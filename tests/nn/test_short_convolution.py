@@ -26,9 +26,9 @@ def test_is_a_causal_conv1d_with_silu(W: int, T: int, bias: bool) -> None:
 @pytest.mark.parametrize("activation", ["silu", None, "relu"])
 @pytest.mark.parametrize("W", [1, 4])
 @pytest.mark.parametrize(
-    "given", [{}, {"history": True}, {"lengths": [2, 7]}, {"T": 2}, {"packed": [1, 4, 4, 9]}], ids=str
+    "options", [{}, {"history": True}, {"lengths": [2, 7]}, {"T": 2}, {"packed": [1, 4, 4, 9]}], ids=str
 )
-def test_by_a_kernel(given: dict[str, Any], W: int, activation: str | None) -> None:
+def test_by_a_kernel(options: dict[str, Any], W: int, activation: str | None) -> None:
     """A kernel computes every call of an activation that it knows, and the result is that of PyTorch."""
     shapes = []
 
@@ -38,11 +38,11 @@ def test_by_a_kernel(given: dict[str, Any], W: int, activation: str | None) -> N
         return y if name is None else getattr(F, name)(y)
 
     convolution = ShortConvolution(6, W, bias=True, activation=activation).double()
-    x = torch.randn(1 if "packed" in given else 2, given.get("T", 10), 6, dtype=torch.float64, requires_grad=True)
-    offsets = torch.tensor(given["packed"]) if "packed" in given else None
+    x = torch.randn(1 if "packed" in options else 2, options.get("T", 10), 6, dtype=torch.float64, requires_grad=True)
+    offsets = torch.tensor(options["packed"]) if "packed" in options else None
     N = len(x) if offsets is None else len(offsets) - 1
-    history = torch.randn(N, W - 1, 6, dtype=torch.float64) if "history" in given or "packed" in given else None
-    lengths = torch.tensor(given["lengths"]) if "lengths" in given else None
+    history = torch.randn(N, W - 1, 6, dtype=torch.float64) if "history" in options or "packed" in options else None
+    lengths = torch.tensor(options["lengths"]) if "lengths" in options else None
     places = None if offsets is None else packing(offsets, x.shape[1], W)
     results = []
     for convolution.kernel in (kernel, None, lambda *_: None):
@@ -51,7 +51,7 @@ def test_by_a_kernel(given: dict[str, Any], W: int, activation: str | None) -> N
     torch.testing.assert_close(results[0], results[1])
     torch.testing.assert_close(results[2], results[1], rtol=0, atol=0)
     assert len(shapes) == (activation != "relu")
-    if not given and activation != "relu":
+    if not options and activation != "relu":
         assert shapes == [[2, 6, 10]], "x itself, without room for a history"
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from gla_core.conformance import oracle
-from gla_core.nn import GLAState, SimpleGatedLinearAttention
+from gla_core.nn import SimpleGatedLinearAttention
 
 
 def make(**options):
@@ -34,35 +34,6 @@ def test_values_and_gradients():
     parameters = list(layer.parameters())
     for d, truth in zip(*(torch.autograd.grad(z.square().sum(), parameters) for z in (y, expected)), strict=True):
         torch.testing.assert_close(d, truth)
-
-
-@pytest.mark.parametrize("use_short_conv", [True, False])
-def test_steps_equal_the_forward(use_short_conv):
-    layer, x = make(use_short_conv=use_short_conv), torch.randn(3, 12, 16, dtype=torch.float64)
-    y, final = layer(x, output_final_state=True)
-    state, found = layer.initial_state(3), []
-    for t in range(12):
-        out, state = layer.step(x[:, t], state)
-        found.append(out)
-    torch.testing.assert_close(torch.stack(found, 1), y)
-    assert isinstance(state, GLAState)
-    torch.testing.assert_close(state.recurrent, final.recurrent)
-
-
-def test_padding_changes_nothing():
-    layer, x = make(), torch.randn(2, 9, 16, dtype=torch.float64)
-    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [1] * 9])
-    y, state = layer(x, output_final_state=True, attention_mask=mask)
-    alone, own = layer(x[:1, 2:], output_final_state=True)
-    torch.testing.assert_close(y[:1, 2:], alone)
-    torch.testing.assert_close(state.recurrent[:1], own.recurrent)
-    assert not y[0, :2].any()
-
-
-def test_packed_sequences():
-    layer, x = make(), torch.randn(1, 20, 16, dtype=torch.float64)
-    y, _ = layer(x, cu_seqlens=torch.tensor([0, 7, 7, 20]))
-    torch.testing.assert_close(y, torch.cat([layer(x[:, :7])[0], layer(x[:, 7:])[0]], dim=1))
 
 
 def test_parameters_have_the_names_of_flash_linear_attention():

@@ -83,10 +83,10 @@ def test_a_trace_computes_other_sizes(layer, kind, grad):
         traced = torch.jit.trace(module, inputs(2, 9))
         for B, T in ((1, 1), (3, 70)):
             x = inputs(B, T)
-            found, expected = traced(*x), module(*x)
-            torch.testing.assert_close(found, expected)
+            actual, expected = traced(*x), module(*x)
+            torch.testing.assert_close(actual, expected)
     if grad:
-        sums = [y[0].square().sum() for y in (found, expected)]
+        sums = [y[0].square().sum() for y in (actual, expected)]
         gradients = [torch.autograd.grad(total, list(layer.parameters())) for total in sums]
         torch.testing.assert_close(*gradients)
 

@@ -63,16 +63,16 @@ CALLS = {
     "recurrent_gla_step": (gla.recurrent_gla_step, token(3) | {"state": states(3)}),
     "recurrent_gla_step pool": (
         gla.recurrent_gla_step,
-        token(3) | {"state": states(5), "state_indices": ints(4, -1, 1)},
+        token(3) | {"state": states(5), "slots": ints(4, -1, 1)},
     ),
     "recurrent_gla_step in place": (
         gla.recurrent_gla_step,
-        token(3) | {"state": states(5), "state_indices": ints(4, -1, 1), "inplace": True},
+        token(3) | {"state": states(5), "slots": ints(4, -1, 1), "inplace": True},
     ),
     "recurrent_gla_layer_step": (
         gla.recurrent_gla_layer_step,
         token(3)
-        | {"state": states(5), "state_indices": ints(4, -1, 1), "output_gate": states(3, 1, 2)}
+        | {"state": states(5), "slots": ints(4, -1, 1), "output_gate": states(3, 1, 2)}
         | {"norm_weight": torch.ones(2)},
     ),
     "recurrent_gla_steps": (
@@ -108,5 +108,5 @@ CALLS = {
 """The public function and the arguments of each call."""
 
 
-def copied(given):
-    return {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+def copied(args):
+    return {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in args.items()}

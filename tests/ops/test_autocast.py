@@ -49,11 +49,11 @@ def test_q_k_and_v_are_cast_and_nothing_else(op, dtype, T, device):
         else:
             expected = op(to(dtype, x), state)
         with torch.autocast(device, dtype):
-            found = op(x, state)
-    for a, b in zip(found, expected, strict=True):
+            actual = op(x, state)
+    for a, b in zip(actual, expected, strict=True):
         assert a.dtype == b.dtype
         assert torch.equal(a, b)
-    assert found[0].dtype == dtype
+    assert actual[0].dtype == dtype
 
 
 @pytest.mark.parametrize("form", ["constant", "head"])
@@ -63,10 +63,10 @@ def test_a_gate_of_any_form_is_not_cast(form, device):
     cast = {name: y.clone().requires_grad_() for name, y in to(torch.bfloat16, x).items()}
     expected = chunk(cast, state)
     with torch.autocast(device, torch.bfloat16):
-        found = chunk(leaves, state)
-    assert torch.equal(found.o, expected.o)
-    assert torch.equal(found.state, expected.state)
-    dg, wanted = (torch.autograd.grad(y.o.float().sum(), z["g"])[0] for y, z in ((found, leaves), (expected, cast)))
+        actual = chunk(leaves, state)
+    assert torch.equal(actual.o, expected.o)
+    assert torch.equal(actual.state, expected.state)
+    dg, wanted = (torch.autograd.grad(y.o.float().sum(), z["g"])[0] for y, z in ((actual, leaves), (expected, cast)))
     assert (dg.dtype, dg.shape) == (torch.float32, x["g"].shape)
     assert torch.equal(dg, wanted)
 
@@ -76,18 +76,18 @@ def test_a_backend_computes_without_autocast(backend, device):
     """The state is float32, with the accuracy of float32 arithmetic on the cast inputs."""
     x, state = inputs(device)
     with torch.autocast(device, torch.bfloat16):
-        _, found = gla.chunk_gla(**x, initial_state=state, output_final_state=True, backend=backend)
+        _, actual = gla.chunk_gla(**x, initial_state=state, output_final_state=True, backend=backend)
     cast = {name: y.double() for name, y in to(torch.bfloat16, x).items()}
     _, exact = gla.chunk_gla(**cast, initial_state=state.double(), output_final_state=True, backend="reference")
-    assert found.dtype == torch.float32
-    assert (found - exact).norm() / exact.norm() < (1e-5 if device == "cpu" else 4e-3)
+    assert actual.dtype == torch.float32
+    assert (actual - exact).norm() / exact.norm() < (1e-5 if device == "cpu" else 4e-3)
 
 
 def test_large_inputs_stay_finite_in_float16(device):
     x, state = inputs(device)
     with torch.autocast(device, torch.float16):
-        _, found = chunk({**x, "k": 300 * x["k"], "v": 300 * x["v"]}, state)
-    assert found.isfinite().all()
+        _, actual = chunk({**x, "k": 300 * x["k"], "v": 300 * x["v"]}, state)
+    assert actual.isfinite().all()
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward outside"])
@@ -146,8 +146,8 @@ def test_compiled(around, device):
     torch._dynamo.reset()
     function = torch.compile(plain if around else inside, fullgraph=True, backend="aot_eager")
     with torch.autocast(device, torch.bfloat16, enabled=around):
-        found = function(**x)
+        actual = function(**x)
     with torch.autocast(device, torch.bfloat16):
         expected = plain(**x)
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found, expected)
+    assert actual.dtype == torch.bfloat16
+    torch.testing.assert_close(actual, expected)

@@ -22,7 +22,7 @@ FORWARD = OpSpec(
     results=(
         Result("kept", "B V", WIDE),
         Result("y", "B V"),
-        Result("sum", "B", when=lambda given: given["more"]),
+        Result("sum", "B", when=lambda kwargs: kwargs["more"]),
     ),
     sizes={"B": "B", "K": "K", "V": "K"},
 )
@@ -68,27 +68,27 @@ def called(b, more, dy, dsum):
     setup_context, backward = gradient(FORWARD, BACKWARD, run_backward)
     ctx = Context()
     setup_context(ctx, (A, 0.5, more, b, True, "reference"), (KEPT, torch.ones(2, 4), torch.empty(0)))
-    found = backward(ctx, None, dy, dsum)
+    actual = backward(ctx, None, dy, dsum)
     ((*args, request),) = calls
-    return dict(zip(BACKWARD.parameters, args, strict=True)), request, found, ctx
+    return dict(zip(BACKWARD.parameters, args, strict=True)), request, actual, ctx
 
 
 def test_arguments_and_gradients_go_by_name():
-    args, request, found, ctx = called(B, True, DY, DSUM)
+    args, request, actual, ctx = called(B, True, DY, DSUM)
     expected = {"a": A, "b": B, "factor": 0.5, "kept": KEPT, "dy": DY, "dsum": DSUM}
     assert args.keys() == expected.keys()
     assert all(args[name] is x for name, x in expected.items())
     assert request == "reference"
-    assert found == ("da", None, None, "db", None, None)
+    assert actual == ("da", None, None, "db", None, None)
     assert ctx.without_gradient == (KEPT,)
     assert ctx.materialize is False
 
 
 def test_what_is_absent_has_no_gradient():
-    args, _, found, _ = called(None, False, DY, DSUM)
+    args, _, actual, _ = called(None, False, DY, DSUM)
     assert args["b"] is None
     assert args["dsum"] is None  # a gradient of a result that was not asked for
-    assert found == ("da", None, None, None, None, None)
+    assert actual == ("da", None, None, None, None, None)
 
 
 @pytest.mark.parametrize("more", [False, True])

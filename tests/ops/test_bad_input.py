@@ -116,18 +116,18 @@ BAD_STEP = [
         ValueError,
         "state has shape [2, 2, 4, 3]; expected [P, Hv, K, V] with P=2, Hv=6",
     ),
-    ({"state": ones(2, 2, 4, 3).half()}, TypeError, "state is float16; expected float32 or bfloat16"),
+    ({"state": ones(2, 2, 4, 3).double()}, TypeError, "state is float64; expected float32 or bfloat16 or float16"),
     ({"state": None}, TypeError, "state is NoneType; expected a tensor [P, Hv, K, V]"),
     (
-        {"state_indices": torch.zeros(3, dtype=torch.int64)},
+        {"slots": torch.zeros(3, dtype=torch.int64)},
         ValueError,
-        "state_indices has shape [3]; expected [B] with B=2",
+        "slots has shape [3]; expected [B] with B=2",
     ),
-    ({"state_indices": torch.zeros(2)}, TypeError, "state_indices is float32; expected int32 or int64"),
+    ({"slots": torch.zeros(2)}, TypeError, "slots is float32; expected int32 or int64"),
     (
-        {"state_indices": ones(2, dtype=torch.int64, device="meta")},
+        {"slots": ones(2, dtype=torch.int64, device="meta")},
         ValueError,
-        "state_indices is on meta and q is on cpu",
+        "slots is on meta and q is on cpu",
     ),
     ({"inplace": "yes"}, TypeError, "inplace is str; expected True or False"),
     (
@@ -238,11 +238,11 @@ def test_heads_of_a_summary_that_do_not_fit(changes, message):
 
 
 @pytest.fixture
-def of_keys_alone():
+def keys_only():
     """Registers a backend that takes gates per key only, and no groups of value heads."""
     ops = get("reference").ops
-    with gla.register(Backend("of_keys_alone", "0", dict(ops), Capabilities())):
-        yield "of_keys_alone"
+    with gla.register(Backend("keys_only", "0", dict(ops), Capabilities())):
+        yield "keys_only"
 
 
 @pytest.mark.parametrize(
@@ -259,11 +259,11 @@ def of_keys_alone():
         ),
     ],
 )
-def test_a_backend_without_the_form_refuses_it(of_keys_alone, changes, message):
+def test_a_backend_without_the_form_refuses_it(keys_only, changes, message):
     arguments = chunk_arguments(**changes)
-    with pytest.raises(gla.NoBackendError, match=re.escape(f"{of_keys_alone}: {message}")):
-        gla.chunk_gla(**arguments, backend=of_keys_alone)
-    gla.chunk_gla(**arguments, backend=f"{of_keys_alone},reference")
+    with pytest.raises(gla.NoBackendError, match=re.escape(f"{keys_only}: {message}")):
+        gla.chunk_gla(**arguments, backend=keys_only)
+    gla.chunk_gla(**arguments, backend=f"{keys_only},reference")
 
 
 @pytest.mark.parametrize(
@@ -327,10 +327,10 @@ BAD_VALUES = [
     (gla.recurrent_gla_step, step_arguments(g=ones(2, 2, 4)), "g has values up to 1.0"),
     (
         gla.recurrent_gla_step,
-        step_arguments(state_indices=torch.tensor([0, 2])),
-        "state_indices holds 2; the pool has 2",
+        step_arguments(slots=torch.tensor([0, 2])),
+        "slots holds 2; the pool has 2",
     ),
-    (gla.recurrent_gla_step, step_arguments(state_indices=torch.tensor([1, 1])), "expected no state twice"),
+    (gla.recurrent_gla_step, step_arguments(slots=torch.tensor([1, 1])), "expected no state twice"),
     (gla.online_softmax, {"x": torch.tensor([torch.nan])}, "x holds NaN in 1 of 1 places"),
     (gla.softmax_attention, attention_arguments(k=torch.full((2, 5, 2, 8), torch.nan)), "k holds NaN"),
 ]
@@ -408,7 +408,7 @@ def test_every_argument_that_takes_an_integer_is_tested():
 def test_good_values_pass_the_checks(check_values):
     gla.chunk_gla(**chunk_arguments())
     gla.chunk_gla(**packed_arguments(cu_seqlens=torch.tensor([0, 0, 6]), max_seqlen=6))
-    gla.recurrent_gla_step(**step_arguments(state_indices=torch.tensor([-1, -1])))
+    gla.recurrent_gla_step(**step_arguments(slots=torch.tensor([-1, -1])))
     gla.softmax_attention(**attention_arguments())
     gla.online_softmax(torch.ones(3))
 

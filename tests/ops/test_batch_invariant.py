@@ -57,7 +57,7 @@ def run(q, k, v, g, do, state, dstate, cu_seqlens=None, backend="auto"):
     """Returns o, the final states, and all gradients of a call with an initial state."""
     leaves = [y.detach().clone().requires_grad_() for y in (q, k, v, g, state)]
     q, k, v, g, state = leaves
-    o, final = gla.chunk_gla(q, k, v, g, 0.3, state, True, cu_seqlens, backend)
+    o, final = gla.chunk_gla(q, k, v, g, 0.3, state, True, cu_seqlens, backend=backend)
     return [o.detach(), final.detach(), *torch.autograd.grad([o, final], leaves, [do, dstate])]
 
 
@@ -79,9 +79,11 @@ def test_alone_and_packed(device, backend, gates, width):
             states = (x.initial_state[n : n + 1], dstate[n : n + 1])
             alone = run(*tokens_of(x, do, first, last), *states, backend=backend)
             together = [final[n : n + 1], *(y[:, first:last] for y in tokens), dinitial[n : n + 1]]
-            for found, expected in zip([o[:, first:last], *together], alone, strict=True):
-                assert torch.equal(found, expected)
-    without, final_without = gla.chunk_gla(x.q, x.k, x.v, x.g, 0.3, x.initial_state, True, x.cu_seqlens, "reference")
+            for actual, expected in zip([o[:, first:last], *together], alone, strict=True):
+                assert torch.equal(actual, expected)
+    without, final_without = gla.chunk_gla(
+        x.q, x.k, x.v, x.g, 0.3, x.initial_state, True, x.cu_seqlens, backend="reference"
+    )
     assert relative_error(o, without) <= 2 * FORWARD[x.q.dtype]
     assert relative_error(final, final_without) <= 2 * FORWARD[x.q.dtype]
 
@@ -90,8 +92,8 @@ def test_gradients_are_right(device, backend):
     x, _, _ = inputs(device)
     expected = oracle_gradients(x)
     with gla.batch_invariant(TOKENS):
-        found = gradients(x, backend)
-    for name, gradient in found.items():
+        actual = gradients(x, backend)
+    for name, gradient in actual.items():
         assert relative_error(gradient, expected[name]) <= GRADIENT[x.q.dtype], name
 
 
@@ -100,22 +102,22 @@ def test_every_form_of_gate(form, device, backend):
     """With groups of values. The gradient of a constant gate is the sum of the sequences' shares."""
     x, _, _ = inputs(device, R=2, gate_form=form, gates="mild")
     do, dstate = torch.randn_like(x.v), torch.randn_like(x.initial_state)
-    given = (x.q, x.k, x.v, x.g, do, x.initial_state, dstate, x.cu_seqlens)
+    tensors = (x.q, x.k, x.v, x.g, do, x.initial_state, dstate, x.cu_seqlens)
     with gla.batch_invariant(TOKENS):
-        whole, shares = run(*given, backend), []
+        whole, shares = run(*tensors, backend), []
         for n, (first, last) in enumerate(itertools.pairwise(x.cu_seqlens.tolist())):
             q, k, v, g, seed = (oracle.tokens_of(y, first, last).contiguous() for y in (x.q, x.k, x.v, x.g, do))
             alone = run(q, k, v, g, seed, x.initial_state[n : n + 1], dstate[n : n + 1], backend=backend)
-            own = [
+            parts = [
                 y[n : n + 1] if y.shape == x.initial_state.shape else oracle.tokens_of(y, first, last) for y in whole
             ]
             shares.append(alone[5])
-            for found, expected in zip(own, alone, strict=True):
-                assert found.ndim == 1 or torch.equal(found, expected)
+            for actual, expected in zip(parts, alone, strict=True):
+                assert actual.ndim == 1 or torch.equal(actual, expected)
     dg = sum(shares) if form == "constant" else torch.cat(shares, 1)
     torch.testing.assert_close(whole[5], dg, rtol=1e-5, atol=1e-5)
-    for found, expected in zip(whole, run(*given, "reference"), strict=True):
-        assert relative_error(found, expected) <= 2 * GRADIENT[x.q.dtype]
+    for actual, expected in zip(whole, run(*tensors, "reference"), strict=True):
+        assert relative_error(actual, expected) <= 2 * GRADIENT[x.q.dtype]
 
 
 @pytest.mark.thorough
@@ -126,9 +128,9 @@ def test_rows_of_a_batch(device, backend):
     with gla.batch_invariant(TOKENS):
         both = run(*rows, x.initial_state[:2], dstate[:2], backend=backend)
         for b in range(2):
-            own = slice(b, b + 1)
-            alone = run(*(y[own] for y in rows), x.initial_state[own], dstate[own], backend=backend)
-            assert all(torch.equal(found[own], expected) for found, expected in zip(both, alone, strict=True))
+            row = slice(b, b + 1)
+            alone = run(*(y[row] for y in rows), x.initial_state[row], dstate[row], backend=backend)
+            assert all(torch.equal(actual[row], expected) for actual, expected in zip(both, alone, strict=True))
 
 
 @pytest.mark.thorough
@@ -156,15 +158,15 @@ def test_steps(device, backend):
     pool = torch.randn(B + 7, *x.initial_state.shape[1:], device=device)
     rows = torch.arange(B, device=device) + 7
     with gla.batch_invariant():
-        o, new = gla.recurrent_gla_step(q, k, v, g, pool, state_indices=rows, backend=backend)
+        o, new = gla.recurrent_gla_step(q, k, v, g, pool, slots=rows, backend=backend)
         plain_o, plain_new = gla.recurrent_gla_step(q, k, v, g, pool[7:], backend=backend)
         for b in (0, B - 1):
-            own = slice(b, b + 1)
-            alone = gla.recurrent_gla_step(*(y[own] for y in (q, k, v, g)), pool[7 + b : 8 + b], backend=backend)
-            assert torch.equal(o[own], alone[0])
+            row = slice(b, b + 1)
+            alone = gla.recurrent_gla_step(*(y[row] for y in (q, k, v, g)), pool[7 + b : 8 + b], backend=backend)
+            assert torch.equal(o[row], alone[0])
             assert torch.equal(new[7 + b], alone[1][0])
-            assert torch.equal(plain_o[own], alone[0])
-            assert torch.equal(plain_new[own], alone[1])
+            assert torch.equal(plain_o[row], alone[0])
+            assert torch.equal(plain_new[row], alone[1])
     assert torch.equal(new[:7], pool[:7])
     assert relative_error(o, gla.recurrent_gla_step(q, k, v, g, pool[7:])[0]) <= 2 * FORWARD[q.dtype]
 
@@ -179,8 +181,8 @@ def test_checkpoints_stand_where_they_do_without(device, backend):
     for call in calls:
         *_, expected = gla.chunk_gla(*call, backend="reference", checkpoint_every=64)
         with gla.batch_invariant(128):
-            *_, found = gla.chunk_gla(*call, backend=backend, checkpoint_every=64)
-        assert relative_error(found, expected) <= 2 * FORWARD[x.q.dtype]
+            *_, actual = gla.chunk_gla(*call, backend=backend, checkpoint_every=64)
+        assert relative_error(actual, expected) <= 2 * FORWARD[x.q.dtype]
 
 
 # ---- when it is in force

@@ -19,12 +19,12 @@ from gla_core.workloads.inputs import gla_inputs
 
 def states_by_steps(q, k, v, g, state, every):
     """Returns the states before every `every`-th token of one sequence, from the recurrence."""
-    found = []
+    actual = []
     for t in range(k.shape[1]):
         if t % every == 0:
-            found.append(state)
+            actual.append(state)
         state = g[:, t].double().exp()[..., None] * state + k[:, t].double()[..., None] * v[:, t].double()[..., None, :]
-    return torch.stack(found, dim=1) if found else state[:, None][:, :0]
+    return torch.stack(actual, dim=1) if actual else state[:, None][:, :0]
 
 
 @settings(max_examples=30, deadline=None)
@@ -32,11 +32,11 @@ def states_by_steps(q, k, v, g, state, every):
 def test_states_that_enter_every_so_many_tokens(T, every, initial, seed):
     x = gla_inputs(B=2, T=T, K=3, V=2, dtype=torch.float64, initial_state=initial, seed=seed)
     inputs = (x.q, x.k, x.v, x.g, None, x.initial_state, True)
-    o, state, found = gla.chunk_gla(*inputs, backend="reference", checkpoint_every=every)
+    o, state, actual = gla.chunk_gla(*inputs, backend="reference", checkpoint_every=every)
     start = torch.zeros(2, 2, 3, 2, dtype=torch.float64) if x.initial_state is None else x.initial_state
     expected = states_by_steps(x.q, x.k, x.v, x.g, start, every)
-    assert found.shape == (2, -(-T // every), 2, 3, 2) == expected.shape
-    assert relative_error(found, expected) <= FORWARD[torch.float64]
+    assert actual.shape == (2, -(-T // every), 2, 3, 2) == expected.shape
+    assert relative_error(actual, expected) <= FORWARD[torch.float64]
     again, final = gla.chunk_gla(*inputs, backend="reference")
     assert torch.equal(o, again)
     assert torch.equal(state, final)
@@ -50,19 +50,19 @@ def test_states_that_enter_every_so_many_tokens(T, every, initial, seed):
 )
 def test_a_packed_sequences_checkpoints_lie_where_its_offset_says(lengths, padding, every):
     x = gla_inputs(lengths=tuple(lengths), padding=padding, K=3, V=2, dtype=torch.float64, initial_state=True)
-    *_, found = gla.chunk_gla(
+    *_, actual = gla.chunk_gla(
         x.q, x.k, x.v, x.g, None, x.initial_state, cu_seqlens=x.cu_seqlens, checkpoint_every=every
     )
-    assert found.shape == (1, len(lengths) + x.q.shape[1] // every, 2, 3, 2)
-    unused = set(range(found.shape[1]))
+    assert actual.shape == (1, len(lengths) + x.q.shape[1] // every, 2, 3, 2)
+    unused = set(range(actual.shape[1]))
     for i, (a, b) in enumerate(itertools.pairwise(x.cu_seqlens.tolist())):
-        own = states_by_steps(*(y[:, a:b] for y in (x.q, x.k, x.v, x.g)), x.initial_state[i : i + 1], every)
-        rows = range(i + a // every, i + a // every + own.shape[1])
+        expected = states_by_steps(*(y[:, a:b] for y in (x.q, x.k, x.v, x.g)), x.initial_state[i : i + 1], every)
+        rows = range(i + a // every, i + a // every + expected.shape[1])
         assert unused.issuperset(rows)
         unused -= set(rows)
-        if own.shape[1]:
-            assert relative_error(found[:, rows.start : rows.stop], own) <= FORWARD[torch.float64]
-    assert not found[:, sorted(unused)].any()
+        if expected.shape[1]:
+            assert relative_error(actual[:, rows.start : rows.stop], expected) <= FORWARD[torch.float64]
+    assert not actual[:, sorted(unused)].any()
 
 
 @pytest.mark.parametrize(
@@ -77,16 +77,16 @@ def test_a_packed_sequences_checkpoints_lie_where_its_offset_says(lengths, paddi
 )
 def test_dtype(dtype, expected):
     x = gla_inputs(T=130, dtype=dtype)
-    *_, found = gla.chunk_gla(x.q, x.k, x.v, x.g, checkpoint_every=64)
-    assert found.dtype == expected
+    *_, actual = gla.chunk_gla(x.q, x.k, x.v, x.g, checkpoint_every=64)
+    assert actual.dtype == expected
     ref = oracle.chunk_gla_checkpoints(x.q, x.k, x.v, x.g, None, None, 64)
-    assert relative_error(found, ref) <= FORWARD[dtype]
+    assert relative_error(actual, ref) <= FORWARD[dtype]
 
 
 def test_decoding_goes_on_from_a_checkpoint():
     x = gla_inputs(B=1, T=200, K=8, V=8)
-    o, _, found = gla.chunk_gla(x.q, x.k, x.v, x.g, checkpoint_every=64)
-    rest, _ = gla.chunk_gla(*(y[:, 128:] for y in (x.q, x.k, x.v, x.g)), initial_state=found[:, 2].contiguous())
+    o, _, actual = gla.chunk_gla(x.q, x.k, x.v, x.g, checkpoint_every=64)
+    rest, _ = gla.chunk_gla(*(y[:, 128:] for y in (x.q, x.k, x.v, x.g)), initial_state=actual[:, 2].contiguous())
     assert relative_error(rest, o[:, 128:].double()) <= FORWARD[torch.float32]
 
 
@@ -96,9 +96,9 @@ def test_gradients_are_the_same(sizes, every):
     x = gla_inputs(**sizes, G=2, K=8, V=4, gates="-inf", initial_state=True)
     leaves = [y.requires_grad_() for y in (x.q, x.k, x.v, x.g, x.initial_state)]
     wide = [y.detach().double().requires_grad_() for y in leaves]
-    o, state, *found = gla.chunk_gla(*leaves[:4], None, leaves[4], True, x.cu_seqlens, checkpoint_every=every)
+    o, state, *actual = gla.chunk_gla(*leaves[:4], None, leaves[4], True, x.cu_seqlens, checkpoint_every=every)
     refs = oracle.chunk_gla(*wide[:4], None, wide[4], x.cu_seqlens)
-    assert not any(y.requires_grad for y in found)
+    assert not any(y.requires_grad for y in actual)
     weights = [torch.randn_like(y) for y in (o, state)]
     out = torch.autograd.grad((o, state), leaves, weights)
     for d, ref in zip(out, torch.autograd.grad(refs, wide, [w.double() for w in weights]), strict=True):
@@ -119,8 +119,8 @@ def test_no_gradient_of_them_is_made():
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_in_a_compiled_graph(dynamic):
     def function(q, k, v, g):
-        o, _, found = gla.chunk_gla(q * 1.0, k, v, g, checkpoint_every=64)
-        return o, found.float().sum((-1, -2))
+        o, _, actual = gla.chunk_gla(q * 1.0, k, v, g, checkpoint_every=64)
+        return o, actual.float().sum((-1, -2))
 
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
@@ -133,9 +133,9 @@ def test_in_a_compiled_graph(dynamic):
 
 def test_under_vmap():
     q, k, v = (torch.randn(3, 2, 70, 2, 4) for _ in range(3))
-    *_, found = torch.vmap(lambda *x: gla.chunk_gla(*x, output_final_state=True, checkpoint_every=64))(q, k, v)
+    *_, actual = torch.vmap(lambda *x: gla.chunk_gla(*x, output_final_state=True, checkpoint_every=64))(q, k, v)
     *_, flat = gla.chunk_gla(*(x.flatten(0, 1) for x in (q, k, v)), checkpoint_every=64)
-    torch.testing.assert_close(found.flatten(0, 1), flat)
+    torch.testing.assert_close(actual.flatten(0, 1), flat)
 
 
 @pytest.mark.parametrize(("every", "error"), [(0, ValueError), (65, ValueError), (-64, ValueError), (64.0, TypeError)])

@@ -167,16 +167,16 @@ def test_the_state_is_none_unless_asked_for():
 def test_results_have_names(requires_grad):
     x = gla_inputs(T=70, K=4, V=3, dtype=torch.float64)
     tokens = (x.q.requires_grad_(requires_grad), x.k, x.v, x.g)
-    found = gla.chunk_gla(*tokens, output_final_state=True)
-    o, state = found
-    assert type(found) is gla.ChunkGla
-    assert found.o is o
-    assert found.state is state
+    actual = gla.chunk_gla(*tokens, output_final_state=True)
+    o, state = actual
+    assert type(actual) is gla.ChunkGla
+    assert actual.o is o
+    assert actual.state is state
     more = gla.chunk_gla(*tokens, output_final_state=True, checkpoint_every=64)
     o, state, checkpoints = more
     assert type(more) is gla.ChunkGlaWithCheckpoints
-    assert torch.equal(more.o, found.o)
-    assert torch.equal(more.state, found.state)
+    assert torch.equal(more.o, actual.o)
+    assert torch.equal(more.state, actual.state)
     assert more.checkpoints is checkpoints
     assert gla.chunk_gla(*tokens, checkpoint_every=64).state is None
     swapped = gla.chunk_gla(*tokens, output_final_state=True, checkpoint_every=64, state_v_first=True)
@@ -188,8 +188,8 @@ def test_results_have_names(requires_grad):
 def test_named_results_leave_a_compiled_graph_and_an_exported_program(every):
     class Module(torch.nn.Module):
         def forward(self, q, k, v):
-            found = gla.chunk_gla(q, k, v, output_final_state=True, checkpoint_every=every)
-            return type(found)(found.o + 1, *found[1:])
+            actual = gla.chunk_gla(q, k, v, output_final_state=True, checkpoint_every=every)
+            return type(actual)(actual.o + 1, *actual[1:])
 
     x = gla_inputs(T=70, K=4, V=3, dtype=torch.float64)
     expected = Module()(x.q, x.k, x.v)
@@ -199,9 +199,9 @@ def test_named_results_leave_a_compiled_graph_and_an_exported_program(every):
     torch.export.save(torch.export.export(Module(), (x.q, x.k, x.v)), file)
     file.seek(0)
     exported = torch.export.load(file).module()(x.q, x.k, x.v)
-    for found in (compiled, exported):
-        assert type(found) is type(expected)
-        torch.testing.assert_close(found, expected)
+    for actual in (compiled, exported):
+        assert type(actual) is type(expected)
+        torch.testing.assert_close(actual, expected)
 
 
 def test_a_gate_of_minus_infinity_cuts_exactly(device):
@@ -266,15 +266,15 @@ def test_gradient_of_one_of_the_results(used, every, way):
     leaves = [y.requires_grad_() for y in (x.q, x.k, x.v, x.g, x.initial_state)]
 
     def losses(q, k, v, g, state):
-        found = gla.chunk_gla(
+        actual = gla.chunk_gla(
             q, k, v, g, initial_state=state, output_final_state=True, checkpoint_every=every, backend="reference"
         )
-        return found[used].pow(3).sum(), 0 * found[1 - used].sum()
+        return actual[used].pow(3).sum(), 0 * actual[1 - used].sum()
 
     expected = torch.autograd.grad(sum(losses(*leaves)), leaves)
     torch._dynamo.reset()
-    found = WAYS[way](lambda *x: losses(*x)[0])(*leaves)
-    for a, b in zip(found, expected, strict=True):
+    actual = WAYS[way](lambda *x: losses(*x)[0])(*leaves)
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b)
 
 

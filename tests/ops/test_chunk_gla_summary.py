@@ -52,20 +52,20 @@ def test_compiled_equals_eager(function):
     x = inputs()
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
-    for found, expected in zip(compiled(x.k, x.v, x.g), function(x.k, x.v, x.g), strict=True):
-        torch.testing.assert_close(found, expected)
+    for actual, expected in zip(compiled(x.k, x.v, x.g), function(x.k, x.v, x.g), strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_the_gradient_of_one_result(which):
     x = inputs(lengths=(3, 0, 30), padding=4)
     leaves = [y.requires_grad_() for y in (x.k, x.v, x.g)]
-    found, expected = (
+    actual, expected = (
         f(*leaves, x.cu_seqlens)[which].square().sum() for f in (gla.chunk_gla_summary, oracle.chunk_gla_summary)
     )
-    found = torch.autograd.grad(found, leaves, allow_unused=True)
+    actual = torch.autograd.grad(actual, leaves, allow_unused=True)
     expected = torch.autograd.grad(expected, leaves, allow_unused=True)
-    for name, d, ref in zip("kvg", found, expected, strict=True):
+    for name, d, ref in zip("kvg", actual, expected, strict=True):
         assert (d is None or not d.any()) == (ref is None or not ref.any()), name
         if ref is not None:
             assert relative_error(d, ref) < 1e-12, name
@@ -78,10 +78,10 @@ def test_torch_func():
         decay, state = gla.chunk_gla_summary(k[None], v[None], g[None])
         return decay.sum() + state.square().sum()
 
-    found = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(x.k, x.v, x.g)
+    actual = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(x.k, x.v, x.g)
     leaves = [y.clone().requires_grad_() for y in (x.k, x.v, x.g)]
     torch.stack([loss(*(y[b] for y in leaves)) for b in range(3)]).sum().backward()
-    for d, y in zip(found, leaves, strict=True):
+    for d, y in zip(actual, leaves, strict=True):
         assert relative_error(d, y.grad) < 1e-13
 
 

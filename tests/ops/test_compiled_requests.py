@@ -59,8 +59,8 @@ def test_blocks_in_a_compiled_function_nest_as_everywhere(ran, backend, dynamic)
     for request, last in [("a", ["a.online_softmax"]), ("reference", [])]:
         with gla.use_backend(request):
             torch.testing.assert_close(function(x), nested(x))
-        of_one_call = [f"{name}.online_softmax" for name in "bcdcb"] + last
-        assert ran == 2 * of_one_call
+        each_call = [f"{name}.online_softmax" for name in "bcdcb"] + last
+        assert ran == 2 * each_call
         ran.clear()
 
 

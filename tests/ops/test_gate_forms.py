@@ -41,18 +41,18 @@ def results(function, x, **more):
     generator = torch.Generator().manual_seed(1)
     loss = sum((y * torch.randn(y.shape, generator=generator, dtype=WIDE)).sum() for y in (o, state))
     loss = loss + 0 * sum(y.sum() for y in leaves.values())  # without tokens the oracle uses no input
-    found = torch.autograd.grad(loss, list(leaves.values()))
-    return {"o": o, "state": state} | {f"d{name}": d for name, d in zip(leaves, found, strict=True)}
+    actual = torch.autograd.grad(loss, list(leaves.values()))
+    return {"o": o, "state": state} | {f"d{name}": d for name, d in zip(leaves, actual, strict=True)}
 
 
 def check(x):
-    found = results(gla.chunk_gla, x, output_final_state=True, backend="reference")
+    actual = results(gla.chunk_gla, x, output_final_state=True, backend="reference")
     expected = results(oracle.chunk_gla, x)
-    assert found["o"].shape == output_shape(x.q, x.v)
+    assert actual["o"].shape == output_shape(x.q, x.v)
     for name, ref in expected.items():
-        assert found[name].shape == ref.shape, name
-        assert found[name].isfinite().all(), name
-        assert relative_error(found[name], ref) <= (FORWARD if name in ("o", "state") else GRADIENT)[WIDE], name
+        assert actual[name].shape == ref.shape, name
+        assert actual[name].isfinite().all(), name
+        assert relative_error(actual[name], ref) <= (FORWARD if name in ("o", "state") else GRADIENT)[WIDE], name
 
 
 @pytest.mark.parametrize("groups", GROUPS, ids=str)
@@ -124,8 +124,8 @@ def test_a_form_equals_its_expansion(form):
         torch.autograd.grad((o.sin().sum(), state.sin().sum()), list(leaves.values()))
         for (o, state), leaves in zip(outs, (by_form, by_key), strict=True)
     ]
-    for found, ref in zip((*outs[0], *grads[0]), (*outs[1], *grads[1]), strict=True):
-        torch.testing.assert_close(found, ref, rtol=1e-10, atol=1e-10)
+    for actual, ref in zip((*outs[0], *grads[0]), (*outs[1], *grads[1]), strict=True):
+        torch.testing.assert_close(actual, ref, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("form", FORMS[1:])
@@ -188,8 +188,8 @@ def test_the_gradient_of_a_summary_is_rounded_once(form):
         decay, state = gla.chunk_gla_summary(x.k.to(dtype), x.v.to(dtype), g)
         return torch.autograd.grad((ddecay * decay).sum() + (dstate * state).sum(), g)[0]
 
-    found, expected = gradient(torch.bfloat16), gradient(WIDE)
-    torch.testing.assert_close(found, expected.to(torch.bfloat16), rtol=2**-8, atol=1e-6)
+    actual, expected = gradient(torch.bfloat16), gradient(WIDE)
+    torch.testing.assert_close(actual, expected.to(torch.bfloat16), rtol=2**-8, atol=1e-6)
 
 
 def test_the_form_of_a_call_is_told():
@@ -208,10 +208,10 @@ def test_the_form_of_a_call_is_told():
 def test_checkpoints_are_states_of_value_heads(form, groups, lengths):
     x = inputs_of(form, groups, T=150, lengths=lengths)
     given = (x.q, x.k, x.v, x.g, None, x.initial_state, False, x.cu_seqlens)
-    found = gla.chunk_gla(*given, backend="reference", checkpoint_every=64).checkpoints
+    actual = gla.chunk_gla(*given, backend="reference", checkpoint_every=64).checkpoints
     expected = oracle.chunk_gla_checkpoints(x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens, 64)
-    assert found.shape == expected.shape
-    assert relative_error(found, expected) <= FORWARD[WIDE]
+    assert actual.shape == expected.shape
+    assert relative_error(actual, expected) <= FORWARD[WIDE]
 
 
 @pytest.mark.parametrize("groups", GROUPS, ids=str)
@@ -221,9 +221,9 @@ def test_a_step(form, groups, inplace):
     x = inputs_of(form, groups, B=3, T=1)
     token = {name: token_of(getattr(x, name), 0) for name in "qkvg"}
     pool = torch.randn(5, *x.initial_state.shape[1:], dtype=WIDE)
-    given = {**token, "state": pool, "state_indices": torch.tensor([4, -1, 0])}
-    expected = expected_step({**given, "state": pool.clone()})
-    o, state = gla.recurrent_gla_step(**given, inplace=inplace, backend="reference")
+    slots = torch.tensor([4, -1, 0])
+    expected = expected_step({**token, "state": pool.clone(), "state_indices": slots})
+    o, state = gla.recurrent_gla_step(**token, state=pool, slots=slots, inplace=inplace, backend="reference")
     assert (state is pool) == inplace
     assert relative_error(o, expected["o"]) <= FORWARD[WIDE]
     assert relative_error(state, expected["state"]) <= FORWARD[WIDE]
@@ -235,13 +235,13 @@ def test_a_step(form, groups, inplace):
 def test_summaries_of_both_directions(form, groups, packed):
     x = inputs_of(form, groups, T=100, lengths=(0, 30, 65, 0) if packed else None, padding=5)
     do = torch.randn(output_shape(x.q, x.v), dtype=WIDE)
-    of_queries = groups[1] > 1 and x.g is None  # without g, each query head has a state of its own
-    found = [gla.chunk_gla_gradient_summary(x.q, do, x.g, x.cu_seqlens, "reference")]
+    states_per_query = groups[1] > 1 and x.g is None  # without g, each query head has a state of its own
+    actual = [gla.chunk_gla_gradient_summary(x.q, do, x.g, x.cu_seqlens, backend="reference")]
     expected = [oracle.chunk_gla_summary(x.q, do, x.g, x.cu_seqlens, True)]
-    found.append(gla.chunk_gla_summary(x.k, x.v, x.g, x.cu_seqlens, "reference"))
+    actual.append(gla.chunk_gla_summary(x.k, x.v, x.g, x.cu_seqlens, backend="reference"))
     expected.append(oracle.chunk_gla_summary(x.k, x.v, x.g, x.cu_seqlens))
-    assert found[0][1].shape[1] == (do.shape[2] if of_queries else x.v.shape[2])
-    for (decay, state), (ref_decay, ref_state) in zip(found, expected, strict=True):
+    assert actual[0][1].shape[1] == (do.shape[2] if states_per_query else x.v.shape[2])
+    for (decay, state), (ref_decay, ref_state) in zip(actual, expected, strict=True):
         assert decay.shape == ref_decay.shape
         assert relative_error(decay, ref_decay) <= FORWARD[WIDE]
         assert relative_error(state, ref_state) <= FORWARD[WIDE]
@@ -253,11 +253,11 @@ def test_gradients_of_a_summary(form, lengths):
     x = inputs_of(form, (2, 1, 2), T=100, lengths=lengths)
     leaves = {name: y for name, y in leaves_of(x).items() if name in ("k", "v", "g")}
     g = leaves.get("g")
-    found = gla.chunk_gla_summary(leaves["k"], leaves["v"], g, x.cu_seqlens, "reference")
+    actual = gla.chunk_gla_summary(leaves["k"], leaves["v"], g, x.cu_seqlens, backend="reference")
     expected = oracle.chunk_gla_summary(leaves["k"], leaves["v"], g, x.cu_seqlens)
     at = slice(1 if g is None else 0, None)  # without gates the decay depends on no input
-    seeds = [torch.randn(y.shape, dtype=WIDE) for y in found]
-    grads = [torch.autograd.grad(out[at], list(leaves.values()), seeds[at]) for out in (found, expected)]
+    seeds = [torch.randn(y.shape, dtype=WIDE) for y in actual]
+    grads = [torch.autograd.grad(out[at], list(leaves.values()), seeds[at]) for out in (actual, expected)]
     for name, d, ref in zip(leaves, *grads, strict=True):
         assert d.shape == ref.shape, name
         assert relative_error(d, ref) <= GRADIENT[WIDE], name

@@ -53,13 +53,13 @@ def test_results_and_gradients_are_those_of_copies(name, layout):
     plain = make()
     views = [layout(x) for x in plain]
     assert all(x.stride(-1) != 1 for x in views)
-    found = []
+    actual = []
     for inputs in (plain, views):
         leaves = [x.detach().requires_grad_() for x in inputs]
         results = call(leaves)
         incoming = [torch.ones_like(y).cumsum(-1) for y in results]
-        found.append([*results, *torch.autograd.grad(results, leaves, incoming), *call(inputs)])
-    for a, b in zip(*found, strict=True):
+        actual.append([*results, *torch.autograd.grad(results, leaves, incoming), *call(inputs)])
+    for a, b in zip(*actual, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
@@ -79,8 +79,8 @@ def test_a_step(layout):
     q, k, v, g, state = random((2, 4, 6), (2, 2, 6), (2, 2, 5), (2, 2, 6), (2, 2, 6, 5))
     expected = gla.recurrent_gla_step(q, k, v, -g.exp(), state)
     before = state.clone()
-    found = gla.recurrent_gla_step(*(layout(x) for x in (q, k, v, -g.exp(), state)))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    actual = gla.recurrent_gla_step(*(layout(x) for x in (q, k, v, -g.exp(), state)))
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
     assert torch.equal(state, before)
 
 
@@ -98,13 +98,13 @@ def test_a_step_of_states_with_values_first(inplace, rows):
     *token, state = step_inputs(2 if rows is None else 4)
     rows = None if rows is None else torch.tensor(rows)
     o, new = gla.recurrent_gla_step(*token, state, None, rows)
-    given = state.mT.contiguous()
-    found, after = gla.recurrent_gla_step(*token, given, None, rows, inplace, state_v_first=True)
-    assert torch.equal(found, o)
+    passed = state.mT.contiguous()
+    actual, after = gla.recurrent_gla_step(*token, passed, None, rows, inplace, state_v_first=True)
+    assert torch.equal(actual, o)
     assert torch.equal(after, new.mT)
     assert after.is_contiguous()
-    assert (after is given) == inplace
-    assert torch.equal(given, (new if inplace else state).mT)
+    assert (after is passed) == inplace
+    assert torch.equal(passed, (new if inplace else state).mT)
 
 
 @pytest.mark.parametrize("swaps", [False, True])
@@ -119,12 +119,14 @@ def test_a_backend_receives_such_states_as_it_can_take_them(swaps, inplace):
 
     *token, state = step_inputs()
     o, new = gla.recurrent_gla_step(*token, state, backend="reference")
-    given = state.mT.contiguous()
+    passed = state.mT.contiguous()
     with gla.register(Backend("mine", "1", {"recurrent_gla_step": step}, Capabilities(swapped_states=swaps))):
         for _ in range(2):  # the first call is checked
-            start = given.clone()
-            found, after = gla.recurrent_gla_step(*token, start, None, None, inplace, "mine", state_v_first=True)
-            assert torch.equal(found, o)
+            start = passed.clone()
+            actual, after = gla.recurrent_gla_step(
+                *token, start, None, None, inplace, backend="mine", state_v_first=True
+            )
+            assert torch.equal(actual, o)
             assert torch.equal(after, new.mT)
             assert after.is_contiguous()
             assert (after is start) == inplace
@@ -147,11 +149,11 @@ def test_after_a_backend_that_cannot_launch_the_state_that_was_given_is_written(
         raise LaunchError("no")
 
     *token, state = step_inputs()
-    expected, given = gla.recurrent_gla_step(*token, state, backend="reference")[1], state.mT.contiguous()
+    expected, passed = gla.recurrent_gla_step(*token, state, backend="reference")[1], state.mT.contiguous()
     backend = Backend("a", "1", {"recurrent_gla_step": step}, cost=lambda call: 0.0)
     with gla.register(backend), pytest.warns(UserWarning, match="'a' could not launch"):
-        gla.recurrent_gla_step(*token, given, inplace=True, state_v_first=True)
-    torch.testing.assert_close(given, expected.mT)
+        gla.recurrent_gla_step(*token, passed, inplace=True, state_v_first=True)
+    torch.testing.assert_close(passed, expected.mT)
 
 
 @pytest.mark.parametrize("inplace", [False, True])
@@ -161,11 +163,11 @@ def test_a_compiled_step_of_states_with_values_first(inplace):
         lambda *x: gla.recurrent_gla_step(*x, inplace=inplace, state_v_first=True), fullgraph=True, backend="aot_eager"
     )
     o, new = gla.recurrent_gla_step(*token, state)
-    given = state.mT.contiguous()
-    found, after = step(*token, given)
-    torch.testing.assert_close(found, o)
+    passed = state.mT.contiguous()
+    actual, after = step(*token, passed)
+    torch.testing.assert_close(actual, o)
     torch.testing.assert_close(after, new.mT)
-    torch.testing.assert_close(given, (new if inplace else state).mT)
+    torch.testing.assert_close(passed, (new if inplace else state).mT)
     assert after.is_contiguous()
 
 
@@ -174,13 +176,13 @@ def test_whole_sequences_with_states_of_values_first():
     leaves = [x.requires_grad_() for x in (q, k, v, g, state)]
     o, final, checkpoints = gla.chunk_gla(*leaves[:4], None, state, True, checkpoint_every=64)
     swapped = state.detach().mT.contiguous().requires_grad_()
-    found = gla.chunk_gla(*leaves[:4], None, swapped, True, checkpoint_every=64, state_v_first=True)
-    for x, expected in zip(found, (o, final.mT, checkpoints.mT), strict=True):
+    actual = gla.chunk_gla(*leaves[:4], None, swapped, True, checkpoint_every=64, state_v_first=True)
+    for x, expected in zip(actual, (o, final.mT, checkpoints.mT), strict=True):
         assert torch.equal(x, expected)
-    assert all(x.mT.is_contiguous() for x in found[1:])
+    assert all(x.mT.is_contiguous() for x in actual[1:])
     do, dfinal = torch.randn_like(o), torch.randn_like(final)
     grads = torch.autograd.grad((o, final), leaves, (do, dfinal))
-    again = torch.autograd.grad(found[:2], [*leaves[:4], swapped], (do, dfinal.mT))
+    again = torch.autograd.grad(actual[:2], [*leaves[:4], swapped], (do, dfinal.mT))
     for x, expected in zip(again, (*grads[:4], grads[4].mT), strict=True):
         assert torch.equal(x, expected)
     o, final = gla.chunk_gla(*(x.detach() for x in leaves[:4]), state_v_first=True)
@@ -203,16 +205,16 @@ def test_states_with_values_first_come_to_a_backend_that_takes_them_as_they_are(
         return computed
 
     *tokens, state = chunk_inputs()
-    given = state.mT.contiguous().requires_grad_()
+    passed = state.mT.contiguous().requires_grad_()
     ops = {
         "chunk_gla_fwd": listening("chunk_gla_fwd", "initial_state"),
         "chunk_gla_bwd": listening("chunk_gla_bwd", "dstate"),
     }
     with gla.register(Backend("mine", "1", ops, Capabilities(swapped_states=swaps))):
-        _, final = gla.chunk_gla(*tokens, None, given, True, backend="mine", state_v_first=True)
+        _, final = gla.chunk_gla(*tokens, None, passed, True, backend="mine", state_v_first=True)
         dfinal = torch.randn_like(final, memory_format=torch.contiguous_format)
         final.backward(dfinal)
-    assert [x.data_ptr() == y.data_ptr() for x, y in zip(received, (given, dfinal), strict=True)] == [swaps, swaps]
+    assert [x.data_ptr() == y.data_ptr() for x, y in zip(received, (passed, dfinal), strict=True)] == [swaps, swaps]
     assert [x.is_contiguous() for x in received] == [not swaps, not swaps]
 
 

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 import gla_core as gla
+from gla_core.conformance import oracle
 from gla_core.conformance.tolerances import relative_error
+from gla_core.dispatch.backend import GATES
+from gla_core.dispatch.tensors import log_gates
 from gla_core.workloads.inputs import gla_inputs
 
 
@@ -74,3 +77,23 @@ def test_packed_sequences():
     packed, _ = gla.linear_attention(x.q, x.k, x.v, cu_seqlens=x.cu_seqlens)
     alone = [gla.linear_attention(*(y[:, a:b] for y in (x.q, x.k, x.v)))[0] for a, b in ((0, 20), (20, 53))]
     assert relative_error(packed, torch.cat(alone, dim=1)) < 1e-13
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("number", [None, 4])
+@pytest.mark.parametrize("form", GATES)
+def test_gates(form, number, normalize):
+    """The gates decay the state and the normaliser; logits have gradients of their own."""
+    x = gla_inputs(T=90, G=2, K=8, V=5, dtype=torch.float64, gate_form=form)
+    leaves = [y.requires_grad_() for y in (x.q.abs(), x.k.abs(), x.v, x.g if number is None else 3 * x.g + 1)]
+    q, k, v, g = leaves
+    options = {} if number is None else {"gate": "logsigmoid", "gate_normalizer": number}
+    o, state = gla.linear_attention(q, k, v, None, normalize, 0.4, None, True, g=g, **options)
+    values = torch.cat([v, torch.ones_like(v[..., :1])], -1) if normalize else v
+    ref, final = oracle.chunk_gla(q, k, values, log_gates(g, number, torch.float64), 1.0 if normalize else 0.4)
+    ref = ref[..., :-1] / ref[..., -1:] if normalize else ref
+    assert relative_error(o, ref) < 1e-12
+    assert relative_error(state, final) < 1e-12
+    do = torch.randn_like(o)
+    for grad, expected in zip(torch.autograd.grad(o, leaves, do), torch.autograd.grad(ref, leaves, do), strict=True):
+        assert relative_error(grad, expected) < 1e-11

@@ -54,10 +54,10 @@ def check(x, backend, number=4):
     compare(gradients(x, backend, **options), oracle_gradients(x, None, number), GRADIENT[x.q.dtype])
 
 
-def compare(found, expected, tolerance):
+def compare(actual, expected, tolerance):
     for name, ref in expected.items():
-        assert found[name].shape == ref.shape, name
-        assert relative_error(found[name], ref) <= tolerance, name
+        assert actual[name].shape == ref.shape, name
+        assert relative_error(actual[name], ref) <= tolerance, name
 
 
 def without_sequence(x):
@@ -124,7 +124,7 @@ def test_the_gradient_has_the_shape_and_dtype_of_the_logits(form, dtype):
 def test_gradcheck(form):
     x = inputs_of(form, B=1, T=5, K=3, V=2)
     leaves = [y.requires_grad_() for y in (x.q, x.k, x.v, x.g)]
-    assert torch.autograd.gradcheck(lambda *given: gla.chunk_gla(*given, backend="reference", **LOGITS).o, leaves)
+    assert torch.autograd.gradcheck(lambda *tensors: gla.chunk_gla(*tensors, backend="reference", **LOGITS).o, leaves)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -144,12 +144,12 @@ def test_rows_that_belong_to_no_sequence_may_hold_anything(form, backend):
 def test_checkpoints(form, lengths):
     """The forward returns the states, and the backward uses them."""
     x = inputs_of(form, T=150, lengths=lengths)
-    given = (x.q, x.k, x.v, x.g, None, x.initial_state)
-    found = gla.chunk_gla(*given, False, x.cu_seqlens, checkpoint_every=64, **LOGITS).checkpoints
+    tensors = (x.q, x.k, x.v, x.g, None, x.initial_state)
+    actual = gla.chunk_gla(*tensors, False, x.cu_seqlens, checkpoint_every=64, **LOGITS).checkpoints
     y = with_log_gates(x, 4)
     expected = oracle.chunk_gla_checkpoints(y.q, y.k, y.v, y.g, y.initial_state, y.cu_seqlens, 64)
-    assert relative_error(found, expected) <= FORWARD[WIDE]
-    args = (*given, x.cu_seqlens, expected, 64, *loss_gradients(x), 4)
+    assert relative_error(actual, expected) <= FORWARD[WIDE]
+    args = (*tensors, x.cu_seqlens, expected, 64, *loss_gradients(x), 4)
     grads = torch.ops.gla.chunk_gla_bwd.default(*args, backend="reference")
     named = {f"d{name}": d for name, d in zip(CHUNK_LEAVES, grads, strict=True)}
     compare(named, oracle_gradients(x, None, 4), GRADIENT[WIDE])
@@ -164,22 +164,49 @@ def test_a_step(form, inplace, backend):
     x = inputs_of(form, B=3, T=1)
     token = {name: token_of(getattr(x, name), 0) for name in "qkvg"}
     pool = torch.randn(5, *x.initial_state.shape[1:], dtype=WIDE)
-    given = {**token, "state": pool.clone(), "state_indices": torch.tensor([4, -1, 0])}
-    expected = expected_step({**given, "g": log_gates(token["g"], 4, WIDE)})
-    o, state = gla.recurrent_gla_step(**given, inplace=inplace, backend=backend, **LOGITS)
+    kwargs, slots = {**token, "state": pool.clone()}, torch.tensor([4, -1, 0])
+    expected = expected_step({**kwargs, "g": log_gates(token["g"], 4, WIDE), "state_indices": slots})
+    kwargs |= {"slots": slots}
+    o, state = gla.recurrent_gla_step(**kwargs, inplace=inplace, backend=backend, **LOGITS)
     compare({"o": o, "state": state}, expected, FORWARD[WIDE])
-    swapped = given | {"state": pool.mT.contiguous()}
+    swapped = kwargs | {"state": pool.mT.contiguous()}
     o, state = gla.recurrent_gla_step(**swapped, inplace=inplace, backend=backend, state_v_first=True, **LOGITS)
     compare({"o": o, "state": state.mT}, expected, FORWARD[WIDE])
 
 
+@pytest.mark.parametrize("sizes", [{}, PACKED, {"dtype": torch.bfloat16}], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_summary_and_its_gradients(form, sizes):
+    x = inputs_of(form, **sizes)
+    wide = [y.to(WIDE, copy=True).requires_grad_() for y in (x.k, x.v, x.g)]
+    if x.cu_seqlens is not None:
+        without_sequence(x)
+    leaves = [y.requires_grad_() for y in (x.k, x.v, x.g)]
+    actual = gla.chunk_gla_summary(*leaves, x.cu_seqlens, backend="reference", **LOGITS)
+    expected = oracle.chunk_gla_summary(*wide[:2], log_gates(wide[2], 4, WIDE), x.cu_seqlens)
+    seeds = [torch.randn(y.shape, dtype=WIDE) for y in expected]
+    compare(actual._asdict(), dict(zip(actual._fields, expected, strict=True)), FORWARD[x.k.dtype])
+    grads = torch.autograd.grad(actual, leaves, [seed.to(y.dtype) for seed, y in zip(seeds, actual, strict=True)])
+    wanted = torch.autograd.grad(expected, wide, seeds)
+    compare(dict(zip("kvg", grads, strict=True)), dict(zip("kvg", wanted, strict=True)), GRADIENT[x.k.dtype])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_summary_of_gradients(form):
+    x = inputs_of(form, **PACKED)
+    actual = gla.chunk_gla_gradient_summary(x.q, x.v, x.g, x.cu_seqlens, **LOGITS)
+    expected = oracle.chunk_gla_summary(x.q, x.v, log_gates(x.g, 4, WIDE), x.cu_seqlens, True)
+    for y, ref in zip(actual, expected, strict=True):
+        assert relative_error(y, ref) <= FORWARD[WIDE]
+
+
 def test_states_with_values_first():
     x = inputs_of("key")
-    given = (x.q, x.k, x.v, x.g, None)
-    expected = gla.chunk_gla(*given, x.initial_state, True, checkpoint_every=64, **LOGITS)
+    tensors = (x.q, x.k, x.v, x.g, None)
+    expected = gla.chunk_gla(*tensors, x.initial_state, True, checkpoint_every=64, **LOGITS)
     options = {"checkpoint_every": 64, "state_v_first": True, **LOGITS}
-    found = gla.chunk_gla(*given, x.initial_state.mT.contiguous(), True, **options)
-    for y, ref in zip(found, (expected.o, expected.state.mT, expected.checkpoints.mT), strict=True):
+    actual = gla.chunk_gla(*tensors, x.initial_state.mT.contiguous(), True, **options)
+    for y, ref in zip(actual, (expected.o, expected.state.mT, expected.checkpoints.mT), strict=True):
         assert torch.equal(y, ref)
 
 
@@ -199,10 +226,12 @@ def test_batch_invariance(form):
         o, grads = forward(x, "reference", **LOGITS)["o"], gradients(x, "reference", **LOGITS)
         for n, (first, last) in enumerate(itertools.pairwise(x.cu_seqlens.tolist())):
             q, k, v, g = (oracle.tokens_of(y, first, last).contiguous() for y in (x.q, x.k, x.v, x.g))
-            own = dataclasses.replace(x, q=q, k=k, v=v, g=g, initial_state=x.initial_state[n : n + 1], cu_seqlens=None)
-            assert torch.equal(forward(own, "reference", **LOGITS)["o"], o[:, first:last])
+            alone = dataclasses.replace(
+                x, q=q, k=k, v=v, g=g, initial_state=x.initial_state[n : n + 1], cu_seqlens=None
+            )
+            assert torch.equal(forward(alone, "reference", **LOGITS)["o"], o[:, first:last])
             seeds = (do[:, first:last].contiguous(), dstate[n : n + 1])
-            for name, d in gradients(own, "reference", loss=seeds, **LOGITS).items():
+            for name, d in gradients(alone, "reference", loss=seeds, **LOGITS).items():
                 if name != "dinitial_state" and d.ndim > 1:
                     assert torch.equal(d, grads[name][:, first:last]), name
     compare(grads, oracle_gradients(x, None, 4), GRADIENT[torch.float32])
@@ -226,8 +255,8 @@ def test_the_backward_keeps_the_logits_and_no_tensor_of_log_gates():
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda y: kept.append(y) or y, lambda y: y):
         gla.chunk_gla(x.q, x.k, x.v, x.g.requires_grad_(), **LOGITS)
-    of_gates = [y.dtype for y in kept if y is not None and y.shape == x.g.shape]
-    assert of_gates == [torch.bfloat16]
+    gate_dtypes = [y.dtype for y in kept if y is not None and y.shape == x.g.shape]
+    assert gate_dtypes == [torch.bfloat16]
 
 
 # ---- in PyTorch
@@ -243,12 +272,12 @@ def test_autocast(form, dtype):
     expected = gla.chunk_gla(q, k, v, x.g.to(cast), None, x.initial_state, True, **LOGITS)
     g = x.g.clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        found = gla.chunk_gla(x.q, x.k, x.v, g, None, x.initial_state, True, **LOGITS)
+        actual = gla.chunk_gla(x.q, x.k, x.v, g, None, x.initial_state, True, **LOGITS)
         token = (*(y[:, 0] for y in (x.q, x.k, x.v)), token_of(x.g, 0), x.initial_state)
         step = gla.recurrent_gla_step(*token, **LOGITS)
-    assert torch.equal(found.o, expected.o)
-    assert torch.equal(found.state, expected.state)
-    (dg,) = torch.autograd.grad(found.o.float().sum(), g)
+    assert torch.equal(actual.o, expected.o)
+    assert torch.equal(actual.state, expected.state)
+    (dg,) = torch.autograd.grad(actual.o.float().sum(), g)
     assert (dg.dtype, dg.shape) == (dtype, g.shape)
     token = (*(y[:, 0] for y in (q, k, v)), token_of(x.g.to(cast), 0), x.initial_state)
     for y, ref in zip(step, gla.recurrent_gla_step(*token, **LOGITS), strict=True):
@@ -306,23 +335,23 @@ def test_an_exported_program():
     x, file = inputs_of("key"), io.BytesIO()
     torch.export.save(torch.export.export(Module(), (x.q, x.k, x.v, x.g)), file)
     file.seek(0)
-    found = torch.export.load(file).module()(x.q, x.k, x.v, x.g)
+    actual = torch.export.load(file).module()(x.q, x.k, x.v, x.g)
     compare(
-        found._asdict(), oracle_forward(dataclasses.replace(with_log_gates(x, 4), initial_state=None)), FORWARD[WIDE]
+        actual._asdict(), oracle_forward(dataclasses.replace(with_log_gates(x, 4), initial_state=None)), FORWARD[WIDE]
     )
 
 
 # ---- backends that take log gates alone
 
 
-def of_log_gates(function, received):
+def with_log_gates_only(function, received):
     """Returns a function of a backend like `function`, without gate_normalizer; it records the gates it receives."""
     names = [name for name in inspect.signature(function).parameters if name != "gate_normalizer"]
 
     def run(*args):
-        given = dict(zip(names, args, strict=True))
-        received.append(given["g"].detach().clone())
-        return function(**given, gate_normalizer=None)
+        kwargs = dict(zip(names, args, strict=True))
+        received.append(kwargs["g"].detach().clone())
+        return function(**kwargs, gate_normalizer=None)
 
     parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
     run.__signature__ = inspect.Signature(parameters)
@@ -347,8 +376,8 @@ def mine(request):
         The gates that it receives, and the calls that it prepares.
     """
     ops, received, calls = registry.get("reference").ops, [], []
-    names = ("chunk_gla_fwd", "chunk_gla_bwd", "recurrent_gla_step")
-    ours = {name: of_log_gates(ops[name], received) for name in names}
+    names = ("chunk_gla_fwd", "chunk_gla_bwd", "chunk_gla_summary", "recurrent_gla_step")
+    ours = {name: with_log_gates_only(ops[name], received) for name in names}
     if request.param == "prepared":
         ours = {name: prepared(function, calls) for name, function in ours.items()}
     can = Capabilities(gates=frozenset(FORMS), grouped_values=True, checkpoints=True)
@@ -385,6 +414,14 @@ def test_its_step(mine, inplace):
     compare({"o": o, "state": new}, expected, FORWARD[torch.bfloat16])
 
 
+def test_its_summary(mine):
+    x, (received, _) = inputs_of("head"), mine
+    actual = gla.chunk_gla_summary(x.k, x.v, x.g, backend="mine", **LOGITS)
+    torch.testing.assert_close(received, [log_gates(x.g, 4, WIDE)])
+    for y, ref in zip(actual, oracle.chunk_gla_summary(x.k, x.v, log_gates(x.g, 4, WIDE)), strict=True):
+        assert relative_error(y, ref) <= FORWARD[WIDE]
+
+
 def test_its_other_arguments(mine):
     """Checkpoints, packed sequences with NaN after the last one, repeated logits, and batch invariance."""
     x = inputs_of("key", **PACKED, dtype=torch.float32)
@@ -392,8 +429,8 @@ def test_its_other_arguments(mine):
     end = without_sequence(x)
     with gla.batch_invariant(64):
         compare(forward(x, "mine", **LOGITS), expected, FORWARD[torch.float32])
-    given = (x.q, x.k, x.v, x.g, None, x.initial_state, True, x.cu_seqlens, "mine")
-    o, state, _ = gla.chunk_gla(*given, checkpoint_every=64, **LOGITS)
+    tensors = (x.q, x.k, x.v, x.g, None, x.initial_state, True, x.cu_seqlens)
+    o, state, _ = gla.chunk_gla(*tensors, backend="mine", checkpoint_every=64, **LOGITS)
     compare({"o": o, "state": state}, expected, FORWARD[torch.float32])
     grads = gradients(x, "mine", **LOGITS)
     compare(grads, dexpected, GRADIENT[torch.float32])
@@ -425,7 +462,7 @@ def test_a_backend_judges_the_call_that_it_receives():
         seen.append((call.gate_dtype, call.scalars["gate_normalizer"]))
         return 0.0
 
-    function = of_log_gates(registry.get("reference").ops["chunk_gla_fwd"], [])
+    function = with_log_gates_only(registry.get("reference").ops["chunk_gla_fwd"], [])
     x = inputs_of("key", T=9, R=1, dtype=torch.bfloat16)
     with gla.register(Backend("mine", "1", {"chunk_gla_fwd": function}, supports=supports, cost=cost)):
         assert gla.explain("chunk_gla", x.q, x.k, x.v, x.g, gate="logsigmoid").winner == "mine"
@@ -438,7 +475,7 @@ def test_a_backend_judges_the_call_that_it_receives():
 def test_a_backend_with_logits_in_one_direction(forward_takes, backward_takes):
     ops = registry.get("reference").ops
     ours = {
-        name: ops[name] if takes else of_log_gates(ops[name], [])
+        name: ops[name] if takes else with_log_gates_only(ops[name], [])
         for name, takes in (("chunk_gla_fwd", forward_takes), ("chunk_gla_bwd", backward_takes))
     }
     can = dataclasses.replace(registry.get("reference").capabilities, checkpoints=True)
@@ -451,14 +488,14 @@ def test_a_backend_with_logits_in_one_direction(forward_takes, backward_takes):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda found: found[:3], "returned 3 values; expected a tuple"),
-        (lambda found: None, "returned None; expected a tuple"),
-        (lambda found: (*found[:3], None, found[4]), "returned None for dg; expected a tensor"),
-        (lambda found: (*found[:3], found[3][..., :1], found[4]), "returned dg of shape [1, 9, 2, 1]; expected"),
+        (lambda actual: actual[:3], "returned 3 values; expected a tuple"),
+        (lambda actual: None, "returned None; expected a tuple"),
+        (lambda actual: (*actual[:3], None, actual[4]), "returned None for dg; expected a tensor"),
+        (lambda actual: (*actual[:3], actual[3][..., :1], actual[4]), "returned dg of shape [1, 9, 2, 1]; expected"),
     ],
 )
 def test_wrong_results_of_its_backward_are_refused(wrong, message):
-    function = of_log_gates(registry.get("reference").ops["chunk_gla_bwd"], [])
+    function = with_log_gates_only(registry.get("reference").ops["chunk_gla_bwd"], [])
 
     def chunk_gla_bwd(q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate):
         return wrong(function(q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate))

@@ -58,13 +58,26 @@ def test_any_shape(scale, **shape):
     assert relative_error(new, ref_state) <= 1e-12
 
 
-def test_bfloat16_state(device):
-    q, k, v, g, state = step_inputs(B=4, K=64, V=64, dtype=torch.bfloat16, device=device)
-    ref_o, ref_state = expected(q, k, v, g, state.bfloat16())
-    o, new = gla.recurrent_gla_step(q, k, v, g, state.bfloat16())
-    assert new.dtype == torch.bfloat16
-    assert relative_error(o, ref_o) <= FORWARD[torch.bfloat16]
-    assert relative_error(new, ref_state) <= FORWARD[torch.bfloat16]
+@pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_state_in_half_precision(dtype, state_dtype, device):
+    q, k, v, g, state = step_inputs(B=4, K=64, V=64, dtype=dtype, device=device)
+    ref_o, ref_state = expected(q, k, v, g, state.to(state_dtype))
+    o, new = gla.recurrent_gla_step(q, k, v, g, state.to(state_dtype))
+    assert new.dtype == state_dtype
+    assert relative_error(o, ref_o) <= FORWARD[dtype]
+    assert relative_error(new, ref_state) <= FORWARD[state_dtype]
+
+
+def test_numbers_beyond_float16():
+    """A number above 65504 is written as inf, and o is computed from the number itself."""
+    q, k, v, g, state = step_inputs(B=2, K=4, V=3)
+    k, v = k.sign() * 1e3, v.sign() * 1e3
+    ref_o, ref_state = expected(q, k, v, g, state.half())
+    o, new = gla.recurrent_gla_step(q, k, v, g, state.half())
+    assert relative_error(o, ref_o) <= FORWARD[torch.float32]
+    assert torch.equal(new, ref_state.half())
+    assert new.isinf().all()
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
@@ -83,7 +96,7 @@ def test_a_pool(indices, inplace, index_dtype, device):
             ref_o[row], ref_pool[i : i + 1] = expected(q[row], k[row], v[row], g[row], pool[i : i + 1])
     before = pool.clone()
     rows = torch.tensor(indices, dtype=index_dtype, device=device)
-    o, new = gla.recurrent_gla_step(q, k, v, g, pool, state_indices=rows, inplace=inplace)
+    o, new = gla.recurrent_gla_step(q, k, v, g, pool, slots=rows, inplace=inplace)
     assert relative_error(o, ref_o) <= 1e-12
     assert relative_error(new, ref_pool) <= 1e-12
     assert new is pool if inplace else torch.equal(pool, before)
@@ -92,7 +105,7 @@ def test_a_pool(indices, inplace, index_dtype, device):
 def test_an_empty_batch_leaves_the_pool_alone():
     q, k, v, g, _ = step_inputs(B=0, H=2, K=8, V=12)
     pool = torch.randn(6, 2, 8, 12)
-    o, new = gla.recurrent_gla_step(q, k, v, g, pool, state_indices=torch.zeros(0, dtype=torch.int64))
+    o, new = gla.recurrent_gla_step(q, k, v, g, pool, slots=torch.zeros(0, dtype=torch.int64))
     assert o.shape == (0, 2, 12)
     assert torch.equal(new, pool)
 

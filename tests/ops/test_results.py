@@ -19,8 +19,8 @@ FWD, BWD, STEP = (get("reference").ops[op] for op in ("chunk_gla_fwd", "chunk_gl
 def changed(change):
     def chunk_gla_fwd(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
         o, state, checkpoints = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
-        found = change(o, state, q)
-        return (*found, checkpoints) if isinstance(found, tuple) else found
+        actual = change(o, state, q)
+        return (*actual, checkpoints) if isinstance(actual, tuple) else actual
 
     return Backend("wrong", "0", {"chunk_gla_fwd": chunk_gla_fwd})
 
@@ -65,8 +65,8 @@ def test_results_in_a_list_have_gradients(fresh_registry):
     leaves = [y.requires_grad_() for y in (x.q, x.k, x.v, x.g)]
     with gla.register(Backend("lists", "0", {"chunk_gla_fwd": chunk_gla_fwd, "chunk_gla_bwd": chunk_gla_bwd})):
         results = [gla.chunk_gla(*leaves, backend=name)[0] for name in ("lists", "reference")]
-        found, expected = (torch.autograd.grad(o.sum(), leaves) for o in results)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        actual, expected = (torch.autograd.grad(o.sum(), leaves) for o in results)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def test_a_step_in_place_returns_the_state_it_was_given(fresh_registry):
@@ -92,7 +92,7 @@ def results(backend, T, dtype):
         token = [z[:, 0] for z in (x.q, x.k, x.v, x.g)]
         yield "step", gla.recurrent_gla_step(*token, x.initial_state, backend=backend), x.initial_state
         rows = torch.tensor([0])
-        pool = gla.recurrent_gla_step(*token, x.initial_state, state_indices=rows, backend=backend)
+        pool = gla.recurrent_gla_step(*token, x.initial_state, slots=rows, backend=backend)
         yield "pool", pool, x.initial_state
 
 
@@ -100,13 +100,13 @@ def results(backend, T, dtype):
 @pytest.mark.parametrize("T", [0, 1, 9, 64])
 @pytest.mark.parametrize("backend", OWN)
 def test_results_are_fresh_and_can_be_changed_in_place(backend, T, dtype):
-    for name, found, given in results(backend, T, dtype):
-        before = None if given is None else given.clone()
-        for y in found:
+    for name, actual, args in results(backend, T, dtype):
+        before = None if args is None else args.clone()
+        for y in actual:
             assert not y._is_view(), name
             assert y.is_contiguous(), name
             y.mul_(2)
-        assert before is None or torch.equal(given, before), name
+        assert before is None or torch.equal(args, before), name
 
 
 def test_at_no_token_the_final_state_is_a_copy_of_the_initial_one():

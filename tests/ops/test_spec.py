@@ -9,7 +9,7 @@ import gla_core as gla
 from gla_core.dispatch import registry
 from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Capabilities, Layout, arguments_of
 from gla_core.ops import ABSTRACT_OPS
-from gla_core.ops.spec import AS_INPUT, FLAG, INPUT, INTEGER, SLOTTED, WIDE, Argument, OpSpec, Result, Role
+from gla_core.ops.spec import AS_INPUT, FLAG, INPUT, INTEGER, POOL, WIDE, Argument, OpSpec, Result, Role
 
 CPU = torch.device("cpu")
 PLAIN = OpSpec(
@@ -77,7 +77,7 @@ WRITING = OpSpec(
     public="read_and_add",
     arguments=(
         Argument("x", "Tensor", "B Hv K V", INPUT),
-        Argument("pool", "Tensor(a!)", "P Hv K V", SLOTTED, role=Role.STATE),
+        Argument("pool", "Tensor(a!)", "P Hv K V", POOL, role=Role.STATE),
         Argument("cu_seqlens", "Tensor", "N+1", INTEGER, role=Role.OFFSETS),
         Argument("slots", "Tensor", "N", INTEGER, role=Role.SLOTS),
         Argument("others", "Tensor?", "N", INTEGER, None, Role.MARKS),

@@ -237,7 +237,7 @@ def test_a_captured_step_replays():
     static = [y.clone() for y in (*token(x), x.initial_state)]
 
     def step(q, k, v, g, state):
-        return gla.recurrent_gla_step(q, k, v, g, state, state_indices=rows, inplace=True, backend="reference")[0]
+        return gla.recurrent_gla_step(q, k, v, g, state, slots=rows, inplace=True, backend="reference")[0]
 
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):

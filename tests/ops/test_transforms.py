@@ -50,8 +50,8 @@ def test_tensors_that_have_left_a_transform_count_as_what_they_wrap(x):
     v = x.v.clone().requires_grad_()
     expected = torch.autograd.grad(gla.chunk_gla(x.q, x.k, v, x.g)[0].sum(), v)
     for arguments in ((q, x.k), (x.q, k), (q, k)):
-        found = torch.autograd.grad(gla.chunk_gla(*arguments, v, x.g)[0].sum(), v)
-        torch.testing.assert_close(found, expected)
+        actual = torch.autograd.grad(gla.chunk_gla(*arguments, v, x.g)[0].sum(), v)
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -77,22 +77,22 @@ def test_vmap_of_every_form_of_gate(form):
         step = gla.recurrent_gla_step(q[:, 0], x.k[:, 0], x.v[:, 0], token_of(g, 0).detach(), x.initial_state)
         return o, state, *gla.chunk_gla_summary(x.k, x.v, g), *step
 
-    def of_sequences(q, g):
+    def packed(q, g):
         return gla.chunk_gla(q, x.k, x.v, g)[0].pow(3).sum()
 
     q, g = several(x.q), several(x.g)
-    gradient = grad(of_sequences, (0, 1))
+    gradient = grad(packed, (0, 1))
     for function in (op, gradient):
         for in_dims, arguments in (((0, 0), (q, g)), ((0, 1), (q, g.movedim(0, 1))), ((None, 0), (x.q, g))):
             each = zip(q if in_dims[0] == 0 else [x.q] * 3, g, strict=True)
             expected = [torch.stack(part) for part in zip(*(function(a, b) for a, b in each), strict=True)]
-            for found, wanted in zip(vmap(function, in_dims)(*arguments), expected, strict=True):
-                torch.testing.assert_close(found, wanted)
-        for found, wanted in zip(
+            for actual, wanted in zip(vmap(function, in_dims)(*arguments), expected, strict=True):
+                torch.testing.assert_close(actual, wanted)
+        for actual, wanted in zip(
             vmap(function, (0, None))(q, x.g), zip(*(function(a, x.g) for a in q), strict=True), strict=True
         ):
-            torch.testing.assert_close(found, torch.stack(wanted))
-    shared = grad(lambda g: vmap(of_sequences, (0, None))(q, g).sum())(x.g)
+            torch.testing.assert_close(actual, torch.stack(wanted))
+    shared = grad(lambda g: vmap(packed, (0, None))(q, g).sum())(x.g)
     torch.testing.assert_close(shared, sum(gradient(a, x.g)[1] for a in q))
 
 
@@ -182,9 +182,7 @@ def in_place_op(q, x):
 
 
 def in_pool(q, x):
-    return gla.recurrent_gla_step(
-        q[:, 0], x.k[:, 0], x.v[:, 0], None, x.initial_state, state_indices=torch.tensor([1, 0])
-    )[0]
+    return gla.recurrent_gla_step(q[:, 0], x.k[:, 0], x.v[:, 0], None, x.initial_state, slots=torch.tensor([1, 0]))[0]
 
 
 @pytest.mark.parametrize(

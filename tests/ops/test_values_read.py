@@ -31,13 +31,13 @@ def values(monkeypatch):
     gla.reload_environment()
 
 
-def computed(function, given):
+def computed(function, args):
     """Returns the results of a call and the tensors that it was given, which it may have written, by name."""
-    given = copied(given)
-    found = function(**given, backend="reference")
-    found = found if isinstance(found, tuple) else (found,)
-    return {f"result {i}": x for i, x in enumerate(found) if x is not None} | {
-        name: x for name, x in given.items() if isinstance(x, torch.Tensor)
+    args = copied(args)
+    actual = function(**args, backend="reference")
+    actual = actual if isinstance(actual, tuple) else (actual,)
+    return {f"result {i}": x for i, x in enumerate(actual) if x is not None} | {
+        name: x for name, x in args.items() if isinstance(x, torch.Tensor)
     }
 
 
@@ -48,26 +48,26 @@ def places(name, x):
     yield from itertools.product(*map(range, x.shape[:depth]))
 
 
-def poisoned(given, where, value=torch.nan):
-    changed = copied(given)
+def poisoned(args, where, value=torch.nan):
+    changed = copied(args)
     for name, place in where:
         changed[name][place] = value
     return changed
 
 
-def is_read(function, given, expected, name, place):
+def is_read(function, args, expected, name, place):
     """Returns whether a NaN at this place spreads to others, or what is written to this place depends on it.
 
     Args:
         expected: the results without it.
     """
-    found = computed(function, poisoned(given, [(name, place)], 3.0))[name][place]
-    if not (found == 3.0).all() and not torch.equal(found, expected[name][place]):
+    actual = computed(function, poisoned(args, [(name, place)], 3.0))[name][place]
+    if not (actual == 3.0).all() and not torch.equal(actual, expected[name][place]):
         return True
-    found = computed(function, poisoned(given, [(name, place)]))
-    for other, x in found.items():
+    actual = computed(function, poisoned(args, [(name, place)]))
+    for other, x in actual.items():
         nan = x.isnan()
-        if other == name or (name == "state" and x.shape == given[name].shape):  # a step copies the states of others
+        if other == name or (name == "state" and x.shape == args[name].shape):  # a step copies the states of others
             nan[place] = False
         if nan.any():
             return True
@@ -82,31 +82,31 @@ def test_every_op_that_checks_values_is_called():
 
 @pytest.mark.parametrize("name", CALLS)
 def test_what_is_read_is_checked_and_nothing_else(name, values):
-    function, given = CALLS[name]
-    floats = {argument: x for argument, x in given.items() if torch.is_tensor(x) and x.is_floating_point()}
+    function, args = CALLS[name]
+    floats = {argument: x for argument, x in args.items() if torch.is_tensor(x) and x.is_floating_point()}
     every = [(argument, place) for argument, x in floats.items() for place in places(argument, x)]
     values(False)
-    expected = computed(function, given)
-    read = [where for where in every if is_read(function, given, expected, *where)]
+    expected = computed(function, args)
+    read = [where for where in every if is_read(function, args, expected, *where)]
     unread = [where for where in every if where not in read]
     assert len(read) >= (0 if "without" in name else 3)
 
     values(True)
     for argument, place in read:
         with pytest.raises(ValueError, match=rf"^{argument} holds NaN in \d+ of \d+ places"):
-            computed(function, poisoned(given, [(argument, place)]))
+            computed(function, poisoned(args, [(argument, place)]))
     for value in (torch.nan, 7.0):
-        found = computed(function, poisoned(given, unread, value))
-        assert torch.equal(found["result 0"], expected["result 0"])
+        actual = computed(function, poisoned(args, unread, value))
+        assert torch.equal(actual["result 0"], expected["result 0"])
     for where in read:
-        if where[0] == "g" and "gate" not in given:
+        if where[0] == "g" and "gate" not in args:
             with pytest.raises(ValueError, match=re.escape("g has values up to 7.0")):
-                computed(function, poisoned(given, [where], 7.0))
+                computed(function, poisoned(args, [where], 7.0))
 
     if name not in INVARIANT:
         return
     with gla.batch_invariant(64):  # a call is computed by parts, which are not checked again
-        computed(function, poisoned(given, unread))
+        computed(function, poisoned(args, unread))
         for argument, place in {argument: (argument, place) for argument, place in read}.values():
             with pytest.raises(ValueError, match=f"^{argument} holds NaN"):
-                computed(function, poisoned(given, [(argument, place)]))
+                computed(function, poisoned(args, [(argument, place)]))

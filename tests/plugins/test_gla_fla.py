@@ -251,7 +251,7 @@ REFUSED = {
             state_dtype=torch.float32,
             indexed=True,
         ),
-        "has no pool of states; leave out state_indices",
+        "has no pool of states; leave out slots",
     ),
     "a bfloat16 state": (
         OpCall(

@@ -63,4 +63,5 @@ def chunk_gla_bwd(plan: backward.Plan) -> Prepared:
 
 def chunk_gla_summary(plan: summary.Plan) -> Prepared:
     """Returns the op chunk_gla_summary, computed by a plan of summary.py."""
-    return Prepared(partial(summary.prepare, plan=plan), ("left", "right", "g", "cu_seqlens", "backwards"))
+    takes = ("left", "right", "g", "cu_seqlens", "backwards", "gate_normalizer")
+    return Prepared(partial(summary.prepare, plan=plan), takes)

@@ -73,11 +73,15 @@ def prepare(call: OpCall, plan: Plan) -> Callable[..., tuple[Tensor, Tensor]]:
     T, Hv, K, V, N = (call.dims[name] for name in ("T", "Hv", "K", "V", "N"))
     empty = N == 0 or T == 0
     plans = [] if empty else plan(call, gpu_of_call(call))
-
     launched = Launches(call.device)
 
     def run(
-        left: Tensor, right: Tensor, g: Tensor | None, cu_seqlens: Tensor | None, backwards: bool
+        left: Tensor,
+        right: Tensor,
+        g: Tensor | None,
+        cu_seqlens: Tensor | None,
+        backwards: bool,
+        gate_normalizer: int | None,
     ) -> tuple[Tensor, Tensor]:
         # Without gates, no kernel writes the decay. The kernel for SM90 writes nothing for an empty sequence.
         decay = left.new_ones(N, Hv, K, dtype=torch.float32)
@@ -87,7 +91,7 @@ def prepare(call: OpCall, plan: Plan) -> Callable[..., tuple[Tensor, Tensor]]:
             tensors = (left, right, g, cu_seqlens, decay, state)
             if not launched.replay(tensors, 1.0):
                 ((_, planned),) = plans
-                x = Recurrence(left, right, g, None, state, backwards=backwards)
+                x = Recurrence(left, right, g, None, state, normalizer=gate_normalizer, backwards=backwards)
                 launched.start(launches(planned, x, decay, cu_seqlens), tensors)
         return decay, state
 

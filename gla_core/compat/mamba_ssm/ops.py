@@ -168,8 +168,8 @@ def selective_state_update(
 
     Args:
         state: the states before the token, overwritten by those after it: [P, nheads, dim, dstate]. P is batch without
-            state_batch_indices. A dtype that `gla_core.recurrent_gla_step` does not take, such as float16, costs two
-            copies of all P states.
+            state_batch_indices. A dtype that `gla_core.recurrent_gla_step` does not take, such as float64 with float32
+            inputs, costs two copies of all P states.
         x: inputs [batch, nheads, dim], float64, float32, float16 or bfloat16.
         dt: time steps [batch, nheads, dim], before dt_bias and softplus. They are not clamped.
         A: rates [nheads, dim, dstate], at most 0.
@@ -238,7 +238,7 @@ def advance(
         v, g = (x * dt).flatten(1)[..., None], (dt[..., None] * _rates(A, A_is_log, dtype)).flatten(1, 2)
         pool = _channels_as_heads(states)
     token = (C.to(x.dtype), B.to(x.dtype), v.to(x.dtype), g)
-    taken = (torch.float64,) if dtype == torch.float64 else (torch.float32, torch.bfloat16)
+    taken = (torch.float64,) if dtype == torch.float64 else (torch.float32, torch.bfloat16, torch.float16)
     written = pool if pool.dtype in taken else pool.to(dtype)
     o, _ = recurrent_gla_step(*token, written, 1.0, state_batch_indices, inplace=True, state_v_first=True)
     if written is not pool:

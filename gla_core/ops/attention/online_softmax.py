@@ -23,12 +23,13 @@ from torch import Tensor
 from gla_core.dispatch.request import current_request
 from gla_core.dispatch.tensors import wide
 from gla_core.ops import autocast, checks
+from gla_core.ops._deprecated import backend_by_position
 from gla_core.ops._run import bypasses_torch, plans_gradient, request_text, run
 from gla_core.ops._torch_op import TorchOp, refuse_tangents, torch_op_of
 from gla_core.ops.spec import INPUT, Argument, OpSpec, Result
 
 
-def online_softmax(x: Tensor, dim: int = -1, backend: str | None = None) -> Tensor:
+def online_softmax(x: Tensor, dim: int = -1, *rest: str | None, backend: str | None = None) -> Tensor:
     """Computes the softmax of x along dim, differentiable.
 
     Under autocast it computes and returns float32, as PyTorch's softmax does on a GPU.
@@ -50,6 +51,8 @@ def online_softmax(x: Tensor, dim: int = -1, backend: str | None = None) -> Tens
         >>> gla.online_softmax(torch.tensor([0.0, 0.0, float("-inf")]))
         tensor([0.5000, 0.5000, 0.0000])
     """
+    if rest:
+        backend = backend_by_position("online_softmax", rest, backend)
     needs_grad = plans_gradient(x)
     if not needs_grad and bypasses_torch(x):
         return run(SOFTMAX, (x, _from_the_front(x, dim)), current_request(backend))
@@ -66,9 +69,9 @@ def _from_the_front(x: Any, dim: Any) -> Any:
     return dim
 
 
-def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
+def _bind(args: Mapping[str, Any], sizes: dict[str, Any]) -> None:
     """Binds the rows and columns of x."""
-    x, dim = given["x"], given["dim"]
+    x, dim = args["x"], args["dim"]
     if x.ndim == 0:
         raise ValueError("x has no dimension; expected at least one")
     if not -x.ndim <= dim < x.ndim:

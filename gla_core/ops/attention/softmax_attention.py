@@ -19,18 +19,32 @@ or with scores that are all -inf, has lse = -inf and o = NaN, like torch.softmax
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gla_core.dispatch.request import current_request
 from gla_core.ops import autocast
+from gla_core.ops._deprecated import backend_by_position
 from gla_core.ops._run import bypasses_torch, plans_gradient, request_text, run
-from gla_core.ops._torch_op import no_second_derivative, refuse_tangents, torch_op, torch_op_of
+from gla_core.ops._torch_op import exportable, no_second_derivative, refuse_tangents, torch_op, torch_op_of
 from gla_core.ops.spec import AS_INPUT, INPUT, WIDE, Argument, OpSpec, Result, plain_number, scale_or_default
 
 _KEY_BLOCK = 512  # keys per step of the backward: bounds its memory at O(Tq * _KEY_BLOCK)
+
+
+@exportable
+class SoftmaxAttention(NamedTuple):
+    """Holds the results of `softmax_attention` and `merge_attention`.
+
+    Attributes:
+        o: outputs [B, Tq, Hq, V], dtype of v.
+        lse: the natural log-sum-exp of the scores [B, Tq, Hq], float32 (float64 with float64 inputs).
+    """
+
+    o: Tensor
+    lse: Tensor
 
 
 def softmax_attention(
@@ -39,8 +53,9 @@ def softmax_attention(
     v: Tensor,
     scale: float | None = None,
     causal: bool = False,
+    *rest: str | None,
     backend: str | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> SoftmaxAttention:
     """Computes softmax attention, differentiable in q, k and v through both results.
 
     Under autocast q, k and v are cast to the dtype of autocast, and o has that dtype.
@@ -54,7 +69,7 @@ def softmax_attention(
         backend: a request such as "reference"; see `use_backend`.
 
     Returns:
-        o [B, Tq, Hq, V] with the dtype of v, and lse [B, Tq, Hq], the natural log-sum-exp of the scores, float32
+        `o` [B, Tq, Hq, V] with the dtype of v, and `lse` [B, Tq, Hq], the natural log-sum-exp of the scores, float32
         (float64 with float64 inputs). A query that sees no key has o = NaN and lse = -inf.
 
     Raises:
@@ -66,15 +81,19 @@ def softmax_attention(
         >>> q, k, v = (torch.randn(2, 100, 4, 32) for _ in range(3))
         >>> o, lse = gla.softmax_attention(q, k, v, causal=True)
     """
+    if rest:
+        backend = backend_by_position("softmax_attention", rest, backend)
     needs_grad = plans_gradient(q, k, v)
     if not needs_grad and bypasses_torch(q):
-        return run(ATTENTION, (q, k, v, scale_or_default(q, scale), causal), current_request(backend))
+        args = (q, k, v, scale_or_default(q, scale), causal)
+        return SoftmaxAttention(*run(ATTENTION, args, current_request(backend)))
     q, k, v = autocast.inputs(ATTENTION, q, k, v)
     refuse_tangents(q, k, v)
-    return _torch_attention(q, k, v, plain_number(scale), causal, needs_grad, request_text(backend))
+    args = (q, k, v, plain_number(scale), causal)
+    return SoftmaxAttention(*_torch_attention(*args, needs_grad, request_text(backend)))
 
 
-def merge_attention(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+def merge_attention(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> SoftmaxAttention:
     """Merges attention over two disjoint sets of keys into attention over both; associative and differentiable.
 
     Args:
@@ -84,7 +103,7 @@ def merge_attention(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple
         lse2: log-sum-exp for the second set of keys, same shape as lse1.
 
     Returns:
-        o [..., V] with the dtype of o1, and lse [...], both for the union of the two sets.
+        `o` [..., V] with the dtype of o1, and `lse` [...], both for the union of the two sets.
 
     Raises:
         ValueError: the shapes do not agree.
@@ -101,7 +120,7 @@ def merge_attention(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple
         )
     lse = torch.logaddexp(lse1, lse2)
     o = _share(o1, lse1, lse) + _share(o2, lse2, lse)
-    return torch.where(lse.isneginf()[..., None], torch.nan, o).to(o1.dtype), lse
+    return SoftmaxAttention(torch.where(lse.isneginf()[..., None], torch.nan, o).to(o1.dtype), lse)
 
 
 def _share(o: Tensor, lse: Tensor, total: Tensor) -> Tensor:

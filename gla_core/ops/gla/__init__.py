@@ -2,19 +2,28 @@
 
 from gla_core.ops.gla.chunk_gla import BACKWARD, FORWARD, ChunkGla, ChunkGlaWithCheckpoints, chunk_gla
 from gla_core.ops.gla.chunk_gla_pool import CHUNK_POOL, chunk_gla_pool
-from gla_core.ops.gla.chunk_gla_summary import SUMMARY, chunk_gla_gradient_summary, chunk_gla_summary
+from gla_core.ops.gla.chunk_gla_summary import (
+    SUMMARY,
+    ChunkGlaGradientSummary,
+    ChunkGlaSummary,
+    chunk_gla_gradient_summary,
+    chunk_gla_summary,
+)
 from gla_core.ops.gla.linear_attention import LinearAttention, linear_attention
 from gla_core.ops.gla.recurrent_gla_layer_step import LAYER_STEP, recurrent_gla_layer_step
 from gla_core.ops.gla.recurrent_gla_replay import REPLAY, recurrent_gla_replay
-from gla_core.ops.gla.recurrent_gla_step import STEP, recurrent_gla_step
+from gla_core.ops.gla.recurrent_gla_step import STEP, RecurrentGlaStep, recurrent_gla_step
 from gla_core.ops.gla.recurrent_gla_steps import STEPS, recurrent_gla_steps
 
 __all__ = [
     "RUNS",
     "SPECS",
     "ChunkGla",
+    "ChunkGlaGradientSummary",
+    "ChunkGlaSummary",
     "ChunkGlaWithCheckpoints",
     "LinearAttention",
+    "RecurrentGlaStep",
     "chunk_gla",
     "chunk_gla_gradient_summary",
     "chunk_gla_pool",

@@ -59,6 +59,7 @@ from gla_core.dispatch.selection import makes_checkpoints
 from gla_core.dispatch.tensors import checkpoint_rows
 from gla_core.ops import _invariant, autocast, checks
 from gla_core.ops._autograd import gradient
+from gla_core.ops._deprecated import backend_by_position
 from gla_core.ops._run import bypasses_torch, plans_gradient, request_text, run
 from gla_core.ops._torch_op import eager_op_of, exportable, no_second_derivative, refuse_tangents, torch_op_of
 from gla_core.ops.spec import (
@@ -116,8 +117,8 @@ def chunk_gla(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
-    backend: str | None = None,
     *,
+    backend: str | None = None,
     checkpoint_every: None = None,
     max_seqlen: int | None = None,
     state_v_first: bool = False,
@@ -137,8 +138,8 @@ def chunk_gla(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
-    backend: str | None = None,
     *,
+    backend: str | None = None,
     checkpoint_every: int,
     max_seqlen: int | None = None,
     state_v_first: bool = False,
@@ -157,8 +158,8 @@ def chunk_gla(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    *rest: str | None,
     backend: str | None = None,
-    *,
     checkpoint_every: int | None = None,
     max_seqlen: int | None = None,
     state_v_first: bool = False,
@@ -230,6 +231,8 @@ def chunk_gla(
         >>> # checkpoints: [2, 2, 4, 32, 32]
         >>> o, _, checkpoints = gla.chunk_gla(q, k, v, g, checkpoint_every=64)
     """
+    if rest:
+        backend = backend_by_position("chunk_gla", rest, backend)
     if state_v_first:
         initial_state = checks.transposed(initial_state)
     c = None if gate is None else checks.normalizer(gate, gate_normalizer, g)
@@ -263,7 +266,7 @@ def chunk_gla(
 
 def interval_for_backward(backend: str | Request | None) -> int | None:
     """Returns the interval of the checkpoints that a forward on a GPU keeps for its backward; None if it keeps none."""
-    if environment().checkpoints and makes_checkpoints("chunk_gla_fwd", request_of(backend).spec):
+    if environment().checkpoints and makes_checkpoints(FORWARD.name, request_of(backend).spec):
         return CHUNK
     return None
 
@@ -292,16 +295,16 @@ NORMALIZER = Argument("gate_normalizer", "int?", default=None)
 LONGEST = Argument("max_seqlen", "SymInt?", default=None, hint=True)
 
 
-def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
+def _bind(args: Mapping[str, Any], sizes: dict[str, Any]) -> None:
     """Binds the number of sequences and of checkpoints."""
     sizes["N"] = sizes["B"]
-    checks.logits(given["g"], given["gate_normalizer"])
-    packed, L = given["cu_seqlens"] is not None, given["checkpoint_every"]
-    checks.longest(given["max_seqlen"])
+    checks.logits(args["g"], args["gate_normalizer"])
+    packed, L = args["cu_seqlens"] is not None, args["checkpoint_every"]
+    checks.longest(args["max_seqlen"])
     if packed:
         checks.packed(sizes, of="q")
     if L is None:
-        if given.get("checkpoints") is not None:
+        if args.get("checkpoints") is not None:
             raise ValueError("checkpoint_every is None; expected the number of tokens between the checkpoints")
         return
     if L < 1 or L % CHUNK != 0:
@@ -309,12 +312,12 @@ def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
     sizes["n"] = checkpoint_rows(sizes["T"], sizes["N"], L, packed)
 
 
-def _reads(given: Mapping[str, Any]) -> dict[str, Any]:
+def _reads(args: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the rows of sequences, and the states of those with tokens; all states if final states are asked for."""
-    cu_seqlens, T = given["cu_seqlens"], given["q"].shape[1]
-    checks.offset_values(cu_seqlens, T, given["max_seqlen"])
+    cu_seqlens, T = args["cu_seqlens"], args["q"].shape[1]
+    checks.offset_values(cu_seqlens, T, args["max_seqlen"])
     rows = {"B T": checks.rows_of(cu_seqlens)}
-    if given["output_final_state"]:
+    if args["output_final_state"]:
         return rows
     return rows | {"N": slice(None if T else 0) if cu_seqlens is None else cu_seqlens.diff() > 0}
 

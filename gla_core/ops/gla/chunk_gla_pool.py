@@ -38,10 +38,11 @@ from gla_core.dispatch.backend import CHUNK, Lowering, OpCall, Parts, contiguous
 from gla_core.dispatch.slots import is_slot, states_of_slots, write_states
 from gla_core.dispatch.tensors import wide
 from gla_core.ops import checks
+from gla_core.ops._deprecated import backend_by_position, renamed
 from gla_core.ops._serving import serving
 from gla_core.ops.gla.chunk_gla import FORWARD, LONGEST, NORMALIZER, TOKENS
 from gla_core.ops.gla.recurrent_gla_step import refuse_in_place
-from gla_core.ops.spec import AS_INPUT, FLAG, INTEGER, SLOTTED, Argument, OpSpec, Result, Role
+from gla_core.ops.spec import AS_INPUT, FLAG, INTEGER, POOL, Argument, OpSpec, Result, Role
 
 
 def chunk_gla_pool(
@@ -54,23 +55,25 @@ def chunk_gla_pool(
     read_slots: Tensor,
     write_slots: Tensor | None = None,
     scale: float | None = None,
+    *rest: str | None,
     backend: str | None = None,
-    *,
     has_state: Tensor | None = None,
-    checkpoint_offsets: Tensor | None = None,
-    checkpoint_slots: Tensor | None = None,
+    snapshot_offsets: Tensor | None = None,
+    snapshot_slots: Tensor | None = None,
     pad_slot: int = -1,
     out: Tensor | None = None,
     max_seqlen: int | None = None,
     state_v_first: bool = False,
     gate: str | None = None,
     gate_normalizer: int = 16,
+    checkpoint_offsets: Tensor | None = None,
+    checkpoint_slots: Tensor | None = None,
 ) -> Tensor:
-    """Computes gated linear attention over packed sequences, from states in a pool and into it. Not differentiable.
+    """Computes gated linear attention over packed sequences, and advances their states in a pool in place.
 
-    The pool is written in place. A slot outside 0 to P-1, and `pad_slot`, is neither read nor written. A slot that one
-    sequence writes must neither be read nor written by another sequence of the call; several sequences may read one
-    slot. No value is read on the host, so the call can be captured into a CUDA graph.
+    Not differentiable. A slot outside 0 to P-1, and `pad_slot`, is neither read nor written. A slot that one sequence
+    writes must neither be read nor written by another sequence of the call; several sequences may read one slot. No
+    value is read on the host, so the call can be captured into a CUDA graph.
 
     Under autocast q, k and v are cast to the dtype of autocast, and o has that dtype; g keeps float32, and the pool
     keeps its dtype.
@@ -97,16 +100,17 @@ def chunk_gla_pool(
         backend: a request such as "reference"; see `use_backend`.
         has_state: for each sequence, whether it has a state [N], bool. A sequence without one starts from 0, whatever
             its slot holds. None means that all have one.
-        checkpoint_offsets: for each sequence, the number of tokens before its checkpoint [N], int32 or int64, a
-            multiple of 64. There is no checkpoint if this is not between 1 and the number of tokens minus 1.
-        checkpoint_slots: for each sequence, the slot that the checkpoint is written into [N], int32 or int64. Both or
-            neither of the two must be given.
+        snapshot_offsets: for each sequence, the number of tokens before its snapshot [N], int32 or int64, a multiple of
+            64. There is no snapshot if this is not between 1 and the number of tokens minus 1.
+        snapshot_slots: for each sequence, the slot that the state before that token is written into [N], int32 or
+            int64. Both or neither of the two must be given.
         pad_slot: a slot that is never read or written.
         out: memory for o [1, T, Ho, V], contiguous, dtype of v; None means a new tensor.
         max_seqlen: the number of tokens of the longest sequence, or an upper bound; a hint, as in `chunk_gla`.
         state_v_first: whether the pool is [P, Hv, V, K].
         gate: None, or "logsigmoid" if g holds logits, as in `chunk_gla`.
         gate_normalizer: the whole number by which log sigma of the logits is divided.
+        checkpoint_offsets, checkpoint_slots: deprecated names of `snapshot_offsets` and `snapshot_slots`.
 
     Returns:
         o [1, T, Ho, V] with the dtype of v, where Ho is the larger of Hq and Hv; `out` itself if it is given.
@@ -124,21 +128,29 @@ def chunk_gla_pool(
         >>> batch = (q, k, v, g, pool, cu_seqlens, slots)
         >>> o = gla.chunk_gla_pool(*batch, has_state=~new)
     """
+    if rest:
+        backend = backend_by_position("chunk_gla_pool", rest, backend)
+    if checkpoint_offsets is not None:
+        names = ("checkpoint_offsets", "snapshot_offsets")
+        snapshot_offsets = renamed("chunk_gla_pool", *names, checkpoint_offsets, snapshot_offsets)
+    if checkpoint_slots is not None:
+        names = ("checkpoint_slots", "snapshot_slots")
+        snapshot_slots = renamed("chunk_gla_pool", *names, checkpoint_slots, snapshot_slots)
     c = None if gate is None else checks.normalizer(gate, gate_normalizer, g)
-    slots, rest = (cu_seqlens, read_slots, write_slots), (has_state, checkpoint_offsets, checkpoint_slots, pad_slot)
-    return _call((q, k, v, g, pool, *slots, scale, *rest, c, out, max_seqlen), backend, state_v_first)
+    slots, more = (cu_seqlens, read_slots, write_slots), (has_state, snapshot_offsets, snapshot_slots, pad_slot)
+    return _call((q, k, v, g, pool, *slots, scale, *more, c, out, max_seqlen), backend, state_v_first)
 
 
-def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
-    checks.logits(given["g"], given["gate_normalizer"])
+def _bind(args: Mapping[str, Any], sizes: dict[str, Any]) -> None:
+    checks.logits(args["g"], args["gate_normalizer"])
     slots = sizes["N"]
     checks.packed(sizes, of="q")
-    checks.longest(given["max_seqlen"])
+    checks.longest(args["max_seqlen"])
     if slots != sizes["N"]:
         raise ValueError(f"read_slots has {slots} entries; expected {sizes['N']}, one for each sequence of cu_seqlens")
-    for name, other in (("checkpoint_offsets", "checkpoint_slots"), ("checkpoint_slots", "checkpoint_offsets")):
-        if given[name] is not None and given[other] is None:
-            raise ValueError(f"{name} is given and {other} is None; expected both or neither")
+    for this, other in (("offsets", "slots"), ("slots", "offsets")):
+        if args[f"checkpoint_{this}"] is not None and args[f"checkpoint_{other}"] is None:
+            raise ValueError(f"snapshot_{this} is given and snapshot_{other} is None; expected both or neither")
 
 
 def _reads(x: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,8 +165,8 @@ def _reads(x: Mapping[str, Any]) -> dict[str, Any]:
     writes = {to: checks.slots_where(x[to], is_used(to))}
     if offsets is not None:
         is_kept = (offsets > 0) & (offsets < lengths)
-        writes["checkpoint_slots"] = checks.slots_where(x["checkpoint_slots"], is_used("checkpoint_slots") & is_kept)
-        _check_offsets(offsets.tolist(), writes["checkpoint_slots"])
+        writes["snapshot_slots"] = checks.slots_where(x["checkpoint_slots"], is_used("checkpoint_slots") & is_kept)
+        _check_offsets(offsets.tolist(), writes["snapshot_slots"])
     goes_on = (lengths > 0) | (is_used(to) & (x[to] != x["read_slots"]))
     is_read = is_used("read_slots") & goes_on & (True if has_state is None else has_state)
     checks.slots(checks.slots_where(x["read_slots"], is_read), writes)
@@ -162,10 +174,10 @@ def _reads(x: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_offsets(offsets: list[int], kept: list[int | None]) -> None:
-    """Raises ValueError for a checkpoint that is no multiple of 64 tokens after the first token of its sequence."""
+    """Raises ValueError for a snapshot that is no multiple of 64 tokens after the first token of its sequence."""
     for n, (offset, slot) in enumerate(zip(offsets, kept, strict=True)):
         if slot is not None and offset % CHUNK:
-            raise ValueError(f"checkpoint_offsets[{n}] is {offset}; expected a multiple of {CHUNK}")
+            raise ValueError(f"snapshot_offsets[{n}] is {offset}; expected a multiple of {CHUNK}")
 
 
 # ---- by chunk_gla_fwd, between a copy of states out of the pool and a copy into it
@@ -262,14 +274,14 @@ CHUNK_POOL = OpSpec(
     public="chunk_gla_pool",
     arguments=(
         *(dataclasses.replace(argument, differentiable=False) for argument in TOKENS),
-        Argument("pool", "Tensor(a!)", "P Hv K V", SLOTTED, role=Role.STATE),
+        Argument("pool", "Tensor(a!)", "P Hv K V", POOL, role=Role.STATE),
         Argument("cu_seqlens", "Tensor", "N+1", INTEGER, role=Role.OFFSETS),
         Argument("read_slots", "Tensor", "N", INTEGER, role=Role.SLOTS),
         Argument("write_slots", "Tensor?", "N", INTEGER, None, role=Role.MARKS),
         Argument("scale", "float?", default=None, in_call=False),
         Argument("has_state", "Tensor?", "N", FLAG, None, role=Role.MARKS),
-        Argument("checkpoint_offsets", "Tensor?", "N", INTEGER, None, role=Role.MARKS),
-        Argument("checkpoint_slots", "Tensor?", "N", INTEGER, None, role=Role.MARKS),
+        Argument("checkpoint_offsets", "Tensor?", "N", INTEGER, None, role=Role.MARKS, public="snapshot_offsets"),
+        Argument("checkpoint_slots", "Tensor?", "N", INTEGER, None, role=Role.MARKS, public="snapshot_slots"),
         Argument("pad_slot", "int", default=-1),
         NORMALIZER,
         Argument("out", "Tensor(b!)?", "B T Ho V", AS_INPUT, None),

@@ -19,32 +19,46 @@ Source: Chou et al., "ZeCO: Zero Communication Overhead Sequence Parallelism for
 
 A backend's function receives and returns
 
-    chunk_gla_summary(left, right, g, cu_seqlens, backwards) -> (decay, state)
+    chunk_gla_summary(left, right, g, cu_seqlens, backwards, gate_normalizer) -> (decay, state)
 
 Forwards, left = k [B, T, H, K] and right = v [B, T, Hv, V]. Backwards, left = q [B, T, Hq, K] and right = do
 [B, T, Ho, V], with the heads of `chunk_gla`; the products of the Hq/H query heads that share a state are summed. decay
-is [N, Hv, K] for every form of gate. Rows outside cu_seqlens[0] to cu_seqlens[N] belong to no sequence; an empty
-sequence has decay 1 and state 0.
+is [N, Hv, K] for every form of gate. gate_normalizer is as in `chunk_gla`. Rows outside cu_seqlens[0] to cu_seqlens[N]
+belong to no sequence; an empty sequence has decay 1 and state 0.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gla_core.dispatch.request import current_request
-from gla_core.dispatch.tensors import wide
+from gla_core.dispatch.tensors import gradient_of_logits, wide
 from gla_core.ops import autocast, checks
+from gla_core.ops._deprecated import backend_by_position
 from gla_core.ops._run import bypasses_torch, needs_gradient, plans_gradient, request_text, run
-from gla_core.ops._torch_op import refuse_tangents, torch_op_of
-from gla_core.ops.gla.chunk_gla import GATE_SHAPES, torch_bwd
+from gla_core.ops._torch_op import exportable, refuse_tangents, torch_op_of
+from gla_core.ops.gla.chunk_gla import GATE_SHAPES, NORMALIZER, torch_bwd
 from gla_core.ops.spec import AS_INPUT, INPUT, INTEGER, WIDE, Argument, OpSpec, Result, Role, gate
 
 _NO_GRADIENT = "chunk_gla_gradient_summary has no gradient; call it under torch.no_grad()"
+
+
+@exportable
+class ChunkGlaSummary(NamedTuple):
+    """Holds the results of `chunk_gla_summary`.
+
+    Attributes:
+        decay: the products of the gates of the sequences [N, Hv, K], float32 (float64 with float64 inputs).
+        state: the states after the sequences [N, Hv, K, V], if those before them are 0; dtype of decay.
+    """
+
+    decay: Tensor
+    state: Tensor
 
 
 def chunk_gla_summary(
@@ -52,10 +66,12 @@ def chunk_gla_summary(
     v: Tensor,
     g: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    *rest: str | None,
     backend: str | None = None,
-    *,
     state_v_first: bool = False,
-) -> tuple[Tensor, Tensor]:
+    gate: str | None = None,
+    gate_normalizer: int = 16,
+) -> ChunkGlaSummary:
     """Computes the decay and the state from zero of each sequence, differentiable in k, v and g.
 
     The state after a sequence is decay[..., None] * (state before it) + state. Under autocast k and v are
@@ -71,10 +87,12 @@ def chunk_gla_summary(
             one belong to no sequence. None means one sequence per row of the batch, N = B.
         backend: a request such as "reference"; see `use_backend`.
         state_v_first: whether to return the state as a view [N, Hv, V, K].
+        gate: None, or "logsigmoid" if g holds logits, as in `chunk_gla`.
+        gate_normalizer: the whole number by which log sigma of the logits is divided.
 
     Returns:
-        decay [N, Hv, K] and state [N, Hv, K, V], float32 (float64 with float64 inputs). An empty sequence has decay 1
-        and state 0.
+        `decay` [N, Hv, K] and `state` [N, Hv, K, V], float32 (float64 with float64 inputs). An empty sequence has decay
+        1 and state 0.
 
     Raises:
         ValueError, TypeError: an argument has a wrong shape, dtype or device.
@@ -87,7 +105,25 @@ def chunk_gla_summary(
         >>> # [2, 4, 32] and [2, 4, 32, 32]
         >>> decay, state = gla.chunk_gla_summary(k, v, g)
     """
-    return _summary({"left": "k", "right": "v"}, k, v, g, cu_seqlens, False, backend, state_v_first)
+    if rest:
+        backend = backend_by_position("chunk_gla_summary", rest, backend)
+    c = None if gate is None else checks.normalizer(gate, gate_normalizer, g)
+    decay, state = _summary({}, (k, v, g, cu_seqlens, False, c), backend)
+    return ChunkGlaSummary(decay, checks.transposed(state) if state_v_first else state)
+
+
+@exportable
+class ChunkGlaGradientSummary(NamedTuple):
+    """Holds the results of `chunk_gla_gradient_summary`.
+
+    Attributes:
+        decay: the products of the gates of the sequences [N, Hv, K], float32 (float64 with float64 inputs).
+        dstate: the gradients of the states before the sequences [N, Hv, K, V], if those of the states after them are 0
+            and `scale` is 1; dtype of decay.
+    """
+
+    decay: Tensor
+    dstate: Tensor
 
 
 def chunk_gla_gradient_summary(
@@ -95,10 +131,12 @@ def chunk_gla_gradient_summary(
     do: Tensor,
     g: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    *rest: str | None,
     backend: str | None = None,
-    *,
     state_v_first: bool = False,
-) -> tuple[Tensor, Tensor]:
+    gate: str | None = None,
+    gate_normalizer: int = 16,
+) -> ChunkGlaGradientSummary:
     """Computes the decay of each sequence, and the gradient that the state before it gets from its outputs.
 
     The gradient of the state before a sequence is decay[..., None] * (gradient of the state after it) + scale *
@@ -113,9 +151,11 @@ def chunk_gla_gradient_summary(
         cu_seqlens: offsets of packed sequences [N+1], int32 or int64 on q's device, as in `chunk_gla_summary`.
         backend: a request such as "reference"; see `use_backend`.
         state_v_first: whether to return dstate as a view [N, Hv, V, K].
+        gate: None, or "logsigmoid" if g holds logits, as in `chunk_gla`.
+        gate_normalizer: the whole number by which log sigma of the logits is divided.
 
     Returns:
-        decay [N, Hv, K] and dstate [N, Hv, K, V], float32 (float64 with float64 inputs). dstate is summed over the
+        `decay` [N, Hv, K] and `dstate` [N, Hv, K, V], float32 (float64 with float64 inputs). dstate is summed over the
         Hq/Hv query heads of each head of g; without g, Hv = Ho. An empty sequence has decay 1 and dstate 0.
 
     Raises:
@@ -129,61 +169,54 @@ def chunk_gla_gradient_summary(
         >>> # [2, 4, 32] and [2, 4, 32, 32]
         >>> decay, dstate = gla.chunk_gla_gradient_summary(q, do, g)
     """
+    if rest:
+        backend = backend_by_position("chunk_gla_gradient_summary", rest, backend)
     if needs_gradient(q, do, g):
         raise NotImplementedError(_NO_GRADIENT)
-    return _summary({"left": "q", "right": "do"}, q, do, g, cu_seqlens, True, backend, state_v_first)
+    c = None if gate is None else checks.normalizer(gate, gate_normalizer, g)
+    decay, dstate = _summary({"k": "q", "v": "do"}, (q, do, g, cu_seqlens, True, c), backend)
+    return ChunkGlaGradientSummary(decay, checks.transposed(dstate) if state_v_first else dstate)
 
 
-def _summary(
-    names: Mapping[str, str],
-    left: Tensor,
-    right: Tensor,
-    g: Tensor | None,
-    cu_seqlens: Tensor | None,
-    backwards: bool,
-    backend: str | None,
-    state_v_first: bool,
-) -> tuple[Tensor, Tensor]:
-    """Runs the op. Error messages call left and right by their `names` in the public function."""
+def _summary(names: Mapping[str, str], args: tuple, backend: str | None) -> tuple[Tensor, Tensor]:
+    """Runs the op. Error messages call k and v by their `names`, if they have others in the public function."""
+    left, right, g, *rest = args
     needs_grad = plans_gradient(left, right, g)
     try:
         if not needs_grad and bypasses_torch(left):
-            decay, state = run(SUMMARY, (left, right, g, cu_seqlens, backwards), current_request(backend))
-        else:
-            left, right, g = autocast.inputs(SUMMARY, left, right, g)
-            refuse_tangents(left, right, g)
-            decay, state = _torch_summary(left, right, g, cu_seqlens, backwards, needs_grad, request_text(backend))
+            return run(SUMMARY, args, current_request(backend))
+        left, right, g = autocast.inputs(SUMMARY, left, right, g)
+        refuse_tangents(left, right, g)
+        return _torch_summary(left, right, g, *rest, needs_grad, request_text(backend))
     except (TypeError, ValueError) as error:
-        error.args = (re.sub(r"\b(left|right)\b", lambda found: names[found[0]], str(error)),)
+        error.args = (re.sub(r"\b[kv]\b", lambda match: names.get(match[0], match[0]), str(error)),)
         raise
-    return decay, checks.transposed(state) if state_v_first else state
 
 
-def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
+def _bind(args: Mapping[str, Any], sizes: dict[str, Any]) -> None:
     """Binds the number N of sequences, and the numbers of heads.
 
     States have Hv heads: the heads of g, or of right without g. Hq and Hv are then checked as in `chunk_gla`.
     """
     sizes["N"] = sizes["B"]
     left, right, states = sizes["Hq"], sizes["Ho"], sizes.setdefault("Hv", sizes["Ho"])
-    owner = "right" if given["g"] is None else "g"
+    checks.logits(args["g"], args["gate_normalizer"])
+    owner = "v" if args["g"] is None else "g"
     sizes["H"] = min(left, states)
-    if left > states and not given["backwards"]:
-        raise ValueError(f"left has {left} heads; expected {states}, as {owner}, or a divisor of it")
+    if left > states and not args["backwards"]:
+        raise ValueError(f"k has {left} heads; expected {states}, as {owner}, or a divisor of it")
     if left % sizes["H"] != 0 or states % sizes["H"] != 0:
-        raise ValueError(f"left has {left} heads and {owner} has {states}; expected a multiple of one another")
+        raise ValueError(f"k has {left} heads and {owner} has {states}; expected a multiple of one another")
     if right != max(left, states):
-        raise ValueError(
-            f"right has {right} heads; expected {max(left, states)}, with {left} of left and {states} of g"
-        )
-    if given["cu_seqlens"] is not None:
-        checks.packed(sizes, of="left")
+        raise ValueError(f"v has {right} heads; expected {max(left, states)}, with {left} of k and {states} of g")
+    if args["cu_seqlens"] is not None:
+        checks.packed(sizes, of="k")
 
 
-def _reads(given: Mapping[str, Any]) -> dict[str, Any]:
+def _reads(args: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the rows of sequences."""
-    checks.offset_values(given["cu_seqlens"], given["left"].shape[1], None)
-    return {"B T": checks.rows_of(given["cu_seqlens"])}
+    checks.offset_values(args["cu_seqlens"], args["left"].shape[1], None)
+    return {"B T": checks.rows_of(args["cu_seqlens"])}
 
 
 def _flops(left: Sequence[int], right: Sequence[int], *_: Any, **__: Any) -> int:
@@ -201,6 +234,7 @@ SUMMARY = OpSpec(
         gate(GATE_SHAPES, differentiable=True),
         Argument("cu_seqlens", "Tensor?", "N+1", INTEGER, None, role=Role.OFFSETS),
         Argument("backwards", "bool", default=False),
+        NORMALIZER,
     ),
     results=(Result("decay", "N Hv K", WIDE), Result("state", "N Hv K V", WIDE)),
     sizes={"B": "B", "T": "T", "H": "H", "Hq": "H", "Hv": "H", "K": "K", "V": "V", "N": "B"},
@@ -213,10 +247,9 @@ SUMMARY = OpSpec(
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    k, v, g, cu_seqlens, backwards, _, backend = inputs
+    k, v, g, cu_seqlens, ctx.backwards, ctx.gate_normalizer, _, ctx.backend = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(k, v, g, cu_seqlens, output[0])
-    ctx.backwards, ctx.backend = backwards, backend
 
 
 def _backward(ctx: Any, ddecay: Tensor | None, dstate: Tensor | None) -> tuple:
@@ -228,17 +261,19 @@ def _backward(ctx: Any, ddecay: Tensor | None, dstate: Tensor | None) -> tuple:
         raise NotImplementedError(_NO_GRADIENT)
     k, v, g, cu_seqlens, decay = ctx.saved_tensors
     dk = dv = dg = None
+    rest = (None,) * 5  # of cu_seqlens and of what are no tensors
     # Both parts of the gradient of g are wide, so that only their sum is rounded.
     gates = g if g is None or ddecay is None else g.to(wide(k.dtype))
     if dstate is not None:
         silent = (torch.zeros_like(k), k, v, gates, 1.0, None, cu_seqlens, None, None, torch.zeros_like(v))
-        _, dk, dv, dg, _ = torch_bwd(*silent, dstate, None, None, ctx.backend)
+        _, dk, dv, dg, _ = torch_bwd(*silent, dstate, ctx.gate_normalizer, None, ctx.backend)
     if g is None:
-        return dk, dv, None, None, None, None, None
+        return dk, dv, None, *rest
     if ddecay is not None:
-        own = _gate_gradient(ddecay * decay, g, k.shape[1], cu_seqlens)
-        dg = own.to(g.dtype) if dg is None else (own + dg).to(g.dtype)
-    return dk, dv, dg, None, None, None, None
+        by_decay = _gate_gradient(ddecay * decay, g, k.shape[1], cu_seqlens)
+        by_decay = gradient_of_logits(by_decay, g, ctx.gate_normalizer)
+        dg = by_decay.to(g.dtype) if dg is None else (by_decay + dg).to(g.dtype)
+    return dk, dv, dg, *rest
 
 
 def _gate_gradient(x: Tensor, g: Tensor, T: int, cu_seqlens: Tensor | None) -> Tensor:
@@ -247,12 +282,12 @@ def _gate_gradient(x: Tensor, g: Tensor, T: int, cu_seqlens: Tensor | None) -> T
     Every gate of a sequence has the gradient x, summed over the keys and tokens that share the gate.
     """
     if g.ndim == 4:
-        return _of_tokens(x, T, cu_seqlens)
-    tokens = _of_tokens(x.sum(-1), T, cu_seqlens)  # [B, T, Hv]
+        return _for_tokens(x, T, cu_seqlens)
+    tokens = _for_tokens(x.sum(-1), T, cu_seqlens)  # [B, T, Hv]
     return tokens if g.ndim == 3 else tokens.sum((0, 1))
 
 
-def _of_tokens(x: Tensor, T: int, cu_seqlens: Tensor | None) -> Tensor:
+def _for_tokens(x: Tensor, T: int, cu_seqlens: Tensor | None) -> Tensor:
     """Returns a tensor [B, T, ...] with the row of x [N, ...] of each token's sequence; 0 for tokens of no sequence."""
     if cu_seqlens is None:
         return x[:, None].expand(-1, T, *x.shape[1:])

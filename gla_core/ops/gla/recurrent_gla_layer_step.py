@@ -31,6 +31,7 @@ from torch import Tensor
 from gla_core.dispatch.backend import Lowering, OpCall
 from gla_core.dispatch.tensors import wide
 from gla_core.ops import checks
+from gla_core.ops._deprecated import backend_by_position, renamed
 from gla_core.ops._serving import serving
 from gla_core.ops.gla.chunk_gla import FORWARD, NORMALIZER
 from gla_core.ops.gla.recurrent_gla_step import STEP, refuse_in_place
@@ -51,14 +52,15 @@ def recurrent_gla_layer_step(
     output_gate: Tensor | None = None,
     norm_weight: Tensor | None = None,
     scale: float | None = None,
-    state_indices: Tensor | None = None,
+    slots: Tensor | None = None,
+    *rest: str | None,
     backend: str | None = None,
-    *,
     norm_eps: float = 1e-5,
     activation: str = "silu",
     state_v_first: bool = False,
     gate: str | None = None,
     gate_normalizer: int = 16,
+    state_indices: Tensor | None = None,
 ) -> Tensor:
     """Advances states by one token per row in place, and returns the normed and gated outputs. Not differentiable.
 
@@ -80,20 +82,22 @@ def recurrent_gla_layer_step(
         g: natural logarithm of the forget gate, dtype of q or float32, in [-inf, 0]: [B, Hv, K] for each key, [B, Hv]
             for each head of a row, or [Hv] for each head. None means no decay. Only with GLA_CHECK=1 in the environment
             are the values read; values above 0 then raise ValueError.
-        state: the state before the token [P, Hv, K, V], float32 or bfloat16 (float64 with float64 inputs); written. P
-            is B without state_indices; with them, state is a pool of P states.
+        state: the state before the token [P, Hv, K, V], float32, bfloat16 or float16 (float64 with float64 inputs);
+            written. P is B without slots; with them, state is a pool of P states. A number above 65504 becomes inf in
+            float16.
         output_gate: what the activation is applied to [B, Ho, V], dtype of q, where Ho is the larger of Hq and Hv. None
             means no output gate.
         norm_weight: the weight of the norm [V], dtype of q or float32, the same for all heads. None means no weight.
         scale: factor of the output before the norm; None means K^-1/2.
-        state_indices: for each row of the batch, the index of the state in the pool that it reads and writes [B], int32
-            or int64. No two rows may have the same state. A row with a negative index is skipped: its o is 0.
+        slots: for each row of the batch, the slot of the pool that it reads and writes [B], int32 or int64. No two rows
+            may have the same slot. A row whose slot is outside 0 to P-1 is skipped: its o is 0.
         backend: a request such as "reference"; see `use_backend`.
         norm_eps: number added to the mean square.
         activation: "silu" or "sigmoid", the activation of the output gate.
         state_v_first: whether the state is [P, Hv, V, K].
         gate: None, or "logsigmoid" if g holds logits, as in `chunk_gla`.
         gate_normalizer: the whole number by which log sigma of the logits is divided.
+        state_indices: the deprecated name of `slots`.
 
     Returns:
         o [B, Ho, V] with the dtype of v, contiguous.
@@ -110,14 +114,18 @@ def recurrent_gla_layer_step(
         >>> o = gla.recurrent_gla_layer_step(*token, state, gates)
         >>> y = output_projection(o.flatten(1))
     """
+    if rest:
+        backend = backend_by_position("recurrent_gla_layer_step", rest, backend)
+    if state_indices is not None:
+        slots = renamed("recurrent_gla_layer_step", "state_indices", "slots", state_indices, slots)
     c = None if gate is None else checks.normalizer(gate, gate_normalizer, g)
-    rest = (scale, plain_number(norm_eps), activation, state_indices, c)
-    return _call((q, k, v, g, state, output_gate, norm_weight, *rest), backend, state_v_first)
+    options = (scale, plain_number(norm_eps), activation, slots, c)
+    return _call((q, k, v, g, state, output_gate, norm_weight, *options), backend, state_v_first)
 
 
-def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
-    STEP.bind(given, sizes)
-    activation = given["activation"]
+def _bind(args: Mapping[str, Any], sizes: dict[str, Any]) -> None:
+    STEP.bind(args, sizes)
+    activation = args["activation"]
     if activation not in OUTPUT_ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; expected {' or '.join(map(repr, OUTPUT_ACTIVATIONS))}")
 
@@ -190,7 +198,7 @@ LAYER_STEP = OpSpec(
         Argument("scale", "float?", default=None, in_call=False),
         Argument("norm_eps", "float", default=1e-5, in_call=False),
         Argument("activation", "str", default="silu"),
-        Argument("state_indices", "Tensor?", "B", INTEGER, None, role=Role.SLOTS),
+        Argument("state_indices", "Tensor?", "B", INTEGER, None, role=Role.SLOTS, public="slots"),
         NORMALIZER,
     ),
     results=(Result("o", "B Ho V"),),

@@ -43,6 +43,7 @@ from gla_core.dispatch.backend import Lowering, OpCall, Parts, of_log_gates
 from gla_core.dispatch.slots import is_slot, states_of_slots, write_entries, write_states
 from gla_core.dispatch.tensors import log_gates, wide
 from gla_core.ops import checks
+from gla_core.ops._deprecated import backend_by_position
 from gla_core.ops._serving import serving
 from gla_core.ops.gla.chunk_gla import FORWARD, NORMALIZER, TOKENS
 from gla_core.ops.gla.recurrent_gla_step import STEP, refuse_in_place
@@ -52,7 +53,7 @@ from gla_core.ops.spec import (
     AS_INPUT_OR_FLOAT32,
     FLAG,
     INTEGER,
-    SLOTTED,
+    POOL,
     WIDE,
     Argument,
     OpSpec,
@@ -74,24 +75,23 @@ def recurrent_gla_replay(
     ring_start: Tensor,
     num_accepted: Tensor,
     scale: float | None = None,
+    *rest: str | None,
     backend: str | None = None,
-    *,
     cu_seqlens: Tensor | None = None,
     has_state: Tensor | None = None,
     pad_slot: int = -1,
     out: Tensor | None = None,
-    parents: None = None,
     state_v_first: bool = False,
     gate: str | None = None,
     gate_normalizer: int = 16,
 ) -> Tensor:
-    """Advances states by the accepted tokens of the last call, and computes up to eight new tokens per sequence.
+    """Advances states in place by the accepted tokens of the last call, and computes up to eight new tokens each.
 
-    It verifies drafts with one state per sequence. A call keeps k, v and the log gates of its tokens in rings. The next
-    call replays the tokens that were accepted, writes the state after them, and continues from there. Each call reads
-    the state of a sequence once and writes it once. `recurrent_gla_steps` reads it once and writes it after each token,
-    into a slot of its own. It needs more slots and moves more memory, but computes no token twice, and its states are
-    up to date after each call. Not differentiable.
+    It verifies drafts, in which each token follows the one before it, with one state per sequence. A call keeps k, v
+    and the log gates of its tokens in rings. The next call replays the tokens that were accepted, writes the state
+    after them, and continues from there. Each call reads the state of a sequence once and writes it once.
+    `recurrent_gla_steps` reads it once and writes it after each token, into a slot of its own. It needs more slots and
+    moves more memory, but computes no token twice, and its states are up to date after each call. Not differentiable.
 
     A server keeps two numbers for each sequence on the device:
 
@@ -105,9 +105,9 @@ def recurrent_gla_replay(
     may be any number. A call with T = 0 only replays. It brings the states in the pool up to date, for example before
     they are copied into a prefix cache. After it, accepted is 0.
 
-    The pool and the rings are written in place. A slot outside 0 to P-1, and `pad_slot`, is neither read nor written.
-    No two sequences of a call may have the same slot. No value is read on the host, so the call can be captured into a
-    CUDA graph.
+    The rings are written in place too. A slot outside 0 to P-1, and `pad_slot`, is neither read nor written. No two
+    sequences of a call may have the same slot. No value is read on the host, so the call can be captured into a CUDA
+    graph.
 
     Under autocast q, k and v are cast to the dtype of autocast, and o has that dtype; g keeps float32, and the pool and
     the rings keep their dtypes.
@@ -143,7 +143,6 @@ def recurrent_gla_replay(
         pad_slot: a slot that is never read or written. A sequence with such a slot is skipped: its o is 0 and nothing
             is written.
         out: memory for o [B, T, Ho, V], contiguous, dtype of v; None means a new tensor.
-        parents: must be None. Drafts are chains: each token follows the one before it.
         state_v_first: whether the pool is [P, Hv, V, K].
         gate: None, or "logsigmoid" if g holds logits, as in `chunk_gla`. ring_g holds log gates in either case.
         gate_normalizer: the whole number by which log sigma of the logits is divided.
@@ -172,11 +171,12 @@ def recurrent_gla_replay(
         ...     *tokens, pool, *rings, slots, start, accepted
         ... )
     """
-    checks.no_tree(parents)
+    if rest:
+        backend = backend_by_position("recurrent_gla_replay", rest, backend)
     c = None if gate is None else checks.normalizer(gate, gate_normalizer, g)
-    memory, of_sequences = (pool, ring_k, ring_v, ring_g), (slots, ring_start, num_accepted)
+    memory, numbers = (pool, ring_k, ring_v, ring_g), (slots, ring_start, num_accepted)
     return _call(
-        (q, k, v, g, *memory, *of_sequences, scale, cu_seqlens, has_state, pad_slot, c, out), backend, state_v_first
+        (q, k, v, g, *memory, *numbers, scale, cu_seqlens, has_state, pad_slot, c, out), backend, state_v_first
     )
 
 
@@ -194,16 +194,16 @@ def _limit(sizes: Mapping[str, int], packed: bool) -> None:
         )
 
 
-def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
-    checks.logits(given["g"], given["gate_normalizer"])
-    _check_ring_of_gates(given["g"], given["ring_g"])
+def _bind(args: Mapping[str, Any], sizes: dict[str, Any]) -> None:
+    checks.logits(args["g"], args["gate_normalizer"])
+    _check_ring_of_gates(args["g"], args["ring_g"])
     N = sizes["N"]
-    if given["cu_seqlens"] is not None:
+    if args["cu_seqlens"] is not None:
         checks.packed(sizes, of="q")
     else:
         sizes["N"] = sizes["B"]
     if sizes["N"] != N:
-        of = "row of q" if given["cu_seqlens"] is None else "sequence of cu_seqlens"
+        of = "row of q" if args["cu_seqlens"] is None else "sequence of cu_seqlens"
         raise ValueError(f"slots has {N} entries; expected {sizes['N']}, one for each {of}")
 
 
@@ -318,7 +318,7 @@ REPLAY = OpSpec(
     public="recurrent_gla_replay",
     arguments=(
         *(dataclasses.replace(argument, differentiable=False) for argument in TOKENS),
-        Argument("pool", "Tensor(a!)", "P Hv K V", SLOTTED, role=Role.STATE),
+        Argument("pool", "Tensor(a!)", "P Hv K V", POOL, role=Role.STATE),
         Argument("ring_k", "Tensor(b!)", "P L H K", AS_INPUT_OR_FLOAT32, role=Role.RING),
         Argument("ring_v", "Tensor(c!)", "P L Hv V", AS_INPUT_OR_FLOAT32, role=Role.RING),
         Argument(

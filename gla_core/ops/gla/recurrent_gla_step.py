@@ -19,14 +19,16 @@ states that no index names are copied.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 
 from gla_core.dispatch.request import current_request
 from gla_core.ops import _invariant, autocast, checks
+from gla_core.ops._deprecated import backend_by_position, renamed
 from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run, transformed
 from gla_core.ops._torch_op import (
+    exportable,
     faker,
     refusal_in_place,
     refuse_tangents,
@@ -49,6 +51,21 @@ from gla_core.ops.spec import (
     scale_or_default,
 )
 
+_new_tuple = tuple.__new__  # RecurrentGlaStep(*results) takes twice the time
+
+
+@exportable
+class RecurrentGlaStep(NamedTuple):
+    """Holds the results of `recurrent_gla_step`.
+
+    Attributes:
+        o: outputs [B, Ho, V], dtype of v.
+        state: the new state, with the shape and dtype of the given one; the same tensor if it was written in place.
+    """
+
+    o: Tensor
+    state: Tensor
+
 
 def recurrent_gla_step(
     q: Tensor,
@@ -57,14 +74,15 @@ def recurrent_gla_step(
     g: Tensor | None,
     state: Tensor,
     scale: float | None = None,
-    state_indices: Tensor | None = None,
+    slots: Tensor | None = None,
     inplace: bool = False,
+    *rest: str | None,
     backend: str | None = None,
-    *,
     state_v_first: bool = False,
     gate: str | None = None,
     gate_normalizer: int = 16,
-) -> tuple[Tensor, Tensor]:
+    state_indices: Tensor | None = None,
+) -> RecurrentGlaStep:
     """Advances a state by one token per row. Not differentiable: train with `chunk_gla`.
 
     Under autocast q, k and v are cast to the dtype of autocast, and o has that dtype; g keeps float32, and the state
@@ -78,20 +96,21 @@ def recurrent_gla_step(
         g: natural logarithm of the forget gate, dtype of q or float32, in [-inf, 0]: [B, Hv, K] for each key, [B, Hv]
             for each head of a row, or [Hv] for each head. None means no decay. Only with GLA_CHECK=1 in the environment
             are the values read; values above 0 then raise ValueError.
-        state: the state before the token [P, Hv, K, V], float32 or bfloat16 (float64 with float64 inputs). P is B
-            without state_indices; with them, state is a pool of P states.
+        state: the state before the token [P, Hv, K, V], float32, bfloat16 or float16 (float64 with float64 inputs). P
+            is B without slots; with them, state is a pool of P states. A number above 65504 becomes inf in float16.
         scale: factor of the output; None means K^-1/2.
-        state_indices: for each row of the batch, the index of the state in the pool that it reads and writes [B], int32
-            or int64. No two rows may have the same state. A row with a negative index is skipped: its o is 0.
+        slots: for each row of the batch, the slot of the pool that it reads and writes [B], int32 or int64. No two rows
+            may have the same slot. A row whose slot is outside 0 to P-1 is skipped: its o is 0.
         inplace: whether to write the new state into `state` instead of returning a new tensor.
         backend: a request such as "reference"; see `use_backend`.
         state_v_first: whether the given and the returned state are [P, Hv, V, K].
         gate: None, or "logsigmoid" if g holds logits, as in `chunk_gla`.
         gate_normalizer: the whole number by which log sigma of the logits is divided.
+        state_indices: the deprecated name of `slots`.
 
     Returns:
-        o [B, Ho, V] with the dtype of v, where Ho is the larger of Hq and Hv, and the new state with the shape and
-        dtype of `state` (the same tensor if `inplace`).
+        `o` [B, Ho, V] with the dtype of v, where Ho is the larger of Hq and Hv, and `state`, the new state with the
+        shape and dtype of the given one (the same tensor if `inplace`).
 
     Raises:
         ValueError, TypeError: an argument has a wrong shape, dtype or device; with inplace, neither of the last two
@@ -105,48 +124,53 @@ def recurrent_gla_step(
         >>> token = [x[:, 0] for x in (q, k, v, g)]
         >>> o, state = gla.recurrent_gla_step(*token, state)
     """
+    if rest:
+        backend = backend_by_position("recurrent_gla_step", rest, backend)
+    if state_indices is not None:
+        slots = renamed("recurrent_gla_step", "state_indices", "slots", state_indices, slots)
     if state_v_first:
-        given = (q, k, v, g, checks.transposed(state), scale, state_indices)
+        args = (q, k, v, g, checks.transposed(state), scale, slots)
+        options: Any = {"backend": backend, "gate": gate, "gate_normalizer": gate_normalizer}
         try:
-            o, new = recurrent_gla_step(*given, inplace, backend, gate=gate, gate_normalizer=gate_normalizer)
+            o, new = recurrent_gla_step(*args, inplace, **options)
         except (ValueError, TypeError) as error:
-            raise STEP.error_in_layout(error, (*given, None, inplace)) from None
-        return o, state if inplace else new.mT
+            raise STEP.error_in_layout(error, (*args, None, inplace)) from None
+        return RecurrentGlaStep(o, state if inplace else new.mT)
     c = None if gate is None else checks.normalizer(gate, gate_normalizer, g)
     if needs_gradient(q, k, v, g, state):
         _no_backward()
     if bypasses_torch(q):
-        args = (q, k, v, g, state, scale_or_default(q, scale), state_indices, c, inplace)
-        found = run(STEP, args, current_request(backend))
+        args = (q, k, v, g, state, scale_or_default(q, scale), slots, c, inplace)
+        results = run(STEP, args, current_request(backend))
         if inplace:
             tell_autograd(state)
-        return found
+        return _new_tuple(RecurrentGlaStep, results)
     q, k, v, g = autocast.inputs(STEP, q, k, v, g)
     refuse_tangents(q, k, v, g, state)
-    args = (q, k, v, g, state, plain_number(scale), state_indices, c, request_text(backend))
+    args = (q, k, v, g, state, plain_number(scale), slots, c, request_text(backend))
     if inplace:
         if transformed():
             refuse_in_place()
-        return _torch_step_inplace(*args), state
-    return _torch_step(*args)
+        return RecurrentGlaStep(_torch_step_inplace(*args), state)
+    return RecurrentGlaStep(*_torch_step(*args))
 
 
-def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
-    checks.logits(given["g"], given["gate_normalizer"])
-    if given["state_indices"] is None:
+def _bind(args: Mapping[str, Any], sizes: dict[str, Any]) -> None:
+    checks.logits(args["g"], args["gate_normalizer"])
+    if args["state_indices"] is None:
         sizes["P"] = sizes["B"]
 
 
-def _reads(given: Mapping[str, Any]) -> dict[str, Any]:
+def _reads(args: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the rows that are not skipped, and their states."""
-    state, indices = given["state"], given["state_indices"]
+    state, indices = args["state"], args["state_indices"]
     if indices is None:
         return {}
     used = [i for i in indices.tolist() if i >= 0]
     if any(i >= state.shape[0] for i in used):
-        raise ValueError(f"state_indices holds {max(used)}; the pool has {state.shape[0]} states")
+        raise ValueError(f"slots holds {max(used)}; the pool has {state.shape[0]} states")
     if len(set(used)) < len(used):
-        raise ValueError(f"state_indices is {used}; expected no state twice")
+        raise ValueError(f"slots is {used}; expected no state twice")
     return {"B": indices >= 0, "P": used}
 
 
@@ -166,7 +190,7 @@ STEP = OpSpec(
         gate({"constant": "Hv", "head": "B Hv", "key": "B Hv K"}),
         Argument("state", "Tensor", "P Hv K V", POOL, role=Role.STATE),
         Argument("scale", "float?", default=None, in_call=False),
-        Argument("state_indices", "Tensor?", "B", INTEGER, None, role=Role.SLOTS),
+        Argument("state_indices", "Tensor?", "B", INTEGER, None, role=Role.SLOTS, public="slots"),
         NORMALIZER,
         Argument("inplace", "bool", default=False),
     ),

@@ -38,10 +38,11 @@ from gla_core.dispatch.backend import Lowering, OpCall, Parts, contiguous_layout
 from gla_core.dispatch.slots import is_slot, states_of_slots, write_states
 from gla_core.dispatch.tensors import wide
 from gla_core.ops import checks
+from gla_core.ops._deprecated import backend_by_position
 from gla_core.ops._serving import serving
 from gla_core.ops.gla.chunk_gla import FORWARD, NORMALIZER, TOKENS
 from gla_core.ops.gla.recurrent_gla_step import STEP, refuse_in_place
-from gla_core.ops.spec import AS_INPUT, FLAG, INTEGER, SLOTTED, Argument, OpSpec, Result, Role
+from gla_core.ops.spec import AS_INPUT, FLAG, INTEGER, POOL, Argument, OpSpec, Result, Role
 
 MOST = 8
 """The most tokens of a sequence in a call."""
@@ -55,26 +56,25 @@ def recurrent_gla_steps(
     pool: Tensor,
     slots: Tensor,
     scale: float | None = None,
+    *rest: str | None,
     backend: str | None = None,
-    *,
     cu_seqlens: Tensor | None = None,
     num_accepted: Tensor | None = None,
     read_slots: Tensor | None = None,
     has_state: Tensor | None = None,
     pad_slot: int = -1,
     out: Tensor | None = None,
-    parents: None = None,
     state_v_first: bool = False,
     gate: str | None = None,
     gate_normalizer: int = 16,
 ) -> Tensor:
-    """Advances states in a pool by up to eight tokens per sequence, and keeps the state after each. Not differentiable.
+    """Advances states in a pool in place by up to eight tokens per sequence, and keeps the state after each token.
 
-    A draft of several tokens is verified in one call. The next call continues after the tokens that were accepted: pass
-    their number as `num_accepted` and the same `slots`. The pool is written in place. A slot outside 0 to P-1, and
-    `pad_slot`, is neither read nor written. A slot that one sequence writes must neither be read nor written by another
-    sequence of the call. No value is read on the host, so the call can be captured into a CUDA graph.
-    `recurrent_gla_replay` verifies drafts with one slot per sequence.
+    A draft of several tokens, each after the one before it, is verified in one call. Not differentiable. The next call
+    continues after the tokens that were accepted: pass their number as `num_accepted` and the same `slots`. A slot
+    outside 0 to P-1, and `pad_slot`, is neither read nor written. A slot that one sequence writes must neither be read
+    nor written by another sequence of the call. No value is read on the host, so the call can be captured into a CUDA
+    graph. `recurrent_gla_replay` verifies drafts with one slot per sequence.
 
     Under autocast q, k and v are cast to the dtype of autocast, and o has that dtype; g keeps float32, and the pool
     keeps its dtype.
@@ -104,7 +104,6 @@ def recurrent_gla_steps(
         pad_slot: a slot that is never read or written. A sequence that would start from such a slot is skipped: its o
             is 0 and nothing is written.
         out: memory for o [B, T, Ho, V], contiguous, dtype of v; None means a new tensor.
-        parents: must be None. Drafts are chains: each token follows the one before it.
         state_v_first: whether the pool is [P, Hv, V, K].
         gate: None, or "logsigmoid" if g holds logits, as in `chunk_gla`.
         gate_normalizer: the whole number by which log sigma of the logits is divided.
@@ -130,12 +129,13 @@ def recurrent_gla_steps(
         ...     *tokens, pool, slots, num_accepted=accepted
         ... )
     """
-    checks.no_tree(parents)
+    if rest:
+        backend = backend_by_position("recurrent_gla_steps", rest, backend)
     if isinstance(slots, Tensor) and slots.ndim == 1:
         slots = slots[:, None]
     c = None if gate is None else checks.normalizer(gate, gate_normalizer, g)
-    of_sequences = (cu_seqlens, num_accepted, read_slots, has_state, pad_slot)
-    return _call((q, k, v, g, pool, slots, scale, *of_sequences, c, out), backend, state_v_first)
+    sequences = (cu_seqlens, num_accepted, read_slots, has_state, pad_slot)
+    return _call((q, k, v, g, pool, slots, scale, *sequences, c, out), backend, state_v_first)
 
 
 def _limit(sizes: Mapping[str, int], packed: bool) -> None:
@@ -148,15 +148,15 @@ def _limit(sizes: Mapping[str, int], packed: bool) -> None:
         raise ValueError(f"q has T = {T} tokens for each sequence and slots has {S} columns")
 
 
-def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
-    checks.logits(given["g"], given["gate_normalizer"])
+def _bind(args: Mapping[str, Any], sizes: dict[str, Any]) -> None:
+    checks.logits(args["g"], args["gate_normalizer"])
     N = sizes["N"]
-    if given["cu_seqlens"] is not None:
+    if args["cu_seqlens"] is not None:
         checks.packed(sizes, of="q")
     else:
         sizes["N"] = sizes["B"]
     if sizes["N"] != N:
-        of = "row of q" if given["cu_seqlens"] is None else "sequence of cu_seqlens"
+        of = "row of q" if args["cu_seqlens"] is None else "sequence of cu_seqlens"
         raise ValueError(f"slots has {N} rows; expected {sizes['N']}, one for each {of}")
 
 
@@ -180,8 +180,8 @@ def _reads(x: Mapping[str, Any]) -> dict[str, Any]:
         f"slots[:, {j}]": checks.slots_where(to, is_slot(pool, to, pad_slot) & served & (j < lengths))
         for j, to in enumerate(slots.unbind(1))
     }
-    of_reads = "the slot that sequence {n} starts from" if x["read_slots"] is None else "read_slots[{n}]"
-    checks.slots(checks.slots_where(starts, begins), writes, of_reads)
+    read_name = "the slot that sequence {n} starts from" if x["read_slots"] is None else "read_slots[{n}]"
+    checks.slots(checks.slots_where(starts, begins), writes, read_name)
     return {"B T": checks.rows_of(x["cu_seqlens"], served), "P": starts[begins].long()}
 
 
@@ -310,7 +310,7 @@ STEPS = OpSpec(
     public="recurrent_gla_steps",
     arguments=(
         *(dataclasses.replace(argument, differentiable=False) for argument in TOKENS),
-        Argument("pool", "Tensor(a!)", "P Hv K V", SLOTTED, role=Role.STATE),
+        Argument("pool", "Tensor(a!)", "P Hv K V", POOL, role=Role.STATE),
         Argument("slots", "Tensor", "N S", INTEGER, role=Role.SLOTS),
         Argument("scale", "float?", default=None, in_call=False),
         Argument("cu_seqlens", "Tensor?", "N+1", INTEGER, None, role=Role.OFFSETS),

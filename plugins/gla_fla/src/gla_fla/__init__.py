@@ -58,5 +58,5 @@ def _step_refusal(call: OpCall) -> Reason | None:
     if call.state_dtype != torch.float32:
         return f"writes float32 states; state is {str(call.state_dtype).removeprefix('torch.')}"
     if call.indexed:
-        return "has no pool of states; leave out state_indices"
+        return "has no pool of states; leave out slots"
     return None

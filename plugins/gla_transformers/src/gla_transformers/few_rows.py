@@ -3,7 +3,7 @@
     GLA                                                     HGRN2
     q, k, v, output gate, first half of the forget gate     q, forget gate, v                 from rms_norm(x)
     logits of the forget gate                                                                 with their bias
-    GatedLinearAttention.step_between                       HGRN2.step_between
+    GatedLinearAttention.step_from_projections              HGRN2.step_from_projections
     x + output projection                                   x + output projection             of rms_norm(o) in HGRN2
 
     silu(x W_gate) * x W_up                                                                   from rms_norm(x)
@@ -83,7 +83,7 @@ def _gla(
     q, k, v, *gates = (part[:, None] for part in split(y, of_x))
     logits = kernel.product(gates.pop()[:, 0], second, bias=bias)[:, None]
     made = Projections(q, k, v, gate=gates[0] if gates else None, logits=logits)
-    o, _ = attn.step_between(x, made, state, **options)
+    o, _ = attn.step_from_projections(x, made, state, **options)
     return kernel.product(o, found[1], residual=x)
 
 
@@ -96,7 +96,7 @@ def _hgrn2(
     if found is None or not _is_plain(own, x):
         return None
     y = kernel.product(x, found[0], norm_weight=norm.weight, norm_eps=norm.eps)
-    o, _ = attn.step_between(x, [part[:, None] for part in split(y, of_x)], state, **options)
+    o, _ = attn.step_from_projections(x, [part[:, None] for part in split(y, of_x)], state, **options)
     return kernel.product(o, found[1], norm_weight=own.weight, norm_eps=own.eps, residual=x)
 
 

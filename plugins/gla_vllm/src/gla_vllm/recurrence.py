@@ -144,7 +144,7 @@ def _decode(rows: Rows, pool: Tensor, batch: GLAMetadata, options: dict[str, Any
         q, k, v, g, out = rows
         used = slots[:, 0]
         used = used.masked_fill(used == NULL_BLOCK_ID, -1)  # padding of a CUDA graph
-        o, _ = gla.recurrent_gla_step(q, k, v, g, pool, state_indices=used, inplace=True, **options)
+        o, _ = gla.recurrent_gla_step(q, k, v, g, pool, slots=used, inplace=True, **options)
         out.copy_(o)
         return
     q, k, v, g, out = rows.single() if batch.query_start_loc_d is None else rows.packed()
@@ -177,8 +177,8 @@ def _prefill(rows: Rows, pool: Tensor, batch: GLAMetadata, options: dict[str, An
         offsets,
         slots,
         has_state=batch.has_initial_states_p,
-        checkpoint_offsets=None if kept is None else kept.checkpoint_offsets,
-        checkpoint_slots=None if kept is None else kept.state_indices,
+        snapshot_offsets=None if kept is None else kept.checkpoint_offsets,
+        snapshot_slots=None if kept is None else kept.state_indices,
         pad_slot=NULL_BLOCK_ID,
         out=out,
         **options,

@@ -25,8 +25,8 @@ def spread(alone: nn.Module, mesh: DeviceMesh) -> nn.Module:
 def new_layer(kind: type[nn.Module] = GatedLinearAttention, **options: object) -> nn.Module:
     """Returns a layer whose parameters are random and equal on all ranks."""
     torch.manual_seed(0)
-    own = {GatedLinearAttention: {"gate_low_rank_dim": 3}, HGRN2: {"expand_ratio": 3}}
-    layer = kind(16, num_heads=4, dtype=torch.float64, **own.get(kind, {}), **options)
+    local = {GatedLinearAttention: {"gate_low_rank_dim": 3}, HGRN2: {"expand_ratio": 3}}
+    layer = kind(16, num_heads=4, dtype=torch.float64, **local.get(kind, {}), **options)
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.5)
     return layer
@@ -51,18 +51,18 @@ def check_heads_over_ranks(ranks: Ranks) -> None:
             x = torch.randn(1, 9, 16, dtype=torch.float64, requires_grad=True)
             dy = torch.randn_like(x)
             y, state = alone(x, output_final_state=True, cu_seqlens=cu_seqlens)
-            found, own = layer(x=x, output_final_state=True, cu_seqlens=cu_seqlens)
-            (dx,), (dx_found,) = (torch.autograd.grad(z, x, dy, retain_graph=True) for z in (y, found))
+            actual, local = layer(x=x, output_final_state=True, cu_seqlens=cu_seqlens)
+            (dx,), (dx_actual,) = (torch.autograd.grad(z, x, dy, retain_graph=True) for z in (y, actual))
             y.backward(dy)
-            found.backward(dy)
+            actual.backward(dy)
             heads = state.recurrent.chunk(ranks.number, dim=1)[ranks.rank]
-            for one, reference in ((found, y), (own.recurrent, heads), (dx_found, dx)):
+            for one, reference in ((actual, y), (local.recurrent, heads), (dx_actual, dx)):
                 assert relative_error(one, reference) <= 1e-12
             for (name, p), q in zip(layer.named_parameters(), alone.parameters(), strict=True):
                 assert relative_error(p.grad.full_tensor(), q.grad) <= 1e-12, name
             token = torch.randn(len(state.recurrent), 16, dtype=torch.float64)
             start = layer.initial_state(len(token))
-            assert relative_error(layer.step(token, own)[0], alone.step(token, state)[0]) <= 1e-12
+            assert relative_error(layer.step(token, local)[0], alone.step(token, state)[0]) <= 1e-12
             assert relative_error(layer.step(token, start)[0], alone(token[:, None])[0][:, 0]) <= 1e-12
 
 
@@ -74,19 +74,19 @@ def check_heads_and_tokens_over_ranks(ranks: Ranks) -> None:
         layer = spread(alone, mesh["heads"])
         layer.context_parallel = mesh["tokens"]
         x = torch.randn(2, 10, 16, dtype=torch.float64, requires_grad=True)
-        own = slice(5 * mesh.get_local_rank("tokens"), 5 * mesh.get_local_rank("tokens") + 5)
-        y, found = alone(x)[0], layer(x[:, own])[0]
-        assert relative_error(found, y[:, own]) <= 1e-12
-        (dx,), (dx_found,) = (torch.autograd.grad(z.square().sum(), x) for z in (y, found))
-        assert relative_error(dx_found[:, own], dx[:, own]) <= 1e-12
+        local = slice(5 * mesh.get_local_rank("tokens"), 5 * mesh.get_local_rank("tokens") + 5)
+        y, actual = alone(x)[0], layer(x[:, local])[0]
+        assert relative_error(actual, y[:, local]) <= 1e-12
+        (dx,), (dx_actual,) = (torch.autograd.grad(z.square().sum(), x) for z in (y, actual))
+        assert relative_error(dx_actual[:, local], dx[:, local]) <= 1e-12
 
 
 def check_a_bound_of_own_heads(ranks: Ranks) -> None:
     alone = new_layer(HGRN2)
     layer = spread(alone, init_device_mesh("cpu", (ranks.number,)))
     x, bound = torch.randn(2, 5, 16, dtype=torch.float64), torch.rand(12, dtype=torch.float64)
-    own = bound.chunk(ranks.number)[ranks.rank]
-    assert relative_error(layer(x, lower_bound=own)[0], alone(x, lower_bound=bound)[0]) <= 1e-12
+    local = bound.chunk(ranks.number)[ranks.rank]
+    assert relative_error(layer(x, lower_bound=local)[0], alone(x, lower_bound=bound)[0]) <= 1e-12
 
 
 def check_what_cannot_be_spread(ranks: Ranks) -> None:
@@ -101,7 +101,7 @@ def check_what_cannot_be_spread(ranks: Ranks) -> None:
             spread(layer, init_device_mesh("cpu", (2,)))
 
 
-OF_NUMBER = {
+NUMBERS = {
     check_heads_over_ranks: 2,
     check_a_bound_of_own_heads: 2,
     check_what_cannot_be_spread: 2,

@@ -7,11 +7,11 @@ import itertools
 from collections.abc import Callable
 from unittest import mock
 
-import of_chunk_gla
-import of_layers
+import chunk_gla_checks
+import layer_checks
 import torch
 import torch.distributed as dist
-from of_chunk_gla import Batch
+from chunk_gla_checks import Batch
 from ranks import Ranks, rows_of_rank
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -47,10 +47,10 @@ def check_kernels(ranks: Ranks) -> None:
         (packed, (150, 250), "zigzag"),
     ):
         batch = Batch(inputs(ranks, initial_state=True, **sizes), lengths, layout)
-        of_chunk_gla.compare(ranks, batch, 2 * BF16)
-        of_chunk_gla.compare(ranks, batch, 2 * BF16, exact=True)
+        chunk_gla_checks.compare(ranks, batch, 2 * BF16)
+        chunk_gla_checks.compare(ranks, batch, 2 * BF16, exact=True)
         batch = Batch(inputs(ranks, **sizes), lengths, layout, final_state=False)
-        of_chunk_gla.compare(ranks, batch, 2 * BF16, exact=True)
+        chunk_gla_checks.compare(ranks, batch, 2 * BF16, exact=True)
 
 
 def check_a_layer(ranks: Ranks) -> None:
@@ -64,37 +64,37 @@ def check_a_layer(ranks: Ranks) -> None:
     x, dy = torch.randn(2, 1, 400, 128, device=ranks.device, dtype=torch.bfloat16)
     cu_seqlens = torch.tensor([0, 90, 90, 360, 400], device=ranks.device)
 
-    def results(layer: GatedLinearAttention, of_rank: bool) -> dict[str, Tensor]:
-        def own(z: Tensor) -> Tensor:
+    def results(layer: GatedLinearAttention, sharded: bool) -> dict[str, Tensor]:
+        def local(z: Tensor) -> Tensor:
             return rows_of_rank(z, ranks.rank, (130, 270), "contiguous")
 
-        z = (own(x) if of_rank else x).detach().to(layer.o_proj.weight.dtype).requires_grad_()
+        z = (local(x) if sharded else x).detach().to(layer.o_proj.weight.dtype).requires_grad_()
         y, _ = layer(z, cu_seqlens=cu_seqlens)
-        y.backward((own(dy) if of_rank else dy).to(y.dtype))
+        y.backward((local(dy) if sharded else dy).to(y.dtype))
         gradients = {name: p.grad.double() for name, p in layer.named_parameters()}
-        if of_rank:
+        if sharded:
             for gradient in gradients.values():
                 dist.all_reduce(gradient)
             return {"y": y, "x": z.grad, **gradients}
-        return {"y": own(y), "x": own(z.grad), **gradients}
+        return {"y": local(y), "x": local(z.grad), **gradients}
 
     reference = results(exact, False)
-    on_one, found = results(alone, False), results(spread, True)
+    on_one, actual = results(alone, False), results(spread, True)
     for name, ref in reference.items():
-        error, bound = relative_error(found[name], ref), 2 * relative_error(on_one[name], ref) + BF16
+        error, bound = relative_error(actual[name], ref), 2 * relative_error(on_one[name], ref) + BF16
         assert error <= bound < 0.1, f"{name}: {error:.3g}, bound {bound:.3g}"
 
 
 def check_steps_in_a_graph(ranks: Ranks) -> None:
     """Making a shard, the forward and the backward never wait, and a replay takes other tokens and offsets."""
     lengths = (200, 200)
-    given = [inputs(ranks, lengths=cut, seed=seed) for seed, cut in enumerate(((90, 0, 270, 40), (10, 290, 20, 80)))]
+    batches = [inputs(ranks, lengths=cut, seed=seed) for seed, cut in enumerate(((90, 0, 270, 40), (10, 290, 20, 80)))]
     for most_gathered, layout in itertools.product((exchange.MOST_GATHERED, 0), ("contiguous", "zigzag")):
         tokens = [
             [rows_of_rank(y, ranks.rank, lengths, layout) for y in (x.q, x.k, x.v, x.g, x.q[..., : x.v.shape[-1]])]
-            for x in given
+            for x in batches
         ]
-        static, offsets = [y.clone() for y in tokens[0]], given[0].cu_seqlens.clone()
+        static, offsets = [y.clone() for y in tokens[0]], batches[0].cu_seqlens.clone()
         leaves, do = [y.requires_grad_() for y in static[:4]], static[4]
 
         def step(
@@ -109,11 +109,11 @@ def check_steps_in_a_graph(ranks: Ranks) -> None:
             expected = [y.clone() for y in step()]
             again = captured(step)
             with torch.no_grad():
-                for y, new in zip((*static, offsets), (*tokens[1], given[1].cu_seqlens), strict=True):
+                for y, new in zip((*static, offsets), (*tokens[1], batches[1].cu_seqlens), strict=True):
                     y.copy_(new)
-            found = again()
-            assert relative_error(found[0], expected[0]) > 0.5
-            for y, ref in zip(found, step(), strict=True):
+            actual = again()
+            assert relative_error(actual[0], expected[0]) > 0.5
+            for y, ref in zip(actual, step(), strict=True):
                 assert relative_error(y, ref) <= BF16
 
 
@@ -133,20 +133,20 @@ def captured(step: Callable[[], tuple[Tensor, ...]]) -> Callable[[], list[Tensor
 
     def again() -> list[Tensor]:
         graph.replay()
-        found = [y.clone() for y in results]
+        actual = [y.clone() for y in results]
         torch.cuda.synchronize()
         graph.reset()
-        return found
+        return actual
 
     return again
 
 
 CHECKS = (
-    of_chunk_gla.check_random_batches,
-    of_chunk_gla.check_random_batches_by_a_scan,
-    of_chunk_gla.check_ranks_that_differ,
-    of_layers.check_layers_of_random_batches,
-    of_layers.check_a_layer_with_a_mesh,
+    chunk_gla_checks.check_random_batches,
+    chunk_gla_checks.check_random_batches_by_a_scan,
+    chunk_gla_checks.check_ranks_that_differ,
+    layer_checks.check_layers_of_random_batches,
+    layer_checks.check_a_layer_with_a_mesh,
     check_kernels,
     check_a_layer,
     check_steps_in_a_graph,

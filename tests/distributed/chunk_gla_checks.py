@@ -29,7 +29,7 @@ from gla_core.conformance import oracle
 from gla_core.conformance.calls import with_logits
 from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
 from gla_core.dispatch.tensors import wide
-from gla_core.distributed import exchange
+from gla_core.distributed import exchange, over_ranks
 from gla_core.workloads.inputs import GlaInputs, gla_inputs, normal
 
 GATES = ("none", "mild", "strong", "-inf")
@@ -49,7 +49,7 @@ class Batch:
     final_state: bool = True
     gate_normalizer: int | None = None
 
-    def of_rank(self, y: Tensor, rank: int) -> Tensor:
+    def rows(self, y: Tensor, rank: int) -> Tensor:
         """Returns the rows of y [B, T, ...] that a rank holds; a constant gate [Hv] has no rows, and is whole."""
         return y if y.ndim == 1 else rows_of_rank(y, rank, self.lengths, self.layout)
 
@@ -64,9 +64,9 @@ def leaves(x: GlaInputs) -> dict[str, Tensor]:
 def results(x: GlaInputs, o: Tensor, state: Tensor | None, do: Tensor, dstate: Tensor | None) -> dict[str, Tensor]:
     """Returns the outputs, and the gradients of all inputs that are given."""
     outs, seeds = ((o,), (do,)) if state is None else ((o, state), (do, dstate))
-    found = torch.autograd.grad(outs, list(leaves(x).values()), seeds)
+    actual = torch.autograd.grad(outs, list(leaves(x).values()), seeds)
     named = {"o": o.detach(), **({} if state is None else {"state": state.detach()})}
-    return named | {f"d{name}": d for name, d in zip(leaves(x), found, strict=True)}
+    return named | {f"d{name}": d for name, d in zip(leaves(x), actual, strict=True)}
 
 
 def with_leaves(x: GlaInputs) -> GlaInputs:
@@ -99,22 +99,22 @@ def compare(
     dstate = None if state is None else normal(state.shape, wide(do.dtype), generator)
     whole = results(x, o, state, do.to(o.dtype), None if state is None else dstate.to(state.dtype))
     states = ("state", "dinitial_state")
-    expected = {name: y if name in states else batch.of_rank(y, ranks.rank) for name, y in whole.items()}
+    expected = {name: y if name in states else batch.rows(y, ranks.rank) for name, y in whole.items()}
 
-    own = {name: y if name == "initial_state" else batch.of_rank(y, ranks.rank) for name, y in leaves(batch.x).items()}
-    y = with_leaves(dataclasses.replace(x, **own))
+    local = {name: y if name == "initial_state" else batch.rows(y, ranks.rank) for name, y in leaves(batch.x).items()}
+    y = with_leaves(dataclasses.replace(x, **local))
     where = {} if "shard" in options else {"cu_seqlens": x.cu_seqlens, "layout": batch.layout}
-    given = (y.q, y.k, y.v, y.g, 0.3, y.initial_state, batch.final_state)
-    o, state = distributed.chunk_gla(*given, **where, **gates, **options)
-    found = results(y, o, state, batch.of_rank(do, ranks.rank), dstate)
+    args = (y.q, y.k, y.v, y.g, 0.3, y.initial_state, batch.final_state)
+    o, state = distributed.chunk_gla(*args, **where, **gates, **options)
+    actual = results(y, o, state, batch.rows(do, ranks.rank), dstate)
     if y.g is not None and y.g.ndim == 1:  # each rank has its share
-        dist.all_reduce(found["dg"])
-    assert found.keys() == expected.keys()
+        dist.all_reduce(actual["dg"])
+    assert actual.keys() == expected.keys()
     for name, ref in expected.items():
-        assert found[name].shape == ref.shape, name
-        assert exact or found[name].dtype == ref.dtype, name
+        assert actual[name].shape == ref.shape, name
+        assert exact or actual[name].dtype == ref.dtype, name
         # dg of a rank with few tokens may be small compared with its summands.
-        error = float((found[name] - ref).double().norm()) / max(1.0, float(ref.double().norm()))
+        error = float((actual[name] - ref).double().norm()) / max(1.0, float(ref.double().norm()))
         assert error <= tolerance, f"{name} is off by {error:.3g}: {batch}"
 
 
@@ -165,7 +165,7 @@ def check_pieces_in_segments(ranks: Ranks) -> None:
     def segments(heads: int, tokens: int, device: torch.device) -> int:
         return next((n for n in (5, 4, 3, 2) if tokens % n == 0), 1)
 
-    with mock.patch.object(sys.modules["gla_core.distributed.chunk_gla"], "segments_of_a_piece", segments):
+    with mock.patch.object(over_ranks, "segments_of_a_piece", segments):
         for seed in range(DRAWN):
             compare(ranks, drawn(ranks, 300 * ranks.number + seed), 1e-12)
 
@@ -173,16 +173,16 @@ def check_pieces_in_segments(ranks: Ranks) -> None:
 def check_the_recurrence(ranks: Ranks) -> None:
     """Every form of gate, and groups of queries and of values, agree with the recurrence, token by token."""
 
-    def recurrence(*given: Any) -> tuple[Tensor, Tensor | None]:
-        *tokens, final_state, cu_seqlens = given
+    def recurrence(*args: Any) -> tuple[Tensor, Tensor | None]:
+        *tokens, final_state, cu_seqlens = args
         o, state = oracle.chunk_gla(*tokens, cu_seqlens)
         return o, state if final_state else None
 
-    T, own = 4 * ranks.number, (4,) * ranks.number
+    T, local = 4 * ranks.number, (4,) * ranks.number
     for (i, form), (j, heads) in itertools.product(enumerate(FORMS), enumerate(HEADS)):
         packed = {"lengths": (3, T - 3)} if (i + j) % 2 else {"T": T}
         x = gla_inputs(**packed, **heads, K=3, V=2, gate_form=form, dtype=torch.float64, initial_state=i == j)
-        batch = Batch(x, own, ("contiguous", "zigzag")[j % 2], final_state=i == j)
+        batch = Batch(x, local, ("contiguous", "zigzag")[j % 2], final_state=i == j)
         compare(ranks, batch, 1e-12, alone=recurrence)
 
 
@@ -204,12 +204,12 @@ def check_states_with_values_first(ranks: Ranks) -> None:
     for packed in ({}, {"lengths": (T - 3, 0, 3)}):
         sizes = {"T": T, "K": 5, "V": 7, "dtype": torch.float64, "initial_state": True, "device": ranks.device}
         batch = Batch(gla_inputs(**sizes, **packed), (10,) * ranks.number)
-        tokens = [batch.of_rank(y, ranks.rank) for y in (batch.x.q, batch.x.k, batch.x.v, batch.x.g)]
+        tokens = [batch.rows(y, ranks.rank) for y in (batch.x.q, batch.x.k, batch.x.v, batch.x.g)]
         state, where = batch.x.initial_state, {"cu_seqlens": batch.x.cu_seqlens}
         expected = distributed.chunk_gla(*tokens, None, state, True, **where)
-        found = distributed.chunk_gla(*tokens, None, state.mT, True, **where, state_v_first=True)
-        torch.testing.assert_close(found.o, expected.o)
-        torch.testing.assert_close(found.state, expected.state.mT)
+        actual = distributed.chunk_gla(*tokens, None, state.mT, True, **where, state_v_first=True)
+        torch.testing.assert_close(actual.o, expected.o)
+        torch.testing.assert_close(actual.state, expected.state.mT)
         assert distributed.chunk_gla(*tokens, **where, state_v_first=True).state is None
 
 
@@ -225,15 +225,15 @@ def check_bfloat16(ranks: Ranks) -> None:
 def check_autocast(ranks: Ranks) -> None:
     """q, k and v are cast; gates and states stay float32."""
     x = gla_inputs(T=8 * ranks.number, initial_state=True)
-    own = slice(8 * ranks.rank, 8 * ranks.rank + 8)
-    q, k, v, g = (y[:, own] for y in (x.q, x.k, x.v, x.g))
+    local = slice(8 * ranks.rank, 8 * ranks.rank + 8)
+    q, k, v, g = (y[:, local] for y in (x.q, x.k, x.v, x.g))
     with torch.autocast("cpu", torch.bfloat16):
         o, state = distributed.chunk_gla(q.requires_grad_(), k, v, g, None, x.initial_state, True)
     assert (o.dtype, state.dtype) == (torch.bfloat16, torch.float32)
     (dq,) = torch.autograd.grad(o.float().sum(), q)
     expected, _ = gla.chunk_gla(*(y.bfloat16() for y in (x.q, x.k, x.v)), x.g, None, x.initial_state)
     assert dq.dtype == torch.float32
-    assert relative_error(o, expected[:, own]) <= 2 * FORWARD[torch.bfloat16]
+    assert relative_error(o, expected[:, local]) <= 2 * FORWARD[torch.bfloat16]
 
 
 def check_one_gather_each_way(ranks: Ranks) -> None:
@@ -248,7 +248,7 @@ def check_one_gather_each_way(ranks: Ranks) -> None:
         assert gathers == []
         for cut in (asked, known):
             compare(ranks, batch, 1e-12, shard=cut)
-        q, k, v = (batch.of_rank(y, ranks.rank).requires_grad_() for y in (x.q, x.k, x.v))
+        q, k, v = (batch.rows(y, ranks.rank).requires_grad_() for y in (x.q, x.k, x.v))
         (o, _), forward = collectives(distributed.chunk_gla, q, k, v, shard=known)
         _, backward = collectives(o.sum().backward)
         assert forward == backward == [GATHER]
@@ -282,8 +282,8 @@ def collectives(function: Callable, *args: object, **kwargs: object) -> tuple[An
         for name in dir(dist):
             if name.startswith(COMMUNICATING) and inspect.isfunction(getattr(dist, name)):
                 stack.enter_context(mock.patch.object(dist, name, noted(name)))
-        found = function(*args, **kwargs)
-    return found, called
+        actual = function(*args, **kwargs)
+    return actual, called
 
 
 def check_nothing_waits_for_offsets(ranks: Ranks) -> None:
@@ -299,8 +299,8 @@ def check_nothing_waits_for_offsets(ranks: Ranks) -> None:
 def check_one_state_is_sent_for_packed_sequences(ranks: Ranks) -> None:
     """One state is sent for any number of packed sequences, unless initial or final states are asked for."""
     x = gla_inputs(lengths=(2,) * 5 * ranks.number, H=2, K=4, V=3)
-    own = slice(10 * ranks.rank, 10 * ranks.rank + 10)
-    tokens = [y[:, own] for y in (x.q, x.k, x.v, x.g)]
+    local = slice(10 * ranks.rank, 10 * ranks.rank + 10)
+    tokens = [y[:, local] for y in (x.q, x.k, x.v, x.g)]
     cut = distributed.shard(10, x.cu_seqlens, lengths=(10,) * ranks.number)
     with mock.patch.object(dist, GATHER, wraps=getattr(dist, GATHER)) as gather:
         for final_state in (False, True):
@@ -315,12 +315,15 @@ def check_the_longest_sequence_is_known(ranks: Ranks) -> None:
     T = x.q.shape[1]
     lengths = tuple(T // ranks.number + (rank < T % ranks.number) for rank in range(ranks.number))
     longest, module = max(5, 2 * ranks.number), sys.modules[distributed.chunk_gla.__module__]
-    batch, hints = Batch(x, lengths), []
-    for name, place in (("torch_fwd", 10), ("torch_bwd", 12)):
-        op = getattr(module, name)
-        with mock.patch.object(
-            module, name, lambda *args, op=op, place=place: (hints.append(args[place]), op(*args))[1]
-        ):
+    batch, hints, op = Batch(x, lengths), [], module._CHUNK_GLA
+    for name in ("forward", "backward"):
+        function, place = getattr(op, name), getattr(op, f"{name}_spec").parameters.index("max_seqlen")
+
+        def noted(*args: Any, function: Callable = function, place: int = place) -> tuple:
+            hints.append(args[place])
+            return function(*args)
+
+        with mock.patch.object(module, "_CHUNK_GLA", dataclasses.replace(op, **{name: noted})):
             compare(ranks, batch, 1e-12, max_seqlen=longest)
     assert hints == 2 * [min(longest, lengths[ranks.rank])]
 
@@ -334,10 +337,10 @@ def check_nothing_passes_between_sequences(ranks: Ranks) -> None:
     middle = (torch.arange(T) >= 7) & (torch.arange(T) < T - 7)
     for layout in ("contiguous", "zigzag"):
         batch = Batch(x, (each,) * ranks.number, layout)
-        q, k, v, g = (batch.of_rank(y, ranks.rank).requires_grad_() for y in (x.q, x.k, x.v, x.g))
+        q, k, v, g = (batch.rows(y, ranks.rank).requires_grad_() for y in (x.q, x.k, x.v, x.g))
         o, _ = distributed.chunk_gla(q, k, v, g, cu_seqlens=x.cu_seqlens, layout=layout)
         o.sum().backward()
-        inside = batch.of_rank(middle[None], ranks.rank)
+        inside = batch.rows(middle[None], ranks.rank)
         assert all(y[inside].isfinite().all() for y in (o, q.grad, k.grad, v.grad, g.grad))
 
 
@@ -444,4 +447,4 @@ def check_ranks_that_differ(ranks: Ranks) -> None:
     gla.reload_environment()
 
 
-OF_NUMBER = {check_one_rank_that_fails: 2, check_ranks_that_differ: 2}
+NUMBERS = {check_one_rank_that_fails: 2, check_ranks_that_differ: 2}

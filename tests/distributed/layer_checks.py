@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from of_chunk_gla import GATHER, collectives
+from chunk_gla_checks import GATHER, collectives
 from ranks import Ranks, rows_of_rank
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -69,16 +69,16 @@ def compare(
     (dx,) = torch.autograd.grad(y, x, dy, retain_graph=True)
     y.backward(dy)
 
-    def own(z: Tensor) -> Tensor:
+    def local(z: Tensor) -> Tensor:
         return rows_of_rank(z, ranks.rank, lengths, layout)
 
     model.zero_grad()
-    z = own(x).detach().requires_grad_()
-    found = forward(model, z, shard=distributed.shard(z.shape[1], cu_seqlens, layout=layout))
-    found.backward(own(dy))
-    assert found.shape == own(y).shape
-    for name, mine, reference in (("y", found, y), ("dx", z.grad, dx)):
-        error = float(((mine - own(reference)).norm() / reference.norm().clamp(min=1)).detach())
+    z = local(x).detach().requires_grad_()
+    actual = forward(model, z, shard=distributed.shard(z.shape[1], cu_seqlens, layout=layout))
+    actual.backward(local(dy))
+    assert actual.shape == local(y).shape
+    for name, mine, reference in (("y", actual, y), ("dx", z.grad, dx)):
+        error = float(((mine - local(reference)).norm() / reference.norm().clamp(min=1)).detach())
         assert error <= 1e-12, f"{name} is off by {error:.3g}: {lengths}, {layout}, {cu_seqlens}"
     for (name, parameter), reference in zip(model.named_parameters(), alone.parameters(), strict=True):
         dist.all_reduce(parameter.grad)
@@ -116,18 +116,18 @@ def check_a_layer_with_a_mesh(ranks: Ranks) -> None:
     T = 5 * ranks.number
     cu_seqlens = torch.tensor([0, 3, T - 1, T], device=ranks.device)
     x = torch.randn(1, T, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(ranks.device)
-    own = slice(5 * ranks.rank, 5 * ranks.rank + 5)
+    local = slice(5 * ranks.rank, 5 * ranks.rank + 5)
     with torch.no_grad(), mock.patch.object(history, "all_gather", wraps=history.all_gather) as gather:
         assert (
             relative_error(
-                through(spread, x[:, own], cu_seqlens=cu_seqlens), through(model, x, cu_seqlens=cu_seqlens)[:, own]
+                through(spread, x[:, local], cu_seqlens=cu_seqlens), through(model, x, cu_seqlens=cu_seqlens)[:, local]
             )
             <= 1e-12
         )
         assert gather.call_count == 3  # one of the four layers has no convolutions
         x[:, :3] = torch.nan
-        y = through(spread, x[:, own], cu_seqlens=cu_seqlens)
-        assert y[0, max(0, 3 - own.start) :].isfinite().all()
+        y = through(spread, x[:, local], cu_seqlens=cu_seqlens)
+        assert y[0, max(0, 3 - local.start) :].isfinite().all()
 
 
 def check_how_often_mamba2_communicates(ranks: Ranks) -> None:
@@ -195,4 +195,4 @@ def check_layers_that_differ(ranks: Ranks) -> None:
     gla.reload_environment()
 
 
-OF_NUMBER = {check_checkpointed_and_compiled_layers: 2, check_layers_that_differ: 2}
+NUMBERS = {check_checkpointed_and_compiled_layers: 2, check_layers_that_differ: 2}
