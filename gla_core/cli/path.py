@@ -54,8 +54,8 @@ class Launch(NamedTuple):
     options: dict[str, Any]
 
     def __str__(self) -> str:
-        options = ", ".join(f"{name}={value}" for name, value in self.options.items())
-        return f"  {self.file}  {self.kernel}[{', '.join(map(str, self.grid))}]({options})"
+        options = ", ".join(f"{name}={value}" for name, value in {"grid": self.grid, **self.options}.items())
+        return f"  {self.file}  {self.kernel}\n      {options}"
 
 
 class CallPath(NamedTuple):

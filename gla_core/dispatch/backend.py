@@ -51,7 +51,7 @@ OP_REQUIRED: Mapping[str, frozenset[str]] = MappingProxyType(_required)
 OP_WRITTEN: Mapping[str, tuple[str, ...]] = MappingProxyType(_written)
 """The parameters of each abstract op that a backend always writes if they are given, such as a pool of states."""
 OP_LOWERINGS: Mapping[str, Lowering] = MappingProxyType(_lowerings)
-"""How the core computes an op for a backend that lacks it, for each op that can be computed by another one."""
+"""The way in which the core computes an op for a backend that lacks it, for ops that can be computed by another one."""
 
 CHUNK = 64
 """A number of tokens. Sequences are cut into segments, and checkpoints are taken, at multiples of it."""

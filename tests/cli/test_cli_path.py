@@ -33,11 +33,13 @@ def softmax(name, prepare):
     return Backend(name, "1", {"online_softmax": Prepared(prepare, ("x", "dim"))}, Capabilities())
 
 
-def test_the_page_shows_the_path_of_a_call(run):
+def test_the_page_shows_the_path_of_a_call(run, monkeypatch):
     pytest.importorskip("triton")
-    block = DESIGN.read_text(encoding="utf-8").split("```console\n$ gla explain")[1].split("```")[0]
-    command, _, output = block.partition("\n")
-    assert run("explain", *command.split()).output == output
+    for name, value in (("COLUMNS", "72"), ("FORCE_COLOR", "1"), ("NO_COLOR", "1")):  # as on a narrow terminal
+        monkeypatch.setenv(name, value)
+    block = DESIGN.read_text(encoding="utf-8").split("```console\n$ gla ")[1].split("```")[0]
+    command, _, output = block.replace("\\\n", "").partition("\n")
+    assert run(*command.split()).output == output
 
 
 @pytest.mark.parametrize("op", sorted(RUNS))
@@ -65,9 +67,13 @@ def test_the_path_of_a_call_in_pytorch_ends_in_the_function_that_computes_it(op)
 
 def test_the_launches_are_those_that_the_kernels_describe():
     pytest.importorskip("triton")
-    launch = path_of(call_of("chunk_gla", "auto", "H200"), "triton_fused", "triton_fused").launches[0]
-    assert str(launch).startswith("  gla_triton_kernels/gla/")
-    assert f"{launch.kernel}[{', '.join(map(str, launch.grid))}](num_warps=" in str(launch)
+    from gla_triton_kernels.gla.sm90 import forward
+
+    call = describe_call("chunk_gla", "8,4096,16,128,128", assume="H200")
+    (launch,) = path_of(call, "triton_fused", "triton_fused").launches
+    assert launch[:2] == ("gla_triton_kernels/gla/sm90/forward.py", forward._chunk_gla_fwd_kernel.fn.__name__)
+    assert str(launch).endswith(f"{launch.kernel}\n      grid={launch.grid}, num_warps=4, maxnreg=128")
+    assert launch.grid == (8 * 16, 1, 1)
 
 
 def test_a_step_is_shown_with_the_first_line_of_its_docstring():
