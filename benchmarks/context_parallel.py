@@ -137,8 +137,8 @@ def longest(H: int, K: int, device: torch.device) -> Row:
     alone = _most(lambda T: whole(T, sizes), device) if dist.get_rank() == 0 else 0
     shortest = -int(_largest(-_most(lambda T: own(T, sizes, _itself()), device), device))
     fine = _all(seconds_of(lambda: own(shortest, sizes), device, graphs=False, every=True) is not None, device)
-    found = {"one_rank": int(_largest(alone, device)), "all_ranks": ranks * shortest if fine else None}
-    return {"heads": H, "width": K, **found}
+    longest_of = {"one_rank": int(_largest(alone, device)), "all_ranks": ranks * shortest if fine else None}
+    return {"heads": H, "width": K, **longest_of}
 
 
 def _most(prepare: Callable[[int], Callable[[], Any]], device: torch.device) -> int:
@@ -146,9 +146,9 @@ def _most(prepare: Callable[[int], Callable[[], Any]], device: torch.device) -> 
     torch.cuda.reset_peak_memory_stats(device)
     if not fits(lambda: prepare(PROBE), device):
         return 0
-    of_token = torch.cuda.max_memory_allocated(device) / PROBE
+    bytes_per_token = torch.cuda.max_memory_allocated(device) / PROBE
     room = MEMORY * torch.cuda.get_device_properties(device).total_memory
-    T = int(room / of_token) // STEP * STEP
+    T = int(room / bytes_per_token) // STEP * STEP
     while T > 0 and not fits(functools.partial(prepare, T), device):
         T -= STEP
     return T
@@ -218,15 +218,15 @@ def _sample(call: Callable[[], Any], device: torch.device, every: bool, number: 
 
 def _slowest(seconds: float | None, device: torch.device) -> float | None:
     """Returns the longest time of all ranks; None if a rank has no time."""
-    found = _largest(math.inf if seconds is None else seconds, device)
-    return None if math.isinf(found) else found
+    slowest = _largest(math.inf if seconds is None else seconds, device)
+    return None if math.isinf(slowest) else slowest
 
 
 def _largest(x: float, device: torch.device) -> float:
     """Returns the largest x of all ranks."""
-    found = torch.tensor(x, dtype=torch.float64, device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
+    largest = torch.tensor(x, dtype=torch.float64, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return float(largest)
 
 
 def _all(fine: bool, device: torch.device) -> bool:

@@ -25,11 +25,11 @@ Row = Mapping[str, Any]
 
 def panels(rows: Sequence[Row]) -> dict[int, list[Row]]:
     """Returns the rows of the crossover by the number of heads in the batch, B*H, shorter sequences first."""
-    found: dict[int, list[Row]] = {}
+    panels_by_heads: dict[int, list[Row]] = {}
     timed = [row for row in rows if row["part"] == "crossover" and row["measured"]]
     for row in sorted(timed, key=lambda row: row["dims"]["T"]):
-        found.setdefault(row["dims"]["B"] * row["dims"]["H"], []).append(row)
-    return dict(sorted(found.items()))
+        panels_by_heads.setdefault(row["dims"]["B"] * row["dims"]["H"], []).append(row)
+    return dict(sorted(panels_by_heads.items()))
 
 
 def switches(rows: Sequence[Row]) -> list[float]:
@@ -50,13 +50,13 @@ def drawn(rows: Sequence[Row]) -> list[str]:
 
 def draw(path: Path) -> Path:
     """Draws the picture of a results file. Raises ValueError without matplotlib, or if measurements are missing."""
-    plt, found = pyplot(), json.loads(path.read_text())
-    of_heads = panels(found["rows"])
-    if not of_heads:
+    plt, report = pyplot(), json.loads(path.read_text())
+    by_heads = panels(report["rows"])
+    if not by_heads:
         raise ValueError(f"{path} holds no measurements of the crossover")
-    figure, all_axes = plt.subplots(1, len(of_heads), figsize=(3.2 * len(of_heads), 3.6), sharey=True, squeeze=False)
-    shade = colours(drawn([row for rows in of_heads.values() for row in rows]))
-    for axes, (heads, rows) in zip(all_axes[0], of_heads.items(), strict=True):
+    figure, all_axes = plt.subplots(1, len(by_heads), figsize=(3.2 * len(by_heads), 3.6), sharey=True, squeeze=False)
+    shade = colours(drawn([row for rows in by_heads.values() for row in rows]))
+    for axes, (heads, rows) in zip(all_axes[0], by_heads.items(), strict=True):
         for name, colour in shade.items():
             _line(axes, rows, name, colour)
         for T in switches(rows):
@@ -70,19 +70,19 @@ def draw(path: Path) -> Path:
         axes.tick_params(which="minor", left=False)
         axes.grid(which="both", alpha=0.3)
     all_axes[0][0].set_ylabel("time in ms")
-    figure.suptitle(_title(found, next(iter(of_heads.values()))[0]["dims"]), fontsize=11)
+    figure.suptitle(_title(report, next(iter(by_heads.values()))[0]["dims"]), fontsize=11)
     handles = _legend(plt, shade)
     legend_below(figure, handles, [handle.get_label() for handle in handles])
     figure.tight_layout()
     return save(figure, path.with_suffix("") / "crossover.svg")
 
 
-def _title(found: Mapping[str, Any], sizes: Mapping[str, int]) -> str:
+def _title(report: Mapping[str, Any], sizes: Mapping[str, int]) -> str:
     widths = f"K = V = {sizes['K']}" if sizes["K"] == sizes["V"] else f"K = {sizes['K']}, V = {sizes['V']}"
-    dtypes = "bfloat16 with float32 gates" if found.get("driver") else "float32"
+    dtypes = "bfloat16 with float32 gates" if report.get("driver") else "float32"
     return (
         "chunk_gla forward: time of each backend against the length of a sequence, lower is better\n"
-        f"{found['device']}, {dtypes}, {widths}; torch {found['torch']}"
+        f"{report['device']}, {dtypes}, {widths}; torch {report['torch']}"
     )
 
 
@@ -99,8 +99,8 @@ def _legend(plt: Any, shade: Mapping[str, str]) -> list[Any]:
 
 def _line(axes: Any, rows: Sequence[Row], name: str, colour: str) -> None:
     """Draws the times of a backend; the points at which it was picked are filled."""
-    of_name = [row for row in rows if name in row["measured"]]
-    timed = [(row["dims"]["T"], 1e3 * row["measured"][name], row["pick"] == name) for row in of_name]
+    timed_rows = [row for row in rows if name in row["measured"]]
+    timed = [(row["dims"]["T"], 1e3 * row["measured"][name], row["pick"] == name) for row in timed_rows]
     axes.plot([T for T, *_ in timed], [ms for _, ms, _ in timed], color=colour)
     for filled in (False, True):
         points = [(T, ms) for T, ms, picked in timed if picked == filled]

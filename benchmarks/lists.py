@@ -17,7 +17,7 @@ def names(text: str, known: Sequence[str] | None = None) -> list[str]:
     Raises:
         argparse.ArgumentTypeError: a name is not one of the `known` ones, if these are given.
     """
-    found = text.split(",")
-    if known is not None and (unknown := set(found) - set(known)):
+    listed = text.split(",")
+    if known is not None and (unknown := set(listed) - set(known)):
         raise argparse.ArgumentTypeError(f"unknown {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-    return found
+    return listed

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from record import Job, attempt
+from record import Job, attempt, counted
 from torch import Tensor
 
 from gla_core.bench import measure
@@ -78,9 +78,8 @@ def _ways(theirs: bool) -> list[tuple[str, str | None]]:
 def call_in_words(sizes: Scan, way: str) -> str:
     """Returns the words of a call, such as "Mamba-2's scan forward: Zamba2-7B (2 x 4096 tokens, 2 groups, ...)"."""
     model, B, T, G, H, N, P = sizes
-    groups = f"{G} group" + ("s" if G > 1 else "")
     tokens = f"{B} sequences" if T == 1 else f"{B} x {T} tokens"
-    return f"Mamba-2's scan {way}: {model} ({tokens}, {groups}, {H} heads, state {N} x {P})"
+    return f"Mamba-2's scan {way}: {model} ({tokens}, {counted(G, 'group')}, {H} heads, state {N} x {P})"
 
 
 def _measure(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import importlib
 import os
 import re
@@ -24,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from record import Job
+from record import Job, counted, free_memory
 from torch import Tensor
 
 from gla_core.bench.measure import synchronize
@@ -36,7 +35,7 @@ NO_END = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 PROMPT = 512
 NEW, PER_GRAPH, REPLAYS, REPEATS = 64, 8, 16, 5
 WARM_UP, STEPS, PROFILED = 3, 10, 5
-OF_GLA = re.compile(
+GLA_KERNELS = re.compile(
     r"(?!triton_)\w*(chunk_|gla|_state_kernel|_gate_kernel|_gradient_kernel|_build_states|_scan|_pairs)"
 )
 """The names of FLA's and our kernels for gated linear attention. Kernels of torch.compile begin with `triton_`."""
@@ -77,7 +76,7 @@ def jobs(device: torch.device) -> list[Job]:
     for task in planned:
         compared = task.way != "fla" and task._replace(way="fla") in planned
         row = (call_in_words(task), WAYS[task.way], "fla" if compared else None)
-        made.append(Job([row], functools.partial(_measure, task, device)))
+        made.append(Job([row], functools.partial(measure, task, device)))
     return made
 
 
@@ -86,23 +85,17 @@ def call_in_words(task: Task) -> str:
     if task.what == "train":
         return f"training step, {task.sequences} x {task.tokens} tokens"
     how = "in a CUDA graph" if task.what == "graph" else "by `generate`"
-    return f"decoding {how}, {task.sequences} sequence{'s' if task.sequences > 1 else ''}"
+    return f"decoding {how}, {counted(task.sequences, 'sequence')}"
 
 
-def _measure(task: Task, device: torch.device) -> list[Row]:
-    return [measure(task, device)]
-
-
-def measure(task: Task, device: torch.device) -> Row:
-    """Returns the fields of a row: the median of a task's times in seconds, their spread, and facts."""
+def measure(task: Task, device: torch.device) -> list[Row]:
+    """Returns the fields of one row: the median of a task's times in seconds, their spread, and facts."""
     run = {"train": _train, "generate": _generate, "graph": _in_graph}[task.what]
     try:
         with model_of(task.way, device) as model:
-            return run(task.way, model, tokens_of(task.sequences, task.tokens, device))
+            return [run(task.way, model, tokens_of(task.sequences, task.tokens, device))]
     finally:
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_memory()
 
 
 def sizes(device: torch.device) -> dict[str, int]:
@@ -171,7 +164,7 @@ def _train(way: str, model: Any, words: Tensor) -> Row:
     memory = torch.cuda.max_memory_allocated() / 2**30
     kernels = [_kernel_seconds(step) for _ in range(PROFILED)]
     facts |= {"wall, s": wall["seconds"], "wall spread": wall["spread"], "GiB": memory}
-    facts["of GLA, s"] = statistics.median(of_gla for _, of_gla in kernels)
+    facts["of GLA, s"] = statistics.median(gla for _, gla in kernels)
     return {**_spread([every for every, _ in kernels]), "facts": facts}
 
 
@@ -181,7 +174,7 @@ def _kernel_seconds(step: Callable[[], None]) -> tuple[float, float]:
         step()
         torch.cuda.synchronize()
     kernels = {event.key: event.self_device_time_total / 1e6 for event in profile.key_averages()}
-    return sum(kernels.values()), sum(seconds for name, seconds in kernels.items() if OF_GLA.match(name))
+    return sum(kernels.values()), sum(seconds for name, seconds in kernels.items() if GLA_KERNELS.match(name))
 
 
 # ---- generating
@@ -251,8 +244,8 @@ class Decoding:
         self._settle()
 
     def _read(self, words: Tensor) -> Tensor:
-        found = self.model(words, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-        return found.logits.argmax(-1)
+        output = self.model(words, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        return output.logits.argmax(-1)
 
     def _settle(self) -> None:
         """Copies the states that FLA's layers returned to the place of their first states; ours write in place."""

@@ -179,12 +179,14 @@ def readme_run(folder: Path) -> dict[str, list[Row]]:
     """Returns the rows of the run that the README shows, by device: those of the newest commit with its first line."""
     part, first, _ = HEADLINE[0]
     rows = {device: record.read(folder / device / f"{part}.jsonl") for device in devices(folder)}
-    commits = {row.date: row.commit for of_device in rows.values() for row in of_device if row.call == first}
+    commits = {row.date: row.commit for device_rows in rows.values() for row in device_rows if row.call == first}
     if not commits:
         return {}
     commit = commits[max(commits)]
     every = {device: [row for _, row in shown_rows(folder, device) if row.commit == commit] for device in rows}
-    return {device: of_device for device, of_device in every.items() if any(row.call == first for row in of_device)}
+    return {
+        device: device_rows for device, device_rows in every.items() if any(row.call == first for row in device_rows)
+    }
 
 
 def _cell(part: str, call: str, rows: Sequence[Row]) -> str:
@@ -466,13 +468,16 @@ def _selection(report: dict[str, Any], path: Path) -> str:
     """Returns the section of a file of selection.py: how close the picks of `auto` are to the fastest backend."""
     parts = {row["part"]: row["commit"] for row in report["rows"] if "commit" in row}
     others = "".join(f"; {part} at {commit}" for part, commit in parts.items())
+    chunks = (
+        " The grid has calls of chunk_gla_fwd with shapes that no constant was fitted to; 'forms' are calls with other "
+        "forms of gates, value heads in groups, or float16. For packed sequences, forward and backward, `auto` knows "
+        "how many there are but not how long."
+    )
     lines = [
         f"## What auto picks, {report['device']}\n",
         f"gla_core {report['gla_core']} at {report['commit'][:10]}, torch {report['torch']}, {report['date'][:10]}"
         f"{others}. The slowdown of a pick is the time of the backend that `auto` picks "
-        "divided by the time of the fastest one. The grid has calls of chunk_gla_fwd with shapes that no constant was "
-        "fitted to; 'forms' are calls with other forms of gates, value heads in groups, or float16. For packed "
-        "sequences, forward and backward, `auto` knows how many there are but not how long. "
+        f"divided by the time of the fastest one.{chunks if 'grid' in report['summary'] else ''} "
         f"Written by `benchmarks/evidence.py selection` into `benchmarks/results/{path.name}`.\n",
         "| calls | measured | close to the fastest | largest slowdown |\n| --- | ---: | ---: | ---: |",
     ]
@@ -503,7 +508,8 @@ def draw(folder: Path) -> None:
         if (folder / device / "ranks.jsonl").exists():
             context_parallel.draw(folder / device / "ranks.jsonl")
     for path in folder.glob("selection-*.json"):
-        crossover.draw(path)
+        if "crossover" in json.loads(path.read_text())["summary"]:
+            crossover.draw(path)
 
 
 def between_markers(page: str) -> str | None:

@@ -249,9 +249,19 @@ def attempt(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     except Exception as error:
         return {"error": reason(error)}
     finally:
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_memory()
+
+
+def free_memory() -> None:
+    """Returns the memory of tensors that are no longer used to the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def counted(number: int, thing: str) -> str:
+    """Returns the number of things in words, such as "1 sequence" or "8 sequences"."""
+    return f"{number} {thing}" + ("s" if number > 1 else "")
 
 
 def reason(error: Exception) -> str:

@@ -2,20 +2,19 @@
 
 `evidence.py selection` runs it.
 
-The shapes of the grid are drawn at random from a fixed seed, with B*H from 1 to 512 and T from 1 to 131,072 (smaller on
-a CPU); `gla calibrate` uses none of them. Backends that predict no time are left out, since `auto` ranks them last. For
-packed sequences in the grid `auto` knows a bound of their lengths. The file has more parts. Three are measured on a GPU
-only: the backward of some of these shapes, with checkpoints as in training; other forms of gates, groups of value heads
-and float16; and packed sequences with several distributions of lengths, which `auto` does not know. The others are
-other ops, and the lengths of the crossover that benchmarks/crossover.py draws. A second run keeps the rows of the
-first, unless the device, a version, the commit or a constant has changed.
+The shapes of the grid are drawn at random from a fixed seed, with B*H from 1 to 512 and T from 1 to 131,072;
+`gla calibrate` uses none of them. Backends that predict no time are left out, since `auto` ranks them last. For packed
+sequences in the grid `auto` knows a bound of their lengths. The file has more parts: the backward of some of these
+shapes, with checkpoints as in training; other forms of gates, groups of value heads and float16; packed sequences with
+several distributions of lengths, which `auto` does not know; other ops; and the lengths of the crossover that
+benchmarks/crossover.py draws. On a CPU it has the other ops alone, as the reference alone computes chunk_gla there. A
+second run keeps the rows of the first, unless the device, a version, the commit or a constant has changed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import gc
 import itertools
 import json
 import math
@@ -26,6 +25,7 @@ from random import Random
 from typing import Any
 
 import torch
+from record import free_memory
 
 from gla_core.bench import calibrate, measure, results
 from gla_core.bench.calls import calls_for, run_once
@@ -49,10 +49,12 @@ ROUNDS = 3
 """The number of rounds in which the backends take turns, so that a drifting clock affects all of them."""
 WIDTHS = (*[(128, 128)] * 4, *[(64, 64)] * 2, (64, 128), (128, 64), (96, 192), (128, 256), (256, 128), (256, 256))
 GRID = 72
+MOST = 2**22
+"""The largest number of tokens, counted for each head, of a call of the grid and of the crossover."""
 BACKWARDS = 36
 FORMS = 30
 LENGTHS = ("equal", "uniform", "log-uniform", "one giant", "single tokens")
-OF_EACH = 20
+CALLS_PER_KIND = 20
 
 Row = dict[str, Any]
 Shape = tuple[int, int, int, int, int, int | None]
@@ -63,52 +65,54 @@ Shape = tuple[int, int, int, int, int, int | None]
 
 def calls(device: torch.device) -> Iterator[tuple[str, OpCall]]:
     """Yields every call with its part, such as 'grid' or 'packed, equal'. Small calls come again, in a CUDA graph."""
-    cuda = device.type == "cuda"
-    for B, H, T, K, V, N in shapes(cuda):
+    if device.type != "cuda":
+        yield from (("other ops", call) for call in other_calls(device))
+        return
+    for B, H, T, K, V, N in shapes():
         call = chunk_call(device, B, H, T, K, V, N)
         yield "grid", call
-        if cuda and B * H * T <= 2**17:
+        if B * H * T <= 2**17:
             yield "grid", dataclasses.replace(call, capturing=True)
-    for B, H, T, K, V, N in shapes(cuda)[:BACKWARDS] if cuda else ():
+    for B, H, T, K, V, N in shapes()[:BACKWARDS]:
         yield "backward", backward_of(chunk_call(device, B, H, T, K, V, N))
-    yield from form_calls(device) if cuda else ()
-    yield from packed_calls(device) if cuda else ()
+    yield from form_calls(device)
+    yield from packed_calls(device)
     for call in other_calls(device):
         yield "other ops", call
-        if cuda and call.op == "recurrent_gla_step":
+        if call.op == "recurrent_gla_step":
             yield "other ops", dataclasses.replace(call, capturing=True)
-    for heads in (1, 4, 16, 64) if cuda else (1, 4, 16):  # 128 heads fill a GPU: both backends run the same kernel
-        for T in (2**n for n in (range(8, 18) if cuda else range(4, 12))):
-            if heads * T <= (2**22 if cuda else 2**14):
+    for heads in (1, 4, 16, 64):  # 128 heads fill a GPU: both backends run the same kernel
+        for T in (2**n for n in range(8, 18)):
+            if heads * T <= MOST:
                 yield "crossover", chunk_call(device, max(1, heads // 16), min(heads, 16), T, 128, 128)
 
 
-def shapes(cuda: bool) -> list[Shape]:
+def shapes() -> list[Shape]:
     """Returns the shapes of the grid: B, H, T, K, V, and the number of packed sequences, None for other calls."""
-    most_heads, most_tokens, most = (512, 2**17, 2**22) if cuda else (64, 2**12, 2**14)  # most: heads x tokens
+    most_heads, most_tokens = 512, 2**17
     random = Random(5)
 
     def between(low: float, high: float) -> int:
         return round(low * (high / low) ** random.random())
 
     corners = ((2, most_tokens, 128), (most_heads, 1, 128), (1, 1, 96), (1, most_tokens - 1, 64))
-    found: list[Shape] = [(1, H, T, K, K, None) for H, T, K in corners]
-    while len(found) < GRID:
+    made: list[Shape] = [(1, H, T, K, K, None) for H, T, K in corners]
+    while len(made) < GRID:
         heads, T = between(1, most_heads), between(16, most_tokens)
         K, V = random.choice(WIDTHS)
         H = min(heads, random.choice((2, 4, 8, 16, 32)))
-        if not T & (T - 1) or heads * T * (K + V) / 256 > most:
+        if not T & (T - 1) or heads * T * (K + V) / 256 > MOST:
             continue
         packed = random.random() < 0.25 and T >= 64
         N = between(2, min(128, T // 16)) if packed else None
         shape = (1 if packed else max(1, heads // H), H, T, K, V, N)
-        if shape not in found:
-            found.append(shape)
-    return found
+        if shape not in made:
+            made.append(shape)
+    return made
 
 
 def chunk_call(device: torch.device, B: int, H: int, T: int, K: int, V: int, N: int | None = None) -> OpCall:
-    """Returns a chunk_gla_fwd: bfloat16 with float32 gates as in models, float32 on a CPU; packed if N is given."""
+    """Returns a chunk_gla_fwd in bfloat16 with float32 gates, as in models; packed if N is given."""
     longest = None if N is None else min(T, -(-2 * T // N))
     sizes = {"B": B, "T": T, "H": H, "K": K, "V": V, "N": N or B}
     return _call("chunk_gla_fwd", device, sizes, variable_length=N is not None, longest=longest)
@@ -128,7 +132,7 @@ def form_calls(device: torch.device) -> Iterator[tuple[str, OpCall]]:
 
     The shapes are every second one of the grid.
     """
-    random, sizes = Random(7), [shape for shape in shapes(True) if shape[1] > 1]
+    random, sizes = Random(7), [shape for shape in shapes() if shape[1] > 1]
     for i in range(FORMS):
         B, H, T, K, V, N = sizes[2 * i]
         call, groups = chunk_call(device, B, H, T, K, V, N), random.choice([n for n in (1, 1, 2, H) if H % n == 0])
@@ -148,7 +152,7 @@ def packed_calls(device: torch.device) -> Iterator[tuple[str, OpCall]]:
     """Yields calls with packed sequences of unknown lengths: the forward of all, the backward of half of them."""
     random = Random(6)
     for kind in LENGTHS:
-        for i in range(OF_EACH):
+        for i in range(CALLS_PER_KIND):
             N, T = round(2 * 256 ** random.random()), round(1000 * 100 ** random.random())
             H, K, V = random.choice((4, 8, 16, 32)), random.choice((64, 128, 256)), random.choice((64, 128, 256))
             T = max(N, min(T, 2**29 // (H * (K + V))))
@@ -246,8 +250,8 @@ def judged(row: Row) -> Row:
 
 def quickest(row: Row, again: Row) -> Row:
     """Merges two measurements of one call into their minimum, since disturbances of a machine only add time."""
-    times = [found["measured"] for found in (row, again)]
-    both = {name: min(found[name] for found in times if name in found) for name in {**times[0], **times[1]}}
+    times = [run["measured"] for run in (row, again)]
+    both = {name: min(run[name] for run in times if name in run) for name in {**times[0], **times[1]}}
     return judged({**again, "measured": both})
 
 
@@ -262,10 +266,10 @@ def explain(call: OpCall) -> Explanation:
 def as_json(call: OpCall) -> Row:
     """Returns the call as JSON values."""
     flags = {"packed": call.variable_length, "graph": call.capturing}
-    found = {"op": call.op, "dims": dict(call.dims), **{name: True for name, flag in flags.items() if flag}}
+    fields = {"op": call.op, "dims": dict(call.dims), **{name: True for name, flag in flags.items() if flag}}
     if call.op.startswith("chunk_gla") and (call.gate_form != "key" or call.dtype == torch.float16):
-        found |= {"form": call.gate_form or "none", "dtype": str(call.dtype).removeprefix("torch.")}
-    return found
+        fields |= {"form": call.gate_form or "none", "dtype": str(call.dtype).removeprefix("torch.")}
+    return fields
 
 
 def _worth_timing(explanation: Explanation) -> tuple[list[str], dict[str, str]]:
@@ -291,7 +295,7 @@ def time_backends(
     timer = measure.time_graph if call.capturing else measure.time_calls
     rounds = 1 if call.capturing else ROUNDS
     calls_of: dict[str, list] = {}
-    found: dict[str, list[float]] = {}
+    times_of: dict[str, list[float]] = {}
     for turn in range(rounds):
         first = turn % max(1, len(names))
         for name in (*names[first:], *names[:first]):
@@ -301,18 +305,12 @@ def time_backends(
                 if name not in calls_of:
                     calls_of[name] = calls_for(name, call, arguments)
                 timing = timer(calls_of[name], call.device, seconds / rounds)
-                found.setdefault(name, []).append(timing.seconds)
+                times_of.setdefault(name, []).append(timing.seconds)
             except Exception as error:  # out of memory, or a kernel that cannot be built
                 left_out = {**left_out, name: f"{type(error).__name__}: {error}"[:200]}
     del arguments, calls_of
-    _free(call.device)
-    return {name: min(times) for name, times in found.items() if name not in left_out}, left_out
-
-
-def _free(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    free_memory()
+    return {name: min(times) for name, times in times_of.items() if name not in left_out}, left_out
 
 
 def compile_share(device: torch.device, share: tuple[int, int], say: Callable[[str], None]) -> None:
@@ -329,7 +327,7 @@ def compile_share(device: torch.device, share: tuple[int, int], say: Callable[[s
             run_once(name, call)
         except Exception as error:
             say(f"{name} {describe(as_json(call))}: {type(error).__name__}: {error}"[:300])
-        _free(device)
+        free_memory()
 
 
 def _kernels(name: str, call: OpCall) -> tuple:
@@ -349,13 +347,13 @@ def constants_in_use(
     device: torch.device, assumed: KnownDevice | None = None
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Returns the constants of every cost model: value by backend, op and constant."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    constants: dict[str, dict[str, dict[str, float]]] = {}
     call = functools.partial(OpCall, device=device, dtype=torch.float32, dims={}, assumed=assumed)
     for backend in registry.installed().values():
         if isinstance(backend.cost, CostModel):
             calls_of = {op: call(op=op) for op in backend.ops}
-            found[backend.name] = {op: dict(constants_for(backend, call)[0]) for op, call in calls_of.items()}
-    return found
+            constants[backend.name] = {op: dict(constants_for(backend, call)[0]) for op, call in calls_of.items()}
+    return constants
 
 
 def run(
@@ -406,12 +404,12 @@ def pick_again(path: Path) -> Path:
     Raises:
         KeyError: the file was measured on a GPU that is not one of `KNOWN_DEVICES`.
     """
-    found = json.loads(path.read_text())
-    rows, assumed = found.pop("rows"), None if path.stem == "selection-cpu" else KNOWN_DEVICES[found["device"]]
+    report = json.loads(path.read_text())
+    rows, assumed = report.pop("rows"), None if path.stem == "selection-cpu" else KNOWN_DEVICES[report["device"]]
     device = torch.device("cuda" if assumed else "cpu")
     calls_of = {key({"part": part, **as_json(c)}): dataclasses.replace(c, assumed=assumed) for part, c in calls(device)}
     rows = [judged({**row, **_picked(explain(calls_of[key(row)]))}) for row in rows]
-    write(path, {**found, "constants": constants_in_use(device, assumed)}, rows)
+    write(path, {**report, "constants": constants_in_use(device, assumed)}, rows)
     return path
 
 
@@ -444,15 +442,15 @@ def key(row: Row) -> str:
 
 def summary(rows: Sequence[Row]) -> dict[str, Row]:
     """Returns, for each part, the number of calls, the share of picks that count as right, and the worst ratio."""
-    found = {}
+    summaries = {}
     for part in dict.fromkeys(row["part"] for row in rows):
         ratios = [math.inf if row["ratio"] is None else row["ratio"] for row in rows if row["part"] == part]
         shapes = {json.dumps(row["dims"]) for row in rows if row["part"] == part}
         within = closeness(part)
         close = sum(ratio <= within for ratio in ratios) / len(ratios)
         numbers = {"within": within, "close": close, "worst": max(ratios)}
-        found[part] = {"shapes": len(shapes), "calls": len(ratios), **numbers}
-    return found
+        summaries[part] = {"shapes": len(shapes), "calls": len(ratios), **numbers}
+    return summaries
 
 
 def closeness(part: str) -> float:
@@ -482,10 +480,10 @@ def describe(row: Row) -> str:
     return f"{line}: {times}{wrong}"
 
 
-def in_words(part: str, found: Row) -> str:
+def in_words(part: str, summed: Row) -> str:
     """Returns the summary of a part in a sentence."""
-    within = f"{found['within'] - 1:.0%}"
+    within = f"{summed['within'] - 1:.0%}"
     return (
-        f"{part}: {found['calls']} calls of {found['shapes']} shapes; the pick is within {within} of the "
-        f"fastest on {found['close']:.1%}, and {found['worst']:.2f} times as slow at worst"
+        f"{part}: {summed['calls']} calls of {summed['shapes']} shapes; the pick is within {within} of the "
+        f"fastest on {summed['close']:.1%}, and {summed['worst']:.2f} times as slow at worst"
     )

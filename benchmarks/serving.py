@@ -25,7 +25,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from record import Job, attempt
+from record import Job, attempt, counted
 from torch import Tensor
 
 import gla_core as gla
@@ -182,20 +182,16 @@ def _load(path: Path) -> ModuleType:
 def batches(device: torch.device) -> Iterator[tuple[str, str, Callable[[], Batch]]]:
     """Yields the method to measure, its batch in words, and a function that makes the batch."""
     for N in DECODES:
-        yield "decode", _sequences(N), functools.partial(batch, device, N)
+        yield "decode", counted(N, "sequence"), functools.partial(batch, device, N)
     for N in DECODES:
-        yield "verify", _sequences(N), functools.partial(batch, device, DRAFTS * N)
+        yield "verify", counted(N, "sequence"), functools.partial(batch, device, DRAFTS * N)
     for N in DECODES:
-        yield "replay", _sequences(N), functools.partial(drafts, device, N)
+        yield "replay", counted(N, "sequence"), functools.partial(drafts, device, N)
     for N, T in PREFILLS:
-        yield "prefill", f"{_sequences(N)}, {T} tokens", functools.partial(batch, device, 0, N, T)
+        yield "prefill", f"{counted(N, 'sequence')}, {T} tokens", functools.partial(batch, device, 0, N, T)
     for N, prefills, T in MIXED:
-        words = f"{N} decodes, {_sequences(prefills)}, {T} tokens"
+        words = f"{N} decodes, {counted(prefills, 'sequence')}, {T} tokens"
         yield "mixed", words, functools.partial(batch, device, N, prefills, T)
-
-
-def _sequences(number: int) -> str:
-    return f"{number} sequence" + ("s" if number > 1 else "")
 
 
 def jobs(device: torch.device, bandwidth: float, folder: Path | None) -> list[Job]:
@@ -228,8 +224,8 @@ def _measure(
 
     def time(who: str) -> Fields:
         timing = measured(what, make, getattr(engines[who], what), device)
-        of_floor = floor_bytes(what, make()) / timing.seconds / bandwidth
-        return {"seconds": timing.seconds, "spread": timing.spread, "facts": {"of floor": of_floor}}
+        share = floor_bytes(what, make()) / timing.seconds / bandwidth
+        return {"seconds": timing.seconds, "spread": timing.spread, "facts": {"of floor": share}}
 
     return [attempt(functools.partial(time, who)) for who in whos]  # another engine may not run here
 

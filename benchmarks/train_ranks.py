@@ -60,7 +60,7 @@ def measured(options: argparse.Namespace) -> Iterator[tuple[str, Facts]]:
         if kind == "resumed":
             for ranks in options.ranks:
                 difference = difference_after_kill(options, ranks)
-                yield f"{_ranks(ranks)}, resumed", {"largest difference of a loss": difference}
+                yield f"{record.counted(ranks, 'rank')}, resumed", {"largest difference of a loss": difference}
             continue
         first: float | None = None
         for ranks in options.ranks:
@@ -70,21 +70,19 @@ def measured(options: argparse.Namespace) -> Iterator[tuple[str, Facts]]:
                 sizes = {"batch": options.batch * ranks}
             speed = tokens_per_second(options, ranks, [f"--{name}={value}" for name, value in sizes.items()])
             first = first or speed / ranks
-            words = ", ".join([_ranks(ranks), kind, *(f"{name} {size}" for name, size in sizes.items())])
+            words = ", ".join(
+                [record.counted(ranks, "rank"), kind, *(f"{name} {size}" for name, size in sizes.items())]
+            )
             yield words, {"tokens/s": speed, "tokens/s of a rank": speed / ranks, "efficiency": speed / ranks / first}
-
-
-def _ranks(number: int) -> str:
-    return f"{number} rank" + ("s" if number > 1 else "")
 
 
 def tokens_per_second(options: argparse.Namespace, ranks: int, more: Sequence[str]) -> float:
     """Trains, and returns the tokens per second of all ranks."""
     printed = wait(start(options, ranks, ["--steps", str(options.steps), *more]))
-    found = re.search(r"Speed: ([\d,]+) tokens/s", printed)
-    if found is None:
+    match = re.search(r"Speed: ([\d,]+) tokens/s", printed)
+    if match is None:
         raise SystemExit(f"no speed was printed:\n{printed}")
-    return float(found[1].replace(",", ""))
+    return float(match[1].replace(",", ""))
 
 
 def difference_after_kill(options: argparse.Namespace, ranks: int) -> float:

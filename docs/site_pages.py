@@ -186,11 +186,11 @@ def _target(page: str, link: str, repository: str) -> str:
     if not (ROOT / path).exists():
         return link
     if path.startswith("docs/") and path.endswith((".md", ".svg")):
-        found = path.removeprefix("docs/")
+        target = path.removeprefix("docs/")
     elif path.startswith(f"{PICTURES}/") and path.endswith((".png", ".svg")):
-        found = path
+        target = path
     elif path in PAGES:
-        found = PAGES[path]
+        target = PAGES[path]
     else:
         return f"{repository}/blob/main/{path}"
-    return posixpath.relpath(found, posixpath.dirname(page) or ".")
+    return posixpath.relpath(target, posixpath.dirname(page) or ".")

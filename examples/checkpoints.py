@@ -144,8 +144,8 @@ def read(checkpoint: Path, settings: dict[str, Any]) -> Run:
         path = checkpoint / name
         if not path.exists():
             raise _damaged(checkpoint, f"{name} is missing")
-        if (found := path.stat().st_size) != size:
-            raise _damaged(checkpoint, f"{name} has {found:,} bytes, and {size:,} were written")
+        if (actual := path.stat().st_size) != size:
+            raise _damaged(checkpoint, f"{name} has {actual:,} bytes, and {size:,} were written")
     for name, value in settings.items():
         if run.settings.get(name, value) != value:
             raise ValueError(

@@ -101,9 +101,9 @@ def end(text: str, code: int) -> NoReturn:
 
 def read_options(arguments: Sequence[str] | None) -> Options:
     """Parses the command line; options that are not given have the preset's values."""
-    given = vars(parser().parse_args(arguments))
+    parsed = vars(parser().parse_args(arguments))
     return Options(
-        **given | {name: value for name, value in asdict(PRESETS[given["preset"]]).items() if given[name] is None}
+        **parsed | {name: value for name, value in asdict(PRESETS[parsed["preset"]]).items() if parsed[name] is None}
     )
 
 

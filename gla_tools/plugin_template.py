@@ -72,4 +72,4 @@ def _template() -> Path:
 def _renamed(text: str, name: str) -> str:
     new = dict.fromkeys((_NAME, _EXAMPLE), name)
     new |= {old.replace("_", "-"): name.replace("_", "-") for old in new}
-    return re.sub("|".join(new), lambda found: new[found[0]], text)
+    return re.sub("|".join(new), lambda match: new[match[0]], text)

@@ -327,10 +327,10 @@ def _check_training(model, other, path, change, runs, close):
     expected = gradients(model, [model.get_parameter(name) for name in names], runs)
     parameters = [other.get_parameter(name) for name in names]
     with change.make(*parts_of(other, path), calls, 1.0):
-        found = gradients(other, _now(other, parameters), runs)
+        actual = gradients(other, _now(other, parameters), runs)
         with torch.no_grad():
             torch.testing.assert_close(runs.stepped(other), runs.whole(model).detach(), **close)
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         if a is not None:  # None is of a weight that the change has split in two
             torch.testing.assert_close(a, b, **close)
 
@@ -345,5 +345,5 @@ def gradients(model: nn.Module, parameters: list[nn.Parameter | None], runs: Run
     """Returns the loss, and its gradient for each parameter; None for None."""
     loss = runs.loss(model)
     wanted = [x for x in parameters if x is not None]
-    found = iter(torch.autograd.grad(loss, wanted, allow_unused=True))
-    return [loss, *(None if x is None else next(found) for x in parameters)]
+    actual = iter(torch.autograd.grad(loss, wanted, allow_unused=True))
+    return [loss, *(None if x is None else next(actual) for x in parameters)]

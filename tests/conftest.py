@@ -60,10 +60,10 @@ def hide_other_backends():
     others = {place(x) for x in entry_points(group=group) if x.dist.name != registry.OWN_DISTRIBUTION}
 
     def visible(**select):
-        found = entry_points(**select)
+        points = entry_points(**select)
         if select.get("group") != group:
-            return found
-        return importlib.metadata.EntryPoints(x for x in found if place(x) not in others)
+            return points
+        return importlib.metadata.EntryPoints(x for x in points if place(x) not in others)
 
     importlib.metadata.entry_points = visible
 
@@ -153,6 +153,21 @@ def fresh_registry(monkeypatch, tmp_path):
     yield
     monkeypatch.undo()
     gla.reload_environment()
+
+
+@pytest.fixture
+def set_environment(monkeypatch):
+    """`set_environment(NAME=value)` sets environment variables, or removes them if None, and reads them again."""
+
+    def change(**variables):
+        for name, value in variables.items():
+            if value is None:
+                monkeypatch.delenv(name, raising=False)
+            else:
+                monkeypatch.setenv(name, value)
+        gla.reload_environment()
+
+    return change
 
 
 @pytest.fixture(scope="session")

@@ -110,10 +110,10 @@ def _extent(x: torch.Tensor) -> int:
 def _load(at: Pointer, mask: Any = True, other: Any = 0.0) -> torch.Tensor:
     offsets = torch.as_tensor(at.offsets)
     mask, offsets = torch.broadcast_tensors(torch.as_tensor(mask), offsets)
-    found = torch.as_tensor(other, dtype=at.memory.dtype).expand(offsets.shape).clone()
+    values = torch.as_tensor(other, dtype=at.memory.dtype).expand(offsets.shape).clone()
     assert bool((offsets[mask] >= 0).all())
-    found[mask] = at.memory[offsets[mask]]
-    return _value(found)
+    values[mask] = at.memory[offsets[mask]]
+    return _value(values)
 
 
 def _store(at: Pointer, x: Any, mask: Any = True) -> None:
@@ -129,8 +129,8 @@ def _scan(x: Any, axis: int, combine: Callable, reverse: bool = False) -> Any:
         return x.flip(axis).cumsum(axis).flip(axis) if reverse else x.cumsum(axis)
     assert not reverse
     rows = zip(*(each.unbind(axis) for each in x), strict=True)
-    found = itertools.accumulate(rows, lambda a, b: combine(*a, *b))
-    return tuple(_value(torch.stack(each, axis)) for each in zip(*found, strict=True))
+    sums = itertools.accumulate(rows, lambda a, b: combine(*a, *b))
+    return tuple(_value(torch.stack(each, axis)) for each in zip(*sums, strict=True))
 
 
 def _reduce(x: Any, axis: int, combine: Callable) -> Any:
@@ -186,8 +186,10 @@ def _loads_are_done() -> None:
 
 def _overwritten(memory: torch.Tensor) -> bool:
     """Returns whether a load of a part of this memory is under way."""
-    own = _addresses(memory)
-    return any(x.start < own.stop and own.start < x.stop for loads in list(_loads.values()) for x in list(loads))
+    addresses = _addresses(memory)
+    return any(
+        x.start < addresses.stop and addresses.start < x.stop for loads in list(_loads.values()) for x in list(loads)
+    )
 
 
 Knowledge = dict[object, int]
@@ -254,11 +256,11 @@ phases of a barrier; for a store, the time of its thread."""
 
 
 def _record_write(memory: torch.Tensor, by: object, at: int) -> None:
-    own = _addresses(memory)
+    addresses = _addresses(memory)
     for other in list(_writes):
-        if own.start <= other.start and other.stop <= own.stop:
+        if addresses.start <= other.start and other.stop <= addresses.stop:
             _writes.pop(other, None)
-    _writes[own] = (by, at)
+    _writes[addresses] = (by, at)
 
 
 def _learn(known: Knowledge, more: Knowledge) -> None:
@@ -273,9 +275,9 @@ def _tell(bar: Barrier) -> None:
 
 
 def _check_writes(memory: torch.Tensor) -> None:
-    own = _addresses(memory)
+    block = _addresses(memory)
     for addresses, (by, at) in list(_writes.items()):
-        if addresses.start < own.stop and own.start < addresses.stop:
+        if addresses.start < block.stop and block.start < addresses.stop:
             assert _thread.known.get(by, 0) >= at, (
                 "a tile is read by a thread that does not know that it has been written"
             )
@@ -326,13 +328,13 @@ class Descriptor:
 
     def places(self, at: list[Any]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
         """Returns the part of the tensor that a block covers, and the part of the block that lies in the tensor."""
-        inside, of_block = [], []
+        inside, block = [], []
         for first, n, size in zip(at, self.block_type.shape, self.x.shape, strict=True):
             first = int(first)
             assert first >= 0
             inside.append(slice(first, min(first + n, size)))
-            of_block.append(slice(0, max(min(n, size - first), 0)))
-        return tuple(inside), tuple(of_block)
+            block.append(slice(0, max(min(n, size - first), 0)))
+        return tuple(inside), tuple(block)
 
 
 def _host_descriptor(base: torch.Tensor, shape: Any, strides: Any, block_shape: Any, layout: Any) -> Any:
@@ -340,11 +342,11 @@ def _host_descriptor(base: torch.Tensor, shape: Any, strides: Any, block_shape: 
 
 
 def _to_shared(desc: Descriptor, at: list[Any], bar: Barrier, tile: Tile) -> None:
-    inside, of_block = desc.places(at)
+    inside, block = desc.places(at)
     assert not _overwritten(tile.memory), "TMA overwrites a tile while warps load it: a fence is missing"
     _record_write(tile.memory, bar, bar.phase + 1)
     tile.memory.zero_()
-    tile.memory.view(desc.block_type.shape)[of_block] = desc.x[inside]
+    tile.memory.view(desc.block_type.shape)[block] = desc.x[inside]
     with _changed:
         bar.bytes -= desc.block_type.nbytes
         bar.settle()
@@ -352,10 +354,10 @@ def _to_shared(desc: Descriptor, at: list[Any], bar: Barrier, tile: Tile) -> Non
 
 
 def _to_global(desc: Descriptor, at: list[Any], tile: Tile) -> None:
-    inside, of_block = desc.places(at)
+    inside, block = desc.places(at)
 
     def copy() -> None:
-        desc.x[inside] = tile.memory.reshape(desc.block_type.shape)[of_block]
+        desc.x[inside] = tile.memory.reshape(desc.block_type.shape)[block]
 
     _thread.stores.append(copy)
 
@@ -397,8 +399,8 @@ def _multiply(a: Any, b: Any, acc: Any, use_acc: bool = True, is_async: bool = F
 
 
 def _finish(_: int, products: Iterable[Any]) -> Any:
-    found = tuple(x.finish() if isinstance(x, Product) else x for x in products)
-    return found[0] if len(found) == 1 else found
+    finished = tuple(x.finish() if isinstance(x, Product) else x for x in products)
+    return finished[0] if len(finished) == 1 else finished
 
 
 _failed: list[BaseException] = []
@@ -503,22 +505,22 @@ def load(*names: str) -> SimpleNamespace:
     fakes["triton.experimental.gluon.language"] = gl
     fakes["triton.experimental.gluon.language.nvidia.hopper"] = _hopper(gl)
     fakes["triton.experimental.gluon.nvidia.hopper"] = SimpleNamespace(TensorDescriptor=_host_descriptor)
-    found: dict[str, Any] = {}
+    modules: dict[str, Any] = {}
     with _replaced(fakes | {f"{SM90}.{name}": None for name in ("common", *names)}):
         for name in ("common", *names):
             spec = importlib.util.find_spec(SM90)
             assert spec is not None
             assert spec.submodule_search_locations is not None
             path = f"{spec.submodule_search_locations[0]}/{name}.py"
-            own = importlib.util.spec_from_file_location(f"{SM90}.{name}", path)
-            assert own is not None
-            assert own.loader is not None
-            module = importlib.util.module_from_spec(own)
+            module_spec = importlib.util.spec_from_file_location(f"{SM90}.{name}", path)
+            assert module_spec is not None
+            assert module_spec.loader is not None
+            module = importlib.util.module_from_spec(module_spec)
             sys.modules[f"{SM90}.{name}"] = module
-            own.loader.exec_module(module)
+            module_spec.loader.exec_module(module)
             _simplify(module)
-            found[name] = module
-    return SimpleNamespace(**found)
+            modules[name] = module
+    return SimpleNamespace(**modules)
 
 
 def _exponents(g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -30,7 +30,7 @@ _replaced: set[frozenset[str]] = set()
 _numpy_dtypes: dict[str, np.dtype] = {}
 _init_block_type = tl.block_type.__init__
 _shapes: dict[tuple[int, ...], _Shapes] = {}
-_OF_SCALARS = tl.tuple([]), tl.constexpr(1)
+_SCALAR_SHAPE = tl.tuple([]), tl.constexpr(1)
 _wants_tensors, _broadcast = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value
 _dtypes_are_equal, _unwrap = tl.dtype.__eq__, tl.core._unwrap_if_constexpr
 _ON_INTEGERS = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
@@ -62,8 +62,8 @@ class _Shapes:
     """The shape and the number of elements of blocks, checked when first made; for their types, and for tensors."""
 
     def __init__(self, block: tl.block_type):
-        self.of_type = block.shape, block.numel
-        self.of_tensors = tl.tuple([tl.constexpr(size) for size in block.shape]), tl.constexpr(block.numel)
+        self.as_type = block.shape, block.numel
+        self.as_tensors = tl.tuple([tl.constexpr(size) for size in block.shape]), tl.constexpr(block.numel)
 
 
 def _new_block_type(self: Any, element_ty: tl.dtype, shape: Any) -> None:
@@ -73,7 +73,7 @@ def _new_block_type(self: Any, element_ty: tl.dtype, shape: Any) -> None:
         _init_block_type(self, element_ty, shape)
         shapes = _shapes[sizes] = _Shapes(self)
     self.element_ty, self.shapes = element_ty, shapes
-    self.shape, self.numel = shapes.of_type
+    self.shape, self.numel = shapes.as_type
 
 
 def _same_block_type(self: Any, other: Any) -> bool:
@@ -86,7 +86,7 @@ def _same_block_type(self: Any, other: Any) -> bool:
 
 def _new_tensor(self: Any, handle: Any, type: tl.dtype) -> None:
     self.handle, self.type, self.dtype = handle, type, type.scalar
-    self.shape, self.numel = type.shapes.of_tensors if type.is_block() else _OF_SCALARS
+    self.shape, self.numel = type.shapes.as_tensors if type.is_block() else _SCALAR_SHAPE
 
 
 def _check_overflow(self: Any, left: Any, right: Any, operation: Any) -> None:

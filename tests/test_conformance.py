@@ -21,9 +21,9 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # anyway, and opcheck, compiled graphs and autocast test the op and not the kernel. Of pools, values are enough, because
 # tests/backends/test_random_serving.py draws all that may be said of slots.
 PADDED = "padded and not per_head and (float16 or may_be_int32 or g_is_zero)"
-POOL = "(not test_chunk_gla_pool or test_values)"
-OF_OPS = "(same_bits or unchanged or test_torch or test_autocast)"
-SAMPLE = f"(short or small or test_refusals or {PADDED}) and {POOL} and not {OF_OPS}"
+POOL = "(not chunk_gla_pool or test_values[ or test_refusals)"
+PROPERTIES = "(same_bits or batch_invariance or unchanged or test_torch or test_autocast)"
+SAMPLE = f"(short or small or test_refusals or {PADDED}) and {POOL} and not {PROPERTIES}"
 
 
 def kit(backend, device, tests=""):
@@ -45,7 +45,7 @@ def kit(backend, device, tests=""):
     "backend", ["triton_fused", pytest.param("parallel_scan", marks=pytest.mark.thorough if INTERPRETED else ())]
 )
 def test_kernels(backend, device):
-    few = "short and (test_values or test_gradients) and not test_recurrent"  # the kernels that only parallel_scan has
+    few = "short and (test_values[ or test_gradients)"  # the kernels that only parallel_scan has
     sample = SAMPLE if backend == "triton_fused" else few
     kit(backend, device, sample if device == "cpu" else "")
 
@@ -55,4 +55,4 @@ def test_kernels(backend, device):
 def test_parallel_scan_in_pytorch():
     """Values in every dtype, the rest of the smallest workloads in float32; `make conformance` runs all."""
     rest = "float32 and (small or short or packed) and not test_torch"
-    assert run("parallel_scan", "cpu", select=f"test_values or test_refusals or {rest}") == 0
+    assert run("parallel_scan", "cpu", select=f"test_values[ or test_refusals or {rest}") == 0

@@ -37,8 +37,8 @@ def without_a_device(source: str) -> Iterator[int]:
 
 def test_every_factory_is_given_a_device():
     files = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-    found = [f"{path.relative_to(ROOT)}:{line}" for path in files for line in without_a_device(path.read_text("utf-8"))]
-    assert found == [], "PyTorch's default device may be another one than that of the arguments"
+    lines = [f"{path.relative_to(ROOT)}:{line}" for path in files for line in without_a_device(path.read_text("utf-8"))]
+    assert lines == [], "PyTorch's default device may be another one than that of the arguments"
 
 
 def test_a_factory_without_a_device_would_be_found():
@@ -84,14 +84,14 @@ def test_layers(name, requested):
     options = {"headdim": 8, "d_state": 4} if name == "Mamba2" else {"use_short_conv": True, "num_heads": 2}
     layer, x = getattr(gla.nn, name)(16, **options, backend=requested), torch.randn(1, 9, 16)
 
-    def run(device, given):
+    def run(device, masks):
         layer.zero_grad()
         leaf = x.clone().requires_grad_()
         with device:
-            y, state = layer(leaf, output_final_state=True, **given)
+            y, state = layer(leaf, output_final_state=True, **masks)
             y.square().sum().backward()
             after = layer.step(x[0, : len(state.recurrent)], state)
         return y, state, after, leaf.grad, [parameter.grad for parameter in layer.parameters()]
 
-    for given in ({}, {"attention_mask": torch.ones(1, 9)}, {"cu_seqlens": torch.tensor([0, 3, 3, 9])}):
-        equal_on_any_default_device(run, given)
+    for masks in ({}, {"attention_mask": torch.ones(1, 9)}, {"cu_seqlens": torch.tensor([0, 3, 3, 9])}):
+        equal_on_any_default_device(run, masks)

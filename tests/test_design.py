@@ -93,18 +93,18 @@ def imports(path: Path) -> Iterator[str]:
 
 def private_imports(folder: str) -> list[str]:
     """Returns the imports of private modules, in files below a folder that are outside the modules' package."""
-    found = []
+    private_names = []
     for path in sorted((ROOT / folder).rglob("*.py")):
-        own = ".".join(path.relative_to(ROOT).parent.parts)
+        inside = ".".join(path.relative_to(ROOT).parent.parts)
         for name in imports(path):
             package, private, _ = name.partition("._")
-            if private and name.startswith("gla_core.") and not f"{own}.".startswith(f"{package}."):
-                found.append(f"{path.relative_to(ROOT)}: {name}")
-    return found
+            if private and name.startswith("gla_core.") and not f"{inside}.".startswith(f"{package}."):
+                private_names.append(f"{path.relative_to(ROOT)}: {name}")
+    return private_names
 
 
 def test_private_modules_are_imported_inside_their_package_alone():
-    assert [found for folder in ("gla_core", "gla_tools") for found in private_imports(folder)] == []
+    assert [each for folder in ("gla_core", "gla_tools") for each in private_imports(folder)] == []
 
 
 def test_an_import_of_a_private_module_would_be_found(tmp_path, monkeypatch):

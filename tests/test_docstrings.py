@@ -19,14 +19,14 @@ PHRASES = ("so many", "is had", "that which", "what of")
 
 def source_files() -> dict[str, list[Path]]:
     """Returns the Python files of the repository by folder, without git."""
-    found: dict[str, list[Path]] = {}
+    paths: dict[str, list[Path]] = {}
     for folder, inner, names in os.walk(ROOT):
         inner[:] = sorted(name for name in inner if not name.startswith(".") and name not in NOT_SOURCE)
         parts = Path(folder).relative_to(ROOT).parts
         if parts:
             group = "/".join(parts[: 2 if parts[0] in DIVIDED else 1])
-            found.setdefault(group, []).extend(Path(folder, name) for name in sorted(names) if name.endswith(".py"))
-    return {group: files for group, files in found.items() if files}
+            paths.setdefault(group, []).extend(Path(folder, name) for name in sorted(names) if name.endswith(".py"))
+    return {group: files for group, files in paths.items() if files}
 
 
 FILES = source_files()
@@ -47,19 +47,19 @@ def faults(text: str) -> list[str]:
     first = re.match(r"\W*(\w*)", text)
     begins = first[1] if first else ""
     flat = " ".join(text.lower().split())
-    found = [f"it begins with {begins!r}"] if begins.lower() in FIRST_WORDS else []
-    return found + [f"it has {phrase!r}" for phrase in PHRASES if re.search(rf"\b{phrase}\b", flat)]
+    problems = [f"it begins with {begins!r}"] if begins.lower() in FIRST_WORDS else []
+    return problems + [f"it has {phrase!r}" for phrase in PHRASES if re.search(rf"\b{phrase}\b", flat)]
 
 
 @pytest.mark.parametrize("folder", FILES)
 def test_docstrings_read_at_once(folder):
-    found = [
+    problems = [
         f"{path.relative_to(ROOT)}:{line}: {fault}: {text.splitlines()[0]}"
         for path in FILES[folder]
         for line, text in docstrings(ast.parse(path.read_text(encoding="utf-8")))
         for fault in faults(text)
     ]
-    assert not found, "begin with a verb, or name the thing (docs/contributing.md):\n" + "\n".join(found)
+    assert not problems, "begin with a verb, or name the thing (docs/contributing.md):\n" + "\n".join(problems)
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
 
 def section(heading):
-    found = re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", README, re.DOTALL | re.MULTILINE)
-    assert found is not None
-    return found[1]
+    match = re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", README, re.DOTALL | re.MULTILINE)
+    assert match is not None
+    return match[1]
 
 
 def test_the_quickstart_has_ten_lines():
@@ -45,8 +45,8 @@ def test_its_functions_take_what_it_says():
     for name, arguments in calls:
         called = attrgetter(name.split(".", 1)[1])(gla)
         taken = list(inspect.signature(called).parameters)
-        given = arguments.split(", ")
-        assert taken[: len(given)] == given, name
+        passed = arguments.split(", ")
+        assert taken[: len(passed)] == passed, name
     functions = {name: getattr(gla, name) for name in gla.__all__ if inspect.isfunction(getattr(gla, name))}
     ops = {name for name, function in functions.items() if function.__module__.startswith("gla_core.ops.")}
     assert "chunk_gla" in ops

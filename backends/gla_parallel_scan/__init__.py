@@ -12,8 +12,8 @@ the states in place. (3) is one pass over each segment. If there are enough sequ
 whole, and only (3) is computed. If some rows of a batch fill the device and a few remain, only the remaining rows are
 cut.
 
-The Triton kernels are in gla_triton_kernels, in one folder per op. `pytorch` has the same algorithm for a CPU. Triton
-is imported when an op is first called with tensors on a GPU.
+The Triton kernels are in gla_triton_kernels, in one folder per op. Triton is imported when an op is first called with
+tensors on a GPU. On a CPU, `pytorch` computes steps and softmaxes; the ops over segments need a GPU.
 
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635), sec. 4.
 """
@@ -63,6 +63,9 @@ from gla_triton_kernels.softmax_attention import softmax_attention
 from gla_triton_kernels.softmax_attention.plan import plan_splits
 from gla_triton_runtime.architecture import interpreted
 
+_OVER_SEGMENTS = ("chunk_gla_fwd", "chunk_gla_bwd", "chunk_gla_pool", "chunk_gla_summary")
+"""The ops that Triton alone computes: on a CPU, segments are hardly faster than the reference."""
+
 
 @hookimpl
 def gla_register_backends() -> list[Backend]:
@@ -77,7 +80,7 @@ def gla_register_backends() -> list[Backend]:
         cuda_graphs=not interpreted(),
         batch_invariant=frozenset({"cuda", "cpu"} if interpreted() else {"cuda"}),
     )
-    by_triton_alone = replace(
+    triton_only = replace(
         capabilities,
         devices=None if interpreted() else frozenset({"cuda"}),
         dtypes=kernels.dtypes(),
@@ -90,11 +93,9 @@ def gla_register_backends() -> list[Backend]:
             name="parallel_scan",
             version="0.1.0",
             ops={
-                "chunk_gla_fwd": _by_device(chunk_gla_fwd(forward.plan_cut), pytorch.chunk_gla.chunk_gla_fwd),
+                "chunk_gla_fwd": chunk_gla_fwd(forward.plan_cut),
                 "chunk_gla_bwd": chunk_gla_bwd(backward.plan_cut),
-                "chunk_gla_pool": _by_device(
-                    chunk_gla_pool(forward.plan_cut), lowered("chunk_gla_pool", pytorch.chunk_gla.chunk_gla_fwd)
-                ),
+                "chunk_gla_pool": chunk_gla_pool(forward.plan_cut),
                 "chunk_gla_summary": chunk_gla_summary(summary.plan_cut),
                 "recurrent_gla_step": _by_device(STEP, step),
                 "recurrent_gla_layer_step": _by_device(LAYER_STEP, lowered("recurrent_gla_layer_step", step)),
@@ -106,8 +107,7 @@ def gla_register_backends() -> list[Backend]:
                 ),
             },
             capabilities=capabilities,
-            # A summary on a CPU has no second pass that a scan could save, so the reference computes it.
-            op_capabilities={"chunk_gla_bwd": by_triton_alone, "chunk_gla_summary": by_triton_alone},
+            op_capabilities=dict.fromkeys(_OVER_SEGMENTS, triton_only),
             supports=_supports,
             cost=CostModel(predicted_seconds, shipped_constants("gla_parallel_scan"), kernels=kernels.COMMON),
             notes=kernels.notes,

@@ -29,7 +29,7 @@ def loop_chunk_gla(
     """Computes `gla_core.chunk_gla` as a loop over tokens, packed sequences one after the other."""
     T = q.shape[1]
     ends = [0, T] if cu_seqlens is None else cu_seqlens.tolist()
-    q, k = _of_value_heads(q, v), _of_value_heads(k, v)
+    q, k = _per_value_head(q, v), _per_value_head(k, v)
     alpha, scale = _alpha(g, v), q.shape[-1] ** -0.5
     outputs, states = [], []
     for i, (start, end) in enumerate(itertools.pairwise(ends)):
@@ -48,7 +48,7 @@ def _entering(initial_state: Tensor | None, sequence: int, packed: bool) -> Tens
     return initial_state[sequence : sequence + 1] if packed and initial_state is not None else initial_state
 
 
-def _of_value_heads(x: Tensor, v: Tensor) -> Tensor:
+def _per_value_head(x: Tensor, v: Tensor) -> Tensor:
     """Returns q or k [..., heads, K] with each head repeated for the value heads that read it."""
     repeats = v.shape[-2] // x.shape[-2]
     return x.repeat_interleave(repeats, dim=-2) if repeats > 1 else x
@@ -72,7 +72,7 @@ def loop_recurrent_gla_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, slots: Tensor | None, inplace: bool
 ) -> tuple[Tensor, ...]:
     """Computes one step of the loop and writes `state`. Leaves out rows with a negative index."""
-    q, k = _of_value_heads(q, v), _of_value_heads(k, v)
+    q, k = _per_value_head(q, v), _per_value_head(k, v)
     alpha, scale = _alpha(g, v), q.shape[-1] ** -0.5
     if slots is None:
         o, new = _step(q, k, v, alpha, state, scale)

@@ -153,7 +153,7 @@ def fit_samples(samples: Iterable[Sample], device: torch.device) -> list[Fit]:
             assert isinstance(backend.cost, CostModel)
             key = (backend.cost.kernels.get(op, backend.name), op)
             groups.setdefault(key, []).append(((backend, sample.call), sample.seconds))
-    return [found for group in groups.values() for found in _fits(group, device)]
+    return [each for group in groups.values() for each in _fits(group, device)]
 
 
 def _fits(samples: list[Timed], device: torch.device) -> Iterator[Fit]:
@@ -161,18 +161,18 @@ def _fits(samples: list[Timed], device: torch.device) -> Iterator[Fit]:
     op, facts = samples[0][0][1].op, calibration.device_facts(device)
     backends = {backend.name: backend for (backend, _), _ in samples}.values()
     starts = {backend.name: calibration.start_constants(backend, op, device) or {} for backend in backends}
-    start = {name: value for of_backend in starts.values() for name, value in of_backend.items()}
+    start = {name: value for constants in starts.values() for name, value in constants.items()}
     samples = [s for s in samples if math.isfinite(error(_formula, {**start, **facts}, s))]
     if not samples:
         return
     fitted = fit(_formula, start, samples, facts)
     for backend in {backend.name: backend for (backend, _), _ in samples}.values():
-        own = [s for s in samples if s[0][0] is backend]
+        mine = [s for s in samples if s[0][0] is backend]
         constants = {name: fitted[name] for name in starts[backend.name]}
-        before, after = ([_factor({**c, **facts}, s) for s in own] for c in (starts[backend.name], constants))
-        worst, worst_call = max(zip(after, (call for (_, call), _ in own), strict=True), key=lambda pair: pair[0])
+        before, after = ([_factor({**c, **facts}, s) for s in mine] for c in (starts[backend.name], constants))
+        worst, worst_call = max(zip(after, (call for (_, call), _ in mine), strict=True), key=lambda pair: pair[0])
         medians = statistics.median(before), statistics.median(after)
-        yield Fit(backend.name, op, constants, len(own), *medians, worst, worst_call)
+        yield Fit(backend.name, op, constants, len(mine), *medians, worst, worst_call)
 
 
 def _formula(work: tuple[Backend, OpCall], constants: Constants) -> float | None:
@@ -195,12 +195,14 @@ def write_constants(fits: Sequence[Fit], device: torch.device, target: Path) -> 
         target: a file that ends in .json, for the fits of one backend; otherwise a folder, for one file per backend.
     """
     written = []
-    for name in dict.fromkeys(found.backend for found in fits):
+    for name in dict.fromkeys(each.backend for each in fits):
         cost = registry.get(name).cost
         assert isinstance(cost, CostModel)
         content = {kind: dict(ops) for kind, ops in cost.constants.items()}
-        of_device = content.setdefault(calibration.device_kind(device), {})
-        of_device.update((f.op, {c: _rounded(x) for c, x in f.constants.items()}) for f in fits if f.backend == name)
+        constants_here = content.setdefault(calibration.device_kind(device), {})
+        constants_here.update(
+            (f.op, {c: _rounded(x) for c, x in f.constants.items()}) for f in fits if f.backend == name
+        )
         written.append(target if target.suffix == ".json" else target / f"{name}.json")
         write_json(written[-1], content)
     return written
@@ -226,15 +228,15 @@ _DTYPES = ("dtype", "gate_dtype", "state_dtype")
 def _call_to_json(call: OpCall) -> dict[str, Any]:
     fields = {f.name: getattr(call, f.name) for f in dataclasses.fields(call)}
     dtypes = {name: fields[name] and str(fields[name]).removeprefix("torch.") for name in _DTYPES}
-    given = sorted(call.given)
+    passed = sorted(call.given)
     del fields["layouts"]  # empty: calls of calibration are described by their sizes
-    return {**fields, **dtypes, "device": str(call.device), "dims": dict(call.dims), "given": given}
+    return {**fields, **dtypes, "device": str(call.device), "dims": dict(call.dims), "given": passed}
 
 
 def _call_from_json(fields: dict[str, Any]) -> OpCall:
     dtypes = {name: fields[name] and getattr(torch, fields[name]) for name in _DTYPES}
-    given = frozenset(fields.get("given", ()))
-    return OpCall(**{**fields, **dtypes, "device": torch.device(fields["device"]), "given": given})
+    passed = frozenset(fields.get("given", ()))
+    return OpCall(**{**fields, **dtypes, "device": torch.device(fields["device"]), "given": passed})
 
 
 # ---- the command
@@ -281,7 +283,7 @@ def run_calibrate(options: Options, console: Console) -> bool:
         ]
         for i in range(1, _PASSES + 1)
     ]
-    samples = [quickest(of_task) for of_task in zip(*passes, strict=True)]
+    samples = [quickest(times) for times in zip(*passes, strict=True)]
     fits = fit_samples(samples, options.device)
     _print(fits, samples, console)
     if fits and options.json is not None:
@@ -289,26 +291,26 @@ def run_calibrate(options: Options, console: Console) -> bool:
             print_text(console, f"wrote {path}")
     if fits and not options.dry_run:
         fitted: dict[str, dict[str, dict[str, float]]] = {}
-        for found in fits:
-            fitted.setdefault(found.backend, {})[found.op] = found.constants
+        for each in fits:
+            fitted.setdefault(each.backend, {})[each.op] = each.constants
         print_text(console, f"stored in {calibration.store(fitted, options.device)}")
     wanted = {(task.backend, task.call.op) for task in tasks}
-    return wanted == {(found.backend, found.op) for found in fits}
+    return wanted == {(each.backend, each.op) for each in fits}
 
 
 def _print(fits: Sequence[Fit], samples: Sequence[Sample], console: Console) -> None:
     rows = [
         {
-            "op": found.op,
-            "backend": found.backend,
-            "shapes": found.samples,
-            "before": f"{found.before:.2f}",
-            "median": f"{found.median:.2f}",
-            "worst": f"{found.worst:.2f}",
-            "worst at": describe(found.worst_call),
-            "constants": "\n".join(f"{name} {value:.3g}" for name, value in found.constants.items()),
+            "op": each.op,
+            "backend": each.backend,
+            "shapes": each.samples,
+            "before": f"{each.before:.2f}",
+            "median": f"{each.median:.2f}",
+            "worst": f"{each.worst:.2f}",
+            "worst at": describe(each.worst_call),
+            "constants": "\n".join(f"{name} {value:.3g}" for name, value in each.constants.items()),
         }
-        for found in fits
+        for each in fits
     ]
     title = "predicted against measured times, as factors"
     print_table(console, rows, title, spare=("shapes", "before", "worst at"), prose=("worst at",))

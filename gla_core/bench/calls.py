@@ -26,13 +26,13 @@ Arguments = tuple[Any, ...]
 def complete(call: OpCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
     """Returns all arguments of `call` in order. A required tensor that was left out gets random values."""
     spec = ABSTRACT_OPS[call.op]
-    given = [
+    present = [
         torch.randn(spec.shape(argument, call), dtype=call.dtype, device=call.device)
         if x is None and argument.type == "Tensor"
         else x
         for argument, x in zip(spec.arguments, spec.complete(tuple(args), kwargs), strict=True)
     ]
-    return spec.prepared(tuple(given))
+    return spec.prepared(tuple(present))
 
 
 def run_once(backend: str, call: OpCall) -> None:

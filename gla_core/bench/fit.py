@@ -60,8 +60,8 @@ def fit(
     zero = torch.zeros(len(start), dtype=torch.float64, device="cpu")
     starts = [zero.new_tensor([random.uniform(-2, 2) for _ in start]) for _ in range(_RANDOM_STARTS)]
     starts.sort(key=lambda x: _loss(errors(x), x))
-    found = [_minimum(errors, x) for x in (zero, *starts[:_SEARCHED])]
-    return _shifted(start, min(found, key=lambda x: _loss(errors(x), x)))
+    minima = [_minimum(errors, x) for x in (zero, *starts[:_SEARCHED])]
+    return _shifted(start, min(minima, key=lambda x: _loss(errors(x), x)))
 
 
 def error(formula: Formula[Work], constants: Constants, sample: tuple[Work, float]) -> float:

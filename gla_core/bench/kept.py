@@ -24,13 +24,13 @@ class Storages(TorchDispatchMode):
         self.largest = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **kwargs or {})
+        result = func(*args, **kwargs or {})
         old = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        for x in tree_leaves(found):
+        for x in tree_leaves(result):
             if isinstance(x, Tensor) and (storage := x.untyped_storage())._cdata not in old:
                 self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
                 self.largest = max(self.largest, storage.nbytes())
-        return found
+        return result
 
     def alive(self) -> int:
         """Returns the number of bytes of the storages that still exist."""
@@ -40,7 +40,7 @@ class Storages(TorchDispatchMode):
 def bytes_kept(call: Callable[[], Any]) -> int:
     """Returns the number of bytes that a call has allocated and that exist after it, its results included."""
     with Storages() as storages:
-        found = call()
+        result = call()
     alive = storages.alive()
-    del found
+    del result
     return alive

@@ -95,8 +95,8 @@ def plot(results: Results, folder: Path) -> list[Path]:
 def colours(names: Sequence[str]) -> dict[str, str]:
     """Returns a colour for each backend; an installed backend has the same colour in every picture."""
     backends = [name for name in dict.fromkeys([*registry.installed(), *names]) if name not in BASELINES]
-    of_backends = dict(zip(backends, itertools.cycle(COLOURS), strict=False))
-    return {name: of_backends.get(name, GREY) for name in names}
+    backend_colours = dict(zip(backends, itertools.cycle(COLOURS), strict=False))
+    return {name: backend_colours.get(name, GREY) for name in names}
 
 
 def in_order(names: Sequence[str]) -> list[str]:
@@ -116,12 +116,12 @@ def equal_backends(rows: Sequence[Row]) -> dict[str, str]:
     seconds = {(row.workload, row.direction, row.backend): row.seconds or 0.0 for row in rows}
     calls = {(row.workload, row.direction) for row in rows}
     names = [name for name in in_order([row.backend for row in rows]) if name not in BASELINES]
-    found: dict[str, str] = {}
+    equal: dict[str, str] = {}
     for one, other in itertools.combinations(names, 2):
         pairs = [(seconds.get((*call, one)), seconds.get((*call, other))) for call in calls]
-        if one not in found and all(a and b and abs(a / b - 1) < EQUAL for a, b in pairs):
-            found.setdefault(other, one)
-    return found
+        if one not in equal and all(a and b and abs(a / b - 1) < EQUAL for a, b in pairs):
+            equal.setdefault(other, one)
+    return equal
 
 
 def in_words(op: str, workload: str) -> str:
@@ -240,8 +240,8 @@ def _groups(rows: Sequence[Row], bars: Sequence[str]) -> list[list[Row]]:
     return list(groups.values())
 
 
-def _bars(axes: Any, place: float, group: dict[str, Row], colour: dict[str, str], logarithmic: bool) -> None:
-    """Draws a bar for each backend, one below the other, each with its time and speed, or "no time" if it has none."""
+def _bars(axes: Any, y: float, group: dict[str, Row], colour: dict[str, str], logarithmic: bool) -> None:
+    """Draws one bar per backend from y down, labelled with time and speed, or "no time" if it has none."""
     present = [group[name] for name in colour if name in group]
     speed_of = {row.backend: speed for row, speed in speeds(present)} if present else {}
     for i, name in enumerate(colour):
@@ -251,8 +251,8 @@ def _bars(axes: Any, place: float, group: dict[str, Row], colour: dict[str, str]
             text = time_text(group[name].seconds)
             text += f", {speed:.{1 if speed >= 2 else 2}f} ×" if name != next(iter(colour)) else ""
         start = 1.0 if logarithmic else 0.0
-        axes.barh(place + i, speed - start, left=start, height=0.9, color=colour[name])
-        axes.annotate(text, (max(speed, start), place + i), **BESIDE, va="center")
+        axes.barh(y + i, speed - start, left=start, height=0.9, color=colour[name])
+        axes.annotate(text, (max(speed, start), y + i), **BESIDE, va="center")
 
 
 def _scale(axes: Any, logarithmic: bool) -> None:

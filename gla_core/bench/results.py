@@ -131,7 +131,7 @@ def _concerned(rows: Sequence[Row]) -> str:
         directions.setdefault(row.op, {})[row.direction] = None
     workloads = list(dict.fromkeys((row.op, row.workload) for row in rows))
     which = workloads[0][1] if len(workloads) == 1 else f"{len(workloads)} workloads"
-    return "; ".join([*(f"{op} {', '.join(of_op)}" for op, of_op in directions.items()), which])
+    return "; ".join([*(f"{op} {', '.join(names)}" for op, names in directions.items()), which])
 
 
 def markdown(rows: Sequence[Row]) -> str:

@@ -72,8 +72,8 @@ def run_bench(options: Options, console: Console) -> bool:
         check_writable("--plot", options.plot, folder=True)
         plots.pyplot()
     bandwidth = measure.copy_bandwidth(options.device)
-    found = results.describe_run(options.device, bandwidth)
-    print_text(console, f"{found.device}: copies at {bandwidth / 1e9:.0f} GB/s; {len(chosen)} measurements")
+    report = results.describe_run(options.device, bandwidth)
+    print_text(console, f"{report.device}: copies at {bandwidth / 1e9:.0f} GB/s; {len(chosen)} measurements")
     busy = measure.how_busy()
     if busy is not None:
         print_text(console, busy, DOUBTFUL)
@@ -81,12 +81,12 @@ def run_bench(options: Options, console: Console) -> bool:
     rows: list[Row] = []
     for case in progress(console, chosen, lambda case: f"{case.workload.op} {case}"):
         rows.append(suite.measure_case(case, options.device, bandwidth, budget))
-        found = found.with_rows(rows)
+        report = report.with_rows(rows)
         if options.json is not None:
-            results.write(options.json, found)
-    print_rows(found.rows, console, options.device)
+            results.write(options.json, report)
+    print_rows(report.rows, console, options.device)
     if options.plot is not None:
-        for path in plots.plot(found, options.plot):
+        for path in plots.plot(report, options.plot):
             print_text(console, f"wrote {path}")
     return any(row.seconds is not None and row.backend not in BASELINES for row in rows)
 
@@ -102,12 +102,12 @@ def choose(options: Options) -> list[Case]:
     for request in options.backends:
         check(request, "--backend")
     chosen = _workloads(options)
-    found = suite.cases(
+    cases = suite.cases(
         chosen, options.device, options.backends or None, options.directions or TIMED, options.baselines
     )
-    if not found:
+    if not cases:
         raise ValueError("there is nothing to measure: no workload of this op has these tags and directions")
-    return found
+    return cases
 
 
 def _workloads(options: Options) -> list[Workload]:
@@ -133,18 +133,18 @@ def _known(what: str, wanted: Sequence[str], known: Sequence[str] | dict) -> Non
 def by_op(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
     """Yields the ops in the order of `PUBLIC_OPS`, each with its rows."""
     for op in PUBLIC_OPS:
-        found = [row for row in rows if row.op == op]
-        if found:
-            yield op, found
+        op_rows = [row for row in rows if row.op == op]
+        if op_rows:
+            yield op, op_rows
 
 
 def print_rows(rows: Sequence[Row], console: Console, device: torch.device) -> None:
     """Prints a table for each op and direction, then the meaning of the columns, and what could not be measured."""
     timed = [row for row in rows if row.error is None]
     shown: dict[str, None] = {}
-    for op, of_op in by_op(timed):
-        for direction in dict.fromkeys(row.direction for row in of_op):
-            table = [row for row in of_op if row.direction == direction]
+    for op, op_rows in by_op(timed):
+        for direction in dict.fromkeys(row.direction for row in op_rows):
+            table = [row for row in op_rows if row.direction == direction]
             lines = _lines(table, device, repeat=not console.is_terminal)
             numbers = list(lines[0])[2:]
             styles = [GOOD if row in _fastest(table) else "" for row in table]

@@ -88,8 +88,10 @@ class Row:
 
 def default_workloads(op: str | None, device: torch.device) -> list[Workload]:
     """Returns the workloads tagged ci on a CPU, and the workloads of models on a CUDA device; none is empty."""
-    found = select(op, ["ci"]) if device.type == "cpu" else select(op)
-    return [w for w in found if not is_empty(w) and (device.type == "cpu" or w.tags.intersection(CUDA_TAGS) - {"ci"})]
+    workloads = select(op, ["ci"]) if device.type == "cpu" else select(op)
+    return [
+        w for w in workloads if not is_empty(w) and (device.type == "cpu" or w.tags.intersection(CUDA_TAGS) - {"ci"})
+    ]
 
 
 def is_empty(workload: Workload) -> bool:
@@ -111,13 +113,13 @@ def cases(
     Args:
         backends: requests; by default every backend that implements the op.
     """
-    found = []
+    cases = []
     for workload in chosen:
         names = baselines(workload.op, device) if with_baselines else []
         for direction in _directions(workload.op, device, directions):
             for name in (*names, *(backends if backends is not None else implementing(workload.op))):
-                found.append(Case(workload, name, direction))
-    return found
+                cases.append(Case(workload, name, direction))
+    return cases
 
 
 def implementing(op: str) -> list[str]:
@@ -261,8 +263,8 @@ def gradients_of(
     outputs: Sequence[Tensor], differentiated: Sequence[Tensor], incoming: Sequence[Tensor], backend: str
 ) -> tuple[Tensor, ...]:
     """Returns the gradients that `backend` computes. A baseline may leave some out: FLA those of constant gates."""
-    found = torch.autograd.grad(outputs, differentiated, incoming, allow_unused=backend in BASELINES)
-    return tuple(x for x in found if x is not None)
+    gradients = torch.autograd.grad(outputs, differentiated, incoming, allow_unused=backend in BASELINES)
+    return tuple(x for x in gradients if x is not None)
 
 
 def bound(op: str, backend: str, arguments: dict[str, Any]) -> Call:
@@ -274,8 +276,8 @@ def bound(op: str, backend: str, arguments: dict[str, Any]) -> Call:
     public = functools.partial(getattr(gla, op), **arguments, backend=backend)
 
     def tensors() -> tuple[Tensor, ...]:
-        found = public()
-        return tuple(x for x in (found if isinstance(found, tuple) else (found,)) if x is not None)
+        results = public()
+        return tuple(x for x in (results if isinstance(results, tuple) else (results,)) if x is not None)
 
     return tensors
 

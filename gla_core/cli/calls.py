@@ -105,13 +105,13 @@ def _columns(op: str, sizes: dict[str, int]) -> dict[str, int]:
 def _assumed(name: str) -> KnownDevice:
     """Returns the known device whose name contains all of these words, in upper or lower case."""
     words = set(name.lower().split())
-    found = [device for known, device in KNOWN_DEVICES.items() if words <= set(known.lower().split())]
-    if not words or len(found) != 1:
-        problem = "names several devices" if words and found else "is not a known device"
+    matching = [device for known, device in KNOWN_DEVICES.items() if words <= set(known.lower().split())]
+    if not words or len(matching) != 1:
+        problem = "names several devices" if words and matching else "is not a known device"
         raise ValueError(
             f"--assume {name!r} {problem}; expected {' or '.join(KNOWN_DEVICES)}, or a part of such a name, as H200"
         )
-    return found[0]
+    return matching[0]
 
 
 def _assumed_place(device: str) -> torch.device:
@@ -139,17 +139,17 @@ def _sizes(op: str, shape: str) -> dict[str, int]:
 
 def _heads(op: str, sizes: dict[str, int], heads: dict[str, int | None]) -> dict[str, int]:
     """Returns the numbers of query heads and of value heads that are given, by the names Hq and Hv."""
-    given = {name: number for name, number in heads.items() if number is not None}
-    for name, number in given.items():
+    passed = {name: number for name, number in heads.items() if number is not None}
+    for name, number in passed.items():
         option = _HEADS[name]
         if name not in ABSTRACT_OPS[op].sizes:
             lacks = "which has no heads" if "H" not in sizes else "whose values have the heads of its keys"
             raise ValueError(f"{option} does not go with {op}, {lacks}")
         if number < 1 or number % sizes["H"] != 0:
             raise ValueError(f"{option} is {number}; expected a multiple of H = {sizes['H']}")
-    if len(given) == len(heads) and min(given.values()) > sizes["H"]:
+    if len(passed) == len(heads) and min(passed.values()) > sizes["H"]:
         raise ValueError(f"{' and '.join(_HEADS.values())} are both above H = {sizes['H']}; expected one of them")
-    return given
+    return passed
 
 
 def _gate(op: str, gate: str | None) -> dict[str, Any]:

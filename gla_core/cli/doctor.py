@@ -76,7 +76,7 @@ def examine() -> dict[str, Any]:
     wanted' for each kind of GPU here on which the project has not run its kernels.
     """
     settings: Environment | None = None
-    found: list[gla.BackendInfo] = []
+    backends: list[gla.BackendInfo] = []
     request: list[dict[str, str]] = []
     problems: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
@@ -84,14 +84,14 @@ def examine() -> dict[str, Any]:
         gla.reload_environment()
         try:
             settings = environment()
-            found = gla.backends()
+            backends = gla.backends()
             request = request_in_force()
         except (ValueError, LookupError) as error:
             problems.append(message(error))
-    broken = {info.name: info.error for info in found if info.error is not None}
+    broken = {info.name: info.error for info in backends if info.error is not None}
     problems += [str(warning.message) for warning in caught]
     problems += [f"plugin {name!r} failed to load: {last_line(error)}" for name, error in broken.items()]
-    if settings is not None and len(found) == len(broken):
+    if settings is not None and len(backends) == len(broken):
         problems.append("no backend works; reinstall gla-core, which carries some, and look at GLA_BLOCK_PLUGINS")
     return {
         "versions": _versions(),
@@ -99,7 +99,7 @@ def examine() -> dict[str, Any]:
         "reports wanted": _reports_wanted(devices),
         "variables": _variables(settings),
         "request": request,
-        "backends": [backend_row(info) for info in found if info.error is None],
+        "backends": [backend_row(info) for info in backends if info.error is None],
         "calibration": [] if settings is None else _calibration(),
         "notes": [] if settings is None else _notes(),
         "limits": [] if settings is None else limits(),
@@ -128,13 +128,13 @@ def _version_of(distribution: str) -> str:
 def _devices() -> list[dict[str, Any]]:
     devices: list[dict[str, Any]] = [{"device": "cpu", "threads": torch.get_num_threads()}]
     for index in range(torch.cuda.device_count()):
-        found, known = torch.cuda.get_device_properties(index), known_device(torch.device("cuda", index))
+        properties, known = torch.cuda.get_device_properties(index), known_device(torch.device("cuda", index))
         devices.append(
             {
                 "device": f"cuda:{index}",
-                "name": found.name,
-                "compute capability": f"{found.major}.{found.minor}",
-                "memory": f"{found.total_memory / 2**30:.0f} GiB",
+                "name": properties.name,
+                "compute capability": f"{properties.major}.{properties.minor}",
+                "memory": f"{properties.total_memory / 2**30:.0f} GiB",
                 "kernels": "measured" if calibration.is_measured(known) else "compiled, not run",
             }
         )
@@ -177,12 +177,12 @@ def _notes() -> list[dict[str, str]]:
 
 def limits() -> list[str]:
     """Returns a sentence for each backend that cannot run on any device of this machine, by its capabilities."""
-    found = []
+    limits_here = []
     for backend in registry.installed().values():
         needed = list(dict.fromkeys(map(backend.can, backend.ops)))
         if needed and not any(_satisfies(device, can) for can in needed for device in _devices_here()):
-            found.append(f"{_what_is_missing(needed)}: {backend.name} cannot run")
-    return found
+            limits_here.append(f"{_what_is_missing(needed)}: {backend.name} cannot run")
+    return limits_here
 
 
 def _satisfies(device: torch.device, can: Capabilities) -> bool:

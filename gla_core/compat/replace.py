@@ -26,7 +26,7 @@ LOCK = threading.RLock()
 _logger = logging.getLogger("gla_core")
 _made: dict[tuple[str, Callable], Replacement] = {}
 """The replacement of each original function."""
-_of_methods: dict[type, MethodReplacement] = {}
+_methods: dict[type, MethodReplacement] = {}
 """The replacement of the `forward` of each class."""
 
 
@@ -127,8 +127,8 @@ class Replacement:
         functools.update_wrapper(self, original, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        found = self.function(*args, **kwargs) if self.in_force and self.accepts(*args, **kwargs) else NotImplemented
-        return self.original(*args, **kwargs) if found is NotImplemented else found
+        result = self.function(*args, **kwargs) if self.in_force and self.accepts(*args, **kwargs) else NotImplemented
+        return self.original(*args, **kwargs) if result is NotImplemented else result
 
     def __reduce__(self) -> tuple[Callable, tuple[str]]:
         return pkgutil.resolve_name, (f"{self.home}:{self.name}",)
@@ -157,8 +157,8 @@ class MethodReplacement:
 
         @functools.wraps(self.original)
         def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
-            found = function(layer, *args, **kwargs) if self.in_force else NotImplemented
-            return self.original(layer, *args, **kwargs) if found is NotImplemented else found
+            result = function(layer, *args, **kwargs) if self.in_force else NotImplemented
+            return self.original(layer, *args, **kwargs) if result is NotImplemented else result
 
         self.forward = forward
 
@@ -183,15 +183,15 @@ def classes_of(module: ModuleType) -> list[type]:
 
 def method_replacement(owner: type, function: Callable, how: str) -> MethodReplacement:
     """Returns the replacement of a class's `forward`: the current one, or a new one."""
-    if owner not in _of_methods:
-        _of_methods[owner] = MethodReplacement(owner, function, how)
-    return _of_methods[owner]
+    if owner not in _methods:
+        _methods[owner] = MethodReplacement(owner, function, how)
+    return _methods[owner]
 
 
 def is_replaced(owner: type) -> bool:
     """Returns whether the `forward` of a class is replaced now."""
-    found = _of_methods.get(owner)
-    return found is not None and found.in_force
+    method = _methods.get(owner)
+    return method is not None and method.in_force
 
 
 def replacement(
@@ -212,12 +212,12 @@ def replacement(
         within: the module, or the package with all its modules, in which it is replaced.
         how: a few words for the user: what takes the place of the original.
     """
-    found = getattr(module, name)
-    if isinstance(found, Replacement):
-        return found
-    if (name, found) not in _made:
-        _made[name, found] = Replacement(module.__name__, name, function, found, serves, within, how)
-    return _made[name, found]
+    current = getattr(module, name)
+    if isinstance(current, Replacement):
+        return current
+    if (name, current) not in _made:
+        _made[name, current] = Replacement(module.__name__, name, function, current, serves, within, how)
+    return _made[name, current]
 
 
 def parameters(function: Callable) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,7 +17,7 @@ import torch
 from gla_core.conformance.facts import facts, is_empty
 from gla_core.conformance.facts import forms as forms_of
 from gla_core.dispatch.backend import Backend, Capabilities, OpCall, supports_everything
-from gla_core.ops import ABSTRACT_OPS, PUBLIC_OPS
+from gla_core.ops import ABSTRACT_OPS, PUBLIC_OPS, RUNS
 from gla_core.ops.spec import Role
 from gla_core.workloads.inputs import describe
 from gla_core.workloads.named import Workload, select
@@ -26,19 +26,37 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 SMALL = frozenset({"ci", "odd", "packed", "extreme"})
 AT_SIZE = frozenset({"train", "prefill", "decode", "long"})
 
-Dtypes = Literal["every", "one", "in_turn", "half", "no_float64"]
+Dtypes = Literal["every", "one", "rotating", "half", "no_float64"]
 """The declared dtypes in which a test runs a workload.
 
-every: all of them. one: a single dtype, for properties that do not depend on it. in_turn: one dtype per workload,
-every dtype in turn; a CUDA device is fast and uses all of them. half: only bfloat16, or float16 if bfloat16 is not
-declared. no_float64: every dtype but float64.
+every: all of them. one: a single dtype, for properties that do not depend on it. rotating: one dtype per workload, the
+next one for the next workload; a CUDA device is fast and uses all of them. half: only bfloat16, or float16 if bfloat16
+is not declared. no_float64: every dtype but float64.
 """
 
 EVERY_OP = tuple(ABSTRACT_OPS)
 FORWARDS = tuple(spec.name for spec in PUBLIC_OPS.values())
 """The ops that public functions run."""
+BACKWARDS = tuple(name for name in EVERY_OP if name not in FORWARDS)
+"""The ops that compute the gradients of another op."""
 WRITING = tuple(name for name, spec in ABSTRACT_OPS.items() if any(result.written for result in spec.results))
 """The ops with an argument `inplace`."""
+
+
+def having(*names: str) -> tuple[str, ...]:
+    """Returns the ops that public functions run and that have all of these arguments."""
+    return tuple(op for op in FORWARDS if set(names) <= set(ABSTRACT_OPS[op].parameters))
+
+
+SERVING = having("pool")
+"""The ops on a pool of slots."""
+SEQUENCES = tuple(op for op in FORWARDS if "T" in ABSTRACT_OPS[op].sizes and op not in SERVING)
+"""The ops on whole sequences, without a pool."""
+
+
+def is_backward(op: str) -> bool:
+    """Returns whether an op computes the gradients of another one."""
+    return op in BACKWARDS
 
 
 def differentiated(op: str) -> str:
@@ -48,17 +66,22 @@ def differentiated(op: str) -> str:
     return backward if backward is not None and is_its_own else op
 
 
+PAIRS = tuple(op for op in FORWARDS if differentiated(op) != op)
+"""The ops with a backward op of their own."""
 DIFFERENTIATED = tuple(differentiated(op) for op in FORWARDS if ABSTRACT_OPS[op].differentiable)
 
 
 def over(ops: str | tuple[str, ...], *names: str, **conditions: object) -> pytest.MarkDecorator:
     """Marks a test with one or several ops, and with the arguments of `cases` that select its cases."""
-    return pytest.mark.over(ops, *names, **conditions)
+    return pytest.mark.over((ops,) if isinstance(ops, str) else ops, *names, **conditions)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A call: an abstract op on a workload, in a dtype, on a device."""
+    """A call: an abstract op on a workload, in a dtype, on a device.
+
+    `function` names a public function that fixes arguments of the op, such as `chunk_gla_gradient_summary`.
+    """
 
     op: str
     workload: Workload
@@ -67,13 +90,20 @@ class Case:
     needs_grad: bool = False
     deterministic: bool = False
     checkpoints: bool = False
+    function: str = ""
+
+    @property
+    def call(self) -> str:
+        """Returns the name of the call: that of the op, or of a further public function of the op."""
+        return self.function or self.op
 
     def __str__(self) -> str:
-        return f"{self.workload.name}-{short(self.dtype)}"
+        return f"{self.call}-{self.workload.name}-{short(self.dtype)}"
 
     def facts(self) -> list[str]:
         """Returns facts, in words, that may tell this case from one with another outcome; the most telling first."""
-        return [f"in {short(self.dtype)}", *facts(self.describe(), self.workload.sizes)]
+        function = [f"by {self.function}"] if self.function else []
+        return [f"in {short(self.dtype)}", *function, *facts(self.describe(), self.workload.sizes)]
 
     def describe(self) -> OpCall:
         """Returns the `OpCall` by which the core would describe the case."""
@@ -96,6 +126,8 @@ def cases(
     device: str,
     op: str,
     *names: str,
+    few: Mapping[str, str] | None = None,
+    functions: bool = False,
     also: str | None = None,
     tag: str | None = None,
     dtypes: Dtypes = "every",
@@ -109,6 +141,8 @@ def cases(
 
     Args:
         names: names of workloads; without names, every workload.
+        few: for some ops, the names of the only workloads of the op, separated by blanks.
+        functions: whether to return the cases of every public function of the op.
         tag: a tag that the workloads must have; None selects the small workloads.
         also: another op that the backend must implement.
         dtypes: the dtypes of each workload, see `Dtypes`.
@@ -120,29 +154,32 @@ def cases(
         gated: whether to leave out workloads without gates.
     """
     can = backend.can(op)
-    is_backward = any(spec.backward == op for spec in ABSTRACT_OPS.values())
+    names = tuple((few or {}).get(op, "").split()) or names
     if op not in backend.ops or (also is not None and also not in backend.ops):
         return []
-    if (is_backward and not can.gradients) or (requires is not None and not getattr(can, requires)):
+    if (is_backward(op) and not can.gradients) or (requires is not None and not getattr(can, requires)):
         return []
     if (cuda or at_size) and device != "cuda":
         return []
     if at_size:
-        found = [Case(op, w, w.sizes["dtype"], device) for w in _at_size(op)]
+        chosen = [Case(op, w, w.sizes["dtype"], device) for w in _at_size(op)]
     else:
         workloads = [fitted(w, can) for w in _small(op, names, tag) if not gated or w.sizes.get("gates") != "none"]
-        found = [Case(op, w, d, device) for w, d in _with_dtypes(workloads, dtypes_of(can), dtypes, device)]
-    found = [case for case in found if excluded(backend, case) is None]
+        chosen = [Case(op, w, d, device) for w, d in _with_dtypes(workloads, dtypes_of(can), dtypes, device)]
+    chosen = [case for case in chosen if excluded(backend, case) is None]
     if forms or requires == "cuda_graphs":
-        found = [case for case in found if not is_empty(case.describe())]
-    return _one_of_each_form(found) if forms else found
+        chosen = [case for case in chosen if not is_empty(case.describe())]
+    if functions:
+        fixing = [name for name, (spec, fixed) in RUNS.items() if spec.name == op and fixed]
+        chosen = [dataclasses.replace(case, function=name) for name in ("", *fixing) for case in chosen]
+    return _one_of_each_form(chosen) if forms else chosen
 
 
 def _with_dtypes(
     workloads: list[Workload], declared: list[torch.dtype], which: Dtypes, device: str
 ) -> Iterable[tuple[Workload, torch.dtype]]:
     """Returns the pairs of a workload and a dtype that `which` selects."""
-    if which == "in_turn" and device != "cuda":
+    if which == "rotating" and device != "cuda":
         return zip(workloads, itertools.cycle(declared), strict=False)
     chosen = {
         "one": declared[:1],

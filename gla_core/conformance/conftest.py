@@ -19,6 +19,7 @@ from gla_core.conformance.divergence import divergence
 from gla_core.conformance.subject import subject
 from gla_core.conformance.tolerances import number, relative_error
 from gla_core.dispatch.backend import Backend
+from gla_core.ops import ABSTRACT_OPS
 
 Measure = Callable[..., None]
 KEPT = 2**30
@@ -73,20 +74,28 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     marker = metafunc.definition.get_closest_marker("over")
     if marker is None:
-        found = refusals(backend, device)
-        ids = [f"{case.op}-{case}-{number}" for number, case in enumerate(found)]
+        chosen = refusals(backend, device)
+        ids = [f"{case}-{number}" for number, case in enumerate(chosen)]
     else:
         ops, *names = marker.args
-        several = isinstance(ops, tuple)
-        lists = (cases(backend, device, op, *names, **marker.kwargs) for op in (ops if several else [ops]))
-        found = list(itertools.chain.from_iterable(lists))
-        ids = [f"{case.op}-{case}" if several else str(case) for case in found]
-    metafunc.parametrize("case", found, ids=ids)
+        chosen = [case for op in ops for case in cases(backend, device, op, *names, **marker.kwargs)]
+        ids = list(map(str, chosen))
+    metafunc.parametrize("case", chosen, ids=ids)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Drops tests without a case, which pytest would report as skipped."""
+    """Drops tests without a case, which pytest would report as skipped, and puts the kit into the order of a report."""
     items[:] = [item for item in items if not _is_of_the_kit(item) or "NOTSET" not in item.name]
+    items.sort(key=_place)
+
+
+def _place(item: pytest.Item) -> tuple[int, bool]:
+    """Returns a key that sorts the kit's cases by op, those of values first, and keeps the order of all else."""
+    if not _is_of_the_kit(item) or not isinstance(item, pytest.Function):
+        return -1, False
+    parameters: dict[str, Any] = dict(item.callspec.params)
+    op = parameters["case"].op if "case" in parameters else parameters["declared_op"]
+    return list(ABSTRACT_OPS).index(op), item.path.name != "test_values.py"
 
 
 def _is_of_the_kit(item: pytest.Item) -> bool:

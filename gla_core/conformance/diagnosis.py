@@ -46,15 +46,15 @@ def diagnosis(rows: Sequence[Row], command: str) -> list[str]:
     if not failed:
         return []
     op = min((row["op"] for row in failed), key=_place)
-    of_op = [row for row in rows if row["op"] == op]
+    op_rows = [row for row in rows if row["op"] == op]
     worst = _root(Counter(kind(row) for row in failed if row["op"] == op))
     culprits = [row for row in failed if row["op"] == op and kind(row) == worst]
-    examined, passed = experiment(of_op, culprits)
+    examined, passed = experiment(op_rows, culprits)
     smallest = min(examined, key=lambda row: (row["size"], row["dtype"] != "float32", row["id"]))
     file, _ = smallest["test"].split("::")
     lines = {
         "begin with": _cause(op, worst, culprits, failed),
-        "in common": _in_common(of_op, examined, passed),
+        "in common": _in_common(op_rows, examined, passed),
         "smallest": _first_wrong(smallest),
         "factor": _factor(smallest, worst),
         "to see it": f'{command} -k "{file} and {smallest["id"]}" -- --tb=short',
@@ -137,18 +137,18 @@ def _in_common(rows: Sequence[Row], failed: Sequence[Row], passed: Sequence[Row]
     name = property_of(failed[0])
     broken = dict.fromkeys(property_of(row) for row in rows if row["outcome"] == "failed")
     whole = {property_of(row) for row in rows} - set(broken)
-    found = []
+    parts = []
     if len(broken) <= FEW < len(whole):
         fail = "fails" if len(broken) == 1 else "fail"
-        found.append(f"only {' and '.join(map(repr, broken))} {fail}; {len(whole)} other properties of the op pass")
+        parts.append(f"only {' and '.join(map(repr, broken))} {fail}; {len(whole)} other properties of the op pass")
     if not passed:
-        return "; ".join([*found, f"every case of {name!r} fails"]) if len(failed) > 1 else "".join(found)
+        return "; ".join([*parts, f"every case of {name!r} fails"]) if len(failed) > 1 else "".join(parts)
     facts, number = distinct(failed, passed)
     if facts:
         which = f"every failing case of {name!r} ({len(failed)}) runs {' and '.join(facts)}"
         others = f"{number} of {len(passed)} passing ones do" if number else f"no passing one ({len(passed)}) does"
-        found.append(f"{which}; {others}")
-    return "; ".join(found)
+        parts.append(f"{which}; {others}")
+    return "; ".join(parts)
 
 
 def _first_wrong(row: Row) -> str:

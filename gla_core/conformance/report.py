@@ -117,13 +117,13 @@ class Report:
         return row["op"] not in self._backend.ops and row["outcome"] == "passed"
 
     def _verdict(self) -> str:
-        found, name = counts(self.rows), self._backend.name
-        still_open = f"; {found['open']} are open" if found["open"] else ""
+        total, name = counts(self.rows), self._backend.name
+        still_open = f"; {total['open']} are open" if total["open"] else ""
         if self._broken:
             return f"{name} could not be judged: {len(self._broken)} files of the kit could not be collected"
-        if found["failed"]:
-            return f"{name} FAILED {found['failed']} of {len(self.rows)} cases{still_open}"
-        return f"{name} passed {found['passed']} of {len(self.rows)} cases{still_open}"
+        if total["failed"]:
+            return f"{name} FAILED {total['failed']} of {len(self.rows)} cases{still_open}"
+        return f"{name} passed {total['passed']} of {len(self.rows)} cases{still_open}"
 
     def summary(self) -> dict[str, Any]:
         """Returns the summary of the run; `gla_core/conformance/README.md` explains its keys."""
@@ -163,11 +163,11 @@ def _not_declared_in_short(backend: Backend) -> Iterator[str]:
 
 def not_declared(backend: Backend) -> list[str]:
     """Returns the limits of the capabilities, one sentence each; a limit of a single op begins with the op's name."""
-    found = [f"op {op}" for op in OP_PARAMETERS if op not in backend.ops]
-    found += _left_out(backend.capabilities, backend.ops)
+    limits = [f"op {op}" for op in OP_PARAMETERS if op not in backend.ops]
+    limits += _left_out(backend.capabilities, backend.ops)
     for op, can in backend.op_capabilities.items():
-        found += [f"{op}: {line}" for line in _left_out(can, [op])]
-    return found
+        limits += [f"{op}: {line}" for line in _left_out(can, [op])]
+    return limits
 
 
 FLAGS = ("variable_length", "grouped_queries", "gradients", "checkpoints", "deterministic", "cuda_graphs")

@@ -29,7 +29,7 @@ def run(
         name: name of a backend. device: cpu or cuda. None means cpu, or cuda if the backend does not run on cpu.
         report: path of the JSON report. commit: source revision to note in it.
         select: an expression over names of tests, workloads and dtypes, like pytest's -k.
-        module: a module of the kit, such as "test_chunk_gla". verbose: whether to print a line per case.
+        module: a module of the kit, such as "test_values". verbose: whether to print a line per case.
         options: further options for pytest, such as ("-n", "6").
 
     Returns:

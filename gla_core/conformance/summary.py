@@ -20,8 +20,8 @@ NAMED = 3
 
 def counts(rows: list[Row]) -> dict[str, int]:
     """Returns the number of cases that passed, failed and stayed open; refusals are among the passed ones."""
-    found = {outcome: sum(row["outcome"] == outcome for row in rows) for outcome in ("passed", "failed", "open")}
-    return {**found, "refusals": sum(row["test"].startswith("test_refusals.py") for row in rows)}
+    total = {outcome: sum(row["outcome"] == outcome for row in rows) for outcome in ("passed", "failed", "open")}
+    return {**total, "refusals": sum(row["test"].startswith("test_refusals.py") for row in rows)}
 
 
 def properties(rows: list[Row]) -> list[dict[str, Any]]:
@@ -58,12 +58,12 @@ def reasons(rows: list[Row], outcome: str) -> list[dict[str, Any]]:
 
 def table(rows: list[Row]) -> list[str]:
     """Returns the properties as lines of text, grouped by op."""
-    found = properties(rows)
-    widest = max((len(row["property"]) for row in found), default=0)
+    judged = properties(rows)
+    widest = max((len(row["property"]) for row in judged), default=0)
     lines = []
-    for op in dict.fromkeys(row["op"] for row in found):
+    for op in dict.fromkeys(row["op"] for row in judged):
         lines.append(f"{op:<{widest + 2}} cases  failed  open  error/budget")
-        for row in (row for row in found if row["op"] == op):
+        for row in (row for row in judged if row["op"] == op):
             ratio = "-" if row["worst"] is None else ratio_text(row["worst"])
             failed, still_open = row["failed"] or "-", row["open"] or "-"
             lines.append(f"  {row['property']:<{widest}} {row['cases']:>5}  {failed:>6}  {still_open:>4}  {ratio:>12}")

@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
 from gla_core.conformance.calls import (
-    attention,
     autocast_dtype,
     cast,
-    chunk,
+    compare,
     differentiable,
-    expected_attention,
-    expected_pool,
-    expected_step,
-    expected_summary,
-    forward,
-    given,
+    expected,
     gradients,
-    oracle_forward,
+    inputs,
     oracle_gradients,
     output_shape,
-    pool,
+    public_op,
     results,
-    run_attention,
-    run_pool,
-    run_step,
-    run_summary,
-    step,
-    summary,
+    run,
     training_request,
     with_gradients,
 )
-from gla_core.conformance.cases import DIFFERENTIATED, FORWARDS, WRITING, over
+from gla_core.conformance.cases import BACKWARDS, DIFFERENTIATED, FORWARDS, SERVING, WRITING, having, over
 from gla_core.conformance.tolerances import FORWARD, GRADIENT
 
 # In these cases the dtype is the dtype of autocast; the inputs are float32.
@@ -53,104 +40,91 @@ def dtypes(out):
 @pytest.mark.parametrize("is_cast", [False, True], ids=["float32", "cast"])
 def test_autocast(backend, case, is_cast, measure):
     """Float32 inputs, and inputs that are cast already, give the same results."""
-    x, dtype = given(case, dtype=torch.float32), autocast_dtype(case)
+    x, dtype = inputs(case, dtype=torch.float32), autocast_dtype(case)
     x = cast(case.op, x, case.dtype) if is_cast else x
     with torch.autocast(case.device, case.dtype):
         out = results(case.op, x, backend.name)
-    expected = results(case.op, cast(case.op, x, dtype), backend.name)
-    assert dtypes(out) == dtypes(expected)
-    measure(out, expected, same(backend.can(case.op), FORWARD[dtype]))
+    ref = results(case.op, cast(case.op, x, dtype), backend.name)
+    assert dtypes(out) == dtypes(ref)
+    measure(out, ref, same(backend.can(case.op), FORWARD[dtype]))
 
 
 @over(WRITING, dtypes="half", forms=True)
 def test_autocast_inplace(backend, case, measure):
-    x, y = (given(case, dtype=torch.float32) | {"inplace": True} for _ in range(2))
+    x, y = (inputs(case, dtype=torch.float32) | {"inplace": True} for _ in range(2))
     with torch.autocast(case.device, case.dtype):
         out = results(case.op, x, backend.name)
-    expected = results(case.op, cast(case.op, y, autocast_dtype(case)), backend.name)
-    assert dtypes(out) == dtypes(expected)
+    ref = results(case.op, cast(case.op, y, autocast_dtype(case)), backend.name)
+    assert dtypes(out) == dtypes(ref)
     assert {id(z) for z in out.values()} & {id(z) for z in x.values()}, "an argument is written, and returned"
-    measure(out, expected, same(backend.can(case.op), FORWARD[case.dtype]))
+    measure(out, ref, same(backend.can(case.op), FORWARD[case.dtype]))
 
 
 @over(DIFFERENTIATED, dtypes="half", forms=True, requires="gradients")
 def test_autocast_of_gradients(backend, case, measure):
     """Gradients have the dtype of their inputs, float32."""
-    x, dtype, request = given(case, dtype=torch.float32), autocast_dtype(case), training_request(backend, case.op)
+    x, dtype, request = inputs(case, dtype=torch.float32), autocast_dtype(case), training_request(backend, case.op)
+    forward = public_op(case.op).name
 
     def under_autocast(y):
         with torch.autocast(case.device, case.dtype):
-            return results(case.op, y, request)
+            return results(forward, y, request)
 
     out = with_gradients(case.op, x, under_autocast)
-    expected = with_gradients(case.op, cast(case.op, x, dtype), lambda y: results(case.op, y, request))
+    ref = with_gradients(case.op, cast(case.op, x, dtype), lambda y: results(forward, y, request))
     assert {out[f"d{name}"].dtype for name in differentiable(case.op, x)} == {torch.float32}
-    measure(out, expected, same(backend.can(case.op), GRADIENT[dtype]))
+    measure(out, ref, same(backend.can(case.op), GRADIENT[dtype]))
 
 
 # ---- values under autocast, compared with the oracle
 
 
-def by_hand(x, dtype):
-    return dataclasses.replace(x, q=x.q.to(dtype), k=x.k.to(dtype), v=x.v.to(dtype))
+@over(
+    FORWARDS,
+    "small",
+    few={
+        "chunk_gla_fwd": "short ungated packed",
+        "chunk_gla_pool": "small per_head",
+        "chunk_gla_summary": "short ungated packed",
+        "recurrent_gla_step": "small ungated pool",
+        "softmax_attention": "small not_causal",
+    },
+    dtypes="half",
+)
+def test_values_under_autocast(backend, case, measure):
+    check_values(backend, case, measure)
 
 
-@over("chunk_gla_fwd", "short", "ungated", "packed", dtypes="half")
-def test_autocast_of_chunk_gla(backend, case, measure):
-    x = chunk(case, dtype=torch.float32)
-    expected = oracle_forward(by_hand(x, case.dtype))
+@over(WRITING, "small", "ungated", "pool", dtypes="half")
+def test_values_under_autocast_inplace(backend, case, measure):
+    x, out = check_values(backend, case, measure, inplace=True)
+    assert out["state"] is x["state"]
+
+
+def check_values(backend, case, measure, **options):
+    """Compares a call with the oracle. `out` has the dtype of autocast; states and pools keep theirs.
+
+    Products of two half-precision numbers are exact in float32, and only their sum is rounded: the states of single
+    tokens, and of calls without gates, are as exact as in float32.
+    """
+    x = inputs(case, dtype=torch.float32, **({"pool_dtype": torch.float32} if case.op in SERVING else {}))
+    y = cast(case.op, x, autocast_dtype(case))
+    ref = expected(case.op, y).results
+    if case.op in having("out"):
+        options["out"] = torch.empty(output_shape(x["q"], x["v"]), dtype=case.dtype, device=case.device)
     with torch.autocast(case.device, case.dtype):
-        out = forward(x, backend.name)
-    measure(out, expected, FORWARD[case.dtype])
-    if x.g is None:  # products of two half-precision numbers are exact in float32; only their sum is rounded
-        measure(out, {"state": expected["state"]}, FORWARD[torch.float32])
+        out = run(case.op, x, backend.name, **options)
+    assert "out" not in options or out["o"] is options["out"]
+    compare(case.op, y, out, ref, measure)
+    if "state" in ref and ("state" in x or x.get("g") is None):
+        measure(out, {"state": ref["state"]}, FORWARD[torch.float32])
+    return x, out
 
 
-@over("chunk_gla_bwd", "short", "ungated", "packed", dtypes="half")
-def test_autocast_of_gradients_of_chunk_gla(backend, case, measure):
-    x = chunk(case, dtype=torch.float32)
+@over(BACKWARDS, "short", "ungated", "packed", dtypes="half")
+def test_gradients_under_autocast(backend, case, measure):
+    x = inputs(case, dtype=torch.float32)
     with torch.autocast(case.device, case.dtype):
-        out = gradients(x, training_request(backend))
-    measure(out, oracle_gradients(by_hand(x, case.dtype)), GRADIENT[case.dtype])
-
-
-@over("chunk_gla_pool", "small", "per_head", dtypes="half")
-def test_autocast_of_chunk_gla_pool(backend, case, measure):
-    """The pool keeps its dtype. `out` has the dtype of autocast."""
-    x = pool(case, dtype=torch.float32, pool_dtype=torch.float32)
-    expected = expected_pool(cast(case.op, x, case.dtype))
-    out = torch.empty(output_shape(x["q"], x["v"]), dtype=case.dtype, device=case.device)
-    with torch.autocast(case.device, case.dtype):
-        found = run_pool(x, backend.name, out=out)
-    assert found["o"] is out
-    assert x["pool"].dtype == torch.float32
-    measure(found, expected, FORWARD[case.dtype])
-
-
-@over("chunk_gla_summary", "short", "ungated", "packed", dtypes="half")
-def test_autocast_of_chunk_gla_summary(backend, case, measure):
-    x = summary(case, dtype=torch.float32)
-    expected = expected_summary(cast(case.op, x, case.dtype))
-    with torch.autocast(case.device, case.dtype):
-        out = run_summary(x, backend.name)
-    measure(out, {"state": expected["state"]}, FORWARD[case.dtype])
-
-
-@over("recurrent_gla_step", "small", "ungated", "pool", dtypes="half")
-@pytest.mark.parametrize("inplace", [False, True], ids=["new", "inplace"])
-def test_autocast_of_recurrent_gla_step(backend, case, inplace, measure):
-    x = step(case, dtype=torch.float32)
-    expected = expected_step(cast(case.op, x, case.dtype))
-    with torch.autocast(case.device, case.dtype):
-        out = run_step(x, backend.name, inplace=inplace)
-    assert (out["state"] is x["state"]) == inplace
-    measure(out, {"o": expected["o"]}, FORWARD[case.dtype])
-    measure(out, {"state": expected["state"]}, FORWARD[torch.float32])
-
-
-@over("softmax_attention", "small", "not_causal", dtypes="half")
-def test_autocast_of_softmax_attention(backend, case, measure):
-    *qkv, causal = attention(case, dtype=torch.float32)
-    with torch.autocast(case.device, case.dtype):
-        out = run_attention(*qkv, causal, backend.name)
-    measure(out, expected_attention(*(y.to(case.dtype) for y in qkv), causal), FORWARD[case.dtype])
+        out = gradients(case.op, x, training_request(backend))
+    y = cast(case.op, x, case.dtype)
+    compare(case.op, y, out, oracle_gradients(case.op, y), measure)

@@ -13,8 +13,8 @@ from gla_core.conformance.tolerances import GRADIENT
 
 
 def tensors(result) -> dict[str, Tensor]:
-    found = result if isinstance(result, tuple | list) else (result,)
-    return {f"result {i}": x for i, x in enumerate(found)}
+    results = result if isinstance(result, tuple | list) else (result,)
+    return {f"result {i}": x for i, x in enumerate(results)}
 
 
 def without_waiting(function: Callable) -> None:
@@ -30,7 +30,7 @@ def without_waiting(function: Callable) -> None:
 def check_replay(function, args, budget, measure):
     """Captures a call on one set of inputs, and replays it on other values in the same memory."""
     floats = [x for x in args if isinstance(x, Tensor) and x.is_floating_point()]
-    given = [x.clone() for x in floats]
+    values = [x.clone() for x in floats]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -40,19 +40,19 @@ def check_replay(function, args, budget, measure):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = function(*args)
-    for x, y in zip(floats, given, strict=True):
+    for x, y in zip(floats, values, strict=True):
         x.copy_(y / 2)
     graph.replay()
     replayed = {name: x.clone() for name, x in tensors(captured).items()}
     states = [x.clone() for x in floats]
-    for x, y in zip(floats, given, strict=True):
+    for x, y in zip(floats, values, strict=True):
         x.copy_(y / 2)
     measure(replayed, tensors(function(*args)), budget)
     measure(named(states), named(floats), budget)  # results that are written in place
 
 
-def named(found: list[Tensor]) -> dict[str, Tensor]:
-    return {f"argument {i}": x for i, x in enumerate(found)}
+def named(arguments: list[Tensor]) -> dict[str, Tensor]:
+    return {f"argument {i}": x for i, x in enumerate(arguments)}
 
 
 @over(EVERY_OP, cuda=True)

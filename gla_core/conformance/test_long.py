@@ -6,40 +6,23 @@ import os
 
 import torch
 
-import gla_core as gla
-from gla_core.conformance import oracle
-from gla_core.conformance.calls import (
-    attention,
-    backward,
-    chunk,
-    expected_attention,
-    expected_pool,
-    expected_summary,
-    forward,
-    loss_gradients,
-    oracle_forward,
-    oracle_gradients,
-    pool,
-    run_attention,
-    run_pool,
-    run_summary,
-    softmax,
-    summary,
-    tokens,
-)
-from gla_core.conformance.cases import over
-from gla_core.conformance.tolerances import FORWARD, GRADIENT
+from gla_core.conformance.calls import call_arguments, compare, expected, run, span, twice
+from gla_core.conformance.cases import BACKWARDS, FORWARDS, PAIRS, SEQUENCES, SERVING, over
+from gla_core.conformance.tolerances import FORWARD
+from gla_core.ops import ABSTRACT_OPS
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DTYPES = "half" if INTERPRETED else "one"
 """Interpreted Triton kernels take milliseconds per token, and the fewest in half precision."""
 
 
-def long_inputs(case):
-    """Returns inputs of thousands of tokens; on a CUDA device more tokens than 16 bits can count."""
-    if case.device == "cuda":
-        return chunk(case, T=70_001)
-    return chunk(case, T=1100) if INTERPRETED else chunk(case)
+def changes_of(case):
+    """Returns the sizes of a call of thousands of tokens; on a CUDA device there are more than 16 bits can count."""
+    if case.op in SERVING:
+        return {"lengths": (900, 300)} if INTERPRETED else {}
+    # without gates every token counts in a summary; with gates only the last tokens would, or the first ones
+    gates = {"gates": "none"} if "decay" in (result.name for result in ABSTRACT_OPS[case.op].results) else {}
+    return gates | ({"T": 70_001} if case.device == "cuda" else {"T": 1100} if INTERPRETED else {})
 
 
 def with_ends(out):
@@ -47,58 +30,31 @@ def with_ends(out):
 
     A forward goes wrong at the last tokens, and a backward also at the first ones.
     """
-    along = {name: x for name, x in out.items() if "state" not in name and name != "pool"}
-    ends = {f"first of {name}": x[:, :50] for name, x in along.items()}
-    return out | ends | {f"last of {name}": x[:, -50:] for name, x in along.items()}
+    along = {n: y for n, y in out.items() if not any(word in n for word in ("state", "pool", "decay"))}
+    ends = {f"first of {n}": y[:, :50] for n, y in along.items()}
+    return out | ends | {f"last of {n}": y[:, -50:] for n, y in along.items()}
 
 
-@over("chunk_gla_fwd", tag="narrow", dtypes=DTYPES)
-def test_long_sequence(backend, case, measure):
-    x = long_inputs(case)
-    measure(with_ends(forward(x, backend.name)), with_ends(oracle_forward(x)), FORWARD[case.dtype])
+@over((*SEQUENCES, *SERVING, *BACKWARDS), tag="narrow", functions=True, dtypes=DTYPES)
+def test_long_sequences(backend, case, measure):
+    x = call_arguments(case, **changes_of(case))
+    ref = with_ends(expected(case.call, x).results)
+    compare(case.call, x, with_ends(run(case.call, x, backend.name)), ref, measure)
 
 
-@over("chunk_gla_fwd", "narrow_mild", tag="narrow", dtypes=DTYPES)
+@over(PAIRS, "narrow_mild", tag="narrow", dtypes=DTYPES)
 def test_long_sequence_in_two_calls(backend, case, measure):
-    x = long_inputs(case)
-    cut = x.q.shape[1] - 700
-    before = forward(tokens(x, None, cut, x.initial_state), backend.name)
-    after = forward(tokens(x, cut, None, before["state"]), backend.name)
+    x = call_arguments(case, **changes_of(case))
+    cut = x["q"].shape[1] - 700
+    before = run(case.op, span(case.op, x, None, cut), backend.name)
+    after = run(case.op, span(case.op, x, cut, None, initial_state=before["state"]), backend.name)
     joined = {"o": torch.cat([before["o"], after["o"]], dim=1), "state": after["state"]}
-    measure(with_ends(joined), with_ends(forward(x, backend.name)), 2 * FORWARD[case.dtype])
+    ref = with_ends(run(case.op, x, backend.name))
+    compare(case.op, x, with_ends(joined), ref, measure, twice(FORWARD))
 
 
-@over("chunk_gla_pool", tag="narrow", dtypes=DTYPES)
-def test_long_sequences_in_a_pool(backend, case, measure):
-    x = pool(case, lengths=(900, 300)) if INTERPRETED else pool(case)
-    expected = expected_pool(x)
-    measure(with_ends(run_pool(x, backend.name)), with_ends(expected), FORWARD[case.dtype])
-
-
-@over("chunk_gla_bwd", tag="narrow", dtypes=DTYPES)
-def test_gradients_of_long_sequence(backend, case, measure):
-    x = long_inputs(case)
-    out = backward(x, backend, *loss_gradients(x))
-    measure(with_ends(out), with_ends(oracle_gradients(x)), GRADIENT[case.dtype])
-
-
-@over("chunk_gla_summary", tag="narrow", dtypes=DTYPES)
-def test_summary_of_long_sequence(backend, case, measure):
-    """Without gates every token counts. With gates only the last tokens would count, or backwards the first ones."""
-    changes = {"T": long_inputs(case).q.shape[1], "gates": "none"}
-    for x in (summary(case, **changes), summary(case, backwards=True, **changes)):
-        measure(run_summary(x, backend.name), {"state": expected_summary(x)["state"]}, FORWARD[case.dtype])
-
-
-@over("online_softmax", tag="narrow", dtypes="one")
-def test_long_rows(backend, case, measure):
-    x, dim = softmax(case)
-    y = gla.online_softmax(x, dim, backend=backend.name)
-    measure(with_ends({"y": y}), with_ends({"y": oracle.softmax(x, dim)}), FORWARD[case.dtype])
-
-
-@over("softmax_attention", tag="narrow", dtypes="one")
-def test_many_keys_or_queries(backend, case, measure):
-    q, k, v, causal = attention(case)
-    out, expected = run_attention(q, k, v, causal, backend.name), expected_attention(q, k, v, causal)
-    measure(with_ends(out), with_ends(expected), FORWARD[case.dtype])
+@over(tuple(op for op in FORWARDS if op not in (*SEQUENCES, *SERVING)), tag="narrow", dtypes="one")
+def test_many_columns_keys_or_queries(backend, case, measure):
+    x = call_arguments(case)
+    ref = with_ends(expected(case.op, x).results)
+    compare(case.op, x, with_ends(run(case.op, x, backend.name)), ref, measure)

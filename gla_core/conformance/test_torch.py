@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gla_core.conformance.calls import given, results, torch_op, training_request, with_gradients
+from gla_core.conformance.calls import inputs, public_op, results, torch_op, training_request, with_gradients
 from gla_core.conformance.cases import DIFFERENTIATED, EVERY_OP, FORWARDS, WRITING, over
 from gla_core.conformance.tolerances import FORWARD, GRADIENT
 
@@ -49,18 +49,18 @@ def compiled(function, dynamic):
 @over(FORWARDS, forms=True, dtypes="one")
 def test_compiled(backend, case, measure):
     eager = amid_others(case.op, backend.name)
-    measure(compiled(eager, True)(given(case)), eager(given(case)), 2 * FORWARD[case.dtype])
+    measure(compiled(eager, True)(inputs(case)), eager(inputs(case)), 2 * FORWARD[case.dtype])
 
 
 @over(WRITING, forms=True, dtypes="one")
 def test_compiled_inplace(backend, case, measure):
     eager = amid_others(case.op, backend.name, inplace=True)
-    measure(compiled(eager, True)(given(case)), eager(given(case)), 2 * FORWARD[case.dtype])
+    measure(compiled(eager, True)(inputs(case)), eager(inputs(case)), 2 * FORWARD[case.dtype])
 
 
 @over(DIFFERENTIATED, forms=True, dtypes="one", requires="gradients")
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_compiled_with_backward(backend, case, dynamic, measure):
-    eager = amid_others(case.op, training_request(backend, case.op))
-    out, expected = (with_gradients(case.op, given(case), f) for f in (compiled(eager, dynamic), eager))
+    eager = amid_others(public_op(case.op).name, training_request(backend, case.op))
+    out, expected = (with_gradients(case.op, inputs(case), f) for f in (compiled(eager, dynamic), eager))
     measure(out, expected, 2 * GRADIENT[case.dtype])

@@ -69,8 +69,8 @@ def folder(root: Path) -> Corpus:
 
 def text_files(root: Path) -> list[Path]:
     """Returns the files under root that hold text and are not hidden, sorted."""
-    found = (path for path in root.rglob("*") if path.is_file())
-    shown = (path for path in found if not any(part.startswith(".") for part in path.relative_to(root).parts))
+    paths = (path for path in root.rglob("*") if path.is_file())
+    shown = (path for path in paths if not any(part.startswith(".") for part in path.relative_to(root).parts))
     return sorted(path for path in shown if _is_text(path))
 
 
@@ -81,11 +81,11 @@ def _is_text(path: Path) -> bool:
 
 def source_files(root: Path) -> list[Path]:
     """Returns the .py files under root without tests and tables, sorted."""
-    found: list[Path] = []
+    paths: list[Path] = []
     for folder, inner, names in os.walk(root):
         inner[:] = [name for name in inner if name not in SKIPPED]  # not searched at all: site-packages may be large
-        found += (Path(folder, name) for name in names if name.endswith(".py"))
-    return sorted(found)
+        paths += (Path(folder, name) for name in names if name.endswith(".py"))
+    return sorted(paths)
 
 
 def load(files: list[Path]) -> Corpus:

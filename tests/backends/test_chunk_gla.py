@@ -266,6 +266,6 @@ def test_gradients_of_rows_in_one_pass_and_of_others(device, change_plans):
     change_plans("_rows_in_one_pass", lambda *_: 2)
     change_plans("_are_cheaper", lambda *_: True)
     x = gla_inputs(B=3, T=131, H=2, K=20, V=9, gates="mild", dtype=DTYPE, initial_state=True, device=device)
-    expected = oracle_gradients(x)
-    for name, gradient in gradients(x, "parallel_scan").items():
+    expected = oracle_gradients("chunk_gla", x)
+    for name, gradient in gradients("chunk_gla", x, "parallel_scan").items():
         assert relative_error(gradient, expected[name]) <= GRADIENT[DTYPE], name

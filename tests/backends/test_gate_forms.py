@@ -9,7 +9,7 @@ import torch
 
 import gla_core as gla
 from gla_core.conformance import oracle
-from gla_core.conformance.calls import forward, gradients, oracle_forward, oracle_gradients
+from gla_core.conformance.calls import gradients, oracle_gradients, oracle_results, run
 from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
 from gla_core.dispatch.backend import OpCall, contiguous_layout
 from gla_core.workloads.inputs import gla_inputs, token_of
@@ -28,8 +28,8 @@ def check(backend, device, dtype=torch.float16, **sizes):
     """Compares outputs, final states and gradients."""
     x = gla_inputs(device=device, dtype=dtype, gate_dtype=torch.float32, **sizes)
     for computed, expected, budgets in (
-        (forward(x, backend), oracle_forward(x), FORWARD),
-        (gradients(x, backend), oracle_gradients(x), GRADIENT),
+        (run("chunk_gla", x, backend), oracle_results("chunk_gla", x), FORWARD),
+        (gradients("chunk_gla", x, backend), oracle_gradients("chunk_gla", x), GRADIENT),
     ):
         for name, ref in expected.items():
             assert computed[name].shape == ref.shape
@@ -85,7 +85,7 @@ def test_gates_that_are_not_contiguous(backend, device):
     assert x.g is not None
     wide = torch.cat([x.g, x.g], -1)
     y = dataclasses.replace(x, g=wide[..., : x.g.shape[-1]])
-    for actual, expected in zip(forward(y, backend).values(), forward(x, backend).values(), strict=True):
+    for actual, expected in zip(*(run("chunk_gla", z, backend).values() for z in (y, x)), strict=True):
         assert torch.equal(actual, expected)
 
 
@@ -110,7 +110,7 @@ def test_steps(backend, device, form, heads):
     q, k, v, g = (token_of(y, 0) for y in (x.q, x.k, x.v, x.g))
     assert x.initial_state is not None
     o, state = gla.recurrent_gla_step(q, k, v, g, x.initial_state, backend=backend)
-    expected = oracle_forward(x)
+    expected = oracle_results("chunk_gla", x)
     assert relative_error(o, expected["o"][:, 0]) <= FORWARD[torch.float32]
     assert relative_error(state, expected["state"]) <= FORWARD[torch.float32]
 

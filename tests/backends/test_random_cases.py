@@ -21,13 +21,12 @@ import torch
 import gla_core as gla
 from gla_core.conformance import oracle
 from gla_core.conformance.calls import (
-    backward,
     checkpoint_dtype,
-    expected_checkpoints,
     heads_first,
-    loss_gradients,
     oracle_gradients,
     repeated,
+    run,
+    with_loss,
     with_room,
 )
 from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
@@ -109,16 +108,20 @@ def missed_gradients(seed, device, backend):
     kind, draw = sources(seed, device)
     dtype = kind.choice(DTYPES)
     x, sizes = sequences(kind, draw, dtype, device, seed)
-    do, dstate = (drawn_layout(draw, d) for d in loss_gradients(x))
+    y = with_loss("chunk_gla_bwd", x)
+    do, dstate = (drawn_layout(draw, y[name]) for name in ("do", "dstate"))
     every = kind.choice([None, 64, 128])
-    checkpoints = None if every is None else expected_checkpoints(on_cpu(x), every).to(device, checkpoint_dtype(dtype))
+    if every is not None:
+        z = on_cpu(x)
+        states = oracle.chunk_gla_checkpoints(z.q, z.k, z.v, z.g, z.initial_state, z.cu_seqlens, every)
+        y |= {"checkpoints": states.to(device, checkpoint_dtype(dtype)), "checkpoint_every": every}
     without_dstate = kind.random() < 0.3
-    actual = backward(x, backend, do, None if without_dstate else dstate, checkpoints, every)
-    actual = {name: y.cpu() for name, y in actual.items()}
-    loss = do.cpu(), (torch.zeros_like(dstate) if without_dstate else dstate).cpu()
+    actual = run("chunk_gla_bwd", {**y, "do": do, "dstate": None if without_dstate else dstate}, backend.name)
+    actual = {name: d.cpu() for name, d in actual.items()}
+    loss = {"o": do.cpu(), "state": (torch.zeros_like(dstate) if without_dstate else dstate).cpu()}
     constant = x.g is not None and x.g.ndim == 1
     wide = dataclasses.replace(x, g=x.g.expand(x.v.shape[:3])) if constant else x
-    for name, ref in oracle_gradients(on_cpu(wide), loss).items():
+    for name, ref in oracle_gradients("chunk_gla", on_cpu(wide), loss).items():
         if name == "dg" and constant:
             error = error_of_sum(actual[name], ref, max(sizes.get("lengths", [x.q.shape[1]])))
         else:

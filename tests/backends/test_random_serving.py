@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import gla_core as gla
-from gla_core.conformance.calls import check_served, expected_pool, expected_steps, run_pool, run_steps
+from gla_core.conformance.calls import Expected, as_logits, check, oracle_results
 from gla_core.conformance.tolerances import relative_error
 from gla_core.workloads.inputs import gla_inputs, normal
 from tests.backends.test_random_cases import DTYPES, ENOUGH, LONGEST, WIDTHS, batches, head_counts, seeds, sources
@@ -32,7 +32,7 @@ def test_random_calls(device, batch, backend):
 def misses(seed, device, backend):
     """Yields a description of each wrong result of the call drawn from `seed`, with its error."""
     kind, draw = sources(seed, device)
-    x, run, expected, written, logits = kind.choice([prefill, verification])(kind, draw, device, seed)
+    op, x, written, logits = kind.choice([prefill, verification])(kind, draw, device, seed)
     sizes = {name: tuple(y.shape) for name, y in x.items() if isinstance(y, torch.Tensor)}
     failures = []
 
@@ -41,11 +41,9 @@ def misses(seed, device, backend):
             if (error := relative_error(result.cpu(), truth[name])) > budget:
                 failures.append(f"seed {seed}: {name} {x['q'].dtype} {x['pool'].dtype} {sizes}: error {error:.1e}")
 
-    normalizer = {"gate_normalizer": logits} if logits else {}
+    x = as_logits(op, x, logits) if logits else x
     on_cpu = {name: y.cpu() if isinstance(y, torch.Tensor) else y for name, y in x.items()}
-    truth = expected(on_cpu, **normalizer)
-    options = {"gate": "logsigmoid", **normalizer} if logits else {}
-    check_served(x, lambda: run(x, backend, **options), truth, written, measure)
+    check(op, x, backend, measure, Expected(oracle_results(op, on_cpu), {"pool": written}))
     yield from failures
 
 
@@ -117,7 +115,7 @@ def prefill(kind, draw, device, seed):
         rows = zip(kept, before, lengths, strict=True)
         written += [slot for slot, offset, length in rows if slots.holds(slot) and 0 < offset < length]
     spoil_new_states(x["pool"], read, marks, slots)
-    return x, run_pool, expected_pool, written, logits
+    return "chunk_gla_pool", x, written, logits
 
 
 def verification(kind, draw, device, seed):
@@ -150,7 +148,7 @@ def verification(kind, draw, device, seed):
             written += [slot for slot in row[: lengths[n]] if slots.holds(slot)]
     if accepted is None:
         spoil_new_states(x["pool"], begins, marks, slots)
-    return x, run_steps, expected_steps, written, logits
+    return "recurrent_gla_steps", x, written, logits
 
 
 def spoil_new_states(pool, read, marks, slots):

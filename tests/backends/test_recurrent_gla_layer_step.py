@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gla_core.conformance.calls import expected_layer_step, run_layer_step
+from gla_core.conformance.calls import oracle_results, run
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.dispatch.backend import GATES as FORMS
 from gla_core.workloads.inputs import GATES, layer_step_inputs
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.kernels
 def check(device, dtype, state_dtype=torch.float32, **sizes):
     x = layer_step_inputs(Workload("", "recurrent_gla_layer_step", frozenset(), sizes), dtype=dtype, device=device)
     x["state"] = x["state"].to(state_dtype)
-    expected = expected_layer_step(x)
-    actual = run_layer_step(x, "triton_fused")
+    expected = oracle_results("recurrent_gla_layer_step", x)
+    actual = run("recurrent_gla_layer_step", x, "triton_fused")
     errors = {name: relative_error(actual[name], expected[name]) for name in expected}
     budgets = {"o": FORWARD[dtype], "state": max(FORWARD[dtype], FORWARD[state_dtype])}
     assert {name: error for name, error in errors.items() if not error <= budgets[name]} == {}

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import gla_core as gla
-from gla_core.conformance.calls import expected_replay, run_replay
+from gla_core.conformance.calls import oracle_results, run
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.workloads.inputs import gla_inputs
 from tests.replay_calls import replay_calls
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.kernels
 @given(data=st.data(), dtype=st.sampled_from([torch.float32, torch.float16]))
 def test_any_call(device, data, dtype):
     x = data.draw(replay_calls(dtype=dtype, device=device))
-    expected = expected_replay(x)
-    actual = run_replay(x, "triton_fused")
+    expected = oracle_results("recurrent_gla_replay", x)
+    actual = run("recurrent_gla_replay", x, "triton_fused")
     errors = {name: relative_error(actual[name], expected[name]) for name in expected}
     assert {name: error for name, error in errors.items() if error > FORWARD[dtype]} == {}
 

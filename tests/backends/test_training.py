@@ -22,8 +22,8 @@ def test_gradients(device, gates, request_):
     dtype, T, K = (torch.bfloat16, 300, 64) if device == "cuda" else (torch.float32, 10, 16)
     sizes = {"B": 2, "T": T, "K": K, "V": K, "dtype": dtype, "gate_dtype": torch.float32, "device": device}
     x = gla_inputs(gates=gates, initial_state=True, **sizes)
-    expected = oracle_gradients(x)
-    actual = gradients(x, request_)
+    expected = oracle_gradients("chunk_gla", x)
+    actual = gradients("chunk_gla", x, request_)
     assert actual.keys() == expected.keys()
     for name, gradient in actual.items():
         assert relative_error(gradient, expected[name]) <= GRADIENT[dtype], name

@@ -182,9 +182,9 @@ def test_a_busy_machine_is_named(monkeypatch):
 
 
 def row(workload, backend, seconds, spread):
-    of_a_gpu = {"gigabytes_per_second": 1e-6 / seconds, "floor_fraction": 1e-4 / seconds}
+    gpu_fields = {"gigabytes_per_second": 1e-6 / seconds, "floor_fraction": 1e-4 / seconds}
     what = {"op": "chunk_gla", "direction": "forward", "workload": workload, "backend": backend}
-    return Row(**what, **of_a_gpu, seconds=seconds, spread=spread)
+    return Row(**what, **gpu_fields, seconds=seconds, spread=spread)
 
 
 ROWS = [

@@ -49,9 +49,8 @@ def made_up(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def empty_cache(isolated, monkeypatch, tmp_path):
-    monkeypatch.setenv("GLA_CACHE_DIR", str(tmp_path / "cache"))
-    gla.reload_environment()
+def empty_cache(isolated, set_environment, tmp_path):
+    set_environment(GLA_CACHE_DIR=str(tmp_path / "cache"))
 
 
 def measured(budget=0.01):
@@ -135,11 +134,11 @@ def test_an_interrupt_is_no_sample(made_up):
 
 def test_the_fit_finds_the_true_constants(made_up):
     made_up()
-    (found,) = calibrate.fit_samples(measured(), CPU)
-    assert (found.backend, found.op, found.samples) == ("mine", "online_softmax", 7)
-    assert found.constants == pytest.approx(TRUE, rel=0.01)
-    assert found.before > 2
-    assert 1 <= found.median <= found.worst < 1.02
+    (fit,) = calibrate.fit_samples(measured(), CPU)
+    assert (fit.backend, fit.op, fit.samples) == ("mine", "online_softmax", 7)
+    assert fit.constants == pytest.approx(TRUE, rel=0.01)
+    assert fit.before > 2
+    assert 1 <= fit.median <= fit.worst < 1.02
 
 
 def test_backends_that_run_the_same_kernels_are_fitted_together(made_up):
@@ -155,12 +154,16 @@ def test_backends_that_run_the_same_kernels_are_fitted_together(made_up):
     # One call alone does not determine two constants.
     others = [Sample("other", large.call, halved(large.call, {**TRUE, "own": 1.0}))]
     fits = calibrate.fit_samples([small, *others, Sample("alone", large.call, 1.0)], CPU)
-    found = {f.backend: f for f in fits}
-    assert list(found) == ["mine", "other", "alone"]
-    assert found["mine"].constants == pytest.approx(TRUE, rel=0.02)
-    assert found["other"].constants == {**found["mine"].constants, "own": 1.0}
-    assert (found["mine"].samples, found["other"].samples, found["other"].worst_call) == (1, 1, large.call)
-    assert found["alone"].constants != found["mine"].constants
+    by_backend = {f.backend: f for f in fits}
+    assert list(by_backend) == ["mine", "other", "alone"]
+    assert by_backend["mine"].constants == pytest.approx(TRUE, rel=0.02)
+    assert by_backend["other"].constants == {**by_backend["mine"].constants, "own": 1.0}
+    assert (by_backend["mine"].samples, by_backend["other"].samples, by_backend["other"].worst_call) == (
+        1,
+        1,
+        large.call,
+    )
+    assert by_backend["alone"].constants != by_backend["mine"].constants
 
 
 def test_the_worst_shape_is_named(made_up):
@@ -168,9 +171,9 @@ def test_the_worst_shape_is_named(made_up):
     samples = measured()
     odd = samples[3]
     samples[3] = dataclasses.replace(odd, seconds=odd.seconds * 3)
-    (found,) = calibrate.fit_samples(samples, CPU)
-    assert found.worst_call == odd.call
-    assert found.worst > 1.5
+    (fit,) = calibrate.fit_samples(samples, CPU)
+    assert fit.worst_call == odd.call
+    assert fit.worst > 1.5
 
 
 def test_what_the_formula_does_not_predict_is_left_out_of_the_fit(made_up):
@@ -179,8 +182,8 @@ def test_what_the_formula_does_not_predict_is_left_out_of_the_fit(made_up):
             lambda call, c: seconds(call, c) if call.dims["rows"] > 1 else None, {"cpu": {"online_softmax": SHIPPED}}
         )
     )
-    (found,) = calibrate.fit_samples(measured(), CPU)
-    assert found.samples == 4
+    (fit,) = calibrate.fit_samples(measured(), CPU)
+    assert fit.samples == 4
     made_up("never", cost=CostModel(lambda call, c: None, {"cpu": {"online_softmax": SHIPPED}}))
     assert calibrate.fit_samples([Sample("never", s.call, 1.0) for s in measured()], CPU) == []
 
@@ -226,7 +229,7 @@ def test_constants_are_written_as_backends_ship_them(made_up, tmp_path):
 def test_what_is_stored_serves_the_next_call(made_up):
     made_up()
     fits = calibrate.fit_samples(measured(), CPU)
-    calibration.store({"mine": {found.op: found.constants for found in fits}}, CPU)
+    calibration.store({"mine": {fit.op: fit.constants for fit in fits}}, CPU)
     call = calibrate.plan(CPU, ["mine"])[0].call
     (mine,) = [c for c in gla.explain("online_softmax", torch.zeros(1, 128)).candidates if c.name == "mine"]
     assert mine.seconds == pytest.approx(seconds(call, TRUE), rel=0.02)

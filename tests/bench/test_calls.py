@@ -61,9 +61,9 @@ def op_calls(draw):
 
 def described(call, arguments):
     """Returns the call of these arguments as a description by sizes gives it: without layouts, and with dim = -1."""
-    found = ABSTRACT_OPS[call.op].describe(*arguments)
-    scalars = {name: -1 if name == "dim" else value for name, value in found.scalars.items()}
-    return dataclasses.replace(found, layouts={}, scalars=scalars)
+    call_of_tensors = ABSTRACT_OPS[call.op].describe(*arguments)
+    scalars = {name: -1 if name == "dim" else value for name, value in call_of_tensors.scalars.items()}
+    return dataclasses.replace(call_of_tensors, layouts={}, scalars=scalars)
 
 
 @settings(max_examples=100, deadline=None)
@@ -90,14 +90,14 @@ GROWING = {"B", "T", "N", "P", "Tq", "Tk", "rows", "columns"}
 @pytest.mark.parametrize("op", OP_PARAMETERS)
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_calibration_shapes_are_legal_and_distinct(op, kind):
-    found = shapes(op, torch.device(kind))
-    assert len({str(call) for call in found}) == len(found) >= 5
-    for call in found:
+    shape_calls = shapes(op, torch.device(kind))
+    assert len({str(call) for call in shape_calls}) == len(shape_calls) >= 5
+    for call in shape_calls:
         # Large sizes are cut so that the test fits; only the shapes are compared.
         smaller = {name: min(size, 8) if name in GROWING else size for name, size in call.dims.items()}
         small = dataclasses.replace(call, device=CPU, dims=smaller, capturing=False)
         assert described(small, random_arguments(small)) == small
-    assert {call.capturing for call in found} == ({False, True} if kind == "cuda" else {False})
+    assert {call.capturing for call in shape_calls} == ({False, True} if kind == "cuda" else {False})
 
 
 def test_chunk_shapes_reach_what_users_run():
@@ -109,9 +109,9 @@ def test_chunk_shapes_reach_what_users_run():
 
 
 def test_backward_shapes_reach_every_kernel():
-    found = shapes("chunk_gla_bwd", torch.device("cuda"))
-    assert {call.dtype for call in found} == {torch.bfloat16, torch.float16, torch.float32}
-    dims = [call.dims for call in found]
+    shape_calls = shapes("chunk_gla_bwd", torch.device("cuda"))
+    assert {call.dtype for call in shape_calls} == {torch.bfloat16, torch.float16, torch.float32}
+    dims = [call.dims for call in shape_calls]
     assert {1, 131072} <= {d["T"] for d in dims}
     assert {1, 512} <= {d["B"] * d["H"] for d in dims}
     assert {(64, 64), (128, 128), (256, 512)} <= {(d["K"], d["V"]) for d in dims}

@@ -29,8 +29,8 @@ def context_parallel(script):
 
 
 def test_more_ranks_are_predicted_from_a_shard_and_the_summaries_that_it_receives(context_parallel):
-    found = context_parallel.predicted(ROW)
-    assert found == {
+    actual = context_parallel.predicted(ROW)
+    assert actual == {
         "4": pytest.approx(1.0 / 1.3),
         "8": pytest.approx(1.0 / 1.7),
         "64": pytest.approx(1.0 / 1.7),  # by a scan

@@ -26,15 +26,15 @@ ROWS = [
 
 
 def test_a_panel_for_each_number_of_heads(crossover):
-    found = crossover.panels(ROWS)
-    assert list(found) == [1, 64]
-    assert [row["dims"]["T"] for row in found[1]] == [256, 1024]
+    panels = crossover.panels(ROWS)
+    assert list(panels) == [1, 64]
+    assert [row["dims"]["T"] for row in panels[1]] == [256, 1024]
 
 
 def test_a_switch_lies_between_two_picks(crossover):
-    found = crossover.panels(ROWS)
-    assert crossover.switches(found[1]) == [512]
-    assert crossover.switches(found[64]) == []
+    panels = crossover.panels(ROWS)
+    assert crossover.switches(panels[1]) == [512]
+    assert crossover.switches(panels[64]) == []
 
 
 def test_who_is_never_near_is_not_drawn(crossover):

@@ -122,8 +122,8 @@ def measured(tables, tmp_path):
             for who, x, y in (("fla", 2e-3, 1e-3), ("gla-core", 2e-3, 3e-3))
         ],
     }
-    for part, of_part in rows.items():
-        tables.record.write(tmp_path / "pretend" / f"{part}.jsonl", of_part)
+    for part, part_rows in rows.items():
+        tables.record.write(tmp_path / "pretend" / f"{part}.jsonl", part_rows)
     return tmp_path
 
 

@@ -31,11 +31,11 @@ def test_a_file_that_holds_something_else(tmp_path, text):
 
 
 def test_the_run_is_described():
-    found = results.describe_run(torch.device("cpu"), 5e9, commit="abc")
-    assert (found.torch, found.gla_core, found.commit) == (torch.__version__, gla.__version__, "abc")
-    assert (found.driver, found.copy_bandwidth, found.rows) == (None, 5e9, ())
-    assert found.date.endswith("+00:00")
-    assert found.device
+    actual = results.describe_run(torch.device("cpu"), 5e9, commit="abc")
+    assert (actual.torch, actual.gla_core, actual.commit) == (torch.__version__, gla.__version__, "abc")
+    assert (actual.driver, actual.copy_bandwidth, actual.rows) == (None, 5e9, ())
+    assert actual.date.endswith("+00:00")
+    assert actual.device
 
 
 @pytest.mark.parametrize(
@@ -177,8 +177,8 @@ def test_speed_is_beside_the_first_row(synthetic):
     fla, mine, *_ = synthetic.rows
     assert plots.speeds([fla, mine]) == [(fla, 1), (mine, 4)]
     assert plots.speeds([mine]) == [(mine, 1)]
-    of_another_run = Row(**{**dataclasses.asdict(mine), "ratio_to": {"fla": 3.9}})
-    assert plots.speeds([fla, of_another_run])[1] == (of_another_run, 3.9)  # the speed of the row's own run
+    other_run = Row(**{**dataclasses.asdict(mine), "ratio_to": {"fla": 3.9}})
+    assert plots.speeds([fla, other_run])[1] == (other_run, 3.9)  # the speed of the row's own run
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_every_named_workload_has_words():
 
 
 def test_one_colour_a_backend():
-    found = plots.colours(["fla", "mine", "triton_fused", "mine", "yours"])
-    assert list(found) == ["fla", "mine", "triton_fused", "yours"]
-    assert len(set(found.values())) == 4
-    assert found["triton_fused"] == plots.colours(["triton_fused"])["triton_fused"]
+    actual = plots.colours(["fla", "mine", "triton_fused", "mine", "yours"])
+    assert list(actual) == ["fla", "mine", "triton_fused", "yours"]
+    assert len(set(actual.values())) == 4
+    assert actual["triton_fused"] == plots.colours(["triton_fused"])["triton_fused"]

@@ -27,10 +27,9 @@ def selection(script):
 
 
 @pytest.fixture(autouse=True)
-def alone(only_reference, monkeypatch, tmp_path):
+def alone(only_reference, set_environment, tmp_path):
     """Leaves the reference as the only backend besides the backends that a test registers. Nothing is calibrated."""
-    monkeypatch.setenv("GLA_CACHE_DIR", str(tmp_path / "cache"))
-    gla.reload_environment()
+    set_environment(GLA_CACHE_DIR=str(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -168,13 +167,12 @@ def test_no_measurement_begins_out_of_time(selection, tmp_path, monkeypatch):
     assert said == ["out of time"]
 
 
-def test_picks_are_made_anew_of_times_that_a_file_holds(selection, monkeypatch, tmp_path):
-    monkeypatch.delenv("GLA_BLOCK_PLUGINS")
-    gla.reload_environment()
-    found = json.loads((RESULTS / "selection-h200.json").read_text())
-    rows = [row for row in found["rows"] if row["part"] == "crossover"]
+def test_picks_are_made_anew_of_times_that_a_file_holds(selection, set_environment, tmp_path):
+    set_environment(GLA_BLOCK_PLUGINS=None)
+    report = json.loads((RESULTS / "selection-h200.json").read_text())
+    rows = [row for row in report["rows"] if row["part"] == "crossover"]
     wrong = [selection.judged({**row, "pick": "reference", "predicted": {}}) for row in rows]
-    selection.write(path := tmp_path / "selection-h200.json", {**found, "constants": {}, "rows": []}, wrong)
+    selection.write(path := tmp_path / "selection-h200.json", {**report, "constants": {}, "rows": []}, wrong)
     again = json.loads(selection.pick_again(path).read_text())
     assert [row["measured"] for row in again["rows"]] == [row["measured"] for row in rows]
     for row in again["rows"]:
@@ -189,8 +187,8 @@ def test_the_summary_counts_what_is_close(selection):
     def row(ratio, **dims):
         return {"part": "grid", "dims": dims, "ratio": ratio}
 
-    found = selection.summary([row(1.0, T=1), row(1.04, T=1), row(1.2, T=2), row(1.0, T=3)])
-    assert found == {"grid": {"shapes": 3, "calls": 4, "within": 1.05, "close": 0.75, "worst": 1.2}}
+    actual = selection.summary([row(1.0, T=1), row(1.04, T=1), row(1.2, T=2), row(1.0, T=3)])
+    assert actual == {"grid": {"shapes": 3, "calls": 4, "within": 1.05, "close": 0.75, "worst": 1.2}}
 
 
 def test_a_row_of_a_file_without_value_heads_is_the_row_of_its_call(selection):
@@ -203,17 +201,15 @@ def test_a_row_of_a_file_without_value_heads_is_the_row_of_its_call(selection):
 # ---- the grid
 
 
-@pytest.mark.parametrize("device", [torch.device("cpu"), torch.device("cuda")], ids=str)
-def test_the_grid_is_wide_and_always_the_same(selection, device):
-    shapes = selection.shapes(device.type == "cuda")
-    assert shapes == selection.shapes(device.type == "cuda")
+def test_the_grid_is_wide_and_always_the_same(selection):
+    shapes = selection.shapes()
+    assert shapes == selection.shapes()
     assert len(set(shapes)) >= 60
     assert sum(packed is not None for *_, packed in shapes) >= 10
     heads, lengths = ({B * H for B, H, *_ in shapes}, {T for _, _, T, *_ in shapes})
     assert (min(heads), min(lengths)) == (1, 1)
     assert {K for *_, K, _, _ in shapes} >= {64, 128, 256}
-    if device.type == "cuda":
-        assert (max(heads), max(lengths)) == (512, 131072)
+    assert (max(heads), max(lengths)) == (512, 131072)
 
 
 @pytest.mark.parametrize("device", [torch.device("cpu"), torch.device("cuda")], ids=str)
@@ -229,15 +225,15 @@ def test_no_constant_is_fitted_to_the_grid(selection, device):
 @pytest.mark.parametrize("kind", ["equal", "uniform", "log-uniform", "one giant", "single tokens"])
 @pytest.mark.parametrize(("T", "N"), [(1000, 2), (1000, 500), (70_000, 300), (512, 512)])
 def test_lengths_of_packed_sequences(selection, kind, T, N):
-    found = selection.lengths(kind, T, N)
-    assert found == selection.lengths(kind, T, N)
-    assert (len(found), sum(found), min(found) >= 1) == (N, T, True)
+    tokens = selection.lengths(kind, T, N)
+    assert tokens == selection.lengths(kind, T, N)
+    assert (len(tokens), sum(tokens), min(tokens) >= 1) == (N, T, True)
     mean = T / N
     if kind == "equal":
-        assert max(found) - min(found) <= 1
+        assert max(tokens) - min(tokens) <= 1
     if mean > 100 and kind != "equal":
-        assert max(found) > {"uniform": 1.2, "log-uniform": 1.2, "one giant": 1.3, "single tokens": 1.9}[kind] * mean
-        assert (min(found) == 1) == (kind == "single tokens")
+        assert max(tokens) > {"uniform": 1.2, "log-uniform": 1.2, "one giant": 1.3, "single tokens": 1.9}[kind] * mean
+        assert (min(tokens) == 1) == (kind == "single tokens")
 
 
 def test_the_lengths_that_a_part_names_are_timed(selection):
@@ -257,17 +253,17 @@ def test_the_lengths_that_a_part_names_are_timed(selection):
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("selection-*.json")), ids=lambda path: path.stem)
 def test_auto_was_right(selection, path):
-    found = json.loads(path.read_text())
-    assert found["summary"] == selection.summary(found["rows"])
-    grid = found["summary"]["grid"]
-    assert grid["shapes"] >= 60
-    assert grid["close"] >= 0.95
-    assert grid["worst"] <= 1.3
-    if path.stem != "selection-cpu":
-        assert found["summary"]["backward"]["worst"] <= 1.3
+    report = json.loads(path.read_text())
     device = torch.device("cpu" if path.stem == "selection-cpu" else "cuda")
+    assert report["summary"] == selection.summary(report["rows"])
+    main = report["summary"]["grid" if device.type == "cuda" else "other ops"]
+    assert main["shapes"] >= (60 if device.type == "cuda" else 10)
+    assert main["close"] >= 0.95
+    assert main["worst"] <= 1.3
+    if device.type == "cuda":
+        assert report["summary"]["backward"]["worst"] <= 1.3
     wanted = {selection.key({"part": part, **selection.as_json(call)}) for part, call in selection.calls(device)}
-    assert {selection.key(row) for row in found["rows"]} == wanted
+    assert {selection.key(row) for row in report["rows"]} == wanted
 
 
 def test_auto_was_right_whatever_the_lengths(selection):

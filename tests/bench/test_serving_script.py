@@ -13,9 +13,9 @@ from gla_core.conformance.tolerances import relative_error
 
 @pytest.fixture
 def serving(script, monkeypatch):
-    found = script("serving")
-    monkeypatch.setattr(found, "H", 2)
-    return found
+    loaded = script("serving")
+    monkeypatch.setattr(loaded, "H", 2)
+    return loaded
 
 
 def lightning_attention(q, k, v, slopes, block, state):

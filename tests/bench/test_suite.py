@@ -130,8 +130,8 @@ def test_ratios_are_baseline_over_row():
 
 def test_cases_put_baselines_first():
     small = named("online_softmax", "small")
-    found = suite.cases([SHORT, STEP, small], CPU, ["reference"])
-    assert [(c.workload.op, c.backend, c.direction) for c in found] == [
+    cases = suite.cases([SHORT, STEP, small], CPU, ["reference"])
+    assert [(c.workload.op, c.backend, c.direction) for c in cases] == [
         ("chunk_gla", "loop", "forward"),
         ("chunk_gla", "reference", "forward"),
         ("chunk_gla", "loop", "forward+backward"),
@@ -154,8 +154,8 @@ def test_cases_without_baselines_are_all_backends_that_implement_the_op():
 
 def test_cases_on_a_gpu_add_graphs_and_fla(monkeypatch):
     monkeypatch.setattr(baselines, "has_fla", lambda: True)
-    found = suite.cases([STEP], CUDA, ["mine"])
-    assert [(c.backend, c.direction) for c in found] == [
+    cases = suite.cases([STEP], CUDA, ["mine"])
+    assert [(c.backend, c.direction) for c in cases] == [
         ("fla", "step"),
         ("mine", "step"),
         ("fla", "step_graph"),
@@ -164,15 +164,15 @@ def test_cases_on_a_gpu_add_graphs_and_fla(monkeypatch):
     monkeypatch.setattr(baselines, "has_fla", lambda: False)
     assert {c.backend for c in suite.cases([STEP], CUDA, ["mine"])} == {"mine"}
     directions = ["forward_graph", "forward+backward_graph"]
-    found = suite.cases([SHORT], CUDA, ["reference"], directions)
-    assert [(c.backend, c.direction) for c in found] == [("reference", direction) for direction in directions]
+    cases = suite.cases([SHORT], CUDA, ["reference"], directions)
+    assert [(c.backend, c.direction) for c in cases] == [("reference", direction) for direction in directions]
     assert suite.cases([SHORT], CPU, ["mine"], directions) == []
 
 
 def test_default_workloads():
     on_cpu, on_cuda = suite.default_workloads(None, CPU), suite.default_workloads("chunk_gla", CUDA)
     assert all("ci" in w.tags and not suite.is_empty(w) for w in on_cpu)
-    assert {"no_token", "nobody", "nothing"}.isdisjoint(w.name for w in on_cpu)
+    assert {"no_token", "empty_batch", "nothing"}.isdisjoint(w.name for w in on_cpu)
     assert {w.op for w in on_cpu} == set(PUBLIC_OPS)
     assert "train_b8_t4096_h16" in [w.name for w in on_cuda]
     assert "short" not in [w.name for w in on_cuda]
@@ -254,14 +254,14 @@ class FakeFla:
 def test_fla_is_called_by_its_public_names(monkeypatch):
     monkeypatch.setattr(baselines, "_fla_ops", FakeFla)
     for workload in ("per_head", "constant"):
-        given = suite.make_arguments(named("chunk_gla", workload), CPU)
-        given["q"] = given["k"]  # without groups, which FLA has not
-        given["v"], state = given["v"][:, :, : given["k"].shape[2]], given["initial_state"]
-        torch.testing.assert_close(baselines.fla_chunk_gla(**given), gla.chunk_gla(**given))
-        token = {name: x if x is None or x.ndim == 1 else x[:, 0] for name, x in given.items() if name in "qkvg"}
+        inputs = suite.make_arguments(named("chunk_gla", workload), CPU)
+        inputs["q"] = inputs["k"]  # without groups, which FLA has not
+        inputs["v"], state = inputs["v"][:, :, : inputs["k"].shape[2]], inputs["initial_state"]
+        torch.testing.assert_close(baselines.fla_chunk_gla(**inputs), gla.chunk_gla(**inputs))
+        token = {name: x if x is None or x.ndim == 1 else x[:, 0] for name, x in inputs.items() if name in "qkvg"}
         expected = gla.recurrent_gla_step(**token, state=state)
-        found = baselines.fla_recurrent_gla_step(**token, state=state, slots=None, inplace=False)
-        torch.testing.assert_close(found, expected)
+        actual = baselines.fla_recurrent_gla_step(**token, state=state, slots=None, inplace=False)
+        torch.testing.assert_close(actual, expected)
     arguments = suite.make_arguments(SHORT, CPU)
     torch.testing.assert_close(baselines.fla_chunk_gla(**arguments), gla.chunk_gla(**arguments))
     step = suite.make_arguments(named("recurrent_gla_step", "small"), CPU)

@@ -14,10 +14,9 @@ ENTRY_POINTS = "gla_core.backends"
 
 
 @pytest.fixture(autouse=True)
-def isolated(fresh_registry: None, plain_terminal: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def isolated(fresh_registry: None, plain_terminal: None, set_environment: Callable[..., None], tmp_path: Path) -> None:
     """Isolates every test here from the environment, without calibration."""
-    monkeypatch.setenv("GLA_CACHE_DIR", str(tmp_path / "cache"))
-    gla.reload_environment()
+    set_environment(GLA_CACHE_DIR=str(tmp_path / "cache"))
 
 
 @pytest.fixture

@@ -23,11 +23,10 @@ def predicted(call, c):
 
 
 @pytest.fixture(autouse=True)
-def none_of_ours(isolated, monkeypatch, own_backends):
+def none_of_ours(isolated, monkeypatch, own_backends, set_environment):
     """Leaves only made-up backends. Their calls take a stated time on a fake clock."""
-    monkeypatch.setenv("GLA_BLOCK_PLUGINS", ",".join(own_backends))
+    set_environment(GLA_BLOCK_PLUGINS=",".join(own_backends))
     monkeypatch.setattr(gc, "collect", lambda: 0)  # it runs after each failure, and would take most of the time
-    gla.reload_environment()
 
 
 @pytest.fixture
@@ -58,8 +57,8 @@ def calibrate(run, *arguments):
 
 
 def constants():
-    (of_device,) = json.loads(calibration.path().read_text()).values()
-    return of_device
+    (constants,) = json.loads(calibration.path().read_text()).values()
+    return constants
 
 
 def test_it_measures_fits_prints_and_stores(run, made_up):
@@ -158,11 +157,10 @@ def test_an_interrupt_stores_nothing(run, made_up):
 
 
 @pytest.mark.parametrize("place", ["cache", "--json"])
-def test_a_place_that_cannot_be_written_is_found_before_anything_is_measured(run, made_up, monkeypatch, place):
+def test_a_place_that_cannot_be_written_is_found_before_anything_is_measured(run, made_up, set_environment, place):
     made_up(error=AssertionError("it was measured"))
     if place == "cache":
-        monkeypatch.setenv("GLA_CACHE_DIR", "/dev/null/here")
-        gla.reload_environment()
+        set_environment(GLA_CACHE_DIR="/dev/null/here")
     result = calibrate(run, *(["--json", "/dev/null/here"] if place == "--json" else []))
     assert result.exit_code == 2
     assert result.stderr.startswith("gla calibrate: ")

@@ -13,7 +13,7 @@ import pytest
 import gla_core as gla
 from gla_core.dispatch.backend import Backend
 
-CHOSEN = ("-k", "test_online_softmax and (test_values or test_inputs) and small and float32")
+CHOSEN = ("-k", "(test_values[ or test_inputs) and [online_softmax-small-float32")
 
 
 def conformance(run, *arguments):
@@ -28,8 +28,9 @@ def test_failures_are_a_line_each_and_the_verdict_comes_last(run, tmp_path):
     assert json.loads(report.read_text())["counts"]["failed"] == 1
     lines = result.stdout.rstrip().splitlines()
     (failed,) = [line for line in lines if line.startswith("FAILED")]
-    assert failed == "FAILED test_online_softmax.py::test_values[small-float32]: y: relative error 0.02, allowed 1e-5"
-    command = 'gla conformance wrong -k "test_online_softmax.py and test_values[small-float32]" -- --tb=short'
+    reason = "y: relative error 0.02, allowed 1e-5"
+    assert failed == f"FAILED test_values.py::test_values[online_softmax-small-float32]: {reason}"
+    command = 'gla conformance wrong -k "test_values.py and test_values[online_softmax-small-float32]" -- --tb=short'
     assert [line.split(maxsplit=1)[0] for line in lines[-4:-1]] == ["smallest", "factor", "to"]
     assert lines[-2].endswith(command)
     assert [line.split() for line in lines[-7:-4]] == [

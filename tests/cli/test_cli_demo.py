@@ -45,13 +45,12 @@ def test_exit_codes(run, monkeypatch, outcome, exit_code):
     assert run("demo", "--device", "cpu").exit_code == exit_code
 
 
-def test_bad_usage(run, asked, monkeypatch):
+def test_bad_usage(run, asked, monkeypatch, set_environment):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert run("demo", "--steps", 0).exit_code == 2
     assert run("demo", "--device", "gpu").exit_code == 2
     assert run("demo", "--device", "cuda").exit_code == 2
-    monkeypatch.setenv("GLA_BACKEND", "refrence")
-    gla.reload_environment()
+    set_environment(GLA_BACKEND="refrence")
     result = run("demo")
     assert result.exit_code == 2
     assert "did you mean 'reference'?" in result.output

@@ -79,31 +79,31 @@ ON_CUDA = Capabilities(devices=frozenset({"cuda"}), min_compute_capability=(8, 0
 
 
 def limits(run):
-    return [line for line in examine(run, 0)["limits"] if "of_a_gpu" in line or "anywhere" in line]
+    return [line for line in examine(run, 0)["limits"] if "gpu_alone" in line or "anywhere" in line]
 
 
 @pytest.fixture
-def of_a_gpu(fresh_registry, monkeypatch):
+def gpu_alone(fresh_registry, monkeypatch):
     """Registers a backend for CUDA devices of compute capability 8.0, and another with an op that runs anywhere."""
     some = Backend("anywhere", "1.0", SOFTMAX, ON_CUDA, op_capabilities={"online_softmax": Capabilities()})
-    with gla.register(Backend("of_a_gpu", "1.0", SOFTMAX, ON_CUDA)), gla.register(some):
+    with gla.register(Backend("gpu_alone", "1.0", SOFTMAX, ON_CUDA)), gla.register(some):
         yield
 
 
-def test_a_backend_that_no_device_here_can_run(run, monkeypatch, of_a_gpu):
+def test_a_backend_that_no_device_here_can_run(run, monkeypatch, gpu_alone):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert limits(run) == ["no CUDA device: of_a_gpu cannot run"]
-    assert "\nno CUDA device: of_a_gpu cannot run\n" in run("doctor").output
+    assert limits(run) == ["no CUDA device: gpu_alone cannot run"]
+    assert "\nno CUDA device: gpu_alone cannot run\n" in run("doctor").output
 
 
 @pytest.mark.parametrize(
     ("capability", "expected"),
-    [((7, 5), ["no CUDA device of compute capability 8.0: of_a_gpu cannot run"]), ((9, 0), [])],
+    [((7, 5), ["no CUDA device of compute capability 8.0: gpu_alone cannot run"]), ((9, 0), [])],
 )
-def test_a_gpu_that_is_too_old(monkeypatch, of_a_gpu, capability, expected):
+def test_a_gpu_that_is_too_old(monkeypatch, gpu_alone, capability, expected):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert [line for line in doctor.limits() if "of_a_gpu" in line or "anywhere" in line] == expected
+    assert [line for line in doctor.limits() if "gpu_alone" in line or "anywhere" in line] == expected
 
 
 @pytest.mark.parametrize(
@@ -117,11 +117,11 @@ def test_a_gpu_that_is_too_old(monkeypatch, of_a_gpu, capability, expected):
 )
 def test_a_gpu_on_which_nothing_was_run_is_named_and_reports_are_asked_for(monkeypatch, name, capability, hip, kernels):
     major, minor = capability
-    found = SimpleNamespace(name=name, multi_processor_count=8, major=major, minor=minor, total_memory=2**36)
+    actual = SimpleNamespace(name=name, multi_processor_count=8, major=major, minor=minor, total_memory=2**36)
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: actual)
     report = doctor.examine()
     assert [device.get("kernels") for device in report["devices"]] == [None, kernels, kernels]
     asked = [f"{name}: the kernels are compiled for such a GPU in tests, and were not run on one. {doctor.WANTED}"]

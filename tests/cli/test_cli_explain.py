@@ -102,8 +102,8 @@ def test_the_forms_are_options(run):
     first = "chunk_gla_fwd  B=1 T=64 H=2 Hq=2 Hv=6 K=16 V=32 N=1  bfloat16 on cpu, gates per head"
     assert result.output.splitlines()[0] == first
     for form in GATE_FORMS:
-        found = json.loads(run(*arguments, "--gate", form, "--json").stdout)
-        assert (found["gate_form"], found["dims"]["Hv"]) == (None if form == "none" else form, 6)
+        actual = json.loads(run(*arguments, "--gate", form, "--json").stdout)
+        assert (actual["gate_form"], actual["dims"]["Hv"]) == (None if form == "none" else form, 6)
     assert json.loads(run(*arguments, "--json").stdout)["gate_form"] == "key"
 
 
@@ -155,9 +155,8 @@ def test_json(run):
     assert (candidate["name"], candidate["refusal"], candidate["measured"]) == ("reference", None, None)
 
 
-def test_the_environment_is_asked(run, monkeypatch):
-    monkeypatch.setenv("GLA_BACKEND", "reference")
-    gla.reload_environment()
+def test_the_environment_is_asked(run, set_environment):
+    set_environment(GLA_BACKEND="reference")
     result = run("explain", "online_softmax", "--shape", "3,9", "--device", "cpu", "--json")
     assert json.loads(result.stdout)["source"] == "GLA_BACKEND"
 

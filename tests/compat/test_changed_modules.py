@@ -47,9 +47,9 @@ def stepped(model):
 
 def loss(model):
     model.train()
-    found = model(TOKENS, labels=TOKENS).loss
+    actual = model(TOKENS, labels=TOKENS).loss
     model.eval()
-    return found
+    return actual
 
 
 def generated(model, use_cache):
@@ -106,18 +106,18 @@ def test_models_of_fla(kind, name):
 
 def results(model, path, change):
     """Returns what all runs of a copy with a change compute, and the calls of the changed module in each run."""
-    model, calls, found, counts = copy.deepcopy(model), [], [], []
+    model, calls, actual, counts = copy.deepcopy(model), [], [], []
     with change.make(*parts_of(model, path), calls, 1.5 if change.steers else 1.0):
         for run in (whole, stepped, lambda model: generated(model, True)):
             calls.clear()
             with torch.no_grad():
-                found.append(run(model))
+                actual.append(run(model))
             counts.append(len(calls))
         if change.trains:
             calls.clear()
-            found += [x for x in gradients(model, list(model.parameters()), RUNS) if x is not None]
+            actual += [x for x in gradients(model, list(model.parameters()), RUNS) if x is not None]
             counts.append(len(calls))
-    return found, counts
+    return actual, counts
 
 
 def paths_of(model, name, whole_model):
@@ -144,9 +144,9 @@ def test_models_of_transformers(family, name, whole_model):
         if name in ("offloaded", "freed") and not any(calls):  # transformers reads weights without memory
             continue
         with transformers.accelerate():
-            found, calls_here = results(model, path, change)
+            actual, calls_here = results(model, path, change)
         assert calls_here == calls, path
-        for a, b in zip(found, expected, strict=True):
+        for a, b in zip(actual, expected, strict=True):
             torch.testing.assert_close(a, b, **CLOSE)
         tried += 1
     assert tried

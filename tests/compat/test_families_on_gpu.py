@@ -29,45 +29,45 @@ def tokens(family):
     """Returns the tensors of a function of FLA, by name, which require gradients."""
     torch.manual_seed(0)
     sizes = {"q": (K,), "k": (K,), "v": (K,), "s": (M,), "g": (), "slot_gates": (M,), "w": (K,)}
-    found = {}
+    actual = {}
     for name in ("q", "k", "v", *FAMILIES[family][0]):
         x = torch.randn(B, T, H, *sizes[name], device="cuda")
         x = torch.nn.functional.logsigmoid(x) if name in ("g", "slot_gates", "w") else x.bfloat16()
-        found["g" if name == "slot_gates" else "r" if (family, name) == ("rwkv6", "q") else name] = x.requires_grad_()
+        actual["g" if name == "slot_gates" else "r" if (family, name) == ("rwkv6", "q") else name] = x.requires_grad_()
     if family == "rwkv6":
-        found["u"] = torch.randn(H, K, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    return found
+        actual["u"] = torch.randn(H, K, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    return actual
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_functions_of_fla(family):
     theirs = getattr(pytest.importorskip(f"fla.ops.{family}", reason="needs FLA: make test-fla"), f"chunk_{family}")
-    given, options = tokens(family), FAMILIES[family][1]
-    found, expected = (f(**given, **options)[0] for f in (getattr(ours, f"chunk_{family}"), theirs))
-    assert apart(found, expected) < 1e-2
+    arguments, options = tokens(family), FAMILIES[family][1]
+    actual, expected = (f(**arguments, **options)[0] for f in (getattr(ours, f"chunk_{family}"), theirs))
+    assert apart(actual, expected) < 1e-2
 
 
 def scan_inputs():
     """Returns the tensors of Mamba-2's scan, which require gradients; two heads read a group of B and C."""
     torch.manual_seed(0)
     half = {"x": (B, T, H, 32), "B": (B, T, 2, K), "C": (B, T, 2, K), "z": (B, T, H, 32)}
-    found = {name: torch.randn(shape, device="cuda", dtype=torch.bfloat16) for name, shape in half.items()}
-    found |= {"dt": torch.randn(B, T, H, device="cuda"), "A": -torch.randn(H, device="cuda").exp()}
-    found |= {"D": torch.randn(H, device="cuda"), "dt_bias": torch.randn(H, device="cuda")}
-    return {name: x.requires_grad_() for name, x in found.items()}
+    actual = {name: torch.randn(shape, device="cuda", dtype=torch.bfloat16) for name, shape in half.items()}
+    actual |= {"dt": torch.randn(B, T, H, device="cuda"), "A": -torch.randn(H, device="cuda").exp()}
+    actual |= {"D": torch.randn(H, device="cuda"), "dt_bias": torch.randn(H, device="cuda")}
+    return {name: x.requires_grad_() for name, x in actual.items()}
 
 
 @pytest.mark.parametrize("optional", [(), ("D",), ("D", "z", "dt_bias")], ids="+".join)
 def test_scan_in_bfloat16_is_near_the_scan_in_float64(optional):
     """Pieces around the op are compiled on a GPU, and not on the CPU that computes what is expected."""
-    given = {name: x for name, x in scan_inputs().items() if name in ("x", "B", "C", "dt", "A", *optional)}
-    exact = {name: x.detach().cpu().double().requires_grad_() for name, x in given.items()}
+    arguments = {name: x for name, x in scan_inputs().items() if name in ("x", "B", "C", "dt", "A", *optional)}
+    exact = {name: x.detach().cpu().double().requires_grad_() for name, x in arguments.items()}
     do = torch.randn(B, T, H, 32)
     results = []
-    for x in (given, exact):
+    for x in (arguments, exact):
         out = mamba_chunk_scan_combined(**x, chunk_size=64, dt_softplus=True)
         results.append((out, *torch.autograd.grad(out, list(x.values()), do.to(out))))
-    for name, a, b in zip(("out", *given), *results, strict=True):
+    for name, a, b in zip(("out", *arguments), *results, strict=True):
         assert apart(a.cpu(), b) < 1.5e-2, name
 
 
@@ -75,9 +75,9 @@ def test_scan_of_mamba_ssm():
     theirs = pytest.importorskip(
         "mamba_ssm.ops.triton.ssd_combined", reason="needs mamba_ssm"
     ).mamba_chunk_scan_combined
-    given = {name: x.detach() for name, x in scan_inputs().items()}
+    arguments = {name: x.detach() for name, x in scan_inputs().items()}
     seq_idx = (torch.arange(T, device="cuda") >= 77).int().expand(B, T).contiguous()
     options = {"chunk_size": 64, "dt_softplus": True, "return_final_states": True, "seq_idx": seq_idx}
-    found, expected = (f(**given, **options) for f in (mamba_chunk_scan_combined, theirs))
-    for a, b in zip(found, expected, strict=True):
+    actual, expected = (f(**arguments, **options) for f in (mamba_chunk_scan_combined, theirs))
+    for a, b in zip(actual, expected, strict=True):
         assert apart(a, b) < 1e-2

@@ -102,7 +102,7 @@ def tokens(T=3):
 
 def test_all_are_replaced_wherever_they_are_and_put_back(fla):
     before = originals(fla)
-    found = accelerate()
+    acceleration = accelerate()
     layer = fla["fla.layers.gla"]
     q, k, v, g = tokens()
     o, state = layer.chunk_gla(q=q, k=k, v=v, g=g, output_final_state=True, state_v_first=True)
@@ -113,7 +113,7 @@ def test_all_are_replaced_wherever_they_are_and_put_back(fla):
     everywhere = ("fla.layers.gla", "fla.layers.hgrn2", "fla.layers.lightnet", "fla.ops", "fla.ops.gla")
     others = {name: (home,) for home, members in HOMES.items() for name in members}
     others |= dict.fromkeys(HOMES["fla.ops.simple_gla"], ("fla.layers.simple_gla", "fla.ops.simple_gla"))
-    assert found.replaced == others | {
+    assert acceleration.replaced == others | {
         "chunk_lightnet": ("fla.ops.lightnet", "fla.ops.lightnet.chunk"),
         "chunk_gla": everywhere,
         "fused_chunk_gla": most,
@@ -121,7 +121,7 @@ def test_all_are_replaced_wherever_they_are_and_put_back(fla):
         "repeat": ("fla.layers.gla",),
         "mode": ("fla.layers.gla", "fla.layers.hgrn2"),
     }
-    lines = str(found).splitlines()
+    lines = str(acceleration).splitlines()
     assert lines[0] == "14 modules of flash-linear-attention now call gla_core; see `replaced`:"
     assert lines[1].startswith("- computed by gla_core: chunk_gla, fused_chunk_gla, ")
     assert lines[-1].startswith("- gates of values")
@@ -129,9 +129,9 @@ def test_all_are_replaced_wherever_they_are_and_put_back(fla):
     assert max(map(len, lines)) < 80
     assert vars(fla["flat.ops"]) == before["flat.ops"]
     assert fla["fla"].chunk_gla == "not a function of ours"
-    found.undo()
+    acceleration.undo()
     assert originals(fla) == before
-    assert "nothing" in str(found)
+    assert "nothing" in str(acceleration)
 
 
 def test_states_of_layers_have_values_first_whatever_their_mode(fla):
@@ -147,11 +147,11 @@ def test_states_of_layers_have_values_first_whatever_their_mode(fla):
 def test_key_value_heads_are_handed_over_once(fla):
     layer, x = fla["fla.layers.gla"], torch.randn(2, 3, 8)
     heads = "... (h d) -> ... (h g) d"
-    with accelerate() as found:
+    with accelerate() as acceleration:
         assert torch.equal(layer.repeat(x, heads, g=2, d=4), x.reshape(2, 3, 2, 4))
         assert layer.repeat(x, "b t d -> b t d g", g=2)[0] == "repeat"
         assert fla["fla.layers.gsa"].repeat(x, heads, g=2, d=4)[0] == "repeat"
-        assert "\n- left out for key/value heads: repeat\n" in str(found)
+        assert "\n- left out for key/value heads: repeat\n" in str(acceleration)
     for some in ({"chunk_gla"}, {"chunk_gla", "fused_recurrent_gla"}):  # functions that are not replaced need all heads
         with accelerate(*some):
             assert layer.repeat(x, heads, g=2, d=4)[0] == "repeat"
@@ -171,17 +171,17 @@ def test_states_are_those_of_query_heads(fla, name, T):
     options |= {} if name == "fused_chunk_gla" else {"state_v_first": True}
     with accelerate(), torch.no_grad():
         function = getattr(fla["fla.layers.gla"], name)
-        found, expected = function(q, k, v, -g.exp(), **options), function(q, *repeated, **options)
-    for a, b in zip(found, expected, strict=True):
+        actual, expected = function(q, k, v, -g.exp(), **options), function(q, *repeated, **options)
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b)
 
 
 def test_modules_that_are_imported_later(fla, monkeypatch):
-    with accelerate("chunk_gla") as found:
+    with accelerate("chunk_gla") as acceleration:
         later = module("fla.layers.later", chunk_gla=fla["fla.ops.gla"].chunk_gla)
         monkeypatch.setitem(sys.modules, later.__name__, later)
         assert later.chunk_gla(*tokens())[0].shape == (1, 3, 2, 5)
-        assert list(found.replaced) == ["chunk_gla"]
+        assert list(acceleration.replaced) == ["chunk_gla"]
         assert fla["fla.ops.gla"].fused_chunk_gla(1)[0] == "fused_chunk_gla"
     assert later.chunk_gla(1) == ("chunk_gla", (1,), {})
 
@@ -224,11 +224,11 @@ def test_in_several_threads(fla):
         start.wait()
         for _ in range(20):
             with accelerate():
-                found = (
+                results = (
                     home.chunk_gla(*tokens())[0],
                     home.repeat(torch.ones(1, 4), "... (h d) -> ... (h g) d", g=1, d=2),
                 )
-                wrong.extend(x for x in found if not isinstance(x, torch.Tensor))
+                wrong.extend(x for x in results if not isinstance(x, torch.Tensor))
 
     threads = [threading.Thread(target=run) for _ in range(4)]
     interval = sys.getswitchinterval()
@@ -253,7 +253,7 @@ def test_a_reference_that_is_kept_calls_the_original_once_all_is_undone(fla):
         assert isinstance(kept(*tokens())[0], torch.Tensor)
 
 
-def of_ops(fla, name):
+def ops_function(fla, name):
     """Returns a function of `fla.ops.gla`, and a module that holds it."""
     layer = torch.nn.Module()
     layer.function = getattr(fla["fla.ops.gla"], name)
@@ -263,9 +263,9 @@ def of_ops(fla, name):
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
 @pytest.mark.parametrize("name", GLA)
 def test_copies_obey_undo(fla, name, again):
-    original, _ = of_ops(fla, name)
+    original, _ = ops_function(fla, name)
     acceleration = accelerate()
-    new, layer = of_ops(fla, name)
+    new, layer = ops_function(fla, name)
     made = again(layer)
     assert again(new) is new is made.function
     acceleration.undo()
@@ -278,7 +278,7 @@ def test_copies_obey_undo(fla, name, again):
 def test_a_pickle_names_no_package_of_ours(fla):
     """Another process, which may lack this package, reads the original."""
     with accelerate():
-        pickled = pickle.dumps(of_ops(fla, "chunk_gla")[0])
+        pickled = pickle.dumps(ops_function(fla, "chunk_gla")[0])
     assert b"gla_core" not in pickled
     assert b"fla.ops.gla:chunk_gla" in pickled
 
@@ -291,11 +291,11 @@ def test_signatures_are_those_of_the_originals(fla):
     for name in ("fla.ops.gla", "fla.layers.gla"):
         fla[name].chunk_gla = chunk_gla
     with accelerate("chunk_gla"):
-        found = fla["fla.layers.gla"].chunk_gla
-        assert found is not chunk_gla
-        assert inspect.signature(found) == inspect.signature(chunk_gla)
-        assert (found.__name__, found.__doc__, found.__module__) == ("chunk_gla", "Their function.", __name__)
-        assert not hasattr(found, "_torchdynamo_disable")
+        replaced = fla["fla.layers.gla"].chunk_gla
+        assert replaced is not chunk_gla
+        assert inspect.signature(replaced) == inspect.signature(chunk_gla)
+        assert (replaced.__name__, replaced.__doc__, replaced.__module__) == ("chunk_gla", "Their function.", __name__)
+        assert not hasattr(replaced, "_torchdynamo_disable")
 
 
 @pytest.mark.parametrize(("home", "name"), [("gla", "GatedLinearAttention"), ("hgrn2", "HGRN2Attention")])
@@ -309,9 +309,9 @@ def test_sequences_stay_apart_in_every_mode(fla, home, name):
         for layer in (Layer("chunk"), Layer("fused_chunk"), before):
             torch.testing.assert_close(layer(q, k, v, g, offsets), expected)
     assert (Layer("chunk").mode, Layer("fused_chunk").mode, layer.mode) == ("chunk", "fused_chunk", "fused_chunk")
-    with accelerate("chunk_gla", "fused_recurrent_gla") as found:
+    with accelerate("chunk_gla", "fused_recurrent_gla") as acceleration:
         assert Layer("fused_chunk").mode == "fused_chunk"
-        assert "mode" not in found.replaced
+        assert "mode" not in acceleration.replaced
 
 
 def test_after_an_error_all_is_as_before(fla):
@@ -336,27 +336,27 @@ def test_what_is_not_computed_here_is_left_to_the_original(fla):
 @pytest.mark.parametrize("home", ["linear_attn", "lightnet", "gsa", "rwkv6"])
 def test_compositions_are_computed_here_on_a_cpu_only(fla, home):
     q, k, v, g = tokens()
-    given = {"gsa": (q, k, v, g), "rwkv6": (q, k, v, g, torch.ones(2, 4))}.get(home, (q, k, v))
+    arguments = {"gsa": (q, k, v, g), "rwkv6": (q, k, v, g, torch.ones(2, 4))}.get(home, (q, k, v))
     with accelerate():
         for name in HOMES[f"fla.ops.{home}"]:
             function = getattr(fla[f"fla.ops.{home}"], name)
-            assert function(*given)[0].shape == v.shape
-            assert function(*(x.to("meta") for x in given))[0] == name
+            assert function(*arguments)[0].shape == v.shape
+            assert function(*(x.to("meta") for x in arguments))[0] == name
             if home == "linear_attn":
-                assert function(*(x.to("meta") for x in given), normalize=False)[0].shape == v.shape
+                assert function(*(x.to("meta") for x in arguments), normalize=False)[0].shape == v.shape
 
 
 def test_a_gate_for_each_head(fla):
     q, k, v, _ = tokens()
     g = -torch.rand(1, 3, 2)
-    with accelerate("chunk_simple_gla", "chunk_retention") as found:
+    with accelerate("chunk_simple_gla", "chunk_retention") as acceleration:
         o, state = fla["fla.layers.simple_gla"].chunk_simple_gla(
             q, k, v, g, output_final_state=True, state_v_first=True
         )
         assert (o.shape, state.shape) == (v.shape, (1, 2, 5, 4))
         assert fla["fla.ops.retention"].chunk_retention(q, k, v)[0].shape == v.shape
         assert fla["fla.ops.simple_gla"].parallel_simple_gla(1)[0] == "parallel_simple_gla"
-        assert set(found.replaced) == {"chunk_simple_gla", "chunk_retention"}
+        assert set(acceleration.replaced) == {"chunk_simple_gla", "chunk_retention"}
 
 
 def test_a_name_that_is_not_known(fla):
@@ -419,6 +419,6 @@ def test_without_a_gpu_nothing_more_is_needed(fla, monkeypatch, functions, optio
 
 
 def test_its_other_name_and_its_log(fla, logged):
-    with use_gla_core() as found:
-        assert logged == [str(found)]
+    with use_gla_core() as acceleration:
+        assert logged == [str(acceleration)]
     assert use_gla_core is accelerate

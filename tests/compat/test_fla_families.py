@@ -79,7 +79,7 @@ def by_sequence(recurrence, tokens, states, offsets):
     o, finals = torch.zeros_like(tokens[2]), []
     axes = [1 if x.shape[1] == 1 else 0 for x in states]  # of the heads in the state of a sequence
     for n, (b, part) in enumerate(rows):
-        found = [
+        results = [
             recurrence(
                 *(x[b, part, h] for x in tokens), h, *(x[n].select(a, h) for x, a in zip(states, axes, strict=True))
             )
@@ -87,8 +87,8 @@ def by_sequence(recurrence, tokens, states, offsets):
         ]
         mask = torch.zeros(o.shape[:2], dtype=torch.bool)
         mask[b, part] = True
-        o = o.masked_scatter(mask[..., None, None], torch.stack([f[0] for f in found], 1))
-        finals.append([torch.stack([f[i + 1] for f in found], a) for i, a in enumerate(axes)])
+        o = o.masked_scatter(mask[..., None, None], torch.stack([f[0] for f in results], 1))
+        finals.append([torch.stack([f[i + 1] for f in results], a) for i, a in enumerate(axes)])
     return o, *(torch.stack(x) for x in zip(*finals, strict=True))
 
 
@@ -125,11 +125,11 @@ def case(request):
         states = [randn(N, *shape).exp() for shape in shapes]
         return tokens, states
 
-    own = dict(options)
+    arguments = dict(options)
     if name == "rwkv6":
         u = randn(H, K)
-        own["u"], recurrence = u, functools.partial(_with_u, u)
-    return name, recurrence, make, own
+        arguments["u"], recurrence = u, functools.partial(_with_u, u)
+    return name, recurrence, make, arguments
 
 
 def _with_u(u, q, k, v, w, h, S):
@@ -144,12 +144,12 @@ def call(function, tokens, states, options, **more):
 
 
 def functions(name):
-    found = [f"{how}_{name}" for how in ("chunk", "fused_chunk", "fused_recurrent")]
-    return [getattr(fla, each) for each in found if hasattr(fla, each)]
+    names = [f"{how}_{name}" for how in ("chunk", "fused_chunk", "fused_recurrent")]
+    return [getattr(fla, each) for each in names if hasattr(fla, each)]
 
 
-def close(found, expected):
-    for x, y in zip(found, expected, strict=True):
+def close(actual, expected):
+    for x, y in zip(actual, expected, strict=True):
         torch.testing.assert_close(x, y)
 
 
@@ -163,9 +163,9 @@ def test_values_states_and_gradients(case, offsets):
     weights = [torch.randn_like(x) for x in expected]
     gradients = torch.autograd.grad(expected, leaves, weights)
     for function in functions(name):
-        found = call(function, tokens, states, options, cu_seqlens=None if offsets is None else torch.tensor(offsets))
-        close(found, expected)
-        close(torch.autograd.grad(found, leaves, weights), gradients)
+        actual = call(function, tokens, states, options, cu_seqlens=None if offsets is None else torch.tensor(offsets))
+        close(actual, expected)
+        close(torch.autograd.grad(actual, leaves, weights), gradients)
 
 
 @pytest.mark.parametrize("T", [0, 1, 70])
@@ -187,13 +187,13 @@ def test_from_the_last_token_to_the_first(case, offsets):
         pytest.skip("it has no such argument")
     tokens, states = make(B if offsets is None else 1, 10, B if offsets is None else 4)
     packed = {} if offsets is None else {"cu_seqlens": torch.tensor(offsets)}
-    found = call(function, tokens, states, options, reverse=True, **packed)
+    actual = call(function, tokens, states, options, reverse=True, **packed)
     for n, (i, j) in enumerate([(0, 10)] * B if offsets is None else itertools.pairwise(offsets)):
         b = n if offsets is None else 0
         part = {x: y[b : b + 1, i:j].flip(1) for x, y in tokens.items()}
         if i < j:
             expected = call(function, part, [x[n : n + 1] for x in states], options)
-            close((found[0][b : b + 1, i:j].flip(1), *(x[n : n + 1] for x in found[1:])), expected)
+            close((actual[0][b : b + 1, i:j].flip(1), *(x[n : n + 1] for x in actual[1:])), expected)
 
 
 WIDTHS = {"q": K, "r": K, "k": K, "v": V, "s": M, "gk": K, "w": K}
@@ -224,8 +224,8 @@ def test_every_drop_in_without_tokens(name, kind):
             return
         x["cu_seqlens"] = torch.tensor(offsets)
     gate = (H,) if name.endswith("simple_gla") else (H, M) if name.endswith("gsa") else (H, K)
-    given = [{"g": None}, {"g": -randn(rows, T, *gate).exp()}] if "g" in known else [{}]
-    for more, reverse in itertools.product(given, [False, True] if "reverse" in known else [None]):
+    gates = [{"g": None}, {"g": -randn(rows, T, *gate).exp()}] if "g" in known else [{}]
+    for more, reverse in itertools.product(gates, [False, True] if "reverse" in known else [None]):
         options = {**x, **more, **({} if reverse is None else {"reverse": reverse})}
         o, state = function(**options)
         assert (o.shape, o.any()) == (x["v"].shape, False)
@@ -243,8 +243,8 @@ def test_values_first(case):
     for function in functions(name):
         if "state_v_first" in inspect.signature(function).parameters:
             o, state, *rest = call(function, tokens, states, options)
-            given = [states[0].mT.contiguous(), *states[1:]]
-            close(call(function, tokens, given, options, state_v_first=True), (o, state.mT, *rest))
+            passed = [states[0].mT.contiguous(), *states[1:]]
+            close(call(function, tokens, passed, options, state_v_first=True), (o, state.mT, *rest))
 
 
 def test_without_attentions():
@@ -314,9 +314,9 @@ def test_rows_of_no_sequence(family):
         o, _ = PACKED[family](*leaves, torch.tensor([0, 3, 6]) + first)
         return o, *torch.autograd.grad(o.square().sum(), leaves, allow_unused=True, materialize_grads=True)
 
-    *found, du = results(*(F.pad(x, (0, 0, 0, 0, 2, 2), value=torch.nan) for x in tokens), first=2)
+    *actual, du = results(*(F.pad(x, (0, 0, 0, 0, 2, 2), value=torch.nan) for x in tokens), first=2)
     *expected, du_expected = results(*tokens, first=0)
-    close([*found, du], [*(F.pad(x, (0, 0, 0, 0, 2, 2)) for x in expected), du_expected])
+    close([*actual, du], [*(F.pad(x, (0, 0, 0, 0, 2, 2)) for x in expected), du_expected])
 
 
 def test_arguments_that_are_refused():
@@ -355,8 +355,8 @@ def test_values_are_those_of_its_naive_functions():
 
     def first(function, *args, **kwargs):
         """Calls a function of tensors [B, H, T, D]."""
-        found = function(*(x.transpose(1, 2) for x in args), **kwargs)
-        return found.transpose(1, 2) if isinstance(found, torch.Tensor) else (found[0].transpose(1, 2), found[1])
+        actual = function(*(x.transpose(1, 2) for x in args), **kwargs)
+        return actual.transpose(1, 2) if isinstance(actual, torch.Tensor) else (actual[0].transpose(1, 2), actual[1])
 
     options = {"initial_state": state, "output_final_state": True}
     close(fla.chunk_simple_gla(q, k, v, g, **options), naive.naive_recurrent_simple_gla(q, k, v, g, **options))

@@ -35,8 +35,8 @@ def test_norms(affine, residual):
     gated = expected / (1 + torch.exp(-g)) * g
     torch.testing.assert_close(on_cpu.rms_norm_gated(x, g, weight, bias, "swish", rest, eps=0.1), gated)
     linear, offset = torch.randn(5, 4, **WIDE), torch.randn(5, **WIDE)
-    found = on_cpu.rms_norm_linear(x, weight, bias, linear, offset, rest, 0.1)
-    torch.testing.assert_close(found, expected @ linear.T + offset)
+    actual = on_cpu.rms_norm_linear(x, weight, bias, linear, offset, rest, 0.1)
+    torch.testing.assert_close(actual, expected @ linear.T + offset)
 
 
 def test_a_norm_of_half_precision_keeps_its_sum_wide_where_asked():
@@ -70,13 +70,13 @@ def test_convolutions(lengths, index_dtype):
     weight, bias, before = torch.randn(D, W, **WIDE), torch.randn(D, **WIDE), torch.randn(N, D, W, **WIDE)
     offsets = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0).to(index_dtype)
     sequences = x.unbind(0) if lengths is None else x[0].split(lengths)
-    found, final = on_cpu.causal_conv1d(x, weight, bias, None, before, True, "silu", cu_seqlens=offsets)
+    actual, final = on_cpu.causal_conv1d(x, weight, bias, None, before, True, "silu", cu_seqlens=offsets)
     expected = [
         convolved(part, weight, bias, state) if len(part) else (part, state)
         for part, state in zip(sequences, before, strict=True)
     ]
     y = torch.cat([part for part, _ in expected]).view_as(x)
-    torch.testing.assert_close(found, F.silu(y))
+    torch.testing.assert_close(actual, F.silu(y))
     torch.testing.assert_close(final, torch.stack([state for _, state in expected]))
     assert on_cpu.causal_conv1d(x, weight, cu_seqlens=offsets)[1] is None
 
@@ -106,13 +106,13 @@ def test_losses(reduction):
     reduce = {"mean": lambda x: x.sum() / 4, "sum": torch.sum, "none": lambda x: x}[reduction]
     options = {"logit_scale": 2.0, "logit_softcapping": 3.0}
     criterion = on_cpu.FusedCrossEntropyLoss(reduction=reduction, lse_square_scale=0.1, return_z_loss=True, **options)
-    for found, expected in zip(criterion(logits, target), (plain + squares, squares), strict=True):
-        torch.testing.assert_close(found, reduce(expected))
+    for actual, expected in zip(criterion(logits, target), (plain + squares, squares), strict=True):
+        torch.testing.assert_close(actual, reduce(expected))
     if reduction != "none":
-        found = on_cpu.fused_linear_cross_entropy_loss(
+        actual = on_cpu.fused_linear_cross_entropy_loss(
             logits, target, torch.eye(7, **WIDE), reduction=reduction, **options
         )
-        torch.testing.assert_close(found, reduce(plain))
+        torch.testing.assert_close(actual, reduce(plain))
     with pytest.raises(NotImplementedError, match="l2warp"):
         on_cpu.fused_linear_cross_entropy_loss(logits, target, torch.eye(7, **WIDE), use_l2warp=True)
     assert math.isclose(float(on_cpu.FusedCrossEntropyLoss()(logits, target)), float(F.cross_entropy(logits, target)))
@@ -145,9 +145,9 @@ def fla(monkeypatch):
 def test_they_are_replaced_for_tensors_on_a_cpu_and_put_back(fla):
     x = torch.randn(2, 4)
     before = fla("fla.models.gla", "swiglu"), fla("fla.models.gla", "ACT2FN")["silu"]
-    with accelerate(cpu=True) as found:
-        assert {"rms_norm", "swiglu", "causal_conv1d", "chunk_gla"} <= set(found.replaced)
-        assert found.replaced["swiglu"] == ("fla.models.gla", "fla.modules.activations.ops")
+    with accelerate(cpu=True) as acceleration:
+        assert {"rms_norm", "swiglu", "causal_conv1d", "chunk_gla"} <= set(acceleration.replaced)
+        assert acceleration.replaced["swiglu"] == ("fla.models.gla", "fla.modules.activations.ops")
         torch.testing.assert_close(fla("fla.models.gla", "swiglu")(x, x), F.silu(x) * x)
         torch.testing.assert_close(fla("fla.models.gla", "ACT2FN")["silu"](x), F.silu(x))
         assert fla("fla.models.gla", "ACT2FN")["relu"] is F.relu
@@ -161,6 +161,6 @@ def test_they_are_replaced_for_tensors_on_a_cpu_and_put_back(fla):
 
 @pytest.mark.filterwarnings("ignore:there is no GPU")
 def test_they_are_left_alone_unless_asked_for(fla):
-    with accelerate() as found:
-        assert set(found.replaced) == {*FUNCTIONS, "repeat", "mode"}
+    with accelerate() as acceleration:
+        assert set(acceleration.replaced) == {*FUNCTIONS, "repeat", "mode"}
         assert fla("fla.models.gla", "swiglu")(1, 2) == "swiglu"

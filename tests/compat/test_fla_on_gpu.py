@@ -32,12 +32,12 @@ def apart(a, b):
 
 
 def test_losses_and_gradients(model, words):
-    parameters, found = list(model.parameters()), []
+    parameters, results = list(model.parameters()), []
     for how in (accelerate, contextlib.nullcontext):
         with how():
             loss = model(words, labels=words).loss
-            found.append((loss, torch.autograd.grad(loss, parameters)))
-    (loss, grads), (expected, theirs) = found
+            results.append((loss, torch.autograd.grad(loss, parameters)))
+    (loss, grads), (expected, theirs) = results
     assert apart(loss, expected) < 1e-2
     assert max(apart(a, b) for a, b in zip(grads, theirs, strict=True)) < 5e-2
 
@@ -56,8 +56,8 @@ def test_a_cache_gives_the_logits_of_the_whole(model, words):
     model.eval()
     with accelerate():
         whole = model(words).logits
-        out, found = model(words[:, :100], use_cache=True), []
+        out, results = model(words[:, :100], use_cache=True), []
         for t in range(100, 110):
             out = model(words[:, t : t + 1], past_key_values=out.past_key_values, use_cache=True)
-            found.append(out.logits)
-    assert apart(torch.cat(found, 1), whole[:, 100:110]) < 2e-2
+            results.append(out.logits)
+    assert apart(torch.cat(results, 1), whole[:, 100:110]) < 2e-2

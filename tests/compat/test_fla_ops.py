@@ -16,8 +16,8 @@ def inputs(T=9, Hq=2, dtype=torch.float64):
     return q, k, v, -g.exp(), torch.randn(2, 2, 6, 5, dtype=dtype)
 
 
-def close(found, expected):
-    for x, y in zip(found, expected, strict=True):
+def close(actual, expected):
+    for x, y in zip(actual, expected, strict=True):
         torch.testing.assert_close(x, y, check_dtype=False)
 
 
@@ -26,11 +26,11 @@ def close(found, expected):
 def test_values(T, v_first):
     q, k, v, g, state = inputs(T)
     o, final = oracle.chunk_gla(q, k, v, g, 0.3, state)
-    given, final = (state.mT.contiguous(), final.mT) if v_first else (state, final)
-    close(fla.chunk_gla(q, k, v, g, 0.3, given, True, v_first), (o, final))
-    close(fla.fused_recurrent_gla(q, k, v, g, None, 0.3, given, True, state_v_first=v_first), (o, final))
+    passed, final = (state.mT.contiguous(), final.mT) if v_first else (state, final)
+    close(fla.chunk_gla(q, k, v, g, 0.3, passed, True, v_first), (o, final))
+    close(fla.fused_recurrent_gla(q, k, v, g, None, 0.3, passed, True, state_v_first=v_first), (o, final))
     if not v_first:
-        close(fla.fused_chunk_gla(q, k, v, g, 0.3, given, True), (o, final))
+        close(fla.fused_chunk_gla(q, k, v, g, 0.3, passed, True), (o, final))
     without = oracle.chunk_gla(q, k, v, torch.zeros_like(g))[0]
     assert fla.fused_recurrent_gla(q, k, v)[1] is None
     torch.testing.assert_close(fla.fused_recurrent_gla(q, k, v)[0], without)
@@ -64,9 +64,9 @@ def test_packed_and_grouped():
 
 def test_its_backward_computes_states_again(monkeypatch):
     """So that a model takes no more memory than with flash-linear-attention's kernels, which keep no states either."""
-    seen, own = [], fla.ops._chunk_gla
+    seen, original = [], fla.ops._chunk_gla
     monkeypatch.setattr(
-        fla.ops, "_chunk_gla", lambda *args, **kw: seen.append(kw["recompute_states"]) or own(*args, **kw)
+        fla.ops, "_chunk_gla", lambda *args, **kw: seen.append(kw["recompute_states"]) or original(*args, **kw)
     )
     q, k, v, g, _ = inputs()
     fla.chunk_gla(q, k, v, g)
@@ -77,8 +77,10 @@ def test_its_backward_computes_states_again(monkeypatch):
 
 def test_the_longest_sequence_is_known_from_offsets_on_the_cpu(monkeypatch):
     seen = []
-    own = fla.ops._chunk_gla
-    monkeypatch.setattr(fla.ops, "_chunk_gla", lambda *args, **kw: seen.append(kw["max_seqlen"]) or own(*args, **kw))
+    original = fla.ops._chunk_gla
+    monkeypatch.setattr(
+        fla.ops, "_chunk_gla", lambda *args, **kw: seen.append(kw["max_seqlen"]) or original(*args, **kw)
+    )
     q, k, v, g, _ = (x[:1] for x in inputs(9))
     offsets = torch.tensor([0, 2, 9])
     fla.chunk_gla(q, k, v, g, cu_seqlens=offsets, cu_seqlens_cpu=offsets)
@@ -99,15 +101,15 @@ def test_gradients():
     o, final = fla.fused_recurrent_gla(q, k, v, g, None, None, state.mT, True, state_v_first=True)
     expected_o, expected = oracle.chunk_gla(q, k, v, g, None, state)
     leaves, dfinal = [q, k, v, g, state], torch.randn_like(expected)
-    found = torch.autograd.grad((o, final), leaves, (torch.ones_like(o), dfinal.mT))
-    close(found, torch.autograd.grad((expected_o, expected), leaves, (torch.ones_like(o), dfinal)))
+    actual = torch.autograd.grad((o, final), leaves, (torch.ones_like(o), dfinal.mT))
+    close(actual, torch.autograd.grad((expected_o, expected), leaves, (torch.ones_like(o), dfinal)))
 
 
 def test_from_the_last_token_to_the_first():
     q, k, v, g, state = inputs(9)
-    found = fla.fused_recurrent_gla(q, k, v, g, None, 0.3, state, True, reverse=True)
+    actual = fla.fused_recurrent_gla(q, k, v, g, None, 0.3, state, True, reverse=True)
     o, final = oracle.chunk_gla(*(x.flip(1) for x in (q, k, v, g)), 0.3, state)
-    close(found, (o.flip(1), final))
+    close(actual, (o.flip(1), final))
 
 
 def test_what_is_deprecated_or_not_computed():

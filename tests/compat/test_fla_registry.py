@@ -53,26 +53,26 @@ def tokens():
 def test_the_guide_lists_the_functions_that_have_an_entry():
     """A newer FLA may have more entries; list them in the guide."""
     replaced = [(home, name) for homes in (HOMES, REPLACED) for home, members in homes.items() for name in members]
-    found = {name for home, name in replaced if is_dispatched(getattr(importlib.import_module(home), name))}
+    names = {name for home, name in replaced if is_dispatched(getattr(importlib.import_module(home), name))}
     listed = re.search(r"`fla\.backends\.register`:\n\n((?:- .*\n)+)", GUIDE.read_text(encoding="utf-8"))
-    assert found == set(re.findall(r"`(\w+)`", listed[1]))
+    assert names == set(re.findall(r"`(\w+)`", listed[1]))
 
 
 def test_a_function_that_was_imported_before_is_computed_here(kept):
-    given = tokens()
-    assert kept(*given)[0] == "theirs"
+    arguments = tokens()
+    assert kept(*arguments)[0] == "theirs"
     with accelerate():
-        torch.testing.assert_close(kept(*given), getattr(heads, kept.__name__)(*given))
-    assert kept(*given)[0] == "theirs"
+        torch.testing.assert_close(kept(*arguments), getattr(heads, kept.__name__)(*arguments))
+    assert kept(*arguments)[0] == "theirs"
 
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_it_is_computed_here_until_the_last_acceleration_is_undone(kept, order):
-    given, accelerations = tokens(), [accelerate(), accelerate(kept.__name__)]
+    arguments, accelerations = tokens(), [accelerate(), accelerate(kept.__name__)]
     for acceleration in accelerations[::order]:
-        assert isinstance(kept(*given)[0], torch.Tensor)
+        assert isinstance(kept(*arguments)[0], torch.Tensor)
         acceleration.undo()
-    assert kept(*given)[0] == "theirs"
+    assert kept(*arguments)[0] == "theirs"
 
 
 def test_functions_that_are_not_named_are_left_alone(kept):
@@ -97,8 +97,8 @@ def test_functions_for_tensors_on_a_cpu():
 @pytest.mark.parametrize("name", SIMPLE)
 def test_a_function_of_its_modules_is_compiled_without_a_break(name):
     """A call through the dispatcher would break the graph, so the names in its modules are exchanged too."""
-    home, given = importlib.import_module("fla.ops.simple_gla"), tokens()
+    home, arguments = importlib.import_module("fla.ops.simple_gla"), tokens()
     torch._dynamo.reset()
     with accelerate():
         compiled = torch.compile(lambda *args: getattr(home, name)(*args)[0], fullgraph=True, backend="eager")
-        torch.testing.assert_close(compiled(*given), getattr(heads, name)(*given)[0])
+        torch.testing.assert_close(compiled(*arguments), getattr(heads, name)(*arguments)[0])

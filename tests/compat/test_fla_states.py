@@ -42,9 +42,9 @@ def test_a_layer_goes_on_from_a_state_of_flash_linear_attention(options, tokens)
     torch.testing.assert_close(y, whole[:, -1].detach())
     back = state_to_fla(state, groups)
     torch.testing.assert_close(back["recurrent_state"], entry["recurrent_state"])
-    for found, expected in zip(back["conv_state"], entry["conv_state"], strict=True):
-        assert found.shape == expected.shape
-        torch.testing.assert_close(found[..., 1:], expected[..., 1:])  # the oldest input is never read again
+    for actual, expected in zip(back["conv_state"], entry["conv_state"], strict=True):
+        assert actual.shape == expected.shape
+        torch.testing.assert_close(actual[..., 1:], expected[..., 1:])  # the oldest input is never read again
 
 
 def test_there_and_back_without_convolutions():
@@ -62,8 +62,8 @@ def test_there_and_back_without_convolutions():
 
 
 def test_half_precision_is_widened():
-    found = state_from_fla({"recurrent_state": torch.ones(1, 2, 3, 4, dtype=torch.bfloat16), "conv_state": None})
-    assert (found.recurrent.dtype, found.recurrent.shape) == (torch.float32, (1, 2, 4, 3))
+    actual = state_from_fla({"recurrent_state": torch.ones(1, 2, 3, 4, dtype=torch.bfloat16), "conv_state": None})
+    assert (actual.recurrent.dtype, actual.recurrent.shape) == (torch.float32, (1, 2, 4, 3))
 
 
 @pytest.mark.parametrize(

@@ -36,12 +36,12 @@ def check_values_and_gradients(theirs, ours):
     theirs.load_state_dict(ours.state_dict())
     assert [x.shape for x in theirs.state_dict().values()] == [ours.state_dict()[n].shape for n in theirs.state_dict()]
     x, dy = torch.randn(2, 80, 32, requires_grad=True), torch.randn(2, 80, 32)
-    found = []
+    results = []
     for layer, y in ((theirs, theirs(x)), (ours, ours(x)[0])):
         y = y[0] if isinstance(y, tuple) else y
         wanted = [x, *(layer.get_parameter(name) for name, _ in ours.named_parameters())]
-        found.append((y, *torch.autograd.grad(y, wanted, dy)))
-    for a, b in zip(*found, strict=True):
+        results.append((y, *torch.autograd.grad(y, wanted, dy)))
+    for a, b in zip(*results, strict=True):
         assert (a - b).norm() <= 1e-5 * b.norm()
 
 
@@ -60,7 +60,7 @@ def retention(request, monkeypatch):
         turned = [ops.rotary_embedding_ref(row, cos[where], sin[where]) for row, where in zip(rows, at, strict=True)]
         return torch.cat(turned, 0 if cu_seqlens is None else 1)
 
-    monkeypatch.setattr(ops, "rotary_embedding", lambda interleaved, chunk_indices, **given: rotary(**given))
+    monkeypatch.setattr(ops, "rotary_embedding", lambda interleaved, chunk_indices, **options: rotary(**options))
     with accelerate(cpu=True):
         theirs = randomize(layers.MultiScaleRetention(hidden_size=32, layer_idx=0, **request.param))
         ours = Retention(32, **request.param)

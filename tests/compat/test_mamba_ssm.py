@@ -71,22 +71,22 @@ def inputs(batch=2, T=9, heads=4, groups=2, P=3, N=5, optional=("D", "z", "dt_bi
     return Inputs(tensors | {name: more[name] for name in optional if name in more}, {"dt_softplus": True} | others)
 
 
-def check(given):
+def check(case):
     """Compares outputs, final states and gradients with the recurrence."""
-    leaves = given.leaves()
-    found = mamba_chunk_scan_combined(**leaves, chunk_size=4, return_final_states=True, **given.others)
-    y, S = recurrence(**leaves, **given.others)
+    leaves = case.leaves()
+    actual = mamba_chunk_scan_combined(**leaves, chunk_size=4, return_final_states=True, **case.others)
+    y, S = recurrence(**leaves, **case.others)
     expected = (y, S[:, -1])
     weights = [torch.linspace(-1, 1, r.numel(), dtype=WIDE).view(r.shape) for r in expected]
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b)
-    compare_gradients(found, expected, weights, leaves)
+    compare_gradients(actual, expected, weights, leaves)
 
 
-def compare_gradients(found, expected, weights, leaves):
+def compare_gradients(actual, expected, weights, leaves):
     a, b = (
         torch.autograd.grad(results, list(leaves.values()), weights, allow_unused=True, materialize_grads=True)
-        for results in (found, expected)
+        for results in (actual, expected)
     )
     for name, x, y in zip(leaves, a, b, strict=True):
         torch.testing.assert_close(x, y, msg=lambda text, name=name: f"d{name}: {text}")
@@ -134,15 +134,15 @@ def test_states_of_packed_sequences(lengths, final):
     seq_idx, offsets = packed(lengths)
     x = inputs(batch=1, T=sum(lengths), seq_idx=seq_idx)
     leaves = x.leaves()
-    found = mamba_chunk_scan_combined(
+    actual = mamba_chunk_scan_combined(
         **leaves, **x.others, chunk_size=4, cu_seqlens=offsets, return_final_states=final, return_varlen_states=True
     )
     y, S = recurrence(**leaves, **x.others)
     ends = [S[0, end] if end > start else S[0, 0] * (i == 0) for i, (start, end) in enumerate(offsets.unfold(0, 2, 1))]
     expected = (y, S[:, -1], torch.stack(ends)) if final else (y, torch.stack(ends))
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b)
-    compare_gradients(found, expected, [torch.ones_like(r) for r in expected], leaves)
+    compare_gradients(actual, expected, [torch.ones_like(r) for r in expected], leaves)
 
 
 def test_offsets_alone_change_nothing():
@@ -244,8 +244,8 @@ def test_steps_equal_the_scan(heads, groups, expanded):
 
 
 def test_a_gate_for_each_head_is_recognized(monkeypatch):
-    shapes, own = [], ops.recurrent_gla_step
-    monkeypatch.setattr(ops, "recurrent_gla_step", lambda *x, **kw: shapes.append(x[3].shape) or own(*x, **kw))
+    shapes, original = [], ops.recurrent_gla_step
+    monkeypatch.setattr(ops, "recurrent_gla_step", lambda *x, **kw: shapes.append(x[3].shape) or original(*x, **kw))
     x = inputs().tensors
     for expanded in (True, False):
         step = next(tokens(x, expanded))

@@ -20,7 +20,7 @@ def models(script):
 @pytest.mark.parametrize("way", ["accelerated", "ours"])
 def test_rows(models, what, way):
     task = models.Task(what, way, 2, 70)
-    row = models.measure(task, CPU)
+    (row,) = models.measure(task, CPU)
     assert row["seconds"] > 0
     assert row["spread"] >= 0
     tokens = {"train": 140}.get(what, 2)
@@ -58,5 +58,5 @@ def test_kernels_of_gated_linear_attention(models):
     ours = ("_chunk_gla_fwd_kernel", "_scan_kernel", "_pairs_kernel", "_state_kernel", "_build_states_kernel")
     theirs = ("chunk_gla_fwd_A_kernel_intra_sub_inter", "chunk_fwd_kernel_h", "chunk_local_cumsum_vector_kernel")
     others = ("triton_red_fused_chunk_gla_fwd_mul_3", "nvjet_tst_128x256", "elementwise_kernel")
-    assert all(models.OF_GLA.match(name) for name in ours + theirs)
-    assert not any(models.OF_GLA.match(name) for name in others)
+    assert all(models.GLA_KERNELS.match(name) for name in ours + theirs)
+    assert not any(models.GLA_KERNELS.match(name) for name in others)

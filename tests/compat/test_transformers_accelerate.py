@@ -34,13 +34,13 @@ def fakes(monkeypatch):
     library = types.ModuleType("transformers")
     vars(library)["__version__"] = "5.0"
     monkeypatch.setitem(sys.modules, "transformers", library)
-    found = {}
+    modules = {}
     for model, path in PATHS.items():
         module = types.ModuleType(path)
         vars(module).update({name: original(name) for name in FUNCTIONS})
         monkeypatch.setitem(sys.modules, path, module if model in PRESENT else None)
-        found[model] = module
-    return found
+        modules[model] = module
+    return modules
 
 
 def originals(fakes):
@@ -69,15 +69,15 @@ def one_token(requires_grad=False):
 
 def test_all_models_that_exist(fakes):
     before = originals(fakes)
-    found = accelerate()
-    assert found.replaced == {name: tuple(PATHS[model] for model in PRESENT) for name in FUNCTIONS}
+    acceleration = accelerate()
+    assert acceleration.replaced == {name: tuple(PATHS[model] for model in PRESENT) for name in FUNCTIONS}
     for model in PRESENT:
         out, state = fakes[model].mamba2_chunk_scan(*tokens(), return_final_states=True)
         assert (out.shape, state.shape) == ((2, 3, 4, 5), (2, 4, 5, 6))
         assert fakes[model].mamba2_selective_state_update(*one_token()).shape == (2, 4, 5)
         assert fakes[model].mamba2_split_conv1d_scan_combined(torch.zeros(2, 3, 8), dt_limit=(0.0, 1.0)) is None
         assert fakes[model].causal_conv1d_fn(1, 2)[0] == CONVOLUTION
-    assert str(found).replace("\n  ", " ").splitlines() == [
+    assert str(acceleration).replace("\n  ", " ").splitlines() == [
         "2 modules of transformers now call gla_core; see `replaced`:",
         "- computed by gla_core: mamba2_chunk_scan, mamba2_selective_state_update",
         "- left out for mamba2_chunk_scan: mamba2_split_conv1d_scan_combined",
@@ -85,9 +85,9 @@ def test_all_models_that_exist(fakes):
         "causal_conv1d_update",
         f"- {NO_KERNELS}",
     ]
-    found.undo()
+    acceleration.undo()
     assert originals(fakes) == before
-    assert str(found) == "nothing of transformers is replaced by this"
+    assert str(acceleration) == "nothing of transformers is replaced by this"
 
 
 def test_several_in_force(fakes):
@@ -134,8 +134,8 @@ def test_kernels_of_a_plugin(fakes, monkeypatch):
     Mamba2RMSNorm.__module__ = Other.__module__ = module.__name__
     vars(module).update(norm=Mamba2RMSNorm, other=Other)
     layer, original = Mamba2RMSNorm(), Mamba2RMSNorm.forward
-    with accelerate("mamba2") as found:
-        assert found.replaced["Mamba2RMSNorm.forward"] == (module.__name__,)
+    with accelerate("mamba2") as acceleration:
+        assert acceleration.replaced["Mamba2RMSNorm.forward"] == (module.__name__,)
         held = layer.forward
         assert (held(one), module.causal_conv1d_update(one, 0, 0)[0]) == ("original", UPDATE)
         monkeypatch.setattr(kernels, "provided", Provided())
@@ -186,8 +186,8 @@ def test_blocks_with_unknown_names_keep_their_forward(fakes):
         setattr(module, block.__name__, block)
     assert blocks(module) == [Known]
     original = Known.forward
-    with accelerate() as found:
-        assert found.replaced["Known.forward"] == (module.__name__,)
+    with accelerate() as acceleration:
+        assert acceleration.replaced["Known.forward"] == (module.__name__,)
         assert blocks(module) == [Known]
     assert Known.forward is original
 
@@ -203,9 +203,9 @@ def test_after_an_error_all_is_as_before(fakes):
 @pytest.mark.parametrize("options", [{"cu_seqlens": torch.tensor([0, 3])}, {"dt_limit": (-1.0, 1.0)}], ids=str)
 def test_scans_that_are_left_to_the_original(fakes, name, options):
     with accelerate():
-        function, given = getattr(fakes["mamba2"], name), tokens(batch=1)
-        assert function(*given, **options) == (name, given, options)
-        both = function(*given, cu_seqlens=torch.tensor([0, 3]), seq_idx=torch.zeros(1, 3, dtype=torch.int32))
+        function, arguments = getattr(fakes["mamba2"], name), tokens(batch=1)
+        assert function(*arguments, **options) == (name, arguments, options)
+        both = function(*arguments, cu_seqlens=torch.tensor([0, 3]), seq_idx=torch.zeros(1, 3, dtype=torch.int32))
         assert both is None if name == SPLIT else both.shape == (1, 3, 4, 5)
 
 
@@ -231,12 +231,14 @@ def test_every_argument_has_an_effect(fakes):
         "z": torch.randn(2, 3, 4, 5),
         "seq_idx": torch.tensor([[0, 0, 1], [0, 1, 1]]),
     }
-    given = tokens()
+    arguments = tokens()
     with accelerate():
         scan = fakes["mamba2"].mamba2_chunk_scan
-        found = scan(*given, **options, return_final_states=False, position_ids=None)
+        with_all = scan(*arguments, **options, return_final_states=False, position_ids=None)
         for name in options:
-            assert not torch.allclose(scan(*given, **{k: v for k, v in options.items() if k != name}), found), name
+            assert not torch.allclose(scan(*arguments, **{k: v for k, v in options.items() if k != name}), with_all), (
+                name
+            )
 
 
 def test_every_argument_of_a_step_has_an_effect(fakes):
@@ -246,14 +248,14 @@ def test_every_argument_of_a_step_has_an_effect(fakes):
         "dt_softplus": True,
         "z": torch.randn(2, 4, 5),
     }
-    state, *given = one_token()
+    state, *arguments = one_token()
     with accelerate():
         step = fakes["mamba2"].mamba2_selective_state_update
-        found = step(state, *given, **options, position_ids=None)
+        with_all = step(state, *arguments, **options, position_ids=None)
         assert state.abs().sum() > 0
         for name in options:
             rest = {k: v for k, v in options.items() if k != name}
-            assert not torch.allclose(step(torch.zeros_like(state), *given, **rest), found), name
+            assert not torch.allclose(step(torch.zeros_like(state), *arguments, **rest), with_all), name
 
 
 def test_a_name_that_is_not_known(fakes):

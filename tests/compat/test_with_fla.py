@@ -44,13 +44,13 @@ def pair(request):
 
 
 def test_values_and_gradients(pair):
-    found = []
+    results = []
     x = torch.randn(2, 80, 32, requires_grad=True)
     for layer in pair:
         y, names = layer(x)[0], [name for name, _ in pair[1].named_parameters()]
         wanted = [x, *(layer.get_parameter(name) for name in names)]
-        found.append((y, *torch.autograd.grad(y.sum(), wanted)))
-    for a, b in zip(*found, strict=True):
+        results.append((y, *torch.autograd.grad(y.sum(), wanted)))
+    for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 

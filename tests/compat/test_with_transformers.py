@@ -124,9 +124,9 @@ IN_KERNELS = [pytest.mark.kernels, pytest.mark.skipif(not INTERPRETED, reason="t
 @pytest.fixture(autouse=True, params=["PyTorch", pytest.param("kernels", marks=IN_KERNELS)])
 def by_kernels(request, monkeypatch):
     """The numbers of calls of the kernels of gla_transformers, which are interpreted; empty if PyTorch computes."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     if request.param == "PyTorch":
-        return found
+        return counts
     from gla_transformers import causal_convolution, few_rows, few_rows_kernel, gated, mamba2
 
     for dispatch, names in (
@@ -135,21 +135,21 @@ def by_kernels(request, monkeypatch):
         (gated, ("normed", "normed_backward")),
     ):
         module = importlib.import_module(f"{dispatch.__name__}_kernel")
-        found |= dict.fromkeys(names, 0)
-        functions = SimpleNamespace(**{name: counted(found, name, getattr(module, name)) for name in names})
+        counts |= dict.fromkeys(names, 0)
+        functions = SimpleNamespace(**{name: counted(counts, name, getattr(module, name)) for name in names})
         monkeypatch.setattr(dispatch, "_kernels_of", lambda device, functions=functions: functions)
-    found["product"] = 0
-    product = counted(found, "product", few_rows_kernel.product)
+    counts["product"] = 0
+    product = counted(counts, "product", few_rows_kernel.product)
     products = SimpleNamespace(is_served=few_rows_kernel.is_served, product=product)
     monkeypatch.setattr(few_rows, "kernel_of", lambda device: products)
-    return found
+    return counts
 
 
-def counted(found, name, function):
+def counted(counts, name, function):
     """Returns a function that counts its calls."""
 
     def call(*args, **kwargs):
-        found[name] += 1
+        counts[name] += 1
         return function(*args, **kwargs)
 
     return call
@@ -158,14 +158,14 @@ def counted(found, name, function):
 @pytest.fixture
 def calls(by_kernels, monkeypatch):
     """The numbers of calls of our ops."""
-    found = {"chunk_gla": 0, "recurrent_gla_step": 0}
-    for name in found:
-        monkeypatch.setattr(ops, name, counted(found, name, getattr(ops, name)))
-    return found
+    counts = {"chunk_gla": 0, "recurrent_gla_step": 0}
+    for name in counts:
+        monkeypatch.setattr(ops, name, counted(counts, name, getattr(ops, name)))
+    return counts
 
 
-def assert_close(found, expected, tolerance=CLOSE):
-    for a, b in zip(found, expected, strict=True):
+def assert_close(actual, expected, tolerance=CLOSE):
+    for a, b in zip(actual, expected, strict=True):
         assert a.dtype == b.dtype
         assert (a - b).abs().max() <= tolerance * b.abs().max()
 
@@ -187,8 +187,8 @@ def states_of(out):
     """Returns the states of the Mamba-2 layers, and the inputs that their convolutions keep."""
     (cache,) = cache_of(out).values()
     layers = [layer for layer in cache.layers if getattr(layer, "recurrent_states", None)]
-    found = [state[0] for layer in layers for state in (layer.recurrent_states, layer.conv_states)]
-    return [state for state in found if state is not None]
+    states = [state[0] for layer in layers for state in (layer.recurrent_states, layer.conv_states)]
+    return [state for state in states if state is not None]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -198,14 +198,14 @@ def test_training(name, seed, calls, by_kernels):
     expected, expected_gradients = trained(model, tokens)
     assert calls["chunk_gla"] == 0
     with accelerate():
-        found, gradients = trained(model, tokens)
+        actual, gradients = trained(model, tokens)
     assert calls == {"chunk_gla": layers_of(model), "recurrent_gla_step": 0}
     if by_kernels:
         norms, layers = norms_of(model), layers_of(model)
         backward = {"normed_backward": norms, "convolve_backward": layers}
         none = {"convolve_token": 0, "step": 0, "product": 0}
         assert by_kernels == none | {"normed": norms, "convolve": layers} | backward
-    assert_close(found, expected)
+    assert_close(actual, expected)
     assert_close(gradients, expected_gradients, CLOSE_GRADIENTS)
 
 
@@ -218,7 +218,7 @@ def test_generating_from_a_padded_batch(model, calls, by_kernels):
     except RuntimeError as error:  # 5.17: FalconH1 with mamba_rms_norm
         pytest.skip(f"transformers itself fails here: {error}")
     with accelerate():
-        found = model.generate(tokens, attention_mask=mask, **options)
+        actual = model.generate(tokens, attention_mask=mask, **options)
         n = layers_of(model)
         assert calls == {"chunk_gla": n, "recurrent_gla_step": 0 if by_kernels else 7 * n}
         if by_kernels:
@@ -228,10 +228,10 @@ def test_generating_from_a_padded_batch(model, calls, by_kernels):
             assert by_kernels == forward | {"convolve_backward": 0, "normed_backward": 0}
         with torch.no_grad():
             assert_close(model(tokens, attention_mask=mask).logits[:1, 9:], model(tokens[:1, 9:]).logits)
-    assert torch.equal(found.sequences, expected.sequences)
-    assert_close(found.logits, expected.logits)
-    assert_close(states_of(found), states_of(expected))
-    assert len(states_of(found)) == 2 * n
+    assert torch.equal(actual.sequences, expected.sequences)
+    assert_close(actual.logits, expected.logits)
+    assert_close(states_of(actual), states_of(expected))
+    assert len(states_of(actual)) == 2 * n
 
 
 BLOCKS = [
@@ -259,8 +259,8 @@ def test_steps_of_blocks(name, options, by_kernels):
         before = by_kernels.get("product")
         expected, states = stepped(model, batch)
         with accelerate():
-            found, after = stepped(model, batch)
-        assert_close([found, *after], [expected, *states])
+            actual, after = stepped(model, batch)
+        assert_close([actual, *after], [expected, *states])
         if by_kernels:
             assert by_kernels["product"] - before == (2 * STEPS * len(blocks_of(model)) if batch <= 2 else 0)
 
@@ -273,12 +273,12 @@ def test_steps_of_blocks_in_half_precision(name, options, by_kernels):
         exact, states = stepped(model, batch)
         model.half()
         dtypes = []
-        blocks_of(model)[0].register_forward_hook(lambda block, given, y, dtypes=dtypes: dtypes.append(y.dtype))
-        own, own_states = stepped(model, batch)
+        blocks_of(model)[0].register_forward_hook(lambda block, arguments, y, dtypes=dtypes: dtypes.append(y.dtype))
+        original, original_states = stepped(model, batch)
         with accelerate():
-            found, after = stepped(model, batch)
+            actual, after = stepped(model, batch)
         assert dtypes[: STEPS + 1] == dtypes[STEPS + 1 :]
-        for a, b, c in zip((found, *after), (own, *own_states), (exact, *states), strict=True):
+        for a, b, c in zip((actual, *after), (original, *original_states), (exact, *states), strict=True):
             assert a.dtype == b.dtype
             assert (a - c).norm() <= 1.5 * (b - c).norm()
         if by_kernels:
@@ -295,8 +295,8 @@ def test_large_gates_in_half_precision(name, options, by_kernels):
             block.mixer.in_proj.weight[: block.mixer.intermediate_size] *= 60
     exact, _ = stepped(model, 2)
     with accelerate():
-        found, _ = stepped(model.half(), 2)
-    assert (found - exact).norm() <= 0.02 * exact.norm()
+        actual, _ = stepped(model.half(), 2)
+    assert (actual - exact).norm() <= 0.02 * exact.norm()
 
 
 def launches_of_a_step(name, batch, monkeypatch, **options):
@@ -304,12 +304,12 @@ def launches_of_a_step(name, batch, monkeypatch, **options):
     from gla_triton_runtime import prepared
 
     dtype = torch.bfloat16 if batch <= 2 else torch.float16
-    model, found, start = model_of(name, **options).to(dtype), [], prepared.start
+    model, launched, start = model_of(name, **options).to(dtype), [], prepared.start
     out = model(torch.ones(batch, 5, dtype=torch.long), use_cache=True)
     with monkeypatch.context() as patch:
-        patch.setattr(prepared, "start", lambda launches: found.extend(launches) or start(launches))
+        patch.setattr(prepared, "start", lambda launches: launched.extend(launches) or start(launches))
         model(torch.ones(batch, 1, dtype=torch.long), use_cache=True, **cache_of(out))
-    return len(found)
+    return len(launched)
 
 
 @torch.no_grad()
@@ -379,8 +379,8 @@ def test_blocks_that_compute_part_by_part(change, by_kernels):
     change(blocks_of(model)[0])
     expected, states = stepped(model, 2)
     with accelerate():
-        found, after = stepped(model, 2)
-    assert_close([found, *after], [expected, *states])
+        actual, after = stepped(model, 2)
+    assert_close([actual, *after], [expected, *states])
     if by_kernels:
         assert by_kernels["product"] == 2 * STEPS
 
@@ -391,15 +391,15 @@ def test_a_product_that_is_refused_after_the_step(by_kernels, monkeypatch):
 
     model, product, calls = model_of("Mamba2"), mamba2.product, []
 
-    def first_alone(*given):
-        calls.append(given)
-        return None if given[-1] is not None else product(*given)
+    def first_alone(*arguments):
+        calls.append(arguments)
+        return None if arguments[-1] is not None else product(*arguments)
 
     monkeypatch.setattr(mamba2, "product", first_alone)
     expected, states = stepped(model, 2)
     with accelerate():
-        found, after = stepped(model, 2)
-    assert_close([found, *after], [expected, *states])
+        actual, after = stepped(model, 2)
+    assert_close([actual, *after], [expected, *states])
     assert len(calls) == STEPS * 2 * (2 if by_kernels else 1)
 
 
@@ -411,8 +411,8 @@ def test_a_norm_in_float32(dtype, by_kernels):
         block.mixer.norm.float()
     exact, states = stepped(model, 2)
     with accelerate():
-        found, after = stepped(model, 2)
-    for a, b in zip((found, *after), (exact, *states), strict=True):
+        actual, after = stepped(model, 2)
+    for a, b in zip((actual, *after), (exact, *states), strict=True):
         assert a.dtype == b.dtype
         assert (a - b).norm() <= 0.05 * b.norm()
 
@@ -478,10 +478,10 @@ def test_packed_sequences(model, calls, monkeypatch):
         mask = (seq_idx[:, :, None] == seq_idx[:, None]).tril()[:, None]
         packed["attention_mask"] = {"full_attention": mask, "linear_attention": None}
     with accelerate():
-        found = body(tokens, **packed).last_hidden_state
+        actual = body(tokens, **packed).last_hidden_state
         model.train()
         in_training = body(tokens, **packed).last_hidden_state
-    assert_close([found, in_training], [expected] * 2)
+    assert_close([actual, in_training], [expected] * 2)
     assert calls["chunk_gla"] == 2 * layers_of(model)
 
 
@@ -489,12 +489,12 @@ def test_packed_sequences(model, calls, monkeypatch):
 def test_models_created_before_and_inside_run_on_the_originals_afterwards(model, calls):
     module, tokens = module_of(model), tokens_of()
     before, expected = dict(vars(module)), model(tokens).logits
-    with accelerate() as found:
+    with accelerate() as acceleration:
         inside = type(model)(model.config).eval()
         inside.load_state_dict(model.state_dict())
         assert torch.equal(inside(tokens).logits, model(tokens).logits)
         assert calls["chunk_gla"] == 2 * layers_of(model)
-        assert {module.__name__} <= {place for places in found.replaced.values() for place in places}
+        assert {module.__name__} <= {place for places in acceleration.replaced.values() for place in places}
     assert vars(module) == before
     assert torch.equal(inside(tokens).logits, expected)
     assert torch.equal(model(tokens).logits, expected)
@@ -520,9 +520,9 @@ def test_compiled_without_a_break(calls):
     layer = model_of("Mamba2").base_model.layers[0].mixer
     x = torch.randn(2, 40, 32)
     with accelerate():
-        found = torch.compile(layer, fullgraph=True, backend="eager")(x)
+        actual = torch.compile(layer, fullgraph=True, backend="eager")(x)
         assert calls["chunk_gla"] > 0
-        torch.testing.assert_close(found, layer(x))
+        torch.testing.assert_close(actual, layer(x))
 
 
 def test_generating_with_a_static_cache_compiles_a_step_without_a_break(model):
@@ -543,8 +543,8 @@ def test_generating_with_a_static_cache_compiles_a_step_without_a_break(model):
     except IndexError as error:  # 5.17: FalconH1 with mamba_rms_norm
         pytest.skip(f"transformers itself fails here: {error}")
     with accelerate():
-        found = model.generate(tokens_of(), **options, compile_config=every_device)
-    assert torch.equal(found, expected)
+        actual = model.generate(tokens_of(), **options, compile_config=every_device)
+    assert torch.equal(actual, expected)
     (graph,) = graphs
     assert sum("recurrent_gla_step" in str(node.target) for node in graph.graph.nodes) == layers_of(model)
 
@@ -556,10 +556,10 @@ def test_bfloat16(name, calls, by_kernels):
     model, tokens = model_of(name), tokens_of()
     exact = model(tokens).logits
     model.to(torch.bfloat16)
-    own = model(tokens).logits
+    original = model(tokens).logits
     with accelerate():
-        found = model(tokens).logits
+        actual = model(tokens).logits
         model.generate(tokens, max_new_tokens=4)
     steps = by_kernels["step"] if by_kernels else calls["recurrent_gla_step"]
     assert (calls["chunk_gla"], steps) == (2 * layers_of(model), 3 * layers_of(model))
-    assert (found - exact).norm() <= 1.5 * (own - exact).norm()
+    assert (actual - exact).norm() <= 1.5 * (original - exact).norm()

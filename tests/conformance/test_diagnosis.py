@@ -34,7 +34,7 @@ def row(name, failed=True, test="values", op="chunk_gla_fwd", dtype=torch.float3
     """Returns a case as a report has it, with the facts of its workload."""
     of = case(name, op, dtype)
     return {
-        "test": f"test_chunk_gla.py::test_{test}",
+        "test": f"test_values.py::test_{test}",
         "id": f"test_{test}[{of}]",
         "op": op,
         "workload": name,
@@ -120,9 +120,9 @@ def test_the_property_with_most_workloads_is_examined_and_few_that_fail_are_name
 
 def test_the_smallest_case_its_first_wrong_place_and_the_command_that_shows_it():
     found = lines(row("grouped"), row("short", dtype=torch.bfloat16), row("short"), row("ungated", failed=False))
-    place = "test_values[short-float32]: o is first wrong at batch row 0, token 3, head 0: 0.5, not 0.25"
+    place = "test_values[chunk_gla_fwd-short-float32]: o is first wrong at batch row 0, token 3, head 0: 0.5, not 0.25"
     assert found["smallest"] == place
-    command = 'gla conformance mine -k "test_chunk_gla.py and test_values[short-float32]" -- --tb=short'
+    command = 'gla conformance mine -k "test_values.py and test_values[chunk_gla_fwd-short-float32]" -- --tb=short'
     assert found["to see it"] == command
     assert "factor" not in found
 
@@ -161,7 +161,7 @@ def test_root_causes_come_before_wrong_values(root, name, says):
     found = lines(VALUES, root)
     assert found["begin with"].startswith(says)
     assert found["begin with"].endswith("; the other failures (1) may follow from this")
-    assert next(_failures([VALUES, root], verbose=False)).startswith(f"FAILED test_chunk_gla.py::{root['id']}")
+    assert next(_failures([VALUES, root], verbose=False)).startswith(f"FAILED test_values.py::{root['id']}")
     assert "begin with" not in lines(VALUES)
 
 
@@ -182,7 +182,7 @@ def test_opcheck_comes_after_wrong_values():
 def test_a_result_too_large_to_look_at_is_one_of_wrong_values():
     row_of_large = row("short", wrong=[], errors=[{"quantity": "o", "error": 0.1, "budget": 0.01}])
     assert kind(row_of_large) == "values"
-    assert lines(row_of_large)["smallest"] == "test_values[short-float32]"
+    assert lines(row_of_large)["smallest"] == "test_values[chunk_gla_fwd-short-float32]"
 
 
 def test_what_is_0_everywhere():
@@ -207,7 +207,7 @@ def test_three_failures_a_property_are_listed_and_all_on_request():
     rows = [row(name) for name in ("short", "grouped", "packed", "padded", "ungated")]
     listed = list(_failures(rows, verbose=False))
     assert listed[3:] == ["       and 2 more of values (-v shows all)"]
-    assert listed[0] == "FAILED test_chunk_gla.py::test_values[short-float32]: o"
+    assert listed[0] == "FAILED test_values.py::test_values[chunk_gla_fwd-short-float32]: o"
     assert len(list(_failures(rows, verbose=True))) == 5
 
 
@@ -318,12 +318,15 @@ def scale_ignored(q, k, v, g, scale, initial_state, output_final_state, cu_seqle
 
 def test_a_run_ends_with_a_diagnosis_before_the_verdict(tmp_path, capsys):
     backend = Backend("mine", "0", {"chunk_gla_fwd": scale_ignored}, Capabilities(dtypes=frozenset({torch.float32})))
-    options = {"module": "test_chunk_gla", "select": "(test_values or test_scale) and (short or width_one or ungated-)"}
+    options = {"module": "test_values", "select": "(values[ or scale) and (short or width_one or ungated-)"}
     with gla.register(backend):
         code = run("mine", report=str(tmp_path / "cases.jsonl"), options=["--color=yes"], **options)
     assert code == 1
     coloured = capsys.readouterr().out
-    assert "\x1b[31mFAILED test_chunk_gla.py::test_values[short-float32]: o: relative error 3, allowed 1e-5" in coloured
+    assert (
+        "\x1b[31mFAILED test_values.py::test_values[chunk_gla_fwd-short-float32]: o: relative error 3, allowed 1e-5"
+        in coloured
+    )
     printed = re.sub("\x1b\\[[0-9;]*m", "", coloured).splitlines()
     table = printed[printed.index(next(line for line in printed if line.startswith("chunk_gla_fwd "))) :]
     first = [line.split()[0] for line in table]

@@ -17,7 +17,7 @@ import torch
 
 import gla_core as gla
 from gla_core.conformance import summary
-from gla_core.conformance.calls import oracle_forward, oracle_gradients, reference_forward, reference_gradients
+from gla_core.conformance.calls import oracle_gradients, oracle_results, reference_results, with_loss
 from gla_core.conformance.cases import Case, cases, excluded, fitted, refusals
 from gla_core.conformance.facts import forms
 from gla_core.conformance.run import run
@@ -67,12 +67,10 @@ def test_the_reference_passes_every_case(tmp_path, capsys):
     ops: tests/ops/test_torch_integration.py compiles all of them. `make conformance` runs everything.
     """
     report = tmp_path / "cases.jsonl"
-    of_gradients = "test_gradients[ and (float32 or short or small)"
+    values = "test_values[ or test_gradients[ and (float32 or short or small)"
     rest = "float32 and (small or short) and not test_torch"
     graphs = "test_torch and small and (recurrent_gla_step- or online_softmax)"
-    code = run(
-        "reference", report=str(report), select=f"test_values or test_refusals or {of_gradients} or {rest} or {graphs}"
-    )
+    code = run("reference", report=str(report), select=f"{values} or test_refusals or {rest} or {graphs}")
     printed = capsys.readouterr().out
     assert code == 0, printed[-5000:]
     rows = read_cases(report)
@@ -94,7 +92,7 @@ def sample(path):
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         code = run(
-            "reference", report=str(path), select="test_gradients[grouped-", module="test_chunk_gla", commit="a1"
+            "reference", report=str(path), select="[chunk_gla_bwd-grouped-", module="test_gradients", commit="a1"
         )
     assert code == 0
     return printed.getvalue(), path.read_text()
@@ -120,15 +118,19 @@ def test_the_summary_says_what_ran_where_and_the_worst_error_with_its_budget(sam
     (found,) = [row for row in report["properties"] if row["property"] == "gradients"]
     assert (found["op"], found["failed"], found["open"]) == ("chunk_gla_bwd", 0, 0)
     worst = found["worst"]
-    assert worst["case"].startswith("test_chunk_gla.py::test_gradients[")
+    assert worst["case"].startswith("test_gradients.py::test_gradients[")
     assert worst["quantity"] in ("dq", "dk", "dv", "dg", "dinitial_state")
     assert 0 < worst["error"] <= worst["budget"]
 
 
 def test_every_case_has_a_line_with_its_errors_and_their_budgets(tmp_path):
     sample(tmp_path / "cases.jsonl")
-    (row,) = [row for row in read_cases(tmp_path / "cases.jsonl") if row["id"] == "test_gradients[grouped-bfloat16]"]
-    assert (row["test"], row["op"]) == ("test_chunk_gla.py::test_gradients", "chunk_gla_bwd")
+    (row,) = [
+        row
+        for row in read_cases(tmp_path / "cases.jsonl")
+        if row["id"] == "test_gradients[chunk_gla_bwd-grouped-bfloat16]"
+    ]
+    assert (row["test"], row["op"]) == ("test_gradients.py::test_gradients", "chunk_gla_bwd")
     assert (row["workload"], row["dtype"]) == ("grouped", "bfloat16")
     assert [error["quantity"] for error in row["errors"]] == ["dq", "dk", "dv", "dg", "dinitial_state"]
     assert {error["budget"] for error in row["errors"]} == {5e-3}
@@ -205,8 +207,14 @@ def test_a_wrong_question_is_a_usage_error(arguments, message, own_backends, tmp
 # ---- the cases of a backend, and the outcome of refused ones
 
 
-COMPUTED_BY_ANOTHER = ("chunk_gla_pool", "recurrent_gla_layer_step", "recurrent_gla_steps", "recurrent_gla_replay")
-"""The ops that the core computes by another one under `batch_invariant`, and whose forward a backend may have alone."""
+COMPUTED_BY_ANOTHER = (
+    "chunk_gla_bwd",
+    "chunk_gla_pool",
+    "recurrent_gla_layer_step",
+    "recurrent_gla_steps",
+    "recurrent_gla_replay",
+)
+"""The ops that the core computes by another one under `batch_invariant`, and which a backend may have alone."""
 
 
 def judge(backend, tmp_path, **options):
@@ -221,7 +229,7 @@ def test_a_case_that_supports_refuses_is_open(tmp_path):
         return "needs an even number of columns" if call.dims["columns"] % 2 else None
 
     backend = Backend("even", "0", {"online_softmax": get("reference").ops["online_softmax"]}, supports=supports)
-    code, rows = judge(backend, tmp_path, module="test_online_softmax", select="test_values and float32")
+    code, rows = judge(backend, tmp_path, module="test_values", select="values[ and float32")
     outcomes = {row["workload"]: (row["outcome"], row["reason"]) for row in rows}
     assert code == 0
     assert outcomes["minus_infinity"] == ("passed", None)
@@ -229,7 +237,7 @@ def test_a_case_that_supports_refuses_is_open(tmp_path):
     assert summary.counts(rows) == {"passed": 3, "failed": 0, "open": 3, "refusals": 0}
     (why,) = summary.reasons(rows, "open")
     assert (why["reason"], why["cases"]) == ("not supported: even: needs an even number of columns", 3)
-    assert "test_online_softmax.py::test_values[small-float32]" in why["such as"]
+    assert "test_values.py::test_values[online_softmax-small-float32]" in why["such as"]
 
 
 @pytest.mark.parametrize(
@@ -239,8 +247,8 @@ def test_a_case_that_supports_refuses_is_open(tmp_path):
 def test_a_backend_of_one_op_passes_and_what_the_core_refuses_is_open(op, tmp_path):
     """The core computes some ops by another one under `batch_invariant`, and refuses a backend that lacks it."""
     backend = Backend("alone", "0", {op: function(op)})
-    module, chosen = f"test_{ABSTRACT_OPS[op].public}", "same_bits or test_values and (small or short) and float32"
-    code, rows = judge(backend, tmp_path, module=module, select=chosen)
+    properties = "same_bits or batch_invariance or test_values[ and (small or short) and float32"
+    code, rows = judge(backend, tmp_path, select=f"[{op}- and ({properties})")
     assert code == 0
     still_open = [row["reason"] for row in rows if row["outcome"] == "open"]
     assert all("is computed part by part" in reason for reason in still_open)
@@ -291,14 +299,42 @@ def test_what_the_capabilities_exclude_is_refused_and_the_rest_computed(limits, 
 
 
 class Collected:
-    """A pytest plugin that keeps the cases of every test by its name, and runs none."""
+    """A pytest plugin that keeps the cases and the marks of every test by its name, and runs none."""
 
     def __init__(self):
-        self.cases = {}
+        self.cases, self.few = {}, {}
 
     def pytest_collection_finish(self, session):
         for item in session.items:
-            self.cases.setdefault(item.originalname, []).append(item.callspec.params["case"])
+            mark = item.get_closest_marker("over")
+            if mark is not None:
+                self.cases.setdefault(item.originalname, []).append(item.callspec.params["case"])
+                self.few[item.originalname] = mark.kwargs.get("few") or {}
+
+
+SETTINGS = ("-c", inspect.getfile(summary).replace("summary.py", "pytest.ini"))
+
+
+def test_the_few_workloads_of_a_property_are_workloads_of_its_op():
+    """A name that no workload has would leave out its cases."""
+    kept = Collected()
+    options = ("--gla-backend", "reference", "--collect-only", "-q")
+    assert pytest.main([*options, *SETTINGS, "--pyargs", "gla_core.conformance"], [kept]) == 0
+    assert any(kept.few.values())
+    for test, few in kept.few.items():
+        for op, names in few.items():
+            known = {workload.name for workload in select(ABSTRACT_OPS[op].public)}
+            assert set(names.split()) <= known, (test, op)
+            assert {case.workload.name for case in kept.cases[test] if case.op == op} == set(names.split()), (test, op)
+
+
+def test_a_case_for_every_function_of_an_op():
+    few = {"chunk_gla_summary": "short"}
+    chosen = cases(get("reference"), "cpu", "chunk_gla_summary", few=few, functions=True, dtypes="one")
+    assert list(map(str, chosen)) == [
+        "chunk_gla_summary-short-float32",
+        "chunk_gla_gradient_summary-short-float32",
+    ]
 
 
 def test_every_op_has_the_cases_that_follow_from_its_description(monkeypatch):
@@ -307,9 +343,8 @@ def test_every_op_has_the_cases_that_follow_from_its_description(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     kept = Collected()
     modules = [f"gla_core.conformance.{name}" for name in ("test_torch", "test_autocast", "test_cuda")]
-    settings = ("-c", inspect.getfile(summary).replace("summary.py", "pytest.ini"))
     options = ("--gla-backend", "reference", "--gla-device", "cuda", "--collect-only", "-q")
-    assert pytest.main([*options, *settings, "--pyargs", *modules], [kept]) == 0
+    assert pytest.main([*options, *SETTINGS, "--pyargs", *modules], [kept]) == 0
     every, public = set(ABSTRACT_OPS), {spec.name for spec in PUBLIC_OPS.values()}
     gradients = {"chunk_gla_bwd", "chunk_gla_summary", "online_softmax", "softmax_attention"}
     covered = {"opcheck": every, "no_wait": every, "graph": every, "compiled": public, "autocast": public}
@@ -351,7 +386,8 @@ def test_large_workloads_are_judged_by_what_the_oracle_says_of_small_ones(name):
     """Large workloads are judged by the reference in float64, which equals the oracle on small ones."""
     (workload,) = (w for w in select("chunk_gla") if w.name == name)
     x = chunk_inputs(workload, dtype=torch.bfloat16)
-    found, expected = reference_forward(x) | reference_gradients(x), oracle_forward(x) | oracle_gradients(x)
+    found = reference_results("chunk_gla", x) | reference_results("chunk_gla_bwd", with_loss("chunk_gla_bwd", x))
+    expected = oracle_results("chunk_gla", x) | oracle_gradients("chunk_gla", x)
     assert found.keys() == expected.keys()
     errors = {name: relative_error(found[name], ref) for name, ref in expected.items()}
     assert max(errors.values()) <= FORWARD[torch.float64], errors

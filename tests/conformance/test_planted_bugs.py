@@ -49,8 +49,14 @@ class Bug(NamedTuple):
 BUGS: list[Bug] = []
 
 
-def bug(op, case, over=None, **claims):
-    """Returns a decorator that plants a bug: the function maps a namespace of the op's arguments to its results."""
+def bug(op, case, over=None, call=None, **claims):
+    """Returns a decorator that plants a bug: the function maps a namespace of the op's arguments to its results.
+
+    Args:
+        case: the beginning of the name of the case that must name the bug, without the name of the call.
+        call: the name of the call, by default that of the op.
+    """
+    case = case.replace("[", f"[{call or op}-", 1)
 
     def plant(wrong):
         @functools.wraps(REFERENCE[op])
@@ -194,7 +200,7 @@ def scale_in_company(x):
     return x.scale * (1 + 1e-6 * (x.cu_seqlens is not None and len(x.cu_seqlens) > 2))
 
 
-@bug("chunk_gla_fwd", "test_same_bits_in_any_company[packed-float32]", batch_invariant=frozenset({"cpu"}))
+@bug("chunk_gla_fwd", "test_batch_invariance[packed-float32]", batch_invariant=frozenset({"cpu"}))
 def other_bits_in_company(x):
     return forward(x, scale=scale_in_company(x))
 
@@ -280,12 +286,12 @@ def as_if_dense(x):
     return x.as_strided(x.shape, torch.empty(x.shape).stride())
 
 
-@bug("chunk_gla_fwd", "test_strided_views[short-float32-with_room]")
+@bug("chunk_gla_fwd", "test_strided_views[short-float32]")
 def strides_ignored(x):
     return forward(x, q=as_if_dense(x.q))
 
 
-@bug("chunk_gla_fwd", "test_strided_views[short-float32-values_first]", swapped_states=True)
+@bug("chunk_gla_fwd", "test_initial_states_with_values_first[short-float32]", swapped_states=True)
 def swapped_state_read_as_any(x):
     return forward(x, initial_state=as_if_dense(x.initial_state))
 
@@ -297,14 +303,14 @@ def output_not_contiguous(x):
     return y
 
 
-@bug("chunk_gla_fwd", "test_long_sequence[narrow_mild-")
+@bug("chunk_gla_fwd", "test_long_sequences[narrow_mild-")
 def output_wrong_from_late(x):
     y = forward(x)
     y.o[:, LATE:] *= 1.1
     return y
 
 
-@bug("chunk_gla_fwd", "test_long_sequence[narrow_strong-")
+@bug("chunk_gla_fwd", "test_long_sequences[narrow_strong-")
 def state_not_decayed_from_late(x):
     g = None if x.g is None else x.g.clone()
     if g is not None:
@@ -348,7 +354,7 @@ def output_in_another_dtype(x):
     return y
 
 
-@bug("chunk_gla_fwd", "test_autocast_of_chunk_gla[ungated-bfloat16]")
+@bug("chunk_gla_fwd", "test_values_under_autocast[ungated-bfloat16]")
 def products_in_half_precision(x):
     with torch.autocast("cpu", torch.bfloat16, enabled=x.q.dtype == torch.bfloat16):
         return forward(x)
@@ -407,14 +413,14 @@ def checkpoints_of_packed_sequences_in_a_row(x):
     return y
 
 
-@bug("chunk_gla_bwd", "test_gradients_of_long_sequence[narrow_mild-")
+@bug("chunk_gla_bwd", "test_long_sequences[narrow_mild-")
 def gradients_wrong_from_late(x):
     d = backward(x)
     d.dk[:, LATE:] *= 1.1
     return d
 
 
-@bug("chunk_gla_bwd", "test_gradients_of_padding[padded-float32]")
+@bug("chunk_gla_bwd", "test_padding[padded-float32]")
 def gradient_of_padding_not_written(x):
     d = backward(x)
     if x.cu_seqlens is not None:
@@ -493,7 +499,7 @@ def gradient_of_a_constant_gate_by_the_last_row_of_the_batch(x):
     return d
 
 
-@bug("chunk_gla_bwd", "test_gradients_of_padding[constant_packed-float32]", over={"dg"})
+@bug("chunk_gla_bwd", "test_padding[constant_packed-float32]", over={"dg"})
 def gradient_of_a_constant_gate_with_the_padding(x):
     d = backward(x)
     if of_form(x) == "constant" and x.cu_seqlens is not None:
@@ -591,7 +597,7 @@ def strides_of_do_ignored(x):
     return backward(x, do=as_if_dense(x.do))
 
 
-@bug("chunk_gla_bwd", "test_no_uninitialised_gradient[short-float32]")
+@bug("chunk_gla_bwd", "test_no_uninitialised_output[short-float32]")
 def gradient_row_not_written(x):
     d = backward(x)
     out = torch.empty(d.dv.shape, dtype=d.dv.dtype)
@@ -600,26 +606,26 @@ def gradient_row_not_written(x):
     return d
 
 
-@bug("chunk_gla_bwd", "test_gradients_same_bits[short-float32]")
+@bug("chunk_gla_bwd", "test_same_bits[short-float32]")
 def gradient_last_bit_changes(x):
     d = backward(x)
     d.dq *= 1 + (next(runs) % 2) * 2**-22
     return d
 
 
-@bug("chunk_gla_bwd", "test_gradients_same_bits_in_any_company[packed-float32]", batch_invariant=frozenset({"cpu"}))
+@bug("chunk_gla_bwd", "test_batch_invariance[packed-float32]", batch_invariant=frozenset({"cpu"}))
 def other_gradient_bits_in_company(x):
     return backward(x, scale=scale_in_company(x))
 
 
-@bug("chunk_gla_summary", "test_values[short-float32-forwards]")
+@bug("chunk_gla_summary", "test_values[short-float32]")
 def decay_without_the_last_gate(x):
     y = summary(x)
     y.decay = summary(x, left=x.left[:, :-1], right=x.right[:, :-1], g=None if x.g is None else x.g[:, :-1]).decay
     return y
 
 
-@bug("chunk_gla_summary", "test_values[short-float32-backwards]")
+@bug("chunk_gla_summary", "test_values[short-float32]", call="chunk_gla_gradient_summary")
 def own_gate_left_out_backwards(x):
     y = summary(x)
     if x.backwards and x.g is not None and x.g.shape[1]:
@@ -634,18 +640,18 @@ def one_query_head_of_a_group(x):
     return summary(x, left=x.left[:, :, ::groups], right=x.right[:, :, ::groups])
 
 
-@bug("chunk_gla_summary", "test_values[per_head-float32-forwards]")
+@bug("chunk_gla_summary", "test_values[per_head-float32]")
 def gate_of_the_head_before_in_a_summary(x):
     return summary(x, g=x.g.roll(1, -1) if x.g is not None and x.g.ndim == 3 else x.g)
 
 
-@bug("chunk_gla_summary", "test_values[grouped_values-float32-forwards]")
+@bug("chunk_gla_summary", "test_values[grouped_values-float32]")
 def summary_of_key_heads_in_turn(x):
     H, Hv = x.left.shape[2], x.right.shape[2]
     return summary(x, left=x.left[:, :, torch.arange(Hv) % H]) if Hv > H else summary(x)
 
 
-@bug("chunk_gla_summary", "test_padding[padded-float32-forwards]")
+@bug("chunk_gla_summary", "test_padding[padded-float32]")
 def summary_of_padding(x):
     if x.cu_seqlens is None:
         return summary(x)
@@ -658,7 +664,7 @@ def pooled(x, **changes):
     return REFERENCE["chunk_gla_pool"](**{**vars(x), **changes})
 
 
-@bug("chunk_gla_pool", "test_values[apart-float32]")
+@bug("chunk_gla_pool", "test_values[scattered_slots-float32]")
 def flags_of_new_sequences_ignored(x):
     return pooled(x, has_state=None)
 
@@ -670,7 +676,7 @@ def new_sequences_multiply_their_slot_by_0(x):
     return pooled(x, has_state=None)
 
 
-@bug("chunk_gla_pool", "test_values[apart-float32]")
+@bug("chunk_gla_pool", "test_values[scattered_slots-float32]")
 def state_written_to_the_slot_that_was_read(x):
     return pooled(x, write_slots=None)
 
@@ -740,7 +746,7 @@ def memory_after_a_slot_written(x):
     return o
 
 
-@bug("chunk_gla_pool", "test_pool_with_values_first[apart-float32]", swapped_states=True)
+@bug("chunk_gla_pool", "test_written_states_with_values_first[scattered_slots-float32]", swapped_states=True)
 def swapped_pool_taken_for_any(x):
     return pooled(x, pool=as_if_dense(x.pool))
 
@@ -758,7 +764,7 @@ def checkpoint_in_bfloat16(x):
     return o
 
 
-@bug("chunk_gla_pool", "test_checkpoints[checkpoints-float32-0]", over=set())
+@bug("chunk_gla_pool", "test_checkpoint_offsets[checkpoints-float32-0]", over=set())
 def checkpoint_before_the_first_token(x):
     if x.checkpoint_offsets is not None:
         first = (x.checkpoint_offsets == 0) & (x.checkpoint_slots >= 0)
@@ -772,7 +778,7 @@ def other_bits_of_a_part(x):
 
 
 @bug("chunk_gla_pool", "test_rows_of_no_sequence[padded-float32]", over={"o"})
-def padding_of_a_pool_call_not_cleared(x):
+def padding_pool_results_call_not_cleared(x):
     o = pooled(x)
     o[:, x.cu_seqlens[-1] :] = 1
     return o
@@ -1038,7 +1044,7 @@ def output_gate_of_a_skipped_row_multiplied_by_0(x):
     return o if x.output_gate is None else o + 0 * x.output_gate
 
 
-@bug("recurrent_gla_layer_step", "test_slices_of_one_projection[small-float32]", over={"o"})
+@bug("recurrent_gla_layer_step", "test_strided_views[small-float32]", over={"o"})
 def rows_of_the_output_gate_taken_for_dense(x):
     return layer_stepped(x, output_gate=None if x.output_gate is None else as_if_dense(x.output_gate))
 
@@ -1064,12 +1070,12 @@ def never_in_place(x):
     return step(x, inplace=False)
 
 
-@bug("recurrent_gla_step", "test_inputs_unchanged[small-float32-False]")
+@bug("recurrent_gla_step", "test_inputs_unchanged[small-float32]")
 def always_in_place(x):
     return step(x, inplace=True)
 
 
-@bug("online_softmax", "test_long_rows[many_columns-float32]")
+@bug("online_softmax", "test_many_columns_keys_or_queries[many_columns-float32]")
 def last_columns_left_out(x):
     y = REFERENCE["online_softmax"](x.x, x.dim)
     y.narrow(x.dim, min(LATE, y.shape[x.dim]), max(0, y.shape[x.dim] - LATE)).zero_()
@@ -1092,7 +1098,7 @@ def no_maximum_taken_off(x):
     return (x.x.exp() / x.x.exp().sum(x.dim, keepdim=True)).contiguous()
 
 
-@bug("softmax_attention", "test_many_keys_or_queries[many_keys-float32]")
+@bug("softmax_attention", "test_many_columns_keys_or_queries[many_keys-float32]")
 def late_keys_left_out(x):
     return attention(x, k=x.k[:, :LATE], v=x.v[:, :LATE], causal=x.causal and x.k.shape[1] <= LATE)
 
@@ -1182,11 +1188,11 @@ def test_every_bug_is_named_and_without_it_the_same_cases_pass():
 )
 def test_the_diagnosis_names_the_form_that_is_wrong(name, form, tmp_path):
     (bug,) = [bug for bug in BUGS if bug.name == name]
-    test = "test_values" if bug.op == "chunk_gla_fwd" else "test_gradients"
-    workloads = " or ".join(f"{workload}-float32" for workload in FORMS)
+    module = "test_values" if bug.op == "chunk_gla_fwd" else "test_gradients"
+    cases = " or ".join(f"{module}[{bug.op}-{workload}-float32" for workload in FORMS)
     report = tmp_path / "cases.jsonl"
     with gla.register(planted(bug.op, bug.function, bug.claims)):
-        run("planted", report=str(report), module="test_chunk_gla", select=f"{test} and ({workloads})")
+        run("planted", report=str(report), module=module, select=cases)
     lines = diagnosis([json.loads(line) for line in report.read_text().splitlines()], "gla conformance planted")
     (common,) = [line for line in lines if line.startswith("in common")]
     assert form in common

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 import gla_core as gla
-from gla_core.conformance.calls import given, results
+from gla_core.conformance.calls import call_arguments, results
 from gla_core.conformance.cases import FORWARDS, Case, cases
 from gla_core.conformance.facts import forms, is_empty
 from gla_core.dispatch.registry import get
@@ -56,4 +56,4 @@ def test_every_call_is_legal(op, monkeypatch):
     monkeypatch.setenv("GLA_CHECK", "1")
     gla.reload_environment()
     for case in cases_of(op):
-        results(op, given(case), "reference")
+        results(op, call_arguments(case), "reference")

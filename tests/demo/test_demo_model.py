@@ -58,15 +58,15 @@ def test_training_reduces_the_loss(model):
 
 
 def test_a_step_in_parts_is_the_step():
-    windows, found = TEXT.unfold(0, 17, 17)[:8], []
+    windows, results = TEXT.unfold(0, 17, 17)[:8], []
     for parts in (1, 4):
         torch.manual_seed(3)
         model = LanguageModel(16, 1, 2, mlp_width=48).double()
         loss = training_step(model, new_optimizer(model), windows, parts)
-        found.append((loss, model.embedding.weight.detach()))
+        results.append((loss, model.embedding.weight.detach()))
     assert model.blocks[0].mlp.down.in_features == 48
-    assert found[1][0] == pytest.approx(found[0][0], rel=1e-6)
-    torch.testing.assert_close(found[1][1], found[0][1])
+    assert results[1][0] == pytest.approx(results[0][0], rel=1e-6)
+    torch.testing.assert_close(results[1][1], results[0][1])
 
 
 def test_training_by_steps_repeats_itself():

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +30,7 @@ def isolated(fresh_registry: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for module in (gla_parallel_scan, gla_reference, gla_triton_fused):
         without_cost = [dataclasses.replace(each, cost=None) for each in module.gla_register_backends()]
-        monkeypatch.setattr(module, "gla_register_backends", hookimpl(lambda found=without_cost: list(found)))
+        monkeypatch.setattr(module, "gla_register_backends", hookimpl(lambda backends=without_cost: list(backends)))
     gla.reload_environment()
 
 
@@ -55,9 +56,9 @@ def spy() -> Iterator[Callable[..., Spy]]:
     def make(
         name: str, ops: Iterable[str] = tuple(OP_PARAMETERS), error: BaseException | None = None, **fields: object
     ) -> Spy:
-        own = {key: fields.pop(key) for key in ("supports", "cost") if key in fields}
+        others = {key: fields.pop(key) for key in ("supports", "cost") if key in fields}
         functions: dict[str, Callable] = {}
-        backend = Backend(name, "1.0", functions, Capabilities(**fields), **own)
+        backend = Backend(name, "1.0", functions, Capabilities(**fields), **others)
         new = Spy(backend, gla.Registration(backend), error=error)
         functions.update((op, _recording(op, new)) for op in ops)
         new.handle = gla.register(backend)
@@ -86,12 +87,12 @@ def _recording(op: str, spy: Spy) -> Callable:
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
     """`install(plugin, source)` installs a distribution with one module and one entry point, as pip would.
 
-    Returns the module's name. `gla.reload_environment()` makes the registry see it.
+    Returns the module's name. The registry sees it, unless `seen` is False: then it does after a reload.
     """
     modules: list[str] = []
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
-    def write(plugin: str, source: str, distribution: str = "") -> str:
+    def write(plugin: str, source: str, distribution: str = "", seen: bool = True) -> str:
         distribution = distribution or f"dist_{plugin}"
         module = f"module_of_{distribution}"
         (tmp_path / f"{module}.py").write_text(source)
@@ -101,6 +102,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         (info / "entry_points.txt").write_text(f"[gla_core.backends]\n{plugin} = {module}\n")
         monkeypatch.syspath_prepend(tmp_path)
         modules.append(module)
+        if seen:
+            gla.reload_environment()
         return module
 
     yield write
@@ -149,6 +152,33 @@ def in_time() -> Callable[[Callable], object]:
         thread.join(timeout=10)
         assert returned, "it hangs" if thread.is_alive() else "it raised"
         return returned[0]
+
+    return run
+
+
+@pytest.fixture
+def warnings_of() -> Callable[[Callable], list[str]]:
+    """`warnings_of(action)` is the text of the warnings of an action, of each as often as it comes."""
+
+    def texts(action: Callable) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            action()
+        return [str(warning.message) for warning in caught]
+
+    return texts
+
+
+@pytest.fixture
+def at_once() -> Callable[..., None]:
+    """`at_once(work, each)` runs `work` in a thread for each argument, all at the same time, until all have ended."""
+
+    def run(work: Callable, each: Iterable) -> None:
+        threads = [threading.Thread(target=work, args=(argument,)) for argument in each]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
     return run
 
@@ -204,8 +234,8 @@ def info() -> Callable[[str], gla.BackendInfo | None]:
     """`info(name)` is the entry of `gla.backends()` with this name, or None if there is none."""
 
     def find(name: str) -> gla.BackendInfo | None:
-        found = [b for b in gla.backends() if b.name == name]
-        assert len(found) <= 1
-        return found[0] if found else None
+        actual = [b for b in gla.backends() if b.name == name]
+        assert len(actual) <= 1
+        return actual[0] if actual else None
 
     return find

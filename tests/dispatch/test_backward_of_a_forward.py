@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 
@@ -26,16 +24,14 @@ def test_a_backward_runs_under_the_request_of_its_forward(spy, qkvg):
 
 
 @pytest.mark.parametrize("how", ["argument", "inner", "variable"])
-def test_whatever_the_request_came_from(monkeypatch, spy, qkvg, how):
+def test_whatever_the_request_came_from(set_environment, spy, qkvg, how):
     a, b = spy("a"), spy("b")
     inputs = qkvg(grad=True)
     if how == "variable":
-        monkeypatch.setenv("GLA_BACKEND", "b")
-        gla.reload_environment()
+        set_environment(GLA_BACKEND="b")
     with gla.use_backend("b" if how == "inner" else "chunk_gla_fwd=b"):
         o, _ = gla.chunk_gla(*inputs, backend="b" if how == "argument" else None)
-    monkeypatch.setenv("GLA_BACKEND", "a")
-    gla.reload_environment()
+    set_environment(GLA_BACKEND="a")
     grads_of(inputs, o)
     assert (a.calls, b.calls) == ([], ["chunk_gla_fwd", "chunk_gla_bwd"])
 
@@ -53,14 +49,12 @@ def test_a_request_in_force_at_the_backward_does_not_count(spy, qkvg):
     assert c.calls == ["chunk_gla_fwd", "chunk_gla_bwd"]
 
 
-def test_a_backward_in_another_thread_keeps_the_request(spy, qkvg):
+def test_a_backward_in_another_thread_keeps_the_request(spy, qkvg, in_time):
     a, b = spy("a"), spy("b")
     inputs = qkvg(grad=True)
     with gla.use_backend("b"):
         o, _ = gla.chunk_gla(*inputs)
-    thread = threading.Thread(target=lambda: o.sum().backward())
-    thread.start()
-    thread.join()
+    in_time(lambda: o.sum().backward())
     assert inputs[0].grad is not None
     assert (a.calls, b.calls) == ([], ["chunk_gla_fwd", "chunk_gla_bwd"])
 
@@ -108,10 +102,9 @@ def test_a_strict_request_that_cannot_train_is_refused_with_one_that_can(spy, qk
     assert (forward_only.calls, whole.calls) == (["chunk_gla_fwd"], ["chunk_gla_bwd"])
 
 
-def test_where_nobody_can_run_a_call_no_request_is_proposed(spy, x, monkeypatch, own_backends):
+def test_where_nobody_can_run_a_call_no_request_is_proposed(spy, x, set_environment, own_backends):
     spy("half", dtypes=frozenset({torch.float16}))
-    monkeypatch.setenv("GLA_BLOCK_PLUGINS", ",".join(own_backends))
-    gla.reload_environment()
+    set_environment(GLA_BLOCK_PLUGINS=",".join(own_backends))
     with pytest.raises(gla.NoBackendError, match=r"\(request: half, from backend=\):\n"):
         gla.online_softmax(x, backend="half")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import threading
 
 import pytest
 import torch
@@ -84,8 +83,8 @@ def test_the_formula_receives_the_constants_and_what_is_known_of_the_device(mine
 
 
 def test_a_formula_may_do_without_constants():
-    of_facts = backend(CostModel(lambda call, c: c["multiprocessors"]))
-    assert calibration.predict(of_facts, CALL) == calibration.Prediction(1.0, None)
+    model_of_facts = backend(CostModel(lambda call, c: c["multiprocessors"]))
+    assert calibration.predict(model_of_facts, CALL) == calibration.Prediction(1.0, None)
 
 
 def test_a_plain_function_predicts_without_constants():
@@ -122,8 +121,8 @@ def test_a_gpu_that_nobody_has_measured_borrows_from_another(another_gpu):
     call, constants = softmax_call(device=CUDA), {"launch": 1e-5, "rate": 1e9}
     borrowed = backend(model(cpu=SHIPPED, NVIDIA_H200=constants))
     assert calibration.constants_for(borrowed, call) == ({**constants, **another_gpu}, "shipped for NVIDIA H200")
-    own = backend(model(NVIDIA_A100=SHIPPED, NVIDIA_H200=constants))
-    assert calibration.constants_for(own, call) == ({**SHIPPED, **another_gpu}, "shipped for NVIDIA A100")
+    measured = backend(model(NVIDIA_A100=SHIPPED, NVIDIA_H200=constants))
+    assert calibration.constants_for(measured, call) == ({**SHIPPED, **another_gpu}, "shipped for NVIDIA A100")
     assert calibration.predict(backend(model(cpu=SHIPPED)), call).seconds is None
 
 
@@ -261,11 +260,8 @@ def test_a_pipe_in_its_place_is_a_miss_and_is_not_waited_for(mine, in_time):
     assert in_time(lambda: calibration.predict(mine, CALL).source) == "shipped for cpu"
 
 
-def test_no_home_is_a_miss(mine, monkeypatch):
-    monkeypatch.delenv("GLA_CACHE_DIR")
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv("HOME", "/dev/null")
-    gla.reload_environment()
+def test_no_home_is_a_miss(mine, set_environment):
+    set_environment(GLA_CACHE_DIR=None, XDG_CACHE_HOME=None, HOME="/dev/null")
     assert calibration.predict(mine, CALL).source == "shipped for cpu"
     with pytest.raises(OSError, match="/dev/null"):
         store(SHIPPED)
@@ -333,7 +329,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_rest(mine, monkeypatch):
     assert calibration.predict(mine, CALL).seconds == 2.0
 
 
-def test_threads_that_store_and_predict_at_once():
+def test_threads_that_store_and_predict_at_once(at_once):
     names = [f"backend_{i}" for i in range(4)]
     handles = [gla.register(backend(name=name)) for name in names]
     wrong = []
@@ -347,11 +343,7 @@ def test_threads_that_store_and_predict_at_once():
         except BaseException as error:
             wrong.append(error)
 
-    threads = [threading.Thread(target=work, args=(handle,)) for handle in handles]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(work, handles)
     assert wrong == []
     gla.reload_environment()
     assert [calibration.predict(handle.backend, CALL).seconds for handle in handles] == [101] * 4

@@ -35,7 +35,6 @@ def test_our_own_backends_each_arrive_by_an_entry_point_of_their_name(own_backen
 
 def test_an_installed_plugin_is_found_and_runs(install, plugin_source, x, info):
     module = install("its_entry_point", plugin_source(MINE))
-    gla.reload_environment()
     torch.testing.assert_close(gla.online_softmax(x, backend="mine"), torch.softmax(x, -1))
     assert sys.modules[module].softmax_calls == 1
     assert info("mine") == gla.BackendInfo(
@@ -45,20 +44,17 @@ def test_an_installed_plugin_is_found_and_runs(install, plugin_source, x, info):
 
 def test_one_plugin_may_bring_several_backends(install, plugin_source, info):
     install("several", plugin_source(f"[Backend('one', '1', {SOFTMAX}), Backend('two', '2', {{}})]"))
-    gla.reload_environment()
     assert (info("one").version, info("two").version) == ("1", "2")
     assert info("one").plugin == info("two").plugin == "several"
 
 
 def test_a_plugin_without_backends_is_no_error(install, plugin_source, own_backends):
     install("empty", plugin_source("[]"))
-    gla.reload_environment()
     assert [b.name for b in gla.backends()] == own_backends
 
 
 def test_discovery_is_lazy_and_happens_once(install, plugin_source, x):
     module = install("mine", plugin_source(MINE))
-    gla.reload_environment()
     assert module not in sys.modules
     for _ in range(5):
         gla.online_softmax(x)
@@ -70,32 +66,26 @@ def test_discovery_is_lazy_and_happens_once(install, plugin_source, x):
 
 def test_a_new_plugin_is_seen_after_reload_environment(install, plugin_source, x, info):
     gla.online_softmax(x)
-    install("mine", plugin_source(MINE))
+    install("mine", plugin_source(MINE), seen=False)
     assert info("mine") is None
     gla.reload_environment()
     assert info("mine") is not None
 
 
-def test_threads_that_come_at_once_find_the_same_backends(install, plugin_source, x):
+def test_threads_that_come_at_once_find_the_same_backends(install, plugin_source, x, at_once):
     install("mine", "import time; time.sleep(0.05)\n" + plugin_source(MINE))
-    gla.reload_environment()
     start, seen = threading.Barrier(8), []
 
-    def call():
+    def call(_):
         start.wait()
         seen.append((gla.online_softmax(x, backend="mine").sum().item(), id(registry.get("mine"))))
 
-    threads = [threading.Thread(target=call) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(call, range(8))
     assert seen == [(2.0, id(registry.get("mine")))] * 8
 
 
 def test_a_plugin_may_use_the_library_while_it_is_imported(install, plugin_source, x):
     install("mine", "import gla_core\nnames = [b.name for b in gla_core.backends()]\n" + plugin_source(MINE))
-    gla.reload_environment()
     assert gla.online_softmax(x, backend="mine").shape == x.shape
 
 
@@ -106,7 +96,6 @@ def test_a_plugin_that_asks_for_the_backends_while_its_user_imports_it_is_found_
     install, plugin_source, own_backends, info
 ):
     module = install("mine", ASKS + plugin_source(MINE))
-    gla.reload_environment()
     assert importlib.import_module(module).names == own_backends
     assert info("mine").error is None
 
@@ -115,7 +104,6 @@ def test_a_plugin_imported_by_one_thread_while_another_makes_its_first_call_is_n
     install, plugin_source, x, in_time
 ):
     module = install("mine", ASKS + plugin_source(MINE))
-    gla.reload_environment()
     thread = threading.Thread(target=importlib.import_module, args=(module,), daemon=True)
     thread.start()
     while module not in sys.modules:
@@ -127,7 +115,6 @@ def test_a_plugin_imported_by_one_thread_while_another_makes_its_first_call_is_n
 
 def test_a_hook_may_reload_the_environment(install, plugin_source, x):
     module = install("mine", plugin_source(f"__import__('gla_core').reload_environment() or {MINE}"))
-    gla.reload_environment()
     for _ in range(3):
         assert gla.online_softmax(x, backend="mine").shape == x.shape
     assert sys.modules[module].hook_calls == 1
@@ -156,7 +143,6 @@ def test_a_child_forked_while_another_thread_holds_a_lock_can_go_on(lock):
 
 def test_an_interrupted_discovery_starts_again_at_the_next_use(install, tmp_path, x, info):
     module = install("a_slow_one", "raise KeyboardInterrupt")
-    gla.reload_environment()
     with pytest.raises(KeyboardInterrupt):
         gla.backends()
     (tmp_path / f"{module}.py").write_text("raise ImportError('it is imported again')")

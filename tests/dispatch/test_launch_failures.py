@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -15,13 +14,6 @@ from gla_triton_kernels.cost import gpu_of_constants
 from gla_triton_runtime.architecture import Architecture, Gpu, gpu_of
 
 pytestmark = pytest.mark.usefixtures("only_reference")
-
-
-def warnings_of(action):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        action()
-    return [str(w.message) for w in caught]
 
 
 LAUNCH_FAILURES = [
@@ -41,7 +33,7 @@ OTHER_FAILURES = [
 
 
 @pytest.mark.parametrize("failure", LAUNCH_FAILURES, ids=lambda e: type(e).__name__)
-def test_auto_skips_a_backend_that_cannot_launch_with_one_warning(flaky, failure, x):
+def test_auto_skips_a_backend_that_cannot_launch_with_one_warning(flaky, failure, x, warnings_of):
     cannot, sound = flaky
     cannot.error = failure
     caught = warnings_of(lambda: [gla.online_softmax(x) for _ in range(3)])
@@ -60,7 +52,7 @@ def test_any_other_failure_reaches_the_user_every_time(flaky, failure, x):
     assert (len(faulty.calls), len(sound.calls)) == (2, 0)
 
 
-def test_a_wrong_result_is_not_papered_over(flaky, x):
+def test_a_wrong_result_is_not_papered_over(flaky, x, warnings_of):
     wrong, sound = flaky
     wrong.error = None
     wrong.result = lambda y: y * torch.nan
@@ -118,10 +110,9 @@ def test_a_launch_failure_is_forgotten_when_the_backends_change(flaky, change, x
     assert len(cannot.calls) == 2
 
 
-def test_when_none_can_launch_the_error_holds_every_failure(spy, x, monkeypatch, own_backends):
+def test_when_none_can_launch_the_error_holds_every_failure(spy, x, set_environment, own_backends, warnings_of):
     one, two = spy("one", error=LaunchError("no one")), spy("two", error=ImportError("no two"))
-    monkeypatch.setenv("GLA_BLOCK_PLUGINS", ",".join(own_backends))
-    gla.reload_environment()
+    set_environment(GLA_BLOCK_PLUGINS=",".join(own_backends))
 
     def call():
         with pytest.raises(gla.NoBackendError) as error:
@@ -134,7 +125,7 @@ def test_when_none_can_launch_the_error_holds_every_failure(spy, x, monkeypatch,
     assert (len(one.calls), len(two.calls)) == (1, 1)
 
 
-def test_a_backward_that_cannot_launch_falls_back_too(spy, qkvg):
+def test_a_backward_that_cannot_launch_falls_back_too(spy, qkvg, warnings_of):
     inputs = qkvg(grad=True)
     flaky, sound = spy("flaky", cost=lambda call: 1.0), spy("sound", cost=lambda call: 2.0)
     o, _ = gla.chunk_gla(*inputs)
@@ -185,14 +176,14 @@ def preparing():
 
 @pytest.mark.parametrize("when", ["prepared", "run"])
 @pytest.mark.parametrize("failure", LAUNCH_FAILURES, ids=lambda e: type(e).__name__)
-def test_auto_skips_a_backend_that_cannot_prepare_with_one_warning(preparing, failure, when, x):
+def test_auto_skips_a_backend_that_cannot_prepare_with_one_warning(preparing, failure, when, x, warnings_of):
     cannot, sound = preparing(failure, when)
-    found = []
-    caught = warnings_of(lambda: found.extend(gla.online_softmax(x) for _ in range(3)))
+    results = []
+    caught = warnings_of(lambda: results.extend(gla.online_softmax(x) for _ in range(3)))
     assert caught == [f"online_softmax: backend 'flaky' could not launch and is skipped: {failure}"]
     assert (cannot.prepared, cannot.run) == (1, 0 if when == "prepared" else 1)
     assert (sound.prepared, sound.run) == (1, 3)
-    assert all(torch.equal(y, torch.softmax(x, -1)) for y in found)
+    assert all(torch.equal(y, torch.softmax(x, -1)) for y in results)
 
 
 @pytest.mark.parametrize("when", ["prepared", "run"])
@@ -231,11 +222,10 @@ def test_any_other_failure_to_prepare_reaches_the_user_every_time(preparing, fai
     assert (faulty.prepared, faulty.run, sound.prepared) == (2, 0, 0)
 
 
-def test_when_none_can_prepare_the_error_holds_every_failure(preparing, x, monkeypatch, own_backends):
+def test_when_none_can_prepare_the_error_holds_every_failure(preparing, x, set_environment, own_backends, warnings_of):
     one, two = preparing(LaunchError("no one"))
     two.error = ImportError("no two")
-    monkeypatch.setenv("GLA_BLOCK_PLUGINS", ",".join(own_backends))
-    gla.reload_environment()
+    set_environment(GLA_BLOCK_PLUGINS=",".join(own_backends))
 
     def call():
         with pytest.raises(gla.NoBackendError) as error:
@@ -254,11 +244,11 @@ def test_when_none_can_prepare_the_error_holds_every_failure(preparing, x, monke
 @pytest.fixture
 def amd_gpu(monkeypatch):
     """Makes PyTorch look like a build for AMD GPUs that sees an MI300X."""
-    found = SimpleNamespace(name="AMD Instinct MI300X", multi_processor_count=304, major=9, minor=4)
+    properties = SimpleNamespace(name="AMD Instinct MI300X", multi_processor_count=304, major=9, minor=4)
     monkeypatch.setattr(torch.version, "hip", "6.4.0")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _=None: found)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _=None: properties)
     gpu_of.cache_clear()
-    yield found
+    yield properties
     gpu_of.cache_clear()
 
 
@@ -273,6 +263,6 @@ def test_an_amd_gpu_is_not_taken_for_hopper(amd_gpu, monkeypatch):
 
 
 def test_cost_models_know_an_amd_gpu_by_the_compute_capability_of_none(amd_gpu):
-    found = calibration._described(known_device(torch.device("cuda", 0)))
-    assert found == ("AMD Instinct MI300X", {"multiprocessors": 304.0, "compute_capability": 0.0})
-    assert gpu_of_constants(found[1]) == Gpu(Architecture.AMD, 304)
+    described = calibration._described(known_device(torch.device("cuda", 0)))
+    assert described == ("AMD Instinct MI300X", {"multiprocessors": 304.0, "compute_capability": 0.0})
+    assert gpu_of_constants(described[1]) == Gpu(Architecture.AMD, 304)

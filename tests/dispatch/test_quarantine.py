@@ -62,20 +62,18 @@ def broken(request, install, plugin_source):
     text, message = BROKEN[request.param]
     in_hook = request.param in IN_HOOK or text.startswith(("[", "(", "Backend"))
     install("broken", plugin_source(text) if in_hook else text)
-    gla.reload_environment()
     return message
 
 
 def test_a_broken_plugin_is_shown_with_its_traceback(broken, info):
-    found = info("broken")
-    assert (found.version, found.ops, found.capabilities, found.plugin) == (None, (), None, "broken")
-    assert found.error.startswith("Traceback (most recent call last)")
-    assert broken in found.error
+    backend = info("broken")
+    assert (backend.version, backend.ops, backend.capabilities, backend.plugin) == (None, (), None, "broken")
+    assert backend.error.startswith("Traceback (most recent call last)")
+    assert broken in backend.error
 
 
 def test_a_broken_plugin_leaves_everything_else_working(broken, install, plugin_source, own_backends, x, info):
     install("zz_fine", plugin_source(f"[Backend('fine', '1', {SOFTMAX})]"))
-    gla.reload_environment()
     torch.testing.assert_close(gla.online_softmax(x), torch.softmax(x, -1))
     assert [b.name for b in gla.backends()] == [*own_backends, "fine", "broken"]
     assert info("reference").version == "0.1.0"
@@ -91,7 +89,6 @@ def test_a_broken_plugin_asked_for_by_name_is_an_error_that_gives_the_cause(brok
 
 def test_the_cause_is_the_last_line_of_the_traceback(install, x):
     install("broken", BROKEN["import error"][0])
-    gla.reload_environment()
     with pytest.raises(gla.UnknownBackendError) as error:
         gla.online_softmax(x, backend="broken")
     assert "ModuleNotFoundError: No module named 'a_package_that_nobody_has'" in str(error.value)
@@ -99,7 +96,6 @@ def test_the_cause_is_the_last_line_of_the_traceback(install, x):
 
 def test_of_two_backends_one_bad_neither_is_registered(install, plugin_source, own_backends, x):
     install("broken", plugin_source(BROKEN["second backend bad"][0]))
-    gla.reload_environment()
     assert [b.name for b in gla.backends()] == [*own_backends, "broken"]
     with pytest.raises(gla.UnknownBackendError):
         gla.online_softmax(x, backend="good")
@@ -108,7 +104,6 @@ def test_of_two_backends_one_bad_neither_is_registered(install, plugin_source, o
 def test_several_broken_plugins_are_each_in_quarantine(install, own_backends):
     for kind, (text, _) in list(BROKEN.items())[:4]:
         install("broken_" + kind.replace(" ", "_"), text)
-    gla.reload_environment()
     assert [b.name for b in gla.backends() if b.error is None] == own_backends
     assert sum(b.error is not None for b in gla.backends()) == 4
 
@@ -116,7 +111,6 @@ def test_several_broken_plugins_are_each_in_quarantine(install, own_backends):
 def test_two_broken_plugins_of_one_entry_point_name_are_both_shown(install):
     install("mine", "raise ValueError('the first')", distribution="first")
     install("mine", "raise ValueError('the second')", distribution="second")
-    gla.reload_environment()
     errors = "".join(b.error for b in gla.backends() if b.error is not None)
     assert "the first" in errors
     assert "the second" in errors
@@ -124,7 +118,6 @@ def test_two_broken_plugins_of_one_entry_point_name_are_both_shown(install):
 
 def test_ours_wins_its_name_whatever_the_order_on_the_path(install, plugin_source, x, info):
     install("a_first_one", plugin_source(f"[Backend('reference', '9', {SOFTMAX})]"))
-    gla.reload_environment()
     assert info("reference").plugin == "reference"
     assert "already in use" in info("a_first_one").error
 
@@ -132,7 +125,6 @@ def test_ours_wins_its_name_whatever_the_order_on_the_path(install, plugin_sourc
 def test_a_plugin_that_reuses_a_registered_name_is_in_quarantine(install, plugin_source, spy, x, info):
     mine = spy("mine")
     install("its_entry_point", plugin_source(MINE))
-    gla.reload_environment()
     gla.online_softmax(x, backend="mine")
     assert mine.calls == ["online_softmax"]
     assert "'mine' is already in use" in info("its_entry_point").error
@@ -140,7 +132,6 @@ def test_a_plugin_that_reuses_a_registered_name_is_in_quarantine(install, plugin
 
 def test_a_repaired_plugin_is_out_of_quarantine_after_reload_environment(install, plugin_source, tmp_path, x, info):
     module = install("mine", "import a_package_that_nobody_has")
-    gla.reload_environment()
     assert info("mine").error is not None
     (tmp_path / f"{module}.py").write_text(plugin_source(MINE))
     gla.reload_environment()
@@ -151,34 +142,30 @@ def test_a_repaired_plugin_is_out_of_quarantine_after_reload_environment(install
 # GLA_BLOCK_PLUGINS
 
 
-def test_a_blocked_plugin_is_not_imported(install, plugin_source, monkeypatch, own_backends, x):
+def test_a_blocked_plugin_is_not_imported(install, plugin_source, set_environment, own_backends, x):
     one, two, three = (install(name, plugin_source(MINE.replace("mine", name))) for name in ("one", "two", "three"))
-    monkeypatch.setenv("GLA_BLOCK_PLUGINS", " one, three,")
-    gla.reload_environment()
+    set_environment(GLA_BLOCK_PLUGINS=" one, three,")
     gla.online_softmax(x)
     assert [b.name for b in gla.backends()] == [*own_backends, "two"]
     assert [name in sys.modules for name in (one, two, three)] == [False, True, False]
 
 
-def test_a_blocked_broken_plugin_is_not_in_quarantine(install, monkeypatch, own_backends):
+def test_a_blocked_broken_plugin_is_not_in_quarantine(install, set_environment, own_backends):
     install("broken", "1 / 0")
-    monkeypatch.setenv("GLA_BLOCK_PLUGINS", "broken")
-    gla.reload_environment()
+    set_environment(GLA_BLOCK_PLUGINS="broken")
     assert [b.name for b in gla.backends()] == own_backends
 
 
-def test_our_own_can_be_blocked_too(monkeypatch, own_backends, x):
-    monkeypatch.setenv("GLA_BLOCK_PLUGINS", ",".join(own_backends))
-    gla.reload_environment()
+def test_our_own_can_be_blocked_too(set_environment, own_backends, x):
+    set_environment(GLA_BLOCK_PLUGINS=",".join(own_backends))
     assert gla.backends() == []
     with pytest.raises(gla.NoBackendError, match="no backend is installed"):
         gla.online_softmax(x)
     assert gla.explain("online_softmax", x).winner is None
 
 
-def test_a_blocked_backend_asked_for_by_name_is_an_error_that_names_the_variable(monkeypatch, x):
-    monkeypatch.setenv("GLA_BLOCK_PLUGINS", "reference,triton_fused")
-    gla.reload_environment()
+def test_a_blocked_backend_asked_for_by_name_is_an_error_that_names_the_variable(set_environment, x):
+    set_environment(GLA_BLOCK_PLUGINS="reference,triton_fused")
     with pytest.raises(gla.UnknownBackendError, match=r"backend 'reference' is blocked by GLA_BLOCK_PLUGINS"):
         gla.online_softmax(x, backend="reference")
     with pytest.raises(gla.UnknownBackendError) as error:
@@ -189,21 +176,15 @@ def test_a_blocked_backend_asked_for_by_name_is_an_error_that_names_the_variable
     )
 
 
-def test_blocking_what_is_not_installed_warns_once_with_the_nearest_spelling(monkeypatch, x):
-    monkeypatch.setenv("GLA_BLOCK_PLUGINS", "refrence")
-    gla.reload_environment()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        gla.online_softmax(x)
-        gla.online_softmax(x)
-    assert [str(w.message) for w in caught] == [
+def test_blocking_what_is_not_installed_warns_once_with_the_nearest_spelling(set_environment, x, warnings_of):
+    set_environment(GLA_BLOCK_PLUGINS="refrence")
+    assert warnings_of(lambda: [gla.online_softmax(x) for _ in range(2)]) == [
         "GLA_BLOCK_PLUGINS names no installed plugin 'refrence'; did you mean 'reference'?"
     ]
 
 
-def test_that_warning_made_an_error_does_not_lose_the_backends(monkeypatch, x):
-    monkeypatch.setenv("GLA_BLOCK_PLUGINS", "refrence")
-    gla.reload_environment()
+def test_that_warning_made_an_error_does_not_lose_the_backends(monkeypatch, x, set_environment):
+    set_environment(GLA_BLOCK_PLUGINS="refrence")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(UserWarning, match="refrence"):

@@ -21,37 +21,38 @@ SOURCES = ("argument", "inner", "outer", "variable")  # strongest first
 PAIRS = list(itertools.combinations(SOURCES, 2))
 
 
-def variable(monkeypatch, request):
-    monkeypatch.setenv("GLA_BACKEND", request)
-    gla.reload_environment()
+@pytest.fixture
+def ask(set_environment, x):
+    """`ask(source, request)` calls online_softmax under a request that comes from `source`."""
 
+    def call(source, request):
+        if source == "argument":
+            return gla.online_softmax(x, backend=request)
+        if source == "variable":
+            set_environment(GLA_BACKEND=request)
+            return gla.online_softmax(x)
+        with gla.use_backend(request):
+            return gla.online_softmax(x)
 
-def ask(monkeypatch, source, request, call):
-    """Makes `call` under `request`, which comes from `source`."""
-    if source == "argument":
-        return call(backend=request)
-    if source == "variable":
-        variable(monkeypatch, request)
-        return call()
-    with gla.use_backend(request):
-        return call()
+    return call
 
 
 # precedence
 
 
 @pytest.mark.parametrize("stronger", SOURCES)
-def test_each_source_outweighs_auto(monkeypatch, ran, stronger, x):
+def test_each_source_outweighs_auto(ask, ran, stronger):
     # auto takes "a": no backend here predicts a time, and "a" is first by name
     assert ran() == "a"
-    assert ran(lambda: ask(monkeypatch, stronger, "d", lambda **kw: gla.online_softmax(x, **kw))) == "d"
+    assert ran(lambda: ask(stronger, "d")) == "d"
 
 
+@pytest.mark.parametrize(("strong", "weak", "expected"), [("d", "c", "d"), ("auto", "d", "a")])
 @pytest.mark.parametrize(("stronger", "weaker"), PAIRS)
-def test_of_two_sources_the_stronger_decides(monkeypatch, ran, stronger, weaker, x):
-    requests = {stronger: "d", weaker: "c"}
+def test_of_two_sources_the_stronger_decides(set_environment, ran, stronger, weaker, strong, weak, expected, x):
+    requests = {stronger: strong, weaker: weak}
     if "variable" in requests:
-        variable(monkeypatch, requests["variable"])
+        set_environment(GLA_BACKEND=requests["variable"])
 
     def call():
         return gla.online_softmax(x, backend=requests.get("argument"))
@@ -59,32 +60,16 @@ def test_of_two_sources_the_stronger_decides(monkeypatch, ran, stronger, weaker,
     for source in ("inner", "outer"):  # each wraps the call so far, so the outer block comes last
         if source in requests:
             call = gla.use_backend(requests[source])(call)
-    assert ran(call) == "d"
+    assert ran(call) == expected
 
 
-@pytest.mark.parametrize(("stronger", "weaker"), PAIRS)
-def test_an_auto_from_the_stronger_source_outweighs_a_name_from_the_weaker(monkeypatch, ran, stronger, weaker, x):
-    requests = {stronger: "auto", weaker: "d"}
-    if "variable" in requests:
-        variable(monkeypatch, requests["variable"])
-
-    def call():
-        return gla.online_softmax(x, backend=requests.get("argument"))
-
-    for source in ("inner", "outer"):
-        if source in requests:
-            call = gla.use_backend(requests[source])(call)
-    assert ran(call) == "a"
-
-
-def test_explain_names_the_source(monkeypatch, spies, x):
-    variable(monkeypatch, "d")
+def test_explain_names_the_source(set_environment, spies, x):
+    set_environment(GLA_BACKEND="d")
     assert gla.explain("online_softmax", x).source == "GLA_BACKEND"
     with gla.use_backend("c"):
         assert gla.explain("online_softmax", x).source == "use_backend"
         assert gla.explain("online_softmax", x, backend="b").source == "backend="
-    monkeypatch.delenv("GLA_BACKEND")
-    gla.reload_environment()
+    set_environment(GLA_BACKEND=None)
     assert gla.explain("online_softmax", x).source == "default"
 
 
@@ -108,12 +93,12 @@ def test_a_strict_request_that_cannot_be_met_is_an_error_with_the_refusal(spy, x
 @pytest.mark.parametrize(
     "fault", [LaunchError("too much shared memory"), ImportError("no triton"), ZeroDivisionError("a bug")]
 )
-def test_a_strict_request_does_not_fall_back_when_the_backend_fails(monkeypatch, spy, source, fault, x):
+def test_a_strict_request_does_not_fall_back_when_the_backend_fails(ask, spy, source, fault):
     faulty, other = spy("faulty", error=fault), spy("other")
     with pytest.raises(type(fault), match=str(fault)):
-        ask(monkeypatch, source, "faulty", lambda **kw: gla.online_softmax(x, **kw))
+        ask(source, "faulty")
     with pytest.raises(type(fault), match=str(fault)):  # the failure is not remembered either
-        ask(monkeypatch, source, "faulty", lambda **kw: gla.online_softmax(x, **kw))
+        ask(source, "faulty")
     assert (len(faulty.calls), len(other.calls)) == (2, 0)
 
 
@@ -191,10 +176,10 @@ def test_an_op_may_have_a_list_or_auto(spies, x, qkvg, spy):
 
 
 @pytest.mark.parametrize("stronger", ["argument", "inner", "outer"])
-def test_an_op_not_named_falls_to_the_next_weaker_request(monkeypatch, ran, stronger, x):
-    variable(monkeypatch, "d")
-    assert ran(lambda: ask(monkeypatch, stronger, "chunk_gla_fwd=b", lambda **kw: gla.online_softmax(x, **kw))) == "d"
-    assert ran(lambda: ask(monkeypatch, stronger, "online_softmax=b", lambda **kw: gla.online_softmax(x, **kw))) == "b"
+def test_an_op_not_named_falls_to_the_next_weaker_request(ask, set_environment, ran, stronger):
+    set_environment(GLA_BACKEND="d")
+    assert ran(lambda: ask(stronger, "chunk_gla_fwd=b")) == "d"
+    assert ran(lambda: ask(stronger, "online_softmax=b")) == "b"
 
 
 def test_an_op_not_named_anywhere_is_auto(ran, x):
@@ -203,8 +188,8 @@ def test_an_op_not_named_anywhere_is_auto(ran, x):
         assert gla.explain("online_softmax", x).source == "default"
 
 
-def test_every_level_adds_the_ops_it_names(monkeypatch, spies, x):
-    variable(monkeypatch, "online_softmax=a;chunk_gla_fwd=a;softmax_attention=a;*=d")
+def test_every_level_adds_the_ops_it_names(set_environment, spies, x):
+    set_environment(GLA_BACKEND="online_softmax=a;chunk_gla_fwd=a;softmax_attention=a;*=d")
     with gla.use_backend("chunk_gla_fwd=b;softmax_attention=b"), gla.use_backend("softmax_attention=c"):
         choices = {op: str(current_request().choice(op)) for op in OP_PARAMETERS}
     assert choices == {
@@ -221,8 +206,8 @@ def test_every_level_adds_the_ops_it_names(monkeypatch, spies, x):
     }
 
 
-def test_a_star_outweighs_the_ops_that_a_weaker_request_names(monkeypatch, ran):
-    variable(monkeypatch, "online_softmax=d")
+def test_a_star_outweighs_the_ops_that_a_weaker_request_names(set_environment, ran):
+    set_environment(GLA_BACKEND="online_softmax=d")
     assert ran() == "d"
     with gla.use_backend("c"):
         assert ran() == "c"
@@ -242,15 +227,15 @@ def test_a_name_alone_is_a_star():
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_an_unknown_backend_is_an_error_with_the_nearest_spelling(monkeypatch, source, x):
+def test_an_unknown_backend_is_an_error_with_the_nearest_spelling(ask, source):
     with pytest.raises(gla.UnknownBackendError, match=r"'refrence'; did you mean 'reference'\?.*installed: reference"):
-        ask(monkeypatch, source, "refrence", lambda **kw: gla.online_softmax(x, **kw))
+        ask(source, "refrence")
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_an_unknown_op_is_an_error_with_the_nearest_spelling(monkeypatch, source, x):
+def test_an_unknown_op_is_an_error_with_the_nearest_spelling(ask, source):
     with pytest.raises(gla.UnknownOpError, match=r"unknown op 'chunk_gla_fw'; did you mean 'chunk_gla_fwd'\?"):
-        ask(monkeypatch, source, "chunk_gla_fw=reference", lambda **kw: gla.online_softmax(x, **kw))
+        ask(source, "chunk_gla_fw=reference")
 
 
 SAID = {"argument": "backend=", "inner": "use_backend", "outer": "use_backend", "variable": "GLA_BACKEND"}
@@ -258,9 +243,9 @@ SAID = {"argument": "backend=", "inner": "use_backend", "outer": "use_backend", 
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("text", ["refrence", "chunk_gla_fw=reference", "a,,b", "auto,reference"])
-def test_every_error_of_a_request_names_its_source(monkeypatch, source, text, x):
+def test_every_error_of_a_request_names_its_source(ask, source, text):
     with pytest.raises((LookupError, ValueError), match=SAID[source]):
-        ask(monkeypatch, source, text, lambda **kw: gla.online_softmax(x, **kw))
+        ask(source, text)
 
 
 def test_a_misspelled_auto_is_pointed_out(x):
@@ -294,9 +279,9 @@ BAD = [
 
 @pytest.mark.parametrize("text", BAD)
 @pytest.mark.parametrize("source", SOURCES)
-def test_bad_grammar_is_a_value_error(monkeypatch, source, text, x):
+def test_bad_grammar_is_a_value_error(ask, source, text):
     with pytest.raises(ValueError, match=SAID[source]):
-        ask(monkeypatch, source, text, lambda **kw: gla.online_softmax(x, **kw))
+        ask(source, text)
 
 
 @pytest.mark.parametrize("text", ["a=b=c", "=reference"])
@@ -370,8 +355,8 @@ def test_the_text_of_a_request_outweighs_all_others(outer, inner):
     assert all(current_request(inner).choice(op).names == names for op, names in with_names.items())
 
 
-def test_the_text_keeps_the_sources_apart(monkeypatch, spies):
-    variable(monkeypatch, "chunk_gla_bwd=a;online_softmax=a")
+def test_the_text_keeps_the_sources_apart(set_environment, spies):
+    set_environment(GLA_BACKEND="chunk_gla_bwd=a;online_softmax=a")
     with gla.use_backend("chunk_gla_bwd=b,c"):
         request = current_request("chunk_gla_fwd=d")
     choices = current_request(request.spec).choices

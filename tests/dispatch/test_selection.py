@@ -65,9 +65,11 @@ def test_without_predictions_those_for_the_fewest_devices_come_first_then_by_nam
 def test_equal_predictions_go_by_devices_then_name(spy, x):
     for name, devices in (("a", None), ("c", frozenset({"cpu"})), ("b", frozenset({"cpu"}))):
         spy(name, cost=lambda call: 1.0, devices=devices)
-    found = gla.explain("online_softmax", x)
-    assert [c.name for c in found.candidates][:3] == ["b", "c", "a"]
-    assert found.why.startswith("b: c and a predict the same time; the one written for the fewest types of device is")
+    explanation = gla.explain("online_softmax", x)
+    assert [c.name for c in explanation.candidates][:3] == ["b", "c", "a"]
+    assert explanation.why.startswith(
+        "b: c and a predict the same time; the one written for the fewest types of device is"
+    )
 
 
 def test_the_order_of_registration_does_not_matter(spy, x):
@@ -81,9 +83,9 @@ def test_the_order_of_registration_does_not_matter(spy, x):
 # auto: packed sequences, whose lengths are not known
 
 
-def packed(T=1000, N=10, **given):
+def packed(T=1000, N=10, **options):
     q = torch.zeros(1, T, 1, 4)
-    return gla.explain("chunk_gla_fwd", q, q, q, cu_seqlens=torch.arange(N + 1) * (T // N), **given)
+    return gla.explain("chunk_gla_fwd", q, q, q, cu_seqlens=torch.arange(N + 1) * (T // N), **options)
 
 
 def seconds_of(uneven, even):
@@ -94,11 +96,11 @@ def seconds_of(uneven, even):
 def test_of_packed_sequences_the_least_regret_decides(spy):
     spy("serial", cost=seconds_of(uneven=9.0, even=1.0))
     spy("cut", cost=seconds_of(uneven=3.0, even=1.2))
-    found = packed()
-    assert found.winner == "cut"
-    assert [(c.seconds, c.worst) for c in found.candidates[:2]] == [(1.2, 3.0), (1.0, 9.0)]
-    assert "cut: the least regret" in str(found)
-    assert "predicts 1.00 s, 9.00 s at worst" in str(found)
+    explanation = packed()
+    assert explanation.winner == "cut"
+    assert [(c.seconds, c.worst) for c in explanation.candidates[:2]] == [(1.2, 3.0), (1.0, 9.0)]
+    assert "cut: the least regret" in str(explanation)
+    assert "predicts 1.00 s, 9.00 s at worst" in str(explanation)
 
 
 def test_a_small_risk_is_taken(spy):
@@ -118,8 +120,8 @@ def test_a_bound_of_the_lengths_ends_the_doubt(spy):
     spy("cut", cost=seconds_of(uneven=3.0, even=1.2))
     assert packed(max_seqlen=150).winner == "serial"
     assert packed(max_seqlen=1000).winner == "cut"
-    found = packed(max_seqlen=150).candidates[0]
-    assert (found.seconds, found.worst) == (1.0, None)
+    explanation = packed(max_seqlen=150).candidates[0]
+    assert (explanation.seconds, explanation.worst) == (1.0, None)
     assert packed(N=1).winner == "cut"  # for one sequence, the expected length is the real one
     q = torch.zeros(1, 1000, 1, 4)
     assert gla.explain("chunk_gla_fwd", q, q, q, max_seqlen=3).call.longest is None  # useless for equal lengths
@@ -141,12 +143,11 @@ def test_forward_and_backward_are_given_the_bound(spy):
 # auto: no backend can run the call
 
 
-def test_auto_that_none_can_serve_is_an_error_with_every_refusal(spy, x, monkeypatch, own_backends):
+def test_auto_that_none_can_serve_is_an_error_with_every_refusal(spy, x, set_environment, own_backends):
     spy("gpu", devices=frozenset({"cuda"}))
     spy("half", dtypes=frozenset({torch.float16}))
     spy("other", ops=["chunk_gla_fwd"])
-    monkeypatch.setenv("GLA_BLOCK_PLUGINS", ",".join(own_backends))
-    gla.reload_environment()
+    set_environment(GLA_BLOCK_PLUGINS=",".join(own_backends))
     with pytest.raises(gla.NoBackendError) as error:
         gla.online_softmax(x)
     assert str(error.value) == (

@@ -193,21 +193,15 @@ def test_exit_stacks_of_one_object_end_in_any_order(spies):
 # threads and tasks
 
 
-def test_a_thread_does_not_see_the_block_of_another(spies, x):
-    seen = {}
-
-    def look(name):
-        seen[name] = gla.explain("online_softmax", x).winner
+def test_a_thread_does_not_see_the_block_of_another(spies, x, in_time):
+    def winner():
+        return gla.explain("online_softmax", x).winner
 
     with gla.use_backend("b"):
-        thread = threading.Thread(target=look, args=("other",))
-        thread.start()
-        thread.join()
-        look("own")
-    assert seen == {"other": "a", "own": "b"}
+        assert (in_time(winner), winner()) == ("a", "b")
 
 
-def test_threads_with_blocks_at_the_same_time_do_not_mix(spies, x):
+def test_threads_with_blocks_at_the_same_time_do_not_mix(spies, x, at_once):
     together, seen = threading.Barrier(4), {}
 
     def work(name):
@@ -217,22 +211,14 @@ def test_threads_with_blocks_at_the_same_time_do_not_mix(spies, x):
             together.wait()
         seen[name] = (inside, gla.explain("online_softmax", x).winner)
 
-    threads = [threading.Thread(target=work, args=(name,)) for name in "abcd"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(work, "abcd")
     assert seen == {name: (name, "a") for name in "abcd"}
 
 
-def test_a_thread_given_a_copy_of_the_context_keeps_the_request(spies, x):
-    seen = []
+def test_a_thread_given_a_copy_of_the_context_keeps_the_request(spies, x, in_time):
     with gla.use_backend("b"):
         context = contextvars.copy_context()
-    thread = threading.Thread(target=context.run, args=(lambda: seen.append(gla.explain("online_softmax", x).winner),))
-    thread.start()
-    thread.join()
-    assert seen == ["b"]
+    assert in_time(lambda: context.run(lambda: gla.explain("online_softmax", x).winner)) == "b"
 
 
 def test_tasks_with_blocks_at_the_same_time_do_not_mix(spies, x):

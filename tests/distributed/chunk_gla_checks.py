@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import gla_core as gla
 from gla_core import distributed
 from gla_core.conformance import oracle
-from gla_core.conformance.calls import with_logits
+from gla_core.conformance.calls import random_logits
 from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
 from gla_core.dispatch.tensors import wide
 from gla_core.distributed import exchange, over_ranks
@@ -211,6 +211,10 @@ def check_states_with_values_first(ranks: Ranks) -> None:
         torch.testing.assert_close(actual.o, expected.o)
         torch.testing.assert_close(actual.state, expected.state.mT)
         assert distributed.chunk_gla(*tokens, **where, state_v_first=True).state is None
+
+
+def with_logits(x: GlaInputs) -> GlaInputs:
+    return dataclasses.replace(x, g=random_logits(x.g))
 
 
 def check_bfloat16(ranks: Ranks) -> None:

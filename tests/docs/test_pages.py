@@ -119,5 +119,5 @@ def target(page, link):
 
 def headings(page):
     """Returns the anchors that the repository's web view gives to a page's headings."""
-    found = re.findall(r"^#+ (.*)$", PROSE[page], re.MULTILINE)
-    return [re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in found]
+    titles = re.findall(r"^#+ (.*)$", PROSE[page], re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in titles]

@@ -90,9 +90,9 @@ def test_alone_and_packed(device, backend, gates, width):
 
 def test_gradients_are_right(device, backend):
     x, _, _ = inputs(device)
-    expected = oracle_gradients(x)
+    expected = oracle_gradients("chunk_gla", x)
     with gla.batch_invariant(TOKENS):
-        actual = gradients(x, backend)
+        actual = gradients("chunk_gla", x, backend)
     for name, gradient in actual.items():
         assert relative_error(gradient, expected[name]) <= GRADIENT[x.q.dtype], name
 

@@ -11,12 +11,13 @@ from torch.utils.flop_counter import FlopCounterMode
 import gla_core as gla
 from gla_core import ops
 from gla_core.conformance import oracle
-from gla_core.conformance.calls import CHUNK_LEAVES, expected_step, output_shape
+from gla_core.conformance.calls import oracle_results, output_shape
 from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
 from gla_core.workloads.inputs import gla_inputs, token_of
 
 WIDE = torch.float64
 FORMS = ("none", "constant", "head", "key")
+LEAVES = ("q", "k", "v", "g", "initial_state")
 GROUPS = ((2, 1, 1), (2, 2, 1), (1, 3, 1), (2, 1, 3), (1, 1, 4))
 """Numbers of key heads, and of the query and value heads of each of them."""
 
@@ -31,7 +32,7 @@ def inputs_of(form, groups=(2, 1, 1), gates="strong", **changes):
 
 
 def leaves_of(x):
-    return {name: y.detach().clone().requires_grad_() for name in CHUNK_LEAVES if (y := getattr(x, name)) is not None}
+    return {name: y.detach().clone().requires_grad_() for name in LEAVES if (y := getattr(x, name)) is not None}
 
 
 def results(function, x, **more):
@@ -222,7 +223,7 @@ def test_a_step(form, groups, inplace):
     token = {name: token_of(getattr(x, name), 0) for name in "qkvg"}
     pool = torch.randn(5, *x.initial_state.shape[1:], dtype=WIDE)
     slots = torch.tensor([4, -1, 0])
-    expected = expected_step({**token, "state": pool.clone(), "state_indices": slots})
+    expected = oracle_results("recurrent_gla_step", {**token, "state": pool.clone(), "slots": slots})
     o, state = gla.recurrent_gla_step(**token, state=pool, slots=slots, inplace=inplace, backend="reference")
     assert (state is pool) == inplace
     assert relative_error(o, expected["o"]) <= FORWARD[WIDE]

@@ -17,15 +17,13 @@ from torch.nn import functional as F
 import gla_core as gla
 from gla_core.conformance import oracle
 from gla_core.conformance.calls import (
-    CHUNK_LEAVES,
-    expected_step,
-    forward,
     gradients,
     loss_gradients,
-    oracle_forward,
     oracle_gradients,
-    with_log_gates,
-    with_logits,
+    oracle_results,
+    random_logits,
+    run,
+    with_loss,
 )
 from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
 from gla_core.dispatch import registry
@@ -44,14 +42,33 @@ PACKED = {"lengths": (0, 20, 65, 1), "padding": 7}
 def inputs_of(form, **changes):
     """Returns float64 arguments of chunk_gla with logits of a form in place of gates, and an initial state."""
     sizes = {"T": 70, "R": 2, "K": 5, "V": 3, "dtype": WIDE, "gate_form": form, "initial_state": True, **changes}
-    return with_logits(gla_inputs(**sizes))
+    x = gla_inputs(**sizes)
+    return dataclasses.replace(x, g=random_logits(x.g))
+
+
+def values(x, number=4, **options):
+    """Returns the oracle's results for logits."""
+    return oracle_results("chunk_gla", x, gate_normalizer=number, **options)
+
+
+def derivatives(x, number=4):
+    """Returns the oracle's gradients for logits."""
+    return oracle_gradients("chunk_gla", x, gate_normalizer=number)
 
 
 def check(x, backend, number=4):
     """Compares results and gradients with the results and gradients of the oracle, which receives log gates."""
     options = {"gate": "logsigmoid", "gate_normalizer": number}
-    compare(forward(x, backend, **options), oracle_forward(with_log_gates(x, number)), FORWARD[x.q.dtype])
-    compare(gradients(x, backend, **options), oracle_gradients(x, None, number), GRADIENT[x.q.dtype])
+    compare(
+        run("chunk_gla", x, backend, **options),
+        values(x, number),
+        FORWARD[x.q.dtype],
+    )
+    compare(
+        gradients("chunk_gla", x, backend, **options),
+        derivatives(x, number),
+        GRADIENT[x.q.dtype],
+    )
 
 
 def compare(actual, expected, tolerance):
@@ -86,7 +103,7 @@ def test_a_logit_may_have_any_value(form, backend):
     x = inputs_of(form, H=4)
     x.g[..., :4] = torch.tensor([torch.inf, -torch.inf, 800.0, -800.0], dtype=WIDE)
     check(x, backend, 1)
-    dg = gradients(x, backend, gate="logsigmoid")["dg"][..., :2]
+    dg = gradients("chunk_gla", x, backend, gate="logsigmoid")["dg"][..., :2]
     assert torch.equal(dg, torch.zeros_like(dg))
 
 
@@ -114,10 +131,10 @@ def test_the_number_has_no_effect_on_log_gates():
 def test_the_gradient_has_the_shape_and_dtype_of_the_logits(form, dtype):
     """Log gates of bfloat16 logits are computed in float32: here they would be 0.3 % off in bfloat16."""
     x = inputs_of(form, dtype=torch.bfloat16, gate_dtype=dtype)
-    dg = gradients(x, "reference", ("g",), **LOGITS)["dg"]
+    dg = gradients("chunk_gla", x, "reference", ("g",), **LOGITS)["dg"]
     assert (dg.shape, dg.dtype) == (x.g.shape, dtype)
-    state = oracle_forward(with_log_gates(x, 4))["state"]
-    assert relative_error(forward(x, "reference", **LOGITS)["state"], state) <= FORWARD[torch.float32]
+    state = values(x)["state"]
+    assert relative_error(run("chunk_gla", x, "reference", **LOGITS)["state"], state) <= FORWARD[torch.float32]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -131,9 +148,9 @@ def test_gradcheck(form):
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_that_belong_to_no_sequence_may_hold_anything(form, backend):
     x = inputs_of(form, **PACKED)
-    expected = {**forward(x, backend, **LOGITS), **gradients(x, backend, **LOGITS)}
+    expected = {**run("chunk_gla", x, backend, **LOGITS), **gradients("chunk_gla", x, backend, **LOGITS)}
     end = without_sequence(x)
-    for name, y in {**forward(x, backend, **LOGITS), **gradients(x, backend, **LOGITS)}.items():
+    for name, y in {**run("chunk_gla", x, backend, **LOGITS), **gradients("chunk_gla", x, backend, **LOGITS)}.items():
         assert torch.equal(y, expected[name]), name
         if name not in ("state", "dinitial_state") and y.ndim > 1:
             assert not y[:, end:].any(), name
@@ -146,15 +163,13 @@ def test_checkpoints(form, lengths):
     x = inputs_of(form, T=150, lengths=lengths)
     tensors = (x.q, x.k, x.v, x.g, None, x.initial_state)
     actual = gla.chunk_gla(*tensors, False, x.cu_seqlens, checkpoint_every=64, **LOGITS).checkpoints
-    y = with_log_gates(x, 4)
-    expected = oracle.chunk_gla_checkpoints(y.q, y.k, y.v, y.g, y.initial_state, y.cu_seqlens, 64)
+    expected = values(x, checkpoint_every=64)["checkpoints"]
     assert relative_error(actual, expected) <= FORWARD[WIDE]
-    args = (*tensors, x.cu_seqlens, expected, 64, *loss_gradients(x), 4)
-    grads = torch.ops.gla.chunk_gla_bwd.default(*args, backend="reference")
-    named = {f"d{name}": d for name, d in zip(CHUNK_LEAVES, grads, strict=True)}
-    compare(named, oracle_gradients(x, None, 4), GRADIENT[WIDE])
-    changed = torch.ops.gla.chunk_gla_bwd.default(*args[:7], 2 * expected, *args[8:], backend="reference")
-    assert not torch.equal(changed[0], grads[0])
+    y = {**with_loss("chunk_gla_bwd", x), "checkpoint_every": 64, "gate_normalizer": 4}
+    grads = run("chunk_gla_bwd", y, "reference", checkpoints=expected)
+    compare(grads, derivatives(x), GRADIENT[WIDE])
+    changed = run("chunk_gla_bwd", y, "reference", checkpoints=2 * expected)
+    assert not torch.equal(changed["dq"], grads["dq"])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -164,9 +179,8 @@ def test_a_step(form, inplace, backend):
     x = inputs_of(form, B=3, T=1)
     token = {name: token_of(getattr(x, name), 0) for name in "qkvg"}
     pool = torch.randn(5, *x.initial_state.shape[1:], dtype=WIDE)
-    kwargs, slots = {**token, "state": pool.clone()}, torch.tensor([4, -1, 0])
-    expected = expected_step({**kwargs, "g": log_gates(token["g"], 4, WIDE), "state_indices": slots})
-    kwargs |= {"slots": slots}
+    kwargs = {**token, "state": pool.clone(), "slots": torch.tensor([4, -1, 0])}
+    expected = oracle_results("recurrent_gla_step", {**kwargs, "g": log_gates(token["g"], 4, WIDE)})
     o, state = gla.recurrent_gla_step(**kwargs, inplace=inplace, backend=backend, **LOGITS)
     compare({"o": o, "state": state}, expected, FORWARD[WIDE])
     swapped = kwargs | {"state": pool.mT.contiguous()}
@@ -221,20 +235,20 @@ def test_logits_that_are_not_contiguous():
 def test_batch_invariance(form):
     """Each packed sequence has the bits that it has alone, forwards and backwards."""
     x = inputs_of(form, **PACKED, dtype=torch.float32)
-    do, dstate = loss_gradients(x)
+    do, dstate = loss_gradients("chunk_gla", x).values()
     with gla.batch_invariant(64):
-        o, grads = forward(x, "reference", **LOGITS)["o"], gradients(x, "reference", **LOGITS)
+        o, grads = run("chunk_gla", x, "reference", **LOGITS)["o"], gradients("chunk_gla", x, "reference", **LOGITS)
         for n, (first, last) in enumerate(itertools.pairwise(x.cu_seqlens.tolist())):
             q, k, v, g = (oracle.tokens_of(y, first, last).contiguous() for y in (x.q, x.k, x.v, x.g))
             alone = dataclasses.replace(
                 x, q=q, k=k, v=v, g=g, initial_state=x.initial_state[n : n + 1], cu_seqlens=None
             )
-            assert torch.equal(forward(alone, "reference", **LOGITS)["o"], o[:, first:last])
-            seeds = (do[:, first:last].contiguous(), dstate[n : n + 1])
-            for name, d in gradients(alone, "reference", loss=seeds, **LOGITS).items():
+            assert torch.equal(run("chunk_gla", alone, "reference", **LOGITS)["o"], o[:, first:last])
+            seeds = {"o": do[:, first:last].contiguous(), "state": dstate[n : n + 1]}
+            for name, d in gradients("chunk_gla", alone, "reference", loss=seeds, **LOGITS).items():
                 if name != "dinitial_state" and d.ndim > 1:
                     assert torch.equal(d, grads[name][:, first:last]), name
-    compare(grads, oracle_gradients(x, None, 4), GRADIENT[torch.float32])
+    compare(grads, derivatives(x), GRADIENT[torch.float32])
 
 
 def test_steps_are_batch_invariant():
@@ -245,7 +259,9 @@ def test_steps_are_batch_invariant():
         alone = gla.recurrent_gla_step(q[1:2], k[1:2], v[1:2], g[1:2], x.initial_state[1:2], **LOGITS)
     assert torch.equal(alone[0], o[1:2])
     assert torch.equal(alone[1], state[1:2])
-    expected = expected_step({"q": q, "k": k, "v": v, "g": log_gates(g, 4, WIDE), "state": x.initial_state, **ALL_ROWS})
+    expected = oracle_results(
+        "recurrent_gla_step", {"q": q, "k": k, "v": v, "g": g, "state": x.initial_state}, gate_normalizer=4
+    )
     compare({"o": o, "state": state}, expected, FORWARD[torch.float32])
 
 
@@ -336,9 +352,7 @@ def test_an_exported_program():
     torch.export.save(torch.export.export(Module(), (x.q, x.k, x.v, x.g)), file)
     file.seek(0)
     actual = torch.export.load(file).module()(x.q, x.k, x.v, x.g)
-    compare(
-        actual._asdict(), oracle_forward(dataclasses.replace(with_log_gates(x, 4), initial_state=None)), FORWARD[WIDE]
-    )
+    compare(actual._asdict(), values(dataclasses.replace(x, initial_state=None)), FORWARD[WIDE])
 
 
 # ---- backends that take log gates alone
@@ -398,15 +412,16 @@ def test_a_backend_without_logits_receives_log_gates(mine, form, dtype):
     for call in calls:
         assert (call.gate_dtype, call.scalars["gate_normalizer"], call.layouts["g"].dtype) == (wide, None, wide)
         assert "gate_normalizer" not in call.given
-    assert gradients(x, "mine", ("g",), **LOGITS)["dg"].dtype == dtype
+    assert gradients("chunk_gla", x, "mine", ("g",), **LOGITS)["dg"].dtype == dtype
 
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_its_step(mine, inplace):
     x = inputs_of("key", B=3, T=1, dtype=torch.bfloat16)
     token = {name: getattr(x, name)[:, 0] for name in "qkvg"}
-    expected = expected_step(
-        {**token, "g": log_gates(token["g"], 4, WIDE), "state": x.initial_state.clone(), **ALL_ROWS}
+    expected = oracle_results(
+        "recurrent_gla_step",
+        {**token, "g": log_gates(token["g"], 4, WIDE), "state": x.initial_state.clone(), **ALL_ROWS},
     )
     state = x.initial_state.clone()
     o, new = gla.recurrent_gla_step(**token, state=state, inplace=inplace, backend="mine", **LOGITS)
@@ -425,14 +440,17 @@ def test_its_summary(mine):
 def test_its_other_arguments(mine):
     """Checkpoints, packed sequences with NaN after the last one, repeated logits, and batch invariance."""
     x = inputs_of("key", **PACKED, dtype=torch.float32)
-    expected, dexpected = oracle_forward(with_log_gates(x, 4)), oracle_gradients(x, None, 4)
+    expected, dexpected = (
+        values(x),
+        derivatives(x),
+    )
     end = without_sequence(x)
     with gla.batch_invariant(64):
-        compare(forward(x, "mine", **LOGITS), expected, FORWARD[torch.float32])
+        compare(run("chunk_gla", x, "mine", **LOGITS), expected, FORWARD[torch.float32])
     tensors = (x.q, x.k, x.v, x.g, None, x.initial_state, True, x.cu_seqlens)
     o, state, _ = gla.chunk_gla(*tensors, backend="mine", checkpoint_every=64, **LOGITS)
     compare({"o": o, "state": state}, expected, FORWARD[torch.float32])
-    grads = gradients(x, "mine", **LOGITS)
+    grads = gradients("chunk_gla", x, "mine", **LOGITS)
     compare(grads, dexpected, GRADIENT[torch.float32])
     assert not grads["dg"][:, end:].any()
     y = inputs_of("key")
@@ -505,7 +523,7 @@ def test_wrong_results_of_its_backward_are_refused(wrong, message):
         gla.register(Backend("mine", "1", {"chunk_gla_bwd": chunk_gla_bwd})),
         pytest.raises(gla.BackendError, match=re.escape(message)),
     ):
-        gradients(x, "chunk_gla_bwd=mine;*=reference", **LOGITS)
+        gradients("chunk_gla", x, "chunk_gla_bwd=mine;*=reference", **LOGITS)
 
 
 # ---- explain

@@ -12,7 +12,7 @@ from gla_core.dispatch.backend import Backend
 from gla_core.dispatch.registry import get
 from gla_core.workloads.inputs import gla_inputs
 
-OWN = ["auto", "reference", "parallel_scan"]
+OWN = ["auto", "reference", "parallel_scan,reference"]
 FWD, BWD, STEP = (get("reference").ops[op] for op in ("chunk_gla_fwd", "chunk_gla_bwd", "recurrent_gla_step"))
 
 

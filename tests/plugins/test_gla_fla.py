@@ -124,8 +124,8 @@ def fake_fla(monkeypatch):
         chunk_indices=None,
     ):
         calls.append("chunk_gla_bwd")
-        given = (q, k, v, g, g_cumsum, initial_state, do, dht, cu_seqlens)
-        assert all(x.is_contiguous() for x in given if x is not None)
+        tensors = (q, k, v, g, g_cumsum, initial_state, do, dht, cu_seqlens)
+        assert all(x.is_contiguous() for x in tensors if x is not None)
         assert h is None
         assert torch.equal(A, chunk_gla_fwd_intra_gk(q, k, g_cumsum, scale, cu_seqlens, chunk_size))
         if cu_seqlens is not None:

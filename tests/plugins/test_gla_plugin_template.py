@@ -63,9 +63,9 @@ def test_the_example_of_another_op(with_a_second_op, dtype, gated):
     q, k, v, g = arguments(dtype)
     g = g if gated else None
     state = torch.randn(2, 2, 8, 5)
-    found = gla.chunk_gla(q, k, v, g, initial_state=state, output_final_state=True, backend=with_a_second_op)
+    actual = gla.chunk_gla(q, k, v, g, initial_state=state, output_final_state=True, backend=with_a_second_op)
     expected = oracle.chunk_gla(q, k, v, g, initial_state=state)
-    for x, y in zip(found, expected, strict=False):
+    for x, y in zip(actual, expected, strict=False):
         assert relative_error(x, y) < FORWARD[dtype]
 
 

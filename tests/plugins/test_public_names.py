@@ -20,8 +20,8 @@ def is_public(module, name):
     """Returns whether the site documents the name: all of a module without `__all__` is documented."""
     if module not in PAGES:
         return False
-    found = importlib.import_module(module)
-    public = getattr(found, "__all__", [name for name in vars(found) if not name.startswith("_")])
+    value = importlib.import_module(module)
+    public = getattr(value, "__all__", [name for name in vars(value) if not name.startswith("_")])
     return name in public
 
 
@@ -43,9 +43,9 @@ def core_names(tree):
 @pytest.mark.parametrize("plugin", sorted({path.relative_to(ROOT / "plugins").parts[0] for path in SOURCES}))
 def test_plugins_import_public_names(plugin):
     paths = [path for path in SOURCES if plugin in path.parts]
-    names = {(path.name, *found) for path in paths for found in core_names(ast.parse(path.read_text()))}
+    names = {(path.name, *name) for path in paths for name in core_names(ast.parse(path.read_text()))}
     assert names
-    assert [found for found in names if not is_public(*found[1:])] == []
+    assert [name for name in names if not is_public(*name[1:])] == []
 
 
 @pytest.mark.parametrize(
@@ -59,8 +59,8 @@ def test_plugins_import_public_names(plugin):
     ],
 )
 def test_an_import_of_another_name_would_be_seen(line):
-    (found,) = core_names(ast.parse(line))
-    assert not is_public(*found)
+    (name,) = core_names(ast.parse(line))
+    assert not is_public(*name)
 
 
 def test_what_the_plugins_are_made_of_is_what_they_import():

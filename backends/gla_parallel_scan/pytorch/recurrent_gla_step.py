@@ -1,6 +1,6 @@
 """Computes one token of gated linear attention.
 
-This is the associative rule of scan.py, applied to one more segment of a single token:
+This is the rule that joins two segments, where the second is a single token:
 
     S' = diag(alpha) S + k^T v        o = scale * q S'
 

@@ -225,9 +225,9 @@ def _for_query_heads(function: Callable) -> Callable:
     def call(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         if q.shape[2] == k.shape[2]:
             return function(q, k, *args, **kwargs)
-        given, groups = {**dict(zip(names, (q, k, *args), strict=False)), **kwargs}, q.shape[2] // k.shape[2]
-        state = given.pop("initial_state", None)
-        o, state = function(**given, initial_state=None if state is None else state[:, ::groups])
+        arguments, groups = {**dict(zip(names, (q, k, *args), strict=False)), **kwargs}, q.shape[2] // k.shape[2]
+        state = arguments.pop("initial_state", None)
+        o, state = function(**arguments, initial_state=None if state is None else state[:, ::groups])
         return o, None if state is None else state.repeat_interleave(groups, 1)
 
     names = parameters(function)
@@ -239,20 +239,20 @@ def _heads(tensor: Tensor, pattern: str, **sizes: int) -> Tensor:
     return tensor.unflatten(-1, (-1, sizes["d"]))
 
 
-def _repeats_heads(given: dict[str, Any]) -> bool:
-    return given.get("pattern") == "... (h d) -> ... (h g) d"
+def _repeats_heads(arguments: dict[str, Any]) -> bool:
+    return arguments.get("pattern") == "... (h d) -> ... (h g) d"
 
 
-def _is_computed_here(given: dict[str, Any]) -> bool:
-    return given.get("gv") is None and not given.get("output_attentions")
+def _is_computed_here(arguments: dict[str, Any]) -> bool:
+    return arguments.get("gv") is None and not arguments.get("output_attentions")
 
 
-def _is_on_cpu(given: dict[str, Any]) -> bool:
-    return all(x.device.type == "cpu" for x in given.values() if isinstance(x, Tensor))
+def _is_on_cpu(arguments: dict[str, Any]) -> bool:
+    return all(x.device.type == "cpu" for x in arguments.values() if isinstance(x, Tensor))
 
 
-def _is_one_call(given: dict[str, Any]) -> bool:
-    return given.get("normalize") is False or _is_on_cpu(given)
+def _is_one_call(arguments: dict[str, Any]) -> bool:
+    return arguments.get("normalize") is False or _is_on_cpu(arguments)
 
 
 _SERVES = {

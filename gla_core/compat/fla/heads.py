@@ -381,10 +381,10 @@ def _linear_attn(
 
 def _with_sum(state: Tensor | None, keys: Tensor | None, q: Tensor, v: Tensor) -> Tensor | None:
     """Returns the state [N, H, K, V + 1] from a state [N, H, K, V] and a sum of keys [N, 1, H, K]."""
-    given = state if state is not None else keys
-    if given is None:
+    either = state if state is not None else keys
+    if either is None:
         return None
-    N, H, K, V, dtype = given.shape[0], v.shape[2], q.shape[3], v.shape[3], wide(q.dtype)
+    N, H, K, V, dtype = either.shape[0], v.shape[2], q.shape[3], v.shape[3], wide(q.dtype)
     state = q.new_zeros(N, H, K, V, dtype=dtype) if state is None else state.to(dtype)
     keys = q.new_zeros(N, 1, H, K, dtype=dtype) if keys is None else keys.to(dtype)
     return torch.cat([state, keys[:, 0, ..., None]], -1)

@@ -106,8 +106,8 @@ def causal_conv1d(
     else:
         parts = x.tensor_split(cu_seqlens[1:-1].long(), 1) if len(cu_seqlens) > 1 else ()
         before = [None] * len(parts) if initial_state is None else initial_state.split(1)
-        found = [_convolved(part, weight, bias, state) for part, state in zip(parts, before, strict=True)]
-        y, final = torch.cat([y for y, _ in found], 1), torch.cat([state for _, state in found])
+        results = [_convolved(part, weight, bias, state) for part, state in zip(parts, before, strict=True)]
+        y, final = torch.cat([y for y, _ in results], 1), torch.cat([state for _, state in results])
     y = y if activation is None else ACTIVATIONS[activation](y)
     y = (y if residual is None else y + residual).to(x.dtype)
     return y, final if output_final_state else None

@@ -56,7 +56,7 @@ def chunk_gla(
     longest = None
     if cu_seqlens_cpu is not None and len(cu_seqlens_cpu) > 1:
         longest = int(cu_seqlens_cpu.diff().max())
-    found = _chunk_gla(
+    result = _chunk_gla(
         q,
         k,
         v,
@@ -69,7 +69,7 @@ def chunk_gla(
         state_v_first=state_v_first,
         recompute_states=True,
     )
-    return found[0], found[1]
+    return result[0], result[1]
 
 
 def fused_chunk_gla(

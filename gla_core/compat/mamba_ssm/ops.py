@@ -246,7 +246,7 @@ def advance(
     return _output(o.reshape(x.shape), x, D, z)
 
 
-def _by_kernel(*given: Any) -> Tensor | None:
+def _by_kernel(*arguments: Any) -> Tensor | None:
     """Returns the result of a step with one gate for each head by one kernel; None if there is none.
 
     A request that names backends for the op, or asks for batch invariance, is left to the op.
@@ -256,7 +256,7 @@ def _by_kernel(*given: Any) -> Tensor | None:
     request = current_request()
     if request.choice("recurrent_gla_step").names or request.batch_invariant is not None:
         return None
-    return kernels.provided.step(*given)
+    return kernels.provided.step(*arguments)
 
 
 _compiled = functools.cache(torch.compile)
@@ -341,10 +341,10 @@ def _shared(x: Tensor, *dims: int) -> bool:
     return all(x.stride(dim) == 0 or x.shape[dim] == 1 for dim in dims)
 
 
-def _check(shapes: Mapping[str, str], **given: Tensor | None) -> None:
+def _check(shapes: Mapping[str, str], **tensors: Tensor | None) -> None:
     """Checks the shapes of the given arguments, the dtype of x and the number of groups."""
     sizes: dict[str, Any] = {}
-    for name, tensor in given.items():
+    for name, tensor in tensors.items():
         if tensor is not None:
             checks.tensor_of_any(name, tensor, tuple(shapes[name].split(" or ")), sizes)
             if name == "x":

@@ -97,15 +97,15 @@ def _modules(models: tuple[str, ...]) -> list[ModuleType]:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
         raise ImportError("accelerate() cannot import transformers; install it: pip install transformers") from error
-    found = {name: _module(name) for name in dict.fromkeys(models or MODELS)}
-    missing = [name for name, module in found.items() if module is None]
-    if missing if models else len(missing) == len(found):
+    modules = {name: _module(name) for name in dict.fromkeys(models or MODELS)}
+    missing = [name for name, module in modules.items() if module is None]
+    if missing if models else len(missing) == len(modules):
         version = getattr(transformers, "__version__", "of an unknown version")
         raise ImportError(
             f"transformers {version} has no {' or '.join(FUNCTIONS)} for {', '.join(missing)}; install transformers "
             "5.16 or newer"
         )
-    return [module for module in found.values() if module is not None]
+    return [module for module in modules.values() if module is not None]
 
 
 def _module(model: str) -> ModuleType | None:
@@ -218,23 +218,23 @@ def _no_kernel(*_: Any, **__: Any) -> None:
     """Returns None, for which a layer computes by its other functions."""
 
 
-def _is_computed_here(given: dict[str, Any]) -> bool:
-    offsets_alone = given.get("cu_seqlens") is not None and given.get("seq_idx") is None
-    return not offsets_alone and given.get("dt_limit", (0.0,))[0] >= 0
+def _is_computed_here(arguments: dict[str, Any]) -> bool:
+    offsets_alone = arguments.get("cu_seqlens") is not None and arguments.get("seq_idx") is None
+    return not offsets_alone and arguments.get("dt_limit", (0.0,))[0] >= 0
 
 
-def _is_not_packed(given: dict[str, Any]) -> bool:
-    return given.get("cu_seqlens") is None and given.get("seq_idx") is None
+def _is_not_packed(arguments: dict[str, Any]) -> bool:
+    return arguments.get("cu_seqlens") is None and arguments.get("seq_idx") is None
 
 
-def _is_step_without_gradients(given: dict[str, Any]) -> bool:
-    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given.values()):
+def _is_step_without_gradients(arguments: dict[str, Any]) -> bool:
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments.values()):
         return False
-    return _is_not_packed(given)
+    return _is_not_packed(arguments)
 
 
-class _New(NamedTuple):
-    """The function that takes the place of an original, the calls that it serves, and a few words for the user."""
+class _Replacement(NamedTuple):
+    """A function that replaces an original, a test for the calls that it accepts, and a line for the report."""
 
     function: Callable
     serves: Callable[[dict[str, Any]], bool]
@@ -246,11 +246,11 @@ BLOCK = "computed for one token on a GPU by kernels of gla_transformers, if it i
 BY_KERNEL = "computed on a GPU by a kernel of gla_transformers, if it is imported"
 NOTE = "convolutions of packed sequences are left to transformers"
 NO_KERNELS = "convolutions and norms are left to transformers; on a GPU, import gla_transformers, which has kernels"
-FUNCTIONS: Mapping[str, _New] = {
-    "mamba2_chunk_scan": _New(_chunk_scan, _is_computed_here, COMPUTED),
-    "mamba2_selective_state_update": _New(_step, _is_step_without_gradients, COMPUTED),
-    "mamba2_split_conv1d_scan_combined": _New(_no_kernel, _is_computed_here, "left out for mamba2_chunk_scan"),
-    "causal_conv1d_fn": _New(_convolve_sequences, _is_not_packed, BY_KERNEL),
-    "causal_conv1d_update": _New(_convolve, _is_step_without_gradients, BY_KERNEL),
+FUNCTIONS: Mapping[str, _Replacement] = {
+    "mamba2_chunk_scan": _Replacement(_chunk_scan, _is_computed_here, COMPUTED),
+    "mamba2_selective_state_update": _Replacement(_step, _is_step_without_gradients, COMPUTED),
+    "mamba2_split_conv1d_scan_combined": _Replacement(_no_kernel, _is_computed_here, "left out for mamba2_chunk_scan"),
+    "causal_conv1d_fn": _Replacement(_convolve_sequences, _is_not_packed, BY_KERNEL),
+    "causal_conv1d_update": _Replacement(_convolve, _is_step_without_gradients, BY_KERNEL),
 }
 """Replacements of the functions that each model's module defines."""

@@ -97,8 +97,8 @@ last = who()
 gla_transformers.register()
 print(*last, *who())
 """
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert found.split() == [order.split(", ")[1].split(".")[0], "gla_transformers"]
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.split() == [order.split(", ")[1].split(".")[0], "gla_transformers"]
 
 
 def test_new_weights_have_the_width_asked_for(ours):

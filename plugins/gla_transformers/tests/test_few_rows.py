@@ -130,11 +130,11 @@ def calls(monkeypatch):
     """A list to which every product by the kernel adds its number of rows. On a CPU, its kernels are interpreted."""
     from gla_transformers import few_rows_kernel
 
-    found = []
+    recorded = []
     product = few_rows_kernel.product
-    monkeypatch.setattr(few_rows_kernel, "product", lambda x, *a, **o: found.append(len(x)) or product(x, *a, **o))
+    monkeypatch.setattr(few_rows_kernel, "product", lambda x, *a, **o: recorded.append(len(x)) or product(x, *a, **o))
     monkeypatch.setattr(few_rows, "kernel_of", lambda device: few_rows_kernel)
-    return found
+    return recorded
 
 
 @torch.no_grad()
@@ -144,18 +144,18 @@ def steps(model, tokens, mask=None):
     model(tokens[:, :4], past_key_values=cache)
     seen = [None if mask is None else mask[:, i : i + 1] for i in range(4, tokens.shape[1])]
     words = tokens[:, 4:].split(1, 1)
-    found = [model(w, past_key_values=cache, attention_mask=s).logits for w, s in zip(words, seen, strict=True)]
-    return torch.cat(found, 1), cache
+    logits = [model(w, past_key_values=cache, attention_mask=s).logits for w, s in zip(words, seen, strict=True)]
+    return torch.cat(logits, 1), cache
 
 
 def compare(model, tokens, monkeypatch, mask=None, tolerance=1e-4):
     """Checks that steps by the kernel give what steps by PyTorch give."""
     close = {"rtol": tolerance, "atol": tolerance}
-    found, cache = steps(model, tokens, mask)
+    actual, cache = steps(model, tokens, mask)
     with monkeypatch.context() as patch:
         patch.setattr(few_rows, "kernel_of", lambda device: None)
         wanted, other = steps(model, tokens, mask)
-    torch.testing.assert_close(found, wanted, **close)
+    torch.testing.assert_close(actual, wanted, **close)
     for a, b in zip(cache.tensors(), other.tensors(), strict=True):
         torch.testing.assert_close(a, b, **close)
 

@@ -32,13 +32,13 @@ def calls(monkeypatch):
     from gla_transformers import gated_kernel
 
     def noted(name):
-        return lambda *args, **options: found.append(name) or getattr(gated_kernel, name)(*args, **options)
+        return lambda *args, **options: recorded.append(name) or getattr(gated_kernel, name)(*args, **options)
 
-    found: list[str] = []
+    recorded: list[str] = []
     names = ("gated", "gated_backward", "normed", "normed_backward", "forgetting", "forgetting_backward")
     kernels = SimpleNamespace(**{name: noted(name) for name in names})
     monkeypatch.setattr(dispatch, "_kernels_of", lambda device: kernels)
-    return found
+    return recorded
 
 
 def slices(shape, dtype, number=2):
@@ -54,8 +54,8 @@ def compare(function, expected, *inputs):
     exact = [x.detach().double().requires_grad_() for x in inputs]
     y, z = function(*inputs), expected(*exact)
     dy = torch.randn(y.shape, device=DEVICE).to(y.dtype)
-    found, wanted = torch.autograd.grad(y, inputs, dy), torch.autograd.grad(z, exact, dy.double())
-    for a, b, x in zip((y, *found), (z, *wanted), (inputs[0], *inputs), strict=True):
+    actual, wanted = torch.autograd.grad(y, inputs, dy), torch.autograd.grad(z, exact, dy.double())
+    for a, b, x in zip((y, *actual), (z, *wanted), (inputs[0], *inputs), strict=True):
         assert a.dtype == x.dtype
         assert a.shape == b.shape
         assert relative_error(a, b) <= FORWARD[x.dtype]
@@ -137,7 +137,7 @@ def gates(dtype, bounded):
     return q, f, bound
 
 
-def of_gates(q, f, bound):
+def forgotten(q, f, bound):
     """Returns what `forgetting` does in float64, by terms that neither cancel nor overflow, nor do their gradients."""
     c = 0 if bound is None else bound
     sigma, other = f.clamp(max=0).sigmoid(), (-f.clamp(min=0)).sigmoid()  # of f where f < 0, and of -f elsewhere
@@ -156,13 +156,13 @@ def double(tensors):
 @pytest.mark.parametrize("bounded", [False, True])
 def test_forgetting(dtype, gates, calls):
     """Log gates have their relative precision at both ends, where keys are 1 and near 0."""
-    found, expected = forgetting(*gates), of_gates(*double(gates))
-    assert [x.dtype for x in found] == [dtype, dtype, torch.float32]
-    for a, b, precision in zip(found, expected, (dtype, dtype, torch.float32), strict=True):
+    actual, expected = forgetting(*gates), forgotten(*double(gates))
+    assert [x.dtype for x in actual] == [dtype, dtype, torch.float32]
+    for a, b, precision in zip(actual, expected, (dtype, dtype, torch.float32), strict=True):
         assert relative_error(a, b) <= FORWARD[precision]
-    torch.testing.assert_close(found[2].double(), expected[2], rtol=2e-5, atol=1e-37)  # a GPU rounds exponents
+    torch.testing.assert_close(actual[2].double(), expected[2], rtol=2e-5, atol=1e-37)  # a GPU rounds exponents
     usual = expected[2] > -70  # PyTorch's are not below -87
-    torch.testing.assert_close(found[2][usual], log_gate(*gates[1:])[usual], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(actual[2][usual], log_gate(*gates[1:])[usual], rtol=1e-4, atol=1e-6)
     assert calls == ["forgetting"]
 
 
@@ -180,9 +180,9 @@ def test_gradients_of_forgetting(dtype, gates, calls):
     dy, dk, dg = torch.randn_like(results[0]), -torch.rand_like(results[1]), torch.rand_like(results[2])
     if gates[2] is not None:
         dg[(gates[2] == 0) & (gates[1] < -60)] = 0  # times exp(-f) it may be too large for float32
-    found = torch.autograd.grad(results, inputs, (dy, dk, dg))
-    wanted = torch.autograd.grad(of_gates(*exact), exact[: len(inputs)], (dy.double(), dk.double(), dg.double()))
-    for x, a, b in zip(inputs, found, wanted, strict=True):
+    actual = torch.autograd.grad(results, inputs, (dy, dk, dg))
+    wanted = torch.autograd.grad(forgotten(*exact), exact[: len(inputs)], (dy.double(), dk.double(), dg.double()))
+    for x, a, b in zip(inputs, actual, wanted, strict=True):
         assert (a.dtype, a.shape) == (x.dtype, x.shape)
         assert relative_error(a, b) <= FORWARD[x.dtype]
         if x is not gates[0]:  # silu's slope has a zero
@@ -199,10 +199,10 @@ def test_one_gradient_of_forgetting(i, calls):
         q, f = (x.detach().flatten(-2) for x in slices((2, rows, 1, 8), torch.float32))
         inputs = [q, f, (0.9 * torch.rand(8, device=DEVICE)).half()]
         x, exact = inputs[i].requires_grad_(), double(inputs)
-        (found,) = torch.autograd.grad(forgetting(*inputs)[i].sum(), x)
-        (wanted,) = torch.autograd.grad(of_gates(*exact)[i].sum(), exact[i])
-        assert found.dtype == x.dtype
-        assert relative_error(found, wanted) <= FORWARD[x.dtype]
+        (actual,) = torch.autograd.grad(forgetting(*inputs)[i].sum(), x)
+        (wanted,) = torch.autograd.grad(forgotten(*exact)[i].sum(), exact[i])
+        assert actual.dtype == x.dtype
+        assert relative_error(actual, wanted) <= FORWARD[x.dtype]
     assert calls == ["forgetting", "forgetting_backward"] * 2
 
 
@@ -211,8 +211,8 @@ def test_large_gradients_of_closed_gates(calls):
     """Without a bound the gradient of a logit is at most that of the log gate, though 1 / alpha is out of range."""
     f = torch.tensor([[-80.0, -69.0, 0.0]], device=DEVICE, requires_grad=True)
     _, _, g = forgetting(torch.zeros_like(f), f, None)
-    (found,) = torch.autograd.grad(g, f, torch.full_like(f, 1e9))
-    torch.testing.assert_close(found, torch.sigmoid(-f.detach()) * 1e9)
+    (actual,) = torch.autograd.grad(g, f, torch.full_like(f, 1e9))
+    torch.testing.assert_close(actual, torch.sigmoid(-f.detach()) * 1e9)
 
 
 @runs
@@ -221,9 +221,9 @@ def test_gates_that_are_left_to_pytorch(calls):
     for bound in (torch.zeros((), device=DEVICE), torch.zeros(8, dtype=torch.float64, device=DEVICE)):
         assert forgetting(q, f, bound) is None
     assert forgetting(q, f[..., :4], None) is forgetting(q.double(), f.double(), None) is None
-    found = []
-    torch.func.vmap(lambda q, f: found.append(forgetting(q, f, None)) or q)(q, f)
-    assert found == [None]
+    results = []
+    torch.func.vmap(lambda q, f: results.append(forgetting(q, f, None)) or q)(q, f)
+    assert results == [None]
     assert calls == []
 
 
@@ -278,20 +278,20 @@ def gradients(model, tokens):
 def test_a_prompt(ours, tokens, calls, monkeypatch):
     model, tokens = ours().to(DEVICE), tokens[:, :20].to(DEVICE)
     with torch.no_grad():
-        found = model(tokens).logits
+        actual = model(tokens).logits
         assert calls == LAYER * 2 + ["normed"]
         monkeypatch.setattr(dispatch, "_kernels_of", lambda device: None)
-        assert relative_error(found, model(tokens).logits) <= 1e-5
+        assert relative_error(actual, model(tokens).logits) <= 1e-5
 
 
 @runs
 @torch.no_grad()
 def test_a_prompt_of_hgrn2(ours, tokens, calls, monkeypatch):
     model, tokens = ours(model_type="hgrn2").to(DEVICE), tokens[:, :20].to(DEVICE)
-    found = model(tokens).logits
+    actual = model(tokens).logits
     assert calls == ["normed", "forgetting", "normed", "normed", "gated"] * 2 + ["normed"]
     monkeypatch.setattr(dispatch, "_kernels_of", lambda device: None)
-    assert relative_error(found, model(tokens).logits) <= 1e-5
+    assert relative_error(actual, model(tokens).logits) <= 1e-5
 
 
 @runs
@@ -300,12 +300,12 @@ def test_training(ours, tokens, calls, checkpointing, monkeypatch):
     model, tokens = ours(use_short_conv=True).to(DEVICE).train(), tokens[:, :20].to(DEVICE)
     if checkpointing:
         model.gradient_checkpointing_enable()
-    found = gradients(model, tokens)
-    of_norm, activation = ["normed", "normed_backward"], ["gated", "gated_backward"]
-    backward = (LAYER if checkpointing else []) + activation + of_norm * 3
-    assert calls == LAYER * 2 + ["normed"] + of_norm + backward * 2
+    actual = gradients(model, tokens)
+    norm_calls, activation = ["normed", "normed_backward"], ["gated", "gated_backward"]
+    backward = (LAYER if checkpointing else []) + activation + norm_calls * 3
+    assert calls == LAYER * 2 + ["normed"] + norm_calls + backward * 2
     monkeypatch.setattr(dispatch, "_kernels_of", lambda device: None)
-    for a, b in zip(found, gradients(model, tokens), strict=True):
+    for a, b in zip(actual, gradients(model, tokens), strict=True):
         assert relative_error(a, b) <= 1e-5
 
 
@@ -336,21 +336,21 @@ def test_short_convolutions(model_type, ours, tokens, monkeypatch):
         ),
     )
     monkeypatch.setattr(causal_convolution, "_kernels_of", lambda device: noted)
-    found = [*gradients(model, tokens), *generated()]
+    actual = [*gradients(model, tokens), *generated()]
     assert calls.count("convolve_backward") == 6
     assert calls.count("convolve") == 6 * 5
     monkeypatch.setattr(causal_convolution, "_kernels_of", lambda device: None)
-    for a, b in zip(found, [*gradients(model, tokens), *generated()], strict=True):
+    for a, b in zip(actual, [*gradients(model, tokens), *generated()], strict=True):
         assert relative_error(a, b) <= 1e-5
 
 
 @runs
 def test_training_of_hgrn2(ours, tokens, calls, monkeypatch):
     model, tokens = ours(model_type="hgrn2").to(DEVICE).train(), tokens[:, :20].to(DEVICE)
-    found = gradients(model, tokens)
+    actual = gradients(model, tokens)
     assert calls.count("forgetting") == calls.count("forgetting_backward") == 2
     monkeypatch.setattr(dispatch, "_kernels_of", lambda device: None)
-    for a, b in zip(found, gradients(model, tokens), strict=True):
+    for a, b in zip(actual, gradients(model, tokens), strict=True):
         assert relative_error(a, b) <= 1e-5
 
 
@@ -375,9 +375,9 @@ def test_compiled_code_is_left_to_the_compiler(ours, tokens, calls):
     calls.clear()
     torch._dynamo.reset()
     loss = torch.compile(lambda tokens: model(tokens, labels=tokens).loss, fullgraph=True, backend="aot_eager")
-    found = torch.autograd.grad(loss(tokens), list(model.parameters()))
+    actual = torch.autograd.grad(loss(tokens), list(model.parameters()))
     assert calls == []
-    for a, b in zip(found, wanted[1:], strict=True):
+    for a, b in zip(actual, wanted[1:], strict=True):
         assert relative_error(a, b) <= 1e-5
 
 

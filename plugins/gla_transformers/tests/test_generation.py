@@ -55,19 +55,19 @@ def test_a_second_turn_goes_on_as_each_row_alone(model, tokens):
     asked = torch.cat([first, tokens[:, 40:]], 1)  # the last new token has not been read yet
     mask = torch.cat([mask[:, :40], torch.ones(2, 5, dtype=torch.long), mask[:, 40:]], 1)
     second = model.generate(asked, attention_mask=mask, past_key_values=cache, max_new_tokens=8)[:, 85:]
-    for row, seen, found in zip(asked, mask == 1, second, strict=True):
-        assert torch.equal(found, greedy(model, row[seen][None], 8)[0, -8:])
+    for row, seen, answer in zip(asked, mask == 1, second, strict=True):
+        assert torch.equal(answer, greedy(model, row[seen][None], 8)[0, -8:])
 
 
 @pytest.mark.parametrize("how", [{"do_sample": True}, {"num_beams": 3}, {"do_sample": True, "num_beams": 2}], ids=str)
 def test_with_and_without_a_cache(model, tokens, how):
     mask = torch.ones_like(tokens)
     mask[0, :25] = 0
-    found = []
+    results = []
     for use_cache in (True, False):
         torch.manual_seed(1)
-        found.append(model.generate(tokens, attention_mask=mask, max_new_tokens=8, use_cache=use_cache, **how))
-    assert torch.equal(*found)
+        results.append(model.generate(tokens, attention_mask=mask, max_new_tokens=8, use_cache=use_cache, **how))
+    assert torch.equal(*results)
 
 
 def test_embeddings_and_chunks_of_a_prompt(model, tokens):
@@ -151,10 +151,10 @@ def test_a_compiled_step_and_a_cache_that_says_so(ours, tokens, options):
     with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
         cache = GLACache(model.config, compileable=True)
         token = model(tokens, past_key_values=cache).logits[:, -1:].argmax(-1)
-        places, found = storage(cache), [tokens, token]
+        places, words = storage(cache), [tokens, token]
         for _ in range(7):
-            found.append(step(found[-1], past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1))
-    assert torch.equal(torch.cat(found, 1), expected)
+            words.append(step(words[-1], past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1))
+    assert torch.equal(torch.cat(words, 1), expected)
     assert storage(cache) == places
     assert cache.get_seq_length() == 87
     assert cache.is_compileable
@@ -172,13 +172,13 @@ def test_a_step_in_a_cuda_graph(ours, tokens):
         model(token, past_key_values=cache)
         cache.reset()
     token.copy_(model(tokens, past_key_values=cache).logits[:, -1:].argmax(-1))
-    found, graph = [tokens, token.clone()], torch.cuda.CUDAGraph()
+    words, graph = [tokens, token.clone()], torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         token.copy_(model(token, past_key_values=cache).logits[:, -1:].argmax(-1))
     for _ in range(7):
         graph.replay()
-        found.append(token.clone())
-    assert torch.equal(torch.cat(found, 1), model.generate(tokens, max_new_tokens=8))
+        words.append(token.clone())
+    assert torch.equal(torch.cat(words, 1), model.generate(tokens, max_new_tokens=8))
     assert cache.get_seq_length() == 87
 
 
@@ -193,9 +193,9 @@ def test_generate_compiles_if_asked(ours, tokens):
     mask = torch.ones_like(tokens)
     mask[0, :25] = 0
     how = {"attention_mask": mask, "max_new_tokens": 8}
-    found = model.generate(tokens, **how, cache_implementation="static", compile_config=asked)
+    results = model.generate(tokens, **how, cache_implementation="static", compile_config=asked)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    assert torch.equal(found, model.generate(tokens, **how))
+    assert torch.equal(results, model.generate(tokens, **how))
 
 
 @torch.no_grad()
@@ -209,11 +209,11 @@ def test_the_cost_of_states_in_bfloat16(ours, slow):
     rounded.load_state_dict(model.state_dict())
     tokens, cache = torch.randint(1, 61, (2, 160)), GLACache(rounded.config)
     expected = model(tokens).logits[:, 40:].log_softmax(-1)
-    found = [rounded(tokens[:, :40], past_key_values=cache).logits[:, :0]]
-    found += [rounded(word, past_key_values=cache).logits for word in tokens[:, 40:].split(1, 1)]
+    actual = [rounded(tokens[:, :40], past_key_values=cache).logits[:, :0]]
+    actual += [rounded(word, past_key_values=cache).logits for word in tokens[:, 40:].split(1, 1)]
     assert {tensor.dtype for tensor in cache.tensors()} == {torch.bfloat16}
-    found = torch.cat(found, 1).log_softmax(-1)
-    divergence = F.kl_div(found, expected, log_target=True, reduction="none").sum(-1).mean()
+    actual = torch.cat(actual, 1).log_softmax(-1)
+    divergence = F.kl_div(actual, expected, log_target=True, reduction="none").sum(-1).mean()
     assert 1e-9 < divergence < 3e-3
     with pytest.raises(ValueError, match="expected 'bfloat16', or None"):
         ours(state_dtype="float16")

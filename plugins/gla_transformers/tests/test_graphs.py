@@ -53,9 +53,9 @@ def tokens():
 def plainly(model, *args, **kwargs):
     """Generates without graphs."""
     model.config.cuda_graphs = False
-    found = model.generate(*args, max_new_tokens=NEW, **kwargs)
+    results = model.generate(*args, max_new_tokens=NEW, **kwargs)
     model.config.cuda_graphs = True
-    return found
+    return results
 
 
 def generated(model, *args, **kwargs):
@@ -102,9 +102,9 @@ def test_prompts_in_pieces_equal_whole_ones(model, tokens, replay):
         whole = model(tokens[:, :T], attention_mask=seen, use_cache=False).logits
         for _ in range(graphs.BEFORE + 2):
             cache, before = GLACache(model.config), replay.replayed
-            found = model(tokens[:, :T], attention_mask=seen, past_key_values=cache).logits
+            actual = model(tokens[:, :T], attention_mask=seen, past_key_values=cache).logits
             where = torch.ones(2, T, dtype=torch.bool) if seen is None else seen == 1
-            torch.testing.assert_close(found[where], whole[where], **CLOSE)
+            torch.testing.assert_close(actual[where], whole[where], **CLOSE)
             assert cache.get_seq_length() == T
         assert replay.replayed == before + len(graphs.lengths(T, 2))
         step = model(tokens[:, :1], past_key_values=cache).logits
@@ -129,11 +129,11 @@ def test_caches_that_live_together(model, tokens):
     generated(model, tokens)
     caches = [GLACache(model.config) for _ in range(3)]
     words = [tokens[:, i : i + 6] for i in range(3)]
-    found = [model(w, past_key_values=cache).logits[:, -1:] for w, cache in zip(words, caches, strict=True)]
+    results = [model(w, past_key_values=cache).logits[:, -1:] for w, cache in zip(words, caches, strict=True)]
     for _ in range(6):
-        words = [torch.cat([w, x.argmax(-1)], 1) for w, x in zip(words, found, strict=True)]
-        found = [model(w[:, -1:], past_key_values=cache).logits for w, cache in zip(words, caches, strict=True)]
-    for w, x in zip(words, found, strict=True):
+        words = [torch.cat([w, x.argmax(-1)], 1) for w, x in zip(words, results, strict=True)]
+        results = [model(w[:, -1:], past_key_values=cache).logits for w, cache in zip(words, caches, strict=True)]
+    for w, x in zip(words, results, strict=True):
         torch.testing.assert_close(x, model(w, use_cache=False).logits[:, -1:], **CLOSE)
     places = {tensor.data_ptr() for cache in caches for tensor in cache.tensors()}
     assert len(places) == 3 * len(caches[0].tensors())
@@ -192,9 +192,9 @@ CHANGES = [change_weights, replace_a_layer, hook, change_an_option, convert]
 def test_a_model_that_has_changed(model, tokens, change, replay):
     before = generated(model, tokens)
     change(model)
-    found = [generated(model, tokens) for _ in range(3)]
+    results = [generated(model, tokens) for _ in range(3)]
     expected = plainly(model, tokens)
-    assert all(torch.equal(x, expected) for x in found)
+    assert all(torch.equal(x, expected) for x in results)
     assert not torch.equal(before, expected) or change is convert
     assert replay.made == (1 if change in (replace_a_layer, hook) else 2)
 
@@ -206,9 +206,9 @@ def test_lower_bounds_that_change(ours, tokens, moved, replay):
     before, bounds = generated(model, tokens), model.model.lower_bounds
     with torch.no_grad():
         bounds.data = bounds * 9 if moved else bounds.mul_(9)
-    found = [generated(model, tokens) for _ in range(2)]
+    results = [generated(model, tokens) for _ in range(2)]
     expected = plainly(model, tokens)
-    assert all(torch.equal(x, expected) for x in found)
+    assert all(torch.equal(x, expected) for x in results)
     assert not torch.equal(before, expected)
     assert replay.made == 1 + moved
 

@@ -64,14 +64,14 @@ def test_the_public_checkpoints_have_their_sizes():
 def test_logits_loss_and_gradients(pair, tokens, options):
     labels = tokens.clone()
     labels[0, :30] = -100
-    found = []
+    results = []
     for model in pair(**options):
         out = model(tokens, labels=labels, output_hidden_states=True)
         gradients = torch.autograd.grad(out.loss, list(model.parameters()))
         assert all(x.any() for x in gradients)
         names = [name for name, _ in model.named_parameters()]
-        found.append((out.logits, out.loss, out.hidden_states, dict(zip(names, gradients, strict=True))))
-    torch.testing.assert_close(*found, **CLOSE)
+        results.append((out.logits, out.loss, out.hidden_states, dict(zip(names, gradients, strict=True))))
+    torch.testing.assert_close(*results, **CLOSE)
 
 
 @torch.no_grad()
@@ -89,9 +89,9 @@ def test_padding(pair, tokens, options):
 def test_packed_sequences(pair, tokens, options):
     cu_seqlens = torch.tensor([0, 3, 50, 80])
     a, b = pair(**options)
-    found = b(tokens[:1], cu_seqlens=cu_seqlens).logits
-    torch.testing.assert_close(found, a(tokens[:1], cu_seqlens=cu_seqlens).logits, **CLOSE)
-    torch.testing.assert_close(found[:, 3:50], b(tokens[:1, 3:50]).logits, **CLOSE)
+    results = b(tokens[:1], cu_seqlens=cu_seqlens).logits
+    torch.testing.assert_close(results, a(tokens[:1], cu_seqlens=cu_seqlens).logits, **CLOSE)
+    torch.testing.assert_close(results[:, 3:50], b(tokens[:1, 3:50]).logits, **CLOSE)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -99,13 +99,13 @@ def test_packed_sequences(pair, tokens, options):
 def test_generated_tokens(pair, tokens, how, kind):
     mask = torch.ones_like(tokens)
     mask[0, :25] = 0
-    found = []
+    results = []
     for model in pair(use_short_conv=True, model_type=kind):
         torch.manual_seed(1)
-        cache = {} if NAME == "past_key_values" or found else {"use_cache": False}  # FLA forgets a `cache`
-        found.append(model.generate(tokens, attention_mask=mask, max_new_tokens=12, **how, **cache))
-    assert found[0].shape == (2, 92)
-    assert torch.equal(*found)
+        cache = {} if NAME == "past_key_values" or results else {"use_cache": False}  # FLA forgets a `cache`
+        results.append(model.generate(tokens, attention_mask=mask, max_new_tokens=12, **how, **cache))
+    assert results[0].shape == (2, 92)
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -137,13 +137,13 @@ def test_the_loss_of_a_number_of_items(pair, tokens, options):
 
 @pytest.mark.parametrize("number", [None, 37])
 def test_l2warp(pair, tokens, number):
-    found = []
+    results = []
     for model in pair(use_l2warp=True):
         model.lm_head.weight.data *= 1000  # large logits, which l2warp is there to reduce
         loss = model(tokens, labels=tokens, num_items_in_batch=number).loss
-        found.append((loss, torch.autograd.grad(loss, model.lm_head.weight)[0]))
-    torch.testing.assert_close(*found, **CLOSE)
+        results.append((loss, torch.autograd.grad(loss, model.lm_head.weight)[0]))
+    torch.testing.assert_close(*results, **CLOSE)
     model.config.use_l2warp = False
     loss = model(tokens, labels=tokens, num_items_in_batch=number).loss
-    assert loss == found[1][0]
-    assert (torch.autograd.grad(loss, model.lm_head.weight)[0] - found[1][1]).abs().max() > 10 * CLOSE["atol"]
+    assert loss == results[1][0]
+    assert (torch.autograd.grad(loss, model.lm_head.weight)[0] - results[1][1]).abs().max() > 10 * CLOSE["atol"]

@@ -19,7 +19,7 @@ VIEWS |= {"empty", "set_", "unbind", "expand", "transpose", "squeeze", "alias"}
 A_LAYER = 10
 """Norm, projections, second half of the gate, step, output projection, norm, projections, two of the gated activation
 (one on a GPU), last projection."""
-OF_FEW_ROWS = 6
+FEW_ROWS_LAUNCHES = 6
 """Projections, second half of the gate, step, output projection, projections, last projection."""
 A_PROMPT = 10
 """Norm, projections, second half of the gate, the op, norm of heads with its gate, output projection, norm,
@@ -76,9 +76,9 @@ def test_a_decoding_step(ours, layers, monkeypatch):
     model(tokens, past_key_values=cache)
     with Launches(monkeypatch) as launches:
         model(tokens[:, :1], past_key_values=cache)
-    found = launches.found
-    assert found["mm"] + found["addmm"] + found["addmm_"] == 5 * layers + 1
-    assert found.total() <= A_LAYER * layers + OUTSIDE, found
+    counts = launches.found
+    assert counts["mm"] + counts["addmm"] + counts["addmm_"] == 5 * layers + 1
+    assert counts.total() <= A_LAYER * layers + OUTSIDE, counts
 
 
 @torch.no_grad()
@@ -98,7 +98,7 @@ def test_a_decoding_step_of_few_rows(ours, layers, monkeypatch):
         monkeypatch.setattr(few_rows, "kernel_of", lambda device: kernel)
         model(tokens[:, :1], past_key_values=cache)
     assert launches.found["product"] == 5 * layers
-    assert launches.found.total() <= OF_FEW_ROWS * layers + OUTSIDE, launches.found
+    assert launches.found.total() <= FEW_ROWS_LAUNCHES * layers + OUTSIDE, launches.found
 
 
 @torch.no_grad()
@@ -157,7 +157,7 @@ def test_a_decoding_step_of_mamba2(family, few, monkeypatch):
         with monkeypatch.context() as patch, Launches(patch) as launches, accelerate():
 
             def kernel(name, number, launches=launches):
-                return lambda *given, **_: launches.counted(name, lambda: torch.zeros_like(given[number]))
+                return lambda *arguments, **_: launches.counted(name, lambda: torch.zeros_like(arguments[number]))
 
             def product(x, weight, norm_weight, eps, groups, residual, launches=launches):
                 normed = x if groups == 1 else launches.counted("norm", lambda: torch.zeros_like(x))
@@ -168,7 +168,7 @@ def test_a_decoding_step_of_mamba2(family, few, monkeypatch):
                 convolve_token=kernel("convolve", 0),
                 step=kernel("step", 1),
                 norm=kernel("norm", 0),
-                product=product if few else lambda *given: None,
+                product=product if few else lambda *arguments: None,
             )
             patch.setattr(kernels, "provided", functions)
             model(torch.ones(2, 1, dtype=torch.long), use_cache=True, **{key: out[key]})

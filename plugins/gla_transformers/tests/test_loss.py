@@ -29,12 +29,12 @@ def calls(monkeypatch):
     from gla_transformers import loss_kernel
 
     def noted(name):
-        return lambda *args: found.append(name) or getattr(loss_kernel, name)(*args)
+        return lambda *args: recorded.append(name) or getattr(loss_kernel, name)(*args)
 
-    found: list[str] = []
+    recorded: list[str] = []
     kernels = SimpleNamespace(losses=noted("losses"), gradient=noted("gradient"))
     monkeypatch.setattr(loss, "_kernels_of", lambda device: kernels)
-    return found
+    return recorded
 
 
 def made(n, D, dtype=torch.float32, scale=1.0, ignored=IGNORED):
@@ -50,8 +50,8 @@ def made(n, D, dtype=torch.float32, scale=1.0, ignored=IGNORED):
 def loss_and_gradient(logits, targets, ignored=IGNORED):
     """Returns the loss of logits and their gradient, which is not that of the loss alone."""
     x = logits.detach().requires_grad_()
-    found = loss.sum_of_losses(x, targets, ignored)
-    return found.detach(), torch.autograd.grad(3 * found, x)[0]
+    actual = loss.sum_of_losses(x, targets, ignored)
+    return actual.detach(), torch.autograd.grad(3 * actual, x)[0]
 
 
 @runs
@@ -89,10 +89,10 @@ def test_the_kernels(n, D, dtype, scale, last, seed):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_loss_and_its_gradient(dtype, calls, monkeypatch):
     logits, targets = made(20, 99, dtype)
-    found = [loss_and_gradient(logits, labels) for labels in (targets, targets.repeat_interleave(2)[::2])]
+    actual = [loss_and_gradient(logits, labels) for labels in (targets, targets.repeat_interleave(2)[::2])]
     assert calls == ["losses", "gradient"] * 2
     monkeypatch.setattr(loss, "_kernels_of", lambda device: None)
-    for value, gradient in found:
+    for value, gradient in actual:
         expected = loss_and_gradient(logits, targets)
         torch.testing.assert_close(value, expected[0])
         assert relative_error(gradient, expected[1]) <= FORWARD[dtype]
@@ -165,11 +165,11 @@ def test_calls_that_are_left_to_pytorch(calls):
 def test_second_derivatives(calls):
     logits, targets = (x.clone() for x in made(6, 8, torch.float32))
     logits = logits.nan_to_num(neginf=0).requires_grad_()
-    found = []
+    actual = []
     for function in (loss.sum_of_losses, loss._sum_of_losses):
         (slope,) = torch.autograd.grad(function(logits, targets, IGNORED), logits, create_graph=True)
-        found.append(torch.autograd.grad(slope.square().sum(), logits)[0])
-    torch.testing.assert_close(*found)
+        actual.append(torch.autograd.grad(slope.square().sum(), logits)[0])
+    torch.testing.assert_close(*actual)
     assert calls == ["losses"]
 
 
@@ -191,11 +191,11 @@ def test_training(ours, tokens, calls, in_parts, monkeypatch):
         out = model(tokens, labels=tokens)
         return [out.loss, *torch.autograd.grad(out.loss, list(model.parameters()))]
 
-    found = gradients()
+    actual = gradients()
     parts = loss.PARTS
     assert calls == (["losses"] * parts + ["losses", "gradient"] * parts if in_parts else ["losses", "gradient"])
     monkeypatch.setattr(loss, "_kernels_of", lambda device: loss_pytorch)
-    for a, b in zip(found, gradients(), strict=True):
+    for a, b in zip(actual, gradients(), strict=True):
         assert relative_error(a, b) <= 1e-5
 
 

@@ -31,9 +31,9 @@ def calls(monkeypatch):
     from gla_transformers import causal_convolution_kernel, few_rows_kernel, gated_kernel, mamba2_kernel
 
     def noted(module, name):
-        return lambda *args, **options: found.append(name) or getattr(module, name)(*args, **options)
+        return lambda *args, **options: recorded.append(name) or getattr(module, name)(*args, **options)
 
-    found: list[str] = []
+    recorded: list[str] = []
     for dispatch, module, names in (
         (mamba2, mamba2_kernel, ("convolve_token", "step")),
         (causal_convolution, causal_convolution_kernel, ("convolve", "convolve_backward")),
@@ -44,17 +44,17 @@ def calls(monkeypatch):
     products = SimpleNamespace(is_served=few_rows_kernel.is_served, product=noted(few_rows_kernel, "product"))
     monkeypatch.setattr(few_rows, "kernel_of", lambda device: products)
     monkeypatch.setattr(kernels, "provided", mamba2)
-    return found
+    return recorded
 
 
 def rand(*shape, dtype=torch.float32):
     return torch.randn(*shape, device=DEVICE).to(dtype)
 
 
-def check(found, expected, dtype):
-    assert found.dtype == dtype
-    assert found.shape == expected.shape
-    assert relative_error(found, expected) <= FORWARD[dtype]
+def check(actual, expected, dtype):
+    assert actual.dtype == dtype
+    assert actual.shape == expected.shape
+    assert relative_error(actual, expected) <= FORWARD[dtype]
 
 
 @runs
@@ -94,8 +94,8 @@ def test_convolution_of_sequences(batch, channels, T, width, order, activation, 
     """Values and gradients. The memory of x is that of a slice of a projection, or has tokens contiguous."""
     x = rand(batch, T, channels + 7, dtype=dtype)[..., 3 : 3 + channels].mT
     x = (x if order == "channels" else x.contiguous()).requires_grad_()
-    given = [x, rand(channels, width, dtype=dtype).requires_grad_(), rand(channels, dtype=dtype).requires_grad_()]
-    for some in (given, given[:2]):
+    arguments = [x, rand(channels, width, dtype=dtype).requires_grad_(), rand(channels, dtype=dtype).requires_grad_()]
+    for some in (arguments, arguments[:2]):
         exact = [y.detach().double().requires_grad_() for y in some]
         without = [None] * (3 - len(some))
         y, expected = mamba2.convolve_sequences(*some, *without, activation), convolved(*exact, *without, activation)
@@ -143,14 +143,14 @@ def test_no_tokens(shape, calls):
 def test_convolutions_that_are_left_to_pytorch(calls):
     x, weight = rand(2, 6, 9), rand(6, 4)
     wide = rand(6, causal_convolution.WIDEST + 1)
-    for given in (
+    for arguments in (
         (x.double(), weight),
         (x, weight.double()),
         (x, rand(5, 4)),
         (x, wide),
         (x, weight.mT.contiguous().mT),
     ):
-        assert mamba2.convolve_sequences(*given, None, "silu") is None
+        assert mamba2.convolve_sequences(*arguments, None, "silu") is None
     assert mamba2.convolve_sequences(x, weight, None, "gelu") is None
     assert calls == []
 
@@ -203,9 +203,9 @@ def test_step(shape, dtype, swapped, wide, calls, monkeypatch):
     state = rand(batch, heads, N, V).mT if swapped else rand(batch, heads, V, N)
     exact = state.double()
     for _ in range(3):
-        given = step_inputs(*shape, dtype)
-        y = selective_state_update(state, **given, dt_softplus=True)
-        expected, exact = stepped(exact, **given)
+        arguments = step_inputs(*shape, dtype)
+        y = selective_state_update(state, **arguments, dt_softplus=True)
+        expected, exact = stepped(exact, **arguments)
         check(y, expected, dtype)
         check(state, exact, torch.float32)
     assert calls == ["step"] * 3
@@ -216,14 +216,14 @@ def test_step(shape, dtype, swapped, wide, calls, monkeypatch):
 @pytest.mark.parametrize("left", [(), ("D",), ("z",), ("dt_bias",), ("D", "z", "dt_bias")], ids=str)
 @pytest.mark.parametrize("softplus", [False, True])
 def test_options_of_a_step(left, softplus, calls):
-    given = {name: x for name, x in step_inputs(*SHAPES[1], torch.float32).items() if name not in left}
-    if "D" in given:
-        given["D"] = rand(3, 20)
+    arguments = {name: x for name, x in step_inputs(*SHAPES[1], torch.float32).items() if name not in left}
+    if "D" in arguments:
+        arguments["D"] = rand(3, 20)
     if not softplus:
-        given["dt"] = given["dt"][..., :1].abs().expand(-1, -1, 20)
+        arguments["dt"] = arguments["dt"][..., :1].abs().expand(-1, -1, 20)
     state = rand(3, 3, 20, 24)
-    expected, after = stepped(state, **given, softplus=softplus)
-    check(selective_state_update(state, **given, dt_softplus=softplus), expected, torch.float32)
+    expected, after = stepped(state, **arguments, softplus=softplus)
+    check(selective_state_update(state, **arguments, dt_softplus=softplus), expected, torch.float32)
     check(state, after, torch.float32)
     assert calls == ["step"]
 
@@ -232,9 +232,9 @@ def test_options_of_a_step(left, softplus, calls):
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_states_of_half_precision_are_rounded_once(dtype, calls):
-    given, state = step_inputs(*SHAPES[1], torch.float32), rand(3, 3, 20, 24, dtype=dtype)
-    expected, after = stepped(state, **given)
-    check(selective_state_update(state, **given, dt_softplus=True), expected, torch.float32)
+    arguments, state = step_inputs(*SHAPES[1], torch.float32), rand(3, 3, 20, 24, dtype=dtype)
+    expected, after = stepped(state, **arguments)
+    check(selective_state_update(state, **arguments, dt_softplus=True), expected, torch.float32)
     check(state, after, dtype)
     assert calls == ["step"]
 
@@ -244,12 +244,12 @@ def test_states_of_half_precision_are_rounded_once(dtype, calls):
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
 def test_states_of_a_pool(index, calls):
     """A row with a negative index reads and writes no state."""
-    given, pool = step_inputs(*SHAPES[1], torch.float32), rand(5, 3, 20, 24)
+    arguments, pool = step_inputs(*SHAPES[1], torch.float32), rand(5, 3, 20, 24)
     before, slots = pool.clone(), torch.tensor([4, -1, 2], dtype=index, device=DEVICE)
-    y = selective_state_update(pool, **given, dt_softplus=True, state_batch_indices=slots)
-    expected, after = stepped(before[[4, 0, 2]], **given)
+    y = selective_state_update(pool, **arguments, dt_softplus=True, state_batch_indices=slots)
+    expected, after = stepped(before[[4, 0, 2]], **arguments)
     check(y[::2], expected[::2], torch.float32)
-    check(y[1], given["x"][1] * given["D"] * F.silu(given["z"][1]), torch.float32)
+    check(y[1], arguments["x"][1] * arguments["D"] * F.silu(arguments["z"][1]), torch.float32)
     check(pool[[4, 2]], after[::2], torch.float32)
     assert torch.equal(pool[[0, 1, 3]], before[[0, 1, 3]])
     assert calls == ["step"]
@@ -258,10 +258,10 @@ def test_states_of_a_pool(index, calls):
 @runs
 def test_small_time_steps_keep_their_precision(calls):
     """softplus(-12) is 6e-6; log(1 + e) would round it to 1 %."""
-    given, state = step_inputs(*SHAPES[0], torch.float32), torch.zeros(1, 4, 8, 16, device=DEVICE)
-    given |= {"dt": torch.full((1, 4, 1), -12.0, device=DEVICE).expand(-1, -1, 8), "dt_bias": None}
-    _, after = stepped(state, **given)
-    selective_state_update(state, **given, dt_softplus=True)
+    arguments, state = step_inputs(*SHAPES[0], torch.float32), torch.zeros(1, 4, 8, 16, device=DEVICE)
+    arguments |= {"dt": torch.full((1, 4, 1), -12.0, device=DEVICE).expand(-1, -1, 8), "dt_bias": None}
+    _, after = stepped(state, **arguments)
+    selective_state_update(state, **arguments, dt_softplus=True)
     torch.testing.assert_close(state.double(), after, rtol=1e-5, atol=1e-12)
     assert calls == ["step"]
 
@@ -284,12 +284,12 @@ def test_norm(rows, tokens, groups, width, gate_first, dtype, calls):
     gate = gates[..., : groups * width].requires_grad_()
     weight = rand(groups * width, dtype=dtype).requires_grad_()
     x.requires_grad_()
-    for given in ((x, weight, gate), (x, weight)):
-        exact = [y.detach().double().requires_grad_() for y in given]
-        y = mamba2.norm(*given, *[None] * (3 - len(given)), EPS, groups, gate_first)
-        expected = norm(*exact, *[None] * (3 - len(given)), groups, gate_first)
+    for arguments in ((x, weight, gate), (x, weight)):
+        exact = [y.detach().double().requires_grad_() for y in arguments]
+        y = mamba2.norm(*arguments, *[None] * (3 - len(arguments)), EPS, groups, gate_first)
+        expected = norm(*exact, *[None] * (3 - len(arguments)), groups, gate_first)
         dy = torch.randn_like(y)
-        results = torch.autograd.grad(y, given, dy), torch.autograd.grad(expected, exact, dy.double())
+        results = torch.autograd.grad(y, arguments, dy), torch.autograd.grad(expected, exact, dy.double())
         for a, b in zip((y, *results[0]), (expected, *results[1]), strict=True):
             check(a, b, dtype)
     assert calls == ["normed", "normed_backward"] * 2
@@ -322,10 +322,10 @@ def product_inputs(M, K, N, dtype, stream=None, residual=True):
 def test_product(M, residual, groups, dtype, calls):
     """Float32 is rounded to the dtype of the weight before the norm, which works in groups as a kernel of its own."""
     for stream in {dtype, torch.float32} if groups == 1 else {dtype}:
-        x, weight, of_norm, added = product_inputs(M, 64, 24, dtype, stream, residual)
+        x, weight, norm_weight, added = product_inputs(M, 64, 24, dtype, stream, residual)
         calls.clear()
-        y = mamba2.product(x, weight, of_norm, EPS, groups, added)
-        normed = norm(x.to(dtype).double(), of_norm.double(), None, groups, True).to(dtype)
+        y = mamba2.product(x, weight, norm_weight, EPS, groups, added)
+        normed = norm(x.to(dtype).double(), norm_weight.double(), None, groups, True).to(dtype)
         expected = normed.double() @ weight.double().mT + (0 if added is None else added.double())
         assert y.dtype == (dtype if added is None else stream)
         assert relative_error(y, expected) <= FORWARD[dtype]
@@ -334,47 +334,49 @@ def test_product(M, residual, groups, dtype, calls):
 
 @torch.no_grad()
 def test_products_that_are_left_to_pytorch(calls):
-    x, weight, of_norm, residual = product_inputs(2, 64, 24, torch.float32)
+    x, weight, norm_weight, residual = product_inputs(2, 64, 24, torch.float32)
     many = product_inputs(65, 64, 24, torch.float16)
-    for given in (
+    for arguments in (
         many,
         product_inputs(3, 64, 24, torch.float32),
-        (x, weight.half(), of_norm, residual),
-        (x.double(), weight.double(), of_norm.double(), residual.double()),
-        (x.half(), weight, of_norm, residual),
-        (x.expand(-1, 2, -1), weight, of_norm, residual),
-        (x[..., :48], weight, of_norm, residual),
-        (x.mT.contiguous().mT.expand(2, 1, 64)[..., ::2], weight[:, :32].contiguous(), of_norm[:32], residual),
-        (x, weight.mT.contiguous().mT, of_norm, residual),
-        (x, weight, of_norm[:48], residual),
-        (x, weight, of_norm, residual[..., :23]),
-        (x, weight, of_norm, residual.half()),
-        (x[..., :20].contiguous(), weight[:, :20].contiguous(), of_norm[:20], residual),
+        (x, weight.half(), norm_weight, residual),
+        (x.double(), weight.double(), norm_weight.double(), residual.double()),
+        (x.half(), weight, norm_weight, residual),
+        (x.expand(-1, 2, -1), weight, norm_weight, residual),
+        (x[..., :48], weight, norm_weight, residual),
+        (x.mT.contiguous().mT.expand(2, 1, 64)[..., ::2], weight[:, :32].contiguous(), norm_weight[:32], residual),
+        (x, weight.mT.contiguous().mT, norm_weight, residual),
+        (x, weight, norm_weight[:48], residual),
+        (x, weight, norm_weight, residual[..., :23]),
+        (x, weight, norm_weight, residual.half()),
+        (x[..., :20].contiguous(), weight[:, :20].contiguous(), norm_weight[:20], residual),
     ):
-        assert mamba2.product(*given[:3], EPS, 1, given[3]) is None
-    assert mamba2.product(x, weight, of_norm, EPS, 3, residual) is None
+        assert mamba2.product(*arguments[:3], EPS, 1, arguments[3]) is None
+    assert mamba2.product(x, weight, norm_weight, EPS, 3, residual) is None
     with torch.enable_grad():
-        assert mamba2.product(x.clone().requires_grad_(), weight, of_norm, EPS, 1, residual) is None
+        assert mamba2.product(x.clone().requires_grad_(), weight, norm_weight, EPS, 1, residual) is None
     assert calls == []
 
 
 @torch.no_grad()
 def test_calls_that_are_left_to_pytorch(calls):
     x, state, weight = rand(2, 6, 1), rand(2, 6, 4), rand(6, 4)
-    for given in (
+    for arguments in (
         (rand(2, 6, 2), state, weight, None, "silu"),
         (x, rand(2, 6, 5), weight, None, "silu"),
         (x, state, weight, None, "gelu"),
         (x.double(), state, weight, None, "silu"),
         (x, state.mT.contiguous().mT, weight, None, "silu"),
     ):
-        assert mamba2.convolve_token(*given) is None
+        assert mamba2.convolve_token(*arguments) is None
     with torch.enable_grad():
         assert mamba2.convolve_token(x.clone().requires_grad_(), state, weight, None, "silu") is None
-    given = step_inputs(*SHAPES[0], torch.float32)
+    arguments = step_inputs(*SHAPES[0], torch.float32)
     with pytest.raises(ValueError, match="in place"):
-        selective_state_update(torch.zeros(1, 4, 8, 1, device=DEVICE).expand(-1, -1, -1, 16), **given)
-    selective_state_update(torch.zeros(1, 4, 8, 16, device=DEVICE), **given | {"A": given["A"].contiguous()})  # Mamba-1
+        selective_state_update(torch.zeros(1, 4, 8, 1, device=DEVICE).expand(-1, -1, -1, 16), **arguments)
+    selective_state_update(
+        torch.zeros(1, 4, 8, 16, device=DEVICE), **arguments | {"A": arguments["A"].contiguous()}
+    )  # Mamba-1
     assert mamba2.norm(rand(2, 6), weight.new_ones(6, dtype=torch.float64), None, EPS, 2, True) is None
     assert mamba2.norm(rand(2, 6), rand(6), None, EPS, 4, True) is None
     assert calls == []
@@ -385,10 +387,10 @@ def test_calls_that_are_left_to_pytorch(calls):
 def test_a_request_is_left_to_the_op(request_, calls):
     import gla_core as gla
 
-    given, state = step_inputs(*SHAPES[0], torch.float32), rand(*SHAPES[0][:2], *SHAPES[0][3:])
-    expected, _ = stepped(state, **given)
+    arguments, state = step_inputs(*SHAPES[0], torch.float32), rand(*SHAPES[0][:2], *SHAPES[0][3:])
+    expected, _ = stepped(state, **arguments)
     with gla.use_backend(request_):
-        check(selective_state_update(state, **given, dt_softplus=True), expected, torch.float32)
+        check(selective_state_update(state, **arguments, dt_softplus=True), expected, torch.float32)
     assert calls == []
 
 
@@ -409,13 +411,23 @@ def test_they_compile_for_gpus(target, whole, swapped):
     from gla_triton_runtime.architecture import Architecture, Gpu
 
     gpu = Gpu({"H100": Architecture.SM90, "A100": Architecture.SM80, "MI300X": Architecture.AMD}[target], 132)
-    given = {k: v.cpu() for k, v in step_inputs(64, 128, 8, 64, 128, torch.bfloat16).items()}
-    rest = [given[name] if whole else None for name in ("D", "z", "dt_bias")]
+    step_arguments = {k: v.cpu() for k, v in step_inputs(64, 128, 8, 64, 128, torch.bfloat16).items()}
+    rest = [step_arguments[name] if whole else None for name in ("D", "z", "dt_bias")]
     state = torch.empty(64, 128, 128, 64).mT if swapped else torch.empty(64, 128, 64, 128)
-    one = [given["dt"][..., 0], given["A"][:, 0, 0]]
+    one = [step_arguments["dt"][..., 0], step_arguments["A"][:, 0, 0]]
     bias = None if rest[2] is None else rest[2][:, 0]
     slots = torch.arange(64) if whole else None
-    tensors = (state, given["x"], *one, given["B"], given["C"], *rest[:2], bias, slots, torch.empty_like(given["x"]))
+    tensors = (
+        state,
+        step_arguments["x"],
+        *one,
+        step_arguments["B"],
+        step_arguments["C"],
+        *rest[:2],
+        bias,
+        slots,
+        torch.empty_like(step_arguments["x"]),
+    )
     x, filters = torch.empty(64, 9088, dtype=torch.bfloat16)[:, :4352], torch.empty(4352, 4, dtype=torch.bfloat16)
     history = torch.empty(64, 4352, 4, dtype=torch.bfloat16)
     convolution = (x, history, filters, filters[:, 0].contiguous() if whole else None, torch.empty_like(x))

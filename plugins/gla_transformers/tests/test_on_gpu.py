@@ -47,19 +47,19 @@ def test_a_step_in_a_cuda_graph(model, prompt):
     for _ in range(2):
         cache.reset()
         word.copy_(read(prompt))
-        found = [word.clone()]
+        read_words = [word.clone()]
         for _ in range(NEW - 1):
             graph.replay()
-            found.append(word.clone())
-        assert torch.equal(torch.cat(found, 1), expected)
+            read_words.append(word.clone())
+        assert torch.equal(torch.cat(read_words, 1), expected)
 
 
 @torch.no_grad()
 def test_a_static_cache(model, prompt):
     options = {"min_new_tokens": NEW, "max_new_tokens": NEW, "do_sample": False}
     expected = model.generate(prompt, **options)
-    found = model.generate(prompt, cache_implementation="static", **options)
-    same = (found == expected).float().mean()
+    actual = model.generate(prompt, cache_implementation="static", **options)
+    same = (actual == expected).float().mean()
     assert same > 0.9, "a compiled step rounds in other places, but hardly changes a word"
 
 
@@ -80,15 +80,15 @@ def test_the_loss_of_logits():
     logits = torch.randn(n, D, device="cuda", dtype=torch.bfloat16).requires_grad_()
     targets = torch.randint(0, D, (n,), device="cuda").masked_fill_(torch.rand(n, device="cuda") < 0.1, loss.IGNORED)
     assert loss._functions(logits, targets).__name__ == "gla_transformers.loss_kernel"
-    found = loss.sum_of_losses(logits, targets, loss.IGNORED)
-    (gradient,) = torch.autograd.grad(found / n, logits)
+    actual = loss.sum_of_losses(logits, targets, loss.IGNORED)
+    (gradient,) = torch.autograd.grad(actual / n, logits)
     expected = 0
     for x, labels, dx in zip(*(y.split(4096) for y in (logits.detach(), targets, gradient)), strict=True):
         x = x.float().requires_grad_()
         part = F.cross_entropy(x, labels, reduction="sum")
         torch.testing.assert_close(dx.float(), torch.autograd.grad(part / n, x)[0], rtol=5e-3, atol=1e-12)
         expected = expected + part.detach().double()
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=0)
 
 
 @torch.no_grad()
@@ -99,14 +99,14 @@ def test_generating_by_graphs(model, prompt, how):
     mask[0, :30] = 0
     options = how | {"min_new_tokens": NEW, "max_new_tokens": NEW}
     model.float()  # in bfloat16, pieces of prompts round differently
-    for given in ({}, {"attention_mask": mask}):
+    for masks in ({}, {"attention_mask": mask}):
         model.config.cuda_graphs = False
         torch.manual_seed(1)
-        expected = model.generate(prompt, **given, **options)
+        expected = model.generate(prompt, **masks, **options)
         model.config.cuda_graphs = True
         for _ in range(6):
             torch.manual_seed(1)
-            assert torch.equal(model.generate(prompt, **given, **options), expected)
+            assert torch.equal(model.generate(prompt, **masks, **options), expected)
     (slot,) = model.model.graphs.slots
     assert not model.model.graphs.failed
     assert {T for T, _ in slot.pieces} >= {1, 128}
@@ -137,12 +137,12 @@ def test_gradients_of_gates():
     alpha = c + (1 - c) * x.sigmoid()
     results, expected = forgetting(*inputs), (F.silu(z), 1 - alpha, alpha.log())
     gradients = [torch.randn_like(y) for y in results]
-    found = torch.autograd.grad(results, inputs, gradients)
+    actual = torch.autograd.grad(results, inputs, gradients)
     wanted = torch.autograd.grad(expected, exact, [y.double() for y in gradients])
-    for y, a, b in zip(inputs, found, wanted, strict=True):
+    for y, a, b in zip(inputs, actual, wanted, strict=True):
         assert relative_error(a, b) <= GRADIENT[y.dtype]
     again = torch.autograd.grad(forgetting(*inputs), inputs, gradients)
-    assert all(map(torch.equal, found, again))
+    assert all(map(torch.equal, actual, again))
 
 
 def mamba2(layers, **options):
@@ -170,12 +170,12 @@ def test_mamba2_of_transformers(sequences, options):
     model, word = mamba2(2, **options), prompt[:, :1].clone()
     exact = tokens_and_cache(model, prompt)[0](word)
     model.bfloat16()
-    own = tokens_and_cache(model, prompt)[0](word)
+    original = tokens_and_cache(model, prompt)[0](word)
     with accelerate():
         read, states = tokens_and_cache(model, prompt)
         before = [x.clone() for x in states]
-        found = read(word)
-        assert (found - exact).norm() <= 1.5 * (own - exact).norm()
+        actual = read(word)
+        assert (actual - exact).norm() <= 1.5 * (original - exact).norm()
         after = [x.clone() for x in states]
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
@@ -186,7 +186,7 @@ def test_mamba2_of_transformers(sequences, options):
             captured = read(word)
         torch._foreach_copy_(states, before)
         graph.replay()
-        for a, b in zip((captured, *states), (found, *after), strict=True):
+        for a, b in zip((captured, *states), (actual, *after), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)  # a captured product may sum in another order
 
 
@@ -219,11 +219,11 @@ def test_training_mamba2_of_transformers(prompt):
     exact = gradients()
     model.bfloat16()
     parameters = list(model.parameters())
-    own = gradients()
+    original = gradients()
     with accelerate():
-        found = gradients()
+        actual = gradients()
 
     def error(a):
         return sum((x.float() - y).norm() ** 2 for x, y in zip(a, exact, strict=True)) ** 0.5
 
-    assert error(found) <= 1.5 * error(own)
+    assert error(actual) <= 1.5 * error(original)

@@ -31,9 +31,9 @@ def numbered(rows, front=0, behind=0):
 def positions(numbers, first=0, counts_padding=True):
     """Returns positions [B, T] that begin anew where the number changes; 0 in padding that is not counted."""
     made = torch.zeros_like(numbers)
-    for row, of_row in zip(made, numbers, strict=True):
-        for number in of_row.unique():
-            row[of_row == number] = torch.arange(int((of_row == number).sum())) + first
+    for row, row_numbers in zip(made, numbers, strict=True):
+        for number in row_numbers.unique():
+            row[row_numbers == number] = torch.arange(int((row_numbers == number).sum())) + first
     return made if counts_padding else made * (numbers != 0)
 
 
@@ -138,10 +138,15 @@ def test_each_sequence_is_as_alone(model, alone, numbers, said):
     """All tokens differ, so the gradients of their embeddings are those of the sequences."""
     tokens, real = torch.zeros_like(numbers), numbers != 0
     tokens[real] = torch.arange(1, 1 + int(real.sum()))
-    found, gradients = outputs_and_gradients(model, tokens, real, **said)
-    sequences = [row[of_row == n] for row, of_row in zip(tokens, numbers, strict=True) for n in of_row.unique() if n]
+    actual, gradients = outputs_and_gradients(model, tokens, real, **said)
+    sequences = [
+        row[row_numbers == n]
+        for row, row_numbers in zip(tokens, numbers, strict=True)
+        for n in row_numbers.unique()
+        if n
+    ]
     expected, parts = zip(*(alone(tuple(sequence.tolist())) for sequence in sequences), strict=True)
-    torch.testing.assert_close(found, torch.cat(expected), **CLOSE)
+    torch.testing.assert_close(actual, torch.cat(expected), **CLOSE)
     torch.testing.assert_close(gradients, tuple(map(sum, zip(*parts, strict=True))), **CLOSE)
 
 
@@ -172,8 +177,8 @@ def test_one_sequence_in_each_row_stays_so(model, first):
         expected = model(tokens, attention_mask=mask, use_cache=False).logits
         for said in (torch.arange(9)[None], torch.ones_like(tokens).cumsum(1) if mask is None else mask.cumsum(1) - 1):
             cache = GLACache(model.config)
-            found = model(tokens, attention_mask=mask, position_ids=said + first, past_key_values=cache).logits
-            assert torch.equal(found, expected)
+            actual = model(tokens, attention_mask=mask, position_ids=said + first, past_key_values=cache).logits
+            assert torch.equal(actual, expected)
             assert len(cache.layers[0].state.recurrent) == 2
 
 

@@ -49,12 +49,12 @@ def test_state_dicts_and_values(theirs, ours, tokens, options):
     a, b = theirs(**options), ours(**options)
     b.load_state_dict(a.state_dict())
     a.load_state_dict(b.state_dict())
-    found = []
+    results = []
     for model in (a, b):
         loss = model(tokens, labels=tokens, use_cache=False).loss
         gradients = torch.autograd.grad(loss, list(model.parameters()))
-        found.append((loss, dict(zip(model.state_dict(), gradients, strict=True))))
-    torch.testing.assert_close(*found, **CLOSE)
+        results.append((loss, dict(zip(model.state_dict(), gradients, strict=True))))
+    torch.testing.assert_close(*results, **CLOSE)
 
 
 @torch.no_grad()
@@ -78,8 +78,8 @@ def test_padding_packing_and_decoding(ours, tokens, options):
 def test_padding_anywhere_leaves_the_tokens_as_they_are_alone(ours, tokens, options):
     model, mask = ours(**options), torch.rand(tokens.shape) < 0.6
     logits = model(tokens, attention_mask=mask).logits
-    for row, seen, found in zip(tokens, mask, logits, strict=True):
-        torch.testing.assert_close(found[seen], model(row[seen][None]).logits[0], **CLOSE)
+    for row, seen, actual in zip(tokens, mask, logits, strict=True):
+        torch.testing.assert_close(actual[seen], model(row[seen][None]).logits[0], **CLOSE)
 
 
 @torch.no_grad()
@@ -90,11 +90,11 @@ def test_turns_with_padding_of_their_own_go_on_as_each_row_alone(ours, tokens, o
     model = ours(**options)
     mask, turns = torch.rand(tokens.shape) < 0.5, [(0, 4), (4, 30), (30, 31), (31, 33), (33, 60), (60, 80)]
     mask[0, :4], mask[1, 33:60] = False, False
-    cache, found = GLACache(model.config), []
+    cache, results = GLACache(model.config), []
     for begin, end in turns:
         part = mask[:, 0 if columns_of_before else begin : end]
-        found.append(model(tokens[:, begin:end], attention_mask=part, past_key_values=cache).logits)
-    for row, seen, logits in zip(tokens, mask, torch.cat(found, 1), strict=True):
+        results.append(model(tokens[:, begin:end], attention_mask=part, past_key_values=cache).logits)
+    for row, seen, logits in zip(tokens, mask, torch.cat(results, 1), strict=True):
         torch.testing.assert_close(logits[seen], model(row[seen][None]).logits[0], **CLOSE)
 
 
@@ -105,9 +105,9 @@ def test_a_turn_without_a_mask_does_not_see_the_padding_before(ours, tokens, opt
     model, mask = ours(**options), torch.ones_like(tokens)
     mask[0, slice(*padding)] = 0
     cache = model(tokens[:, : turns[0]], attention_mask=mask[:, : turns[0]], use_cache=True).past_key_values
-    found = [model(tokens[:, begin:end], past_key_values=cache).logits[0] for begin, end in pairwise(turns)]
+    results = [model(tokens[:, begin:end], past_key_values=cache).logits[0] for begin, end in pairwise(turns)]
     alone = model(tokens[:1, mask[0] == 1]).logits[0]
-    torch.testing.assert_close(torch.cat(found), alone[turns[0] - 80 :], **CLOSE)
+    torch.testing.assert_close(torch.cat(results), alone[turns[0] - 80 :], **CLOSE)
 
 
 @torch.no_grad()
@@ -154,10 +154,10 @@ def test_compiled_training(ours, tokens):
     mask[0, :25] = 0
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    found = []
+    results = []
     for each in (model, compiled):
         logits = each(tokens, attention_mask=mask).logits
         loss = F.cross_entropy(logits[mask == 1], tokens[mask == 1])
-        found.append((loss, torch.autograd.grad(loss, list(model.parameters()))))
-    torch.testing.assert_close(*found, **CLOSE)
-    assert all(x.isfinite().all() for x in found[0][1])
+        results.append((loss, torch.autograd.grad(loss, list(model.parameters()))))
+    torch.testing.assert_close(*results, **CLOSE)
+    assert all(x.isfinite().all() for x in results[0][1])

@@ -90,10 +90,10 @@ def says(run):
 
 
 def test_text_that_standard_output_cannot_encode(run, folder, monkeypatch):
-    found = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(found, encoding="ascii"))
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
     run_generate(Options(folder, "Café ", torch.device("cpu"), max_new_tokens=2, temperature=0))
-    assert found.getvalue().startswith(b"Caf? ")
+    assert written.getvalue().startswith(b"Caf? ")
 
 
 @pytest.mark.parametrize("left", [0, 4, 300, -2])

@@ -46,8 +46,8 @@ def test_the_loss_in_parts(ours, tokens, warp, number):
     model.config.fuse_linear_cross_entropy = True
     torch.testing.assert_close(loss_and_gradients(model, tokens, labels=labels, num_items_in_batch=number), whole)
     shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
-    found = loss_and_gradients(model, tokens, shift_labels=shifted, num_items_in_batch=number)
-    torch.testing.assert_close(found, whole)
+    actual = loss_and_gradients(model, tokens, shift_labels=shifted, num_items_in_batch=number)
+    torch.testing.assert_close(actual, whole)
     other = {"labels": labels.where(labels >= 0, 0), "num_items_in_batch": number, "ignore_index": 0}
     torch.testing.assert_close(loss_and_gradients(model, tokens, **other), whole)
     assert model(tokens, labels=labels).logits is None
@@ -141,9 +141,9 @@ def test_autocast_and_bfloat16(model, tokens):
         out = model(tokens, labels=tokens)
     assert out.logits.dtype == torch.bfloat16
     torch.testing.assert_close(out.loss, expected, rtol=2e-2, atol=2e-2)
-    found = torch.autograd.grad(out.loss, list(model.parameters()))
-    assert all(x.dtype == torch.float32 for x in found)
-    for a, b in zip(found, gradients, strict=True):
+    actual = torch.autograd.grad(out.loss, list(model.parameters()))
+    assert all(x.dtype == torch.float32 for x in actual)
+    for a, b in zip(actual, gradients, strict=True):
         assert F.cosine_similarity(a.flatten(), b.flatten(), 0) > 0.95
     half = model.to(torch.bfloat16).eval()
     with torch.no_grad():
@@ -198,11 +198,11 @@ def test_the_loss_of_logits(dtype):
     logits[:, ::3, 0] = -torch.inf
     labels = torch.randint(1, 13, (2, 700)).masked_fill(torch.rand(2, 700) < 0.3, -100)
     for options in {}, {"num_items_in_batch": 50}, {"shift_labels": labels}, {"ignore_index": 3}:
-        given = labels.abs().clamp(max=12) if "ignore_index" in options else labels
+        targets = labels.abs().clamp(max=12) if "ignore_index" in options else labels
         pairs = []
         for loss in next_token_loss, ForCausalLMLoss:
             x = logits.clone().requires_grad_()
-            y = loss(x, given, 13, **options)
+            y = loss(x, targets, 13, **options)
             pairs.append((y, *torch.autograd.grad(y, x, retain_graph=True)))
             if dtype == torch.float64:
                 (slope,) = torch.autograd.grad(y * y, x, create_graph=True)

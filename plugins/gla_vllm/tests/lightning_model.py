@@ -51,7 +51,7 @@ def save(folder):
     (folder / "config.json").write_text(json.dumps(config))
     shapes = {"word_embeddings": (VOCABULARY, HIDDEN), "norm": (HIDDEN,)}
     for i in range(LAYERS):
-        of_layer = {
+        layer_shapes = {
             "input_layernorm": (HIDDEN,),
             "post_attention_layernorm": (HIDDEN,),
             "attention.query_key_value": (3 * HEADS * WIDTH, HIDDEN),
@@ -64,7 +64,7 @@ def save(folder):
             "mlp.up_proj": (MLP, HIDDEN),
             "mlp.down_proj": (HIDDEN, MLP),
         }
-        shapes |= {f"layers.{i}.{name}": shape for name, shape in of_layer.items()}
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer_shapes.items()}
     weights = {f"model.{name}.weight": _random(shape) for name, shape in shapes.items()}
     weights["lm_head.weight"] = _random((VOCABULARY, HIDDEN))
     save_file(weights, str(folder / "model.safetensors"))
@@ -123,11 +123,11 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
 
 def tokens_of(weights, prompt, new):
     """Returns the greedy tokens that follow a prompt."""
-    reader, found = Reader(weights), []
+    reader, tokens = Reader(weights), []
     for token in prompt[:-1]:
         reader.read(token)
     token = prompt[-1]
     for _ in range(new):
         token = reader.read(token)
-        found.append(token)
-    return found
+        tokens.append(token)
+    return tokens

@@ -25,7 +25,7 @@ def outputs(llm, prompts, how=None):
 
 def tokens(llm, prompts, how=None):
     """Returns the tokens that vLLM generates for prompts."""
-    return [list(found.outputs[0].token_ids) for found in outputs(llm, prompts, how)]
+    return [list(output.outputs[0].token_ids) for output in outputs(llm, prompts, how)]
 
 
 @torch.no_grad()

@@ -35,9 +35,9 @@ def invariant(monkeypatch):
 
 def log_probabilities(llm, prompts):
     """Returns the log probability of each token of the vocabulary, at each step of each request."""
-    found = outputs(llm, prompts, greedy(20, logprobs=61))
+    results = outputs(llm, prompts, greedy(20, logprobs=61))
     return [
-        [[step[token].logprob for token in sorted(step)] for step in request.outputs[0].logprobs] for request in found
+        [[step[token].logprob for token in sorted(step)] for step in request.outputs[0].logprobs] for request in results
     ]
 
 
@@ -57,9 +57,9 @@ def test_alone_and_in_company(folder, engine, options):
     together = log_probabilities(llm, prompts)
     again = log_probabilities(llm, prompts[::-1])[::-1]  # the prefix cache is full, in the first case
     assert again == together
-    for given, wanted in zip(prompts, together, strict=True):
+    for asked, wanted in zip(prompts, together, strict=True):
         llm.reset_prefix_cache()
-        assert log_probabilities(llm, [given]) == [wanted]
+        assert log_probabilities(llm, [asked]) == [wanted]
 
 
 @pytest.mark.parametrize(

@@ -105,9 +105,9 @@ def test_a_captured_batch_gives_the_results_of_later_ones(drafts):
         accepted = torch.randint(1, 2 + drafts, (SEQUENCES,), dtype=torch.int32)
         out, after = expected(tokens, pool, slots, accepted)
         builder.build(0, runner.batch(slots), **({"num_accepted_tokens": accepted} if drafts else {}))
-        found = torch.full_like(tokens[2], torch.nan)
-        recur(*tokens, found, pool, captured)
-        torch.testing.assert_close(found, out, rtol=1e-5, atol=1e-5)
+        actual = torch.full_like(tokens[2], torch.nan)
+        recur(*tokens, actual, pool, captured)
+        torch.testing.assert_close(actual, out, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(pool, after, rtol=1e-5, atol=1e-5)
 
 
@@ -120,7 +120,7 @@ def test_no_value_of_the_device_is_read(kind, drafts, decodes):
     seen = torch.where(torch.arange(SEQUENCES) < decodes, 100, lengths)
     blocks = torch.empty(SEQUENCES, 8, dtype=torch.int32, device="meta")
     builder = builder_of(kind, max(drafts, default=0), cached=True, device="meta")
-    given = CommonAttentionMetadata(
+    common = CommonAttentionMetadata(
         query_start_loc=offsets.to("meta"),
         query_start_loc_cpu=offsets,
         seq_lens=seen.to("meta"),
@@ -134,12 +134,12 @@ def test_no_value_of_the_device_is_read(kind, drafts, decodes):
         is_prefilling=torch.arange(SEQUENCES) >= decodes,
     )
     counts = torch.tensor([*drafts, -1, -1], dtype=torch.int32)
-    of_drafts = {"num_accepted_tokens": blocks[:, 0], "num_decode_draft_tokens_cpu": counts} if drafts else {}
-    batch = builder.build(0, given, **of_drafts)
-    for found in (batch, builder.update_block_table(batch, blocks, given.slot_mapping)):
-        assert (found.num_decodes, found.num_prefills) == (decodes, SEQUENCES - decodes)
-        assert found.state_indices_tensor_d.is_meta
-        assert (found.checkpoint is None) == (found.num_prefills == 0)
+    draft_options = {"num_accepted_tokens": blocks[:, 0], "num_decode_draft_tokens_cpu": counts} if drafts else {}
+    batch = builder.build(0, common, **draft_options)
+    for described in (batch, builder.update_block_table(batch, blocks, common.slot_mapping)):
+        assert (described.num_decodes, described.num_prefills) == (decodes, SEQUENCES - decodes)
+        assert described.state_indices_tensor_d.is_meta
+        assert (described.checkpoint is None) == (described.num_prefills == 0)
 
 
 @pytest.mark.parametrize("batches", [None, {}], ids=str)

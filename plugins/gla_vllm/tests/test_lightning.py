@@ -30,13 +30,13 @@ def test_tokens(tmp_path, engine, monkeypatch, options):
 def test_bfloat16(tmp_path, engine):
     """States have the dtype of the model, and log probabilities are those of float32 up to rounding."""
     lightning_model.save(tmp_path)
-    found = {}
+    results = {}
     for dtype in ("float32", "bfloat16"):
         llm = engine(str(tmp_path), dtype=dtype, max_num_batched_tokens=48, max_logprobs=61)
         layer, *_ = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
         assert layer.kv_cache[0].dtype == getattr(torch, dtype)
         (step,) = outputs(llm, [prompt(100)], greedy(1, logprobs=61))[0].outputs[0].logprobs
-        found[dtype] = torch.tensor([step[token].logprob for token in sorted(step)])
+        results[dtype] = torch.tensor([step[token].logprob for token in sorted(step)])
         llm.llm_engine.engine_core.shutdown()
     # Three layers round to 8 bits, with differences of up to 0.08.
-    torch.testing.assert_close(found["bfloat16"], found["float32"], rtol=0, atol=0.25)
+    torch.testing.assert_close(results["bfloat16"], results["float32"], rtol=0, atol=0.25)

@@ -47,9 +47,9 @@ def test_prefix_cache(mamba2, engine):
     folder, model = mamba2
     llm = engine(folder, enable_prefix_caching=True, block_size=64, max_model_len=256, max_num_batched_tokens=256)
     for hits in (0, 128):
-        (found,) = outputs(llm, [prompt(150)])
-        assert found.num_cached_tokens == hits
-        assert [list(found.outputs[0].token_ids)] == expected(model, [prompt(150)])
+        (output,) = outputs(llm, [prompt(150)])
+        assert output.num_cached_tokens == hits
+        assert [list(output.outputs[0].token_ids)] == expected(model, [prompt(150)])
 
 
 COMMON = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}

@@ -34,21 +34,21 @@ def test_a_hundred_requests(gla, engine, cached):
     news, stops = ([draw.randint(1, 20) for _ in prompts], [draw.sample(range(VOCABULARY), 3) for _ in prompts])
     arrivals = sorted(draw.randint(0, 150) for _ in prompts)
     quitters = {i: arrivals[i] + draw.randint(1, 30) for i in range(0, 100, 10)}
-    found, finished, step = {}, set(), 0
+    answers, finished, step = {}, set(), 0
     while step <= arrivals[-1] or llm.llm_engine.has_unfinished_requests():
         for i in (i for i, arrival in enumerate(arrivals) if arrival == step):
             how = greedy(news[i], stop_token_ids=stops[i])
             llm.llm_engine.add_request(str(i), {"prompt_token_ids": prompts[i]}, how)
         llm.llm_engine.abort_request([str(i) for i, end in quitters.items() if end == step])
         for output in llm.llm_engine.step():
-            found[int(output.request_id)] = list(output.outputs[0].token_ids)
+            answers[int(output.request_id)] = list(output.outputs[0].token_ids)
             finished |= {int(output.request_id)} if output.finished else set()
         step += 1
     assert finished >= set(range(100)) - set(quitters)
     for i, (whole, stop) in enumerate(zip(expected(model, prompts, 20), stops, strict=True)):
         until = next((n + 1 for n, token in enumerate(whole) if token in stop), 20)
         wanted = whole[: min(until, news[i])]
-        assert found.get(i, []) == (wanted if i in finished else wanted[: len(found.get(i, []))])
+        assert answers.get(i, []) == (wanted if i in finished else wanted[: len(answers.get(i, []))])
     assert free_states(llm) == before
     assert not scheduler(llm).requests
 

@@ -45,9 +45,9 @@ def test_a_mixed_batch_with_padding(dtype, v_first):
         pool = pool.transpose(2, 3)
     before = pool.clone()
     out = torch.full_like(v, torch.nan)
-    given = pool.transpose(2, 3) if v_first else pool
+    passed = pool.transpose(2, 3) if v_first else pool
     batch = metadata([3, 0], {1: 70, 4: 5}, [False, True])
-    recur(q, k, v, g, out, given, batch, state_v_first=v_first)
+    recur(q, k, v, g, out, passed, batch, state_v_first=v_first)
 
     expected = before.clone()
     for rows, slot, state in ((slice(0, 1), 3, before[3]), (slice(2, 72), 1, None), (slice(72, 77), 4, before[4])):

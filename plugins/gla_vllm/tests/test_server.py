@@ -105,14 +105,14 @@ def ask(address, **body):
 
 def test_text_and_tokens(model, server):
     wanted = words(expected(model, [prompt(100)])[0])
-    for given in (words(prompt(100)), prompt(100)):
-        assert ask(server, prompt=given)["choices"][0]["text"].strip() == wanted
+    for asked in (words(prompt(100)), prompt(100)):
+        assert ask(server, prompt=asked)["choices"][0]["text"].strip() == wanted
 
 
 def test_two_clients_with_streams(model, server):
     prompts = [prompt(length, seed) for seed, length in enumerate((5, 70, 130, 200))]
     with ThreadPoolExecutor(2) as clients:
-        streams = list(clients.map(lambda given: ask(server, prompt=given, stream=True), prompts))
+        streams = list(clients.map(lambda prompt: ask(server, prompt=prompt, stream=True), prompts))
     for parts, wanted in zip(streams, expected(model, prompts), strict=True):
         assert len(parts) > 1
         assert "".join(parts).split() == words(wanted).split()

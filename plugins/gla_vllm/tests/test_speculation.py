@@ -11,14 +11,14 @@ def accepted(monkeypatch):
     """The numbers of accepted tokens, the token after the drafts included, that decodes begin from."""
     from gla_vllm import recurrence
 
-    found, decode = [], recurrence._decode
+    numbers, decode = [], recurrence._decode
 
     def recorded(*args):
-        found.extend(args[2].num_accepted_tokens.tolist())
+        numbers.extend(args[2].num_accepted_tokens.tolist())
         decode(*args)
 
     monkeypatch.setattr(recurrence, "_decode", recorded)
-    return found
+    return numbers
 
 
 def test_drafts(gla, engine, accepted):

@@ -93,8 +93,8 @@ def tune(workloads: Sequence[Workload], backward: bool) -> int:
     failed = 0
     for workload in workloads:
         try:
-            found = first_calls(workload, "gla_fla", CUDA, backward)
-            seconds = " ".join(f"{part} {took:.2f} s" for part, took in found.items())
+            measured = first_calls(workload, "gla_fla", CUDA, backward)
+            seconds = " ".join(f"{part} {took:.2f} s" for part, took in measured.items())
         except Exception as error:
             failed, seconds = 1, f"failed: {type(error).__name__}: {error}"
         print(f"{workload.op} {workload.name}: {seconds}", flush=True)

@@ -229,10 +229,15 @@ def read(
     The other arguments are as in `GatedLinearAttention.forward` and `HGRN2.forward`.
     """
     bounded: dict[str, Any] = {} if lower_bound is None else {"lower_bound": lower_bound}
-    given = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "attention_mask": attention_mask, "residual": residual}
-    given |= bounded
+    options = {
+        "cu_seqlens": cu_seqlens,
+        "max_seqlen": max_seqlen,
+        "attention_mask": attention_mask,
+        "residual": residual,
+    }
+    options |= bounded
     if memory is None:
-        return layer(x, **given)[0]
+        return layer(x, **options)[0]
     state = memory.state
     if torch.is_grad_enabled():
         state = state and _each(state, torch.clone)  # autograd keeps these tensors, which are overwritten below
@@ -240,7 +245,7 @@ def read(
         rows = rows_with_a_token(attention_mask)
         to = None if residual is None else residual[:, 0]
         return layer.step(x[:, 0], state, inplace=True, state_indices=rows, residual=to, **bounded)[0][:, None]
-    y, state = layer(x, state, output_final_state=True, **given)
+    y, state = layer(x, state, output_final_state=True, **options)
     memory.write(state)
     return y
 

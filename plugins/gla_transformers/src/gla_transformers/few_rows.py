@@ -48,10 +48,10 @@ def step(
     kernel = kernel_of(x.device) if x.shape[1] == 1 else None
     if kernel is None or memory.state is None or not (_is_plain(attn_norm, x) and _is_plain(mlp_norm, x)):
         return None
-    found = _matrices(kernel, x, [mlp.gate_proj, mlp.up_proj], [mlp.down_proj])
-    if found is None:
+    matrices = _matrices(kernel, x, [mlp.gate_proj, mlp.up_proj], [mlp.down_proj])
+    if matrices is None:
         return None
-    middle, last = found
+    middle, last = matrices
     rows, options = x[:, 0].contiguous(), {"inplace": True, "state_indices": rows_with_a_token(attention_mask)}
     if type(attn) is GatedLinearAttention:
         attended = _gla(kernel, attn_norm, attn, rows, memory.state, options)
@@ -69,41 +69,41 @@ def _gla(
     kernel: Any, norm: RMSNormGated, attn: GatedLinearAttention, x: Tensor, state: GLAState, options: dict[str, Any]
 ) -> Tensor | None:
     """Returns x + attn(norm(x)) for x [B, hidden_size]; None, and computes nothing, if it is left to others."""
-    (of_x,), halves = attn.merged_layers(), attn.gk_proj
-    if len(of_x) < 4 + attn.use_output_gate:  # the first half is another module, or seen by a hook
+    (merged,), halves = attn.merged_layers(), attn.gk_proj
+    if len(merged) < 4 + attn.use_output_gate:  # the first half is another module, or seen by a hook
         return None
     bias = halves[1]._parameters.get("bias")
-    found = _matrices(kernel, x, of_x, [attn.o_proj])
+    matrices = _matrices(kernel, x, merged, [attn.o_proj])
     second = matrix_of([halves[1]], x, biased=True)
-    if found is None or second is None or not _is_served(kernel, second, x):
+    if matrices is None or second is None or not _is_served(kernel, second, x):
         return None
     if bias is not None and not _is_alike(bias, x):
         return None
-    y = kernel.product(x, found[0], norm_weight=norm.weight, norm_eps=norm.eps)
-    q, k, v, *gates = (part[:, None] for part in split(y, of_x))
+    y = kernel.product(x, matrices[0], norm_weight=norm.weight, norm_eps=norm.eps)
+    q, k, v, *gates = (part[:, None] for part in split(y, merged))
     logits = kernel.product(gates.pop()[:, 0], second, bias=bias)[:, None]
     made = Projections(q, k, v, gate=gates[0] if gates else None, logits=logits)
     o, _ = attn.step_from_projections(x, made, state, **options)
-    return kernel.product(o, found[1], residual=x)
+    return kernel.product(o, matrices[1], residual=x)
 
 
 def _hgrn2(
     kernel: Any, norm: RMSNormGated, attn: HGRN2, x: Tensor, state: GLAState, options: dict[str, Any]
 ) -> Tensor | None:
     """Returns x + attn(norm(x)), as `_gla` does."""
-    (of_x,), own = attn.merged_layers(), attn.g_norm
-    found = _matrices(kernel, x, of_x, [attn.o_proj])
-    if found is None or not _is_plain(own, x):
+    (merged,), g_norm = attn.merged_layers(), attn.g_norm
+    matrices = _matrices(kernel, x, merged, [attn.o_proj])
+    if matrices is None or not _is_plain(g_norm, x):
         return None
-    y = kernel.product(x, found[0], norm_weight=norm.weight, norm_eps=norm.eps)
-    o, _ = attn.step_from_projections(x, [part[:, None] for part in split(y, of_x)], state, **options)
-    return kernel.product(o, found[1], norm_weight=own.weight, norm_eps=own.eps, residual=x)
+    y = kernel.product(x, matrices[0], norm_weight=norm.weight, norm_eps=norm.eps)
+    o, _ = attn.step_from_projections(x, [part[:, None] for part in split(y, merged)], state, **options)
+    return kernel.product(o, matrices[1], norm_weight=g_norm.weight, norm_eps=g_norm.eps, residual=x)
 
 
 def _matrices(kernel: Any, x: Tensor, *groups: Sequence[nn.Module]) -> list[Tensor] | None:
     """Returns the matrix of each group of layers of one input; None if the kernel does not take one of them."""
-    found = [matrix_of(layers, x) for layers in groups]
-    served = [matrix for matrix in found if matrix is not None and _is_served(kernel, matrix, x)]
+    matrices = [matrix_of(layers, x) for layers in groups]
+    served = [matrix for matrix in matrices if matrix is not None and _is_served(kernel, matrix, x)]
     return served if len(served) == len(groups) else None
 
 

@@ -202,8 +202,8 @@ class Graphs:
             return None if mask is not None else self._piece(slot, compute, words, None, cache)
         if not _in_pieces(T, B) or current_request(None).batch_invariant is not None:
             return None
-        found = [self._piece(slot, compute, *piece, cache) for piece in pieces(words, mask)]
-        return torch.cat(found, 1)[:, -T:]
+        outputs = [self._piece(slot, compute, *piece, cache) for piece in pieces(words, mask)]
+        return torch.cat(outputs, 1)[:, -T:]
 
     def _is_unchanged(self, model: nn.Module, device: torch.device, thoroughly: bool) -> bool:
         """Returns whether the graphs are of this model as it is, and it can be captured; forgets them if not."""
@@ -278,14 +278,14 @@ def pieces(words: Tensor, mask: Tensor | None) -> Iterator[tuple[Tensor, Tensor 
 
 def lengths(T: int, B: int) -> list[int]:
     """Returns the lengths of the pieces of B prompts of T tokens; all but the first are whole."""
-    left, found = T, []
+    left, pieces = T, []
     usable = [length for length in LENGTHS if length * B <= MOST_TOKENS]
     while left > 0:
         over = [length for length in usable if length >= left and (length - left) * B <= SPARE_TOKENS]
         under = [length for length in usable if length <= left]
-        found.append(over[-1] if over else under[0] if under else usable[-1])
-        left -= found[-1]
-    return found[::-1]
+        pieces.append(over[-1] if over else under[0] if under else usable[-1])
+        left -= pieces[-1]
+    return pieces[::-1]
 
 
 def _in_pieces(T: int, B: int) -> bool:

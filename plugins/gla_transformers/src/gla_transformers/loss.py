@@ -72,9 +72,9 @@ def sum_of_losses(logits: Tensor, targets: Tensor, ignored: int) -> Tensor:
         return _sum_of_losses(logits, targets, ignored)
     if len(logits) != len(targets):
         raise ValueError(f"logits have {len(logits)} rows, and labels {len(targets)}; expected the same number")
-    found = _SumOfLosses.apply(_functions(logits, targets), logits, targets, ignored)
-    assert isinstance(found, Tensor)
-    return found
+    total = _SumOfLosses.apply(_functions(logits, targets), logits, targets, ignored)
+    assert isinstance(total, Tensor)
+    return total
 
 
 def _sum_of_losses(logits: Tensor, targets: Tensor, ignored: int) -> Tensor:

@@ -65,7 +65,7 @@ def step(
 
 
 def norm(x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, groups: int, gate_first: bool) -> Tensor | None:
-    """Returns the norm of each group, as `Kernels.norm` says."""
+    """Returns the norm of each group (see `Kernels.norm`), or None if the kernel does not take these tensors."""
     width = x.shape[-1]
     if x.ndim < 2 or width % groups or weight.dtype != x.dtype or weight.shape != (width,):
         return None
@@ -86,8 +86,8 @@ def product(
         return None
     if (x if norm_weight is None else norm_weight).dtype != weight.dtype:
         return None
-    for given, shape in ((x, (M, 1, K)), (weight, (N, K)), (norm_weight, (K,)), (residual, (M, 1, N))):
-        if given is not None and not (given.shape == shape and given.dtype in dtypes and given.is_contiguous()):
+    for tensor, shape in ((x, (M, 1, K)), (weight, (N, K)), (norm_weight, (K,)), (residual, (M, 1, N))):
+        if tensor is not None and not (tensor.shape == shape and tensor.dtype in dtypes and tensor.is_contiguous()):
             return None
     if norm_weight is not None and groups > 1:
         normed = norm(x, norm_weight, None, eps, groups, True)

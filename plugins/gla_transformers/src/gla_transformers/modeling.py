@@ -136,11 +136,11 @@ class GLAPreTrainedModel(PreTrainedModel):
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
         """Reads a folder as transformers does, and puts weights that are read together behind one another."""
-        found = super().from_pretrained(*args, **kwargs)
-        for module in (found[0] if isinstance(found, tuple) else found).modules():
+        loaded = super().from_pretrained(*args, **kwargs)
+        for module in (loaded[0] if isinstance(loaded, tuple) else loaded).modules():
             if isinstance(module, Merging):
                 module.merge()
-        return found
+        return loaded
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -239,8 +239,8 @@ class GLAModel(GLAPreTrainedModel):
             past_key_values = cache
         packed = None
         if cu_seqlens is None:
-            given: Any = input_ids if inputs_embeds is None else inputs_embeds
-            packed = packing.packed(kwargs, attention_mask, given, with_cache=past_key_values is not None)
+            inputs: Any = input_ids if inputs_embeds is None else inputs_embeds
+            packed = packing.packed(kwargs, attention_mask, inputs, with_cache=past_key_values is not None)
         if packed is not None:
             cu_seqlens, max_seqlen, attention_mask = packed.cu_seqlens, packed.max_seqlen, None
             input_ids, inputs_embeds = (x if x is None else packed.row(x) for x in (input_ids, inputs_embeds))
@@ -315,11 +315,11 @@ class GLAModel(GLAPreTrainedModel):
         self.graphs.drop()
         return super()._apply(*args, **kwargs)
 
-    def _cache(self, given: Any, wanted: bool | None, packed: bool) -> GLACache | None:
-        if given is not None and not isinstance(given, GLACache):
-            raise TypeError(f"past_key_values is {type(given).__name__}; expected a gla_transformers.GLACache")
+    def _cache(self, cache: Any, wanted: bool | None, packed: bool) -> GLACache | None:
+        if cache is not None and not isinstance(cache, GLACache):
+            raise TypeError(f"past_key_values is {type(cache).__name__}; expected a gla_transformers.GLACache")
         if self.training and self.gradient_checkpointing:  # otherwise the backward would write the cache a second time
-            if given is not None:
+            if cache is not None:
                 raise ValueError(
                     "past_key_values is given in training with gradient checkpointing; call model.eval() or "
                     "model.gradient_checkpointing_disable() first, or leave the cache out"
@@ -328,7 +328,7 @@ class GLAModel(GLAPreTrainedModel):
         if wanted is None:
             keeps_nothing = packed and self.config.attn is not None
             wanted = self.config.use_cache and not self.training and not keeps_nothing
-        return GLACache(self.config) if given is None and wanted else given
+        return GLACache(self.config) if cache is None and wanted else cache
 
 
 class HGRN2Model(GLAModel):
@@ -462,14 +462,14 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        given = model_kwargs.get(NAME)
-        if given is None and self.training and self.model.gradient_checkpointing:
+        cache = model_kwargs.get(NAME)
+        if cache is None and self.training and self.model.gradient_checkpointing:
             logger.warning_once(
                 "generate keeps no cache in training with gradient checkpointing, and reads all tokens again for each "
                 "new one; call model.eval() or model.gradient_checkpointing_disable() first, which makes it quick"
             )
             generation_config.use_cache = False
-        if given is None and generation_config.use_cache is not False:
+        if cache is None and generation_config.use_cache is not False:
             wanted = generation_config.cache_implementation
             if wanted not in (None, "dynamic", "static"):
                 raise ValueError(f"cache_implementation is {wanted!r}; expected 'dynamic' or 'static', or nothing")

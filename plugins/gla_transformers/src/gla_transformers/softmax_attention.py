@@ -78,9 +78,9 @@ class SoftmaxAttention(nn.Module):
             other = "a cache; pass use_cache=False" if memory is not None else "attention_mask; leave the mask out"
             raise ValueError(f"cu_seqlens is given with {other}")
         if attention_mask is not None:
-            given = list(attention_mask.shape)
-            if len(given) != 2 or given[0] != B or given[1] < T:
-                raise ValueError(f"attention_mask is {given}; expected [{B}, {T} or more]")
+            shape = list(attention_mask.shape)
+            if len(shape) != 2 or shape[0] != B or shape[1] < T:
+                raise ValueError(f"attention_mask is {shape}; expected [{B}, {T} or more]")
         with not_kept(x):
             projections = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         q, k, v = (y.unflatten(-1, (-1, self.width)).transpose(1, 2) for y in projections)
@@ -108,8 +108,8 @@ class SoftmaxAttention(nn.Module):
         if cu_seqlens is not None:
             sequence = torch.searchsorted(cu_seqlens.to(rows.dtype), rows, right=True)
             visible &= sequence[:, :, None] == sequence[:, None]
-        own = torch.arange(S, device=rows.device) == torch.arange(S - T, S, device=rows.device)[:, None]
-        return visible | own  # padding sees itself, because a softmax over no keys is NaN
+        itself = torch.arange(S, device=rows.device) == torch.arange(S - T, S, device=rows.device)[:, None]
+        return visible | itself  # padding sees itself, because a softmax over no keys is NaN
 
 
 def positions(attention_mask: Tensor | None, T: int, before: Keys | None, device: torch.device) -> Tensor:

@@ -114,8 +114,8 @@ def _model(options: Options) -> Any:
     if report["missing_keys"]:
         raise ValueError(f"{folder} lacks the weights {', '.join(sorted(report['missing_keys']))}")
     if report["mismatched_keys"]:
-        name, found, expected = min(report["mismatched_keys"])
-        raise ValueError(f"{folder} has {name} {list(found)}; expected {list(expected)}, as its config.json says")
+        name, actual, expected = min(report["mismatched_keys"])
+        raise ValueError(f"{folder} has {name} {list(actual)}; expected {list(expected)}, as its config.json says")
     return model.to(options.device).eval()
 
 

@@ -113,7 +113,7 @@ class GLAAttention(nn.Module):
         return self.o_proj(o.flatten(-2))[0]
 
     def gates(self, x: Tensor) -> Tensor:
-        """Returns logits of the gates; with a lower bound, which the op does not take, log gates in float32."""
+        """Returns logits of the gates or, with `clamp_min`, float32 log gates, because the op has no clamp."""
         first, second = self.gk_proj
         logits = second(first(x)[0])[0]
         if self.clamp_min is None:

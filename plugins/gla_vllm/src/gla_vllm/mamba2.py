@@ -35,12 +35,12 @@ class StateSpaceMixer(MambaMixer2):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         announce("MambaMixer2")
-        given = {
+        sizes = {
             "use_replayssm": self.use_replayssm,
             "speculative_config": self.num_spec > 0,
             "VLLM_BATCH_INVARIANT": envs.VLLM_BATCH_INVARIANT,
         }
-        for name, is_given in given.items():
+        for name, is_given in sizes.items():
             if is_given:
                 raise ValueError(f"{name} is given and GLA_VLLM_LAYERS has mamba2; expected one of them")
 
@@ -71,11 +71,11 @@ class StateSpaceMixer(MambaMixer2):
     def _convolved(self, x: Tensor, batch: GLAMetadata) -> Tensor:
         """Returns the causal convolution of x [T, width] by vLLM's kernels, which read and write its histories."""
         states = self.kv_cache[0] if is_conv_state_dim_first() else self.kv_cache[0].transpose(-1, -2)
-        decoded, found = batch.num_decode_tokens, torch.empty_like(x)
+        decoded, result = batch.num_decode_tokens, torch.empty_like(x)
         if batch.num_decodes:
             slots = batch.state_indices_tensor_d
             assert slots is not None
-            found[:decoded] = causal_conv1d_update(
+            result[:decoded] = causal_conv1d_update(
                 x[:decoded],
                 states,
                 self.conv_weights,
@@ -85,7 +85,7 @@ class StateSpaceMixer(MambaMixer2):
                 max_query_len=1,
             )
         if batch.num_prefills:
-            found[decoded:] = causal_conv1d_fn(
+            result[decoded:] = causal_conv1d_fn(
                 x[decoded:].transpose(0, 1),
                 self.conv_weights,
                 self.conv1d.bias,
@@ -96,4 +96,4 @@ class StateSpaceMixer(MambaMixer2):
                 metadata=batch,
                 query_start_loc=batch.query_start_loc_p,
             ).transpose(0, 1)
-        return found
+        return result

@@ -64,21 +64,21 @@ class GLAMetadataBuilder(ShortConvAttentionMetadataBuilder):
         **drafts: Any,
     ) -> GLAMetadata:
         """Returns the metadata of a batch; `drafts` are vLLM's arguments about speculation."""
-        found: Any = super().build(common_prefix_len, common_attn_metadata, fast_build, **drafts)
+        metadata: Any = super().build(common_prefix_len, common_attn_metadata, fast_build, **drafts)
         checkpoint = None
-        if found.num_prefills:
-            prefills = list(range(found.num_reqs - found.num_prefills, found.num_reqs))
+        if metadata.num_prefills:
+            prefills = list(range(metadata.num_reqs - metadata.num_prefills, metadata.num_reqs))
             checkpoint = self.checkpoints.build(common_attn_metadata, prefills)
-        return replace(found, checkpoint=checkpoint, segment=self.segment)
+        return replace(metadata, checkpoint=checkpoint, segment=self.segment)
 
     def update_block_table(
         self, metadata: GLAMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> GLAMetadata:
         """Returns the metadata for layers whose states are in other blocks."""
-        found: Any = super().update_block_table(metadata, blk_table, slot_mapping)
+        updated: Any = super().update_block_table(metadata, blk_table, slot_mapping)
         if metadata.checkpoint is None:
-            return found
-        return replace(found, checkpoint=metadata.checkpoint.regather_state_indices(blk_table))
+            return updated
+        return replace(updated, checkpoint=metadata.checkpoint.regather_state_indices(blk_table))
 
 
 def segment(vllm_config: VllmConfig, block_size: int) -> int:

@@ -1,7 +1,4 @@
-"""The meaning of each abstract op, one token at a time in float64, differentiable by autograd.
-
-It shares no code with a backend. It is slow on purpose: one line per equation of "The mathematics" in README.md.
-"""
+"""The meaning of each op of gated linear attention, one token at a time in float64."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ def chunk_gla(
     """
     if cu_seqlens is not None:
         return _packed_chunk_gla(q, k, v, g, scale, initial_state, cu_seqlens)
-    q, k, v = _of_value_heads(q, v), _of_value_heads(k, v), v.double()
+    q, k, v = _for_value_heads(q, v), _for_value_heads(k, v), v.double()
     alpha = _alpha(g, v)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     state = _zero_state(q, k, v) if initial_state is None else initial_state.double()
@@ -62,14 +59,31 @@ def chunk_gla_checkpoints(
             _, state = chunk_gla(q[:, rows], k[:, rows], v[:, rows], tokens_of(g, t, t + every), None, state)
         return torch.stack(states, dim=1) if states else _zero_state(q, k, v)[:, None][:, :0]
     N = len(cu_seqlens) - 1
-    found = _zero_state(q, k, v)[:, None].repeat(1, N + T // every, 1, 1, 1)
+    checkpoints = _zero_state(q, k, v)[:, None].repeat(1, N + T // every, 1, 1, 1)
     for i, (a, b) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
         gate = tokens_of(g, a, b)
         before = None if initial_state is None else initial_state[i : i + 1]
-        own = chunk_gla_checkpoints(q[:, a:b], k[:, a:b], v[:, a:b], gate, before, None, every)
+        states = chunk_gla_checkpoints(q[:, a:b], k[:, a:b], v[:, a:b], gate, before, None, every)
         first = i + a // every
-        found[:, first : first + own.shape[1]] = own
-    return found
+        checkpoints[:, first : first + states.shape[1]] = states
+    return checkpoints
+
+
+def chunk_gla_with_checkpoints(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    checkpoint_every: int | None = None,
+) -> tuple[Tensor, ...]:
+    """Returns the results of `chunk_gla`, and the checkpoints if `checkpoint_every` is not None."""
+    results = chunk_gla(q, k, v, g, scale, initial_state, cu_seqlens)
+    if checkpoint_every is None:
+        return results
+    return *results, chunk_gla_checkpoints(q, k, v, g, initial_state, cu_seqlens, checkpoint_every)
 
 
 def chunk_gla_pool(
@@ -198,8 +212,8 @@ def recurrent_gla_replay(
             written[slot] = state[0]
         o[:, a:b], _ = chunk_gla(q[:, a:b], k[:, a:b], v[:, a:b], tokens_of(g, a, b), scale, state)
         for t in range(a, b):
-            of_token = (k[0, t], v[0, t], None if g is None or ring_g is None else g[0, t])
-            entries[slot, (start + accepted + t - a) % L] = of_token
+            entry = (k[0, t], v[0, t], None if g is None or ring_g is None else g[0, t])
+            entries[slot, (start + accepted + t - a) % L] = entry
     return o[0].unflatten(0, (B, T)), written, entries
 
 
@@ -216,36 +230,46 @@ def _alpha(g: Tensor | None, v: Tensor) -> Tensor:
     return g.expand(*v.shape[:3], g.shape[-1]).exp()
 
 
-def _of_value_heads(x: Tensor, v: Tensor) -> Tensor:
+def _for_value_heads(x: Tensor, v: Tensor) -> Tensor:
     """Returns q or k with each head repeated for the value heads that read it, in float64."""
     return x.double().repeat_interleave(max(v.shape[-2] // x.shape[-2], 1), dim=-2)
 
 
+def chunk_gla_gradient_summary(
+    q: Tensor, do: Tensor, g: Tensor | None = None, cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns the decay of each sequence, and the gradient of the state before it, in float64."""
+    return chunk_gla_summary(q, do, g, cu_seqlens, backwards=True)
+
+
 def chunk_gla_summary(
-    left: Tensor,
-    right: Tensor,
+    k: Tensor,
+    v: Tensor,
     g: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     backwards: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the decay [N, Hv, K] and the state from zero [N, Hv, K, V] of each sequence, in float64."""
+    """Returns the decay [N, Hv, K] and the state from zero [N, Hv, K, V] of each sequence, in float64.
+
+    With `backwards`, k and v are q and do.
+    """
     if cu_seqlens is not None:
         parts = [
-            chunk_gla_summary(left[:, a:b], right[:, a:b], tokens_of(g, a, b), None, backwards)
+            chunk_gla_summary(k[:, a:b], v[:, a:b], tokens_of(g, a, b), None, backwards)
             for a, b in itertools.pairwise(cu_seqlens.tolist())
         ]
-        none = [x[:0] for x in chunk_gla_summary(left[:, :0], right[:, :0], tokens_of(g, 0, 0))]
+        none = [x[:0] for x in chunk_gla_summary(k[:, :0], v[:, :0], tokens_of(g, 0, 0))]
         decays, states = zip(none, *parts, strict=True)
         return torch.cat(decays), torch.cat(states)
-    H = right.shape[2] if g is None else g.shape[-1] if g.ndim < 4 else g.shape[2]
-    left = _of_value_heads(left, right[:, :, :H])
-    left, right = (x.double().unflatten(2, (H, -1)) for x in (left, right))  # [B, T, H, heads of a group, K or V]
-    alpha = _alpha(g, right[:, :, :, 0])
-    decay = left.new_ones(len(left), H, left.shape[-1])
-    state = left.new_zeros(*decay.shape, right.shape[-1])
-    tokens = range(left.shape[1])
+    H = v.shape[2] if g is None else g.shape[-1] if g.ndim < 4 else g.shape[2]
+    k = _for_value_heads(k, v[:, :, :H])
+    k, v = (x.double().unflatten(2, (H, -1)) for x in (k, v))  # [B, T, H, heads of a group, K or V]
+    alpha = _alpha(g, v[:, :, :, 0])
+    decay = k.new_ones(len(k), H, k.shape[-1])
+    state = k.new_zeros(*decay.shape, v.shape[-1])
+    tokens = range(k.shape[1])
     for t in reversed(tokens) if backwards else tokens:
-        product = left[:, t].mT @ right[:, t]
+        product = k[:, t].mT @ v[:, t]
         decay = decay * alpha[:, t]
         state = alpha[:, t, ..., None] * (state + product) if backwards else alpha[:, t, ..., None] * state + product
     return decay, state
@@ -254,7 +278,7 @@ def chunk_gla_summary(
 def recurrent_gla_step(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, state: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Computes one token in the dtype of the arguments; returns o [B, Ho, V] and the new state.
+    """Computes one token of each row in the dtype of the arguments; returns o [B, Ho, V] and the new state.
 
     Args:
         q: [B, Ho, K]. k: [B, Hv, K]. v: [B, Hv, V]. state: [B, Hv, K, V].
@@ -262,6 +286,60 @@ def recurrent_gla_step(
     """
     state = _next_state(k, v, alpha, state)
     return _read(q, state, scale), state
+
+
+def recurrent_gla_step_in_pool(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    state: Tensor,
+    scale: float | None = None,
+    state_indices: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Computes one token of each row in float64; a row whose index lies outside the pool is skipped, and its o is 0.
+
+    Returns:
+        o [B, Ho, V] and all states [P, Hv, K, V].
+    """
+    used = _used_rows(q, state, state_indices)
+    rows = torch.arange(len(q), device=q.device)[used] if state_indices is None else state_indices.long()[used]
+    q1, k1, v1 = (x[used][:, None] for x in (q, k, v))
+    g1 = g if g is None or g.ndim == 1 else g[used][:, None]
+    o, new = _zero_rows(q[None], v[None], len(q))[0], state.double().clone()
+    o1, new[rows] = chunk_gla(q1, k1, v1, g1, scale, new[rows])
+    o[used] = o1[:, 0]
+    return o, new
+
+
+def recurrent_gla_layer_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    state: Tensor,
+    output_gate: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    scale: float | None = None,
+    state_indices: Tensor | None = None,
+    norm_eps: float = 1e-5,
+    activation: str = "silu",
+) -> tuple[Tensor, Tensor]:
+    """Computes a step, a norm and an output gate in float64; the o of a skipped row is 0, whatever its gate holds.
+
+    Returns:
+        o [B, Ho, V] and all states [P, Hv, K, V].
+    """
+    o, new = recurrent_gla_step_in_pool(q, k, v, g, state, scale, state_indices)
+    used = _used_rows(q, state, state_indices)
+    return torch.where(used[:, None, None], normed(o, output_gate, norm_weight, norm_eps, activation), 0), new
+
+
+def _used_rows(q: Tensor, state: Tensor, state_indices: Tensor | None) -> Tensor:
+    """Returns a mask [B] of the rows whose index lies in the pool."""
+    if state_indices is None:
+        return torch.ones(len(q), dtype=torch.bool, device=q.device)
+    return (state_indices >= 0) & (state_indices < len(state))
 
 
 def normed(
@@ -284,26 +362,6 @@ def _read(q: Tensor, state: Tensor, scale: float) -> Tensor:
     """Returns the outputs [..., Hq, V] of queries q [..., Hq, K] for states [..., H, K, V]."""
     q = q.unflatten(-2, (state.shape[-3], -1))  # [..., H, Hq/H, K]
     return scale * (q @ state).flatten(-3, -2)
-
-
-def softmax(x: Tensor, dim: int = -1) -> Tensor:
-    """Computes softmax in float64."""
-    return torch.softmax(x.double(), dim)
-
-
-def softmax_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, causal: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Computes attention in float64, with all scores at once: o [B, Tq, Hq, V] and lse [B, Tq, Hq]."""
-    q, k, v = q.double(), k.double(), v.double()
-    Tq, Tk, groups = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
-    k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = factor * torch.einsum("bihk,bjhk->bihj", q, k)
-    if causal:
-        seen = torch.ones(Tq, Tk, dtype=torch.bool, device=q.device).tril(Tk - Tq)
-        scores = scores.masked_fill(~seen[:, None, :], -torch.inf)
-    return torch.einsum("bihj,bjhv->bihv", scores.softmax(-1), v), scores.logsumexp(-1)
 
 
 def _packed_chunk_gla(
