@@ -118,7 +118,7 @@ def alone(name: str, x: Arguments, n: int) -> Arguments:
 def sequence_share(name: str, x: Arguments, parts: Named, n: int) -> Named:
     """Returns the part that sequence n has of arguments or results, as far as these consist of such parts."""
     offsets, dims = x.get("cu_seqlens"), dims_of(name, parts)
-    has_places = any(x.get(places) is not None for places in ("pool", "state_indices"))
+    has_places = any(x.get(places) is not None for places in ("pool", "slots"))
     shares = {}
     for key, y in parts.items():
         first, *others = dims[key] or [""]

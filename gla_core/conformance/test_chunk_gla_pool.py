@@ -15,8 +15,8 @@ from gla_core.dispatch.slots import states_of_slots
 from gla_core.dispatch.tensors import wide
 
 POOL = "chunk_gla_pool"
-OPTIONAL = ("write_slots", "has_state", "checkpoint_offsets", "checkpoint_slots")
-SLOTS = ("read_slots", "write_slots", "checkpoint_slots")
+OPTIONAL = ("write_slots", "has_state", "snapshot_offsets", "snapshot_slots")
+SLOTS = ("read_slots", "write_slots", "snapshot_slots")
 
 
 @over(POOL, "small", "scattered_slots", "checkpoints", dtypes="rotating")
@@ -50,14 +50,14 @@ def test_the_pad_slot(backend, case, measure):
 
 @over(POOL, "checkpoints", "padded", "grouped", dtypes="rotating")
 @pytest.mark.parametrize("offset", [-64, 0, 64, "length", 2**30])
-def test_checkpoint_offsets(backend, case, offset, measure):
+def test_snapshot_offsets(backend, case, offset, measure):
     """A checkpoint lies inside its sequence; for any other offset nothing is written."""
     x = call_arguments(case, pool=12)
     N = len(x["read_slots"])
     sizes = x["cu_seqlens"].diff()
-    x["checkpoint_offsets"] = sizes if offset == "length" else torch.full_like(sizes, offset)
-    x["checkpoint_slots"] = torch.arange(12 - N, 12, device=case.device)
-    x["checkpoint_slots"][x["checkpoint_slots"] <= x["read_slots"].max()] = -1
+    x["snapshot_offsets"] = sizes if offset == "length" else torch.full_like(sizes, offset)
+    x["snapshot_slots"] = torch.arange(12 - N, 12, device=case.device)
+    x["snapshot_slots"][x["snapshot_slots"] <= x["read_slots"].max()] = -1
     check(POOL, x, backend.name, measure)
 
 
@@ -105,10 +105,10 @@ def test_same_bits_in_calls_in_a_row(backend, case, measure):
     with gla.batch_invariant(64):
         whole, parts = whole_and_parts(x, 64, backend)
         measure(parts, whole, 0)
-        together = {**x, "checkpoint_offsets": torch.full_like(x["checkpoint_offsets"], 64)}
+        together = {**x, "snapshot_offsets": torch.full_like(x["snapshot_offsets"], 64)}
         out = results(POOL, together, backend.name)
         early = results(POOL, next(parts_of(x, 0, 64)), backend.name)
     end, slot = int(x["cu_seqlens"][1]), int(x["read_slots"][0])
     measure({"o": out["o"][:, :end], "state": out["pool"][slot]}, whole, 0)
-    kept = int(x["checkpoint_slots"][0])
+    kept = int(x["snapshot_slots"][0])
     measure({"checkpoint": out["pool"][kept]}, {"checkpoint": early["pool"][slot]}, 0)

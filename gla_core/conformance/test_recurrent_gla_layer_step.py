@@ -24,9 +24,9 @@ def test_scale_and_eps(backend, case, scale, norm_eps, measure):
 def test_skipped_rows(backend, case, skipped, index_dtype, measure):
     """The o of a skipped row is 0, even if its output gate is NaN; no state that no index addresses changes."""
     x = call_arguments(case)
-    x["state_indices"] = x["state_indices"].to(index_dtype)
-    x["state_indices"][1], x["output_gate"][1] = skipped, torch.nan
+    x["slots"] = x["slots"].to(index_dtype)
+    x["slots"][1], x["output_gate"][1] = skipped, torch.nan
     ref = expected(LAYER_STEP, x)
     out = check(LAYER_STEP, x, backend.name, measure, ref)
-    others = [i for i in range(6) if i not in x["state_indices"].tolist()]
+    others = [i for i in range(6) if i not in x["slots"].tolist()]
     measure({"state of others": out["state"][others]}, {"state of others": ref.results["state"][others]}, 0)

@@ -28,7 +28,7 @@ def guarded_pool(case):
     shape, dtype = x["state"].shape[1:], x["state"].dtype
     memory = torch.randn(12, *shape, generator=generator, dtype=dtype, device=case.device)
     indices = torch.tensor([3, -1, 0, 4][: len(x["q"])], dtype=torch.int64, device=case.device)
-    return {**x, "state": memory[3:9], "state_indices": indices}, memory
+    return {**x, "state": memory[3:9], "slots": indices}, memory
 
 
 @over(STEP, dtypes="rotating")
@@ -40,10 +40,10 @@ def test_inplace_writes_only_addressed_rows(backend, case, skipped, measure):
     """
     x, memory = guarded_pool(case)
     if len(x["q"]) > 1:
-        x["state_indices"][1] = skipped
+        x["slots"][1] = skipped
     before = memory.clone()
     out = check(STEP, x, backend.name, measure, inplace=True)
-    used = [i + 3 for i in x["state_indices"].tolist() if 0 <= i < 6]
+    used = [i + 3 for i in x["slots"].tolist() if 0 <= i < 6]
     others = [i for i in range(12) if i not in used]
     measure({"state of others": memory[others]}, {"state of others": before[others]}, 0)
     measure({"o of a skipped row": out["o"][1:2]}, {"o of a skipped row": torch.zeros_like(out["o"][1:2])}, 0)
@@ -54,7 +54,7 @@ def test_inplace_writes_only_addressed_rows(backend, case, skipped, measure):
 def test_a_pool_not_inplace(backend, case, index_dtype, measure):
     x, memory = guarded_pool(case)
     before = memory.clone()
-    check(STEP, {**x, "state_indices": x["state_indices"].to(index_dtype)}, backend.name, measure)
+    check(STEP, {**x, "slots": x["slots"].to(index_dtype)}, backend.name, measure)
     measure({"pool": memory}, {"pool": before}, 0)
 
 

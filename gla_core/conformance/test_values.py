@@ -80,9 +80,10 @@ def test_scale(backend, case, scale, measure):
 
 
 @over(having("state"), few={"recurrent_gla_layer_step": "small pool"}, dtypes="no_float64")
-def test_bfloat16_state(backend, case, measure):
+@pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_state_dtypes(backend, case, state_dtype, measure):
     """The state is rounded where it is written, and not before the output."""
     for options in ({}, {"inplace": True}) if case.op in WRITING else ({},):
         x = call_arguments(case)
-        x["state"] = x["state"].bfloat16()
+        x["state"] = x["state"].to(state_dtype)
         check(case.call, x, backend.name, measure, **options)

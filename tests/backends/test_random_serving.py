@@ -109,7 +109,7 @@ def prefill(kind, draw, device, seed):
 
     x |= {"pool": new_pool(kind, draw, device, seed, P, x), "cu_seqlens": offsets.to(integers)}
     x |= {"read_slots": tensor(read), "write_slots": tensor(write), "has_state": tensor(marks, torch.bool)}
-    x |= {"checkpoint_offsets": tensor(before), "checkpoint_slots": tensor(kept), "pad_slot": slots.pad}
+    x |= {"snapshot_offsets": tensor(before), "snapshot_slots": tensor(kept), "pad_slot": slots.pad}
     written = [slot for slot in write or read if slots.holds(slot)]
     if kept is not None:
         rows = zip(kept, before, lengths, strict=True)

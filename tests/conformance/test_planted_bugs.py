@@ -764,7 +764,7 @@ def checkpoint_in_bfloat16(x):
     return o
 
 
-@bug("chunk_gla_pool", "test_checkpoint_offsets[checkpoints-float32-0]", over=set())
+@bug("chunk_gla_pool", "test_snapshot_offsets[checkpoints-float32-0]", over=set())
 def checkpoint_before_the_first_token(x):
     if x.checkpoint_offsets is not None:
         first = (x.checkpoint_offsets == 0) & (x.checkpoint_slots >= 0)

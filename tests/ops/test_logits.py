@@ -35,7 +35,7 @@ WIDE = torch.float64
 FORMS = ("constant", "head", "key")
 BACKENDS = ("reference", "parallel_scan,reference")
 LOGITS = {"gate": "logsigmoid", "gate_normalizer": 4}
-ALL_ROWS = {"state_indices": None}
+ALL_ROWS = {"slots": None}
 PACKED = {"lengths": (0, 20, 65, 1), "padding": 7}
 
 

@@ -11,7 +11,6 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 import gla_core as gla
-from gla_core import ops
 from gla_core.workloads.inputs import gla_inputs
 from tests.ops.serving import LAYER_STEP, LONG, POOL, REPLAY, STEP, STEPS, arguments, call
 
@@ -20,11 +19,11 @@ TOKENS = (X.q, X.k, X.v, X.g)
 TOKEN = tuple(y[:, 0] for y in TOKENS)
 STATE = X.initial_state
 RESULTS = {
-    "recurrent_gla_step": ((*TOKEN, STATE), ops.RecurrentGlaStep, ("o", "state")),
-    "chunk_gla_summary": (TOKENS[1:], ops.ChunkGlaSummary, ("decay", "state")),
-    "chunk_gla_gradient_summary": ((X.q, X.v, X.g), ops.ChunkGlaGradientSummary, ("decay", "dstate")),
-    "softmax_attention": (TOKENS[:3], ops.SoftmaxAttention, ("o", "lse")),
-    "merge_attention": ((X.v, X.v[..., 0], X.v, X.v[..., 0]), ops.SoftmaxAttention, ("o", "lse")),
+    "recurrent_gla_step": ((*TOKEN, STATE), gla.RecurrentGlaStep, ("o", "state")),
+    "chunk_gla_summary": (TOKENS[1:], gla.ChunkGlaSummary, ("decay", "state")),
+    "chunk_gla_gradient_summary": ((X.q, X.v, X.g), gla.ChunkGlaGradientSummary, ("decay", "dstate")),
+    "softmax_attention": (TOKENS[:3], gla.SoftmaxAttention, ("o", "lse")),
+    "merge_attention": ((X.v, X.v[..., 0], X.v, X.v[..., 0]), gla.SoftmaxAttention, ("o", "lse")),
 }
 OPTIONS = [{}, {"inplace": True}, {"state_v_first": True}, {"inplace": True, "state_v_first": True}]
 CALLS = [(op, {}) for op in RESULTS if op != "recurrent_gla_step"] + [("recurrent_gla_step", x) for x in OPTIONS]

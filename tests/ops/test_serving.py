@@ -38,7 +38,7 @@ NUMBERS = ("slots", "ring_start", "num_accepted")
 
 def packed(op):
     """Returns the sizes of a call with two packed sequences."""
-    return {"lengths": (3, 3), **{name: y for name, y in OPS[op].sizes.items() if name not in ("B", "T")}}
+    return {"lengths": (3, 3), **{name: y for name, y in OPS[op].items() if name not in ("B", "T")}}
 
 
 def replay(**sizes):
@@ -339,7 +339,7 @@ def test_a_prepared_part_is_described_as_its_own_call_would_be(op, form, number)
     """A lowering prepares its part by the description of the tensors that it passes on."""
     spec = ABSTRACT_OPS[op]
     part = ABSTRACT_OPS[spec.lowering.by]
-    sizes = {**OPS[op].sizes, "gate_form": form or "key", "gates": "mild" if form else "none"}
+    sizes = {**OPS[op], "gate_form": form or "key", "gates": "mild" if form else "none"}
     x = arguments(op, sizes | ({"dtype": torch.float16} if op in (REPLAY, LAYER_STEP) else {}))
     x |= {"scale": 1.0, "gate_normalizer": number} | ({"max_seqlen": 5, **kept((2, 2), (0, 2))} if op == POOL else {})
     described, times = zip(*spec.lowering.parts(spec.describe(*spec.complete((), x))), strict=True)

@@ -97,8 +97,8 @@ def chunk_gla_pool(
     write_slots: Tensor | None = None,
     scale: float | None = None,
     has_state: Tensor | None = None,
-    checkpoint_offsets: Tensor | None = None,
-    checkpoint_slots: Tensor | None = None,
+    snapshot_offsets: Tensor | None = None,
+    snapshot_slots: Tensor | None = None,
     pad_slot: int = -1,
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """Computes packed sequences one after another, in float64; the pool is only read.
@@ -116,9 +116,9 @@ def chunk_gla_pool(
         to = slot if write_slots is None else int(write_slots[n])
         if to in used:
             written[to] = after[0]
-        if checkpoint_offsets is None or checkpoint_slots is None:
+        if snapshot_offsets is None or snapshot_slots is None:
             continue
-        count, to = int(checkpoint_offsets[n]), int(checkpoint_slots[n])
+        count, to = int(snapshot_offsets[n]), int(snapshot_slots[n])
         if 0 < count < b - a and to in used:
             c = a + count
             _, kept = chunk_gla(q[:, a:c], k[:, a:c], v[:, a:c], tokens_of(g, a, c), scale, before)
@@ -295,15 +295,15 @@ def recurrent_gla_step_in_pool(
     g: Tensor | None,
     state: Tensor,
     scale: float | None = None,
-    state_indices: Tensor | None = None,
+    slots: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Computes one token of each row in float64; a row whose index lies outside the pool is skipped, and its o is 0.
 
     Returns:
         o [B, Ho, V] and all states [P, Hv, K, V].
     """
-    used = _used_rows(q, state, state_indices)
-    rows = torch.arange(len(q), device=q.device)[used] if state_indices is None else state_indices.long()[used]
+    used = _used_rows(q, state, slots)
+    rows = torch.arange(len(q), device=q.device)[used] if slots is None else slots.long()[used]
     q1, k1, v1 = (x[used][:, None] for x in (q, k, v))
     g1 = g if g is None or g.ndim == 1 else g[used][:, None]
     o, new = _zero_rows(q[None], v[None], len(q))[0], state.double().clone()
@@ -321,7 +321,7 @@ def recurrent_gla_layer_step(
     output_gate: Tensor | None = None,
     norm_weight: Tensor | None = None,
     scale: float | None = None,
-    state_indices: Tensor | None = None,
+    slots: Tensor | None = None,
     norm_eps: float = 1e-5,
     activation: str = "silu",
 ) -> tuple[Tensor, Tensor]:
@@ -330,16 +330,16 @@ def recurrent_gla_layer_step(
     Returns:
         o [B, Ho, V] and all states [P, Hv, K, V].
     """
-    o, new = recurrent_gla_step_in_pool(q, k, v, g, state, scale, state_indices)
-    used = _used_rows(q, state, state_indices)
+    o, new = recurrent_gla_step_in_pool(q, k, v, g, state, scale, slots)
+    used = _used_rows(q, state, slots)
     return torch.where(used[:, None, None], normed(o, output_gate, norm_weight, norm_eps, activation), 0), new
 
 
-def _used_rows(q: Tensor, state: Tensor, state_indices: Tensor | None) -> Tensor:
+def _used_rows(q: Tensor, state: Tensor, slots: Tensor | None) -> Tensor:
     """Returns a mask [B] of the rows whose index lies in the pool."""
-    if state_indices is None:
+    if slots is None:
         return torch.ones(len(q), dtype=torch.bool, device=q.device)
-    return (state_indices >= 0) & (state_indices < len(state))
+    return (slots >= 0) & (slots < len(state))
 
 
 def normed(
