@@ -147,6 +147,7 @@ def backends(as_json: Json = False) -> None:
     epilog="\b\nExamples:\n"
     "  gla explain chunk_gla --shape 8,4096,16,128,128\n"
     "  gla explain chunk_gla --shape 8,4096,16,128,128 --assume H200\n"
+    "  gla explain chunk_gla --shape 8,4096,16,128,128 --assume H200 --path\n"
     "  gla explain chunk_gla_bwd --shape 1,8192,4,64,64 --query-heads 16 --varlen 12\n"
     "  gla explain chunk_gla --shape 1,8192,1,128,64 --value-heads 128 --gate head\n"
     "  gla explain recurrent_gla_step --shape 64,16,128,128 --backend reference\n"
@@ -180,6 +181,9 @@ def explain(
         str | None, typer.Option(help="Explain the call for this GPU, which need not be here: H100 or H200.")
     ] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Also time every backend that can run the call.")] = False,
+    path: Annotated[
+        bool, typer.Option("--path", help="Show the functions that the call enters, and its launches, instead.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Show which backend would run a call of these sizes, and why the others would not.
@@ -200,7 +204,7 @@ def explain(
 
         gates = (gate, gate_normalizer)
         call = describe_call(op, shape, query_heads, dtype, device, varlen, max_seqlen, assume, value_heads, *gates)
-        good = explain(call, backend, measure, as_json)
+        good = explain(call, backend, measure, as_json, path)
     raise typer.Exit(int(not good))
 
 

@@ -1,4 +1,4 @@
-"""docs/design.md beside the tree: the files of a new op, those that know compute capabilities, and who imports what."""
+"""docs/design.md beside the tree: the files of a new op and of a new family, compute capabilities, who imports what."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from gla_core.ops import gla
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ("gla_core", "gla_tools", "backends/gla_reference")
 OP = "softmax_attention"
 """An op that nothing else in the package is built on: a file that names it treats it as an op."""
+TREE = ("backends", "benchmarks", "examples", "gla_core", "gla_tools", "plugins", "tests")
+FAMILY, OP_OF_FAMILY = "gla", "chunk_gla_pool"
 
 
 def section(title: str) -> str:
@@ -19,10 +23,11 @@ def section(title: str) -> str:
     return re.split(r"^#+ ", page.split(f"# {title}\n")[1], flags=re.MULTILINE)[0]
 
 
-def listed() -> set[str]:
-    """Returns the files in the table of a new op."""
-    rows = [line.split("|")[1] for line in section("An abstract op").splitlines() if line.startswith("| `")]
-    return {name.replace("<op>", OP) for row in rows for name in re.findall(r"`([^`]+)`", row)}
+def listed(title: str = "An abstract op") -> set[str]:
+    """Returns the files and folders in the table below a heading, for an op and a family that exist."""
+    rows = [line.split("|")[1] for line in section(title).splitlines() if line.startswith("| `")]
+    names = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+    return {name.replace("<op>", OP).replace("<family>", FAMILY) for name in names}
 
 
 def files_with(pattern: str, *folders: str) -> set[str]:
@@ -40,6 +45,34 @@ def test_what_else_the_table_names_is_there_and_names_the_op():
     others = sorted(name for name in listed() if not name.startswith(PACKAGE))
     assert others
     assert [name for name in others if OP not in (ROOT / name).read_text(encoding="utf-8")] == []
+
+
+def names_in_code(path: Path) -> str:
+    """Returns the names and texts in a file of Python, one a line, without docstrings and comments; all of JSON."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".py":
+        return text
+    tree = ast.parse(text)
+    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    fields = (node.__dict__.values() for node in ast.walk(tree) if id(node) not in docs)
+    return "\n".join(value for values in fields for value in values if isinstance(value, str))
+
+
+def test_the_table_of_a_family_leads_to_every_file_that_names_an_op_of_one():
+    entries = tuple(listed("A family of ops"))
+    pattern = rf"\b{OP_OF_FAMILY}\b"
+    named = [name for name in sorted(files_with(pattern, *TREE)) if re.search(pattern, names_in_code(ROOT / name))]
+    assert len(named) > 20
+    assert [name for name in named if not name.startswith(entries)] == []
+
+
+def test_what_the_table_of_a_family_names_is_there_and_names_an_op_of_one():
+    ops = "|".join({name for spec in gla.SPECS for name in (spec.name, spec.public)})
+    for entry in sorted(listed("A family of ops")):
+        place = ROOT / entry
+        files = [path for path in place.rglob("*") if path.suffix == ".py"] if place.is_dir() else [place]
+        texts = [path.read_text(encoding="utf-8") for path in files]
+        assert any(re.search(rf"\b({ops}|{FAMILY}\.SPECS)\b", text) for text in texts), entry
 
 
 def test_the_files_that_know_compute_capabilities_are_named():

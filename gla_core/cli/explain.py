@@ -11,27 +11,37 @@ import torch
 
 import gla_core as gla
 from gla_core.cli.calls import device_here
+from gla_core.cli.path import path_of
 from gla_core.dispatch.backend import OpCall
 from gla_core.dispatch.request import current_request
 from gla_core.dispatch.selection import explain_call
 from gla_core.explanation import with_measured_times
 from gla_core.ops import ABSTRACT_OPS
-from gla_core.terminal import new_console, print_explanation, print_json
+from gla_core.terminal import new_console, print_explanation, print_json, print_text
 from gla_core.workloads.inputs import random_arguments
 
 
-def explain(call: OpCall, backend: str | None, measure: bool, as_json: bool) -> bool:
+def explain(call: OpCall, backend: str | None, measure: bool, as_json: bool, path: bool = False) -> bool:
     """Prints which backend would run a call; returns whether any can.
+
+    Args:
+        path: print the functions that the call enters, and its launches, instead of the reasons.
 
     Raises:
         ValueError, LookupError: the request cannot be read, or names an op or a backend that does not exist; or the
             call cannot be measured here.
     """
+    if path and measure:
+        raise ValueError("--path runs nothing; leave out --measure")
     explanation = explain_call(call, current_request(backend))
     if measure:
         explanation = _measured(explanation)
+    taken = path_of(call, backend, explanation.winner) if path and explanation.winner is not None else None
     if as_json:
-        print_json(_fields(explanation))
+        print_json(_fields(explanation) | (taken.fields() if taken is not None else {}))
+    elif taken is not None:
+        (kernels,) = (each.kernels for each in explanation.candidates if each.name == explanation.winner)
+        print_text(new_console(), "\n".join((explanation.title, explanation.why, *kernels, str(taken))))
     else:
         print_explanation(new_console(), explanation)
     return explanation.winner is not None

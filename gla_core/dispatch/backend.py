@@ -285,6 +285,11 @@ class Prepared:
             the number of times that it is made. The backend refuses a call if it refuses one of its parts, and predicts
             the sum of their times. None, or an empty list, means that the backend computes the call itself.
 
+    `gla explain --path` shows the steps of a call, and its launches. The steps of a backend are `prepare`, the function
+    that it returns, and all functions of modules whose names begin with the word prepare, plan, launches or start. The
+    launches are the argument `launches` of a function `start`, a list of values with a kernel of triton.jit, a grid and
+    options as attributes `kernel`, `grid` and `options`. Nothing is launched, because the call ends there.
+
     Example:
         >>> def prepare(call):
         ...     block = 64 if call.dims["columns"] > 64 else 16

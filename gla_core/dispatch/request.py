@@ -26,6 +26,7 @@ from gla_core.dispatch.backend import CHUNK, OP_PARAMETERS
 from gla_core.dispatch.environment import environment
 from gla_core.dispatch.errors import UnknownOpError, nearest
 from gla_core.dispatch.registry import AUTO, INVARIANT
+from gla_core.dispatch.steps import step
 
 ANY_OP = "*"
 
@@ -86,6 +87,7 @@ def text_of(request: str | Request) -> str:
     return request if isinstance(request, str) else request.spec
 
 
+@step
 def current_request(argument: str | None = None) -> Request:
     """Returns the request in force: `argument` (a call's `backend=`), then `use_backend`, GLA_BACKEND, auto."""
     if argument is not None and not isinstance(argument, str):
@@ -160,21 +162,21 @@ def parse(text: str, source: str) -> tuple[dict[str, Choice], Setting | None]:
 
 
 def _parse_names(names: str, source: str, text: str) -> Choice:
-    names, _, said_by = names.partition("@")
+    names, _, origin = names.partition("@")
     listed = tuple(name.strip() for name in names.split(","))
     if listed == (AUTO,):
-        return Choice((), said_by or source)
+        return Choice((), origin or source)
     if AUTO in listed or not all(name.isidentifier() for name in listed):
         raise ValueError(f"{source}: cannot read {names!r} in {text!r}; expected 'auto' or names such as 'a,b'")
-    return Choice(listed, said_by or source)
+    return Choice(listed, origin or source)
 
 
 def _parse_tokens(tokens: str, source: str, text: str = "") -> Setting:
-    tokens, _, said_by = tokens.partition("@")
+    tokens, _, origin = tokens.partition("@")
     if not tokens.isdecimal() or int(tokens) % CHUNK != 0:
         what = f"batch_invariant is {tokens!r} in {text!r}" if text else f"tokens is {tokens}"
         raise ValueError(f"{source}: {what}; expected a multiple of {CHUNK}, or 0")
-    return Setting(int(tokens), said_by or source)
+    return Setting(int(tokens), origin or source)
 
 
 class _Block:

@@ -32,6 +32,7 @@ from gla_core.dispatch.backend import (
 from gla_core.dispatch.calibration import Prediction, predict
 from gla_core.dispatch.errors import NoBackendError
 from gla_core.dispatch.request import Choice, Request, current_request
+from gla_core.dispatch.steps import step
 
 _cannot_launch: dict[Hashable, Reason] = {}
 registry.on_change.append(_cannot_launch.clear)
@@ -100,7 +101,9 @@ class Explanation:
         timed = [(c.measured, c.name) for c in self.candidates if c.measured is not None]
         return min(timed)[1] if timed else None
 
-    def __str__(self) -> str:
+    @property
+    def title(self) -> str:
+        """Returns the op, its sizes, the dtype and the device in a line."""
         dims = " ".join(f"{name}={size}" for name, size in self.call.dims.items())
         dtype = str(self.call.dtype).removeprefix("torch.")
         assumed = self.call.assumed
@@ -108,10 +111,10 @@ class Explanation:
         packed = ", packed" if self.call.variable_length else ""
         gates = "" if self.call.gate_form in (None, "key") else f", {GATE_NAMES[self.call.gate_form]}"
         gates += "" if self.call.scalars.get("gate_normalizer") is None else ", gates from logits"
-        lines = [
-            f"{self.call.op}  {dims}  {dtype} on {place}{packed}{gates}",
-            f"request: {self.request} ({self.source})",
-        ]
+        return f"{self.call.op}  {dims}  {dtype} on {place}{packed}{gates}"
+
+    def __str__(self) -> str:
+        lines = [self.title, f"request: {self.request} ({self.source})"]
         several = sum(candidate.refusal is None for candidate in self.candidates) > 1
         fastest_of_several = self.fastest if several else None
         for candidate in self.candidates:
@@ -134,6 +137,7 @@ class Explanation:
         return f"measured: {self.fastest} is the fastest of those that ran"
 
 
+@step
 def select(call: OpCall, request: Request) -> Backend:
     """Returns the backend that runs `call`. Raises NoBackendError with all refusals, UnknownBackendError for a typo."""
     choice = request.choice(call.op)

@@ -35,6 +35,7 @@ from gla_core.dispatch.environment import environment
 from gla_core.dispatch.errors import BackendError
 from gla_core.dispatch.request import Request, current_request, request_in_graph
 from gla_core.dispatch.selection import is_launch_failure, remember_launch_failure, select
+from gla_core.dispatch.steps import step
 from gla_core.dispatch.tensors import new_state, swapped
 from gla_core.ops import _invariant, _logits, _memory, _results, _values, autocast
 from gla_core.ops.checks import as_backends_take
@@ -87,6 +88,7 @@ def _drop_plans() -> None:
 registry.on_change.append(_drop_plans)
 
 
+@step
 def run(spec: OpSpec, args: tuple, request: Request, needs_grad: bool = False, is_part: bool = False) -> Any:
     """Runs an op with the backend that a request selects. `args` are all its arguments, in order.
 

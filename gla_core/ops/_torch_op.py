@@ -58,10 +58,12 @@ def eager_op_of(spec: OpSpec, setup_context: Callable[..., None], backward: Call
     It takes the arguments of the torch op, as `OpSpec.prepared` returns them, with a `Request` in place of its text.
     """
 
-    def run(*args: Any) -> tuple:
-        return tuple(run_op(spec, args[:-2], args[-1], True))
+    def forward(ctx: Any, args: tuple, *_: Any) -> tuple:
+        results = tuple(run_op(spec, args[:-2], args[-1], True))
+        setup_context(ctx, args, results)
+        return results
 
-    return _eager(spec.name, run, getattr(torch.ops.gla, spec.name).default, setup_context, backward)
+    return _eager(spec.name, forward, getattr(torch.ops.gla, spec.name).default, backward)
 
 
 def runner(spec: OpSpec, *last: Any) -> Callable[..., Any]:
@@ -182,8 +184,13 @@ def _differentiable(
     def forward(*args: Any) -> Any:
         return _without_none(args[0], run(*args)) if bypasses_torch(args[0]) else op(*args)
 
+    def forward_eagerly(ctx: Any, args: tuple, *_: Any) -> Any:
+        results = run(*args)
+        setup_context(ctx, args, results)
+        return results
+
     func = _function(name, forward=forward, setup_context=setup_context, backward=backward, vmap=vmap, jvp=_refuse_jvp)
-    eagerly = _eager(name, run, op, setup_context, backward)
+    eagerly = _eager(name, forward_eagerly, op, backward)
 
     def call(*args: Any) -> Any:
         if bypasses_torch(args[0]):
@@ -193,19 +200,14 @@ def _differentiable(
     return call
 
 
-def _eager(name: str, run: Callable, op: Any, setup_context: Callable, backward: Callable) -> TorchOp:
+def _eager(name: str, forward: Callable, op: Any, backward: Callable) -> TorchOp:
     """Returns a function that calls the op as an `autograd.Function` in eager mode. The request may be a `Request`.
 
     This takes half the time of PyTorch's dispatcher. PyTorch inspects the signature of a Function with setup_context in
-    every call, so this one has no setup_context. Its first argument is a tuple of all arguments, and the others are the
-    tensors among them: autograd takes time for each argument.
+    every call, so this one has no setup_context, and `forward` calls it. The first argument of `forward` after ctx is a
+    tuple of all arguments, and the others are the tensors among them: autograd takes time for each argument.
     """
     tensors_of = picker([i for i, argument in enumerate(op._schema.arguments) if "Tensor" in str(argument.type)])
-
-    def forward(ctx: Any, args: tuple, *_: Any) -> Any:
-        found = run(*args)
-        setup_context(ctx, args, found)
-        return found
 
     def backward_of_all(ctx: Any, *grads: Any) -> tuple:
         return None, *tensors_of(backward(ctx, *grads))

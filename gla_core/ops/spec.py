@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from gla_core.dispatch.backend import ALIGNMENT, Layout, Lowering, OpCall, declare_op
+from gla_core.dispatch.steps import step
 from gla_core.dispatch.tensors import checkpoint_dtype, swapped, wide
 from gla_core.ops import _overlap, checks
 from gla_core.ops.checks import FLOATS, INTEGERS
@@ -383,6 +384,7 @@ class OpSpec:
             args = (*args[:at], scale_or_default(args[0], args[at]), *args[at + 1 :])
         return args
 
+    @step
     def describe(
         self, *args: Any, needs_grad: bool = False, capturing: bool = False, batch_invariant: int | None = None
     ) -> OpCall:
