@@ -16,9 +16,9 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -26,9 +26,7 @@ import gla_core as gla
 from gla_core.conformance.calls import output_shape
 from gla_core.dispatch import registry
 from gla_core.dispatch.backend import OpCall
-from gla_core.dispatch.request import current_request
 from gla_core.workloads.inputs import GlaInputs, gla_inputs
-from gla_triton_kernels import gla as gla_kernels
 from gla_triton_kernels.gla import backward as gradients
 from gla_triton_kernels.gla import forward, summary
 from gla_triton_kernels.gla.general import kernels as general
@@ -85,19 +83,14 @@ def hopper_chunks() -> None:
 
 @contextmanager
 def general_kernels() -> Iterator[None]:
-    """Makes only the kernels for every GPU compute chunk_gla, in place of the backend in force."""
-    backend = registry.get(current_request().choice("chunk_gla_fwd").names[0])
-    plan = {"triton_fused": "plan_whole", "parallel_scan": "plan_cut"}[backend.name]
-    ops = {
-        "chunk_gla_fwd": gla_kernels.chunk_gla_fwd(by_general_kernels(getattr(forward, plan))),
-        "chunk_gla_bwd": gla_kernels.chunk_gla_bwd(by_general_kernels(getattr(gradients, plan), Architecture.SM100)),
-        "chunk_gla_summary": gla_kernels.chunk_gla_summary(
-            by_general_kernels(getattr(summary, plan), Architecture.SM100)
-        ),
-    }
-    name = f"{backend.name}_general"
-    with gla.register(replace(backend, name=name, ops={**backend.ops, **ops})), gla.use_backend(name):
+    """Makes only the kernels for every GPU compute chunk_gla."""
+    with ExitStack() as stack:
+        for module, architecture in ((forward, None), (gradients, Architecture.SM100), (summary, Architecture.SM100)):
+            plan = by_general_kernels(module.plan, architecture)
+            stack.enter_context(mock.patch.object(module, "plan", plan))
+        registry.changed()  # calls that were prepared with other plans are forgotten
         yield
+    registry.changed()
 
 
 def by_general_kernels(plan: Callable[..., Any], architecture: Architecture | None = None) -> Callable[..., Any]:
@@ -108,9 +101,9 @@ def by_general_kernels(plan: Callable[..., Any], architecture: Architecture | No
             general only if this is not SM90.
     """
 
-    def planned(call: OpCall, gpu: Gpu, *kernels: Any) -> Any:
+    def planned(call: OpCall, gpu: Gpu, cut: bool, *kernels: Any) -> Any:
         gpu = gpu if architecture is None else Gpu(architecture, gpu.multiprocessors)
-        return plan(call, gpu, *(each[-1:] for each in kernels))
+        return plan(call, gpu, cut, *(each[-1:] for each in kernels))
 
     return planned
 

@@ -111,8 +111,6 @@ def test_the_doors_of_a_first_forward():
         ("gla_triton_kernels", "refusal"),
         ("gla_triton_kernels.gla.forward", "prepare"),
         ("gla_triton_kernels.gla.forward", "prepare.run"),
-        # the plan that the backend names
-        ("gla_triton_kernels.gla.forward", "plan_whole"),
         # the kernel, as a value
         ("gla_triton_kernels.gla.sm90.kernels", "_forward_refusal"),
         ("gla_triton_kernels.gla.sm90.kernels", "_forward"),

@@ -42,20 +42,8 @@ from gla_core.dispatch.backend import (
     parts_of,
     shipped_constants,
 )
-from gla_core.dispatch.lowering import lowered
 from gla_parallel_scan import pytorch
-from gla_triton_kernels.gla import (
-    backward,
-    chunk_gla_bwd,
-    chunk_gla_fwd,
-    chunk_gla_pool,
-    chunk_gla_summary,
-    forward,
-    summary,
-)
-from gla_triton_kernels.gla.cost import backward_prices, forward_prices, pool_predictor, predictor, summary_prices
-from gla_triton_kernels.gla.step import LAYER_STEP, REPLAY, STEP, STEPS
-from gla_triton_kernels.gla.step import cost as recurrent_gla_step_cost
+from gla_triton_kernels import gla
 from gla_triton_kernels.online_softmax import SPLITS
 from gla_triton_kernels.online_softmax import cost as online_softmax_cost
 from gla_triton_kernels.softmax_attention import cost as softmax_attention_cost
@@ -63,8 +51,9 @@ from gla_triton_kernels.softmax_attention import softmax_attention
 from gla_triton_kernels.softmax_attention.plan import plan_splits
 from gla_triton_runtime.architecture import interpreted
 
-_OVER_SEGMENTS = ("chunk_gla_fwd", "chunk_gla_bwd", "chunk_gla_pool", "chunk_gla_summary")
-"""The ops that Triton alone computes: on a CPU, segments are hardly faster than the reference."""
+_RECURRENT = gla.ops(cut=True)
+"""The ops of families with a recurrent state. Both Triton backends have the same kernels for them."""
+_BY_TRITON = {**_RECURRENT, "online_softmax": SPLITS, "softmax_attention": softmax_attention(plan_splits)}
 
 
 @hookimpl
@@ -87,29 +76,19 @@ def gla_register_backends() -> list[Backend]:
         key_widths=range(1, kernels.MAX_WIDTH + 1),
         value_widths=range(1, kernels.MAX_WIDTH + 1),
     )
-    step = pytorch.recurrent_gla_step.recurrent_gla_step
     return [
         Backend(
             name="parallel_scan",
             version="0.1.0",
-            ops={
-                "chunk_gla_fwd": chunk_gla_fwd(forward.plan_cut),
-                "chunk_gla_bwd": chunk_gla_bwd(backward.plan_cut),
-                "chunk_gla_pool": chunk_gla_pool(forward.plan_cut),
-                "chunk_gla_summary": chunk_gla_summary(summary.plan_cut),
-                "recurrent_gla_step": _by_device(STEP, step),
-                "recurrent_gla_layer_step": _by_device(LAYER_STEP, lowered("recurrent_gla_layer_step", step)),
-                "recurrent_gla_steps": _by_device(STEPS, lowered("recurrent_gla_steps", step)),
-                "recurrent_gla_replay": _by_device(REPLAY, lowered("recurrent_gla_replay", step)),
-                "online_softmax": _by_device(SPLITS, pytorch.online_softmax.online_softmax),
-                "softmax_attention": _by_device(
-                    softmax_attention(plan_splits), pytorch.softmax_attention.softmax_attention
-                ),
-            },
+            ops={op: _by_device(x, pytorch.OPS[op]) if op in pytorch.OPS else x for op, x in _BY_TRITON.items()},
             capabilities=capabilities,
-            op_capabilities=dict.fromkeys(_OVER_SEGMENTS, triton_only),
+            op_capabilities=dict.fromkeys(_BY_TRITON.keys() - pytorch.OPS.keys(), triton_only),
             supports=_supports,
-            cost=CostModel(predicted_seconds, shipped_constants("gla_parallel_scan"), kernels=kernels.COMMON),
+            cost=CostModel(
+                predicted_seconds,
+                shipped_constants("gla_parallel_scan"),
+                kernels=dict.fromkeys(_RECURRENT, kernels.__name__),
+            ),
             notes=kernels.notes,
         )
     ]
@@ -149,14 +128,7 @@ def _supports(call: OpCall) -> Reason | None:
 
 
 _SECONDS = {
-    "chunk_gla_fwd": predictor(forward.plan_cut, forward_prices),
-    "chunk_gla_bwd": predictor(backward.plan_cut, backward_prices),
-    "chunk_gla_pool": pool_predictor(forward.plan_cut),
-    "chunk_gla_summary": predictor(summary.plan_cut, summary_prices),
-    "recurrent_gla_step": recurrent_gla_step_cost.seconds,
-    "recurrent_gla_layer_step": recurrent_gla_step_cost.seconds,
-    "recurrent_gla_steps": recurrent_gla_step_cost.seconds_of_steps,
-    "recurrent_gla_replay": recurrent_gla_step_cost.seconds_of_replay,
+    **gla.seconds(cut=True),
     "online_softmax": online_softmax_cost.splits,
     "softmax_attention": softmax_attention_cost.splits,
 }

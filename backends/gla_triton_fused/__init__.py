@@ -20,24 +20,16 @@ from gla_core.dispatch.backend import (
     hookimpl,
     shipped_constants,
 )
-from gla_triton_kernels.gla import (
-    backward,
-    chunk_gla_bwd,
-    chunk_gla_fwd,
-    chunk_gla_pool,
-    chunk_gla_summary,
-    forward,
-    summary,
-)
-from gla_triton_kernels.gla.cost import backward_prices, forward_prices, pool_predictor, predictor, summary_prices
-from gla_triton_kernels.gla.step import LAYER_STEP, REPLAY, STEP, STEPS
-from gla_triton_kernels.gla.step import cost as recurrent_gla_step_cost
+from gla_triton_kernels import gla
 from gla_triton_kernels.online_softmax import ONE_PASS
 from gla_triton_kernels.online_softmax import cost as online_softmax_cost
 from gla_triton_kernels.softmax_attention import cost as softmax_attention_cost
 from gla_triton_kernels.softmax_attention import softmax_attention
 from gla_triton_kernels.softmax_attention.plan import plan_one_pass
 from gla_triton_runtime.architecture import interpreted
+
+_RECURRENT = gla.ops(cut=False)
+"""The ops of families with a recurrent state. Both Triton backends have the same kernels for them."""
 
 
 @hookimpl
@@ -47,14 +39,7 @@ def gla_register_backends() -> list[Backend]:
             name="triton_fused",
             version="0.1.0",
             ops={
-                "chunk_gla_fwd": chunk_gla_fwd(forward.plan_whole),
-                "chunk_gla_bwd": chunk_gla_bwd(backward.plan_whole),
-                "chunk_gla_pool": chunk_gla_pool(forward.plan_whole),
-                "chunk_gla_summary": chunk_gla_summary(summary.plan_whole),
-                "recurrent_gla_step": STEP,
-                "recurrent_gla_layer_step": LAYER_STEP,
-                "recurrent_gla_steps": STEPS,
-                "recurrent_gla_replay": REPLAY,
+                **_RECURRENT,
                 "online_softmax": ONE_PASS,
                 "softmax_attention": softmax_attention(plan_one_pass),
             },
@@ -71,21 +56,18 @@ def gla_register_backends() -> list[Backend]:
                 cuda_graphs=not interpreted(),
             ),
             supports=kernels.refusal,
-            cost=CostModel(predicted_seconds, shipped_constants("gla_triton_fused"), kernels=kernels.COMMON),
+            cost=CostModel(
+                predicted_seconds,
+                shipped_constants("gla_triton_fused"),
+                kernels=dict.fromkeys(_RECURRENT, kernels.__name__),
+            ),
             notes=kernels.notes,
         )
     ]
 
 
 _SECONDS = {
-    "chunk_gla_fwd": predictor(forward.plan_whole, forward_prices),
-    "chunk_gla_bwd": predictor(backward.plan_whole, backward_prices),
-    "chunk_gla_pool": pool_predictor(forward.plan_whole),
-    "chunk_gla_summary": predictor(summary.plan_whole, summary_prices),
-    "recurrent_gla_step": recurrent_gla_step_cost.seconds,
-    "recurrent_gla_layer_step": recurrent_gla_step_cost.seconds,
-    "recurrent_gla_steps": recurrent_gla_step_cost.seconds_of_steps,
-    "recurrent_gla_replay": recurrent_gla_step_cost.seconds_of_replay,
+    **gla.seconds(cut=False),
     "online_softmax": online_softmax_cost.one_pass,
     "softmax_attention": softmax_attention_cost.one_pass,
 }

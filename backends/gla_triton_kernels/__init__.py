@@ -8,7 +8,6 @@ imported when a call is prepared. In gla/, each generation of GPU has a folder.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
 
 import torch
 
@@ -21,19 +20,6 @@ MAX_WIDTH = 512
 MAX_LENGTH = 3 * 2**29
 """The maximum number of tokens of a sequence, or columns of a softmax. Kernels count both in 32 bits, and tiles reach
 past the end."""
-
-_OPS = (
-    "chunk_gla_fwd",
-    "chunk_gla_bwd",
-    "chunk_gla_pool",
-    "chunk_gla_summary",
-    "recurrent_gla_step",
-    "recurrent_gla_layer_step",
-    "recurrent_gla_steps",
-    "recurrent_gla_replay",
-)
-COMMON: Mapping[str, str] = dict.fromkeys(_OPS, __name__)
-"""The ops for which both backends run the same kernels, on whole sequences or on segments, for `CostModel`s."""
 
 
 def dtypes() -> frozenset[torch.dtype]:

@@ -33,7 +33,7 @@ def _not_on_hopper(device):
 
 def gradients(x, entering):
     def prepare(call):
-        return backward.prepare(call, backward.plan_whole, (KERNEL,))
+        return backward.prepare(call, cut=False, kernels=(KERNEL,))
 
     arguments = (SCALE, x.initial_state, x.cu_seqlens, entering, CHUNK, x.do, x.dstate)
     return call_prepared("chunk_gla_bwd", prepare, x.q, x.k, x.v, x.g, *arguments)

@@ -56,8 +56,8 @@ def computed(x, do, dstate, checkpoints):
     arguments = (x.q, x.k, x.v, x.g, SCALE, x.initial_state, x.cu_seqlens, checkpoints, CHUNK, do, dstate)
     call = described("chunk_gla_bwd", *arguments)
     # If all kernels refuse the call, this fails.
-    ((_, plan),) = backward.plan_whole(
-        call, gpu_of(call.device), (sm90.BACKWARD_WIDE, sm90.BACKWARD, sm90.BACKWARD_HEAD)
+    ((_, plan),) = backward.plan(
+        call, gpu_of(call.device), False, (sm90.BACKWARD_WIDE, sm90.BACKWARD, sm90.BACKWARD_HEAD)
     )
     assert plan.entering is None
     inputs = (x.q, x.k, x.v, x.g, x.initial_state)

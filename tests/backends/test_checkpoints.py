@@ -39,9 +39,9 @@ def forward(backend):
     return functools.partial(call_prepared, "chunk_gla_fwd", preparing(backend, "chunk_gla_fwd"))
 
 
-def forward_by(plan, *kernels):
-    """Returns chunk_gla_fwd by this plan, which chooses one of these kernels."""
-    return functools.partial(call_prepared, "chunk_gla_fwd", lambda call: launcher.prepare(call, plan, kernels))
+def forward_by(cut, *kernels):
+    """Returns chunk_gla_fwd by one of these kernels; `cut` as in `launcher.plan`."""
+    return functools.partial(call_prepared, "chunk_gla_fwd", lambda call: launcher.prepare(call, cut, kernels))
 
 
 def check(forward, every, initial_state=True, first=0, **sizes):
@@ -117,7 +117,7 @@ def test_kernels_for_hopper(cut, change_plans, K, V, gates, length):
     change_plans("SM90_WIDE_TOKENS", 0)
     wide_without_gates = K > 128 and gates == "none"  # which no kernel for SM90 computes
     kernels = (general.FORWARD,) if wide_without_gates else (sm90.FORWARD, sm90.FORWARD_WIDE)
-    forward = forward_by(launcher.plan_cut, *kernels)
+    forward = forward_by(True, *kernels)
     sizes = {"H": 3, "K": K, "V": V, "gates": gates, "gate_dtype": torch.float32, "dtype": torch.bfloat16}
     for every in (64, 128, 192):
         check(forward, every, T=500, B=2, device="cuda", **sizes)
@@ -126,10 +126,10 @@ def test_kernels_for_hopper(cut, change_plans, K, V, gates, length):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128), (256, 128), (512, 64)])
-@pytest.mark.parametrize("plan", [launcher.plan_whole, launcher.plan_cut])
-def test_general_kernel_by_tma(change_plans, plan, K, V):
+@pytest.mark.parametrize("cut", [False, True])
+def test_general_kernel_by_tma(change_plans, cut, K, V):
     change_plans("TMA_ELEMENTS", 0)
-    forward = forward_by(plan, general.FORWARD)
+    forward = forward_by(cut, general.FORWARD)
     check(forward, 64, T=500, B=2, H=3, K=K, V=V, gate_dtype=torch.float32, device="cuda")
 
 

@@ -46,10 +46,10 @@ def forward(backend, change_plans):
     """Returns the backend's chunk_gla_fwd by general kernels, with TMA wherever it is possible."""
     change_plans("TMA_ELEMENTS", 0)
     change_plans("segment_length", lambda *_: CHUNK)
-    plan = {"triton_fused": launcher.plan_whole, "parallel_scan": launcher.plan_cut}[backend]
+    cut = {"triton_fused": False, "parallel_scan": True}[backend]
 
     def prepare(call):
-        return launcher.prepare(call, plan, kernels=(general.FORWARD,))
+        return launcher.prepare(call, cut, kernels=(general.FORWARD,))
 
     def forward(q, k, v, g=None, initial_state=None, cu_seqlens=None, scale=0.3, final=True):
         arguments = (q, k, v, g, scale, initial_state, final, cu_seqlens, None)

@@ -41,7 +41,7 @@ def call_of(dtype=bfloat16, gate_dtype=float32, packed=False, precision="highest
 
 def one_pass(gpu=H200, **changes):
     call = call_of(**changes)
-    ((planned, plan),) = forward.plan_whole(call, gpu)
+    ((planned, plan),) = forward.plan(call, gpu, cut=False)
     assert planned is call
     assert plan.segments is None
     return plan
@@ -316,7 +316,7 @@ def test_the_cut_does_not_depend_on_what_else_is_returned(packed):
         call = call_of(B=1 if packed else N, T=T, H=H, N=N, packed=packed)
         scalars = {"output_final_state": True, "checkpoint_every": 64}
         more = dataclasses.replace(call, scalars=scalars, checkpoints=True, state_dtype=float32)
-        assert plans_of(forward.plan_cut(call, H200)) == plans_of(forward.plan_cut(more, H200))
+        assert plans_of(forward.plan(call, H200, True)) == plans_of(forward.plan(more, H200, True))
 
 
 def test_a_segment_is_whole_chunks_or_all():
@@ -348,14 +348,15 @@ def asks_for(*arguments):
 
 @pytest.fixture
 def launcher_plans_with(monkeypatch):
-    """Returns a function from a call's tensors to the call, GPU and kernels with which the launcher asks for a plan."""
+    """Returns a function from a call's tensors to the arguments with which the launcher asks for a plan."""
     pytest.importorskip("triton")
 
-    def plans_with(gpu, q, k, v, g, initial_state=None, cu_seqlens=None):
+    def plans_with(gpu, cut, q, k, v, g, initial_state=None, cu_seqlens=None):
         monkeypatch.setattr(forward, "gpu_of_call", lambda call: gpu)
+        monkeypatch.setattr(forward, "plan", asks_for)
         call_arguments = (q, k, v, g, 1.0, initial_state, True, cu_seqlens, None, None)
         with pytest.raises(Planned) as planned:
-            forward.prepare(described("chunk_gla_fwd", *call_arguments), asks_for)
+            forward.prepare(described("chunk_gla_fwd", *call_arguments), cut)
         return planned.value.args
 
     return plans_with
@@ -374,18 +375,19 @@ def launcher_plans_with(monkeypatch):
     ids=str,
 )
 @pytest.mark.parametrize("gpu", [H200, Gpu(Architecture.SM80, 108)], ids=lambda gpu: gpu.architecture.name)
-@pytest.mark.parametrize("plan", [forward.plan_whole, forward.plan_cut])
-def test_launcher_and_cost_model_have_the_same_plan(plan, gpu, sizes, launcher_plans_with):
+@pytest.mark.parametrize("cut", [False, True])
+def test_launcher_and_cost_model_have_the_same_plan(cut, gpu, sizes, launcher_plans_with):
     x = gla_inputs(**{"dtype": bfloat16, "gate_dtype": float32, **sizes})
     tensors = (x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens)
-    launched = launcher_plans_with(gpu, *tensors)
+    plan = forward.plan
+    launched = launcher_plans_with(gpu, cut, *tensors)
     described = gla.explain("chunk_gla_fwd", *tensors[:4], 1.0, x.initial_state, True, x.cu_seqlens).call
     capability = {Architecture.SM90: 9.0, Architecture.SM80: 8.0}[gpu.architecture]
     facts = {"multiprocessors": float(gpu.multiprocessors), "compute_capability": capability}
     with pytest.raises(Planned) as priced:
         cost.predictor(asks_for, cost.forward_prices)(described, {**cutting.H200, **facts})
     assert gpu_of_constants(facts) == priced.value.args[1] == launched[1] == gpu
-    assert plans_of(plan(*priced.value.args)) == plans_of(plan(*launched))
+    assert plans_of(plan(*priced.value.args, cut)) == plans_of(plan(*launched))
 
 
 def plans_of(rows):
@@ -397,7 +399,7 @@ def test_the_launcher_knows_what_tma_can_address(launcher_plans_with):
     q, k, v, g = x.q, x.k, x.v, x.g
 
     def aligned(*tensors, gpu=H200):
-        call, gpu, kernels = launcher_plans_with(gpu, *tensors)
+        call, gpu, _, kernels = launcher_plans_with(gpu, False, *tensors)
         assert kernels == forward.KERNELS
         return first_able(kernels, call, gpu) is sm90.FORWARD
 
@@ -417,7 +419,7 @@ def rows_of(**changes):
     """Returns, for each plan of a batch, B, N, and whether the plan cuts sequences."""
     return [
         (call.dims["B"], call.dims["N"], plan.segments is not None)
-        for call, plan in forward.plan_cut(call_of(**changes), H200)
+        for call, plan in forward.plan(call_of(**changes), H200, cut=True)
     ]
 
 
@@ -442,6 +444,6 @@ def test_rows_that_do_not_fit_beside_the_others_are_cut():
 )
 def test_all_rows_go_one_way(changes):
     call = call_of(**changes)
-    assert forward.plan_cut(call, H200) == [(call, cut(call))]
+    assert forward.plan(call, H200, cut=True) == [(call, cut(call))]
     invariant = dataclasses.replace(call_of(B=13, H=11), batch_invariant=4096, scalars={"output_final_state": False})
-    assert len(forward.plan_cut(invariant, H200)) == 1
+    assert len(forward.plan(invariant, H200, cut=True)) == 1

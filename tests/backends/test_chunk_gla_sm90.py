@@ -31,10 +31,10 @@ def inputs(**sizes):
     return [x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens]
 
 
-def prepared(arguments, plan=launcher.plan_whole):
+def prepared(arguments, cut=False):
     """Prepares a call by the kernels for SM90; fails if all of them refuse it."""
     return launcher.prepare(
-        described("chunk_gla_fwd", *arguments), plan, (sm90.FORWARD, sm90.FORWARD_WIDE, sm90.FORWARD_HEAD)
+        described("chunk_gla_fwd", *arguments), cut, (sm90.FORWARD, sm90.FORWARD_WIDE, sm90.FORWARD_HEAD)
     )
 
 
@@ -43,10 +43,10 @@ def forward(q, k, v, g, scale, initial_state, cu_seqlens):
     return prepared(arguments)(*arguments)[:2]
 
 
-def check(q, k, v, g=None, initial_state=None, cu_seqlens=None, scale=0.3, plan=launcher.plan_whole):
+def check(q, k, v, g=None, initial_state=None, cu_seqlens=None, scale=0.3, cut=False):
     """Compares with the oracle, checks that a second run gives the same bits, and returns o and the final state."""
     arguments = (q, k, v, g, scale, initial_state, True, cu_seqlens, None, None)
-    run = prepared(arguments, plan)
+    run = prepared(arguments, cut)
     (o, state, _), again = run(*arguments), run(*arguments)
     ref_o, ref_state = oracle.chunk_gla(q, k, v, g, scale, initial_state, cu_seqlens)
     assert relative_error(o, ref_o) <= BUDGETS[q.dtype]
@@ -81,7 +81,7 @@ def test_other_dtypes(change_plans, sizes, gates, dtype):
     x = inputs(**sizes, gates=gates, dtype=dtype, initial_state=True)
     check(*x)
     change_plans("segment_length", lambda *_: 128)
-    check(*x, plan=launcher.plan_cut)
+    check(*x, cut=True)
 
 
 @pytest.mark.usefixtures("tf32_allowed")
@@ -140,7 +140,7 @@ def test_packed_wide_heads(lengths, gates, V):
 def test_segments(change_plans, K, sizes, initial_state):
     change_plans("segment_length", lambda *_: 128)
     x = inputs(H=3, K=K, V=136, gates="-inf", initial_state=initial_state, **sizes)
-    check(*x, plan=launcher.plan_cut)
+    check(*x, cut=True)
 
 
 @pytest.mark.parametrize("K", [64, 256])

@@ -89,12 +89,12 @@ def call(T, H, B=1, K=128, N=None, dtype=torch.bfloat16):
 
 
 def plan_cut(call):
-    ((_, plan),) = summary.plan_cut(call, H200)
+    ((_, plan),) = summary.plan(call, H200, cut=True)
     return plan
 
 
 def plan_whole(call):
-    ((_, plan),) = summary.plan_whole(call, H200)
+    ((_, plan),) = summary.plan(call, H200, cut=False)
     return plan
 
 

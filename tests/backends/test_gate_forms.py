@@ -149,5 +149,5 @@ def test_gates_without_a_key_axis_are_read_as_they_are(form, width):
 def test_one_plan_computes_the_gradients_of_a_constant_gate():
     """The rows of a batch have one sum."""
     dims = {"B": 17, "N": 17}
-    assert len(backward.plan_cut(call_of("chunk_gla_bwd", dims=dims), H200)) == 2
-    assert len(backward.plan_cut(call_of("chunk_gla_bwd", "constant", dims=dims), H200)) == 1
+    assert len(backward.plan(call_of("chunk_gla_bwd", dims=dims), H200, cut=True)) == 2
+    assert len(backward.plan(call_of("chunk_gla_bwd", "constant", dims=dims), H200, cut=True)) == 1

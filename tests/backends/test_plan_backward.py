@@ -35,7 +35,7 @@ def call(*, dtype=torch.bfloat16, every=CHUNK, precision="highest", aligned=True
 
 
 def whole(call, gpu=H200):
-    ((planned, plan),) = backward.plan_whole(call, gpu)
+    ((planned, plan),) = backward.plan(call, gpu, cut=False)
     assert planned is call
     return plan
 
@@ -66,7 +66,7 @@ def test_chunks_side_by_side_where_products_take_operands_from_registers(archite
     plan = whole(described, gpu)
     assert plan.gradients is general.BACKWARD_CHUNKS
     assert plan.leaving.length == CHUNK  # the gradient of the state that leaves each chunk is in memory
-    assert backward.plan_cut(described, gpu) == [(described, plan)]
+    assert backward.plan(described, gpu, cut=True) == [(described, plan)]
     assert max(plan.parameters.BK, plan.parameters.BV) <= general.CHUNK_BLOCK
 
 
@@ -147,4 +147,4 @@ def test_few_heads_are_cut_and_many_are_not():
 def test_few_wide_heads_take_small_blocks_and_stay_whole():
     few, many = (call(B=B, T=8192, H=8, V=256) for B in (2, 16))
     assert (whole(few).parameters.BV, whole(many).parameters.BV) == (64, 128)
-    assert backward.plan_cut(few, H200) == [(few, whole(few))]
+    assert backward.plan(few, H200, cut=True) == [(few, whole(few))]

@@ -328,8 +328,9 @@ def test_calls_with_unaligned_tensors_are_prepared_apart(op, moved, backend, dev
 @pytest.fixture(params=["recurrent_gla_step", "softmax_attention", "chunk_gla_fwd"])
 def planned(request, register, monkeypatch):
     """Registers an op, and returns its name and a list of the calls that have been planned."""
-    from gla_triton_kernels.gla import chunk_gla_fwd, forward
-    from gla_triton_kernels.gla.step import STEP, step
+    from gla_triton_kernels import gla as family
+    from gla_triton_kernels.gla import forward
+    from gla_triton_kernels.gla.step import step
     from gla_triton_kernels.softmax_attention import softmax_attention
     from gla_triton_kernels.softmax_attention.plan import plan_splits
 
@@ -338,11 +339,11 @@ def planned(request, register, monkeypatch):
     def noted(plan):
         return lambda call, *others: (calls.append(call), plan(call, *others))[1]
 
-    monkeypatch.setattr(step, "plan", noted(step.plan))
+    for module in (step, forward):
+        monkeypatch.setattr(module, "plan", noted(module.plan))
     ops = {
-        "recurrent_gla_step": STEP,
+        **family.ops(cut=True),
         "softmax_attention": softmax_attention(noted(plan_splits)),
-        "chunk_gla_fwd": chunk_gla_fwd(noted(forward.plan_cut)),
     }
     register(request.param, ops[request.param])
     return request.param, calls

@@ -214,12 +214,10 @@ def drawn_call(draw, op):
 def kernels_of(call, gpu):
     """Returns the names of all kernels with which the two Triton backends compute a call."""
     if call.op == "chunk_gla_summary":
-        return {
-            planned.states.name for plan in (summary.plan_whole, summary.plan_cut) for _, planned in plan(call, gpu)
-        }
+        return {planned.states.name for cut in (False, True) for _, planned in summary.plan(call, gpu, cut)}
     module, names = (forward, set()) if call.op == "chunk_gla_fwd" else (backward, set())
-    for way in (module.plan_whole, module.plan_cut):
-        for _, plan in way(seen_by_kernels(call, gpu), gpu):
+    for cut in (False, True):
+        for _, plan in module.plan(seen_by_kernels(call, gpu), gpu, cut):
             if call.op == "chunk_gla_fwd":
                 kernels = [plan.outputs, plan.segments and plan.segments.states]
             else:

@@ -165,7 +165,7 @@ def test_outputs_of_segments(sizes, gates, final, change_plans):
     q, k, v, g, state, offsets = inputs(K=128, V=128, gates=gates, initial_state=True, **sizes)
     ref_o, ref_state = oracle.chunk_gla(q, k, v, g, 0.3, state, offsets)
     arguments = (q, k, v, g, 0.3, state, final, offsets, None, None)
-    run = forward.prepare(described("chunk_gla_fwd", *arguments), forward.plan_cut, (sm90.FORWARD,))
+    run = forward.prepare(described("chunk_gla_fwd", *arguments), True, (sm90.FORWARD,))
     o, end, _ = run(*arguments)
     assert relative_error(o, ref_o) <= BUDGET
     if final:

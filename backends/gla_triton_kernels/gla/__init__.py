@@ -15,53 +15,47 @@ Plans and prices import no Triton. The first call that is prepared imports it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
-from gla_core.dispatch.backend import Prepared
-from gla_triton_kernels.gla import backward, forward, summary
+from gla_core.dispatch.backend import Constants, OpCall, Prepared
+from gla_triton_kernels.gla import backward, cost, forward, step, summary
 
 _INPUTS = ("q", "k", "v", "g")
+_FORWARD = ("scale", "initial_state", "output_final_state", "cu_seqlens", "checkpoint_every", "gate_normalizer")
+_BACKWARD = ("scale", "initial_state", "cu_seqlens", "checkpoints", "checkpoint_every", "do", "dstate")
+_SLOTS = ("pool", "cu_seqlens", "read_slots", "write_slots", "scale", "has_state")
+_POOL = (*_SLOTS, "checkpoint_offsets", "checkpoint_slots", "pad_slot", "gate_normalizer", "out")
+_SUMMARY = ("left", "right", "g", "cu_seqlens", "backwards", "gate_normalizer")
 
 
-def chunk_gla_fwd(plan: forward.Plan) -> Prepared:
-    """Returns the op chunk_gla_fwd, computed by a plan of forward.py."""
-    takes = (
-        *_INPUTS,
-        "scale",
-        "initial_state",
-        "output_final_state",
-        "cu_seqlens",
-        "checkpoint_every",
-        "gate_normalizer",
-    )
-    return Prepared(partial(forward.prepare, plan=plan), takes, forward.explained(plan))
+def ops(cut: bool) -> dict[str, Prepared]:
+    """Returns the ops of the family by name.
+
+    Args:
+        cut: whether to cut sequences into segments where this takes less time. If not, sequences stay whole.
+    """
+
+    def op(prepare: Callable[..., Any], takes: tuple[str, ...], explain: Callable[..., list[str]] | None) -> Prepared:
+        return Prepared(partial(prepare, cut=cut), takes, None if explain is None else partial(explain, cut=cut))
+
+    return {
+        "chunk_gla_fwd": op(forward.prepare, (*_INPUTS, *_FORWARD), forward.explain),
+        "chunk_gla_bwd": op(backward.prepare, (*_INPUTS, *_BACKWARD, "gate_normalizer"), backward.explain),
+        "chunk_gla_pool": op(forward.prepare_pool, (*_INPUTS, *_POOL), forward.explain_pool),
+        "chunk_gla_summary": op(summary.prepare, _SUMMARY, None),
+        **step.OPS,
+    }
 
 
-def chunk_gla_pool(plan: forward.Plan) -> Prepared:
-    """Returns the op chunk_gla_pool, computed by a plan of forward.py."""
-    slots = ("pool", "cu_seqlens", "read_slots", "write_slots")
-    rest = ("has_state", "checkpoint_offsets", "checkpoint_slots", "pad_slot", "gate_normalizer", "out")
-    takes = (*_INPUTS, *slots, "scale", *rest)
-    return Prepared(partial(forward.prepare_pool, plan=plan), takes, forward.explained(plan))
-
-
-def chunk_gla_bwd(plan: backward.Plan) -> Prepared:
-    """Returns the op chunk_gla_bwd, computed by a plan of backward.py."""
-    takes = (
-        *_INPUTS,
-        "scale",
-        "initial_state",
-        "cu_seqlens",
-        "checkpoints",
-        "checkpoint_every",
-        "do",
-        "dstate",
-        "gate_normalizer",
-    )
-    return Prepared(partial(backward.prepare, plan=plan), takes, backward.explained(plan))
-
-
-def chunk_gla_summary(plan: summary.Plan) -> Prepared:
-    """Returns the op chunk_gla_summary, computed by a plan of summary.py."""
-    takes = ("left", "right", "g", "cu_seqlens", "backwards", "gate_normalizer")
-    return Prepared(partial(summary.prepare, plan=plan), takes)
+def seconds(cut: bool) -> dict[str, Callable[[OpCall, Constants], float]]:
+    """Returns the functions that predict the seconds of calls of these ops; see `ops`."""
+    plan = partial(forward.plan, cut=cut)
+    return {
+        "chunk_gla_fwd": cost.predictor(plan, cost.forward_prices),
+        "chunk_gla_bwd": cost.predictor(partial(backward.plan, cut=cut), cost.backward_prices),
+        "chunk_gla_pool": cost.pool_predictor(plan),
+        "chunk_gla_summary": cost.predictor(partial(summary.plan, cut=cut), cost.summary_prices),
+        **step.SECONDS,
+    }

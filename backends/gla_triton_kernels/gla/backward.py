@@ -1,4 +1,4 @@
-"""Plans a call of chunk_gla_bwd, and describes its launches.
+"""Plans a backward over sequences, and describes its launches.
 
 The first launches compute the states that enter chunks, unless checkpoints hold these states. Where the forward has a
 kernel that writes checkpoints quickly, it computes them, and its outputs are dropped. If sequences are cut, the
@@ -50,23 +50,16 @@ KERNELS: Sequence[GradientKernel] = (
 
 Plans = list[tuple[OpCall, BackwardPlan]]
 """The plans of the rows of a batch, in order, each with the call of its rows."""
-Plan = Callable[[OpCall, Gpu, Sequence[GradientKernel]], Plans]
-"""A function that plans a call for a GPU, with the kernels to choose from."""
 
 
 # ---- plans
 
 
-def plan_whole(call: OpCall, gpu: Gpu, kernels: Sequence[GradientKernel] = KERNELS) -> Plans:
-    """Plans a call whose sequences stay whole: one pass backwards."""
-    return [(call, _whole(call, gpu, kernels))]
-
-
-def plan_cut(call: OpCall, gpu: Gpu, kernels: Sequence[GradientKernel] = KERNELS) -> Plans:
-    """Plans a call whose sequences are cut into segments, unless this takes longer on the device."""
+def plan(call: OpCall, gpu: Gpu, cut: bool, kernels: Sequence[GradientKernel] = KERNELS) -> Plans:
+    """Plans a call: one pass backwards, or with `cut` several at once; see `plan` of forward.py."""
     kernel = first_able(kernels, call, gpu)
-    if kernel.by_chunks:
-        return plan_whole(call, gpu, kernels)
+    if not cut or kernel.by_chunks:
+        return [(call, _whole(call, gpu, kernels))]
     if call.gate_form == "constant":  # all rows add to the gradient of a constant gate, so one plan computes them all
         return [(call, _segments(call, gpu, kernels))]
     return by_rows(
@@ -114,30 +107,26 @@ def _segments(call: OpCall, gpu: Gpu, kernels: Sequence[GradientKernel]) -> Back
         stays_whole = tokens >= T and call.state_dtype is None
         return whole if stays_whole else _cut(whole, call, gpu, tokens, tokens)
 
-    def plan(length: int) -> BackwardPlan:
+    def plan_segments(length: int) -> BackwardPlan:
         return whole if length >= T else _cut(whole, call, gpu, length, uncut_length(length))
 
-    length = segment_length(call, gpu, *blocks_of(call, gpu, whole.gradients), plan, backward_prices)
-    return plan(min(length, CHUNK) if gpu.architecture is Architecture.INTERPRETED else length)
+    length = segment_length(call, gpu, *blocks_of(call, gpu, whole.gradients), plan_segments, backward_prices)
+    return plan_segments(min(length, CHUNK) if gpu.architecture is Architecture.INTERPRETED else length)
 
 
-def explained(plan: Plan) -> Callable[[OpCall], list[str]]:
-    """Returns a function that names the kernels of a call, and gives the reasons why better kernels refuse the call."""
-
-    def lines(call: OpCall) -> list[str]:
-        gpu = gpu_of_call(call)
-        seen = seen_by_kernels(call, gpu)
-        chosen = plan(seen, gpu, KERNELS)[0][1]
-        cut = "" if chosen.leaving is None else f" in segments of {chosen.leaving.length} tokens"
-        return [f"kernel {chosen.gradients.name}{cut}", *refusals(KERNELS, chosen.gradients, seen, gpu)]
-
-    return lines
+def explain(call: OpCall, cut: bool) -> list[str]:
+    """Returns lines that name the kernels of a call, and give the reasons why better kernels refuse the call."""
+    gpu = gpu_of_call(call)
+    seen = seen_by_kernels(call, gpu)
+    chosen = plan(seen, gpu, cut)[0][1]
+    segments = "" if chosen.leaving is None else f" in segments of {chosen.leaving.length} tokens"
+    return [f"kernel {chosen.gradients.name}{segments}", *refusals(KERNELS, chosen.gradients, seen, gpu)]
 
 
 # ---- launches
 
 
-def prepare(call: OpCall, plan: Plan, kernels: Sequence[GradientKernel] = KERNELS) -> Callable[..., tuple]:
+def prepare(call: OpCall, cut: bool, kernels: Sequence[GradientKernel] = KERNELS) -> Callable[..., tuple]:
     """Plans a call, compiles its kernels, and returns the function that computes calls of the same signature.
 
     Raises:
@@ -153,7 +142,7 @@ def prepare(call: OpCall, plan: Plan, kernels: Sequence[GradientKernel] = KERNEL
     seen, copied = seen_by_kernels(call, gpu), copied_for_invariance(call)
     T, Hv, K, V, N = (call.dims[name] for name in ("T", "Hv", "K", "V", "N"))
     empty, normalizer = N == 0 or T == 0, call.scalars["gate_normalizer"]
-    plans = [] if empty else plan(seen, gpu, kernels)
+    plans = [] if empty else plan(seen, gpu, cut, kernels)
     same_widths = (seen.dims["K"], seen.dims["V"]) == (K, V)
     shape_of = functools.partial(seen_shape, K=seen.dims["K"], V=seen.dims["V"])
 

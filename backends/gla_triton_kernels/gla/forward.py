@@ -1,4 +1,4 @@
-"""Plans a call of chunk_gla_fwd, and describes its launches.
+"""Plans a forward over sequences, and describes its launches.
 
     A_ts = sum over d of q_td k_sd exp(g_{s+1,d} + .. + g_td)  for s <= t      o_t = scale * sum over s of A_ts v_s
 
@@ -57,20 +57,21 @@ most.
 
 Plans = list[tuple[OpCall, ForwardPlan]]
 """The plans of the rows of a batch, in order, each with the call of its rows."""
-Plan = Callable[[OpCall, Gpu, Sequence[OutputKernel]], Plans]
-"""A function that plans a call for a GPU, with the kernels to choose from."""
 
 
 # ---- plans
 
 
-def plan_whole(call: OpCall, gpu: Gpu, kernels: Sequence[OutputKernel] = KERNELS) -> Plans:
-    """Plans a call whose sequences stay whole: one pass."""
-    return [(call, _whole(call, gpu, kernels))]
+def plan(call: OpCall, gpu: Gpu, cut: bool, kernels: Sequence[OutputKernel] = KERNELS) -> Plans:
+    """Plans the rows of a batch: which kernels compute them, and in which segments.
 
-
-def plan_cut(call: OpCall, gpu: Gpu, kernels: Sequence[OutputKernel] = KERNELS) -> Plans:
-    """Plans a call whose sequences are cut into segments, unless this takes longer on the device."""
+    Args:
+        cut: whether to cut sequences into segments, unless this takes longer on the device. If not, sequences stay
+            whole, and one pass computes them.
+        kernels: the kernels to choose from, best first.
+    """
+    if not cut:
+        return [(call, _whole(call, gpu, kernels))]
     return by_rows(
         call,
         gpu,
@@ -101,11 +102,11 @@ def _segments(call: OpCall, gpu: Gpu, kernels: Sequence[OutputKernel]) -> Forwar
     if call.variable_length and _are_short(call):  # most segments are short sequences
         kernel = kernels[-1]
 
-    def plan(length: int) -> ForwardPlan:
+    def plan_segments(length: int) -> ForwardPlan:
         return _in_segments(call, gpu, kernels, kernel, length)
 
-    length = segment_length(call, gpu, *kernel.blocks(call, gpu), plan, forward_prices)
-    return plan(min(length, INTERPRETED_SEGMENT) if gpu.architecture is Architecture.INTERPRETED else length)
+    length = segment_length(call, gpu, *kernel.blocks(call, gpu), plan_segments, forward_prices)
+    return plan_segments(min(length, INTERPRETED_SEGMENT) if gpu.architecture is Architecture.INTERPRETED else length)
 
 
 def _in_segments(
@@ -160,25 +161,26 @@ def plan_checkpoints(call: OpCall, gpu: Gpu) -> ForwardPlan | None:
     return _segments(call, gpu, KERNELS)
 
 
-def explained(plan: Plan) -> Callable[[OpCall], list[str]]:
-    """Returns a function that names the kernels of a call, and gives the reasons why better kernels refuse the call."""
+def explain(call: OpCall, cut: bool) -> list[str]:
+    """Returns lines that name the kernels of a call, and give the reasons why better kernels refuse the call."""
+    gpu = gpu_of_call(call)
+    seen = seen_by_kernels(call, gpu)
+    chosen = plan(seen, gpu, cut)[0][1]
+    line = f"kernel {chosen.outputs.name}"
+    if chosen.segments is not None:
+        line += f" after {chosen.segments.states.name}, in segments of {chosen.segments.length} tokens"
+    return [line, *refusals(KERNELS, chosen.outputs, seen, gpu)]
 
-    def lines(call: OpCall) -> list[str]:
-        gpu = gpu_of_call(call)
-        seen = forward_of_pool(call) if call.op == "chunk_gla_pool" else seen_by_kernels(call, gpu)
-        chosen = plan(seen, gpu, KERNELS)[0][1]
-        line = f"kernel {chosen.outputs.name}"
-        if chosen.segments is not None:
-            line += f" after {chosen.segments.states.name}, in segments of {chosen.segments.length} tokens"
-        return [line, *refusals(KERNELS, chosen.outputs, seen, gpu)]
 
-    return lines
+def explain_pool(call: OpCall, cut: bool) -> list[str]:
+    """Returns the lines of the forward between a read and a write of the pool; see `explain`."""
+    return explain(forward_of_pool(call), cut)
 
 
 # ---- launches
 
 
-def prepare(call: OpCall, plan: Plan, kernels: Sequence[OutputKernel] = KERNELS) -> Callable[..., tuple]:
+def prepare(call: OpCall, cut: bool, kernels: Sequence[OutputKernel] = KERNELS) -> Callable[..., tuple]:
     """Plans a call, compiles its kernels, and returns the function that computes calls of the same signature.
 
     Raises:
@@ -196,7 +198,7 @@ def prepare(call: OpCall, plan: Plan, kernels: Sequence[OutputKernel] = KERNELS)
     n = None if every is None else checkpoint_rows(T, N, every, call.variable_length)
     checkpoints_dtype = checkpoint_dtype(call.dtype)
     empty = N == 0 or (T == 0 and not call.scalars["output_final_state"])
-    plans = [] if empty else plan(seen, gpu, kernels)
+    plans = [] if empty else plan(seen, gpu, cut, kernels)
     same_widths = (seen.dims["K"], seen.dims["V"]) == (K, V)
     shape_of = functools.partial(seen_shape, K=seen.dims["K"], V=seen.dims["V"])
 
@@ -236,8 +238,8 @@ def prepare(call: OpCall, plan: Plan, kernels: Sequence[OutputKernel] = KERNELS)
     return rehearsed(run, call)
 
 
-def prepare_pool(call: OpCall, plan: Plan, kernels: Sequence[OutputKernel] = KERNELS) -> Callable[..., Tensor]:
-    """Prepares a call of chunk_gla_pool; see `prepare`. The kernels read and write states in slots of the pool.
+def prepare_pool(call: OpCall, cut: bool, kernels: Sequence[OutputKernel] = KERNELS) -> Callable[..., Tensor]:
+    """Prepares a forward whose kernels read and write states in slots of a pool; see `prepare`.
 
     Raises:
         LaunchError: a kernel does not compile for this device, or does not fit it.
@@ -248,7 +250,7 @@ def prepare_pool(call: OpCall, plan: Plan, kernels: Sequence[OutputKernel] = KER
 
     forward = forward_of_pool(call)
     copied, pad, normalizer = copied_for_invariance(forward), call.scalars["pad_slot"], call.scalars["gate_normalizer"]
-    plans = [] if call.dims["N"] == 0 else plan(forward, gpu_of_call(call), kernels)
+    plans = [] if call.dims["N"] == 0 else plan(forward, gpu_of_call(call), cut, kernels)
 
     def describe(tensors: tuple[Any, ...], scale: float) -> list[Launch]:
         q, k, v, g, pool, cu_seqlens, read, write, has_state, before, kept, o = tensors

@@ -1,4 +1,4 @@
-"""Plans a call of chunk_gla_summary, and describes its launches.
+"""Plans a summary of sequences, and describes its launches.
 
     decay = exp(g_1 + .. + g_T)        state = sum over t of (left_t exp(g_{t+1} + .. + g_T))^T right_t        forwards
 
@@ -31,26 +31,23 @@ if TYPE_CHECKING:
 
 Plans = list[tuple[OpCall, SegmentPlan]]
 """The plan of a call, with the call. All rows of a batch have the same plan."""
-Plan = Callable[[OpCall, Gpu], Plans]
 
 
-def plan_whole(call: OpCall, gpu: Gpu) -> Plans:
-    """Plans a call whose sequences stay whole: each is a segment."""
-    return [(call, _in_segments(call, gpu, call.dims["T"]))]
-
-
-def plan_cut(call: OpCall, gpu: Gpu) -> Plans:
-    """Plans a call whose sequences are cut into segments, unless this takes longer on the device."""
+def plan(call: OpCall, gpu: Gpu, cut: bool) -> Plans:
+    """Plans a call: each sequence is one segment, or with `cut` several; see `plan` of forward.py."""
     Hv, K, V = (call.dims[name] for name in ("Hv", "K", "V"))
     whole = _in_segments(call, gpu, call.dims["T"])
+    if not cut:
+        return [(call, whole)]
     blocks = Hv * ceil_div(K, whole.states.block_keys(whole.parameters)) * ceil_div(V, whole.parameters.BV)
     at_once = whole.states.at_once(call, whole.parameters) * gpu.multiprocessors
 
-    def plan(length: int) -> SegmentPlan:
+    def plan_segments(length: int) -> SegmentPlan:
         return _in_segments(call, gpu, length)
 
-    length = segment_length(call, gpu, blocks, at_once, plan, summary_prices)
-    return [(call, plan(min(length, INTERPRETED_SEGMENT) if gpu.architecture is Architecture.INTERPRETED else length))]
+    length = segment_length(call, gpu, blocks, at_once, plan_segments, summary_prices)
+    length = min(length, INTERPRETED_SEGMENT) if gpu.architecture is Architecture.INTERPRETED else length
+    return [(call, plan_segments(length))]
 
 
 def _in_segments(call: OpCall, gpu: Gpu, length: int) -> SegmentPlan:
@@ -61,7 +58,7 @@ def _in_segments(call: OpCall, gpu: Gpu, length: int) -> SegmentPlan:
     return states_of_segments(call, gpu, length, length)
 
 
-def prepare(call: OpCall, plan: Plan) -> Callable[..., tuple[Tensor, Tensor]]:
+def prepare(call: OpCall, cut: bool) -> Callable[..., tuple[Tensor, Tensor]]:
     """Plans a call, compiles its kernels, and returns the function that computes calls of the same signature.
 
     Raises:
@@ -72,7 +69,7 @@ def prepare(call: OpCall, plan: Plan) -> Callable[..., tuple[Tensor, Tensor]]:
 
     T, Hv, K, V, N = (call.dims[name] for name in ("T", "Hv", "K", "V", "N"))
     empty = N == 0 or T == 0
-    plans = [] if empty else plan(call, gpu_of_call(call))
+    plans = [] if empty else plan(call, gpu_of_call(call), cut)
     launched = Launches(call.device)
 
     def run(
