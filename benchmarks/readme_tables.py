@@ -469,7 +469,7 @@ def _selection(report: dict[str, Any], path: Path) -> str:
     parts = {row["part"]: row["commit"] for row in report["rows"] if "commit" in row}
     others = "".join(f"; {part} at {commit}" for part, commit in parts.items())
     chunks = (
-        " The grid has calls of chunk_gla_fwd with shapes that no constant was fitted to; 'forms' are calls with other "
+        " The grid has forwards of chunk_gla with shapes that no constant was fitted to; 'forms' are calls with other "
         "forms of gates, value heads in groups, or float16. For packed sequences, forward and backward, `auto` knows "
         "how many there are but not how long."
     )

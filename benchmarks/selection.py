@@ -36,6 +36,7 @@ from gla_core.dispatch.request import current_request
 from gla_core.dispatch.selection import Explanation, explain_call
 from gla_core.files import write_json
 from gla_core.ops import ABSTRACT_OPS
+from gla_core.ops.gla import BACKWARD, FORWARD, STEP
 from gla_core.workloads.inputs import random_arguments
 
 CLOSE = 1.05
@@ -79,7 +80,7 @@ def calls(device: torch.device) -> Iterator[tuple[str, OpCall]]:
     yield from packed_calls(device)
     for call in other_calls(device):
         yield "other ops", call
-        if call.op == "recurrent_gla_step":
+        if call.op == STEP.name:
             yield "other ops", dataclasses.replace(call, capturing=True)
     for heads in (1, 4, 16, 64):  # 128 heads fill a GPU: both backends run the same kernel
         for T in (2**n for n in range(8, 18)):
@@ -112,10 +113,10 @@ def shapes() -> list[Shape]:
 
 
 def chunk_call(device: torch.device, B: int, H: int, T: int, K: int, V: int, N: int | None = None) -> OpCall:
-    """Returns a chunk_gla_fwd in bfloat16 with float32 gates, as in models; packed if N is given."""
+    """Returns a forward of chunk_gla in bfloat16 with float32 gates, as in models; packed if N is given."""
     longest = None if N is None else min(T, -(-2 * T // N))
     sizes = {"B": B, "T": T, "H": H, "K": K, "V": V, "N": N or B}
-    return _call("chunk_gla_fwd", device, sizes, variable_length=N is not None, longest=longest)
+    return _call(FORWARD.name, device, sizes, variable_length=N is not None, longest=longest)
 
 
 def _call(op: str, device: torch.device, sizes: dict[str, int], **facts: Any) -> OpCall:
@@ -124,7 +125,7 @@ def _call(op: str, device: torch.device, sizes: dict[str, int], **facts: Any) ->
 
 def backward_of(call: OpCall) -> OpCall:
     """Returns the backward of a call, with checkpoints as in training."""
-    return dataclasses.replace(call, op="chunk_gla_bwd", scalars={"checkpoint_every": CHUNK})
+    return dataclasses.replace(call, op=BACKWARD.name, scalars={"checkpoint_every": CHUNK})
 
 
 def form_calls(device: torch.device) -> Iterator[tuple[str, OpCall]]:
@@ -183,7 +184,7 @@ def other_calls(device: torch.device) -> Iterator[OpCall]:
     """Yields calls of the other ops."""
     cuda = device.type == "cuda"
     for B in (1, 3, 24, 100, 500) if cuda else (1, 3, 24):
-        yield _call("recurrent_gla_step", device, {"B": B, "H": 12, "K": 128, "V": 128})
+        yield _call(STEP.name, device, {"B": B, "H": 12, "K": 128, "V": 128})
     many = ((1, 1000), (3, 100_000), (1, 5_000_000), (6, 10_000_000), (64, 200_000), (300, 30_000), (5000, 3000))
     few = ((1, 1000), (3, 100_000), (64, 3000), (700, 100))
     for rows, columns in many if cuda else few:

@@ -31,6 +31,7 @@ from gla_core.bench.floor import floor_seconds
 from gla_core.bench.suite import Case, Row, implementing, measure_case
 from gla_core.dispatch.backend import OpCall
 from gla_core.ops import ABSTRACT_OPS
+from gla_core.ops.gla import FORWARD
 from gla_core.workloads.named import Workload, select
 
 ODD = 40
@@ -71,7 +72,7 @@ def floor_bytes(call: OpCall) -> int:
 def giant_calls(device: torch.device) -> Iterator[tuple[OpCall, list[int]]]:
     """Yields the packed forward calls with a giant, and the lengths of their sequences."""
     for part, call in selection.packed_calls(device):
-        if part == "packed, one giant" and call.op == "chunk_gla_fwd":
+        if part == "packed, one giant" and call.op == FORWARD.name:
             yield call, selection.lengths("one giant", call.dims["T"], call.dims["N"])
 
 

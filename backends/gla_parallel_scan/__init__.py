@@ -137,5 +137,5 @@ _SECONDS = {
 def predicted_seconds(call: OpCall, c: Constants) -> float | None:
     """Returns the predicted seconds of a call from the constants of its op and device; None for interpreted kernels."""
     if call.device.type != "cuda":
-        return None if interpreted() else pytorch.cost.predicted_seconds(call, c)
+        return None if interpreted() else pytorch.predicted_seconds(call, c)
     return _SECONDS[call.op](call, c)

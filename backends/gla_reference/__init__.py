@@ -13,8 +13,7 @@ from gla_reference.cost import predicted_seconds
 
 @hookimpl
 def gla_register_backends() -> list[Backend]:
-    from gla_reference.chunk_gla import chunk_gla_bwd, chunk_gla_fwd
-    from gla_reference.chunk_gla_summary import chunk_gla_summary
+    from gla_reference.chunk_gla import chunk_gla_bwd, chunk_gla_fwd, chunk_gla_summary
     from gla_reference.online_softmax import online_softmax
     from gla_reference.recurrent_gla_step import recurrent_gla_step
     from gla_reference.softmax_attention import softmax_attention

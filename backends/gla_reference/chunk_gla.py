@@ -124,7 +124,7 @@ def chunk_gla_bwd(
     dv = _rows(A).mT @ _rows(doc) + k_out @ leaving  # [R, H, n, C, V]
     _add_query_gradient(dq, dg, _rows(doc) @ entering.mT, q_in, upto)
     _add_key_gradient(dk, dg, vc @ leaving.mT, k_out, after)
-    dg += _of_gates(decay * (entering * leaving).sum(-1), dg)[..., None, :]  # from the entering to the leaving state
+    dg += _per_gate(decay * (entering * leaving).sum(-1), dg)[..., None, :]  # from the entering to the leaving state
     return (
         _sum_of_values(_join(chunks, scale * dq), q).to(q.dtype),
         _sum_of_values(_join(chunks, dk), k).to(k.dtype),
@@ -132,6 +132,43 @@ def chunk_gla_bwd(
         None if g is None else gradient_of_logits(_sum_of_tokens(_join(chunks, dg), g), g, gate_normalizer).to(g.dtype),
         None if initial_state is None else _fresh(dinitial),
     )
+
+
+def chunk_gla_summary(
+    left: Tensor,
+    right: Tensor,
+    g: Tensor | None,
+    cu_seqlens: Tensor | None,
+    backwards: bool,
+    gate_normalizer: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Computes the op, without outputs and scores; see gla_core/ops/gla/chunk_gla_summary.py.
+
+    The update of a chunk is the sum over t of (left_t * w_t)^T right_t. Forwards, w_t is the product of the gates after
+    token t; backwards, of the gates through token t.
+    """
+    B, T, Hq, K = left.shape
+    V, H = right.shape[3], right.shape[2] if g is None else g.shape[-1] if g.ndim < 4 else g.shape[2]
+    dtype = wide(left.dtype)
+    g = None if g is None else log_gates(g, gate_normalizer, dtype)
+    chunks = chunk(B, T, min(CHUNK, 1 << max(T - 1, 0).bit_length()), cu_seqlens)
+    left = left.repeat_interleave(H // Hq, dim=2) if Hq < H else left
+    lc, rc = (chunks.split(x.unflatten(2, (H, -1))).to(dtype) for x in (left, right))  # [R, H, n, C, G, K], [.., V]
+    gates = left.new_zeros(()).expand(B, T, H, 1) if g is None else _for_tokens(g, right[:, :, :H])
+    alpha = chunks.split(gates).to(dtype, copy=True).exp_()  # [R, H, n, C, D]
+
+    upto, after, decay = alpha.clone(), torch.ones_like(alpha), alpha  # [R, H, n, C, D]; decay of blocks
+    for L in _halves(alpha):
+        decay = _double(upto, after, decay, L)
+    lc = lc * (upto if backwards else after)[..., None, :]
+    update = _rows(lc).mT @ _rows(rc)  # [R, H, n, K, V]
+
+    # An additional column begins as 1 and is only decayed, so it becomes the decay of the sequence for each key.
+    start = lc.new_zeros(chunks.N, H, K, V + 1)
+    start[..., V] = 1
+    update = torch.nn.functional.pad(update, (0, 1))
+    _, final = chunks.scan(start, decay.squeeze(-2), update, reverse=backwards)  # [N, H, K, V+1]
+    return _fresh(final[..., V]), _fresh(final[..., :V])
 
 
 def _split(
@@ -158,13 +195,13 @@ def _split(
 
     q, k = (_for_values(x, k, v) for x in (q, k))
     gates = (
-        q.new_zeros(()).expand(*v.shape[:3], 1) if g is None else for_tokens(log_gates(g, gate_normalizer, dtype), v)
+        q.new_zeros(()).expand(*v.shape[:3], 1) if g is None else _for_tokens(log_gates(g, gate_normalizer, dtype), v)
     )
     alpha = cut(gates).exp_()  # 1 past the end of a sequence, where g is 0
     return chunks, cut(_group(q, v)).mul_(scale), cut(k), cut(v), alpha
 
 
-def for_tokens(g: Tensor, v: Tensor) -> Tensor:
+def _for_tokens(g: Tensor, v: Tensor) -> Tensor:
     """Returns a gate of any form as a view [B, T, H, D] for values [B, T, H, V]."""
     return g if g.ndim == 4 else g[..., None].expand(*v.shape[:3], 1)
 
@@ -216,7 +253,7 @@ def _add_query_gradient(dq: Tensor, dg: Tensor, d: Tensor, q: Tensor, decay: Ten
     """
     d, q = d.view_as(dq), q.view_as(dq)
     dq += d * decay[..., None, :]
-    dg += _of_gates((d * q).sum(-2), dg).flip(-2).cumsum(-2).flip(-2)
+    dg += _per_gate((d * q).sum(-2), dg).flip(-2).cumsum(-2).flip(-2)
 
 
 def _add_key_gradient(dk: Tensor, dg: Tensor, d: Tensor, k: Tensor, decay: Tensor) -> None:
@@ -225,10 +262,10 @@ def _add_key_gradient(dk: Tensor, dg: Tensor, d: Tensor, k: Tensor, decay: Tenso
     A gate after token s decays row s, so dg sums from the start of the block to the token before each gate.
     """
     dk += d * decay
-    dg[..., 1:, :] += _of_gates(d * k, dg)[..., :-1, :].cumsum(-2)
+    dg[..., 1:, :] += _per_gate(d * k, dg)[..., :-1, :].cumsum(-2)
 
 
-def _of_gates(x: Tensor, dg: Tensor) -> Tensor:
+def _per_gate(x: Tensor, dg: Tensor) -> Tensor:
     """Returns x [.., K] summed over the keys that share a gate: [.., D]."""
     return x.sum(-1, keepdim=True) if dg.shape[-1] == 1 else x
 

@@ -26,7 +26,7 @@ def floor_bytes(op: str, sizes: Mapping[str, Any], backward: bool = False) -> in
     Args:
         op: a public op, as in `gla_core.ops.PUBLIC_OPS`.
         sizes: as in `Workload.sizes`. A chunk_gla with an initial state also returns the final state.
-        backward: count the forward and its backward. recurrent_gla_step has no backward.
+        backward: count the forward and its backward. Some ops, such as a step, have none.
 
     Raises:
         ValueError: the op does not exist, or `backward` is set and the op has no backward.

@@ -24,12 +24,12 @@ _HEADS = {"Hq": "--query-heads", "Hv": "--value-heads"}
 
 
 def public_op(op: str) -> str:
-    """Returns the public op that an op's name stands for: chunk_gla for chunk_gla_fwd and chunk_gla_bwd."""
+    """Returns the public op that an op's name stands for: `chunk_gla` for its forward and its backward."""
     return RUNS[op][0].public if op in RUNS else op
 
 
 def abstract_ops(op: str) -> list[str]:
-    """Returns the abstract ops that an op's name stands for: chunk_gla_fwd and chunk_gla_bwd for chunk_gla.
+    """Returns the abstract ops that an op's name stands for: a forward and its backward for `chunk_gla`.
 
     Raises:
         UnknownOpError: no op has this name.
@@ -52,7 +52,7 @@ def describe_call(
     gate: str | None = None,
     gate_normalizer: int | None = None,
 ) -> OpCall:
-    """Returns the call that the numbers of a command line describe; chunk_gla stands for chunk_gla_fwd.
+    """Returns the call that the numbers of a command line describe; a public op stands for its forward.
 
     Args:
         assume: name of the CUDA device for which to describe the call, or a part of the name, such as H200. The device

@@ -6,7 +6,7 @@
     logits = norm(x) @ embedding^T
 
 The same weights are evaluated in two ways: `forward` reads whole sequences through `chunk_gla`, for training and for
-prompts; `step` reads one byte through `recurrent_gla_step`, for generation. States pass from one to the other.
+prompts; `step` reads one byte, for generation. States pass from one to the other.
 
 B batch   T time   D width
 """

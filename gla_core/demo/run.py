@@ -18,6 +18,7 @@ from gla_core.demo import baselines, evaluate
 from gla_core.demo.corpus import Corpus, standard_library
 from gla_core.demo.model import LanguageModel
 from gla_core.demo.train import SETTINGS, Budget, Settings, train
+from gla_core.ops.gla import BACKWARD, FORWARD, STEP
 from gla_core.terminal import print_explanation
 
 EVALUATED = 2**17  # number of bytes of held-out text
@@ -124,7 +125,7 @@ def _compare_with_counting(model: LanguageModel, corpus: Corpus, settings: Setti
 
 
 def _generate(model: LanguageModel, options: Options, generator: torch.Generator, console: Console) -> None:
-    console.print("What it writes, byte by byte through recurrent_gla_step:\n")
+    console.print("What it writes, byte by byte in the recurrent form:\n")
     console.print(options.prompt, end="", style="bold", soft_wrap=True)
     text = codecs.getincrementaldecoder("utf-8")(errors="replace")
     prompt = options.prompt.encode(errors="replace")
@@ -145,8 +146,8 @@ def _compare_forms(model: LanguageModel, corpus: Corpus, console: Console) -> bo
     apart = float((chunked - recurrent).abs().max())
     agree = apart <= TOLERANCE
     console.print(
-        f"{len(text)} held-out bytes at once through chunk_gla: {evaluate.bits_of(chunked, text):.6f} bits per byte.\n"
-        f"One by one through recurrent_gla_step: {evaluate.bits_of(recurrent, text):.6f} bits per byte.\n"
+        f"{len(text)} held-out bytes in the chunked form: {evaluate.bits_of(chunked, text):.6f} bits per byte.\n"
+        f"One by one in the recurrent form: {evaluate.bits_of(recurrent, text):.6f} bits per byte.\n"
         f"The logits {'agree' if agree else 'DISAGREE'}: they differ by at most {apart:.1e} "
         f"({TOLERANCE:.0e} is allowed).\n"
     )
@@ -166,7 +167,7 @@ def explanations(model: LanguageModel, settings: Settings, device: torch.device)
     tokens = (settings.batch, settings.window)
     q = k = g = torch.empty(*tokens, layer.num_heads, layer.head_k_dim, device=device)
     v = torch.empty(*tokens, layer.num_heads, layer.head_v_dim, device=device)
-    yield gla.explain("chunk_gla_fwd", q, k, v, g)
-    yield gla.explain("chunk_gla_bwd", q, k, v, g)
+    yield gla.explain(FORWARD.name, q, k, v, g)
+    yield gla.explain(BACKWARD.name, q, k, v, g)
     state = layer.initial_state(1).recurrent
-    yield gla.explain("recurrent_gla_step", q[:1, 0], k[:1, 0], v[:1, 0], g[:1, 0], state)
+    yield gla.explain(STEP.name, q[:1, 0], k[:1, 0], v[:1, 0], g[:1, 0], state)

@@ -3,7 +3,7 @@
 triton_fused                                    this backend, or an error that holds its refusal
 triton_fused,parallel_scan                      the first that can run the call, or an error with every refusal
 auto                                            the ranked choice
-chunk_gla_fwd=parallel_scan;*=auto              per op; a weaker request decides for ops that are not named
+online_softmax=parallel_scan;*=auto             per op; a weaker request decides for ops that are not named
 batch_invariant=4096                            a setting, which `batch_invariant` explains; 0 turns it off
 
 The call's `backend=` is the strongest request, then the innermost `use_backend`, then GLA_BACKEND.
@@ -249,7 +249,7 @@ class use_backend:
     Example:
         >>> with gla.use_backend("reference"):
         ...     o, _ = gla.chunk_gla(q, k, v, g)
-        >>> @gla.use_backend("chunk_gla_fwd=reference")
+        >>> @gla.use_backend("online_softmax=reference")
         ... def evaluate(model): ...
     """
 

@@ -36,8 +36,8 @@ class Ops:
         tokens: number of the tokens' tensors.
         chunk: reads sequences, as `gla_core.chunk_gla` does.
         chunk_over_ranks: reads a rank's shard of sequences, as `gla_core.distributed.chunk_gla` does.
-        step: reads one token of each sequence, as `gla_core.recurrent_gla_step` does.
-        layer_step: a step and the norm of its output, as `gla_core.recurrent_gla_layer_step`; None if there is none.
+        step: reads one token of each sequence, and returns its output and the state after it.
+        layer_step: a step and the norm of its output; None if the family has no such op.
     """
 
     tokens: int

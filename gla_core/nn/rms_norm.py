@@ -88,7 +88,7 @@ class RMSNormGated(nn.Module):
         return self._computed(x, self.weight, gate)
 
     def activation_in_op(self, gate: Tensor | None) -> str | None:
-        """Returns the activation with which `recurrent_gla_layer_step` computes this norm, None if it does not.
+        """Returns the activation with which the op of a layer's step computes this norm, None if it does not.
 
         Norms that are not plain, of several groups or over ranks are not computed elsewhere.
         """

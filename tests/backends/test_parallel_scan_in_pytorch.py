@@ -11,8 +11,8 @@ from gla_core.conformance.calls import heads_first
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.workloads.inputs import gla_inputs, normal
 from gla_parallel_scan.pytorch.online_softmax import online_softmax
-from gla_parallel_scan.pytorch.recurrent_gla_step import recurrent_gla_step
 from gla_parallel_scan.pytorch.softmax_attention import softmax_attention
+from gla_parallel_scan.pytorch.step import step as recurrent_gla_step
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 

@@ -1,8 +1,8 @@
-"""Finds the slots of a pool that packed sequences read and write, for the kernels of chunk_gla_pool.
+"""Finds the slots of a pool that packed sequences read and write, for ops whose states are in a pool.
 
-A serving engine names slots in up to five tensors; gla_core/ops/gla/chunk_gla_pool.py explains each of them. The kernel
-that computes the segments of packed sequences reduces them to four numbers for each sequence, so that other kernels
-need no further conditions:
+A serving engine names slots in up to five tensors; the files of such ops in gla_core/ops/ explain each of them. The
+kernel that computes the segments of packed sequences reduces them to four numbers for each sequence, so that other
+kernels need no further conditions:
 
     read     the slot of the initial state of the sequence, or -1 if it starts from 0
     write    the slot of its final state, or -1

@@ -21,6 +21,7 @@ from typing import Any
 
 from gla_core.dispatch.backend import Constants, OpCall, Prepared
 from gla_triton_kernels.gla import backward, cost, forward, step, summary
+from gla_triton_kernels.gla.step import cost as step_cost
 
 _INPUTS = ("q", "k", "v", "g")
 _FORWARD = ("scale", "initial_state", "output_final_state", "cu_seqlens", "checkpoint_every", "gate_normalizer")
@@ -45,7 +46,10 @@ def ops(cut: bool) -> dict[str, Prepared]:
         "chunk_gla_bwd": op(backward.prepare, (*_INPUTS, *_BACKWARD, "gate_normalizer"), backward.explain),
         "chunk_gla_pool": op(forward.prepare_pool, (*_INPUTS, *_POOL), forward.explain_pool),
         "chunk_gla_summary": op(summary.prepare, _SUMMARY, None),
-        **step.OPS,
+        "recurrent_gla_step": step.STEP,
+        "recurrent_gla_layer_step": step.LAYER_STEP,
+        "recurrent_gla_steps": step.STEPS,
+        "recurrent_gla_replay": step.REPLAY,
     }
 
 
@@ -57,5 +61,8 @@ def seconds(cut: bool) -> dict[str, Callable[[OpCall, Constants], float]]:
         "chunk_gla_bwd": cost.predictor(partial(backward.plan, cut=cut), cost.backward_prices),
         "chunk_gla_pool": cost.pool_predictor(plan),
         "chunk_gla_summary": cost.predictor(partial(summary.plan, cut=cut), cost.summary_prices),
-        **step.SECONDS,
+        "recurrent_gla_step": step_cost.seconds,
+        "recurrent_gla_layer_step": step_cost.seconds,
+        "recurrent_gla_steps": step_cost.seconds_of_steps,
+        "recurrent_gla_replay": step_cost.seconds_of_replay,
     }

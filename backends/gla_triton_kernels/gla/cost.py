@@ -1,4 +1,4 @@
-"""Predicts the seconds of plans of chunk_gla_fwd, chunk_gla_bwd, chunk_gla_pool and chunk_gla_summary.
+"""Predicts the seconds of plans of forwards, backwards and summaries over sequences.
 
 The price of a plan is the sum of the device seconds of its kernels. cutting.py compares prices to decide how sequences
 are cut. `auto` compares the seconds of calls, which also count the time of the host. price.py holds the formula for a
@@ -37,7 +37,7 @@ from gla_triton_kernels.chunks.price import (
     whole,
 )
 from gla_triton_kernels.cost import gpu_of_constants, in_all
-from gla_triton_kernels.gla.seen import forward_of_pool, seen_by_kernels
+from gla_triton_kernels.gla.seen import forward_of_pool, seen_by_kernels, takes
 from gla_triton_runtime.architecture import Gpu
 
 
@@ -67,7 +67,7 @@ def _copies(call: OpCall, seen: OpCall, c: Constants) -> Prices:
     size, gate = call.dtype.itemsize, gate_itemsize(call) if call.gate_form in (None, "key") else 0
     copied = [heads * K * each for heads, each in ((Hq, size), (H, size), (Hv, gate)) if seen.dims["K"] != K and each]
     copied += [heads * V * size for heads in (Hv, max(Hq, Hv)) if seen.dims["V"] != V]
-    twice = 2 if call.op == "chunk_gla_bwd" else 1  # a backward copies inputs and gradients
+    twice = 2 if takes(call, "do") else 1  # a backward copies inputs and gradients
     return twice * [c["launch"] + 2 * B * T * per_token / c["bandwidth"] for per_token in copied]  # read and written
 
 
@@ -77,7 +77,7 @@ def _for_packed(call: OpCall, number: int, c: Constants) -> Prices:
 
 
 def forward_prices(call: OpCall, plan: ForwardPlan, c: Constants) -> Prices:
-    """Returns the device seconds of the kernels of chunk_gla_fwd."""
+    """Returns the device seconds of the kernels of a forward."""
     kernel, segments = plan.outputs, plan.segments
     block = kernel.time(call, plan.parameters)
     before = kernel.before(call, c)
@@ -91,7 +91,7 @@ def forward_prices(call: OpCall, plan: ForwardPlan, c: Constants) -> Prices:
 
 
 def pool_predictor(plan: Callable[[OpCall, Gpu], list[tuple[OpCall, ForwardPlan]]]) -> Callable[..., float]:
-    """Returns the function that predicts the seconds of chunk_gla_pool, as a forward with initial states."""
+    """Returns the function that predicts the seconds of a forward with states in a pool."""
 
     def seconds(call: OpCall, c: Constants) -> float:
         planned = plan(forward_of_pool(call), gpu_of_constants(c))
@@ -125,7 +125,7 @@ def _states_block(call: OpCall, plan: SegmentPlan, heads: Heads) -> BlockTime:
 
 
 def backward_prices(call: OpCall, plan: BackwardPlan, c: Constants) -> Prices:
-    """Returns the device seconds of the kernels of chunk_gla_bwd."""
+    """Returns the device seconds of the kernels of a backward."""
     prices = _for_packed(call, plan.gradients.layouts + (plan.entering is not None), c)
     ends = call.state_dtype is not None
     if plan.entering is not None:  # written and read in float32, then written in the checkpoints' dtype
@@ -169,7 +169,7 @@ def _gradients(call: OpCall, plan: BackwardPlan, c: Constants) -> Prices:
 
 
 def summary_prices(call: OpCall, plan: SegmentPlan, c: Constants) -> Prices:
-    """Returns the device seconds of the kernels of chunk_gla_summary."""
+    """Returns the device seconds of the kernels of a summary."""
     state = 4 * call.dims["Hv"] * call.dims["K"] * call.dims["V"]  # bytes of a state
     heads = _gradient_heads(call) if call.scalars.get("backwards") else Heads(call.dims["Hq"], call.dims["Hv"])
     if plan.length < call.dims["T"]:

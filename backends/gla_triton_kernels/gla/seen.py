@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from gla_core.dispatch.backend import OP_LOWERINGS, OpCall, contiguous_layout
+from gla_core.dispatch.backend import OP_LOWERINGS, OP_PARAMETERS, OpCall, contiguous_layout
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_runtime.architecture import Gpu
 from gla_triton_runtime.tma import addressable
@@ -49,14 +49,19 @@ def seen_shape(name: str, shape: tuple[int, ...], K: int, V: int) -> tuple[int, 
     return (*shape[:-1], width)
 
 
+def takes(call: OpCall, name: str) -> bool:
+    """Returns whether the op of a call has the argument `name`: "do" in a backward, "left" in a summary."""
+    return name in OP_PARAMETERS[call.op]
+
+
 def forward_of_pool(call: OpCall) -> OpCall:
-    """Returns the call of chunk_gla_fwd between a read and a write of the pool of a call of chunk_gla_pool."""
+    """Returns the forward between a read and a write of the pool, of a call whose states are in a pool."""
     return OP_LOWERINGS[call.op].parts(call)[0][0]
 
 
 def seen_by_kernels(call: OpCall, gpu: Gpu) -> OpCall:
     """Returns the call with the widths and the layouts that kernels see."""
-    if call.op == "chunk_gla_summary":  # its kernels read tensors as they are
+    if takes(call, "left"):  # the kernels of a summary read tensors as they are
         return call
     K, V = (seen_width(call.dims[name], call.dtype, gpu) for name in ("K", "V"))
     if (call.dims["K"], call.dims["V"]) == (K, V) and call.batch_invariant is None:
@@ -83,14 +88,14 @@ def copied_for_invariance(call: OpCall) -> frozenset[str]:
 def not_addressable(call: OpCall) -> str | None:
     """Returns the name of a tensor with a token axis that TMA cannot address; None if TMA can address all of them.
 
-    The tensors are q, k, v, g, and o or do; in chunk_gla_summary they are left, right and g. TMA moves gates only if
+    The tensors are q, k, v, g, and o or do; in a summary they are left, right and g. TMA moves gates only if
     each key has its own. A tensor whose layout is not known counts as contiguous.
     """
     B, T, H, Hq, Hv, K, V = (call.dims[name] for name in ("B", "T", "H", "Hq", "Hv", "K", "V"))
     shapes = {"q": (B, T, Hq, K), "k": (B, T, H, K), "v": (B, T, Hv, V), "o": (B, T, max(Hq, Hv), V)}
-    if call.op == "chunk_gla_bwd":
+    if takes(call, "do"):
         shapes["do"] = shapes.pop("o")
-    if call.op == "chunk_gla_summary":
+    if takes(call, "left"):
         shapes = {"left": (B, T, Hq, K), "right": (B, T, max(Hq, Hv) if call.scalars.get("backwards") else Hv, V)}
     layouts = {name: call.layouts.get(name) or contiguous_layout(shape, call.dtype) for name, shape in shapes.items()}
     if call.gate_dtype is not None and call.gate_form in (None, "key"):

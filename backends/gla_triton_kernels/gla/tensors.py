@@ -18,7 +18,7 @@ from gla_triton_runtime.replay import part
 
 
 class Tensors(NamedTuple):
-    """All tensors of a call of chunk_gla_fwd or chunk_gla_pool, results included.
+    """All tensors of a forward, results included.
 
     If sequences are cut, `entering` holds the states that enter segments, except for the first segment of a sequence,
     whose entering state is in `initial_state`. If states are in a pool, `entering` holds the entering states of first
@@ -39,7 +39,7 @@ class Tensors(NamedTuple):
 
 
 class BackwardTensors(NamedTuple):
-    """All tensors of a call of chunk_gla_bwd, results included."""
+    """All tensors of a backward, results included."""
 
     q: Tensor  # [B, T, Hq, K]
     k: Tensor  # [B, T, H, K]

@@ -9,8 +9,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from gla_core.dispatch.backend import Constants, OpCall, Prepared
-from gla_triton_kernels.gla.step import cost
+from gla_core.dispatch.backend import OpCall, Prepared
 
 
 def _prepare(call: OpCall) -> Callable[..., tuple]:
@@ -37,26 +36,17 @@ def _prepare_replay(call: OpCall) -> Callable[..., Tensor]:
     return prepare_replay(call)
 
 
-_STEP = ("q", "k", "v", "g", "state", "scale", "state_indices", "gate_normalizer", "inplace")
-_LAYER_STEP = ("output_gate", "norm_weight", "scale", "norm_eps", "activation", "state_indices", "gate_normalizer")
 _CALL = ("q", "k", "v", "g", "pool", "slots", "scale", "cu_seqlens")
 _SEQUENCES = ("num_accepted", "read_slots", "has_state", "pad_slot", "gate_normalizer", "out")
+_LAYER = ("output_gate", "norm_weight", "scale", "norm_eps", "activation", "state_indices", "gate_normalizer")
 _RINGS = ("ring_k", "ring_v", "ring_g", "slots", "ring_start", "num_accepted")
 _REPLAY = ("scale", "cu_seqlens", "has_state", "pad_slot", "gate_normalizer", "out")
 
-OPS = {
-    "recurrent_gla_step": Prepared(_prepare, _STEP),
-    "recurrent_gla_layer_step": Prepared(_prepare_layer_step, ("q", "k", "v", "g", "state", *_LAYER_STEP)),
-    "recurrent_gla_steps": Prepared(_prepare_steps, (*_CALL, *_SEQUENCES)),
-    "recurrent_gla_replay": Prepared(_prepare_replay, ("q", "k", "v", "g", "pool", *_RINGS, *_REPLAY)),
-}
-"""The ops of decoding. One kernel, or two for a layer with few heads, reads the state of every sequence once. It writes
-the state once, but `steps` writes it after each token."""
-
-SECONDS: dict[str, Callable[[OpCall, Constants], float]] = {
-    "recurrent_gla_step": cost.seconds,
-    "recurrent_gla_layer_step": cost.seconds,
-    "recurrent_gla_steps": cost.seconds_of_steps,
-    "recurrent_gla_replay": cost.seconds_of_replay,
-}
-"""The functions that predict the seconds of calls."""
+STEP = Prepared(_prepare, ("q", "k", "v", "g", "state", "scale", "state_indices", "gate_normalizer", "inplace"))
+"""One token: one kernel reads every state once and writes it once."""
+LAYER_STEP = Prepared(_prepare_layer_step, ("q", "k", "v", "g", "state", *_LAYER))
+"""One token and the norm of its output: one kernel, or two if there are few heads, read and write every state once."""
+STEPS = Prepared(_prepare_steps, (*_CALL, *_SEQUENCES))
+"""Several tokens: one kernel reads the state of every sequence once, and writes it after each token."""
+REPLAY = Prepared(_prepare_replay, ("q", "k", "v", "g", "pool", *_RINGS, *_REPLAY))
+"""Several tokens after those accepted: one kernel reads the state of every sequence once and writes it once."""

@@ -1,4 +1,4 @@
-"""Computes up to S tokens of gated linear attention for each sequence: recurrent_gla_steps and recurrent_gla_replay.
+"""Computes up to S tokens of gated linear attention for each sequence, in two ways.
 
     S_t = diag(exp g_t) S_t-1 + k_t^T v_t        o_t = scale * q_t S_t
 
@@ -24,7 +24,7 @@ The grid has one program per sequence, value head and BV values. Several program
 writes it into the ring.
 
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635). The
-rings come from ReplaySSM; see gla_core/ops/gla/recurrent_gla_replay.py.
+rings come from ReplaySSM; see the op in gla_core/ops/gla/.
 """
 
 # pyright: reportGeneralTypeIssues=false
@@ -50,7 +50,7 @@ from gla_triton_runtime.prepared import Launches, rehearsed
 
 
 class Tensors(NamedTuple):
-    """The tensors of a call, results included; those of the rings are None in recurrent_gla_steps."""
+    """The tensors of a call, results included; those of the rings are None for steps."""
 
     q: Tensor  # [B, T, Hq, K]
     k: Tensor  # [B, T, H, K]
@@ -106,7 +106,7 @@ def prepare_steps(call: OpCall) -> Callable[..., Tensor]:
 
 
 def prepare_replay(call: OpCall) -> Callable[..., Tensor]:
-    """Prepares a call of recurrent_gla_replay; see `prepare_steps`."""
+    """Prepares a replay; see `prepare_steps`."""
     planned, launched = _plan(call), Launches(call.device)
 
     def run(
@@ -191,7 +191,7 @@ def launch_tokens(plan: Plan, x: Tensors, scale: float, pad_slot: int, normalize
 
 
 def _steps_arguments(x: Tensors) -> dict[str, Any]:
-    """Returns the arguments that only recurrent_gla_steps has."""
+    """Returns the arguments that only steps have."""
     T, COLUMNS = x.q.shape[1], x.slots.shape[1]
     return {
         "accepted_ptr": x.num_accepted,
@@ -205,7 +205,7 @@ def _steps_arguments(x: Tensors) -> dict[str, Any]:
 
 
 def _replay_arguments(x: Tensors) -> dict[str, Any]:
-    """Returns the arguments that only recurrent_gla_replay has."""
+    """Returns the arguments that only a replay has."""
     assert x.ring_k is not None
     assert x.ring_v is not None
     T, L = x.q.shape[1], x.ring_k.shape[1]

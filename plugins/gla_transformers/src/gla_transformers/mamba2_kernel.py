@@ -35,7 +35,7 @@ CHANNELS = 128
 """The number of channels of a program of the convolution: one for each thread."""
 FULL = 3
 """The least number of programs of a multiprocessor for which a program computes many channels of a head, as in
-`gla_core.recurrent_gla_step`."""
+the kernels of gla_core for a step."""
 
 
 def convolve_token(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from gla_core.dispatch.tensors import log_gates, new_state, wide
 
 
-def recurrent_gla_step(
+def step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -28,7 +28,7 @@ def recurrent_gla_step(
     gate_normalizer: int | None,
     inplace: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Computes the op; see gla_core/ops/gla/recurrent_gla_step.py."""
+    """Computes the op; see the step in gla_core/ops/gla/."""
     g = None if g is None else log_gates(g, gate_normalizer, wide(q.dtype))
     pool = state if inplace else new_state(state).copy_(state)
     if state_indices is None:
