@@ -121,8 +121,8 @@ def measure(T: int, sizes: Sizes, graphs: bool) -> Row:
     ranks, rank, (H, K, kind, direction, device) = dist.get_world_size(), dist.get_rank(), sizes
     alone = _slowest(seconds_of(lambda: whole(T, sizes), device, graphs) if rank == 0 else 0.0, device)
     together = None
-    if _all(fits(lambda: own(T // ranks, sizes, _itself()), device), device):
-        together = _slowest(seconds_of(lambda: own(T // ranks, sizes), device, graphs, every=True), device)
+    if _all(fits(lambda: shared(T // ranks, sizes, _itself()), device), device):
+        together = _slowest(seconds_of(lambda: shared(T // ranks, sizes), device, graphs, every=True), device)
     exchanged = _slowest(seconds_of(lambda: gathers(sizes), device, graphs, every=True), device)
     row = {"kind": kind, "tokens": T, "heads": H, "width": K, "direction": direction, "ranks": ranks}
     row |= {"one_rank": alone, "all_ranks": together, "gather": exchanged}
@@ -135,8 +135,8 @@ def longest(H: int, K: int, device: torch.device) -> Row:
     """Finds the most tokens whose forward and backward fit into the memory of one rank, and of all ranks."""
     ranks, sizes = dist.get_world_size(), (H, K, KINDS[0], DIRECTIONS[-1], device)
     alone = _most(lambda T: whole(T, sizes), device) if dist.get_rank() == 0 else 0
-    shortest = -int(_largest(-_most(lambda T: own(T, sizes, _itself()), device), device))
-    fine = _all(seconds_of(lambda: own(shortest, sizes), device, graphs=False, every=True) is not None, device)
+    shortest = -int(_largest(-_most(lambda T: shared(T, sizes, _itself()), device), device))
+    fine = _all(seconds_of(lambda: shared(shortest, sizes), device, graphs=False, every=True) is not None, device)
     longest_of = {"one_rank": int(_largest(alone, device)), "all_ranks": ranks * shortest if fine else None}
     return {"heads": H, "width": K, **longest_of}
 
@@ -249,7 +249,7 @@ def whole(T: int, sizes: Sizes) -> Callable[[], Any]:
     return _pass_of(lambda *tokens: gla.chunk_gla(*tokens, cu_seqlens=offsets, max_seqlen=longest)[0], T, sizes)
 
 
-def own(T: int, sizes: Sizes, group: dist.ProcessGroup | None = None) -> Callable[[], Any]:
+def shared(T: int, sizes: Sizes, group: dist.ProcessGroup | None = None) -> Callable[[], Any]:
     """Returns a pass over T tokens of this rank, together with the other ranks of a group."""
     ranks, (_, _, kind, _, device) = dist.get_world_size(group), sizes
     offsets = offsets_of(ranks * T, kind, device)

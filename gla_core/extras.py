@@ -14,13 +14,13 @@ def extras() -> dict[str, list[str]]:
         lines = importlib.metadata.requires("gla-core") or ()
     except importlib.metadata.PackageNotFoundError:  # run from its sources
         lines = ()
-    found: dict[str, list[str]] = {}
+    requirements: dict[str, list[str]] = {}
     for line in lines:
         requirement, _, condition = line.partition(";")
         extra = re.search(r"extra == ['\"]([^'\"]+)", condition)
         if extra is not None and extra[1] not in ("dev", "docs"):
-            found.setdefault(extra[1], []).append(requirement.strip())
-    return found
+            requirements.setdefault(extra[1], []).append(requirement.strip())
+    return requirements
 
 
 def missing(extra: str) -> list[str]:

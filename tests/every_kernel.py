@@ -190,9 +190,9 @@ def backwards() -> None:
 def backward(call: dict[str, Any]) -> None:
     x = inputs(call)
     leaves = [y.requires_grad_() for y in (x.q, x.k, x.v, x.g, x.initial_state) if y is not None]
-    given = {"gate": call.get("gate"), "checkpoint_every": call["checkpoint_every"]}
+    options = {"gate": call.get("gate"), "checkpoint_every": call["checkpoint_every"]}
     final = x.initial_state is not None
-    o, state, *_ = gla.chunk_gla(x.q, x.k, x.v, x.g, None, x.initial_state, final, x.cu_seqlens, **given)
+    o, state, *_ = gla.chunk_gla(x.q, x.k, x.v, x.g, None, x.initial_state, final, x.cu_seqlens, **options)
     results = [y for y in (o, state) if y is not None]
     torch.autograd.grad(results, leaves, [torch.randn_like(y) for y in results])
 

@@ -26,9 +26,9 @@ def forms(call: OpCall, sizes: Mapping[str, Any]) -> Iterator[str]:
     its value heads are grouped.
     """
     for argument in ABSTRACT_OPS[call.op].arguments:
-        given = _given(argument, call, sizes)
-        if given is not None:
-            yield f"with {given}" if given else f"without {argument.name}"
+        words = _words(argument, call, sizes)
+        if words is not None:
+            yield f"with {words}" if words else f"without {argument.name}"
     if call.gate_form is not None:
         yield f"with {GATE_NAMES[call.gate_form]}"
     for name, grouped in (("Hq", "grouped queries"), ("Hv", "groups of value heads")):
@@ -66,19 +66,19 @@ def is_empty(call: OpCall) -> bool:
     return 0 in call.dims.values()
 
 
-def _given(argument: Argument, call: OpCall, sizes: Mapping[str, Any]) -> str | None:
+def _words(argument: Argument, call: OpCall, sizes: Mapping[str, Any]) -> str | None:
     """Returns the argument in words if the call gives it, "" if it leaves it out, None if workloads do not decide."""
     spec = ABSTRACT_OPS[call.op]
     if argument.role is Role.STATE and (spec.requires(Role.STATE) or argument is not spec.has(Role.STATE)):
         return None
-    given = {
+    passed = {
         Role.GATE: call.gate_dtype is not None,
         Role.STATE: call.state_dtype is not None,
         Role.OFFSETS: call.variable_length,
         Role.SLOTS: call.indexed,
     }
-    if argument.role in given:
-        return argument.name if given[argument.role] else ""
+    if argument.role in passed:
+        return argument.name if passed[argument.role] else ""
     if argument.is_optional_input:
         return "" if argument.name in sizes.get("without", ()) else argument.name
     if argument.role is Role.MARKS:

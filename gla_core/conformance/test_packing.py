@@ -84,8 +84,8 @@ def test_padding(backend, case, measure):
         y[:, rows] = torch.nan
     with poisoned(backend.can(case.op), case.device):
         out = results(case.call, x, backend.name)
-    of_tokens = [name for name, dims in dims_of(case.call, out).items() if dims[:2] == ["B", "T"]]
-    padding = {f"{name} of the padding": out[name][:, rows] for name in of_tokens}
+    with_tokens = [name for name, dims in dims_of(case.call, out).items() if dims[:2] == ["B", "T"]]
+    padding = {f"{name} of the padding": out[name][:, rows] for name in with_tokens}
     measure(padding, {name: torch.zeros_like(y) for name, y in padding.items()}, 0)
     compare(case.call, x, out, ref, measure)
 

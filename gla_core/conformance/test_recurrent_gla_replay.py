@@ -13,7 +13,7 @@ from gla_core.workloads.inputs import token_of
 
 REPLAY = "recurrent_gla_replay"
 TOKENS = ("q", "k", "v", "g")
-OF_SEQUENCES = ("slots", "ring_start", "num_accepted")
+NUMBERS = ("slots", "ring_start", "num_accepted")
 
 
 @over(REPLAY, "small", "per_head", dtypes="no_float64")
@@ -45,7 +45,7 @@ def test_only_accepted_tokens_are_read(backend, case, measure):
     x = call_arguments(case)
     L = x["ring_k"].shape[1]
     kept = torch.zeros(len(x["pool"]), L, dtype=torch.bool, device=case.device)
-    for slot, start, accepted in zip(*(x[name].tolist() for name in OF_SEQUENCES), strict=True):
+    for slot, start, accepted in zip(*(x[name].tolist() for name in NUMBERS), strict=True):
         kept[slot, [(start + i) % L for i in range(accepted)]] = True
     for ring in RINGS:
         x[ring][~kept] = torch.nan
@@ -62,7 +62,7 @@ def test_slots_outside_the_pool(backend, case, pad, measure):
         pad = x["pad_slot"] = int(x["slots"][0])
         x["pool"][pad] = torch.nan
     x["slots"][0] = len(x["pool"]) if pad == "P" else pad
-    for name in (*OF_SEQUENCES, "cu_seqlens"):
+    for name in (*NUMBERS, "cu_seqlens"):
         x[name] = None if x[name] is None else x[name].to(index_dtype)
     check(REPLAY, x, backend.name, measure)
 

@@ -92,7 +92,7 @@ def test_gradient_hand_off(backend, case, cut, measure):
 # ---- checkpoints
 
 INTERVALS = pytest.mark.parametrize("every", [64, 192])
-OF_LOGITS = ("last_chunk_partial", "packed", "per_head", "constant")
+FORMS = ("last_chunk_partial", "packed", "per_head", "constant")
 
 
 @over(PAIRS, dtypes="rotating", requires="checkpoints")
@@ -109,7 +109,7 @@ def test_checkpoints(backend, case, every, measure, layout):
     layout(out, {"checkpoints": (states.shape, checkpoint_dtype(case.dtype))}, case.device, tensors(x))
 
 
-@over(PAIRS, *OF_LOGITS, dtypes="rotating", requires="checkpoints")
+@over(PAIRS, *FORMS, dtypes="rotating", requires="checkpoints")
 def test_checkpoints_of_logits(backend, case, measure):
     x = call_arguments(case)
     x = as_logits(case.op, {**x, "g": random_logits(x["g"]), "checkpoint_every": 128}, 16)
@@ -129,7 +129,7 @@ def test_gradients_from_checkpoints(backend, case, every, measure):
     check(case.op, with_checkpoints(case, call_arguments(case), every), backend.name, measure)
 
 
-@over(BACKWARDS, *OF_LOGITS, dtypes="rotating")
+@over(BACKWARDS, *FORMS, dtypes="rotating")
 def test_gradients_of_logits_from_checkpoints(backend, case, measure):
     x = call_arguments(case)
     x = as_logits(case.op, {**x, "g": random_logits(x["g"])}, 16)

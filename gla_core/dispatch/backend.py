@@ -163,9 +163,10 @@ class KnownDevice:
 
 def known_device(device: torch.device) -> KnownDevice:
     """Returns the facts of a CUDA device of this machine."""
-    found = torch.cuda.get_device_properties(device)
+    properties = torch.cuda.get_device_properties(device)
     vendor = "NVIDIA" if torch.version.hip is None else "AMD"
-    return KnownDevice(found.name, found.multi_processor_count, (found.major, found.minor), vendor)
+    version = (properties.major, properties.minor)
+    return KnownDevice(properties.name, properties.multi_processor_count, version, vendor)
 
 
 ALIGNMENT = 16
@@ -372,16 +373,16 @@ def as_received(op: Op, call: OpCall) -> OpCall:
     """
     if call.scalars.get("gate_normalizer") is None or "gate_normalizer" in arguments_of(op):
         return call
-    return of_log_gates(call)
+    return call_with_log_gates(call)
 
 
-def of_log_gates(call: OpCall) -> OpCall:
+def call_with_log_gates(call: OpCall) -> OpCall:
     """Returns the call with log gates in a wide dtype in place of its gates or logits."""
     dtype, layouts = wide(call.dtype), dict(call.layouts)
     if "g" in layouts:
         layouts["g"] = contiguous_layout(layouts["g"].shape, dtype)
-    scalars, given = {**call.scalars, "gate_normalizer": None}, call.given - {"gate_normalizer"}
-    return replace(call, gate_dtype=dtype, scalars=scalars, given=given, layouts=layouts)
+    scalars, passed = {**call.scalars, "gate_normalizer": None}, call.given - {"gate_normalizer"}
+    return replace(call, gate_dtype=dtype, scalars=scalars, given=passed, layouts=layouts)
 
 
 # ---- a predicted time

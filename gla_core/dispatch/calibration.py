@@ -94,13 +94,13 @@ def constants_for(backend: Backend, call: OpCall) -> tuple[Constants, str | None
 
 def calibrated(backend: Backend, op: str, device: torch.device) -> Constants | None:
     """Returns the constants of an op that were measured on this machine with these versions, or None."""
-    found: Any = _file()
+    entry: Any = _file()
     for key in (_conditions(device_kind(device)), _versioned(backend), op):
-        found = found.get(key) if isinstance(found, dict) else None
+        entry = entry.get(key) if isinstance(entry, dict) else None
     start = start_constants(backend, op, device)
-    if not isinstance(found, dict) or start is None or found.keys() != start.keys():
+    if not isinstance(entry, dict) or start is None or entry.keys() != start.keys():
         return None
-    return found if all(map(is_constant, found.values())) else None
+    return entry if all(map(is_constant, entry.values())) else None
 
 
 def start_constants(backend: Backend, op: str, device: torch.device) -> Constants | None:
@@ -164,8 +164,8 @@ def store(fitted: Mapping[str, Mapping[str, Constants]], device: torch.device) -
         content = _read(path())
         here = _dict(content, _conditions(device_kind(device)))
         for name, ops in fitted.items():
-            of_backend = _dict(here, _versioned(installed[name]))
-            of_backend.update((op, dict(constants)) for op, constants in ops.items())
+            section = _dict(here, _versioned(installed[name]))
+            section.update((op, dict(constants)) for op, constants in ops.items())
         write_json(path(), content)
     registry.changed()  # the next call of every signature is ranked anew
     return path()

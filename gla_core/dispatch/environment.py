@@ -73,9 +73,9 @@ def _flag(name: str, default: bool) -> bool:
 
 
 def _cache_dir() -> Path:
-    own = os.environ.get("GLA_CACHE_DIR", "").strip()
+    configured = os.environ.get("GLA_CACHE_DIR", "").strip()
     everybodys = os.environ.get("XDG_CACHE_HOME", "").strip() or os.path.join("~", ".cache")
-    return Path(os.path.expanduser(own or os.path.join(everybodys, "gla_core")))
+    return Path(os.path.expanduser(configured or os.path.join(everybodys, "gla_core")))
 
 
 def _warn_of_unknown() -> None:

@@ -70,7 +70,7 @@ class BackendInfo:
 
 
 @dataclass(slots=True)
-class _Found:
+class _Discovery:
     """The result of a discovery: backends, their plugins, and the tracebacks of plugins in quarantine, by name.
 
     It is not `complete` if the discovery was started by a plugin that is still being imported.
@@ -90,10 +90,10 @@ def survive_fork(lock: threading.Lock | threading.RLock) -> None:
 
 
 _lock = threading.RLock()  # guards replacing these values; never held while a plugin's code runs
-_discovered: _Found | None = None  # from entry points; None until the first use
+_discovered: _Discovery | None = None  # from entry points; None until the first use
 _reloads = 0
 _registered: dict[str, Backend] = {}  # at run time
-_in_progress = threading.local()  # found: what this thread has discovered so far
+_in_progress = threading.local()  # discovery: what this thread has discovered so far
 survive_fork(_lock)
 
 
@@ -104,20 +104,20 @@ def installed() -> dict[str, Backend]:
 
 def get(name: str, source: str = "") -> Backend:
     """Returns the backend called `name`. Raises UnknownBackendError with the nearest spelling."""
-    found = _discovered or _discover()
-    known = {**found.backends, **_registered}
+    discovery = _discovered or _discover()
+    known = {**discovery.backends, **_registered}
     if name in known:
         return known[name]
-    if name in found.quarantine:
-        cause = found.quarantine[name].strip().splitlines()[-1]
+    if name in discovery.quarantine:
+        cause = discovery.quarantine[name].strip().splitlines()[-1]
         raise UnknownBackendError(
             f"{source}backend {name!r} failed to load: {cause} (`gla doctor` shows the traceback)"
         )
-    if name in found.blocked:
+    if name in discovery.blocked:
         raise UnknownBackendError(
             f"{source}backend {name!r} is blocked by GLA_BLOCK_PLUGINS; remove it from that environment variable"
         )
-    blocked = f"; plugins blocked by GLA_BLOCK_PLUGINS: {', '.join(found.blocked)}" if found.blocked else ""
+    blocked = f"; plugins blocked by GLA_BLOCK_PLUGINS: {', '.join(discovery.blocked)}" if discovery.blocked else ""
     raise UnknownBackendError(
         f"{source}unknown backend {name!r}{nearest(name, [*known, AUTO])} "
         f"(installed: {', '.join(known) or 'none'}{blocked})"
@@ -126,12 +126,12 @@ def get(name: str, source: str = "") -> Backend:
 
 def backends() -> list[BackendInfo]:
     """Returns the installed backends: working ones first, then plugins in quarantine with their load errors."""
-    found = _discover()
+    discovery = _discover()
     working = [
-        BackendInfo(b.name, b.version, tuple(b.ops), b.capabilities, found.plugin_of.get(b.name, "register()"))
-        for b in {**found.backends, **_registered}.values()
+        BackendInfo(b.name, b.version, tuple(b.ops), b.capabilities, discovery.plugin_of.get(b.name, "register()"))
+        for b in {**discovery.backends, **_registered}.values()
     ]
-    return working + [BackendInfo(name, None, (), None, name, error) for name, error in found.quarantine.items()]
+    return working + [BackendInfo(name, None, (), None, name, error) for name, error in discovery.quarantine.items()]
 
 
 class Registration:
@@ -184,7 +184,7 @@ def register(backend: Backend) -> Registration:
 def rediscover() -> None:
     """Forgets the result of the discovery, so that the next use discovers again; run-time registrations stay."""
     global _discovered, _reloads
-    if getattr(_in_progress, "found", None) is None:  # not if a plugin calls this during its own discovery
+    if getattr(_in_progress, "discovery", None) is None:  # not if a plugin calls this during its own discovery
         with _lock:
             _discovered = None
             _reloads += 1
@@ -350,24 +350,24 @@ def changed() -> None:
         callback()
 
 
-def _discover() -> _Found:
+def _discover() -> _Discovery:
     """Returns the result of the discovery. If threads start it at the same time, each discovers, and the first result
     is kept.
     """
     global _discovered
-    found = _discovered or getattr(_in_progress, "found", None)
-    if found is not None:
-        return found
-    reloads, found = _reloads, _load_all()
+    discovery = _discovered or getattr(_in_progress, "discovery", None)
+    if discovery is not None:
+        return discovery
+    reloads, discovery = _reloads, _load_all()
     with _lock:
-        if _discovered is None and found.complete and reloads == _reloads:
-            _discovered = found
+        if _discovered is None and discovery.complete and reloads == _reloads:
+            _discovered = discovery
     changed()
-    return _discovered or found
+    return _discovered or discovery
 
 
-def _load_all() -> _Found:
-    found = _in_progress.found = _Found()  # set now: a plugin may ask for the backends while it is imported
+def _load_all() -> _Discovery:
+    discovery = _in_progress.discovery = _Discovery()  # set now: a plugin may ask for the backends while it is imported
     try:
         blocked = environment().blocked_plugins
         entry_points = sorted(importlib.metadata.entry_points(group=hookspecs.ENTRY_POINTS), key=_own_first)
@@ -376,38 +376,38 @@ def _load_all() -> _Found:
             warnings.warn(f"GLA_BLOCK_PLUGINS names no installed plugin {unknown!r}{known}", stacklevel=3)
         for entry_point in entry_points:
             if entry_point.name in blocked:
-                found.blocked.append(entry_point.name)
+                discovery.blocked.append(entry_point.name)
             else:
-                _load(entry_point, found)
+                _load(entry_point, discovery)
     finally:
-        _in_progress.found = None
-    return found
+        _in_progress.discovery = None
+    return discovery
 
 
 def _own_first(entry_point: importlib.metadata.EntryPoint) -> tuple[bool, str]:
     # A plugin that reuses the name of one of our backends must lose, whatever the order on sys.path.
-    own = entry_point.dist is not None and entry_point.dist.name == OWN_DISTRIBUTION
-    return (not own, entry_point.name)
+    ours = entry_point.dist is not None and entry_point.dist.name == OWN_DISTRIBUTION
+    return (not ours, entry_point.name)
 
 
-def _load(entry_point: importlib.metadata.EntryPoint, found: _Found) -> None:
-    """Adds the backends of one plugin to `found`, all or none of them."""
-    new, error = attempt(_backends_of, entry_point, found)
+def _load(entry_point: importlib.metadata.EntryPoint, discovery: _Discovery) -> None:
+    """Adds the backends of one plugin to `discovery`, all or none of them."""
+    new, error = attempt(_backends_of, entry_point, discovery)
     if new is not None:
-        found.backends.update(new)
-        found.plugin_of.update(dict.fromkeys(new, entry_point.name))
+        discovery.backends.update(new)
+        discovery.plugin_of.update(dict.fromkeys(new, entry_point.name))
     elif _is_being_imported(entry_point.module):
-        found.complete = False
+        discovery.complete = False
     else:
-        said_before = found.quarantine.get(entry_point.name, "")
-        found.quarantine[entry_point.name] = said_before + "".join(traceback.format_exception(error))
+        said_before = discovery.quarantine.get(entry_point.name, "")
+        discovery.quarantine[entry_point.name] = said_before + "".join(traceback.format_exception(error))
 
 
-def _backends_of(entry_point: importlib.metadata.EntryPoint, found: _Found) -> dict[str, Backend]:
+def _backends_of(entry_point: importlib.metadata.EntryPoint, discovery: _Discovery) -> dict[str, Backend]:
     """Imports a plugin, calls its hook, and returns its backends by name, after checking each of them."""
     new: dict[str, Backend] = {}
     for backend in _call_hook(entry_point):
-        check_backend(backend, taken=[*found.backends, *new, *_registered])
+        check_backend(backend, taken=[*discovery.backends, *new, *_registered])
         new[backend.name] = completed(backend)
     return new
 

@@ -141,10 +141,10 @@ class Explanation:
 def select(call: OpCall, request: Request) -> Backend:
     """Returns the backend that runs `call`. Raises NoBackendError with all refusals, UnknownBackendError for a typo."""
     choice = request.choice(call.op)
-    found = _candidates(call, choice, predicted=not choice.names)
-    if not found or found[0][1].refusal is not None:
-        raise NoBackendError(_nobody(call, request, [candidate for _, candidate in found]))
-    return found[0][0]
+    candidates = _candidates(call, choice, predicted=not choice.names)
+    if not candidates or candidates[0][1].refusal is not None:
+        raise NoBackendError(_nobody(call, request, [c for _, c in candidates]))
+    return candidates[0][0]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -166,8 +166,8 @@ registry.on_change.append(makes_checkpoints.cache_clear)
 def explain_call(call: OpCall, request: Request) -> Explanation:
     """Explains what `select` would do; runs nothing."""
     choice = request.choice(call.op)
-    found = _candidates(call, choice, predicted=True)
-    candidates = tuple(dataclasses.replace(c, kernels=_kernels(backend, call, c)) for backend, c in found)
+    ranked = _candidates(call, choice, predicted=True)
+    candidates = tuple(dataclasses.replace(c, kernels=_kernels(backend, call, c)) for backend, c in ranked)
     able = [c for c in candidates if c.refusal is None]
     winner = able[0].name if able else None
     why = _why(able, choice, call) if able else _nobody(call, request, candidates)
@@ -190,7 +190,7 @@ def _candidates(call: OpCall, choice: Choice, predicted: bool) -> list[tuple[Bac
     """
     asked = [registry.get(name, f"{choice.source}: ") for name in choice.names] or registry.installed().values()
     at_worst = worst_case(call) if predicted else None
-    found = []
+    candidates = []
     for backend in asked:
         refusal, prediction, worst = backend.refusal(call), Prediction(None), None
         if refusal is None and not choice.names:  # a named backend is tried again, and shows its own error
@@ -198,15 +198,15 @@ def _candidates(call: OpCall, choice: Choice, predicted: bool) -> list[tuple[Bac
         if refusal is None and predicted and call.batch_invariant is None:
             prediction = predict(backend, call)
             worst = None if at_worst is None else predict(backend, at_worst).seconds
-        found.append((backend, Candidate(backend.name, prediction.seconds, refusal, prediction.source, worst)))
-    found.sort(key=lambda pair: pair[1].refusal is not None)
-    return found if choice.names else _ranked(found, call)
+        candidates.append((backend, Candidate(backend.name, prediction.seconds, refusal, prediction.source, worst)))
+    candidates.sort(key=lambda pair: pair[1].refusal is not None)
+    return candidates if choice.names else _ranked(candidates, call)
 
 
-def _ranked(found: list[tuple[Backend, Candidate]], call: OpCall) -> list[tuple[Backend, Candidate]]:
+def _ranked(candidates: list[tuple[Backend, Candidate]], call: OpCall) -> list[tuple[Backend, Candidate]]:
     """Returns the backends by rank: those that can run the call first, by least regret."""
-    seconds = [c.seconds for _, c in found if c.seconds is not None]
-    worst = [c.worst for _, c in found if c.worst is not None]
+    seconds = [c.seconds for _, c in candidates if c.seconds is not None]
+    worst = [c.worst for _, c in candidates if c.worst is not None]
 
     def rank(pair: tuple[Backend, Candidate]) -> tuple:
         backend, c = pair
@@ -216,7 +216,7 @@ def _ranked(found: list[tuple[Backend, Candidate]], call: OpCall) -> list[tuple[
         devices = math.inf if can.devices is None else len(can.devices)  # of equals, the most specialised comes first
         return (c.refusal is not None, by_parts, c.seconds is None, regret, c.seconds or 0.0, devices, backend.name)
 
-    return sorted(found, key=rank)
+    return sorted(candidates, key=rank)
 
 
 def _times(seconds: float | None, all_seconds: Sequence[float]) -> float:
@@ -251,8 +251,8 @@ def _nobody(call: OpCall, request: Request, candidates: Iterable[Candidate]) -> 
 
 def _first_able(call: OpCall) -> str | None:
     """Returns the name of the backend that `auto` would take, None if no backend can run the call."""
-    found = _candidates(call, Choice((), ""), predicted=True)
-    return found[0][0].name if found and found[0][1].refusal is None else None
+    candidates = _candidates(call, Choice((), ""), predicted=True)
+    return candidates[0][0].name if candidates and candidates[0][1].refusal is None else None
 
 
 _TIE = "the one written for the fewest types of device is first, then the first by name"

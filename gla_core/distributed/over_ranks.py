@@ -191,13 +191,13 @@ class _Share:
         """
         if self.cut is None:
             return self.op.summary(tokens, self.offsets, backend)
-        return _of_parts(self.op.summary(tokens, self.cut.tails, backend))
+        return _without_gaps(self.op.summary(tokens, self.cut.tails, backend))
 
     def gradient_summary(self, tokens: Tokens, scale: float, do: Tensor, backend: str) -> Summary:
         """Returns `summary` backwards; if `cut` is set, the summary of the head of each piece."""
         if self.cut is None:
             return self.op.gradient_summary(tokens, scale, self.offsets, do, backend)
-        return _of_parts(self.op.gradient_summary(tokens, scale, self.cut.heads, do, backend))
+        return _without_gaps(self.op.gradient_summary(tokens, scale, self.cut.heads, do, backend))
 
     def arguments(self, scale: float, entering: Tensor, every: int | None) -> dict[str, Any]:
         """Returns the arguments that the op's forward and backward share, by name."""
@@ -242,7 +242,7 @@ class _Share:
         return entering, final
 
 
-def _of_parts(summary: Summary) -> Summary:
+def _without_gaps(summary: Summary) -> Summary:
     """Returns the summaries of the parts: even rows are the parts, and odd rows are the gaps between them."""
     transition, state = summary
     return transition[::2], state[::2]

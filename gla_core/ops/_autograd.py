@@ -34,11 +34,11 @@ def gradient(
     results = [result.name for result in forward.results]
     without_gradient = [i for i, name in enumerate(results) if f"d{name}" not in backward.parameters]
     optional = [(i, result.when) for i, result in enumerate(forward.results) if result.when is not None]
-    given = (*forward.parameters, *results)
-    kept = [argument for argument in backward.arguments if argument.name in given]
+    available = (*forward.parameters, *results)
+    kept = [argument for argument in backward.arguments if argument.name in available]
     tensors = [argument.name for argument in kept if argument.dtype is not None]
     others = [argument.name for argument in kept if argument.dtype is None]
-    tensors_of, others_of = (picker([given.index(name) for name in names]) for names in (tensors, others))
+    tensors_of, others_of = (picker([available.index(name) for name in names]) for names in (tensors, others))
     # The arguments of the backward come from the kept tensors, the other kept values, and the incoming gradients.
     sources = [*tensors, *others, *(f"d{name}" for name in results)]
     arguments_of = picker([sources.index(name) for name in backward.parameters])
@@ -50,16 +50,16 @@ def gradient(
     gradients_of = picker([likes.index(name) if name in likes else -1 for name in (*parameters, "", "")])
 
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        found = output if isinstance(output, tuple) else (output,)
-        ctx.mark_non_differentiable(*[found[i] for i in without_gradient if found[i] is not None])
+        outputs = output if isinstance(output, tuple) else (output,)
+        ctx.mark_non_differentiable(*[outputs[i] for i in without_gradient if outputs[i] is not None])
         ctx.set_materialize_grads(False)  # zeros for checkpoints would be as large as the checkpoints
         absent: tuple[int, ...] = ()  # results that are None, but outside eager mode empty tensors of one dimension
         for i, is_asked_for in optional:
-            x = found[i]
+            x = outputs[i]
             if x is not None and x.ndim == 1 and not is_asked_for(dict(zip(parameters, inputs, strict=False))):
                 absent = (*absent, i)
-        found = _without(found, absent) if absent else found
-        values = (*inputs[:number], *found)
+        outputs = _without(outputs, absent) if absent else outputs
+        values = (*inputs[:number], *outputs)
         ctx.save_for_backward(*tensors_of(values))
         ctx.kept = others_of(values), absent, inputs[-1]
 
@@ -72,8 +72,8 @@ def gradient(
                 args = (*args[:i], _zeros(backward, args, i), *args[i + 1 :])
         if bypasses_torch(args[0]) and not torch.is_grad_enabled():
             return gradients_of((*run(backward, backward.prepared(args), request_of(request)), None))
-        found = run_backward(*args, text_of(request))  # an empty tensor for a gradient that does not exist
-        gradients = [None if x is None else d for x, d in zip(likes_of(args), found, strict=True)]
+        computed = run_backward(*args, text_of(request))  # an empty tensor for a gradient that does not exist
+        gradients = [None if x is None else d for x, d in zip(likes_of(args), computed, strict=True)]
         return gradients_of((*gradients, None))
 
     return setup_context, compute

@@ -24,21 +24,21 @@ def with_log_gates(spec: OpSpec, function: Callable[..., Any]) -> Callable[..., 
 
     def run(*args: Any) -> Any:
         logits, number = args[g_at], args[number_at]
-        given = list(args)
-        given[g_at], given[number_at] = log_gates(logits, number, wide(args[q_at].dtype)).contiguous(), None
-        found = function(*given)
-        return found if dg_at is None else _with_gradient_of_logits(found, dg_at, logits, number)
+        arguments = list(args)
+        arguments[g_at], arguments[number_at] = log_gates(logits, number, wide(args[q_at].dtype)).contiguous(), None
+        results = function(*arguments)
+        return results if dg_at is None else _with_gradient_of_logits(results, dg_at, logits, number)
 
     return run
 
 
-def _with_gradient_of_logits(found: Any, dg_at: int, logits: Tensor, number: int) -> Any:
+def _with_gradient_of_logits(results: Any, dg_at: int, logits: Tensor, number: int) -> Any:
     """Returns the results of a backward with the gradient of the logits in place of that of the log gates.
 
     Results that are not as the contract says are returned unchanged, and the check of results refuses them.
     """
-    dg = found[dg_at] if isinstance(found, tuple | list) and len(found) > dg_at else None
+    dg = results[dg_at] if isinstance(results, tuple | list) and len(results) > dg_at else None
     if not isinstance(dg, Tensor) or dg.shape != logits.shape:
-        return found
+        return results
     dg = gradient_of_logits(dg, logits, number).to(logits.dtype)
-    return (*found[:dg_at], dg, *found[dg_at + 1 :])
+    return (*results[:dg_at], dg, *results[dg_at + 1 :])

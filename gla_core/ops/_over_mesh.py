@@ -45,16 +45,16 @@ def taking_dtensors(spec: OpSpec, call: Callable[..., Any], in_place: bool) -> C
             return call(*args)
         from torch.distributed.tensor.experimental import local_map
 
-        given = dict(zip(spec.parameters, args, strict=False))
-        shapes = {a.name: a.dims(x) for a in spec.arguments if isinstance(x := given.get(a.name), Tensor)}
-        along, outputs = _along(spec, shapes, given), []
-        inputs = [_placements(shapes[name], along) if is_dtensor(x) else None for name, x in given.items()]
+        arguments = dict(zip(spec.parameters, args, strict=False))
+        shapes = {a.name: a.dims(x) for a in spec.arguments if isinstance(x := arguments.get(a.name), Tensor)}
+        along, outputs = _along(spec, shapes, arguments), []
+        inputs = [_placements(shapes[name], along) if is_dtensor(x) else None for name, x in arguments.items()]
         for result in results:
-            absent = given[result.like] is None if result.like else result.when and not result.when(given)
+            absent = arguments[result.like] is None if result.like else result.when and not result.when(arguments)
             shape = shapes.get(result.like, []) if result.like else result.shape.split()
             outputs.append(None if absent else _placements(shape, along, sums=result.name == f"d{result.like}"))
         gradients = [
-            _placements(shapes[name], along, sums=True) if is_dtensor(x) else None for name, x in given.items()
+            _placements(shapes[name], along, sums=True) if is_dtensor(x) else None for name, x in arguments.items()
         ]
         rest = [None] * (len(args) - len(inputs))
         where: dict[str, Any] = {"device_mesh": args[0].device_mesh, "redistribute_inputs": not in_place}
@@ -84,8 +84,8 @@ def taking_dtensors_of_rows(call: Callable[..., Any]) -> Callable[..., Any]:
         where = tuple(placement if placement.is_shard() else Replicate() for placement in x.placements)
         _check_even("x", [f"shape[{i}]" for i in range(x.ndim)], x, where)
         inputs = (where, *[None] * (1 + len(rest)))
-        of_rank: Any = local_map(call, (where,), inputs, device_mesh=x.device_mesh, redistribute_inputs=True)
-        return of_rank(x, dim, *rest)
+        on_each_rank: Any = local_map(call, (where,), inputs, device_mesh=x.device_mesh, redistribute_inputs=True)
+        return on_each_rank(x, dim, *rest)
 
     return call_any
 
@@ -109,19 +109,19 @@ def _placements(shape: Sequence[str], along: Along, sums: bool = False) -> tuple
     return tuple(whole if k is None else Shard(kinds.index(k)) if k in kinds else missing for k in along)
 
 
-def _along(spec: OpSpec, shapes: Mapping[str, Sequence[str]], given: Mapping[str, Any]) -> Along:
+def _along(spec: OpSpec, shapes: Mapping[str, Sequence[str]], arguments: Mapping[str, Any]) -> Along:
     """Returns the kind that each dimension of the mesh spreads in a call.
 
     Raises:
         ValueError, TypeError: a tensor is sharded along tokens, a size is not a multiple of the ranks that spread it,
             or not all tensors are DTensors.
     """
-    first = given[spec.parameters[0]]
+    first = arguments[spec.parameters[0]]
     along: list[str | None] = [None] * first.device_mesh.ndim
     packed = False
     for argument in spec.arguments:
         name = argument.name
-        x: Any = given.get(name)
+        x: Any = arguments.get(name)
         if argument.role in PER_SEQUENCE:
             packed |= x is not None
         elif is_dtensor(x):
@@ -136,7 +136,7 @@ def _along(spec: OpSpec, shapes: Mapping[str, Sequence[str]], given: Mapping[str
             raise TypeError(f"{name} is a plain tensor and {spec.parameters[0]} a DTensor; expected both alike")
     # Offsets of packed sequences and indices into a pool count rows of the whole tensor.
     along = [None if packed and kind == "B" else kind for kind in along]
-    for name, x in given.items():
+    for name, x in arguments.items():
         if is_dtensor(x):
             _check_even(name, shapes[name], x, _placements(shapes[name], along))
     return along

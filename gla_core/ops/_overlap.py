@@ -13,18 +13,18 @@ import numpy as np
 from torch import Tensor
 
 
-def check(given: Mapping[str, Any], written: Sequence[str]) -> None:
+def check(arguments: Mapping[str, Any], written: Sequence[str]) -> None:
     """Raises ValueError for a written argument that shares memory with another one, or whose places share memory.
 
     Args:
-        given: the arguments by name.
+        arguments: the arguments by name.
         written: the names of those that are written.
     """
     if not written:
         return
-    places = [(name, x, _range(x)) for name, x in given.items() if isinstance(x, Tensor)]
+    places = [(name, x, _range(x)) for name, x in arguments.items() if isinstance(x, Tensor)]
     for name in written:
-        x, (start, end) = given[name], _range(given[name])
+        x, (start, end) = arguments[name], _range(arguments[name])
         _check_alone(name, x)
         for other, y, (first, last) in places:
             if other != name and start < last and first < end and _share(x, y):

@@ -12,16 +12,16 @@ from gla_core.dispatch.errors import BackendError
 from gla_core.ops.spec import Expected
 
 
-def check(source: str, found: Any, expected: Sequence[Expected | None], args: Sequence[Any]) -> None:
-    """Raises BackendError unless `found`, the results that `source` returned for `args`, are the expected ones."""
+def check(source: str, results: Any, expected: Sequence[Expected | None], args: Sequence[Any]) -> None:
+    """Raises BackendError unless `results`, the results that `source` returned for `args`, are the expected ones."""
     if len(expected) == 1:
-        found = (found,)
-    if not isinstance(found, tuple | list) or len(found) != len(expected):
+        results = (results,)
+    if not isinstance(results, tuple | list) or len(results) != len(expected):
         names = ", ".join("None" if result is None else result.name for result in expected)
-        raise BackendError(f"{source} returned {_kind(found)}; expected a tuple ({names})")
+        raise BackendError(f"{source} returned {_kind(results)}; expected a tuple ({names})")
     taken = {_memory(x): "an input" for x in args if isinstance(x, Tensor)}
     device = args[0].device
-    for x, result in zip(found, expected, strict=True):
+    for x, result in zip(results, expected, strict=True):
         if result is None:
             if x is not None:
                 raise BackendError(f"{source} returned {_kind(x)} where nothing was asked for; expected None")

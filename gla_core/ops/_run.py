@@ -113,23 +113,23 @@ def run(spec: OpSpec, args: tuple, request: Request, needs_grad: bool = False, i
     plan = known or _plan(spec, args, needs_grad, capturing, request)
     if plan is None:
         return run(spec, args, request, needs_grad, is_part)
-    given = args
+    passed = args
     if plan.copied:
         args = tuple(x.contiguous() if i in plan.copied else x for i, x in enumerate(args))
     if not is_part and environment().check_values and plan.call.device.type != "meta":
         _values.check(spec, args)
     try:
-        found = plan.function(*args[: len(spec.contract)])
+        results = plan.function(*args[: len(spec.contract)])
     except Exception as error:
         if not _is_passed_over(error, plan.backend, plan.call, request):
             raise
-        return run(spec, given, request, needs_grad, is_part)
+        return run(spec, passed, request, needs_grad, is_part)
     if known is None:
-        _results.check(f"{spec.name}: backend {plan.backend.name!r}", found, spec.expected(*args), args)
+        _results.check(f"{spec.name}: backend {plan.backend.name!r}", results, spec.expected(*args), args)
         if len(plans.all) >= _MOST_PLANS:
             plans.all.clear()
         plans.all[tuple(signature)] = plan
-    return _laid_out(spec, given, args, found) if plan.copied else found
+    return _laid_out(spec, passed, args, results) if plan.copied else results
 
 
 def _look_up(plans: _Plans, op: str, signature: list[Hashable]) -> _Plan | None:
@@ -215,29 +215,30 @@ def _is_passed_over(error: Exception, backend: Backend, call: OpCall, request: R
     return True
 
 
-def _laid_out(spec: OpSpec, given: tuple, args: tuple, found: Any) -> Any:
+def _laid_out(spec: OpSpec, passed: tuple, args: tuple, computed: Any) -> Any:
     """Returns results that were computed from copies of arguments.
 
-    A state that was written into a copy is written into the given state. A new state gets the layout of the given one.
+    A state that was written into a copy is written into the state that was passed. A new state gets the layout of that
+    one.
     """
     if not any(result.state for result in spec.results):
-        return found
-    results = list(found)
+        return computed
+    results = list(computed)
     for i, result in enumerate(spec.results):
         place = spec.parameters.index(result.like) if result.state and result.like else -1
-        if place < 0 or given[place] is args[place]:
+        if place < 0 or passed[place] is args[place]:
             continue
         if results[i] is args[place]:
-            results[i] = given[place].copy_(results[i])
-        elif swapped(given[place]):
-            results[i] = new_state(given[place]).copy_(results[i])
+            results[i] = passed[place].copy_(results[i])
+        elif swapped(passed[place]):
+            results[i] = new_state(passed[place]).copy_(results[i])
     return tuple(results)
 
 
 def backward_of(call: OpCall, op: str) -> OpCall:
     """Returns the call of the abstract op `op` that a gradient of this call needs."""
-    given = call.given & set(OP_PARAMETERS[op])
-    return dataclasses.replace(call, op=op, checkpoints=False, given=given)
+    passed = call.given & set(OP_PARAMETERS[op])
+    return dataclasses.replace(call, op=op, checkpoints=False, given=passed)
 
 
 # ---- for the public functions

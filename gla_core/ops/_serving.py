@@ -30,7 +30,7 @@ def serving(
         refuse_in_place: raises the error about transforms.
     """
     out_of_op = (None,) if "out" in spec.parameters else ()
-    of_torch = torch_op(  # a torch op returns no argument, so this one lacks `out`
+    as_torch_op = torch_op(  # a torch op returns no argument, so this one lacks `out`
         spec.schema(without=("out",)),
         runner(spec, *out_of_op),
         faker(spec, *out_of_op),
@@ -62,7 +62,7 @@ def serving(
         if out is not None:
             _check_out(out, dict(zip(spec.parameters, (*tensors, *args[scale_at:]), strict=True)))
         rest = (plain_number(scale), *args[scale_at + 1 : out_at], *args[out_at + 1 :])
-        o = of_torch(*tensors, *rest, request_text(backend))
+        o = as_torch_op(*tensors, *rest, request_text(backend))
         return o if out is None else out.copy_(o)
 
     def call_in_layout(args: tuple, backend: str | None, state_v_first: bool) -> Tensor:

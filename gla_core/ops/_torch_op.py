@@ -73,10 +73,10 @@ def runner(spec: OpSpec, *last: Any) -> Callable[..., Any]:
 
     def run(*args: Any) -> Any:
         values, needs_grad, backend = arguments(args)
-        found = run_op(spec, spec.prepared(values), current_request(backend), needs_grad)
+        results = run_op(spec, spec.prepared(values), current_request(backend), needs_grad)
         if written:
             tell_autograd(*[values[i] for i in written])
-        return tuple(found) if isinstance(found, list) else found
+        return tuple(results) if isinstance(results, list) else results
 
     return run
 
@@ -95,17 +95,17 @@ def faker(spec: OpSpec, *last: Any) -> Callable[..., Any]:
 
 def _arguments(spec: OpSpec, last: tuple) -> Callable[[tuple], tuple[tuple, bool, str]]:
     """Returns a function that splits the arguments of a torch op into the op's, needs_grad, and the request."""
-    taken, given = len(spec.contract) - len(last), len(spec.parameters) - len(last)
+    taken, received = len(spec.contract) - len(last), len(spec.parameters) - len(last)
     options = (False, "") if spec.differentiable else ("",)
-    own = (*spec.arguments[:taken], *spec.arguments[len(spec.contract) :])
-    defaults = (None,) * trailing_optional(own) + options
-    full, differentiable = given + len(options), spec.differentiable
+    arguments = (*spec.arguments[:taken], *spec.arguments[len(spec.contract) :])
+    defaults = (None,) * trailing_optional(arguments) + options
+    full, differentiable = received + len(options), spec.differentiable
 
     def apart(args: tuple) -> tuple[tuple, bool, str]:
         if len(args) < full:  # PyTorch leaves out defaults
             args += defaults[len(args) - full :]
-        values = (*args[:taken], *last, *args[taken:given]) if last else args[:given]
-        return values, differentiable and args[given] is True, args[-1]
+        values = (*args[:taken], *last, *args[taken:received]) if last else args[:received]
+        return values, differentiable and args[received] is True, args[-1]
 
     return apart
 

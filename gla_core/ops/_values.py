@@ -22,30 +22,30 @@ def check(spec: OpSpec, args: tuple) -> None:
     """
     if spec.reads is None:
         return
-    given = dict(zip(spec.parameters, args, strict=True))
-    _overlap.check(spec.as_public(given), spec.written_by(given))
-    read = rows_read(spec, given)
+    arguments = dict(zip(spec.parameters, args, strict=True))
+    _overlap.check(spec.as_public(arguments), spec.written_by(arguments))
+    read = rows_read(spec, arguments)
     for name, x in spec.as_public(read).items():
         if bool(x.isnan().any()):
             raise ValueError(f"{name} holds NaN in {int(x.isnan().sum())} of {x.numel()} places")
     gate = spec.has(Role.GATE)
-    if gate is not None and given.get("gate_normalizer") is None:
+    if gate is not None and arguments.get("gate_normalizer") is None:
         checks.gate_values(read.get(gate.name))
 
 
-def rows_read(spec: OpSpec, given: Mapping[str, Any]) -> dict[str, Tensor]:
+def rows_read(spec: OpSpec, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
     """Returns what an op reads of its tensors of floats: rows, slots of a pool, or whole tensors; see `OpSpec.reads`.
 
     Args:
-        given: the arguments by name.
+        arguments: the arguments by name.
 
     Raises:
         ValueError: the op is not defined for offsets, slots or indices of the call.
     """
-    places = {} if spec.reads is None else spec.reads(given)
+    places = {} if spec.reads is None else spec.reads(arguments)
     read = {}
     for argument in spec.arguments:
-        x = given[argument.name]
+        x = arguments[argument.name]
         if isinstance(x, Tensor) and x.is_floating_point() and argument.name not in spec.places:
             dims = " ".join(argument.dims(x)) + " "
             read[argument.name] = x[next((at for first, at in places.items() if dims.startswith(f"{first} ")), ...)]

@@ -34,13 +34,13 @@ def tensor(name: str, x: Any, shape: str, sizes: dict[str, Any]) -> None:
     names = shape.split()
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is {type(x).__name__}; expected a tensor [{', '.join(names)}]")
-    found, known = x.shape, {n: sizes[n] for n in names if n in sizes}
-    if len(found) != len(names) or any(size != known.get(n, size) for n, size in zip(names, found, strict=True)):
-        given = ", ".join(f"{n}={size}" for n, size in known.items())
+    known = {n: sizes[n] for n in names if n in sizes}
+    if x.ndim != len(names) or any(size != known.get(n, size) for n, size in zip(names, x.shape, strict=True)):
+        bound = ", ".join(f"{n}={size}" for n, size in known.items())
         raise ValueError(
-            f"{name} has shape {list(found)}; expected [{', '.join(names)}]{f' with {given}' if given else ''}"
+            f"{name} has shape {list(x.shape)}; expected [{', '.join(names)}]{f' with {bound}' if bound else ''}"
         )
-    sizes.update(zip(names, found, strict=True))
+    sizes.update(zip(names, x.shape, strict=True))
 
 
 def tensor_of_any(name: str, x: Any, shapes: tuple[str, ...], sizes: dict[str, Any]) -> None:
@@ -181,17 +181,17 @@ def slots_where(slots: Tensor, there: Tensor) -> list[int | None]:
     return [slot if used else None for slot, used in zip(slots.tolist(), there.tolist(), strict=True)]
 
 
-def slots(reads: list[int | None], writes: dict[str, list[int | None]], of_reads: str = "read_slots[{n}]") -> None:
+def slots(reads: list[int | None], writes: dict[str, list[int | None]], read_name: str = "read_slots[{n}]") -> None:
     """Raises ValueError for a slot that is written twice, or that one sequence writes and another one reads.
 
     Args:
         reads: the slot that each sequence reads; None means no slot.
         writes: the slots that each sequence writes, by the name of the argument.
-        of_reads: the name of the slot that sequence n reads.
+        read_name: the name of the slot that sequence n reads.
     """
     writer: dict[int, tuple[str, int]] = {}
-    for name, of_sequences in writes.items():
-        for n, slot in enumerate(of_sequences):
+    for name, written in writes.items():
+        for n, slot in enumerate(written):
             if slot is None:
                 continue
             if slot in writer:
@@ -203,6 +203,6 @@ def slots(reads: list[int | None], writes: dict[str, list[int | None]], of_reads
     for n, slot in enumerate(reads):
         if slot in writer and writer[slot][1] != n:
             raise ValueError(
-                f"{of_reads.format(n=n)} is {slot}, which sequence {writer[slot][1]} writes; expected a slot that no "
+                f"{read_name.format(n=n)} is {slot}, which sequence {writer[slot][1]} writes; expected a slot that no "
                 "other sequence of the call writes"
             )

@@ -243,9 +243,9 @@ class OpSpec:
     results: tuple[Result, ...]
     sizes: Mapping[str, str]
     limit: Callable[[Mapping[str, int], bool], None] = lambda sizes, packed: None
-    bind: Callable[[Mapping[str, Any], dict[str, Any]], None] = lambda given, sizes: None
+    bind: Callable[[Mapping[str, Any], dict[str, Any]], None] = lambda args, sizes: None
     prepare: Callable[..., tuple] | None = None
-    reads: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = lambda given: {}
+    reads: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = lambda args: {}
     flops: Callable[..., int] | None = None
     writes: Callable[[Mapping[str, int]], float] = lambda sizes: 1
     tokens: tuple[str, ...] = ()
@@ -299,10 +299,10 @@ class OpSpec:
         """Returns the names of the arguments that every call that gives them writes."""
         return tuple(argument.name for argument in self.arguments if argument.written)
 
-    def written_by(self, given: Mapping[str, Any]) -> list[str]:
+    def written_by(self, passed: Mapping[str, Any]) -> list[str]:
         """Returns the names of the arguments that a call writes, given all by name."""
-        in_place = [r.like for r in self.results if r.like is not None and r.written is not None and r.written(given)]
-        return in_place + [name for name in self.written if given[name] is not None]
+        in_place = [r.like for r in self.results if r.like is not None and r.written is not None and r.written(passed)]
+        return in_place + [name for name in self.written if passed[name] is not None]
 
     @functools.cached_property
     def places(self) -> frozenset[str]:
@@ -334,10 +334,10 @@ class OpSpec:
 
     def dims(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Returns all sizes of a call, in order, given some of them."""
-        found: dict[str, int] = {}
+        dims: dict[str, int] = {}
         for name, other in self.sizes.items():
-            found[name] = sizes[name] if name in sizes else {**sizes, **found}[other]
-        return found
+            dims[name] = sizes[name] if name in sizes else {**sizes, **dims}[other]
+        return dims
 
     def has(self, role: Role) -> Argument | None:
         """Returns the first argument with this role; None if there is none."""
@@ -356,16 +356,16 @@ class OpSpec:
         """
         names = self.parameters
         kwargs = {self.names.get(name, name): x for name, x in kwargs.items()}
-        given = dict(zip(names, args, strict=False))
-        wrong = [name for name in kwargs if name not in names or name in given]
+        passed = dict(zip(names, args, strict=False))
+        wrong = [name for name in kwargs if name not in names or name in passed]
         if wrong or len(args) > len(names):
             what = ", ".join(wrong) or f"{len(args)} arguments"
             raise TypeError(f"{self.name} takes ({', '.join(names)}); got {what}")
-        given |= kwargs
-        missing = [a.name for a in self.arguments if a.name not in given and a.default is _REQUIRED]
+        passed |= kwargs
+        missing = [a.name for a in self.arguments if a.name not in passed and a.default is _REQUIRED]
         if missing:
             raise TypeError(f"{self.name} misses {', '.join(missing)}")
-        return tuple(given.get(a.name, a.default) for a in self.arguments)
+        return tuple(passed.get(a.name, a.default) for a in self.arguments)
 
     def plain(self, args: tuple) -> tuple:
         """Returns the arguments with integers of other libraries, such as NumPy's, as ints; `args` if there is none."""
@@ -398,12 +398,12 @@ class OpSpec:
         Raises:
             ValueError, TypeError: an argument has a wrong type, shape, dtype or device, or cannot be written in place.
         """
-        given = dict(zip(self.parameters, self.plain(args), strict=True))
-        sizes = self._check(given)
-        _overlap.check(self.as_public(given), self.written_by(given))
-        first = {role: given[argument.name] for role, argument in self._by_role.items()}
+        passed = dict(zip(self.parameters, self.plain(args), strict=True))
+        sizes = self._check(passed)
+        _overlap.check(self.as_public(passed), self.written_by(passed))
+        first = {role: passed[argument.name] for role, argument in self._by_role.items()}
         gate, state, packed = self.has(Role.GATE), first.get(Role.STATE), first.get(Role.OFFSETS) is not None
-        g = None if gate is None else given[gate.name]
+        g = None if gate is None else passed[gate.name]
         return OpCall(
             op=self.name,
             device=args[0].device,
@@ -413,17 +413,17 @@ class OpSpec:
             gate_form=None if gate is None or g is None else gate.form(g),
             state_dtype=None if state is None else state.dtype,
             variable_length=packed,
-            longest=given.get("max_seqlen") if packed else None,
+            longest=passed.get("max_seqlen") if packed else None,
             indexed=first.get(Role.SLOTS) is not None,
-            scalars={name: given[name] for name in self.scalars},
-            checkpoints=any(r.role is Role.CHECKPOINTS and (r.when is None or r.when(given)) for r in self.results),
+            scalars={name: passed[name] for name in self.scalars},
+            checkpoints=any(r.role is Role.CHECKPOINTS and (r.when is None or r.when(passed)) for r in self.results),
             needs_grad=needs_grad,
             deterministic=torch.are_deterministic_algorithms_enabled(),
             capturing=capturing,
             float32_matmul_precision=torch.get_float32_matmul_precision(),
             batch_invariant=batch_invariant,
-            given=frozenset(a.name for a in self._optional if not _is_default(a, given[a.name])),
-            layouts={name: layout_of(x) for name, x in given.items() if isinstance(x, Tensor)},
+            given=frozenset(a.name for a in self._optional if not _is_default(a, passed[a.name])),
+            layouts={name: layout_of(x) for name, x in passed.items() if isinstance(x, Tensor)},
         )
 
     def error_in_layout(self, error: Exception, args: tuple) -> Exception:
@@ -445,37 +445,37 @@ class OpSpec:
 
     def expected(self, *args: Any) -> tuple[Expected | None, ...]:
         """Returns the results that a backend has to return for these arguments; None for each not asked for."""
-        given = dict(zip(self.parameters, args, strict=True))
-        sizes = self._check(given)
-        return tuple(_expected(result, given, sizes, args[0].dtype) for result in self.results)
+        passed = dict(zip(self.parameters, args, strict=True))
+        sizes = self._check(passed)
+        return tuple(_expected(result, passed, sizes, args[0].dtype) for result in self.results)
 
-    def _check(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _check(self, passed: Mapping[str, Any]) -> dict[str, Any]:
         """Checks every argument against its description, and returns all sizes of the call."""
         sizes: dict[str, Any] = {}
         first, bound = self.parameters[0], False
         for argument in self._states_last:
             if not bound and argument.role in (Role.STATE, Role.CHECKPOINTS):
-                self._bind(given, sizes)
+                self._bind(passed, sizes)
                 bound = True
             if argument.forms is not None:
                 self._check_sizes(sizes)  # first, because a gate has the heads of v
-            x = given[argument.name]
+            x = passed[argument.name]
             if argument.dtype is None:
                 _check_scalar(argument, x)
             elif x is not None or argument.default is not None:
-                _check_tensor(argument, x, sizes, self.arguments[0].shown, given[first])
+                _check_tensor(argument, x, sizes, self.arguments[0].shown, passed[first])
         if not bound:
-            self._bind(given, sizes)
+            self._bind(passed, sizes)
         roles = {argument.name: argument.role for argument in self.arguments}
-        for name in self.written_by(given):
-            _check_writable(name, given[name], roles[name])
+        for name in self.written_by(passed):
+            _check_writable(name, passed[name], roles[name])
         return sizes
 
-    def _bind(self, given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
+    def _bind(self, passed: Mapping[str, Any], sizes: dict[str, Any]) -> None:
         """Checks the sizes against each other, and binds the sizes that no shape names."""
         self._check_sizes(sizes)
-        self.limit(sizes, given.get("cu_seqlens") is not None)
-        self.bind(given, sizes)
+        self.limit(sizes, passed.get("cu_seqlens") is not None)
+        self.bind(passed, sizes)
         if "Ho" in sizes and sizes["Ho"] != size_of("Ho", sizes):
             raise ValueError(f"{self._owner('Ho')} has {sizes['Ho']} heads; expected {size_of('Ho', sizes)}, as o")
 
@@ -532,9 +532,9 @@ class OpSpec:
         It takes all arguments but those in `without`; needs_grad if differentiable; and the request. The last arguments
         that may be None can be left out.
         """
-        given = [argument for argument in self.arguments if argument.name not in without]
-        required = len(given) - trailing_optional(given)
-        parts = [f"{a.type} {a.name}{'=None' if i >= required else ''}" for i, a in enumerate(given)]
+        taken = [argument for argument in self.arguments if argument.name not in without]
+        required = len(taken) - trailing_optional(taken)
+        parts = [f"{a.type} {a.name}{'=None' if i >= required else ''}" for i, a in enumerate(taken)]
         parts += ["bool needs_grad=False"] if self.differentiable else []
         results = ", ".join(["Tensor"] * len(self.results))
         results = results if len(self.results) == 1 else f"({results})"
@@ -740,16 +740,16 @@ def _check_scalar(argument: Argument, x: Any) -> None:
 
 
 def _expected(
-    result: Result, given: Mapping[str, Any], sizes: Mapping[str, Any], first: torch.dtype
+    result: Result, passed: Mapping[str, Any], sizes: Mapping[str, Any], first: torch.dtype
 ) -> Expected | None:
     if result.like is not None:
-        x = given[result.like]
-        written = x if result.written is not None and result.written(given) else None
+        x = passed[result.like]
+        written = x if result.written is not None and result.written(passed) else None
         lies_swapped = result.state and x is not None and swapped(x)
         return None if x is None else Expected(result.name, tuple(x.shape), x.dtype, written, lies_swapped)
-    if result.when is not None and not result.when(given):
+    if result.when is not None and not result.when(passed):
         return None
-    written = None if result.into is None else given[result.into]
+    written = None if result.into is None else passed[result.into]
     shape = tuple(size_of(n, sizes) for n in result.shape.split())
     return Expected(result.name, shape, result.dtype.allowed(first)[0], written)
 

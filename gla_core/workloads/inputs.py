@@ -146,7 +146,7 @@ def chunk_inputs(workload: Workload, **changes: object) -> GlaInputs:
 
 def step_inputs(workload: Workload, **changes: object) -> dict[str, Tensor | None]:
     """Returns the arguments of `recurrent_gla_step`: q, k, v, g, state and state_indices."""
-    sizes = {name: size for name, size in {**workload.sizes, **changes}.items() if name not in _OF_A_LAYER}
+    sizes = {name: size for name, size in {**workload.sizes, **changes}.items() if name not in _LAYER_SIZES}
     rows, pool = sizes.pop("rows", None), sizes.pop("pool", None)
     x = gla_inputs(**{**sizes, "T": 1, "initial_state": True})
     token = {name: token_of(getattr(x, name), 0) for name in "qkvg"}
@@ -170,8 +170,8 @@ def layer_step_inputs(workload: Workload, **changes: object) -> dict[str, Any]:
     gates = normal((len(v), max(q.shape[1], v.shape[1]), v.shape[2]), q.dtype, generator)
     weight = 1 + 0.3 * normal(tuple(v.shape[2:]), wide(q.dtype), generator)
     weight = weight if q.dtype == torch.float64 else weight.to(weight_dtype or q.dtype)
-    found = {"output_gate": gates, "norm_weight": weight}
-    return {**x, **{name: None if name in without else y for name, y in found.items()}, **options}
+    norm = {"output_gate": gates, "norm_weight": weight}
+    return {**x, **{name: None if name in without else y for name, y in norm.items()}, **options}
 
 
 def pool_inputs(workload: Workload, **changes: object) -> dict[str, Any]:
@@ -199,9 +199,9 @@ def replay_inputs(workload: Workload, **changes: object) -> dict[str, Any]:
     def kept(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
         return normal(shape, x["q"].dtype, generator).to(dtype)
 
-    of_ring = dtype if dtype == torch.float64 else ring_dtype or dtype
+    ring_dtype = dtype if dtype == torch.float64 else ring_dtype or dtype
     gates = functools.partial(random_gate, kind=sizes.get("gates", "mild"))
-    rings: dict[str, Tensor | None] = {"ring_k": ring("k", kept, of_ring), "ring_v": ring("v", kept, of_ring)}
+    rings: dict[str, Tensor | None] = {"ring_k": ring("k", kept, ring_dtype), "ring_v": ring("v", kept, ring_dtype)}
     differs = x["g"] is not None and x["g"].ndim > 1
     rings["ring_g"] = ring("g", gates, wide(dtype)) if differs else None
     return {**x, **rings}
@@ -209,17 +209,17 @@ def replay_inputs(workload: Workload, **changes: object) -> dict[str, Any]:
 
 def _served_inputs(names: tuple[str, ...], sizes: dict[str, Any]) -> dict[str, Any]:
     """Returns tokens, a pool, and the arguments of these names, which hold numbers for each sequence."""
-    own = {name: sizes.pop(name, default) for name, default in (*_OF_A_POOL.items(), *dict.fromkeys(names).items())}
+    served = {name: sizes.pop(name, default) for name, default in (*_POOL_SIZES.items(), *dict.fromkeys(names).items())}
     x = gla_inputs(**{**sizes, "initial_state": True})
     assert x.initial_state is not None
-    dtype = _pool_dtype(x.q.dtype, own["pool_dtype"])
-    pool = _pages(normal, own["pool"], tuple(x.initial_state.shape[1:]), own["page"], dtype, _generator(sizes))
-    integers = {name: None if own[name] is None else _integers(own[name], x.q.device) for name in names}
+    dtype = _pool_dtype(x.q.dtype, served["pool_dtype"])
+    pool = _pages(normal, served["pool"], tuple(x.initial_state.shape[1:]), served["page"], dtype, _generator(sizes))
+    integers = {name: None if served[name] is None else _integers(served[name], x.q.device) for name in names}
     tokens = {name: getattr(x, name) for name in "qkvg"}
-    return {**tokens, "pool": pool, "cu_seqlens": x.cu_seqlens, **integers, "pad_slot": own["pad_slot"]}
+    return {**tokens, "pool": pool, "cu_seqlens": x.cu_seqlens, **integers, "pad_slot": served["pad_slot"]}
 
 
-_OF_A_LAYER = ("without", "weight_dtype", "norm_eps", "activation")
+_LAYER_SIZES = ("without", "weight_dtype", "norm_eps", "activation")
 """The sizes of a workload that only recurrent_gla_layer_step has."""
 
 
@@ -241,7 +241,7 @@ def _pages(
     return new((count, size + page), dtype=dtype, generator=generator)[:, :size].unflatten(1, shape)
 
 
-_OF_A_POOL: Mapping[str, Any] = {"pool": 1, "pool_dtype": torch.float32, "page": 0, "pad_slot": -1}
+_POOL_SIZES: Mapping[str, Any] = {"pool": 1, "pool_dtype": torch.float32, "page": 0, "pad_slot": -1}
 """The sizes of a workload that only ops with a pool have, with their defaults."""
 
 
@@ -275,8 +275,8 @@ def _generator(sizes: dict) -> torch.Generator:
 
 def _chunk_arguments(workload: Workload, **changes: object) -> dict[str, Any]:
     x = chunk_inputs(workload, **changes)
-    given = {name: getattr(x, name) for name in ("q", "k", "v", "g", "initial_state", "cu_seqlens")}
-    return {**given, "output_final_state": x.initial_state is not None}
+    tensors = {name: getattr(x, name) for name in ("q", "k", "v", "g", "initial_state", "cu_seqlens")}
+    return {**tensors, "output_final_state": x.initial_state is not None}
 
 
 def _summary_arguments(workload: Workload, **changes: object) -> dict[str, Any]:
@@ -314,7 +314,7 @@ def describe(op: str, sizes: Mapping[str, Any], device: torch.device, **facts: A
     """
     spec, dtype = ABSTRACT_OPS[op], sizes.get("dtype", torch.float32)
     gated = spec.has(Role.GATE) is not None and sizes.get("gates") != "none"
-    given = {
+    fields = {
         "gate_dtype": (sizes.get("gate_dtype") or dtype) if gated else None,
         "gate_form": sizes.get("gate_form", "key") if gated else None,
         "variable_length": sizes.get("lengths") is not None,
@@ -322,10 +322,10 @@ def describe(op: str, sizes: Mapping[str, Any], device: torch.device, **facts: A
         "scalars": {a.name: sizes[a.name] for a in spec.arguments if a.dtype is None and a.name in sizes},
     }
     if spec.requires(Role.STATE):
-        given["state_dtype"] = _pool_dtype(dtype, sizes.get("pool_dtype"))
+        fields["state_dtype"] = _pool_dtype(dtype, sizes.get("pool_dtype"))
     elif spec.has(Role.STATE) is not None:
-        given["state_dtype"] = wide(dtype) if sizes.get("initial_state") else None
-    call = spec.call(_dims(sizes), device, dtype, **{**given, **facts})
+        fields["state_dtype"] = wide(dtype) if sizes.get("initial_state") else None
+    call = spec.call(_dims(sizes), device, dtype, **{**fields, **facts})
     # An `OpCall` has no field for these arguments.
     optional = {a.name for a in spec.arguments if a.role is Role.MARKS and sizes.get(a.name) is not None}
     inputs = {a.name for a in spec.arguments if a.is_optional_input}.difference(sizes.get("without", ()))
@@ -361,8 +361,7 @@ def random_arguments(call: OpCall, seed: int = 0) -> tuple[Any, ...]:
     Gates are mild. Packed sequences have different lengths, from half to one and a half times their mean.
     """
     spec, generator = ABSTRACT_OPS[call.op], torch.Generator(call.device).manual_seed(seed)
-    given = [_random(argument, spec, call, generator) for argument in spec.arguments]
-    return spec.prepared(tuple(given))
+    return spec.prepared(tuple(_random(argument, spec, call, generator) for argument in spec.arguments))
 
 
 def _random(argument: Argument, spec: OpSpec, call: OpCall, generator: torch.Generator) -> Any:

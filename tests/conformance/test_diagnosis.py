@@ -32,15 +32,15 @@ def wrong(quantity="o", *, finite=True, ratio=None, everywhere=True, hint=None) 
 
 def row(name, failed=True, test="values", op="chunk_gla_fwd", dtype=torch.float32, reason="AssertionError: o", **more):
     """Returns a case as a report has it, with the facts of its workload."""
-    of = case(name, op, dtype)
+    described = case(name, op, dtype)
     return {
         "test": f"test_values.py::test_{test}",
-        "id": f"test_{test}[{of}]",
+        "id": f"test_{test}[{described}]",
         "op": op,
         "workload": name,
         "dtype": str(dtype).removeprefix("torch."),
-        "size": math.prod(of.describe().dims.values()),
-        "facts": of.facts(),
+        "size": math.prod(described.describe().dims.values()),
+        "facts": described.facts(),
         "outcome": "failed" if failed else "passed",
         "reason": reason if failed else None,
         "errors": [{"quantity": "o", "error": 0.1 if more.get("wrong", failed) else 0.0, "budget": 0.01}],
@@ -50,9 +50,9 @@ def row(name, failed=True, test="values", op="chunk_gla_fwd", dtype=torch.float3
 
 
 def lines(*rows) -> dict[str, str]:
-    found = diagnosis(rows, "gla conformance mine")
-    assert len(found) <= 5
-    return {line[:10].strip(): line[12:] for line in found}
+    report = diagnosis(rows, "gla conformance mine")
+    assert len(report) <= 5
+    return {line[:10].strip(): line[12:] for line in report}
 
 
 def test_nothing_is_said_where_nothing_failed():
@@ -82,10 +82,10 @@ def test_nothing_is_said_where_nothing_failed():
 )
 def test_what_all_failed_cases_have_and_no_passed_one(failed, passed, says):
     rows = [*(row(name) for name in failed), *(row(name, failed=False) for name in passed)]
-    found = lines(*rows)["in common"]
-    assert found.startswith(f"every failing case of 'values' ({len(failed)}) runs {says}")
+    common = lines(*rows)["in common"]
+    assert common.startswith(f"every failing case of 'values' ({len(failed)}) runs {says}")
     computed = len(passed) - passed.count("no_token")  # a case that computes nothing shows nothing
-    assert found.endswith(f"; no passing one ({computed}) does")
+    assert common.endswith(f"; no passing one ({computed}) does")
 
 
 def test_a_dtype_and_a_pair_of_facts():
@@ -103,8 +103,8 @@ def test_a_fact_that_few_passed_cases_have_and_no_fact_that_many_have():
     failed = [row("short", facts=["with initial_state", "in float32"])] * 2
     passed = [row(name, failed=False, facts=["in float32"]) for name in ("one_chunk", "width_one", "packed_grouped")]
     forgotten = row("extreme", failed=False, facts=["with initial_state", "in float32"])
-    found = lines(*failed, *passed, forgotten)["in common"]
-    assert found == "every failing case of 'values' (2) runs with initial_state; 1 of 4 passing ones do"
+    common = lines(*failed, *passed, forgotten)["in common"]
+    assert common == "every failing case of 'values' (2) runs with initial_state; 1 of 4 passing ones do"
     assert "in common" not in lines(*failed, *passed[:2], forgotten)
 
 
@@ -112,19 +112,19 @@ def test_the_property_with_most_workloads_is_examined_and_few_that_fail_are_name
     values = [row("short"), row("grouped", failed=False), row("ungated", failed=False)]
     scale = [row("short", test="scale"), row("grouped", test="scale", failed=False)]
     others = [row("short", test=name, failed=False) for name in ("padding", "same_bits", "checkpoints")]
-    found = lines(*scale, *values, *others)["in common"]
-    assert found.startswith("only 'scale' and 'values' fail; 3 other properties of the op pass; every")
+    common = lines(*scale, *values, *others)["in common"]
+    assert common.startswith("only 'scale' and 'values' fail; 3 other properties of the op pass; every")
     every = lines(row("short"), row("grouped"), *others)["in common"]
     assert every == "only 'values' fails; 3 other properties of the op pass; every case of 'values' fails"
 
 
 def test_the_smallest_case_its_first_wrong_place_and_the_command_that_shows_it():
-    found = lines(row("grouped"), row("short", dtype=torch.bfloat16), row("short"), row("ungated", failed=False))
+    report = lines(row("grouped"), row("short", dtype=torch.bfloat16), row("short"), row("ungated", failed=False))
     place = "test_values[chunk_gla_fwd-short-float32]: o is first wrong at batch row 0, token 3, head 0: 0.5, not 0.25"
-    assert found["smallest"] == place
+    assert report["smallest"] == place
     command = 'gla conformance mine -k "test_values.py and test_values[chunk_gla_fwd-short-float32]" -- --tb=short'
-    assert found["to see it"] == command
-    assert "factor" not in found
+    assert report["to see it"] == command
+    assert "factor" not in report
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_constant_factor(known, says):
 
 
 CHANGED = row("short", test="inputs_unchanged", wrong=[wrong("q", ratio=0.25)])
-OF_ANOTHER_DTYPE = row(
+ANOTHER_DTYPE = row(
     "short", reason="gla_core.dispatch.errors.BackendError: chunk_gla_fwd: returned o as bfloat16", wrong=[]
 )
 NAN = row("short", wrong=[wrong(finite=False)])
@@ -151,23 +151,23 @@ VALUES = row("grouped", test="scale")
     ("root", "name", "says"),
     [
         (CHANGED, "changed inputs", "chunk_gla_fwd changes its inputs: q (1 case)"),
-        (OF_ANOTHER_DTYPE, "results", "chunk_gla_fwd: returned o as bfloat16 (1 case)"),
+        (ANOTHER_DTYPE, "results", "chunk_gla_fwd: returned o as bfloat16 (1 case)"),
         (NAN, "NaN", "chunk_gla_fwd gives NaN or infinity where there should be none: o (1 case)"),
         (RAISES, "errors", "chunk_gla_fwd: IndexError: too many indices (1 case)"),
     ],
 )
 def test_root_causes_come_before_wrong_values(root, name, says):
     assert (kind(root), kind(VALUES)) == (name, "values")
-    found = lines(VALUES, root)
-    assert found["begin with"].startswith(says)
-    assert found["begin with"].endswith("; the other failures (1) may follow from this")
+    report = lines(VALUES, root)
+    assert report["begin with"].startswith(says)
+    assert report["begin with"].endswith("; the other failures (1) may follow from this")
     assert next(_failures([VALUES, root], verbose=False)).startswith(f"FAILED test_values.py::{root['id']}")
     assert "begin with" not in lines(VALUES)
 
 
 def test_nan_in_fewer_cases_than_wrong_values_is_their_consequence():
-    found = lines(NAN, VALUES, row("short", test="scale"))
-    assert found["begin with"].startswith("chunk_gla_fwd gives wrong values (2 cases)")
+    report = lines(NAN, VALUES, row("short", test="scale"))
+    assert report["begin with"].startswith("chunk_gla_fwd gives wrong values (2 cases)")
 
 
 def test_opcheck_comes_after_wrong_values():
@@ -186,8 +186,8 @@ def test_a_result_too_large_to_look_at_is_one_of_wrong_values():
 
 
 def test_what_is_0_everywhere():
-    found = lines(row("short", wrong=[wrong("state", ratio=-0.0)]))
-    assert found["factor"] == "state is 0 everywhere"
+    report = lines(row("short", wrong=[wrong("state", ratio=-0.0)]))
+    assert report["factor"] == "state is 0 everywhere"
 
 
 def test_inputs_that_are_changed_have_a_factor_of_their_own():
@@ -197,9 +197,9 @@ def test_inputs_that_are_changed_have_a_factor_of_their_own():
 
 def test_the_first_op_that_fails_is_told_of():
     backward = row("short", op="chunk_gla_bwd", test="gradients")
-    found = lines(backward, backward, row("short"))
+    report = lines(backward, backward, row("short"))
     assert (
-        found["begin with"] == "chunk_gla_fwd gives wrong values (1 case); the other failures (2) may follow from this"
+        report["begin with"] == "chunk_gla_fwd gives wrong values (1 case); the other failures (2) may follow from this"
     )
 
 
@@ -231,37 +231,37 @@ def outputs(B: int, T: int, H: int) -> torch.Tensor:
 )
 def test_a_factor_of_all_numbers(factor, hint):
     ref = outputs(2, 17, 2)
-    found = divergence("o", factor * ref + 1e-9 * torch.randn_like(ref), ref, 1e-5, case("short"))
-    assert found["ratio"] == pytest.approx(factor, abs=1e-6)
-    assert (found["everywhere"], found["hint"]) == (True, hint)
-    assert found["at"] == "batch row 0, token 0, head 0"
+    place = divergence("o", factor * ref + 1e-9 * torch.randn_like(ref), ref, 1e-5, case("short"))
+    assert place["ratio"] == pytest.approx(factor, abs=1e-6)
+    assert (place["everywhere"], place["hint"]) == (True, hint)
+    assert place["at"] == "batch row 0, token 0, head 0"
 
 
 @pytest.mark.parametrize(("workload", "groups"), [("grouped", 3), ("grouped_values", 3), ("per_head_grouped", 3)])
 def test_a_factor_of_a_group_of_heads(workload, groups):
     ref = outputs(1, 17, 1)
-    found = divergence("dk", ref / groups, ref, 1e-5, case(workload, "chunk_gla_bwd"))
-    assert (found["ratio"], found["hint"]) == (pytest.approx(1 / groups), "are the heads of a group summed?")
+    place = divergence("dk", ref / groups, ref, 1e-5, case(workload, "chunk_gla_bwd"))
+    assert (place["ratio"], place["hint"]) == (pytest.approx(1 / groups), "are the heads of a group summed?")
 
 
 def test_the_first_wrong_place_and_no_factor_where_there_is_none():
     ref = outputs(2, 17, 2)
     out = ref.clone()
     out[1, 5, 1, 3:] += torch.randn(13)
-    found = divergence("o", out, ref, 1e-5, case("short"))
-    assert (found["at"], found["ratio"], found["everywhere"]) == ("batch row 1, token 5, head 1", None, False)
+    place = divergence("o", out, ref, 1e-5, case("short"))
+    assert (place["at"], place["ratio"], place["everywhere"]) == ("batch row 1, token 5, head 1", None, False)
     out = ref.clone()
     out[:, 9:] *= 2
-    found = divergence("o", out, ref, 1e-5, case("short"))
-    assert (found["at"], found["ratio"], found["everywhere"]) == ("batch row 0, token 9, head 0", 2.0, False)
+    place = divergence("o", out, ref, 1e-5, case("short"))
+    assert (place["at"], place["ratio"], place["everywhere"]) == ("batch row 0, token 9, head 0", 2.0, False)
 
 
 def test_numbers_have_as_many_digits_as_show_that_they_differ():
     ref = torch.full((1, 1, 1, 16), 2.71828182, dtype=torch.float64)
-    found = divergence("o", ref + 1e-4, ref, 1e-5, case("short"))
-    assert (found["found"], found["expected"]) == ("2.7184", "2.7183")
-    found = divergence("o", 2 * ref, ref, 1e-5, case("short"))
-    assert (found["found"], found["expected"]) == ("5.44", "2.72")
+    place = divergence("o", ref + 1e-4, ref, 1e-5, case("short"))
+    assert (place["found"], place["expected"]) == ("2.7184", "2.7183")
+    place = divergence("o", 2 * ref, ref, 1e-5, case("short"))
+    assert (place["found"], place["expected"]) == ("5.44", "2.72")
 
 
 def test_rounding_is_not_the_first_wrong_place():
@@ -302,8 +302,8 @@ def test_numbers_that_are_none():
     ref = outputs(2, 17, 2)
     out = ref.clone()
     out[0, 4] = torch.nan
-    found = divergence("o", out, ref, 1e-5, case("short"))
-    assert (found["finite"], found["at"], found["found"]) == (False, "batch row 0, token 4, head 0", "nan")
+    place = divergence("o", out, ref, 1e-5, case("short"))
+    assert (place["finite"], place["at"], place["found"]) == (False, "batch row 0, token 4, head 0", "nan")
     assert divergence("o", ref, out, 1e-5, case("short"))["finite"]  # NaN is expected
 
 

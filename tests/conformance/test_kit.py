@@ -115,9 +115,9 @@ def test_the_summary_says_what_ran_where_and_the_worst_error_with_its_budget(sam
     assert report["declared"]["ops"] == list(get("reference").ops)
     assert report["declared"]["dtypes"] == ["float32", "float64", "float16", "bfloat16"]
     assert report["not_declared"] == report["failed"] == report["open"] == []
-    (found,) = [row for row in report["properties"] if row["property"] == "gradients"]
-    assert (found["op"], found["failed"], found["open"]) == ("chunk_gla_bwd", 0, 0)
-    worst = found["worst"]
+    (checked,) = [row for row in report["properties"] if row["property"] == "gradients"]
+    assert (checked["op"], checked["failed"], checked["open"]) == ("chunk_gla_bwd", 0, 0)
+    worst = checked["worst"]
     assert worst["case"].startswith("test_gradients.py::test_gradients[")
     assert worst["quantity"] in ("dq", "dk", "dv", "dg", "dinitial_state")
     assert 0 < worst["error"] <= worst["budget"]
@@ -353,13 +353,13 @@ def test_every_op_has_the_cases_that_follow_from_its_description(monkeypatch):
     for test, ops in covered.items():
         assert {case.op for case in kept.cases[f"test_{test}"]} == ops, test
         for op in ops:
-            found = [case for case in kept.cases[f"test_{test}"] if case.op == op]
+            made = [case for case in kept.cases[f"test_{test}"] if case.op == op]
             computed = [case for case in cases(get("reference"), "cuda", op) if case.describe().dims.get("T") != 0]
-            assert forms_of(found) == forms_of(computed), (test, op)
+            assert forms_of(made) == forms_of(computed), (test, op)
 
 
-def forms_of(found: list[Case]) -> set[str]:
-    return {form for case in found for form in forms(case.describe(), case.workload.sizes)}
+def forms_of(made: list[Case]) -> set[str]:
+    return {form for case in made for form in forms(case.describe(), case.workload.sizes)}
 
 
 def test_widths_that_no_workload_has_are_fitted():
@@ -373,9 +373,9 @@ def test_cases_and_refusals_do_not_meet():
     can = Capabilities(dtypes=frozenset({torch.float16}), variable_length=False, key_widths=range(16, 65, 16))
     backend = Backend("limited", "0", dict(get("reference").ops), can)
     for op in OP_PARAMETERS:
-        found = cases(backend, "cpu", op)
-        assert bool(found) != ABSTRACT_OPS[op].requires(Role.OFFSETS)  # this backend takes no packed sequences
-        assert all(isinstance(case, Case) and excluded(backend, case) is None for case in found)
+        allowed = cases(backend, "cpu", op)
+        assert bool(allowed) != ABSTRACT_OPS[op].requires(Role.OFFSETS)  # this backend takes no packed sequences
+        assert all(isinstance(case, Case) and excluded(backend, case) is None for case in allowed)
     refused = refusals(backend, "cpu")
     assert all(excluded(backend, case) for case in refused)
     assert {case.dtype for case in refused} == {torch.float64, torch.float32, torch.bfloat16, torch.float16}
@@ -386,10 +386,10 @@ def test_large_workloads_are_judged_by_what_the_oracle_says_of_small_ones(name):
     """Large workloads are judged by the reference in float64, which equals the oracle on small ones."""
     (workload,) = (w for w in select("chunk_gla") if w.name == name)
     x = chunk_inputs(workload, dtype=torch.bfloat16)
-    found = reference_results("chunk_gla", x) | reference_results("chunk_gla_bwd", with_loss("chunk_gla_bwd", x))
+    results = reference_results("chunk_gla", x) | reference_results("chunk_gla_bwd", with_loss("chunk_gla_bwd", x))
     expected = oracle_results("chunk_gla", x) | oracle_gradients("chunk_gla", x)
-    assert found.keys() == expected.keys()
-    errors = {name: relative_error(found[name], ref) for name, ref in expected.items()}
+    assert results.keys() == expected.keys()
+    errors = {name: relative_error(results[name], ref) for name, ref in expected.items()}
     assert max(errors.values()) <= FORWARD[torch.float64], errors
 
 
@@ -397,24 +397,24 @@ def test_large_workloads_are_judged_by_what_the_oracle_says_of_small_ones(name):
 
 
 def case(name: str, outcome: str = "passed", reason: str | None = None, **errors: float) -> dict:
-    found = [{"quantity": quantity, "error": error, "budget": 0.01} for quantity, error in errors.items()]
-    of_op = {"op": "online_softmax", "test": "test_x.py::test_values", "id": f"test_values[{name}]"}
-    return {**of_op, "outcome": outcome, "reason": reason, "errors": found}
+    listed = [{"quantity": quantity, "error": error, "budget": 0.01} for quantity, error in errors.items()]
+    test = {"op": "online_softmax", "test": "test_x.py::test_values", "id": f"test_values[{name}]"}
+    return {**test, "outcome": outcome, "reason": reason, "errors": listed}
 
 
 def test_the_worst_error_is_the_one_that_is_largest_beside_its_budget():
     rows = [case("a", y=0.004), case("b", y=0.008, z=0.002), case("c", "failed", "off", y=float("nan"))]
-    (found,) = summary.properties(rows[:2])
-    assert found["worst"] == {"case": "test_x.py::test_values[b]", "quantity": "y", "error": 0.008, "budget": 0.01}
-    assert summary.ratio_text(found["worst"]) == "0.80"
-    (found,) = summary.properties(rows)
-    assert (found["worst"]["case"], found["worst"]["error"]) == ("test_x.py::test_values[c]", None)
-    assert summary.ratio_text(found["worst"]) == "infinite"
+    (row,) = summary.properties(rows[:2])
+    assert row["worst"] == {"case": "test_x.py::test_values[b]", "quantity": "y", "error": 0.008, "budget": 0.01}
+    assert summary.ratio_text(row["worst"]) == "0.80"
+    (row,) = summary.properties(rows)
+    assert (row["worst"]["case"], row["worst"]["error"]) == ("test_x.py::test_values[c]", None)
+    assert summary.ratio_text(row["worst"]) == "infinite"
     assert summary.properties([case("a")])[0]["worst"] is None
 
 
 def test_a_reason_is_given_once_and_names_few_of_its_cases():
     rows = [case(f"{number}", "failed", "off") for number in range(9)]
-    (found,) = summary.reasons(rows, "failed")
-    assert (found["reason"], found["cases"], len(found["such as"])) == ("off", 9, summary.NAMED)
+    (row,) = summary.reasons(rows, "failed")
+    assert (row["reason"], row["cases"], len(row["such as"])) == ("off", 9, summary.NAMED)
     assert summary.reasons(rows, "open") == []

@@ -75,8 +75,8 @@ def right(op, *results):
     """Returns a function that computes an op by the reference for arguments x with changes, and names the results."""
 
     def compute(x, **changes):
-        found = REFERENCE[op](**{**vars(x), **changes})
-        return SimpleNamespace(**dict(zip(results, found, strict=True)))
+        computed = REFERENCE[op](**{**vars(x), **changes})
+        return SimpleNamespace(**dict(zip(results, computed, strict=True)))
 
     return compute
 
@@ -216,20 +216,20 @@ def wrong_head_grouping(x):
     return y
 
 
-def of_form(x):
+def gate_form(x):
     """Returns the form of the gates of a call of chunk_gla or of its backward."""
     return None if x.g is None else {1: "constant", 3: "head", 4: "key"}[x.g.ndim]
 
 
 @bug("chunk_gla_fwd", "test_values[per_head-float32]")
 def gate_of_the_head_before(x):
-    return forward(x, g=x.g.roll(1, -1) if of_form(x) == "head" else x.g)
+    return forward(x, g=x.g.roll(1, -1) if gate_form(x) == "head" else x.g)
 
 
 @bug("chunk_gla_fwd", "test_values[constant-float32]")
 def constant_gate_once_a_chunk(x):
     """The gate of a chunk's first token counts; the gates of its other tokens count as 0."""
-    if of_form(x) != "constant":
+    if gate_form(x) != "constant":
         return forward(x)
     first = torch.arange(x.q.shape[1], device=x.g.device) % 64 == 0
     return forward(x, g=torch.where(first[:, None], x.g, 0).expand(*x.v.shape[:3]))
@@ -461,9 +461,9 @@ def rows_of_a_partial_chunk_dropped(x):
     if x.cu_seqlens is not None or not T:
         return backward(x)
     kept = {name: y[:, :T] for name in ("q", "k", "v", "g", "do") if (y := getattr(x, name)) is not None}
-    found = vars(backward(x, **kept))
+    gradients = vars(backward(x, **kept))
     zeros = {f"d{name}": torch.zeros_like(getattr(x, name)[:, T:]) for name in kept if name != "do"}
-    return SimpleNamespace(**found | {name: torch.cat([found[name], rest], 1) for name, rest in zeros.items()})
+    return SimpleNamespace(**gradients | {name: torch.cat([gradients[name], rest], 1) for name, rest in zeros.items()})
 
 
 @bug("chunk_gla_bwd", "test_gradients[grouped-float32]", over={"dk"})
@@ -485,7 +485,7 @@ def dk_of_a_head_by_one_of_its_value_heads(x):
 @bug("chunk_gla_bwd", "test_gradients[per_head-float32]", over={"dg"})
 def gradient_of_a_gate_per_head_by_one_key(x):
     d = backward(x)
-    if of_form(x) == "head":
+    if gate_form(x) == "head":
         per_key = x.g[..., None].expand(*x.g.shape, x.k.shape[3])
         d.dg.copy_(backward(x, g=per_key).dg[..., 0])
     return d
@@ -494,7 +494,7 @@ def gradient_of_a_gate_per_head_by_one_key(x):
 @bug("chunk_gla_bwd", "test_gradients[constant-float32]", over={"dg"})
 def gradient_of_a_constant_gate_by_the_last_row_of_the_batch(x):
     d = backward(x)
-    if of_form(x) == "constant":
+    if gate_form(x) == "constant":
         d.dg = backward(x, g=x.g.expand(*x.v.shape[:3])).dg[-1].sum(0)
     return d
 
@@ -502,7 +502,7 @@ def gradient_of_a_constant_gate_by_the_last_row_of_the_batch(x):
 @bug("chunk_gla_bwd", "test_padding[constant_packed-float32]", over={"dg"})
 def gradient_of_a_constant_gate_with_the_padding(x):
     d = backward(x)
-    if of_form(x) == "constant" and x.cu_seqlens is not None:
+    if gate_form(x) == "constant" and x.cu_seqlens is not None:
         end = x.cu_seqlens.new_full((1,), x.q.shape[1])
         d.dg = backward(x, cu_seqlens=torch.cat([x.cu_seqlens[:-1], end])).dg
     return d
@@ -725,9 +725,9 @@ def state_rounded_after_64_tokens(x):
         row = slice(n, n + 1)
         for start, end, read, has in ((a, b, x.read_slots, x.has_state), (b, c, to, None)):
             parts = {name: y if (y := getattr(x, name)) is None or y.ndim == 1 else y[:, start:end] for name in "qkvg"}
-            given = {"cu_seqlens": torch.tensor([0, end - start]), "checkpoint_offsets": None, "out": None}
-            given |= {"read_slots": read[row], "write_slots": to[row], "has_state": None if has is None else has[row]}
-            o.append(pooled(x, **parts, **given))
+            others = {"cu_seqlens": torch.tensor([0, end - start]), "checkpoint_offsets": None, "out": None}
+            others |= {"read_slots": read[row], "write_slots": to[row], "has_state": None if has is None else has[row]}
+            o.append(pooled(x, **parts, **others))
     o.append(torch.zeros_like(o[0][:, :1]).expand(-1, x.q.shape[1] - int(x.cu_seqlens[-1]), -1, -1))
     return torch.cat(o, 1)
 
@@ -854,8 +854,8 @@ def state_rounded_between_tokens(x):
     for j in range(x.q.shape[1]):
         token = {name: y if (y := getattr(x, name)) is None or y.ndim == 1 else y[:, j : j + 1] for name in "qkvg"}
         read = x.slots[:, j - 1] if j else x.slots[:, 0] if x.read_slots is None else x.read_slots
-        given = {"slots": x.slots[:, j : j + 1], "num_accepted": None, "read_slots": read, "out": None}
-        o.append(stepped(x, **token, **given, has_state=None if j else x.has_state))
+        others = {"slots": x.slots[:, j : j + 1], "num_accepted": None, "read_slots": read, "out": None}
+        o.append(stepped(x, **token, **others, has_state=None if j else x.has_state))
     return torch.cat(o, 1)
 
 
@@ -1007,8 +1007,8 @@ def layer_stepped(x, **changes):
 def mean_over_all_heads(x):
     token = (x.q, x.k, x.v, x.g, x.state.clone(), x.scale, x.state_indices, x.gate_normalizer, True)
     u, _ = REFERENCE["recurrent_gla_step"](*token)
-    own, wrong = (u.square().mean(dims, keepdim=True) + x.norm_eps for dims in (2, (1, 2)))
-    return layer_stepped(x) * (own / wrong).sqrt()
+    per_head, over_all = (u.square().mean(dims, keepdim=True) + x.norm_eps for dims in (2, (1, 2)))
+    return layer_stepped(x) * (per_head / over_all).sqrt()
 
 
 @bug("recurrent_gla_layer_step", "test_scale_and_eps[small-float32-0.001-1e-05]", over={"o"})

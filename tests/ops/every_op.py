@@ -38,7 +38,7 @@ def no_q(x):
 PACKED = {"cu_seqlens": OFFSETS}
 HAS_STATE = {"has_state": torch.tensor([True, True, False, True])}
 ONE_SLOT = {"slots": ints(1, 2, 3, -1), "ring_start": ints(3, 0, 1, 2), "num_accepted": ints(2, 0, 1, 2)}
-OF_DRAFTS = {"slots": ints((1, 2, -1), (3, 9, -1), (4, 0, 5), (-1, 6, 6))}
+DRAFTS = {"slots": ints((1, 2, -1), (3, 9, -1), (4, 0, 5), (-1, 6, 6))}
 CALLS = {
     "chunk_gla": (gla.chunk_gla, tokens(2, 3) | {"initial_state": states(2)}),
     "chunk_gla without tokens": (gla.chunk_gla, tokens(2, 0) | {"initial_state": states(2)}),
@@ -77,15 +77,15 @@ CALLS = {
     ),
     "recurrent_gla_steps": (
         gla.recurrent_gla_steps,
-        tokens(4, 3) | HAS_STATE | {"pool": states(8)} | OF_DRAFTS,
+        tokens(4, 3) | HAS_STATE | {"pool": states(8)} | DRAFTS,
     ),
     "recurrent_gla_steps packed": (
         gla.recurrent_gla_steps,
-        tokens() | PACKED | OF_DRAFTS | {"pool": states(8), "num_accepted": ints(2, 1, 9, 2)},
+        tokens() | PACKED | DRAFTS | {"pool": states(8), "num_accepted": ints(2, 1, 9, 2)},
     ),
     "recurrent_gla_steps read": (
         gla.recurrent_gla_steps,
-        tokens() | PACKED | OF_DRAFTS | {"pool": states(8), "read_slots": ints(7, 7, -1, 7)},
+        tokens() | PACKED | DRAFTS | {"pool": states(8), "read_slots": ints(7, 7, -1, 7)},
     ),
     "recurrent_gla_replay": (
         gla.recurrent_gla_replay,

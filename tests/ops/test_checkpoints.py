@@ -157,10 +157,10 @@ def test_checkpoints_need_their_interval():
 def test_a_backward_need_not_return_them():
     """Only the forward returns them; any backward may receive them."""
     reference = registry.get("reference").ops["chunk_gla_bwd"]
-    given = []
+    received = []
 
     def chunk_gla_bwd(q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate):
-        given.append((checkpoints.shape, checkpoint_every))
+        received.append((checkpoints.shape, checkpoint_every))
         return reference(q, k, v, g, scale, initial_state, cu_seqlens, None, None, do, dstate)
 
     x = gla_inputs(T=130)
@@ -170,7 +170,7 @@ def test_a_backward_need_not_return_them():
         o, _, checkpoints = gla.chunk_gla(x.q, x.k, x.v, x.g, checkpoint_every=64, backend=request)
         o.sum().backward()
         assert gla.explain("chunk_gla_fwd", x.q, x.k, x.v, x.g, checkpoint_every=64, backend=request).winner
-    assert given == [(checkpoints.shape, 64)]
+    assert received == [(checkpoints.shape, 64)]
 
 
 def test_a_backend_without_them_is_passed_over():

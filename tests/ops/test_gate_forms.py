@@ -208,8 +208,8 @@ def test_the_form_of_a_call_is_told():
 @pytest.mark.parametrize("lengths", [None, (0, 70, 130, 0)], ids=str)
 def test_checkpoints_are_states_of_value_heads(form, groups, lengths):
     x = inputs_of(form, groups, T=150, lengths=lengths)
-    given = (x.q, x.k, x.v, x.g, None, x.initial_state, False, x.cu_seqlens)
-    actual = gla.chunk_gla(*given, backend="reference", checkpoint_every=64).checkpoints
+    arguments = (x.q, x.k, x.v, x.g, None, x.initial_state, False, x.cu_seqlens)
+    actual = gla.chunk_gla(*arguments, backend="reference", checkpoint_every=64).checkpoints
     expected = oracle.chunk_gla_checkpoints(x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens, 64)
     assert actual.shape == expected.shape
     assert relative_error(actual, expected) <= FORWARD[WIDE]
@@ -279,11 +279,11 @@ def test_float32_gates_of_half_precision_keep_their_dtype_under_autocast(form):
 @pytest.mark.parametrize(("form", "gates"), [("none", 0), ("constant", 6), ("head", 60), ("key", 480)])
 def test_the_bytes_and_operations_of_a_form(form, gates):
     x = inputs_of(form, (2, 1, 3), B=1, T=10, K=8, V=4, initial_state=False)
-    given = {"q": x.q, "k": x.k, "v": x.v, "g": x.g}
+    tensors = {"q": x.q, "k": x.k, "v": x.v, "g": x.g}
     with FlopCounterMode(display=False) as counter:
-        o, _ = gla.chunk_gla(**given)
+        o, _ = gla.chunk_gla(**tensors)
     assert counter.get_total_flops() == 2 * 10 * (6 + 6) * 8 * 4
-    call = gla.explain("chunk_gla", **given).call
+    call = gla.explain("chunk_gla", **tensors).call
     inputs, outputs = ops.ABSTRACT_OPS["chunk_gla_fwd"].floor_bytes(call)
     assert inputs == 8 * (x.q.numel() + x.k.numel() + x.v.numel() + gates)
     assert outputs == 8 * o.numel()

@@ -94,9 +94,9 @@ WRITING = OpSpec(
 def writing(**changes):
     """Returns the arguments of the op `WRITING`, in order, with changes."""
     integers = torch.zeros(3, dtype=torch.int32)
-    given = {"x": torch.zeros(1, 2, 3, 4), "pool": torch.zeros(5, 2, 3, 4), "cu_seqlens": integers}
-    given |= {"slots": integers[:2], "others": None, "flags": None, "pad": -1, "out": None, "most": None}
-    return tuple({**given, **changes}.values())
+    arguments = {"x": torch.zeros(1, 2, 3, 4), "pool": torch.zeros(5, 2, 3, 4), "cu_seqlens": integers}
+    arguments |= {"slots": integers[:2], "others": None, "flags": None, "pad": -1, "out": None, "most": None}
+    return tuple({**arguments, **changes}.values())
 
 
 def test_arguments_that_are_always_written_are_declared_by_their_types():
@@ -128,10 +128,10 @@ def test_the_floor_reads_and_writes_the_states_of_the_sequences():
 def test_a_result_is_the_argument_that_it_is_written_into():
     (fresh,) = WRITING.expected(*writing())
     out = torch.zeros(1, 2, 3, 4)
-    (given,) = WRITING.expected(*writing(out=out))
+    (written,) = WRITING.expected(*writing(out=out))
     assert fresh.written is None
-    assert given.written is out
-    assert fresh.shape == given.shape == (1, 2, 3, 4)
+    assert written.written is out
+    assert fresh.shape == written.shape == (1, 2, 3, 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -82,7 +82,7 @@ def fused_recurrent_rwkv6(
 
     def run(r: Tensor, k: Tensor, v: Tensor, w: Tensor, state: Any, offsets: Any) -> tuple[Tensor, Any]:
         rows = _Rows.of(r, offsets)
-        r, k, v = (rows.own(x) for x in (r, k, v))
+        r, k, v = (rows.cleared(x) for x in (r, k, v))
         keys, values, gates = (rows.before(x, 0) for x in (k, v, w))
         o, state = recurrent(r, keys, values, gates, scale, state, output_final_state, cu_seqlens=offsets)
         o = (o + (factor * r.to(u.dtype) * u * k).sum(-1, keepdim=True) * v).to(o.dtype)
@@ -230,7 +230,7 @@ def _additive_gate(x: Tensor, z: Tensor | None, cu_seqlens: Tensor | None) -> tu
     They are a sigmoid and its logarithm, which loses no digits if x_t changes z little.
     """
     rows = _Rows.of(x, cu_seqlens)
-    x = rows.own(x.to(wide(x.dtype)))
+    x = rows.cleared(x.to(wide(x.dtype)))
     N = number_of_sequences(len(x), cu_seqlens)
     z = x.new_full((N, 1, *x.shape[2:]), -torch.inf) if z is None else z.to(x.dtype)
     total = torch.logaddexp(rows.log_cumsum_exp(x), rows.spread(z))
@@ -289,7 +289,7 @@ class _Rows(NamedTuple):
         last = x[0, (self.offsets[1:] - 1).clamp(min=0)]
         return torch.where((self.offsets.diff() > 0)[:, None, None], last, empty)
 
-    def own(self, x: Tensor) -> Tensor:
+    def cleared(self, x: Tensor) -> Tensor:
         """Returns x with zeros in the rows that belong to no sequence, so that these change no gradient."""
         if self.offsets is None:
             return x

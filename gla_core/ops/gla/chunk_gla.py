@@ -347,13 +347,13 @@ FORWARD = OpSpec(
     ),
     results=(
         Result("o", "B T Ho V"),
-        Result("state", "N Hv K V", WIDE, Role.STATE, when=lambda given: given["output_final_state"]),
+        Result("state", "N Hv K V", WIDE, Role.STATE, when=lambda args: args["output_final_state"]),
         Result(
             "checkpoints",
             "B n Hv K V",
             CHECKPOINT,
             Role.CHECKPOINTS,
-            when=lambda given: given["checkpoint_every"] is not None,
+            when=lambda args: args["checkpoint_every"] is not None,
         ),
     ),
     sizes=_SIZES,

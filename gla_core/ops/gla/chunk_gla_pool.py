@@ -225,7 +225,7 @@ def _by_forward(whole: Callable[..., Any], cut: Callable[..., Any] | None = None
         whole: computes chunk_gla_fwd for N sequences.
         cut: computes it for 2 N parts of them; None if `whole` does.
     """
-    of_parts = whole if cut is None else cut
+    for_parts = whole if cut is None else cut
 
     def chunk_gla_pool(
         q: Tensor,
@@ -255,7 +255,7 @@ def _by_forward(whole: Callable[..., Any], cut: Callable[..., Any] | None = None
             where = is_inside & is_slot(pool, checkpoint_slots, pad_slot)
             parts = _cut_in_two(cu_seqlens, torch.where(where, checkpoint_offsets, 0))
             halves = torch.stack([before, torch.zeros_like(before)], 1).flatten(0, 1)  # [2 N, Hv, K, V]
-            _, ends, *_ = of_parts(**tokens, initial_state=halves, cu_seqlens=parts)
+            _, ends, *_ = for_parts(**tokens, initial_state=halves, cu_seqlens=parts)
             write_states(pool, checkpoint_slots, ends[::2], where)
         return o if out is None else out.copy_(o)
 

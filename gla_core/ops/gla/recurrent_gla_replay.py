@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import Lowering, OpCall, Parts, of_log_gates
+from gla_core.dispatch.backend import Lowering, OpCall, Parts, call_with_log_gates
 from gla_core.dispatch.slots import is_slot, states_of_slots, write_entries, write_states
 from gla_core.dispatch.tensors import log_gates, wide
 from gla_core.ops import checks
@@ -251,7 +251,7 @@ def _step_of_replay(call: OpCall) -> OpCall:
     Gates are log gates in a wide dtype, as rings hold them.
     """
     step = step_of_steps(call)
-    return step if step.gate_dtype is None else of_log_gates(step)
+    return step if step.gate_dtype is None else call_with_log_gates(step)
 
 
 def _parts(call: OpCall) -> Parts:

@@ -196,7 +196,7 @@ STEP = OpSpec(
     ),
     results=(
         Result("o", "B Ho V"),
-        Result("state", like="state", written=lambda given: given["inplace"], state=True),
+        Result("state", like="state", written=lambda args: args["inplace"], state=True),
     ),
     sizes={"B": "B", "H": "H", "Hq": "H", "Hv": "H", "K": "K", "V": "V", "P": "B"},
     bind=_bind,

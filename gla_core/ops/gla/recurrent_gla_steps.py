@@ -197,8 +197,8 @@ def step_of_steps(call: OpCall) -> OpCall:
     layouts = {name: contiguous_layout(shape, call.dtype) for name, shape in shapes.items()}
     layouts["state"] = contiguous_layout((N, dims["Hv"], dims["K"], dims["V"]), wide(call.dtype))
     if call.gate_dtype is not None and call.gate_form is not None:
-        of_gate = {"constant": (dims["Hv"],), "head": (N, dims["Hv"]), "key": (N, dims["Hv"], dims["K"])}
-        layouts["g"] = contiguous_layout(of_gate[call.gate_form], call.gate_dtype)
+        gate_shapes = {"constant": (dims["Hv"],), "head": (N, dims["Hv"]), "key": (N, dims["Hv"], dims["K"])}
+        layouts["g"] = contiguous_layout(gate_shapes[call.gate_form], call.gate_dtype)
     return replace(
         call,
         op=STEP.name,

@@ -48,13 +48,13 @@ class Launches(TorchDispatchMode):
 
     def __init__(self, monkeypatch):
         super().__init__()
-        self.found, self.within = Counter(), False
+        self.counts, self.within = Counter(), False
         rms_norm = F.rms_norm
         monkeypatch.setattr(F, "rms_norm", lambda *args: self.counted("rms_norm", lambda: rms_norm(*args)))
 
     def counted(self, name, function):
         """Counts a function as one operator, whatever it calls."""
-        self.found[name] += not self.within
+        self.counts[name] += not self.within
         before, self.within = self.within, True
         try:
             return function()
@@ -76,7 +76,7 @@ def test_a_decoding_step(ours, layers, monkeypatch):
     model(tokens, past_key_values=cache)
     with Launches(monkeypatch) as launches:
         model(tokens[:, :1], past_key_values=cache)
-    counts = launches.found
+    counts = launches.counts
     assert counts["mm"] + counts["addmm"] + counts["addmm_"] == 5 * layers + 1
     assert counts.total() <= A_LAYER * layers + OUTSIDE, counts
 
@@ -97,8 +97,8 @@ def test_a_decoding_step_of_few_rows(ours, layers, monkeypatch):
         kernel = SimpleNamespace(is_served=lambda weight, M: True, product=product)
         monkeypatch.setattr(few_rows, "kernel_of", lambda device: kernel)
         model(tokens[:, :1], past_key_values=cache)
-    assert launches.found["product"] == 5 * layers
-    assert launches.found.total() <= FEW_ROWS_LAUNCHES * layers + OUTSIDE, launches.found
+    assert launches.counts["product"] == 5 * layers
+    assert launches.counts.total() <= FEW_ROWS_LAUNCHES * layers + OUTSIDE, launches.counts
 
 
 @torch.no_grad()
@@ -122,7 +122,7 @@ def test_a_decoding_step_of_hgrn2(ours, few, monkeypatch):
         kernel = SimpleNamespace(is_served=lambda weight, M: True, product=product)
         monkeypatch.setattr(few_rows, "kernel_of", lambda device: kernel if few else None)
         model(tokens[:, :1], past_key_values=cache)
-    assert launches.found.total() <= 3 * (HGRN2_OF_FEW_ROWS if few else HGRN2) + OUTSIDE + BOUNDS, launches.found
+    assert launches.counts.total() <= 3 * (HGRN2_OF_FEW_ROWS if few else HGRN2) + OUTSIDE + BOUNDS, launches.counts
 
 
 SIZES = {"hidden_size": 32, "vocab_size": 61, "head_dim": 8, "chunk_size": 16}
@@ -172,8 +172,8 @@ def test_a_decoding_step_of_mamba2(family, few, monkeypatch):
             )
             patch.setattr(kernels, "provided", functions)
             model(torch.ones(2, 1, dtype=torch.long), use_cache=True, **{key: out[key]})
-        totals.append(launches.found.total())
-    assert (totals[1] - totals[0]) / 2 == expected[few], launches.found
+        totals.append(launches.counts.total())
+    assert (totals[1] - totals[0]) / 2 == expected[few], launches.counts
 
 
 @torch.no_grad()
@@ -190,8 +190,8 @@ def test_a_prompt(ours, layers, monkeypatch):
             gated, "_kernels", lambda x, gate: SimpleNamespace(gated=kernel, gated_backward=None, normed=kernel)
         )
         model(tokens, use_cache=True)
-    assert launches.found["gated"] == 4 * layers + 1
-    assert launches.found.total() <= A_PROMPT * layers + OUTSIDE + 1, launches.found  # a new cache counts from zeros
+    assert launches.counts["gated"] == 4 * layers + 1
+    assert launches.counts.total() <= A_PROMPT * layers + OUTSIDE + 1, launches.counts  # a new cache counts from zeros
 
 
 def hook(owner, name, seen):

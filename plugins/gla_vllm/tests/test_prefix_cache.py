@@ -16,7 +16,7 @@ def llm(gla, engine):
     return made
 
 
-def found(llm, prompts):
+def cached(llm, prompts):
     """Returns for each prompt how many of its tokens were cached; fails if its continuation is not the expected one."""
     results = outputs(llm, prompts, greedy(20))
     assert [list(x.outputs[0].token_ids) for x in results] == expected(llm.model, prompts, 20)
@@ -25,10 +25,10 @@ def found(llm, prompts):
 
 def test_hits(llm):
     long, other = prompt(300), prompt(200, seed=1)
-    assert found(llm, [long, other]) == [0, 0]
-    assert found(llm, [long, other]) == [256, 192]  # the last boundary that leaves tokens to compute
-    assert found(llm, [long[:257], [*long[:256], 5, 6], [*long[:255], 60, 6]]) == [256, 256, 0]
-    assert found(llm, [prompt(64), prompt(63)]) == [0, 0]
+    assert cached(llm, [long, other]) == [0, 0]
+    assert cached(llm, [long, other]) == [256, 192]  # the last boundary that leaves tokens to compute
+    assert cached(llm, [long[:257], [*long[:256], 5, 6], [*long[:255], 60, 6]]) == [256, 256, 0]
+    assert cached(llm, [prompt(64), prompt(63)]) == [0, 0]
 
 
 def test_states_inside_a_prefill_are_kept(llm, monkeypatch):
@@ -44,9 +44,9 @@ def test_states_inside_a_prefill_are_kept(llm, monkeypatch):
         prefill(*args)
 
     monkeypatch.setattr(recurrence, "_prefill", recorded)
-    assert found(llm, [prompt(200)]) == [0]
+    assert cached(llm, [prompt(200)]) == [0]
     assert kept == [([0, 200], [192])] * 2  # in both layers
-    assert found(llm, [prompt(200)]) == [192]
+    assert cached(llm, [prompt(200)]) == [192]
 
 
 def test_a_conversation(llm):
@@ -54,5 +54,5 @@ def test_a_conversation(llm):
     first = prompt(100)
     turn = [*first, *expected(llm.model, [first], 40)[0], 3, 4, 5]
     outputs(llm, [first], greedy(40))
-    assert found(llm, [turn]) == [64]
-    assert found(llm, [turn]) == [128]
+    assert cached(llm, [turn]) == [64]
+    assert cached(llm, [turn]) == [128]

@@ -65,12 +65,12 @@ class CUDAReplay:
         # "thread_local": other threads may go on allocating, and wait for the device.
         how: Any = {"pool": pool, "stream": _stream(device), "capture_error_mode": "thread_local"}
         with torch.cuda.device(device), torch.cuda.graph(self.graph, **how):
-            self.found = call()
+            self.result = call()
 
     def __call__(self) -> Tensor:
         """Computes the call again, and returns its result, which the next call of a graph may overwrite."""
         self.graph.replay()
-        return self.found
+        return self.result
 
 
 @functools.cache
