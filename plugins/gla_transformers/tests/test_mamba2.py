@@ -197,7 +197,7 @@ def test_step(shape, dtype, swapped, wide, calls, monkeypatch):
     """Several tokens; in a state in memory, N is contiguous or V. A program computes few channels or many."""
     from gla_transformers import mamba2_kernel
 
-    monkeypatch.setattr(mamba2_kernel, "FULL", 0 if wide else 10**9)
+    monkeypatch.setattr(mamba2_kernel, "MIN_PROGRAMS_PER_SM", 0 if wide else 10**9)
     mamba2_kernel.launches_for.cache_clear()
     batch, heads, _, V, N = shape
     state = rand(batch, heads, N, V).mT if swapped else rand(batch, heads, V, N)

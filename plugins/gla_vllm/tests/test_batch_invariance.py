@@ -1,4 +1,4 @@
-"""With VLLM_BATCH_INVARIANT=1 the log probabilities of a request have the same bits alone and in any company.
+"""Batch invariance: with VLLM_BATCH_INVARIANT=1 the log probabilities of a request do not depend on the batch.
 
 vLLM's own part of this setting is Triton kernels, which a CPU does not run. Here each row is multiplied alone instead.
 """

@@ -8,8 +8,8 @@ from gla_core.dispatch.backend import OpCall
 from gla_triton_runtime.architecture import Gpu
 from gla_triton_runtime.sizes import power_of_two
 
-FULL = 3
-"""The least number of programs per multiprocessor for which blocks are wide."""
+MIN_PROGRAMS_PER_SM = 3
+"""With at least this number of programs per multiprocessor, blocks are wide."""
 
 
 class Plan(NamedTuple):
@@ -37,7 +37,10 @@ def plan(call: OpCall, gpu: Gpu) -> Plan:
     """
     B, Hv, V = (call.dims[name] for name in ("B", "Hv", "V"))
     wide = _wide(call, gpu)
-    if call.batch_invariant is None and B * Hv * (power_of_two(V) // wide.BV) >= FULL * gpu.multiprocessors:
+    if (
+        call.batch_invariant is None
+        and B * Hv * (power_of_two(V) // wide.BV) >= MIN_PROGRAMS_PER_SM * gpu.multiprocessors
+    ):
         return wide
     BK = wide.BK
     narrow = min(power_of_two(V), (128 if BK <= 64 else 64) // _itemsize(call))

@@ -76,7 +76,7 @@ def product(
     residual: Tensor | None = None,
     gated: bool = False,
 ) -> Tensor:
-    """Returns a new y [M, N] for a few rows x [M, K], as at the top. It has the dtype of the residual, or of weight.
+    """Returns y [M, N] for a few rows x [M, K]; see the module docstring. It has the dtype of residual, else of weight.
 
     Args:
         x: its last dimension is contiguous. It has the dtype of weight; if it is normed, it may be float32.

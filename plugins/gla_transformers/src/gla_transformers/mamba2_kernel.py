@@ -33,9 +33,8 @@ from gla_triton_runtime.sizes import power_of_two
 
 CHANNELS = 128
 """The number of channels of a program of the convolution: one for each thread."""
-FULL = 3
-"""The least number of programs of a multiprocessor for which a program computes many channels of a head, as in
-the kernels of gla_core for a step."""
+MIN_PROGRAMS_PER_SM = 3
+"""With at least this number of programs per multiprocessor, each program computes several channels of a head."""
 
 
 def convolve_token(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
@@ -84,7 +83,7 @@ def step(
 
 
 def _start(describe: Callable[..., Launch], tensors: tuple[Tensor | None, ...], *flags: bool) -> None:
-    """Makes the launch that `describe(tensors, gpu, *flags)` returns; none if there are no results."""
+    """Runs the launch described by `describe(tensors, gpu, *flags)`; does nothing if the output is empty."""
     if tensors[-1] is not None and tensors[-1].numel():
         layouts = tuple([None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors])
         launched = launches_for(device := tensors[-1].device, describe, layouts, *flags)
@@ -163,7 +162,7 @@ def _tile(heads: int, V: int, N: int, itemsize: int, multiprocessors: int) -> tu
     Channels are often contiguous in memory: a program then reads rows of 256 bytes, or of 64 if there are few heads.
     """
     wide, small = min(power_of_two(V), 256 // itemsize), N <= 128
-    if heads * ceil_div(V, wide) >= FULL * multiprocessors:
+    if heads * ceil_div(V, wide) >= MIN_PROGRAMS_PER_SM * multiprocessors:
         return wide, 4 if small else 8
     return min(power_of_two(V), 64 // itemsize), 1 if small else 4
 
