@@ -96,11 +96,6 @@ def gpu_of(device: torch.device) -> Gpu:
     return Gpu(Architecture.INTERPRETED if interpreted() else architecture_of(known), known.multiprocessors)
 
 
-def tf32_allowed() -> bool:
-    """Returns whether PyTorch's setting allows products of float32 matrices in TF32."""
-    return torch.get_float32_matmul_precision() != "highest"
-
-
 def gpu_of_call(call: OpCall) -> Gpu:
     """Returns the GPU that a call assumes, or the GPU of its device if it assumes none."""
     if call.assumed is None:

@@ -145,7 +145,7 @@ def chunk_inputs(workload: Workload, **changes: object) -> GlaInputs:
 
 
 def step_inputs(workload: Workload, **changes: object) -> dict[str, Tensor | None]:
-    """Returns the arguments of `recurrent_gla_step`: q, k, v, g, state and state_indices."""
+    """Returns the arguments of `recurrent_gla_step`: q, k, v, g, state and slots."""
     sizes = {name: size for name, size in {**workload.sizes, **changes}.items() if name not in _LAYER_SIZES}
     rows, pool = sizes.pop("rows", None), sizes.pop("pool", None)
     x = gla_inputs(**{**sizes, "T": 1, "initial_state": True})
@@ -155,7 +155,7 @@ def step_inputs(workload: Workload, **changes: object) -> dict[str, Tensor | Non
     if pool is not None:
         state = normal((pool, *state.shape[1:]), state.dtype, _generator(sizes))
     indices = None if rows is None else torch.tensor(rows, device=state.device)
-    return {**token, "state": state, "state_indices": indices}
+    return {**token, "state": state, "slots": indices}
 
 
 def layer_step_inputs(workload: Workload, **changes: object) -> dict[str, Any]:

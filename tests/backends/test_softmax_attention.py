@@ -188,13 +188,13 @@ def test_scales_of_either_sign_of_a_call_that_is_prepared_once(prepare, device, 
 def test_negated_queries_have_the_strides_that_launches_were_described_for(prepare, device, monkeypatch):
     from gla_triton_runtime.prepared import Launches
 
-    taken, start = [], Launches.start
+    taken, replay = [], Launches.replay
 
     def noted(launches, tensors, *floats):
         taken.append((tensors[0].stride(), *floats))
-        start(launches, tensors, *floats)
+        return replay(launches, tensors, *floats)
 
-    monkeypatch.setattr(Launches, "start", noted)
+    monkeypatch.setattr(Launches, "replay", noted)
     q, k, v = inputs(device, Tq=9, Tk=20, H=2)
     q = torch.nn.functional.pad(q, (4, 8))[..., 4:-8]
     run = prepare(described("softmax_attention", q, k, v, 1.0, True))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -12,11 +14,17 @@ pytestmark = pytest.mark.kernels
 @pytest.fixture
 def widened():
     from gla_triton_kernels.chunks.widths import widened
-    from gla_triton_kernels.gla.seen import seen_width
+    from gla_triton_kernels.gla.seen import seen_shape, seen_width
+    from gla_triton_kernels.gla.tensors import WRITTEN
     from gla_triton_runtime.architecture import Architecture, Gpu
 
     gpu = Gpu(Architecture.SM90, 132)
-    return lambda x: widened(x, *(seen_width(y.shape[3], y.dtype, gpu) for y in (x.k, x.v)))
+
+    def wide(x):
+        K, V = (seen_width(y.shape[3], y.dtype, gpu) for y in (x.k, x.v))
+        return widened(x, functools.partial(seen_shape, K=K, V=V), WRITTEN)
+
+    return wide
 
 
 def forward(device, K=20, V=9):

@@ -110,7 +110,8 @@ def chunk_gla_pool(
         state_v_first: whether the pool is [P, Hv, V, K].
         gate: None, or "logsigmoid" if g holds logits, as in `chunk_gla`.
         gate_normalizer: the whole number by which log sigma of the logits is divided.
-        checkpoint_offsets, checkpoint_slots: deprecated names of `snapshot_offsets` and `snapshot_slots`.
+        checkpoint_offsets: the deprecated name of `snapshot_offsets`.
+        checkpoint_slots: the deprecated name of `snapshot_slots`.
 
     Returns:
         o [1, T, Ho, V] with the dtype of v, where Ho is the larger of Hq and Hv; `out` itself if it is given.
