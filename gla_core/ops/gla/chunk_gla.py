@@ -67,6 +67,7 @@ from gla_core.ops.spec import (
     CHECKPOINT,
     INPUT,
     INTEGER,
+    LONGEST,
     WIDE,
     Argument,
     OpSpec,
@@ -292,7 +293,6 @@ _SEQUENCES = (
 _OFFSETS = Argument("cu_seqlens", "Tensor?", "N+1", INTEGER, None, role=Role.OFFSETS)
 _INTERVAL = Argument("checkpoint_every", "int?", default=None)
 NORMALIZER = Argument("gate_normalizer", "int?", default=None)
-LONGEST = Argument("max_seqlen", "SymInt?", default=None, hint=True)
 
 
 def _bind(args: Mapping[str, Any], sizes: dict[str, Any]) -> None:
