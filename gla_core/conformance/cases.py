@@ -17,7 +17,7 @@ import torch
 from gla_core.conformance.facts import facts, is_empty
 from gla_core.conformance.facts import forms as forms_of
 from gla_core.dispatch.backend import Backend, Capabilities, OpCall, supports_everything
-from gla_core.ops import ABSTRACT_OPS, PUBLIC_OPS, RUNS
+from gla_core.ops import ABSTRACT_OPS, FAMILIES, PUBLIC_OPS, RUNS
 from gla_core.ops.spec import Role
 from gla_core.workloads.inputs import describe
 from gla_core.workloads.named import Workload, select
@@ -52,6 +52,12 @@ SERVING = having("pool")
 """The ops on a pool of slots."""
 SEQUENCES = tuple(op for op in FORWARDS if "T" in ABSTRACT_OPS[op].sizes and op not in SERVING)
 """The ops on whole sequences, without a pool."""
+
+
+def relative(op: str, name: str) -> str:
+    """Returns the op of the same family with an argument of this name that the core computes by no other op."""
+    family = next(specs for specs in FAMILIES if op in (spec.name for spec in specs))
+    return next(spec.name for spec in family if spec.name in having(name) and spec.lowering is None)
 
 
 def is_backward(op: str) -> bool:
@@ -144,7 +150,7 @@ def cases(
         few: for some ops, the names of the only workloads of the op, separated by blanks.
         functions: whether to return the cases of every public function of the op.
         tag: a tag that the workloads must have; None selects the small workloads.
-        also: another op that the backend must implement.
+        also: an argument of another op that the backend must implement, see `relative`.
         dtypes: the dtypes of each workload, see `Dtypes`.
         requires: a capability, such as deterministic; a backend that does not declare it has no case. cuda_graphs
             excludes workloads with nothing to compute, because an empty graph cannot be captured.
@@ -155,7 +161,7 @@ def cases(
     """
     can = backend.can(op)
     names = tuple((few or {}).get(op, "").split()) or names
-    if op not in backend.ops or (also is not None and also not in backend.ops):
+    if op not in backend.ops or (also is not None and relative(op, also) not in backend.ops):
         return []
     if (is_backward(op) and not can.gradients) or (requires is not None and not getattr(can, requires)):
         return []

@@ -88,7 +88,9 @@ def test_gradients_of_every_logit(backend, case, normalizer, measure):
 # ---- gates of -inf
 
 
-@over(PAIRS, "one_chunk", "last_chunk_partial", "odd_widths", "grouped", "per_head", dtypes="rotating")
+@over(
+    having("initial_state"), "one_chunk", "last_chunk_partial", "odd_widths", "grouped", "per_head", dtypes="rotating"
+)
 @pytest.mark.parametrize("cut", [1, 41, 63])
 def test_nothing_crosses_a_gate_of_minus_infinity(backend, case, cut, measure):
     """After alpha = 0 nothing depends on earlier tokens, not even the last bit."""

@@ -30,7 +30,7 @@ from gla_core.conformance.calls import (
     with_room,
     written_tensors,
 )
-from gla_core.conformance.cases import BACKWARDS, EVERY_OP, FORWARDS, PAIRS, WRITING, having, over
+from gla_core.conformance.cases import BACKWARDS, EVERY_OP, FORWARDS, WRITING, having, over
 from gla_core.ops import ABSTRACT_OPS
 from gla_core.workloads.inputs import normal
 
@@ -80,7 +80,7 @@ def test_strided_views(backend, case, measure):
         check(case.call, strided(case.call, x), backend.name, measure, expected(case.call, x), **options)
 
 
-@over(PAIRS, dtypes="rotating")
+@over(having("initial_state"), dtypes="rotating")
 def test_initial_states_with_values_first(backend, case, measure):
     x = call_arguments(case)
     views = {n: heads_first(y) for n, y in tokens(case.op, x).items()}
