@@ -9,12 +9,11 @@ import torch
 
 import gla_core as gla
 from gla_core.conformance.calls import call_arguments, check, compare, public_op, results, run, span, twice
-from gla_core.conformance.cases import having, over, relative
+from gla_core.conformance.cases import PROMPTS, over, relative
 from gla_core.conformance.tolerances import FORWARD
 from gla_core.dispatch.slots import states_of_slots
 from gla_core.dispatch.tensors import wide
 
-PROMPTS = having("checkpoint_slots")
 OPTIONAL = ("write_slots", "has_state", "snapshot_offsets", "snapshot_slots")
 SLOTS = ("read_slots", "write_slots", "snapshot_slots")
 

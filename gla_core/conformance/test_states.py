@@ -26,12 +26,12 @@ from gla_core.conformance.calls import (
     tokens,
     training_request,
 )
-from gla_core.conformance.cases import BACKWARDS, PAIRS, having, over
+from gla_core.conformance.cases import BACKWARDS, PAIRS, WITH_STATES, over
 
 CUTS = pytest.mark.parametrize("cut", [1, 63, 64, 77])
 
 
-@over(having("initial_state"), "short", "last_chunk_partial", "packed")
+@over(WITH_STATES, "short", "last_chunk_partial", "packed")
 def test_state_only_if_asked(backend, case, measure):
     x = {**call_arguments(case), "output_final_state": False}
     out = run(case.op, x, backend.name)
@@ -40,7 +40,7 @@ def test_state_only_if_asked(backend, case, measure):
 
 
 @over(
-    having("initial_state"),
+    WITH_STATES,
     "last_chunk_partial",
     "grouped",
     "minus_infinity",

@@ -6,15 +6,13 @@ import pytest
 import torch
 
 from gla_core.conformance.calls import call_arguments, check, compare, oracle_results, public_op, run, span, twice
-from gla_core.conformance.cases import having, over, relative
+from gla_core.conformance.cases import DRAFTS, over, relative
 from gla_core.conformance.test_pools import slots_read
 from gla_core.conformance.tolerances import FORWARD
 from gla_core.workloads.inputs import token_of
 
-STEPS = tuple(op for op in having("slots", "num_accepted") if op not in having("ring_start"))
 
-
-@over(STEPS, "accepted", "packed", dtypes="rotating")
+@over(DRAFTS, "accepted", "packed", dtypes="rotating")
 @pytest.mark.parametrize("accepted", [-1, 0, 2, 5])
 def test_accepted_drafts(backend, case, accepted, measure):
     """Numbers below 1 count as 1, and numbers above S as S: rows of padding may hold anything."""
@@ -23,7 +21,7 @@ def test_accepted_drafts(backend, case, accepted, measure):
     check(case.op, x, backend.name, measure)
 
 
-@over(STEPS, "small", "packed", dtypes="rotating")
+@over(DRAFTS, "small", "packed", dtypes="rotating")
 @pytest.mark.parametrize("pad", [-1, -3, "P", 2**30, "pad_slot"])
 @pytest.mark.parametrize("which", ["first", "last"])
 def test_slots_outside_the_pool(backend, case, which, pad, measure):
@@ -40,7 +38,7 @@ def test_slots_outside_the_pool(backend, case, which, pad, measure):
 
 
 @over(
-    STEPS,
+    DRAFTS,
     *("small", "accepted", "grouped", "per_head", "constant", "ungated"),
     dtypes="rotating",
     also="state",
@@ -57,7 +55,7 @@ def test_equals_steps_one_by_one(backend, case, measure):
     compare(case.op, x, run(case.op, x, backend.name), {"o": torch.stack(outs, 1)}, measure, twice(FORWARD))
 
 
-@over(STEPS, "small", "grouped", "constant", dtypes="rotating")
+@over(DRAFTS, "small", "grouped", "constant", dtypes="rotating")
 def test_calls_in_a_row(backend, case, measure):
     """Five calls, of whose tokens some are accepted, equal the recurrence over the accepted tokens."""
     x = call_arguments(case)
