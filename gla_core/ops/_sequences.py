@@ -1,4 +1,4 @@
-"""What the descriptions of ops over sequences share: `OpSpec.bind` and `OpSpec.reads`."""
+"""Checks calls over sequences, for the descriptions of ops: `OpSpec.bind` and `OpSpec.reads`."""
 
 from __future__ import annotations
 

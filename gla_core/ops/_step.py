@@ -1,4 +1,4 @@
-"""What ops of single tokens share: their checks, and their two torch ops, one of which writes the state in place."""
+"""Checks calls on single tokens, and defines their two torch ops, one of which writes the state in place."""
 
 from __future__ import annotations
 
