@@ -20,7 +20,7 @@ from gla_core.nn.rms_norm import RMSNormGated
 from gla_core.nn.short_convolution import ShortConvolution
 from gla_core.ops.autocast import off as autocast_off
 from gla_core.ops.calls import bypasses_torch, needs_gradient, transformed
-from gla_core.ops.gla import MOST_STEPS
+from gla_core.ops.checks import MOST_STEPS
 from gla_core.workloads.named import WORKLOADS, Workload
 
 __all__ = [

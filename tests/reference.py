@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -12,4 +13,16 @@ from gla_core.dispatch.backend import Prepared
 def function(op: str) -> Callable[..., Any]:
     """Returns the reference's function of an op, which takes arguments of the contract; also if the core lowers it."""
     implementation: Any = registry.get("reference").ops[op]
-    return implementation.prepare(None) if isinstance(implementation, Prepared) else implementation
+    return _with_names(implementation) if isinstance(implementation, Prepared) else implementation
+
+
+def _with_names(implementation: Any) -> Callable[..., Any]:
+    """Returns the function of an op that the core lowers, with the names of its arguments in its signature."""
+    names, run = implementation.takes, implementation.prepare(None)
+
+    def function(*args: Any, **others: Any) -> Any:
+        return run(*args, *(others[name] for name in names[len(args) :]))
+
+    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    function.__signature__ = inspect.Signature(parameters)
+    return function

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import gla_core as gla
-from gla_core.dispatch.backend import KnownDevice, OpCall
+from gla_core.dispatch.backend import KnownDevice, OpCall, any_of
 from gla_core.dispatch.calibration import KNOWN_DEVICES
 from gla_core.dispatch.errors import nearest
 from gla_core.ops import ABSTRACT_OPS, RUNS
@@ -143,7 +143,8 @@ def _heads(op: str, sizes: dict[str, int], heads: dict[str, int | None]) -> dict
     for name, number in passed.items():
         option = _HEADS[name]
         if name not in ABSTRACT_OPS[op].sizes:
-            lacks = "which has no heads" if "H" not in sizes else "whose values have the heads of its keys"
+            grouped = "queries" if name == "Hq" else "values"
+            lacks = "which has no heads" if "H" not in sizes else f"whose {grouped} have the heads of its keys"
             raise ValueError(f"{option} does not go with {op}, {lacks}")
         if number < 1 or number % sizes["H"] != 0:
             raise ValueError(f"{option} is {number}; expected a multiple of H = {sizes['H']}")
@@ -156,12 +157,16 @@ def _gate(op: str, gate: str | None) -> dict[str, Any]:
     """Returns the fields of the call that the form of its gates decides."""
     if gate is None:
         return {}
-    if ABSTRACT_OPS[op].has(Role.GATE) is None:
+    taken = ABSTRACT_OPS[op].has(Role.GATE)
+    if taken is None:
         raise ValueError(f"--gate does not go with {op}, which has no gates")
     if gate not in GATE_FORMS:
         raise ValueError(
             f"unknown form of gates {gate!r}{nearest(gate, GATE_FORMS)} (there are {', '.join(GATE_FORMS)})"
         )
+    forms = [*(["none"] if taken.default is None else []), *(taken.forms or {})]
+    if gate not in forms:
+        raise ValueError(f"--gate {gate} does not go with {op}; expected {any_of(forms)}")
     return {"gate_dtype": None} if gate == "none" else {"gate_form": gate}
 
 

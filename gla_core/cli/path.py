@@ -113,7 +113,8 @@ def _make(call: OpCall, backend: str | None) -> None:
 
 def _as_passed(spec: OpSpec, args: tuple) -> tuple[tuple, dict[str, Any]]:
     """Returns the arguments of an op as its public function takes them: those that are required first, and others."""
-    required = sum(1 for _ in itertools.takewhile(lambda name: name in spec.required, spec.parameters))
+    needed = spec.required - {"scale"}
+    required = sum(1 for _ in itertools.takewhile(lambda name: name in needed, spec.parameters))
     named = {
         argument.public or argument.name: x
         for argument, x in zip(spec.arguments[required:], args[required:], strict=True)

@@ -17,7 +17,7 @@ import torch
 from gla_core.conformance.facts import facts, is_empty
 from gla_core.conformance.facts import forms as forms_of
 from gla_core.dispatch.backend import Backend, Capabilities, OpCall, supports_everything
-from gla_core.ops import ABSTRACT_OPS, PUBLIC_OPS, RUNS
+from gla_core.ops import ABSTRACT_OPS, FAMILIES, PUBLIC_OPS, RUNS
 from gla_core.ops.spec import Role
 from gla_core.workloads.inputs import describe
 from gla_core.workloads.named import Workload, select
@@ -52,6 +52,22 @@ SERVING = having("pool")
 """The ops on a pool of slots."""
 SEQUENCES = tuple(op for op in FORWARDS if "T" in ABSTRACT_OPS[op].sizes and op not in SERVING)
 """The ops on whole sequences, without a pool."""
+
+
+WITH_STATES = having("initial_state")
+"""The ops on whole sequences that begin with a state."""
+STEPS = tuple(op for op in having("state") if ABSTRACT_OPS[op].lowering is None)
+"""The ops of single tokens, without what a layer adds."""
+PROMPTS = having("checkpoint_slots")
+"""The ops on prompts whose states are in a pool."""
+DRAFTS = having("slots", "read_slots")
+"""The ops of several tokens that keep the state after each in a pool."""
+
+
+def relative(op: str, name: str) -> str:
+    """Returns the op of the same family with an argument of this name that the core computes by no other op."""
+    family = next(specs for specs in FAMILIES if op in (spec.name for spec in specs))
+    return next(spec.name for spec in family if spec.name in having(name) and spec.lowering is None)
 
 
 def is_backward(op: str) -> bool:
@@ -126,7 +142,7 @@ def cases(
     device: str,
     op: str,
     *names: str,
-    few: Mapping[str, str] | None = None,
+    few: Mapping[str | tuple[str, ...], str] | None = None,
     functions: bool = False,
     also: str | None = None,
     tag: str | None = None,
@@ -141,10 +157,10 @@ def cases(
 
     Args:
         names: names of workloads; without names, every workload.
-        few: for some ops, the names of the only workloads of the op, separated by blanks.
+        few: for some ops, or groups of ops, the names of the only workloads of the op, separated by blanks.
         functions: whether to return the cases of every public function of the op.
         tag: a tag that the workloads must have; None selects the small workloads.
-        also: another op that the backend must implement.
+        also: an argument of another op that the backend must implement, see `relative`.
         dtypes: the dtypes of each workload, see `Dtypes`.
         requires: a capability, such as deterministic; a backend that does not declare it has no case. cuda_graphs
             excludes workloads with nothing to compute, because an empty graph cannot be captured.
@@ -154,8 +170,10 @@ def cases(
         gated: whether to leave out workloads without gates.
     """
     can = backend.can(op)
-    names = tuple((few or {}).get(op, "").split()) or names
-    if op not in backend.ops or (also is not None and also not in backend.ops):
+    for ops, chosen_names in (few or {}).items():
+        if op in ((ops,) if isinstance(ops, str) else ops):
+            names = tuple(chosen_names.split())
+    if op not in backend.ops or (also is not None and relative(op, also) not in backend.ops):
         return []
     if (is_backward(op) and not can.gradients) or (requires is not None and not getattr(can, requires)):
         return []

@@ -21,7 +21,18 @@ from gla_core.conformance.calls import (
     training_request,
     with_gradients,
 )
-from gla_core.conformance.cases import BACKWARDS, DIFFERENTIATED, FORWARDS, SERVING, WRITING, having, over
+from gla_core.conformance.cases import (
+    BACKWARDS,
+    DIFFERENTIATED,
+    FORWARDS,
+    PROMPTS,
+    SERVING,
+    STEPS,
+    WITH_STATES,
+    WRITING,
+    having,
+    over,
+)
 from gla_core.conformance.tolerances import FORWARD, GRADIENT
 
 # In these cases the dtype is the dtype of autocast; the inputs are float32.
@@ -83,10 +94,10 @@ def test_autocast_of_gradients(backend, case, measure):
     FORWARDS,
     "small",
     few={
-        "chunk_gla_fwd": "short ungated packed",
-        "chunk_gla_pool": "small per_head",
+        WITH_STATES: "short ungated packed",
+        PROMPTS: "small per_head",
         "chunk_gla_summary": "short ungated packed",
-        "recurrent_gla_step": "small ungated pool",
+        STEPS: "small ungated pool",
         "softmax_attention": "small not_causal",
     },
     dtypes="half",

@@ -20,7 +20,7 @@ from gla_core.conformance.calls import (
     run,
     training_request,
 )
-from gla_core.conformance.cases import BACKWARDS, PAIRS, SEQUENCES, having, over
+from gla_core.conformance.cases import BACKWARDS, PAIRS, SEQUENCES, WITH_STATES, having, over
 
 WITH_LOGITS = having("gate_normalizer")
 DIVIDED_BY_4 = tuple(op for op in WITH_LOGITS if op in having("pool") or op in having("norm_eps"))
@@ -88,7 +88,7 @@ def test_gradients_of_every_logit(backend, case, normalizer, measure):
 # ---- gates of -inf
 
 
-@over(PAIRS, "one_chunk", "last_chunk_partial", "odd_widths", "grouped", "per_head", dtypes="rotating")
+@over(WITH_STATES, "one_chunk", "last_chunk_partial", "odd_widths", "grouped", "per_head", dtypes="rotating")
 @pytest.mark.parametrize("cut", [1, 41, 63])
 def test_nothing_crosses_a_gate_of_minus_infinity(backend, case, cut, measure):
     """After alpha = 0 nothing depends on earlier tokens, not even the last bit."""

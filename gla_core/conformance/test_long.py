@@ -7,7 +7,7 @@ import os
 import torch
 
 from gla_core.conformance.calls import call_arguments, compare, expected, run, span, twice
-from gla_core.conformance.cases import BACKWARDS, FORWARDS, PAIRS, SEQUENCES, SERVING, over
+from gla_core.conformance.cases import BACKWARDS, FORWARDS, SEQUENCES, SERVING, WITH_STATES, over
 from gla_core.conformance.tolerances import FORWARD
 from gla_core.ops import ABSTRACT_OPS
 
@@ -42,7 +42,7 @@ def test_long_sequences(backend, case, measure):
     compare(case.call, x, with_ends(run(case.call, x, backend.name)), ref, measure)
 
 
-@over(PAIRS, "narrow_mild", tag="narrow", dtypes=DTYPES)
+@over(WITH_STATES, "narrow_mild", tag="narrow", dtypes=DTYPES)
 def test_long_sequence_in_two_calls(backend, case, measure):
     x = call_arguments(case, **changes_of(case))
     cut = x["q"].shape[1] - 700

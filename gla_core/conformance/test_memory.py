@@ -30,13 +30,23 @@ from gla_core.conformance.calls import (
     with_room,
     written_tensors,
 )
-from gla_core.conformance.cases import BACKWARDS, EVERY_OP, FORWARDS, PAIRS, WRITING, having, over
+from gla_core.conformance.cases import (
+    BACKWARDS,
+    DRAFTS,
+    EVERY_OP,
+    FORWARDS,
+    PROMPTS,
+    WITH_STATES,
+    WRITING,
+    having,
+    over,
+)
 from gla_core.ops import ABSTRACT_OPS
 from gla_core.workloads.inputs import normal
 
 FEW = {
     "recurrent_gla_layer_step": "small odd_widths grouped",
-    "recurrent_gla_steps": "small packed grouped odd_widths",
+    DRAFTS: "small packed grouped odd_widths",
     "recurrent_gla_replay": "small packed grouped odd_widths",
 }
 PER_SEQUENCE = ("read_slots", "slots", "ring_start", "num_accepted")
@@ -80,7 +90,7 @@ def test_strided_views(backend, case, measure):
         check(case.call, strided(case.call, x), backend.name, measure, expected(case.call, x), **options)
 
 
-@over(PAIRS, dtypes="rotating")
+@over(WITH_STATES, dtypes="rotating")
 def test_initial_states_with_values_first(backend, case, measure):
     x = call_arguments(case)
     views = {n: heads_first(y) for n, y in tokens(case.op, x).items()}
@@ -92,8 +102,8 @@ def test_initial_states_with_values_first(backend, case, measure):
 @over(
     tuple(op for op in FORWARDS if {"pool", "state"} & set(ABSTRACT_OPS[op].written)),
     few={
-        "chunk_gla_pool": "scattered_slots grouped odd_widths checkpoints",
-        "recurrent_gla_steps": "scattered_slots grouped odd_widths",
+        PROMPTS: "scattered_slots grouped odd_widths checkpoints",
+        DRAFTS: "scattered_slots grouped odd_widths",
         "recurrent_gla_replay": "packed grouped odd_widths",
     },
     dtypes="rotating",
@@ -154,7 +164,7 @@ def test_same_bits(backend, case, measure):
 @over(
     tuple(op for op in FORWARDS if ABSTRACT_OPS[op].differentiable),
     few={
-        "chunk_gla_fwd": "short no_token",
+        WITH_STATES: "short no_token",
         "chunk_gla_summary": "short",
         "online_softmax": "small other_dimension nothing",
         "softmax_attention": "small grouped",
@@ -173,7 +183,7 @@ def test_results_can_be_changed_in_place(backend, case):
 @over(
     having("out"),
     few={
-        "recurrent_gla_steps": "small packed grouped odd_widths",
+        DRAFTS: "small packed grouped odd_widths",
         "recurrent_gla_replay": "small packed grouped odd_widths",
     },
     dtypes="rotating",
@@ -194,7 +204,7 @@ def test_out(backend, case, measure):
 
 FEW_INPUTS = {
     "recurrent_gla_layer_step": "small odd_widths pool",
-    "recurrent_gla_steps": "small packed scattered_slots",
+    DRAFTS: "small packed scattered_slots",
     "recurrent_gla_replay": "small packed grouped",
 }
 

@@ -20,13 +20,13 @@ from gla_core.conformance.calls import (
     tokens,
     twice,
 )
-from gla_core.conformance.cases import BACKWARDS, PAIRS, SEQUENCES, SERVING, having, over
+from gla_core.conformance.cases import BACKWARDS, DRAFTS, PROMPTS, SEQUENCES, SERVING, STEPS, WITH_STATES, having, over
 from gla_core.conformance.tolerances import FORWARD
 
 PACKED = "packed padded packed_grouped per_head_grouped per_head_padded constant_packed many_sequences"
 
 
-@over(PAIRS, tag="packed", dtypes="rotating")
+@over(WITH_STATES, tag="packed", dtypes="rotating")
 def test_packed_equals_separate(backend, case, measure):
     x = call_arguments(case)
     N, offsets = len(x["cu_seqlens"]) - 1, x["cu_seqlens"]
@@ -36,20 +36,20 @@ def test_packed_equals_separate(backend, case, measure):
     compare(case.op, x, {**out, "o": out["o"][:, offsets[0] : offsets[-1]]}, separate, measure, twice(FORWARD))
 
 
-@over(PAIRS, tag="packed", dtypes="one")
+@over(WITH_STATES, tag="packed", dtypes="one")
 def test_packed_offsets_may_be_int32(backend, case, measure):
     x = call_arguments(case)
     check(case.op, {**x, "cu_seqlens": x["cu_seqlens"].int()}, backend.name, measure)
 
 
 @over(
-    (*having("initial_state"), *SERVING, *having("state"), *BACKWARDS),
+    (*WITH_STATES, *SERVING, *having("state"), *BACKWARDS),
     few={
-        **dict.fromkeys((*PAIRS, *BACKWARDS), PACKED),
-        "chunk_gla_pool": "small",
-        "recurrent_gla_step": "small",
+        (*WITH_STATES, *BACKWARDS): PACKED,
+        PROMPTS: "small",
+        STEPS: "small",
         "recurrent_gla_layer_step": "small grouped per_head",
-        "recurrent_gla_steps": "small accepted per_head",
+        DRAFTS: "small accepted per_head",
         "recurrent_gla_replay": "small grouped per_head",
     },
     dtypes="rotating",
@@ -93,8 +93,8 @@ def test_padding(backend, case, measure):
 @over(
     SERVING,
     few={
-        "chunk_gla_pool": "padded per_head constant",
-        "recurrent_gla_steps": "packed empty_batch",
+        PROMPTS: "padded per_head constant",
+        DRAFTS: "packed empty_batch",
         "recurrent_gla_replay": "packed empty_batch",
     },
     dtypes="rotating",

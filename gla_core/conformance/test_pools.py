@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from gla_core.conformance.calls import Arguments, call_arguments, check, expected
-from gla_core.conformance.cases import SERVING, having, over
+from gla_core.conformance.cases import DRAFTS, PROMPTS, SERVING, having, over
 
-SMALL = {"chunk_gla_pool": "small checkpoints", "recurrent_gla_steps": "small", "recurrent_gla_replay": "small"}
+SMALL = {PROMPTS: "small checkpoints", DRAFTS: "small", "recurrent_gla_replay": "small"}
 
 
 @over(SERVING, few=SMALL, dtypes="no_float64")
@@ -18,7 +18,7 @@ def test_pool_dtypes(backend, case, pool_dtype, measure):
     check(case.op, call_arguments(case, pool_dtype=pool_dtype), backend.name, measure)
 
 
-@over(SERVING, few={**SMALL, "chunk_gla_pool": "checkpoints"}, dtypes="no_float64")
+@over(SERVING, few={**SMALL, PROMPTS: "checkpoints"}, dtypes="no_float64")
 def test_numbers_beyond_float16(backend, case, measure):
     """A state above the largest number of float16 is written as inf, and o is computed from the state."""
     x = beyond_float16(call_arguments(case, pool_dtype=torch.float16))
@@ -43,8 +43,8 @@ def beyond_float16(x: Arguments) -> Arguments:
 @over(
     SERVING,
     few={
-        "chunk_gla_pool": "small scattered_slots per_head checkpoints",
-        "recurrent_gla_steps": "small scattered_slots per_head",
+        PROMPTS: "small scattered_slots per_head checkpoints",
+        DRAFTS: "small scattered_slots per_head",
         "recurrent_gla_replay": "small packed per_head",
     },
     dtypes="rotating",
@@ -92,8 +92,8 @@ def test_new_sequences_in_pad_slots(backend, case, measure):
 
 
 @over(
-    having("read_slots"),
-    few={"chunk_gla_pool": "small per_head checkpoints", "recurrent_gla_steps": "small per_head"},
+    (*PROMPTS, *DRAFTS),
+    few={PROMPTS: "small per_head checkpoints", DRAFTS: "small per_head"},
     dtypes="rotating",
 )
 def test_sequences_may_read_one_slot(backend, case, measure):

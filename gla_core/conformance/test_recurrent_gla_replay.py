@@ -67,7 +67,7 @@ def test_slots_outside_the_pool(backend, case, pad, measure):
     check(REPLAY, x, backend.name, measure)
 
 
-@over(REPLAY, "small", "grouped", "per_head", "constant", dtypes="rotating", also="recurrent_gla_step")
+@over(REPLAY, "small", "grouped", "per_head", "constant", dtypes="rotating", also="state")
 def test_calls_in_a_row(backend, case, measure):
     """Five calls, of whose tokens some are accepted, equal steps one by one from the last accepted token."""
     x = call_arguments(case, pool_dtype=torch.float32)

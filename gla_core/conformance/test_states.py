@@ -26,12 +26,12 @@ from gla_core.conformance.calls import (
     tokens,
     training_request,
 )
-from gla_core.conformance.cases import BACKWARDS, PAIRS, over
+from gla_core.conformance.cases import BACKWARDS, PAIRS, WITH_STATES, over
 
 CUTS = pytest.mark.parametrize("cut", [1, 63, 64, 77])
 
 
-@over(PAIRS, "short", "last_chunk_partial", "packed")
+@over(WITH_STATES, "short", "last_chunk_partial", "packed")
 def test_state_only_if_asked(backend, case, measure):
     x = {**call_arguments(case), "output_final_state": False}
     out = run(case.op, x, backend.name)
@@ -39,7 +39,15 @@ def test_state_only_if_asked(backend, case, measure):
     compare(case.op, x, out, {"o": expected(case.op, x).results["o"]}, measure)
 
 
-@over(PAIRS, "last_chunk_partial", "grouped", "minus_infinity", "per_head", "constant", dtypes="rotating")
+@over(
+    WITH_STATES,
+    "last_chunk_partial",
+    "grouped",
+    "minus_infinity",
+    "per_head",
+    "constant",
+    dtypes="rotating",
+)
 @CUTS
 def test_state_hand_off(backend, case, cut, measure):
     """One call equals two calls that are joined by the state."""

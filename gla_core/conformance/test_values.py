@@ -20,7 +20,7 @@ from gla_core.conformance.calls import (
     tensors,
     written_tensors,
 )
-from gla_core.conformance.cases import FORWARDS, WRITING, having, over
+from gla_core.conformance.cases import DRAFTS, FORWARDS, PROMPTS, STEPS, WITH_STATES, WRITING, having, over
 from gla_core.ops import RUNS
 
 
@@ -65,10 +65,10 @@ def attention_by_heads(x: Arguments) -> Named:
 @over(
     tuple(op for op in having("scale") if op not in having("norm_eps")),  # a norm removes the scale
     few={
-        "chunk_gla_fwd": "short strong packed",
-        "chunk_gla_pool": "small odd_widths checkpoints",
-        "recurrent_gla_step": "small odd_widths pool",
-        "recurrent_gla_steps": "small odd_widths",
+        WITH_STATES: "short strong packed",
+        PROMPTS: "small odd_widths checkpoints",
+        STEPS: "small odd_widths pool",
+        DRAFTS: "small odd_widths",
         "recurrent_gla_replay": "small odd_widths",
         "softmax_attention": "small odd",
     },

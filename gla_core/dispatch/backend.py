@@ -553,7 +553,7 @@ def _capability_refusal(can: Capabilities, call: OpCall) -> Reason | None:
             return f"computes {name} {_span(widths)}; {name} is {call.dims[name]}"
     if call.variable_length and not can.variable_length:
         return "has no packed sequences; call it per sequence, without cu_seqlens"
-    if call.dims.get("Hq", 0) != call.dims.get("H", 0) and not can.grouped_queries:
+    if call.dims.get("Hq", call.dims.get("H")) != call.dims.get("H") and not can.grouped_queries:
         return f"has no grouped queries; q has {call.dims['Hq']} heads and k has {call.dims['H']}"
     if call.dims.get("Hv", 0) > call.dims.get("H", 0) and not can.grouped_values:
         return f"has no groups of value heads; v has {call.dims['Hv']} heads and k has {call.dims['H']}"

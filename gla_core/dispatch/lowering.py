@@ -66,7 +66,7 @@ def _by_name(function: Callable[..., Any], takes: tuple[str, ...], keywords: boo
     """Returns a function that takes all arguments of an op by name, and passes `function` those that it takes."""
 
     def run(**x: Any) -> Any:
-        if "gate_normalizer" not in takes and x["gate_normalizer"] is not None:
+        if "gate_normalizer" not in takes and x.get("gate_normalizer") is not None:
             x["g"] = log_gates(x["g"], x["gate_normalizer"], wide(x["q"].dtype)).contiguous()
         return function(**{name: x[name] for name in takes}) if keywords else function(*(x[name] for name in takes))
 

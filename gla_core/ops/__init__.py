@@ -5,9 +5,11 @@ from typing import Any
 from gla_core.ops import attention, gla
 from gla_core.ops.spec import OpSpec, declare
 
-__all__ = ["ABSTRACT_OPS", "PUBLIC_OPS", "RUNS", "OpSpec"]
+__all__ = ["ABSTRACT_OPS", "FAMILIES", "PUBLIC_OPS", "RUNS", "OpSpec"]
 
-ABSTRACT_OPS = {spec.name: spec for spec in (*gla.SPECS, *attention.SPECS)}
+FAMILIES = (gla.SPECS, attention.SPECS)
+"""The ops of each family."""
+ABSTRACT_OPS = {spec.name: spec for family in FAMILIES for spec in family}
 for _spec in ABSTRACT_OPS.values():
     declare(_spec)
 

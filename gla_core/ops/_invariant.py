@@ -117,6 +117,11 @@ def _states(x: Mapping[str, Any], name: str) -> Tensor:
     return k.new_zeros(N, v.shape[2], k.shape[3], v.shape[3], dtype=wide(k.dtype))
 
 
+def _options(x: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of a call that every segment has too."""
+    return {name: x[name] for name in ("scale", "gate_normalizer") if name in x}
+
+
 def _zeros(spec: OpSpec, x: Mapping[str, Any]) -> list[Tensor | None]:
     """Returns the results of a call, filled with 0; None for each that is not asked for."""
     expected = spec.expected(*spec.complete((), x))
@@ -130,18 +135,18 @@ def _forwards(
     x: Mapping[str, Any],
     states: Tensor,
     checkpoint_every: int | None,
-) -> Iterator[tuple[Segment, Tensor, Tensor, Any]]:
-    """Yields each segment, the state that enters it, its o and its checkpoints.
+) -> Iterator[tuple[Segment, Tensor, Tensor, list[Any]]]:
+    """Yields each segment, the state that enters it, its o, and its checkpoints if the op may return them.
 
     At the end `states` holds the final states.
     """
-    options = {"scale": x["scale"], "gate_normalizer": x["gate_normalizer"], "checkpoint_every": checkpoint_every}
+    options = _options(x) if checkpoint_every is None else {**_options(x), "checkpoint_every": checkpoint_every}
     for segment in segments:
         state = states[segment.n : segment.n + 1]
         entering, parts = state.clone(), {name: segment.part(x[name]) for name in spec.tokens}
-        o, leaving, checkpoints = compute(spec, **parts, initial_state=entering, output_final_state=True, **options)
+        o, leaving, *kept = compute(spec, **parts, initial_state=entering, output_final_state=True, **options)
         state.copy_(leaving)
-        yield segment, entering, o, checkpoints
+        yield segment, entering, o, kept
 
 
 def forward(compute: Compute, spec: OpSpec, tokens: int, x: Mapping[str, Any]) -> tuple[Tensor | None, ...]:
@@ -150,13 +155,14 @@ def forward(compute: Compute, spec: OpSpec, tokens: int, x: Mapping[str, Any]) -
     Args:
         x: the arguments by name.
     """
-    o, _, checkpoints = _zeros(spec, x)
-    states, every = _states(x, "initial_state"), x["checkpoint_every"]
+    o, _, *checkpoints = _zeros(spec, x)
+    states, every = _states(x, "initial_state"), x.get("checkpoint_every")
     for segment, _, part, kept in _forwards(compute, spec, _segments(tokens, x, every), x, states, every):
         segment.write(o, part)
-        if checkpoints is not None:
-            checkpoints[segment.b, segment.row : segment.row + kept.shape[1]] = kept[0]
-    return o, states if x["output_final_state"] else None, checkpoints
+        for all_rows, rows in zip(checkpoints, kept, strict=True):
+            if all_rows is not None:
+                all_rows[segment.b, segment.row : segment.row + rows.shape[1]] = rows[0]
+    return o, states if x["output_final_state"] else None, *checkpoints
 
 
 def backward(compute: Compute, spec: OpSpec, tokens: int, x: Mapping[str, Any]) -> tuple[Tensor | None, ...]:
@@ -174,7 +180,7 @@ def backward(compute: Compute, spec: OpSpec, tokens: int, x: Mapping[str, Any]) 
     segments, states = _segments(tokens, x), _states(x, "initial_state")
     computed = _forwards(compute, spec_of(spec.forward), segments, x, states, None)
     entered = [(segment, state) for segment, state, *_ in computed]
-    dstates, options = _states(x, "dstate"), {"scale": x["scale"], "gate_normalizer": x["gate_normalizer"]}
+    dstates, options = _states(x, "dstate"), _options(x)
     for segment, state in reversed(entered):
         leaving = dstates[segment.n : segment.n + 1]
         inputs = {name: segment.part(x[name]) for name in spec.tokens}
@@ -193,7 +199,7 @@ def step(compute: Compute, spec: OpSpec, tokens: int, x: Mapping[str, Any]) -> t
     Args:
         x: the arguments by name.
     """
-    state, indices, options = x["state"], x["state_indices"], {name: x[name] for name in ("scale", "gate_normalizer")}
+    state, indices, options = x["state"], x["state_indices"], _options(x)
     o = _zeros(spec, x)[0]
     assert o is not None
     new = state if x["inplace"] else new_state(state).copy_(state)

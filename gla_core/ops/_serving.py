@@ -16,7 +16,7 @@ from gla_core.ops.spec import OpSpec, plain_number, scale_or_default
 
 
 def serving(
-    spec: OpSpec, train_with: OpSpec, refuse_in_place: Callable[..., NoReturn]
+    spec: OpSpec, *, train_with: OpSpec | None = None, refuse_in_place: Callable[..., NoReturn]
 ) -> Callable[[tuple, str | None, bool], Tensor]:
     """Defines `gla::<name of the op>`, and returns the function that calls the op.
 
@@ -26,7 +26,7 @@ def serving(
     torch.func.
 
     Args:
-        train_with: the op that the error about a gradient names.
+        train_with: the op that the error about a gradient names; None if the family has no gradients.
         refuse_in_place: raises the error about transforms.
     """
     out_of_op = (None,) if "out" in spec.parameters else ()
@@ -38,6 +38,9 @@ def serving(
         flops=spec.flops,
         spec=spec,
     )
+    advice = "serve under torch.no_grad()"
+    if train_with is not None:
+        advice = f"train with {train_with.public}, or {advice}"
     scale_at = spec.parameters.index("scale")
     out_at = spec.parameters.index("out") if out_of_op else len(spec.parameters)
     tokens = len(spec.tokens)
@@ -46,10 +49,7 @@ def serving(
     def call(args: tuple, backend: str | None) -> Tensor:
         tensors, scale, out = args[:scale_at], args[scale_at], args[out_at] if out_of_op else None
         if needs_gradient(*tensors):
-            raise RuntimeError(
-                f"{spec.public} has no backward and an input requires a gradient; "
-                f"train with {train_with.public}, or serve under torch.no_grad()"
-            )
+            raise RuntimeError(f"{spec.public} has no backward and an input requires a gradient; {advice}")
         if bypasses_torch(args[0]):
             args = (*tensors, scale_or_default(args[0], scale), *args[scale_at + 1 :])
             o = run(spec, args, current_request(backend))
@@ -60,7 +60,7 @@ def serving(
         if transformed():
             refuse_in_place()
         if out is not None:
-            _check_out(out, dict(zip(spec.parameters, (*tensors, *args[scale_at:]), strict=True)))
+            _check_out(spec, out, dict(zip(spec.parameters, (*tensors, *args[scale_at:]), strict=True)))
         rest = (plain_number(scale), *args[scale_at + 1 : out_at], *args[out_at + 1 :])
         o = as_torch_op(*tensors, *rest, request_text(backend))
         return o if out is None else out.copy_(o)
@@ -77,7 +77,7 @@ def serving(
     return call_in_layout
 
 
-def _check_out(out: Any, x: Mapping[str, Any]) -> None:
+def _check_out(spec: OpSpec, out: Any, x: Mapping[str, Any]) -> None:
     """Checks `out` for the torch op, which does not receive it and would write the pool. The op checks q and v.
 
     Args:
@@ -85,8 +85,9 @@ def _check_out(out: Any, x: Mapping[str, Any]) -> None:
     """
     q, v = x["q"], x["v"]
     if isinstance(q, Tensor) and isinstance(v, Tensor) and q.ndim == v.ndim == 4:
-        heads = max(q.shape[2], v.shape[2])
-        checks.tensor("out", out, "B T Ho V", {"B": q.shape[0], "T": q.shape[1], "Ho": heads, "V": v.shape[3]})
+        (B, T, Hq, _), (Hv, V) = q.shape, v.shape[2:]
+        sizes = {"B": B, "T": T, "Ho": max(Hq, Hv), "Hv": Hv, "V": V}
+        checks.tensor("out", out, spec.results[0].shape, sizes)
         checks.dtype("out", out, (v.dtype,), ", as v")
         if not is_compiling():  # a compiler knows no addresses
             _overlap.check(x, ["out"])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gla_core.ops.spec import AS_INPUT, INPUT, Argument, OpSpec, Role
+from gla_core.ops.spec import AS_INPUT, AS_INPUT_OR_FLOAT32, INPUT, Argument, OpSpec
 
 in_force = torch._C._is_any_autocast_enabled
 """Returns whether autocast is on for any type of device. It is fast enough to be called in every op."""
@@ -28,18 +28,18 @@ def off(device_type: str) -> AbstractContextManager:
 def inputs(spec: OpSpec, *args: Any) -> tuple[Any, ...]:
     """Casts the first arguments of an op, if autocast is on for their device.
 
-    Arguments with the dtype of the first one are cast as it is. A gate is cast to float32, unless it has the dtype of
-    autocast. All others are returned as they are.
+    Arguments with the dtype of the first one are cast as it is. A gate, or another number of each token that may keep
+    float32, is cast to float32, unless it has the dtype of autocast. All others are returned as they are.
     """
     dtype = _dtype(args[0].device.type) if isinstance(args[0], Tensor) else None
     if dtype is None:
         return args
     dtype = torch.float32 if spec.autocast_in_float32 else dtype
-    return tuple(_input(argument, x, dtype) for argument, x in zip(spec.arguments, args, strict=False))
+    return tuple(_input(spec, argument, x, dtype) for argument, x in zip(spec.arguments, args, strict=False))
 
 
-def _input(argument: Argument, x: Any, dtype: torch.dtype) -> Any:
-    if argument.role is Role.GATE:
+def _input(spec: OpSpec, argument: Argument, x: Any, dtype: torch.dtype) -> Any:
+    if argument.dtype is AS_INPUT_OR_FLOAT32 and argument.name in spec.tokens:
         return x if isinstance(x, Tensor) and x.dtype == dtype else _cast(x, torch.float32)
     return _cast(x, dtype) if argument.dtype in (INPUT, AS_INPUT) and not argument.written else x
 

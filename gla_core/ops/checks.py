@@ -20,6 +20,8 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int32, torch.int64)
 MOST_NORMALIZER = 2**31 - 1
 """The largest gate_normalizer, so that a backend may take it as an int32."""
+MOST_STEPS = 8
+"""The most tokens of a sequence in a call of several steps."""
 
 
 def tensor(name: str, x: Any, shape: str, sizes: dict[str, Any]) -> None:

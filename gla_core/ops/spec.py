@@ -154,6 +154,10 @@ def gate(forms: Mapping[str, str], differentiable: bool = False) -> Argument:
     return Argument("g", "Tensor?", shape, AS_INPUT_OR_FLOAT32, None, role, differentiable=differentiable, forms=forms)
 
 
+LONGEST = Argument("max_seqlen", "SymInt?", default=None, hint=True)
+"""The number of tokens of the longest packed sequence, or an upper bound."""
+
+
 @dataclass(frozen=True, slots=True)
 class Result:
     """Describes a result of an op.
@@ -273,6 +277,12 @@ class OpSpec:
         """
         may_lack = (a for a in self.arguments if a.type == "bool" or a.type.endswith("?"))
         return frozenset(self.parameters).difference(a.name for a in may_lack if a.name != "scale")
+
+    @functools.cached_property
+    def token_arguments(self) -> tuple[Argument, ...]:
+        """Returns the arguments that `tokens` names, as an op without a gradient has them."""
+        tokens = (a for a in self.arguments if a.name in self.tokens)
+        return tuple(dataclasses.replace(argument, differentiable=False) for argument in tokens)
 
     @functools.cached_property
     def _optional(self) -> tuple[Argument, ...]:
@@ -578,6 +588,9 @@ _specs: dict[str, OpSpec] = {}
 def declare(spec: OpSpec) -> None:
     """Makes an abstract op known, to the core and to backends."""
     _specs[spec.name] = spec
+    for name, attribute in vars(OpSpec).items():
+        if isinstance(attribute, functools.cached_property):
+            getattr(spec, name)  # a compiler that met the first use would meet its lock
     declare_op(spec.name, spec.contract, spec.required, spec.written, spec.lowering)
 
 

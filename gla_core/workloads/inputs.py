@@ -20,7 +20,7 @@ A workload's sizes hold the dimensions of its op (B, T, H, K ..). They may also 
     norm_eps, activation   the arguments of these names
     initial_state   whether there is an initial state
 
-Of chunk_gla_pool, recurrent_gla_steps and recurrent_gla_replay they may also hold pool, and:
+Of the ops on a pool of slots they may also hold pool, and:
 
     pool_dtype      dtype of the pool, by default float32; float64 with float64 inputs
     page            unused numbers in memory after each slot of the pool, and of the rings
@@ -144,12 +144,18 @@ def chunk_inputs(workload: Workload, **changes: object) -> GlaInputs:
     return gla_inputs(**{**workload.sizes, **changes})
 
 
-def step_inputs(workload: Workload, **changes: object) -> dict[str, Tensor | None]:
-    """Returns the arguments of `recurrent_gla_step`: q, k, v, g, state and slots."""
+def step_inputs(
+    workload: Workload, inputs: Callable[..., Any] = gla_inputs, **changes: object
+) -> dict[str, Tensor | None]:
+    """Returns the arguments of a step by name: its tokens, state and slots.
+
+    Args:
+        inputs: takes sizes, returns random arguments of the op over sequences, as `gla_inputs` does.
+    """
     sizes = {name: size for name, size in {**workload.sizes, **changes}.items() if name not in _LAYER_SIZES}
     rows, pool = sizes.pop("rows", None), sizes.pop("pool", None)
-    x = gla_inputs(**{**sizes, "T": 1, "initial_state": True})
-    token = {name: token_of(getattr(x, name), 0) for name in "qkvg"}
+    x = inputs(**{**sizes, "T": 1, "initial_state": True})
+    token = {name: token_of(getattr(x, name), 0) for name in PUBLIC_OPS[workload.op].tokens}
     state = x.initial_state
     assert state is not None
     if pool is not None:
@@ -163,7 +169,7 @@ def layer_step_inputs(workload: Workload, **changes: object) -> dict[str, Any]:
     sizes = {**workload.sizes, **changes}
     without, weight_dtype = sizes.pop("without", ()), sizes.pop("weight_dtype", None)
     options = {name: sizes.pop(name) for name in ("norm_eps", "activation") if name in sizes}
-    x, generator = step_inputs(workload, **changes), _generator({**sizes, "seed": sizes.get("seed", 0) + 1})
+    x, generator = step_inputs(workload, gla_inputs, **changes), _generator({**sizes, "seed": sizes.get("seed", 0) + 1})
     q, v = x["q"], x["v"]
     assert q is not None
     assert v is not None
@@ -174,15 +180,16 @@ def layer_step_inputs(workload: Workload, **changes: object) -> dict[str, Any]:
     return {**x, **{name: None if name in without else y for name, y in norm.items()}, **options}
 
 
-def pool_inputs(workload: Workload, **changes: object) -> dict[str, Any]:
-    """Returns the arguments of `chunk_gla_pool` by name, without the scale and `out`."""
+def pool_inputs(workload: Workload, inputs: Callable[..., Any] = gla_inputs, **changes: object) -> dict[str, Any]:
+    """Returns the arguments of prompts in a pool by name, without the scale and `out`; `inputs` as in `step_inputs`."""
     names = ("read_slots", "write_slots", "has_state", "checkpoint_offsets", "checkpoint_slots")
-    return _served_inputs(names, {**workload.sizes, **changes})
+    return _served_inputs(workload, names, {**workload.sizes, **changes}, inputs)
 
 
-def steps_inputs(workload: Workload, **changes: object) -> dict[str, Any]:
-    """Returns the arguments of `recurrent_gla_steps` by name, without the scale and `out`."""
-    x = _served_inputs(("slots", "num_accepted", "read_slots", "has_state"), {**workload.sizes, **changes})
+def steps_inputs(workload: Workload, inputs: Callable[..., Any] = gla_inputs, **changes: object) -> dict[str, Any]:
+    """Returns the arguments of several steps by name, without the scale and `out`; `inputs` as in `step_inputs`."""
+    names = ("slots", "num_accepted", "read_slots", "has_state")
+    x = _served_inputs(workload, names, {**workload.sizes, **changes}, inputs)
     return {**x, "slots": x["slots"].reshape(len(x["slots"]), -1 if len(x["slots"]) else 1)}
 
 
@@ -190,7 +197,7 @@ def replay_inputs(workload: Workload, **changes: object) -> dict[str, Any]:
     """Returns the arguments of `recurrent_gla_replay` by name, without the scale and `out`."""
     sizes = {**workload.sizes, **changes}
     L, ring_dtype, page = sizes.pop("L"), sizes.pop("ring_dtype", None), sizes.get("page", 0)
-    x = _served_inputs(("slots", "ring_start", "num_accepted", "has_state"), sizes)
+    x = _served_inputs(workload, ("slots", "ring_start", "num_accepted", "has_state"), sizes, gla_inputs)
     generator, dtype = _generator({**sizes, "seed": sizes.get("seed", 0) + 1}), x["q"].dtype
 
     def ring(of: str, new: Callable[..., Any], dtype: torch.dtype) -> Tensor:
@@ -207,15 +214,17 @@ def replay_inputs(workload: Workload, **changes: object) -> dict[str, Any]:
     return {**x, **rings}
 
 
-def _served_inputs(names: tuple[str, ...], sizes: dict[str, Any]) -> dict[str, Any]:
+def _served_inputs(
+    workload: Workload, names: tuple[str, ...], sizes: dict[str, Any], inputs: Callable[..., Any]
+) -> dict[str, Any]:
     """Returns tokens, a pool, and the arguments of these names, which hold numbers for each sequence."""
     served = {name: sizes.pop(name, default) for name, default in (*_POOL_SIZES.items(), *dict.fromkeys(names).items())}
-    x = gla_inputs(**{**sizes, "initial_state": True})
+    x = inputs(**{**sizes, "initial_state": True})
     assert x.initial_state is not None
     dtype = _pool_dtype(x.q.dtype, served["pool_dtype"])
     pool = _pages(normal, served["pool"], tuple(x.initial_state.shape[1:]), served["page"], dtype, _generator(sizes))
     integers = {name: None if served[name] is None else _integers(served[name], x.q.device) for name in names}
-    tokens = {name: getattr(x, name) for name in "qkvg"}
+    tokens = {name: getattr(x, name) for name in PUBLIC_OPS[workload.op].tokens}
     return {**tokens, "pool": pool, "cu_seqlens": x.cu_seqlens, **integers, "pad_slot": served["pad_slot"]}
 
 
@@ -273,10 +282,10 @@ def _generator(sizes: dict) -> torch.Generator:
     return torch.Generator(sizes.get("device", "cpu")).manual_seed(sizes.get("seed", 0))
 
 
-def _chunk_arguments(workload: Workload, **changes: object) -> dict[str, Any]:
-    x = chunk_inputs(workload, **changes)
-    tensors = {name: getattr(x, name) for name in ("q", "k", "v", "g", "initial_state", "cu_seqlens")}
-    return {**tensors, "output_final_state": x.initial_state is not None}
+def _chunk_arguments(workload: Workload, inputs: Callable[..., Any] = gla_inputs, **changes: object) -> dict[str, Any]:
+    x = inputs(**{**workload.sizes, **changes})
+    names = (*PUBLIC_OPS[workload.op].tokens, "initial_state", "cu_seqlens")
+    return {**{name: getattr(x, name) for name in names}, "output_final_state": x.initial_state is not None}
 
 
 def _summary_arguments(workload: Workload, **changes: object) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import gla_core as gla
 from gla_core.conformance import oracle
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.dispatch.backend import Backend, Capabilities, KnownDevice, LaunchError, Prepared
+from gla_core.dispatch.registry import get
 from gla_core.ops import ABSTRACT_OPS
 from gla_core.workloads.inputs import gla_inputs
 from tests.backends import fake_driver
@@ -60,7 +61,7 @@ def test_a_second_kernel_that_does_not_fit_is_found_before_the_first_is_launched
     assert [(what, name) for what, name, *_ in told] == beside + loaded
 
 
-@pytest.mark.parametrize("op", sorted(ABSTRACT_OPS))
+@pytest.mark.parametrize("op", sorted(get("triton_fused").ops))
 @pytest.mark.parametrize("backend", ["triton_fused", "parallel_scan"])
 def test_all_kernels_of_a_call_are_compiled_when_it_is_prepared(op, backend, absent_gpu, monkeypatch):
     """For this, the launches of the call are described with tensors without values."""

@@ -188,8 +188,10 @@ def check_pool(kernels, length=None, pool_dtype=torch.float32, v_first=False, **
     read, write = torch.tensor([8, 1, 1, -1, 4]), torch.tensor([8, 3, 7, 9, 5], dtype=torch.int32)
     has_state = torch.tensor([True, False, True, True, True])
     kept = (torch.tensor([128, 64, 64, 64, 64]), torch.tensor([0, -1, 6, 2, 4]))
-    options = (x.cu_seqlens, read, write, None, has_state, *kept)
-    o, states = oracle.chunk_gla_pool(x.q, x.k, x.v, x.g, pool, *options)
+    tokens = {"q": x.q, "k": x.k, "v": x.v, "g": x.g, "cu_seqlens": x.cu_seqlens}
+    slots = {"read_slots": read, "write_slots": write, "has_state": has_state}
+    snapshots = dict(zip(("snapshot_offsets", "snapshot_slots"), kept, strict=True))
+    o, states = oracle.chunk_gla_pool(**tokens, pool=pool, **slots, **snapshots)
     actual, before = unwritten(B, T, Hv, V, dtype=x.q.dtype), pool.clone()
     slots = Slots(read, write, has_state, *kept, len(pool), -1)
     parameters = Parameters(C=64, BK=64 if K <= 64 else 128, BV=64 if V <= 64 else 128, stages=2)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import gla_core as gla
 from gla_core.bench import calls
-from gla_core.dispatch.backend import GATES, OP_PARAMETERS
+from gla_core.dispatch.backend import OP_PARAMETERS
 from gla_core.ops import ABSTRACT_OPS
 from gla_core.ops.spec import Role
 from gla_core.workloads.calibration import shapes
@@ -36,8 +36,9 @@ def op_calls(draw):
         sizes |= {"Tq": draw(size), "Tk": draw(size)}
         scalars["causal"] = draw(st.booleans())
     if "g" in spec.parameters:
-        facts["gate_dtype"] = draw(st.sampled_from([None, dtype, torch.float32]))
-        facts["gate_form"] = draw(st.sampled_from(list(GATES))) if facts["gate_dtype"] is not None else None
+        gate, none = spec.has(Role.GATE), [] if spec.requires(Role.GATE) else [None]
+        facts["gate_dtype"] = draw(st.sampled_from([*none, dtype, torch.float32]))
+        facts["gate_form"] = draw(st.sampled_from(list(gate.forms))) if facts["gate_dtype"] is not None else None
     if "backwards" in spec.parameters:
         scalars["backwards"] = draw(st.booleans())
         if not scalars["backwards"] or facts["gate_dtype"] is None:  # heads share gates only backwards

@@ -13,6 +13,7 @@ import gla_core as gla
 from gla_core.cli.calls import SHAPES, describe_call
 from gla_core.cli.path import path_of
 from gla_core.dispatch.backend import Backend, Capabilities, Prepared
+from gla_core.dispatch.registry import get
 from gla_core.ops import RUNS, OpSpec
 
 DESIGN = Path(__file__).parents[2] / "docs/design.md"
@@ -23,7 +24,7 @@ CHUNK_GLA = ("explain", "chunk_gla", "--shape", "1,64,2,16,32")
 
 def call_of(op, device="cpu", assume=None):
     spec = RUNS[op][0]
-    sizes = SIZES | ({"T": 4} if spec.name in ("recurrent_gla_steps", "recurrent_gla_replay") else {})
+    sizes = SIZES | ({"T": 4} if "slots" in spec.parameters else {})
     shape = ",".join(str(sizes[name]) for name in SHAPES[spec.name])
     return describe_call(op, shape, dtype="bfloat16", device=device, assume=assume)
 
@@ -42,8 +43,15 @@ def test_the_page_shows_the_path_of_a_call(run, monkeypatch):
     assert run(*command.split()).output == output
 
 
-@pytest.mark.parametrize("op", sorted(RUNS))
-@pytest.mark.parametrize("backend", ["triton_fused", "parallel_scan"])
+@pytest.mark.parametrize(
+    ("backend", "op"),
+    [
+        (name, op)
+        for name in ("triton_fused", "parallel_scan")
+        for op in sorted(RUNS)
+        if RUNS[op][0].name in get(name).ops
+    ],
+)
 def test_the_path_of_every_op_has_few_steps_and_ends_at_launches(op, backend):
     pytest.importorskip("triton")
     steps, launches = path_of(call_of(op, "auto", "H200"), backend, backend)

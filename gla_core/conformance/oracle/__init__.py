@@ -21,8 +21,8 @@ from gla_core.conformance.oracle.gla import (
     recurrent_gla_step,
     recurrent_gla_step_in_pool,
     recurrent_gla_steps,
-    tokens_of,
 )
+from gla_core.conformance.oracle.pools import tokens_of
 
 __all__ = [
     "ORACLES",

@@ -7,6 +7,17 @@ import itertools
 import torch
 from torch import Tensor
 
+from gla_core.conformance.oracle.pools import (
+    for_value_heads,
+    prompts_in_pool,
+    step_in_pool,
+    steps_in_pool,
+    tokens_of,
+    used_rows,
+    zero_rows,
+    zero_state,
+)
+
 
 def chunk_gla(
     q: Tensor,
@@ -27,15 +38,15 @@ def chunk_gla(
     """
     if cu_seqlens is not None:
         return _packed_chunk_gla(q, k, v, g, scale, initial_state, cu_seqlens)
-    q, k, v = _for_value_heads(q, v), _for_value_heads(k, v), v.double()
+    q, k, v = for_value_heads(q, v), for_value_heads(k, v), v.double()
     alpha = _alpha(g, v)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
-    state = _zero_state(q, k, v) if initial_state is None else initial_state.double()
+    state = zero_state(q, k, v) if initial_state is None else initial_state.double()
     states = []
     for k_t, v_t, alpha_t in zip(k.unbind(1), v.unbind(1), alpha.unbind(1), strict=True):
         state = _next_state(k_t, v_t, alpha_t, state)
         states.append(state)
-    o = _read(q, torch.stack(states, dim=1), factor) if states else _zero_rows(q, v, 0)
+    o = _read(q, torch.stack(states, dim=1), factor) if states else zero_rows(q, v, 0)
     return o, state
 
 
@@ -52,14 +63,14 @@ def chunk_gla_checkpoints(
     T = q.shape[1]
     if cu_seqlens is None:
         states = []
-        state = _zero_state(q, k, v) if initial_state is None else initial_state.double()
+        state = zero_state(q, k, v) if initial_state is None else initial_state.double()
         for t in range(0, T, every):
             states.append(state)
             rows = slice(t, t + every)
             _, state = chunk_gla(q[:, rows], k[:, rows], v[:, rows], tokens_of(g, t, t + every), None, state)
-        return torch.stack(states, dim=1) if states else _zero_state(q, k, v)[:, None][:, :0]
+        return torch.stack(states, dim=1) if states else zero_state(q, k, v)[:, None][:, :0]
     N = len(cu_seqlens) - 1
-    checkpoints = _zero_state(q, k, v)[:, None].repeat(1, N + T // every, 1, 1, 1)
+    checkpoints = zero_state(q, k, v)[:, None].repeat(1, N + T // every, 1, 1, 1)
     for i, (a, b) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
         gate = tokens_of(g, a, b)
         before = None if initial_state is None else initial_state[i : i + 1]
@@ -84,87 +95,6 @@ def chunk_gla_with_checkpoints(
     if checkpoint_every is None:
         return results
     return *results, chunk_gla_checkpoints(q, k, v, g, initial_state, cu_seqlens, checkpoint_every)
-
-
-def chunk_gla_pool(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    pool: Tensor,
-    cu_seqlens: Tensor,
-    read_slots: Tensor,
-    write_slots: Tensor | None = None,
-    scale: float | None = None,
-    has_state: Tensor | None = None,
-    snapshot_offsets: Tensor | None = None,
-    snapshot_slots: Tensor | None = None,
-    pad_slot: int = -1,
-) -> tuple[Tensor, dict[int, Tensor]]:
-    """Computes packed sequences one after another, in float64; the pool is only read.
-
-    Returns:
-        o [1, T, Ho, V], and for each slot that is written its state [Hv, K, V].
-    """
-    used = {slot for slot in range(len(pool)) if slot != pad_slot}
-    o, written = _zero_rows(q, v, q.shape[1]), {}
-    for n, (a, b) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
-        slot = int(read_slots[n])
-        begins = slot in used and (has_state is None or bool(has_state[n]))
-        before = pool[slot][None].double() if begins else _zero_state(q, k, v)
-        o[:, a:b], after = chunk_gla(q[:, a:b], k[:, a:b], v[:, a:b], tokens_of(g, a, b), scale, before)
-        to = slot if write_slots is None else int(write_slots[n])
-        if to in used:
-            written[to] = after[0]
-        if snapshot_offsets is None or snapshot_slots is None:
-            continue
-        count, to = int(snapshot_offsets[n]), int(snapshot_slots[n])
-        if 0 < count < b - a and to in used:
-            c = a + count
-            _, kept = chunk_gla(q[:, a:c], k[:, a:c], v[:, a:c], tokens_of(g, a, c), scale, before)
-            written[to] = kept[0]
-    return o, written
-
-
-def recurrent_gla_steps(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    pool: Tensor,
-    slots: Tensor,
-    scale: float | None = None,
-    cu_seqlens: Tensor | None = None,
-    num_accepted: Tensor | None = None,
-    read_slots: Tensor | None = None,
-    has_state: Tensor | None = None,
-    pad_slot: int = -1,
-) -> tuple[Tensor, dict[int, Tensor]]:
-    """Computes sequences one after another and token by token, in float64; the pool is only read.
-
-    Returns:
-        o [B, T, Ho, V], and for each slot that is written its state [Hv, K, V].
-    """
-    used = {slot for slot in range(len(pool)) if slot != pad_slot}
-    (B, T), (N, S) = q.shape[:2], slots.shape
-    o, written = _zero_rows(q.flatten(0, 1)[None], v.flatten(0, 1)[None], B * T), {}
-    q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
-    g = g if g is None or g.ndim == 1 else g.flatten(0, 1)[None]
-    offsets = [n * T for n in range(N + 1)] if cu_seqlens is None else cu_seqlens.tolist()
-    for n, (a, b) in enumerate(itertools.pairwise(offsets)):
-        count = 1 if num_accepted is None else max(1, min(S, int(num_accepted[n])))
-        slot = int(slots[n, count - 1]) if read_slots is None else int(read_slots[n])
-        is_new = has_state is not None and not bool(has_state[n])
-        if (int(slots[n, 0]) if is_new else slot) not in used:
-            continue
-        state = _zero_state(q, k, v) if is_new else pool[slot][None].double()
-        for j in range(min(S, b - a)):
-            rows = slice(a + j, a + j + 1)
-            token = (q[:, rows], k[:, rows], v[:, rows], tokens_of(g, a + j, a + j + 1))
-            o[:, rows], state = chunk_gla(*token, scale, state)
-            if int(slots[n, j]) in used:
-                written[int(slots[n, j])] = state[0]
-    return o[0].unflatten(0, (B, T)), written
 
 
 def recurrent_gla_replay(
@@ -192,7 +122,7 @@ def recurrent_gla_replay(
     """
     used = {slot for slot in range(len(pool)) if slot != pad_slot}
     (B, T), N, L = q.shape[:2], len(slots), ring_k.shape[1]
-    o, written, entries = _zero_rows(q.flatten(0, 1)[None], v.flatten(0, 1)[None], B * T), {}, {}
+    o, written, entries = zero_rows(q.flatten(0, 1)[None], v.flatten(0, 1)[None], B * T), {}, {}
     q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
     g = g if g is None or g.ndim == 1 else g.flatten(0, 1)[None]
     offsets = [n * T for n in range(N + 1)] if cu_seqlens is None else cu_seqlens.tolist()
@@ -206,7 +136,7 @@ def recurrent_gla_replay(
         old_k, old_v, old_g = ring_k[slot, old][None], ring_v[slot, old][None], g
         if ring_g is not None:
             old_g = ring_g[slot, old][None]
-        state = _zero_state(q[:1], k, v) if is_new else pool[slot][None].double()
+        state = zero_state(q[:1], k, v) if is_new else pool[slot][None].double()
         _, state = chunk_gla(q.new_zeros(1, accepted, *q.shape[2:]), old_k, old_v, old_g, scale, state)
         if is_new or accepted:
             written[slot] = state[0]
@@ -217,22 +147,12 @@ def recurrent_gla_replay(
     return o[0].unflatten(0, (B, T)), written, entries
 
 
-def tokens_of(g: Tensor | None, start: int | None, end: int | None) -> Tensor | None:
-    """Returns the gate of the tokens `start` to `end`; a constant gate [Hv] is that of all tokens."""
-    return g if g is None or g.ndim == 1 else g[:, start:end]
-
-
 def _alpha(g: Tensor | None, v: Tensor) -> Tensor:
     """Returns the forget gate of each token and value head [B, T, Hv, 1], or of each key of them [B, T, Hv, K]."""
     if g is None:
         return torch.ones_like(v[..., :1], dtype=torch.float64)
     g = g.double() if g.ndim == 4 else g.double()[..., None]
     return g.expand(*v.shape[:3], g.shape[-1]).exp()
-
-
-def _for_value_heads(x: Tensor, v: Tensor) -> Tensor:
-    """Returns q or k with each head repeated for the value heads that read it, in float64."""
-    return x.double().repeat_interleave(max(v.shape[-2] // x.shape[-2], 1), dim=-2)
 
 
 def chunk_gla_gradient_summary(
@@ -262,7 +182,7 @@ def chunk_gla_summary(
         decays, states = zip(none, *parts, strict=True)
         return torch.cat(decays), torch.cat(states)
     H = v.shape[2] if g is None else g.shape[-1] if g.ndim < 4 else g.shape[2]
-    k = _for_value_heads(k, v[:, :, :H])
+    k = for_value_heads(k, v[:, :, :H])
     k, v = (x.double().unflatten(2, (H, -1)) for x in (k, v))  # [B, T, H, heads of a group, K or V]
     alpha = _alpha(g, v[:, :, :, 0])
     decay = k.new_ones(len(k), H, k.shape[-1])
@@ -288,30 +208,6 @@ def recurrent_gla_step(
     return _read(q, state, scale), state
 
 
-def recurrent_gla_step_in_pool(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    state: Tensor,
-    scale: float | None = None,
-    slots: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Computes one token of each row in float64; a row whose index lies outside the pool is skipped, and its o is 0.
-
-    Returns:
-        o [B, Ho, V] and all states [P, Hv, K, V].
-    """
-    used = _used_rows(q, state, slots)
-    rows = torch.arange(len(q), device=q.device)[used] if slots is None else slots.long()[used]
-    q1, k1, v1 = (x[used][:, None] for x in (q, k, v))
-    g1 = g if g is None or g.ndim == 1 else g[used][:, None]
-    o, new = _zero_rows(q[None], v[None], len(q))[0], state.double().clone()
-    o1, new[rows] = chunk_gla(q1, k1, v1, g1, scale, new[rows])
-    o[used] = o1[:, 0]
-    return o, new
-
-
 def recurrent_gla_layer_step(
     q: Tensor,
     k: Tensor,
@@ -330,16 +226,9 @@ def recurrent_gla_layer_step(
     Returns:
         o [B, Ho, V] and all states [P, Hv, K, V].
     """
-    o, new = recurrent_gla_step_in_pool(q, k, v, g, state, scale, slots)
-    used = _used_rows(q, state, slots)
+    o, new = recurrent_gla_step_in_pool(q=q, k=k, v=v, g=g, state=state, scale=scale, slots=slots)
+    used = used_rows(q, state, slots)
     return torch.where(used[:, None, None], normed(o, output_gate, norm_weight, norm_eps, activation), 0), new
-
-
-def _used_rows(q: Tensor, state: Tensor, slots: Tensor | None) -> Tensor:
-    """Returns a mask [B] of the rows whose index lies in the pool."""
-    if slots is None:
-        return torch.ones(len(q), dtype=torch.bool, device=q.device)
-    return (slots >= 0) & (slots < len(state))
 
 
 def normed(
@@ -374,22 +263,17 @@ def _packed_chunk_gla(
     cu_seqlens: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Computes each sequence on its own. o is 0 in the rows before the first sequence and after the last."""
-    o, states = [_zero_rows(q, v, int(cu_seqlens[0]))], [_zero_state(q, k, v)[:0]]
+    o, states = [zero_rows(q, v, int(cu_seqlens[0]))], [zero_state(q, k, v)[:0]]
     for i, (a, b) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
         gate = tokens_of(g, a, b)
         before = None if initial_state is None else initial_state[i : i + 1]
         o_i, state = chunk_gla(q[:, a:b], k[:, a:b], v[:, a:b], gate, scale, before)
         o.append(o_i)
         states.append(state)
-    o.append(_zero_rows(q, v, q.shape[1] - int(cu_seqlens[-1])))
+    o.append(zero_rows(q, v, q.shape[1] - int(cu_seqlens[-1])))
     return torch.cat(o, dim=1), torch.cat(states)
 
 
-def _zero_rows(q: Tensor, v: Tensor, rows: int) -> Tensor:
-    heads = max(q.shape[2], v.shape[2])
-    return torch.zeros(q.shape[0], rows, heads, v.shape[-1], dtype=torch.float64, device=q.device)
-
-
-def _zero_state(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    shape = q.shape[0], v.shape[2], k.shape[3], v.shape[3]
-    return torch.zeros(shape, dtype=torch.float64, device=q.device)
+chunk_gla_pool = prompts_in_pool(chunk_gla)
+recurrent_gla_step_in_pool = step_in_pool(chunk_gla)
+recurrent_gla_steps = steps_in_pool(chunk_gla)

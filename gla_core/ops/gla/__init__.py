@@ -13,11 +13,9 @@ from gla_core.ops.gla.linear_attention import LinearAttention, linear_attention
 from gla_core.ops.gla.recurrent_gla_layer_step import LAYER_STEP, recurrent_gla_layer_step
 from gla_core.ops.gla.recurrent_gla_replay import REPLAY, recurrent_gla_replay
 from gla_core.ops.gla.recurrent_gla_step import STEP, RecurrentGlaStep, recurrent_gla_step
-from gla_core.ops.gla.recurrent_gla_steps import MOST as MOST_STEPS
 from gla_core.ops.gla.recurrent_gla_steps import STEPS, recurrent_gla_steps
 
 __all__ = [
-    "MOST_STEPS",
     "RUNS",
     "SPECS",
     "ChunkGla",

@@ -47,7 +47,7 @@ backward. `recompute_states` turns the checkpoints of a call off, and GLA_CHECKP
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, overload
 
 from torch import Tensor
@@ -56,8 +56,7 @@ from gla_core.dispatch.backend import CHUNK
 from gla_core.dispatch.environment import environment
 from gla_core.dispatch.request import Request, current_request, request_of
 from gla_core.dispatch.selection import makes_checkpoints
-from gla_core.dispatch.tensors import checkpoint_rows
-from gla_core.ops import _invariant, autocast, checks
+from gla_core.ops import _invariant, _sequences, autocast, checks
 from gla_core.ops._autograd import gradient
 from gla_core.ops._deprecated import backend_by_position
 from gla_core.ops._run import bypasses_torch, plans_gradient, request_text, run
@@ -67,6 +66,7 @@ from gla_core.ops.spec import (
     CHECKPOINT,
     INPUT,
     INTEGER,
+    LONGEST,
     WIDE,
     Argument,
     OpSpec,
@@ -292,34 +292,6 @@ _SEQUENCES = (
 _OFFSETS = Argument("cu_seqlens", "Tensor?", "N+1", INTEGER, None, role=Role.OFFSETS)
 _INTERVAL = Argument("checkpoint_every", "int?", default=None)
 NORMALIZER = Argument("gate_normalizer", "int?", default=None)
-LONGEST = Argument("max_seqlen", "SymInt?", default=None, hint=True)
-
-
-def _bind(args: Mapping[str, Any], sizes: dict[str, Any]) -> None:
-    """Binds the number of sequences and of checkpoints."""
-    sizes["N"] = sizes["B"]
-    checks.logits(args["g"], args["gate_normalizer"])
-    packed, L = args["cu_seqlens"] is not None, args["checkpoint_every"]
-    checks.longest(args["max_seqlen"])
-    if packed:
-        checks.packed(sizes, of="q")
-    if L is None:
-        if args.get("checkpoints") is not None:
-            raise ValueError("checkpoint_every is None; expected the number of tokens between the checkpoints")
-        return
-    if L < 1 or L % CHUNK != 0:
-        raise ValueError(f"checkpoint_every is {L}; expected a multiple of {CHUNK}, or None")
-    sizes["n"] = checkpoint_rows(sizes["T"], sizes["N"], L, packed)
-
-
-def _reads(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the rows of sequences, and the states of those with tokens; all states if final states are asked for."""
-    cu_seqlens, T = args["cu_seqlens"], args["q"].shape[1]
-    checks.offset_values(cu_seqlens, T, args["max_seqlen"])
-    rows = {"B T": checks.rows_of(cu_seqlens)}
-    if args["output_final_state"]:
-        return rows
-    return rows | {"N": slice(None if T else 0) if cu_seqlens is None else cu_seqlens.diff() > 0}
 
 
 def _forward_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
@@ -357,8 +329,8 @@ FORWARD = OpSpec(
         ),
     ),
     sizes=_SIZES,
-    bind=_bind,
-    reads=_reads,
+    bind=_sequences.bind,
+    reads=_sequences.reads,
     flops=_forward_flops,
     tokens=tuple(argument.name for argument in TOKENS),
     backward="chunk_gla_bwd",
@@ -379,7 +351,7 @@ BACKWARD = OpSpec(
     ),
     results=tuple(Result(f"d{name}", like=name) for name in ("q", "k", "v", "g", "initial_state")),
     sizes=_SIZES,
-    bind=_bind,
+    bind=_sequences.bind,
     reads=None,  # the forward checked its inputs, and a scaler of gradients has to see NaN in those of the outputs
     flops=_backward_flops,
     tokens=(*FORWARD.tokens, "do"),

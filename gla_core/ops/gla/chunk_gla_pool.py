@@ -26,23 +26,14 @@ one slot. Numbers in the pool that belong to no written slot keep their bits.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any
-
-import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import CHUNK, Lowering, OpCall, Parts, contiguous_layout
-from gla_core.dispatch.slots import is_slot, states_of_slots, write_states
-from gla_core.dispatch.tensors import wide
 from gla_core.ops import checks
 from gla_core.ops._deprecated import backend_by_position, renamed
+from gla_core.ops._pool import spec_of_pool
 from gla_core.ops._serving import serving
-from gla_core.ops.gla.chunk_gla import FORWARD, LONGEST, NORMALIZER, TOKENS
+from gla_core.ops.gla.chunk_gla import FORWARD, NORMALIZER
 from gla_core.ops.gla.recurrent_gla_step import refuse_in_place
-from gla_core.ops.spec import AS_INPUT, FLAG, INTEGER, POOL, Argument, OpSpec, Result, Role
 
 
 def chunk_gla_pool(
@@ -142,159 +133,6 @@ def chunk_gla_pool(
     return _call((q, k, v, g, pool, *slots, scale, *more, c, out, max_seqlen), backend, state_v_first)
 
 
-def _bind(args: Mapping[str, Any], sizes: dict[str, Any]) -> None:
-    checks.logits(args["g"], args["gate_normalizer"])
-    slots = sizes["N"]
-    checks.packed(sizes, of="q")
-    checks.longest(args["max_seqlen"])
-    if slots != sizes["N"]:
-        raise ValueError(f"read_slots has {slots} entries; expected {sizes['N']}, one for each sequence of cu_seqlens")
-    for this, other in (("offsets", "slots"), ("slots", "offsets")):
-        if args[f"checkpoint_{this}"] is not None and args[f"checkpoint_{other}"] is None:
-            raise ValueError(f"snapshot_{this} is given and snapshot_{other} is None; expected both or neither")
-
-
-def _reads(x: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the rows of sequences, and the slots of states that tokens advance or that are copied to another slot."""
-    checks.offset_values(x["cu_seqlens"], x["q"].shape[1], x["max_seqlen"])
-    lengths, offsets, has_state = x["cu_seqlens"].diff(), x["checkpoint_offsets"], x["has_state"]
-
-    def is_used(name: str) -> Tensor:
-        return is_slot(x["pool"], x[name], x["pad_slot"])
-
-    to = "read_slots" if x["write_slots"] is None else "write_slots"
-    writes = {to: checks.slots_where(x[to], is_used(to))}
-    if offsets is not None:
-        is_kept = (offsets > 0) & (offsets < lengths)
-        writes["snapshot_slots"] = checks.slots_where(x["checkpoint_slots"], is_used("checkpoint_slots") & is_kept)
-        _check_offsets(offsets.tolist(), writes["snapshot_slots"])
-    goes_on = (lengths > 0) | (is_used(to) & (x[to] != x["read_slots"]))
-    is_read = is_used("read_slots") & goes_on & (True if has_state is None else has_state)
-    checks.slots(checks.slots_where(x["read_slots"], is_read), writes)
-    return {"B T": checks.rows_of(x["cu_seqlens"]), "P": x["read_slots"][is_read].long()}
-
-
-def _check_offsets(offsets: list[int], kept: list[int | None]) -> None:
-    """Raises ValueError for a snapshot that is no multiple of 64 tokens after the first token of its sequence."""
-    for n, (offset, slot) in enumerate(zip(offsets, kept, strict=True)):
-        if slot is not None and offset % CHUNK:
-            raise ValueError(f"snapshot_offsets[{n}] is {offset}; expected a multiple of {CHUNK}")
-
-
-# ---- by chunk_gla_fwd, between a copy of states out of the pool and a copy into it
-
-
-def _forward_of_pool(call: OpCall, parts: int = 1) -> OpCall:
-    """Returns the call of chunk_gla_fwd that computes a call of chunk_gla_pool between two copies of states.
-
-    Args:
-        parts: the number of parts that each sequence is cut into.
-    """
-    taken, N = FORWARD.contract, parts * call.dims["N"]
-    dims = {**{name: size for name, size in call.dims.items() if name != "P"}, "N": N}
-    layouts = {name: layout for name, layout in call.layouts.items() if name in taken}
-    if layouts:
-        shape = (N, *(dims[name] for name in ("Hv", "K", "V")))
-        layouts["initial_state"] = contiguous_layout(shape, wide(call.dtype))
-    if layouts and parts > 1:
-        layouts["cu_seqlens"] = contiguous_layout((N + 1,), layouts["cu_seqlens"].dtype)
-    every = {"output_final_state": True, "checkpoint_every": None}
-    return replace(
-        call,
-        op=FORWARD.name,
-        dims=dims,
-        state_dtype=wide(call.dtype),
-        indexed=False,
-        scalars={**every, "gate_normalizer": call.scalars.get("gate_normalizer")},
-        given=call.given.intersection(taken) | {"initial_state", "output_final_state", "cu_seqlens"},
-        layouts=layouts,
-    )
-
-
-def _forwards_of_pool(call: OpCall) -> Parts:
-    """Returns the calls of chunk_gla_fwd that compute a call of chunk_gla_pool.
-
-    The second one, if there is one, cuts each sequence in two at its checkpoint.
-    """
-    return [(_forward_of_pool(call, parts), 1) for parts in ((1, 2) if "checkpoint_offsets" in call.given else (1,))]
-
-
-def _by_forward(whole: Callable[..., Any], cut: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """Returns a function that computes chunk_gla_pool.
-
-    Args:
-        whole: computes chunk_gla_fwd for N sequences.
-        cut: computes it for 2 N parts of them; None if `whole` does.
-    """
-    for_parts = whole if cut is None else cut
-
-    def chunk_gla_pool(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor | None,
-        pool: Tensor,
-        cu_seqlens: Tensor,
-        read_slots: Tensor,
-        write_slots: Tensor | None,
-        scale: float,
-        has_state: Tensor | None,
-        checkpoint_offsets: Tensor | None,
-        checkpoint_slots: Tensor | None,
-        pad_slot: int,
-        gate_normalizer: int | None,
-        out: Tensor | None,
-    ) -> Tensor:
-        always = {"output_final_state": True, "checkpoint_every": None, "gate_normalizer": gate_normalizer}
-        tokens = {"q": q, "k": k, "v": v, "g": g, "scale": scale, **always}
-        before = states_of_slots(pool, read_slots, has_state, wide(q.dtype), pad_slot)  # [N, Hv, K, V]
-        o, after, *_ = whole(**tokens, initial_state=before, cu_seqlens=cu_seqlens)
-        to = read_slots if write_slots is None else write_slots
-        write_states(pool, to, after, is_slot(pool, to, pad_slot))
-        if checkpoint_offsets is not None and checkpoint_slots is not None:
-            is_inside = (checkpoint_offsets > 0) & (checkpoint_offsets < cu_seqlens.diff())
-            where = is_inside & is_slot(pool, checkpoint_slots, pad_slot)
-            parts = _cut_in_two(cu_seqlens, torch.where(where, checkpoint_offsets, 0))
-            halves = torch.stack([before, torch.zeros_like(before)], 1).flatten(0, 1)  # [2 N, Hv, K, V]
-            _, ends, *_ = for_parts(**tokens, initial_state=halves, cu_seqlens=parts)
-            write_states(pool, checkpoint_slots, ends[::2], where)
-        return o if out is None else out.copy_(o)
-
-    return chunk_gla_pool
-
-
-def _cut_in_two(cu_seqlens: Tensor, offsets: Tensor) -> Tensor:
-    """Returns the offsets [2 N + 1] of packed sequences that are each cut after `offsets` [N] tokens."""
-    starts = cu_seqlens[:-1]
-    parts = torch.stack([starts, (starts + offsets).to(starts.dtype)], 1).flatten()
-    return torch.cat([parts, cu_seqlens[-1:]])
-
-
-CHUNK_POOL = OpSpec(
-    name="chunk_gla_pool",
-    public="chunk_gla_pool",
-    arguments=(
-        *(dataclasses.replace(argument, differentiable=False) for argument in TOKENS),
-        Argument("pool", "Tensor(a!)", "P Hv K V", POOL, role=Role.STATE),
-        Argument("cu_seqlens", "Tensor", "N+1", INTEGER, role=Role.OFFSETS),
-        Argument("read_slots", "Tensor", "N", INTEGER, role=Role.SLOTS),
-        Argument("write_slots", "Tensor?", "N", INTEGER, None, role=Role.MARKS),
-        Argument("scale", "float?", default=None, in_call=False),
-        Argument("has_state", "Tensor?", "N", FLAG, None, role=Role.MARKS),
-        Argument("checkpoint_offsets", "Tensor?", "N", INTEGER, None, role=Role.MARKS, public="snapshot_offsets"),
-        Argument("checkpoint_slots", "Tensor?", "N", INTEGER, None, role=Role.MARKS, public="snapshot_slots"),
-        Argument("pad_slot", "int", default=-1),
-        NORMALIZER,
-        Argument("out", "Tensor(b!)?", "B T Ho V", AS_INPUT, None),
-        LONGEST,
-    ),
-    results=(Result("o", "B T Ho V", into="out"),),
-    sizes={"B": "B", "T": "T", "H": "H", "Hq": "H", "Hv": "H", "K": "K", "V": "V", "N": "N", "P": "N"},
-    bind=_bind,
-    reads=_reads,
-    flops=FORWARD.flops,
-    tokens=FORWARD.tokens,
-    lowering=Lowering(FORWARD.name, _forwards_of_pool, _by_forward),
-)
+CHUNK_POOL = spec_of_pool("chunk_gla_pool", FORWARD, NORMALIZER)
 
 _call = serving(CHUNK_POOL, train_with=FORWARD, refuse_in_place=refuse_in_place)

@@ -32,7 +32,6 @@ The rings are those of ReplaySSM, which vLLM uses for Mamba-2 (vLLM #48018 and #
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -45,9 +44,9 @@ from gla_core.dispatch.tensors import log_gates, wide
 from gla_core.ops import checks
 from gla_core.ops._deprecated import backend_by_position
 from gla_core.ops._serving import serving
-from gla_core.ops.gla.chunk_gla import FORWARD, NORMALIZER, TOKENS
+from gla_core.ops._steps import in_shape, one_step, rows_of_outputs, token_by_token
+from gla_core.ops.gla.chunk_gla import FORWARD, NORMALIZER
 from gla_core.ops.gla.recurrent_gla_step import STEP, refuse_in_place
-from gla_core.ops.gla.recurrent_gla_steps import MOST, in_shape, rows_of_outputs, step_of_steps, token_by_token
 from gla_core.ops.spec import (
     AS_INPUT,
     AS_INPUT_OR_FLOAT32,
@@ -182,9 +181,10 @@ def recurrent_gla_replay(
 
 def _limit(sizes: Mapping[str, int], packed: bool) -> None:
     T, L = sizes["T"], sizes["L"]
-    if not 2 <= L <= 2 * MOST:
+    most = 2 * checks.MOST_STEPS
+    if not 2 <= L <= most:
         raise ValueError(
-            f"ring_k has L = {L} tokens; expected 2 to {2 * MOST}: twice the tokens of a sequence in a call. "
+            f"ring_k has L = {L} tokens; expected 2 to {most}: twice the tokens of a sequence in a call. "
             "A longer part of a sequence is a call of chunk_gla_pool"
         )
     if not packed and 2 * T > L:
@@ -250,7 +250,7 @@ def _step_of_replay(call: OpCall) -> OpCall:
 
     Gates are log gates in a wide dtype, as rings hold them.
     """
-    step = step_of_steps(call)
+    step = one_step(STEP, call)
     return step if step.gate_dtype is None else call_with_log_gates(step)
 
 
@@ -317,7 +317,7 @@ REPLAY = OpSpec(
     name="recurrent_gla_replay",
     public="recurrent_gla_replay",
     arguments=(
-        *(dataclasses.replace(argument, differentiable=False) for argument in TOKENS),
+        *FORWARD.token_arguments,
         Argument("pool", "Tensor(a!)", "P Hv K V", POOL, role=Role.STATE),
         Argument("ring_k", "Tensor(b!)", "P L H K", AS_INPUT_OR_FLOAT32, role=Role.RING),
         Argument("ring_v", "Tensor(c!)", "P L Hv V", AS_INPUT_OR_FLOAT32, role=Role.RING),

@@ -18,23 +18,20 @@ states that no index names are copied.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 
 from gla_core.dispatch.request import current_request
-from gla_core.ops import _invariant, autocast, checks
+from gla_core.ops import _invariant, _step, autocast, checks
 from gla_core.ops._deprecated import backend_by_position, renamed
 from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run, transformed
 from gla_core.ops._torch_op import (
     exportable,
-    faker,
     refusal_in_place,
     refuse_tangents,
-    runner,
     tell_autograd,
-    torch_op,
 )
 from gla_core.ops.gla.chunk_gla import FORWARD, NORMALIZER
 from gla_core.ops.spec import (
@@ -155,25 +152,6 @@ def recurrent_gla_step(
     return RecurrentGlaStep(*_torch_step(*args))
 
 
-def _bind(args: Mapping[str, Any], sizes: dict[str, Any]) -> None:
-    checks.logits(args["g"], args["gate_normalizer"])
-    if args["state_indices"] is None:
-        sizes["P"] = sizes["B"]
-
-
-def _reads(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the rows that are not skipped, and their states."""
-    state, indices = args["state"], args["state_indices"]
-    if indices is None:
-        return {}
-    used = [i for i in indices.tolist() if i >= 0]
-    if any(i >= state.shape[0] for i in used):
-        raise ValueError(f"slots holds {max(used)}; the pool has {state.shape[0]} states")
-    if len(set(used)) < len(used):
-        raise ValueError(f"slots is {used}; expected no state twice")
-    return {"B": indices >= 0, "P": used}
-
-
 def _flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
     """Counts k^T v for each value head, and the product of q and the state for each head of o."""
     B, Hq, K = q
@@ -199,8 +177,8 @@ STEP = OpSpec(
         Result("state", like="state", written=lambda args: args["inplace"], state=True),
     ),
     sizes={"B": "B", "H": "H", "Hq": "H", "Hv": "H", "K": "K", "V": "V", "P": "B"},
-    bind=_bind,
-    reads=_reads,
+    bind=_step.bind,
+    reads=_step.reads,
     flops=_flops,
     tokens=FORWARD.tokens,
     by_segments=_invariant.step,
@@ -217,26 +195,4 @@ def _no_backward(*_: Any) -> NoReturn:
     )
 
 
-def _run_in_place(*args: Any) -> Tensor:
-    o, state = _in_place(*args)
-    tell_autograd(state)
-    return o
-
-
-def _fake_in_place(*args: Any) -> Tensor:
-    return _faker(*args)[0]
-
-
-_SCHEMA = STEP.schema(without=("inplace",))  # two torch ops, one for each value of `inplace`
-_in_place, _faker = runner(STEP, True), faker(STEP, False)
-_torch_step = torch_op(_SCHEMA, runner(STEP, False), _faker, backward=_no_backward, flops=STEP.flops, spec=STEP)
-_torch_step_inplace = torch_op(
-    _SCHEMA.replace("step(", "step_(")
-    .replace("Tensor state", "Tensor(a!) state")
-    .replace("(Tensor, Tensor)", "Tensor"),
-    _run_in_place,
-    _fake_in_place,
-    vmap=refuse_in_place,
-    flops=STEP.flops,
-    spec=STEP,
-)
+_torch_step, _torch_step_inplace = _step.torch_ops(STEP, backward=_no_backward, refuse_in_place=refuse_in_place)
