@@ -140,7 +140,7 @@ def _by_forward(
         whole: computes the forward for N sequences.
         cut: computes it for 2 N parts of them; None if `whole` does.
     """
-    of_parts = whole if cut is None else cut
+    for_parts = whole if cut is None else cut
 
     def on_pool(*args: Any) -> Tensor:
         x = dict(zip(names, args, strict=True))
@@ -156,7 +156,7 @@ def _by_forward(
             where = is_inside & is_slot(pool, x["checkpoint_slots"], pad_slot)
             taken["cu_seqlens"] = _cut_in_two(cu_seqlens, torch.where(where, offsets, 0))
             halves = torch.stack([before, torch.zeros_like(before)], 1).flatten(0, 1)  # [2 N, Hv, K, V]
-            _, ends, *_ = of_parts(**taken, initial_state=halves)
+            _, ends, *_ = for_parts(**taken, initial_state=halves)
             write_states(pool, x["checkpoint_slots"], ends[::2], where)
         return o if x["out"] is None else x["out"].copy_(o)
 
