@@ -27,9 +27,9 @@ assert not any("REPOSITORY" in p for p in sys.path), sys.path
 assert "REPOSITORY" not in gla.__file__, gla.__file__
 assert importlib.metadata.version("gla-core") == gla.__version__
 points = importlib.metadata.distribution("gla-core").entry_points.select(group="gla_core.backends")
-own = [b for b in gla.backends() if b.plugin in points.names]  # other packages' are left out
-names = [b.name for b in own if b.error is None and "chunk_gla_fwd" in b.ops]
-assert len(names) == len(points), own
+ours = [b for b in gla.backends() if b.plugin in points.names]  # other packages' are left out
+names = [b.name for b in ours if b.error is None and "chunk_gla_fwd" in b.ops]
+assert len(names) == len(points), ours
 q = torch.randn(1, 5, 2, 16)
 for name in names:
     o, _ = gla.chunk_gla(q, q, q, -q.abs(), backend=name)

@@ -507,9 +507,10 @@ class Backend:
         op = self.ops[call.op]
         call = as_received(op, call)
         reason = _capability_refusal(self.can(call.op), call) or _argument_refusal(op, call)
-        parts = parts_of(op, call)
-        if reason is not None or parts:
-            return reason or next(filter(None, (self.refusal(part) for part, _ in parts)), None)
+        if reason is not None:
+            return reason
+        if parts := parts_of(op, call):
+            return next(filter(None, (self.refusal(part) for part, _ in parts)), None)
         reason, error = attempt(self.supports, call)
         if error is not None:
             return f"its supports() raised {said(error)}"

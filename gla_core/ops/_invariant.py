@@ -21,7 +21,7 @@ from gla_core.dispatch.backend import Backend, OpCall
 from gla_core.dispatch.errors import NoBackendError
 from gla_core.dispatch.request import current_request
 from gla_core.dispatch.tensors import new_state, number_of_sequences, wide
-from gla_core.ops.spec import OpSpec, batch_invariant_ops, spec_of
+from gla_core.ops.spec import OpSpec, batch_invariant_ops, part_of, spec_of
 
 Compute = Callable[..., Any]
 """Takes a spec and the arguments of its op by name, and returns the results of the backend."""
@@ -63,7 +63,7 @@ def function_of(spec: OpSpec, backend: Backend, call: OpCall, run: Callable[...,
         NotImplementedError: batch invariance is not defined for the op.
         NoBackendError: the backend lacks the op by which the parts of the call are computed.
     """
-    part = spec if spec.lowering is None else spec_of(spec.lowering.by)
+    part = part_of(spec)
     by_segments = part.by_segments
     if by_segments is None:
         raise NotImplementedError(

@@ -600,12 +600,14 @@ def spec_of(op: str | None) -> OpSpec:
     return _specs[op]
 
 
+def part_of(spec: OpSpec) -> OpSpec:
+    """Returns the op that computes an op by its lowering; the op itself if it has none."""
+    return spec if spec.lowering is None else spec_of(spec.lowering.by)
+
+
 def batch_invariant_ops() -> str:
     """Returns the names of the public ops that are batch-invariant, as words."""
-    specs = [spec if spec.lowering is None else spec_of(spec.lowering.by) for spec in _specs.values()]
-    *names, last = dict.fromkeys(
-        spec.public for spec, part in zip(_specs.values(), specs, strict=True) if part.by_segments
-    )
+    *names, last = dict.fromkeys(spec.public for spec in _specs.values() if part_of(spec).by_segments)
     return f"{', '.join(names)} and {last}"
 
 
