@@ -22,6 +22,7 @@ from gla_triton_kernels.chunks.kernel import ForwardPlan, GradientParameters, Pa
 from gla_triton_kernels.chunks.scan import launch_scan
 from gla_triton_kernels.chunks.segments import Recurrence, cut, whole
 from gla_triton_kernels.chunks.slots import Slots
+from gla_triton_kernels.gla.sm90.kernels import warpgroup_columns
 from gla_triton_kernels.gla.tensors import BackwardTensors, Tensors
 from tests import gluon_on_cpu
 
@@ -105,7 +106,9 @@ def check_forward(kernels, BV=None, stages=2, normalizer=None, factors=None, **s
     o, final, checkpoints = unwritten(B, T, Hv, V, dtype=dtype), states_of(x), torch.zeros_like(wanted, dtype=kept)
     tensors = Tensors(x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens, o, final, checkpoints)
     segments = whole(B, T, x.cu_seqlens, o)
-    parameters = Parameters(C=64, BK=64 if K <= 64 else 128, BV=BV or (64 if V <= 64 else 128), stages=stages)
+    columns = warpgroup_columns(K)
+    BV = BV or (columns if columns >= V else 2 * columns)
+    parameters = Parameters(C=64, BK=64 if K <= 64 else 128, BV=BV, stages=stages)
     gluon_on_cpu.run(segments.launches)
     plan = ForwardPlan(None, parameters)  # pyright: ignore[reportArgumentType]
     kernel = kernels.forward if x.g is not None and x.g.ndim == 4 else kernels.forward_head
@@ -131,6 +134,13 @@ def test_outputs_of_every_gate(kernels, form, gates, dtype):
         {"V": 128, "BV": 64},
         {"R": 3},
         {"R": 4, "BV": 128, "K": 128, "V": 40, "gates": "-inf"},  # two value heads in a block
+        {"K": 256, "V": 128, "B": 2, "R": 3, "initial_state": True},  # two slices of keys
+        {"K": 200, "V": 40, "R": 2, "BV": 128, "gates": "-inf"},
+        PACKED | {"K": 136, "V": 200},
+        PACKED | {"K": 256, "V": 64, "R": 2, "BV": 128, "dtype": torch.float16},
+        PACKED | {"K": 320, "V": 72, "dtype": torch.float32},  # three slices
+        {"K": 512, "V": 64, "gates": "none", "T": 300},
+        {"K": 1024, "V": 40, "gate_form": "constant", "normalizer": 2},
         PACKED,
         PACKED | {"R": 2, "BV": 128, "gates": "-inf"},
         PACKED | {"gate_form": "constant", "K": 128, "V": 72, "padding": 0},

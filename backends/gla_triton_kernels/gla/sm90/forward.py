@@ -104,6 +104,7 @@ def launch_kernel(
     every: int | None,
     normalizer: int | None,
     heads: int = 1,
+    W: int = 64,
 ) -> list[Launch]:
     """Returns the launches of a kernel whose state warpgroups have W columns of v each; see `launch_outputs`.
 
@@ -111,9 +112,10 @@ def launch_kernel(
         function: the kernel, here or in forward_head.py.
         arguments: the arguments that only this kernel has.
         heads: number of value heads of a block.
+        W: columns of v of a state warpgroup.
     """
     x, units, before = in_half(x, ("q", "k", "v"), x.cu_seqlens)
-    T, K, (Hv, V), kernel, W = x.k.shape[1], x.k.shape[3], x.v.shape[2:], plan.parameters, 64
+    T, K, (Hv, V), kernel = x.k.shape[1], x.k.shape[3], x.v.shape[2:], plan.parameters
     s_desc = checkpoint_tiles(x.checkpoints, kernel.BK, W) if x.pool is None else None
     arguments = {
         **arguments,

@@ -13,9 +13,9 @@ then at most 7e-4 after the strongest gates, a fifth of the rounding of bfloat16
 
 B batch   T tokens   N sequences   I segments, by default the N sequences   P slots of a pool
 H key heads   Hv value heads   R = Hv / H value heads of a key head   K, V key and value width
-C tokens of a chunk   BK keys of a tile, K rounded up   n rows of checkpoints
+C tokens of a chunk   BK keys of a tile   SLICES slices of BK keys of a head   n rows of checkpoints
 W columns of v of a warpgroup   GROUPS state warpgroups of a block   HEADS value heads of a block, 1 or 2
-STAGES pipeline stages   slot   a pipeline stage in shared memory: the tiles of one chunk
+STAGES pipeline stages of v and u   SLOTS pipeline stages of slices of q and k   slot   a pipeline stage in shared memory
 
 The grid has one block per segment, value head and GROUPS W columns of v. If V is at most W and an even number of value
 heads shares a key head, a block has two value heads, one for each state warpgroup, and both read the same q and k. The
@@ -25,6 +25,9 @@ warps of a block are specialised. They communicate over barriers in shared memor
     gate    a warpgroup: sums the gates and computes u, while the state warps process earlier chunks
     state   one or two warpgroups, each with W columns of S, v and o. S stays in their registers, and each of them
             computes A. The tile that holds S as an operand is also the source of checkpoints.
+
+A head with K above 128 has several slices of keys. q S and the scores are sums over slices, and the slices of S are
+independent of each other. The more slices there are, the fewer columns fit into the registers of a warpgroup.
 
 Sources: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635), for
 the chunked form; Dao and Gu, "Transformers are SSMs" (arXiv 2405.21060), for one gate per head.
@@ -45,6 +48,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunks.kernel import ForwardPlan
 from gla_triton_kernels.chunks.segments import Segments
 from gla_triton_kernels.gla.sm90.common import (
@@ -54,11 +58,13 @@ from gla_triton_kernels.gla.sm90.common import (
     gate_strides,
     gates_of,
     in_units,
+    largest,
     next_checkpoint,
     plus,
     store_state,
     tokens_of,
     unit_at,
+    unit_of,
     wait_for_predecessor,
     write,
     write_last_state,
@@ -66,9 +72,13 @@ from gla_triton_kernels.gla.sm90.common import (
     write_state,
 )
 from gla_triton_kernels.gla.sm90.forward import launch_kernel
+from gla_triton_kernels.gla.sm90.kernels import warpgroup_columns
 from gla_triton_kernels.gla.tensors import Tensors
 from gla_triton_runtime.arithmetic import LOG2E
 from gla_triton_runtime.launch import Launch
+
+MOST_SLOTS = 5
+"""The most slots of slices of q and k that fit into shared memory beside v, u, S and o."""
 
 
 def launch_outputs(
@@ -79,39 +89,70 @@ def launch_outputs(
     See `launch_outputs` of general/forward.py for the arguments, and `launch_outputs` of sm90/forward.py for the
     overlap of kernels.
     """
-    (H, _), (Hv, V) = x.k.shape[2:], x.v.shape[2:]
-    heads = plan.parameters.BV // 64 if V <= 64 else 1
-    arguments = {"g_ptr": x.g, **gate_strides(x.g), "Hv": Hv, "R": Hv // H, "HEADS": heads}
-    return launch_kernel(_chunk_gla_fwd_head_kernel, arguments, plan, x, segments, scale, every, normalizer, heads)
+    (H, K), (Hv, V) = x.k.shape[2:], x.v.shape[2:]
+    slices, W = ceil_div(K, plan.parameters.BK), warpgroup_columns(K)
+    heads = plan.parameters.BV // W if V <= W else 1
+    slots = plan.parameters.stages if slices == 1 else min(slices + 1, MOST_SLOTS)
+    arguments = {
+        "g_ptr": x.g,
+        **gate_strides(x.g),
+        "Hv": Hv,
+        "R": Hv // H,
+        "HEADS": heads,
+        "SLICES": slices,
+        "SLOTS": slots,
+    }
+    return launch_kernel(_chunk_gla_fwd_head_kernel, arguments, plan, x, segments, scale, every, normalizer, heads, W)
 
 
 @gluon.jit
-def _load_warp(args, HEADS: gl.constexpr, STAGES: gl.constexpr):
-    """Loads q, k and v of all chunks, up to STAGES chunks ahead of the other warps."""
+def _load_warp(args, HEADS: gl.constexpr, SLICES: gl.constexpr, STAGES: gl.constexpr):
+    """Loads q, k and v of all chunks, as far ahead of the other warps as there are slots.
+
+    The tiles of v of a chunk have no barrier `empty`: their slot is free once that of the chunk's last slice is.
+    """
     descriptors, tiles, barriers, place = args
     q_desc, k_desc, v_desc = descriptors
     q_tiles, k_tiles, v_tiles = tiles
-    full, empty = barriers
+    full, v_full, empty = barriers
     b, key_head, h, column, start, n_chunks = place
     C: gl.constexpr = q_desc.block_type.shape[2]
+    BK: gl.constexpr = q_desc.block_type.shape[3]
     W: gl.constexpr = v_desc.block_type.shape[3]
     GROUPS: gl.constexpr = v_tiles.type.shape[0] // STAGES
+    SLOTS: gl.constexpr = q_tiles.type.shape[0]
+    TILES: gl.constexpr = 2 * q_desc.block_type.nbytes
+    COLUMNS: gl.constexpr = GROUPS * v_desc.block_type.nbytes
     for i in range(n_chunks):
-        slot = i % STAGES
+        stage = i % STAGES
         t = start + i * C
-        mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)  # returns at once for the first STAGES chunks
-        mbarrier.expect(full.index(slot), 2 * q_desc.block_type.nbytes + GROUPS * v_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(q_desc, [b, key_head, t, 0], full.index(slot), q_tiles.index(slot))
-        tma.async_copy_global_to_shared(k_desc, [b, key_head, t, 0], full.index(slot), k_tiles.index(slot))
-        for w in gl.static_range(GROUPS):
-            v_tile = v_tiles.index(GROUPS * slot + w)
-            at = [b, h + w, t, 0] if HEADS > 1 else [b, h, t, column + w * W]
-            tma.async_copy_global_to_shared(v_desc, at, full.index(slot), v_tile)
+        for j in gl.static_range(SLICES):
+            step = SLICES * i + j
+            slot = step % SLOTS
+            mbarrier.wait(empty.index(slot), ((step // SLOTS) & 1) ^ 1)  # returns at once for the first SLOTS slices
+            mbarrier.expect(full.index(slot), TILES + COLUMNS if SLICES == 1 else TILES)
+            tma.async_copy_global_to_shared(q_desc, [b, key_head, t, j * BK], full.index(slot), q_tiles.index(slot))
+            tma.async_copy_global_to_shared(k_desc, [b, key_head, t, j * BK], full.index(slot), k_tiles.index(slot))
+            if j == 0:
+                if SLICES > 1:
+                    mbarrier.expect(v_full.index(stage), COLUMNS)
+                for w in gl.static_range(GROUPS):
+                    v_tile = v_tiles.index(GROUPS * stage + w)
+                    at = [b, h + w, t, 0] if HEADS > 1 else [b, h, t, column + w * W]
+                    tma.async_copy_global_to_shared(v_desc, at, v_full.index(stage), v_tile)
 
 
 @gluon.jit
-def _gate_warps(gates, args, HEADS: gl.constexpr, NORMALIZER: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr):
-    """Sums the gates and computes u in each chunk.
+def _gate_warps(
+    gates,
+    args,
+    HEADS: gl.constexpr,
+    SLICES: gl.constexpr,
+    NORMALIZER: gl.constexpr,
+    PACKED: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Sums the gates and computes u in each chunk, and clears the rows of the next sequence.
 
     Args:
         gates: for each head of the block, the pointer to its gate at token 0 and the stride of tokens; None without
@@ -119,11 +160,12 @@ def _gate_warps(gates, args, HEADS: gl.constexpr, NORMALIZER: gl.constexpr, PACK
     """
     tiles, barriers, start, length = args
     q_tiles, k_tiles, v_tiles, u_tiles, sums, decays = tiles
-    full, gated = barriers
+    full, v_full, ready, gated = barriers
     C: gl.constexpr = v_tiles.type.shape[3]
     BK: gl.constexpr = k_tiles.type.shape[4]
     W: gl.constexpr = v_tiles.type.shape[4]
     GROUPS: gl.constexpr = v_tiles.type.shape[0] // STAGES
+    SLOTS: gl.constexpr = q_tiles.type.shape[0]
     HAS_GATE: gl.constexpr = gates is not None
     line: gl.constexpr = gl.BlockedLayout([C // 32], [32], [4], [0])  # every warp holds all tokens
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -133,7 +175,7 @@ def _gate_warps(gates, args, HEADS: gl.constexpr, NORMALIZER: gl.constexpr, PACK
         for j in gl.static_range(HEADS):
             g_next += (gates_of(gates[j], start, length, token, NORMALIZER),)  # [C]
     for i in range(gl.cdiv(length, C)):
-        slot = i % STAGES
+        stage = i % STAGES
         rows = length - i * C
         sums_of_heads = ()  # b [C] and b_C of each head
         arriving = ()
@@ -145,31 +187,41 @@ def _gate_warps(gates, args, HEADS: gl.constexpr, NORMALIZER: gl.constexpr, PACK
                 b = gl.associative_scan(g, 0, plus)  # [C]
                 sums_of_heads += ((b, gl.sum(g, 0)),)
             g_next = arriving
-        mbarrier.wait(full.index(slot), (i // STAGES) & 1)
+        mbarrier.wait(v_full.index(stage), (i // STAGES) & 1)
         if HAS_GATE:
             # The load warp has waited until the state warps have read the slot, so its sums may be replaced too.
             for j in gl.static_range(HEADS):
-                at = HEADS * slot + j
+                at = HEADS * stage + j
                 b, b_end = sums_of_heads[j]
                 sums.index(2 * at).store(b.to(gl.float32))
                 sums.index(2 * at + 1).store(gl.exp2((b_end - b).to(gl.float32)))
                 decay = gl.exp2(b_end.to(gl.float32))
                 decays.index(at).store(gl.full([1], decay, gl.float32, gl.SliceLayout(1, layout)))
-        if PACKED:
-            clear_rows(k_tiles.index(slot).reshape([C, BK]), rows, layout)
+        if PACKED and SLICES == 1:
+            clear_rows(k_tiles.index(stage).reshape([C, BK]), rows, layout)
             if q_tiles.dtype == gl.float16:  # rows of the next sequence would count in the largest score
-                clear_rows(q_tiles.index(slot).reshape([C, BK]), rows, layout)
+                clear_rows(q_tiles.index(stage).reshape([C, BK]), rows, layout)
         for w in gl.static_range(GROUPS):
-            v_tile = v_tiles.index(GROUPS * slot + w).reshape([C, W])
+            v_tile = v_tiles.index(GROUPS * stage + w).reshape([C, W])
             if PACKED:
                 clear_rows(v_tile, rows, layout)
             if HAS_GATE:
-                at = HEADS * slot + (w if HEADS > 1 else 0)
+                at = HEADS * stage + (w if HEADS > 1 else 0)
                 leaving = sums.index(2 * at + 1).load(gl.SliceLayout(1, layout))[:, None]  # [C, 1], exp(b_C - b)
-                u_tile = u_tiles.index(GROUPS * slot + w)
+                u_tile = u_tiles.index(GROUPS * stage + w)
                 u_tile.store((v_tile.load(layout).to(gl.float32) * leaving).to(v_tile.dtype))
         fence_async_shared()  # u has been stored, and rows cleared, from registers; wgmma reads them
-        mbarrier.arrive(gated.index(slot), count=1)
+        mbarrier.arrive(gated.index(stage), count=1)
+        if PACKED and SLICES > 1:
+            for j in gl.static_range(SLICES):
+                step = SLICES * i + j
+                slot = step % SLOTS
+                mbarrier.wait(full.index(slot), (step // SLOTS) & 1)
+                clear_rows(k_tiles.index(slot).reshape([C, BK]), rows, layout)
+                if q_tiles.dtype == gl.float16:  # as above
+                    clear_rows(q_tiles.index(slot).reshape([C, BK]), rows, layout)
+                fence_async_shared()
+                mbarrier.arrive(ready.index(slot), count=1)
 
 
 @gluon.jit
@@ -177,11 +229,15 @@ def _state_warps(
     args,
     WARPGROUP: gl.constexpr,
     HEADS: gl.constexpr,
+    SLICES: gl.constexpr,
     HAS_GATE: gl.constexpr,
     PACKED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """Carries W columns of the state through the segment, and writes W columns of the outputs.
+
+    If there is one slice, its product k^T u runs beside A v. If there are several, each of them runs beside q S of the
+    same slice, so that the slot of the slice is soon free.
 
     Args:
         args: see `_state_warps` of forward.py.
@@ -189,7 +245,7 @@ def _state_warps(
     """
     tiles, barriers, outputs, states, units, kept, place, sizes = args
     q_tiles, k_tiles, v_tiles, u_tiles, sums, decays, s_tiles, o_tiles = tiles
-    full, gated, empty = barriers
+    ready, gated, empty = barriers
     o_desc, o_ptr, scale = outputs
     _, strides, _, _, pool, _ = states
     q_units, k_units, v_units, chunk = units
@@ -200,6 +256,9 @@ def _state_warps(
     BK: gl.constexpr = q_tiles.type.shape[4]
     W: gl.constexpr = v_tiles.type.shape[4]
     GROUPS: gl.constexpr = s_tiles.type.shape[0]
+    SLOTS: gl.constexpr = q_tiles.type.shape[0]
+    HAS_CHECKPOINTS: gl.constexpr = s_desc is not None or checkpoints is not None
+    HALF: gl.constexpr = q_tiles.dtype == gl.float16
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
@@ -211,76 +270,122 @@ def _state_warps(
     HEAD: gl.constexpr = WARPGROUP if HEADS > 1 else 0  # the number of the warpgroup's head in the block
     h += HEAD
     first = column + (0 if HEADS > 1 else WARPGROUP * W)
-    key = gl.arange(0, BK, gl.SliceLayout(1, layout))[:, None]  # [BK, 1]
+    keys = gl.arange(0, BK, gl.SliceLayout(1, layout))[:, None]  # [BK, 1]
     value = first + gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]  # [1, W]
     S = gl.zeros([BK, W], gl.float32, layout)
     is_first = start == origin  # whether this is the first segment of its sequence
     wait_for_predecessor()  # it writes `entering`
-    S = first_state(S, states, n, sequence, h, is_first, key, value, (Hv, K, V))
+    leaving = ()  # [BK, W] for each slice, the state that leaves the previous chunk
+    for j in gl.static_range(SLICES):
+        leaving += (first_state(S, states, n, sequence, h, is_first, keys + j * BK, value, (Hv, K, V)),)
     outer = 1.0  # the unit of S, which is the unit of k^T u in the previous chunk
     if q_units is not None:
         outer = gl.to_tensor(1.0)
     for i in range(gl.cdiv(length, C)):
-        slot = i % STAGES
+        stage = i % STAGES
         phase = (i // STAGES) & 1
-        q_tile = q_tiles.index(slot).reshape([C, BK])
-        k_tile = k_tiles.index(slot).reshape([C, BK])
-        v_tile = v_tiles.index(GROUPS * slot + WARPGROUP).reshape([C, W])
-        u_tile = u_tiles.index(GROUPS * slot + WARPGROUP) if HAS_GATE else v_tile
+        v_tile = v_tiles.index(GROUPS * stage + WARPGROUP).reshape([C, W])
+        u_tile = u_tiles.index(GROUPS * stage + WARPGROUP) if HAS_GATE else v_tile
+        at = HEADS * stage + HEAD
         rows = length - i * C
-        if s_desc is not None:
-            tma.store_wait(1)  # the copy of the checkpoint has read s_tile; the copy of o may go on
-        s_unit = store_state(s_tile, S, None, outer)
-        fence_async_shared()  # wgmma and TMA read S from the tile
-        if s_desc is not None or checkpoints is not None:
-            if left == 0:  # this chunk begins at a checkpoint
-                if s_desc is not None:
-                    tma.async_copy_shared_to_global(s_desc, [b, checkpoint, h, 0, first], s_block)
-                elif pool is not None:
-                    write_slot(pool, strides, checkpoint, h, S * outer, key, value, (K, V))
-                else:
-                    write_state(checkpoints, (b * n_rows + checkpoint) * Hv + h, S * outer, key, value, (K, V))
-                checkpoint += 1
-                left = every  # 0 with a pool, so that no other checkpoint follows
-            left -= C
-        mbarrier.wait(full.index(slot), phase)
-        if PACKED and rows < C:
-            mbarrier.wait(gated.index(slot), phase)  # rows of the next sequence have been cleared
+        if SLICES > 1:
+            q_unit = unit_at(q_units, chunk + i, Hv // R, h // R)
+            kv_unit = unit_at(k_units, chunk + i, Hv // R, h // R) * unit_at(v_units, chunk + i, Hv, h)
+            if HALF:  # the slices share a unit, because q S is their sum
+                most = largest(leaving[0])
+                for j in gl.static_range(SLICES - 1):
+                    most = gl.maximum(most, largest(leaving[j + 1]))
+                s_unit, inverse = unit_of(most * outer)
+                inverse *= outer
         a = gl.zeros([C, C], gl.float32, scores)
-        a = warpgroup_mma(q_tile, k_tile.permute([1, 0]), a, use_acc=False, is_async=True)
         o = gl.zeros([C, W], gl.float32, layout)
-        o = warpgroup_mma(q_tile, s_tile, o, use_acc=False, is_async=True)
-        mbarrier.wait(gated.index(slot), phase)
+        updated = ()
+        for j in gl.static_range(SLICES):
+            step = SLICES * i + j
+            slot = step % SLOTS
+            S = leaving[j]
+            q_tile = q_tiles.index(slot).reshape([C, BK])
+            k_tile = k_tiles.index(slot).reshape([C, BK])
+            if s_desc is not None:
+                # The copy of the checkpoint has read s_tile. If there is one slice, the copy of o may go on.
+                tma.store_wait(1 if SLICES == 1 else 0)
+            if SLICES > 1 and HALF:
+                s_tile.store((S * inverse).to(s_tile.dtype))
+            else:
+                s_unit = store_state(s_tile, S, None, outer)
+            fence_async_shared()  # wgmma and TMA read S from the tile
+            if HAS_CHECKPOINTS:
+                if left == 0:  # this chunk begins at a checkpoint
+                    key = keys + j * BK
+                    if s_desc is not None:
+                        tma.async_copy_shared_to_global(s_desc, [b, checkpoint, h, j * BK, first], s_block)
+                    elif pool is not None:
+                        write_slot(pool, strides, checkpoint, h, S * outer, key, value, (K, V))
+                    else:
+                        write_state(checkpoints, (b * n_rows + checkpoint) * Hv + h, S * outer, key, value, (K, V))
+                    if j == SLICES - 1:
+                        checkpoint += 1
+                        left = every  # 0 with a pool, so that no other checkpoint follows
+                if j == SLICES - 1:
+                    left -= C
+            mbarrier.wait(ready.index(slot), (step // SLOTS) & 1)
+            if PACKED and SLICES == 1:
+                if rows < C:
+                    mbarrier.wait(gated.index(stage), phase)  # rows of the next sequence have been cleared
+            a = warpgroup_mma(q_tile, k_tile.permute([1, 0]), a, use_acc=j > 0, is_async=True)
+            o = warpgroup_mma(q_tile, s_tile, o, use_acc=j > 0, is_async=True)
+            if j == 0:
+                mbarrier.wait(gated.index(stage), phase)
+            if SLICES > 1:
+                if HAS_GATE:
+                    S = S * gl.max(decays.index(at).load(gl.SliceLayout(1, layout)), 0)
+                if q_units is not None:
+                    S = S * (outer / kv_unit)
+                S = warpgroup_mma(k_tile.permute([1, 0]), u_tile, S, is_async=True)
+                a, o, S = warpgroup_mma_wait(0, [a, o, S])
+                updated += (S,)
+                if j < SLICES - 1:
+                    mbarrier.arrive(empty.index(slot), count=1)
         if HAS_GATE:
-            at = HEADS * slot + HEAD
             b_t = sums.index(2 * at).load(gl.SliceLayout(1, scores))[:, None]  # [C, 1]
             b_s = sums.index(2 * at).load(gl.SliceLayout(0, scores))[None, :]  # [1, C]
             between = gl.exp2(b_t - b_s)  # [C, C], undefined for t < s
-            decay = gl.max(decays.index(at).load(gl.SliceLayout(1, layout)), 0)
-            a, o = warpgroup_mma_wait(0, [a, o])
+            if SLICES == 1:
+                decay = gl.max(decays.index(at).load(gl.SliceLayout(1, layout)), 0)
+                a, o = warpgroup_mma_wait(0, [a, o])
             a = gl.where(t >= s, a * between, 0.0)  # [C, C]
             o = o * gl.exp2(sums.index(2 * at).load(gl.SliceLayout(1, layout)))[:, None]  # [C, W]
-            S = S * decay
+            if SLICES == 1:
+                S = S * decay
         else:
-            a, o = warpgroup_mma_wait(0, [a, o])
+            if SLICES == 1:
+                a, o = warpgroup_mma_wait(0, [a, o])
             a = gl.where(t >= s, a, 0.0)  # [C, C]
         a, a_unit = in_units(a, q_tile.dtype)
-        q_unit = unit_at(q_units, chunk + i, Hv // R, h // R)
-        kv_unit = unit_at(k_units, chunk + i, Hv // R, h // R) * unit_at(v_units, chunk + i, Hv, h)
+        if SLICES == 1:
+            q_unit = unit_at(q_units, chunk + i, Hv // R, h // R)
+            kv_unit = unit_at(k_units, chunk + i, Hv // R, h // R) * unit_at(v_units, chunk + i, Hv, h)
+            if q_units is not None:
+                S = S * (outer / kv_unit)
         if q_units is not None:
-            S = S * (outer / kv_unit)
             outer = kv_unit
-        if q_tile.dtype == gl.float16:
+        if HALF:
             o = o * (s_unit / (a_unit * kv_unit))  # in the units of A v
         a = gl.convert_layout(a, operand)  # the left operand of wgmma may stay in registers
         o = warpgroup_mma(a, v_tile, o, is_async=True)
-        S = warpgroup_mma(k_tile.permute([1, 0]), u_tile, S, is_async=True)
-        o, S = warpgroup_mma_wait(0, [o, S])
+        if SLICES == 1:
+            S = warpgroup_mma(k_tile.permute([1, 0]), u_tile, S, is_async=True)
+            o, S = warpgroup_mma_wait(0, [o, S])
+            leaving = (S,)
+        else:
+            o = warpgroup_mma_wait(0, [o])
+            leaving = updated
         mbarrier.arrive(empty.index(slot), count=1)
         tma.store_wait(0)  # the copy has read o_tile
         o_factor = scale * a_unit * (q_unit * kv_unit)  # factor of o
         write(o_desc, o_ptr, o_tile, o * o_factor, first, V, (b, h, start + i * C, T, Hv), rows, PACKED)
-    write_last_state(S * outer, states, n, sequence, h, key, value, (Hv, K, V))
+    for j in gl.static_range(SLICES):
+        write_last_state(leaving[j] * outer, states, n, sequence, h, keys + j * BK, value, (Hv, K, V))
     tma.store_wait(0)
 
 
@@ -327,6 +432,8 @@ def _chunk_gla_fwd_head_kernel(
     STAGES: gl.constexpr,
     GROUPS: gl.constexpr,
     HEADS: gl.constexpr,
+    SLICES: gl.constexpr,
+    SLOTS: gl.constexpr,
 ):
     """Computes GROUPS W columns of the outputs of one value head of one segment, or of two value heads."""
     C: gl.constexpr = q_desc.block_type.shape[2]
@@ -352,8 +459,8 @@ def _chunk_gla_fwd_head_kernel(
     state_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, 1, BK, W], dtype)
     value_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, W], dtype)
     row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], q_desc.layout)
-    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], k_desc.layout)
+    q_tiles = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, C, BK], q_desc.layout)
+    k_tiles = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, C, BK], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [GROUPS * STAGES, 1, 1, C, W], v_desc.layout)
     u_tiles = gl.allocate_shared_memory(dtype, [GROUPS * STAGES, C, W], value_layout) if HAS_GATE else v_tiles
     s_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, 1, BK, W], state_layout)
@@ -361,13 +468,22 @@ def _chunk_gla_fwd_head_kernel(
     sums = gl.allocate_shared_memory(gl.float32, [2 * STAGES * HEADS, C], row_layout)  # b and exp(b_C - b)
     decays = gl.allocate_shared_memory(gl.float32, [STAGES * HEADS, 1], row_layout)  # exp(b_C)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # q, k, v have been loaded
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # q and k have been loaded
     gated = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # b and u have been computed
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # the state warpgroups have read all of a chunk
-    for i in gl.static_range(STAGES):
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # the state warpgroups have read a slice
+    # v has been loaded. If there is one slice, v and the slice are loaded together.
+    v_full = full if SLICES == 1 else gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+    # q and k can be read: they have been loaded, and rows of the next sequence cleared if there are several slices.
+    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars) if PACKED and SLICES > 1 else full
+    for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(gated.index(i), count=1)
         mbarrier.init(empty.index(i), count=GROUPS)  # each state warpgroup arrives once
+        if PACKED and SLICES > 1:
+            mbarrier.init(ready.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(gated.index(i), count=1)
+        if SLICES > 1:
+            mbarrier.init(v_full.index(i), count=1)
 
     gates: gl.constexpr = None
     if HAS_GATE:
@@ -375,23 +491,23 @@ def _chunk_gla_fwd_head_kernel(
         if HEADS == 2:
             gates += ((g_ptr + b.to(gl.int64) * g_b + (h + 1).to(gl.int64) * g_h, g_t),)
     load_place = (b, h // R, h, column, start, gl.cdiv(length, C))
-    load = ((q_desc, k_desc, v_desc), (q_tiles, k_tiles, v_tiles), (full, empty), load_place)
-    gate = ((q_tiles, k_tiles, v_tiles, u_tiles, sums, decays), (full, gated), start, length)
+    load = ((q_desc, k_desc, v_desc), (q_tiles, k_tiles, v_tiles), (full, v_full, empty), load_place)
+    gate = ((q_tiles, k_tiles, v_tiles, u_tiles, sums, decays), (full, v_full, ready, gated), start, length)
     tiles = (q_tiles, k_tiles, v_tiles, u_tiles, sums, decays, s_tiles, o_tiles)
     states = (initial_state, (state_n, state_h, state_k, state_v), entering, final_state, pool, slots)
     kept = (s_desc, checkpoints, rows, checkpoint, left, every)
     place = (b, h, n, sequence, origin, column, start, length)
     units = (q_units, k_units, v_units, chunk_of(sequence, start, T, C, PACKED))
     sizes = (T, Hv, R, K, V)
-    state_args = (tiles, (full, gated, empty), (o_desc, o_ptr, scale), states, units, kept, place, sizes)
+    state_args = (tiles, (ready, gated, empty), (o_desc, o_ptr, scale), states, units, kept, place, sizes)
     # Registers of a thread of the state warps. The gate warps have the remaining registers.
-    STATE: gl.constexpr = 208
+    STATE: gl.constexpr = 208 if SLICES == 1 else 224
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_gate_warps, (gates, gate, HEADS, NORMALIZER, PACKED, STAGES)),
-                (_state_warps, (state_args, 0, HEADS, HAS_GATE, PACKED, STAGES)),
-                (_load_warp, (load, HEADS, STAGES)),
+                (_gate_warps, (gates, gate, HEADS, SLICES, NORMALIZER, PACKED, STAGES)),
+                (_state_warps, (state_args, 0, HEADS, SLICES, HAS_GATE, PACKED, STAGES)),
+                (_load_warp, (load, HEADS, SLICES, STAGES)),
             ],
             [4, 1],
             [STATE, 24],
@@ -399,10 +515,10 @@ def _chunk_gla_fwd_head_kernel(
     else:
         gl.warp_specialize(
             [
-                (_gate_warps, (gates, gate, HEADS, NORMALIZER, PACKED, STAGES)),
-                (_state_warps, (state_args, 0, HEADS, HAS_GATE, PACKED, STAGES)),
-                (_state_warps, (state_args, 1, HEADS, HAS_GATE, PACKED, STAGES)),
-                (_load_warp, (load, HEADS, STAGES)),
+                (_gate_warps, (gates, gate, HEADS, SLICES, NORMALIZER, PACKED, STAGES)),
+                (_state_warps, (state_args, 0, HEADS, SLICES, HAS_GATE, PACKED, STAGES)),
+                (_state_warps, (state_args, 1, HEADS, SLICES, HAS_GATE, PACKED, STAGES)),
+                (_load_warp, (load, HEADS, SLICES, STAGES)),
             ],
             [4, 4, 1],
             [STATE, STATE, 24],

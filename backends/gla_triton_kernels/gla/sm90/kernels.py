@@ -47,8 +47,8 @@ START = 2.5e-6
 FORWARD_STEP, FORWARD_TILE, NARROW = 0.64e-6, 1.05e-6, 0.71
 """Seconds of forward.py for 64 tokens: of a block with 128 values, a constant and a time for each 64 keys; and the time
 of a block with 64 values, as a share of the time with 128."""
-HEAD_STEP, HEAD_TILE = 0.5e-6, 0.75e-6
-"""The same for forward_head.py."""
+HEAD_STEP, HEAD_TILE, HEAD_SLICE = 0.5e-6, 0.75e-6, 1.2e-6
+"""The same for forward_head.py, and the time of each further slice of 128 keys."""
 WIDE_STEP, GATE_RATE = 3e-6, 2.8e11
 """Seconds of the second kernel of forward_wide.py for 64 tokens, and elements of k per second of its first kernel."""
 STATE_STEP, STATE_TILE = 0.12e-6, 0.65e-6
@@ -180,9 +180,7 @@ def _forward_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
 
 
 def _forward_head_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
-    if (reason := _output_refusal(call, gpu) or _refuse_head_gates(call)) is not None:
-        return reason
-    return None if call.dims["K"] <= 128 else f"computes K up to 128; K is {call.dims['K']}"
+    return _output_refusal(call, gpu) or _refuse_head_gates(call)
 
 
 def _forward_wide_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
@@ -205,16 +203,25 @@ def _forward(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
     return _output_parameters(call, 64 if V <= 64 or fit else 128)
 
 
+def warpgroup_columns(K: int) -> int:
+    """Returns the columns of v of a state warpgroup of forward_head.py. Its registers hold K rows of so many columns."""
+    return 64 if K <= 256 else 32 if K <= 512 else 16
+
+
 def _forward_head(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
-    """Returns the launch parameters of forward_head.py. With BV = 128 and V up to 64, a block has two value heads."""
-    Hv, V = call.dims["Hv"], call.dims["V"]
-    fit = sequences * Hv * ceil_div(V, 64) <= gpu.multiprocessors
-    return _output_parameters(call, 64 if fit or (V <= 64 and not _in_pairs(call)) else 128)
+    """Returns the launch parameters of forward_head.py.
+
+    A block has two state warpgroups. They have two value heads if a warpgroup can have all values of a head.
+    """
+    Hv, V, W = call.dims["Hv"], call.dims["V"], warpgroup_columns(call.dims["K"])
+    fit = sequences * Hv * ceil_div(V, W) <= gpu.multiprocessors
+    return _output_parameters(call, W if fit or (V <= W and not _in_pairs(call)) else 2 * W)
 
 
 def _in_pairs(call: OpCall) -> bool:
     """Returns whether blocks of forward_head.py can have two value heads."""
-    return call.dims["V"] <= 64 and call.dims["Hv"] // max(call.dims["H"], 1) % 2 == 0
+    one_warpgroup = call.dims["V"] <= warpgroup_columns(call.dims["K"])
+    return one_warpgroup and call.dims["Hv"] // max(call.dims["H"], 1) % 2 == 0
 
 
 def _forward_wide(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
@@ -238,9 +245,10 @@ def _forward_time(call: OpCall, x: Parameters) -> BlockTime:
 
 
 def _forward_head_time(call: OpCall, x: Parameters) -> BlockTime:
-    step = HEAD_STEP + HEAD_TILE * (x.BK // 64)
-    shared = 2 if x.BV == 128 and _in_pairs(call) else 1  # value heads of a block
-    return BlockTime(x.C, x.BV, START, step * (NARROW if x.BV == 64 else 1), shared)
+    slices, W = ceil_div(call.dims["K"], x.BK), warpgroup_columns(call.dims["K"])
+    step = HEAD_STEP + HEAD_TILE * (x.BK // 64) + HEAD_SLICE * (slices - 1)
+    shared = 2 if x.BV == 2 * W and _in_pairs(call) else 1  # value heads of a block
+    return BlockTime(x.C, x.BV, START, step * (NARROW if x.BV == W else 1), shared)
 
 
 def _conversions_seconds(call: OpCall, c: Constants) -> list[float]:
