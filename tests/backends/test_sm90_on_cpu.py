@@ -1,7 +1,4 @@
-"""Hopper's kernels of chunk_gla, emulated on a CPU, against the oracle: see tests/gluon_on_cpu.py.
-
-Left out is the forward for wide heads.
-"""
+"""Hopper's kernels of chunk_gla, emulated on a CPU, against the oracle: see tests/gluon_on_cpu.py."""
 
 from __future__ import annotations
 
@@ -39,6 +36,7 @@ def kernels():
             "states",
             "forward",
             "forward_head",
+            "forward_wide",
             "common_backward",
             "pairs",
             "operands",
@@ -94,6 +92,13 @@ def gradient_budget(dtype):
     return TF32 if dtype == torch.float32 else GRADIENT[dtype]
 
 
+def output_kernel(kernels, x):
+    """Returns the module of the kernel that computes outputs of these inputs."""
+    if x.g is None or x.g.ndim < 4:
+        return kernels.forward_head
+    return kernels.forward if x.k.shape[3] <= 128 else kernels.forward_wide
+
+
 def check_forward(kernels, BV=None, stages=2, normalizer=None, factors=None, **sizes):
     """Checks outputs; `factors` multiplies q, k and v, which are then not negative, by three numbers."""
     x = inputs(normalizer, **sizes)
@@ -111,7 +116,7 @@ def check_forward(kernels, BV=None, stages=2, normalizer=None, factors=None, **s
     parameters = Parameters(C=64, BK=64 if K <= 64 else 128, BV=BV, stages=stages)
     gluon_on_cpu.run(segments.launches)
     plan = ForwardPlan(None, parameters)  # pyright: ignore[reportArgumentType]
-    kernel = kernels.forward if x.g is not None and x.g.ndim == 4 else kernels.forward_head
+    kernel = output_kernel(kernels, x)
     gluon_on_cpu.run(kernel.launch_outputs(plan, tensors, segments, K**-0.5, 64, normalizer))
     expected = oracle.chunk_gla(y.q, y.k, y.v, y.g, None, y.initial_state, y.cu_seqlens)
     for actual, truth in zip((o, final, checkpoints), (*expected, wanted), strict=True):
@@ -141,6 +146,12 @@ def test_outputs_of_every_gate(kernels, form, gates, dtype):
         PACKED | {"K": 320, "V": 72, "dtype": torch.float32},  # three slices
         {"K": 512, "V": 64, "gates": "none", "T": 300},
         {"K": 1024, "V": 40, "gate_form": "constant", "normalizer": 2},
+        {"K": 256, "V": 128, "B": 2, "H": 2, "gate_form": "key", "initial_state": True},
+        PACKED | {"K": 200, "V": 40, "gate_form": "key", "gates": "-inf"},
+        PACKED | {"K": 256, "V": 64, "gate_form": "key", "dtype": torch.float16, "gates": "strong"},
+        {"K": 320, "V": 72, "gate_form": "key", "normalizer": 16, "T": 300},
+        {"K": 320, "V": 72, "gate_form": "key", "dtype": torch.float32, "initial_state": True},
+        {"K": 640, "V": 40, "gate_form": "key", "gates": "-inf"},
         PACKED,
         PACKED | {"R": 2, "BV": 128, "gates": "-inf"},
         PACKED | {"gate_form": "constant", "K": 128, "V": 72, "padding": 0},
@@ -216,7 +227,7 @@ def check_pool(kernels, length=None, pool_dtype=torch.float32, v_first=False, **
         recurrence = Recurrence(x.k, x.v, x.g, pool, pool, in_slots=True)
         gluon_on_cpu.run(launch_scan(plan.segments, recurrence, segments, S, D, S))
         tensors = tensors._replace(entering=S)
-    kernel = kernels.forward if x.g is not None and x.g.ndim == 4 else kernels.forward_head
+    kernel = output_kernel(kernels, x)
     gluon_on_cpu.run(kernel.launch_outputs(plan, tensors, segments, K**-0.5, None))
     assert relative_error(actual, o) <= budget(x.q.dtype)
     allowed = max(budget(x.q.dtype), budget(pool_dtype))

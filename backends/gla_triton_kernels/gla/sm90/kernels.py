@@ -185,10 +185,10 @@ def _forward_head_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
 
 def _forward_wide_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
     K = call.dims["K"]
-    if (reason := _output_refusal(call, gpu) or _refuse_dtype(call) or _refuse_key_gates(call)) is not None:
+    if (reason := _output_refusal(call, gpu) or _refuse_key_gates(call)) is not None:
         return reason
-    if not (128 < K <= 256 and K % 8 == 0):
-        return f"computes K from 136 to 256 in steps of 8; K is {K}"
+    if not (K > 128 and K % 8 == 0):
+        return f"computes K from 136 in steps of 8; K is {K}"
     return "computes calls with gates; there are none" if call.gate_dtype is None else None
 
 
@@ -204,7 +204,7 @@ def _forward(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
 
 
 def warpgroup_columns(K: int) -> int:
-    """Returns the columns of v of a state warpgroup of forward_head.py. Its registers hold K rows of so many columns."""
+    """Returns the most columns of v of a state warpgroup with K keys. Its registers hold K rows of so many columns."""
     return 64 if K <= 256 else 32 if K <= 512 else 16
 
 
@@ -226,7 +226,8 @@ def _in_pairs(call: OpCall) -> bool:
 
 def _forward_wide(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
     """Returns the launch parameters of forward_wide.py, which divides the keys of a head into slices."""
-    return _output_parameters(call, 64 if call.dims["V"] <= 64 else 128)
+    W = warpgroup_columns(call.dims["K"])
+    return _output_parameters(call, W if call.dims["V"] <= W else 2 * W)
 
 
 def _output_parameters(call: OpCall, BV: int) -> Parameters:
@@ -249,6 +250,10 @@ def _forward_head_time(call: OpCall, x: Parameters) -> BlockTime:
     step = HEAD_STEP + HEAD_TILE * (x.BK // 64) + HEAD_SLICE * (slices - 1)
     shared = 2 if x.BV == 2 * W and _in_pairs(call) else 1  # value heads of a block
     return BlockTime(x.C, x.BV, START, step * (NARROW if x.BV == W else 1), shared)
+
+
+def _forward_wide_time(call: OpCall, x: Parameters) -> BlockTime:
+    return BlockTime(x.C, x.BV, START, WIDE_STEP / 2 * ceil_div(call.dims["K"], x.BK))
 
 
 def _conversions_seconds(call: OpCall, c: Constants) -> list[float]:
@@ -291,8 +296,8 @@ FORWARD_WIDE = OutputKernel(
     states=STATES,
     parameters=_forward_wide,
     blocks=_blocks,
-    time=lambda call, x: BlockTime(x.C, x.BV, START, WIDE_STEP),
-    before=_gates_seconds,
+    time=_forward_wide_time,
+    before=lambda call, c: [*_conversions_seconds(call, c), *_gates_seconds(call, c)],
 )
 
 
@@ -338,8 +343,8 @@ def _backward_wide_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
     if (reason := _gradient_refusal(call, gpu) or _refuse_dtype(call) or _refuse_key_gates(call)) is not None:
         return reason
     K = call.dims["K"]
-    if not _has_several_blocks(call) or K > 256:
-        return f"computes heads with K or V above 128 and K up to 256; K is {K} and V is {call.dims['V']}"
+    if not _has_several_blocks(call):
+        return f"computes heads with K or V above 128; K is {K} and V is {call.dims['V']}"
     return None
 
 
