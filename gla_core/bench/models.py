@@ -241,9 +241,8 @@ def run_models(
         for way in WAYS:
             theirs = time_call(model, way, peer, device, budget) if peer else Timed()
             ours = time_call(model, way, "gla-core", device, budget)
-            floor = (
-                floor_seconds(model, way, bandwidth) if device.type == "cuda" else None
-            )  # caches make it meaningless
+            on_gpu = device.type == "cuda"  # the caches of a CPU make a floor meaningless
+            floor = floor_seconds(model, way, bandwidth) if on_gpu else None
             lines.append(_line(model, way, ours, theirs, floor))
             for who, timed in (("gla-core", ours), (peer, theirs)):
                 failures += [f"{model.name}, {way}, {who}: {timed.error}"] if timed.error else []
@@ -257,13 +256,12 @@ def run_models(
 
 def _line(model: Model, way: str, ours: Timed, theirs: Timed, floor: float | None) -> dict[str, str]:
     """Returns a line of the table."""
-    both = ours.seconds and theirs.seconds
     return {
         "model": model.name,
         "call": way,
         "function": model.function,
         "ours": time_text(ours.seconds),
         "peer": time_text(theirs.seconds) if theirs.seconds else "",
-        "times as fast": f"{theirs.seconds / ours.seconds:.2f}" if both else "",
+        "times as fast": f"{theirs.seconds / ours.seconds:.2f}" if ours.seconds and theirs.seconds else "",
         "floors": f"{ours.seconds / floor:.1f}" if ours.seconds and floor else "",
     }
