@@ -146,7 +146,13 @@ HEADLINE = (
 NAMES = {"fla": "FLA", "mamba_ssm": "mamba_ssm"}
 SEVERAL = {"models": "gla_transformers, compiled"}
 """The implementation that the README shows of a part that has several, if it has the call."""
-UNITS = {"GiB": "{:.1f}", "kernels": "{:.0f}", "tokens/s": "{:,.0f}", "tokens/s of a rank": "{:,.0f}"}
+UNITS = {
+    "GiB": "{:.1f}",
+    "floors": "{:.1f}",
+    "kernels": "{:.0f}",
+    "tokens/s": "{:,.0f}",
+    "tokens/s of a rank": "{:,.0f}",
+}
 
 
 # ---- README
@@ -255,7 +261,7 @@ def _models_in_words(rows: Sequence[Row]) -> str:
         return ""
     compared.sort(key=lambda pair: pair[0])
     worst, median = (
-        f"{row.call}, {ratio:.2f} times as fast as {row.baseline} at {row.facts['floors']:.1f} floors"
+        f"{row.call}, {ratio:.2f} times as fast as {row.baseline} at {_fact(row, 'floors')} floors"
         for ratio, row in (compared[0], compared[(len(compared) - 1) // 2])
     )
     return (

@@ -50,7 +50,7 @@ def attention(q, k, v, g):
 
 
 def expected(model, x):
-    """What the function of a model computes, in the words of its paper."""
+    """Returns the output of a model's function, as its paper defines it."""
     if model.function == SCAN:
         dt = torch.nn.functional.softplus(x["dt"] + x["dt_bias"])
         g = (dt * x["A"])[..., None].expand(*dt.shape, model.sizes["K"])

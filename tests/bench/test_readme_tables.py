@@ -316,10 +316,10 @@ def test_the_page_of_models(tables, models_measured):
     assert lines[4:] == [
         "| model | call | ours | peer | times as fast | floors |",
         "| --- | --- | ---: | ---: | ---: | ---: |",
-        "| GLA 1.3B | forward | 100 us | fla 400 us | 4.00 | 1.50 |",
+        "| GLA 1.3B | forward | 100 us | fla 400 us | 4.00 | 1.5 |",
         "| RetNet 3B | forward and backward (eager) | 2.00 ms | fla 1.00 ms | 0.50 | 19.6 |",
-        "| GLA 1.3B | step | 100 us | fla 200 us | 2.00 | 1.10 |",
-        "| Based 1B | step | 300 us | fla: no such sizes | - | 2.00 |",
+        "| GLA 1.3B | step | 100 us | fla 200 us | 2.00 | 1.1 |",
+        "| Based 1B | step | 300 us | fla: no such sizes | - | 2.0 |",
         "",
     ]
     assert "| GLA 1.3B | `chunk_gla` | key | B4 T4096 H4 K256 V512 | fla-hub/gla-1.3B-100B: config.json |\n" in listed
