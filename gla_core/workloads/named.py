@@ -49,9 +49,13 @@ Row = tuple[str, str, dict]
 
 
 def _row(name: str, tags: str, dims: str = "", **sizes: object) -> Row:
-    """Returns a row of a table; `dims` holds those sizes that have a letter, as in "B2 T17 H2 K16 V16"."""
-    numbers = {dim.rstrip("0123456789"): int(dim.lstrip(ascii_letters)) for dim in dims.split()}
-    return name, tags, {**numbers, **sizes}
+    """Returns a row of a table; `dims` holds those sizes that have a letter, as in `sizes_of`."""
+    return name, tags, {**sizes_of(dims), **sizes}
+
+
+def sizes_of(dims: str) -> dict[str, int]:
+    """Returns the sizes that have a letter, as in "B2 T17 H2 K16 V16"."""
+    return {dim.rstrip("0123456789"): int(dim.lstrip(ascii_letters)) for dim in dims.split()}
 
 
 def _workloads(op: str, *rows: Row) -> tuple[Workload, ...]:
