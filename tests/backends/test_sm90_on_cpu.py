@@ -99,8 +99,11 @@ def output_kernel(kernels, x):
     return kernels.forward if x.k.shape[3] <= 128 else kernels.forward_wide
 
 
-def check_forward(kernels, BV=None, stages=2, normalizer=None, factors=None, **sizes):
-    """Checks outputs; `factors` multiplies q, k and v, which are then not negative, by three numbers."""
+def check_forward(kernels, BV=None, stages=2, normalizer=None, factors=None, skips=False, **sizes):
+    """Checks outputs; `factors` multiplies q, k and v, which are then not negative, by three numbers.
+
+    With `skips`, v has a factor for each token, and o a term of v without it.
+    """
     x = inputs(normalizer, **sizes)
     if factors is not None:
         x = dataclasses.replace(x, **{n: getattr(x, n).abs() * f for n, f in zip("qkv", factors, strict=True)})
@@ -110,6 +113,13 @@ def check_forward(kernels, BV=None, stages=2, normalizer=None, factors=None, **s
     dtype, kept = x.q.dtype, checkpoint_dtype(x.q.dtype)
     o, final, checkpoints = unwritten(B, T, Hv, V, dtype=dtype), states_of(x), torch.zeros_like(wanted, dtype=kept)
     tensors = Tensors(x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens, o, final, checkpoints)
+    skip = 0.0
+    if skips:
+        factor, D = torch.rand(B, T, Hv), torch.randn(Hv)[:, None].expand(Hv, V)
+        tensors = tensors._replace(v_factor=factor, skip=D)
+        skip, v = x.v.double() * D, x.v.double() * factor[..., None]
+        y = dataclasses.replace(y, v=v)
+        wanted = expected_checkpoints(y)
     segments = whole(B, T, x.cu_seqlens, o)
     columns = warpgroup_columns(K)
     BV = BV or (columns if columns >= V else 2 * columns)
@@ -118,8 +128,10 @@ def check_forward(kernels, BV=None, stages=2, normalizer=None, factors=None, **s
     plan = ForwardPlan(None, parameters)  # pyright: ignore[reportArgumentType]
     kernel = output_kernel(kernels, x)
     gluon_on_cpu.run(kernel.launch_outputs(plan, tensors, segments, K**-0.5, 64, normalizer))
-    expected = oracle.chunk_gla(y.q, y.k, y.v, y.g, None, y.initial_state, y.cu_seqlens)
-    for actual, truth in zip((o, final, checkpoints), (*expected, wanted), strict=True):
+    expected_o, expected_final = oracle.chunk_gla(y.q, y.k, y.v, y.g, None, y.initial_state, y.cu_seqlens)
+    if skips and x.cu_seqlens is not None:
+        skip[:, int(x.cu_seqlens[-1]) :] = 0.0
+    for actual, truth in zip((o, final, checkpoints), (expected_o + skip, expected_final, wanted), strict=True):
         assert relative_error(actual, truth) <= budget(dtype)
 
 
@@ -146,6 +158,10 @@ def test_outputs_of_every_gate(kernels, form, gates, dtype):
         PACKED | {"K": 320, "V": 72, "dtype": torch.float32},  # three slices
         {"K": 512, "V": 64, "gates": "none", "T": 300},
         {"K": 1024, "V": 40, "gate_form": "constant", "normalizer": 2},
+        {"skips": True, "R": 2, "BV": 128, "B": 2},
+        {"skips": True, "R": 3, "K": 128, "V": 128, "initial_state": True},
+        PACKED | {"skips": True, "R": 2, "K": 256, "V": 72},
+        PACKED | {"skips": True, "dtype": torch.float16, "K": 128},
         {"K": 256, "V": 128, "B": 2, "H": 2, "gate_form": "key", "initial_state": True},
         PACKED | {"K": 200, "V": 40, "gate_form": "key", "gates": "-inf"},
         PACKED | {"K": 256, "V": 64, "gate_form": "key", "dtype": torch.float16, "gates": "strong"},

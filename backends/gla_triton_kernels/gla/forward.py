@@ -324,7 +324,7 @@ def launches(
     else:
         in_slots = x.pool is not None
         ends = (x.pool, x.pool) if in_slots else (x.initial_state, x.final_state)
-        states = Recurrence(x.k, x.v, x.g, *ends, normalizer=normalizer, in_slots=in_slots)
+        states = Recurrence(x.k, x.v, x.g, *ends, normalizer=normalizer, in_slots=in_slots, factor=x.v_factor)
         entering, segments, before = launch_entering(
             plan.segments, states, x.v.shape[2], x.cu_seqlens, skip_first=not in_slots, o=o, slots=slots
         )

@@ -36,6 +36,8 @@ class Tensors(NamedTuple):
     checkpoints: Tensor | None = None  # [B, n, Hv, K, V]
     entering: Tensor | None = None  # [I, Hv, K, V]
     pool: Tensor | None = None  # [P, Hv, K, V], instead of initial_state, final_state and checkpoints
+    v_factor: Tensor | None = None  # [B, T, Hv], contiguous; multiplies v
+    skip: Tensor | None = None  # [Hv, V]; o is increased by skip v, without the factor
 
 
 class BackwardTensors(NamedTuple):
@@ -80,9 +82,8 @@ def plans_with_rows(plans: Sequence[tuple[OpCall, AnyPlan]], x: AnyTensors) -> l
 
 
 def _rows(x: AnyTensors, start: int, end: int) -> AnyTensors:
-    divided = {
-        name: y for name, y in x._asdict().items() if y is not None and y.ndim > 1
-    }  # all rows share constant gates
+    shared = {"skip"}  # and constant gates, which have one dimension
+    divided = {name: y for name, y in x._asdict().items() if y is not None and y.ndim > 1 and name not in shared}
     return x._replace(**{name: part(y, start, end) for name, y in divided.items()})
 
 

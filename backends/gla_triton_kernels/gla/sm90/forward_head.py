@@ -7,6 +7,8 @@ leaves it. Then
     o_t  = scale * (exp(b_t) q_t S + sum over s of A_ts v_s)
     S'   = exp(b_C) S + k^T u        u_s = exp(b_C - b_s) v_s
 
+If v has factors f, as in Mamba-2's scan, A_ts and u_s have the factor f_s as well, and o_t has the term skip v_t.
+
 No exponent is above 0, so one path handles gates of any strength. A gate below `LEAST_GATE`, whose exp is 0 in float32,
 counts as `LEAST_GATE`. The sums b are computed in float64 and rounded once. The error of the difference of two sums is
 then at most 7e-4 after the strongest gates, a fifth of the rounding of bfloat16, and 1e-6 if no gate is strong.
@@ -59,6 +61,7 @@ from gla_triton_kernels.gla.sm90.common import (
     gates_of,
     in_units,
     largest,
+    logits_of,
     next_checkpoint,
     plus,
     store_state,
@@ -98,6 +101,10 @@ def launch_outputs(
         **gate_strides(x.g),
         "Hv": Hv,
         "R": Hv // H,
+        "v_factor": x.v_factor,
+        "skip": x.skip,
+        "skip_h": 0 if x.skip is None else x.skip.stride(0),
+        "skip_v": 0 if x.skip is None else x.skip.stride(1),
         "HEADS": heads,
         "SLICES": slices,
         "SLOTS": slots,
@@ -145,6 +152,7 @@ def _load_warp(args, HEADS: gl.constexpr, SLICES: gl.constexpr, STAGES: gl.const
 @gluon.jit
 def _gate_warps(
     gates,
+    factors,
     args,
     HEADS: gl.constexpr,
     SLICES: gl.constexpr,
@@ -157,6 +165,7 @@ def _gate_warps(
     Args:
         gates: for each head of the block, the pointer to its gate at token 0 and the stride of tokens; None without
             gates.
+        factors: the same for factors of v; None without factors.
     """
     tiles, barriers, start, length = args
     q_tiles, k_tiles, v_tiles, u_tiles, sums, decays = tiles
@@ -170,20 +179,28 @@ def _gate_warps(
     line: gl.constexpr = gl.BlockedLayout([C // 32], [32], [4], [0])  # every warp holds all tokens
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     token = gl.arange(0, C, line)  # [C]
+    NUMBERS: gl.constexpr = sums.type.shape[0] // (STAGES * HEADS)  # vectors [C] of a head and stage
     if HAS_GATE:
         g_next = ()  # the gates of the next chunk, [C] for each head
+        f_next = ()  # the factors of v of the next chunk
         for j in gl.static_range(HEADS):
             g_next += (gates_of(gates[j], start, length, token, NORMALIZER),)  # [C]
+            if factors is not None:
+                f_next += (logits_of(factors[j], start, length, token),)  # [C]
     for i in range(gl.cdiv(length, C)):
         stage = i % STAGES
         rows = length - i * C
         sums_of_heads = ()  # b [C] and b_C of each head
         arriving = ()
+        f = f_next if factors is not None else ()
+        f_next = ()
         if HAS_GATE:
             for j in gl.static_range(HEADS):
                 g = g_next[j].to(gl.float64) * LOG2E  # [C]
                 # The loads of the next gates run during this chunk.
                 arriving += (gates_of(gates[j], start + (i + 1) * C, rows - C, token, NORMALIZER),)
+                if factors is not None:
+                    f_next += (logits_of(factors[j], start + (i + 1) * C, rows - C, token),)
                 b = gl.associative_scan(g, 0, plus)  # [C]
                 sums_of_heads += ((b, gl.sum(g, 0)),)
             g_next = arriving
@@ -193,8 +210,12 @@ def _gate_warps(
             for j in gl.static_range(HEADS):
                 at = HEADS * stage + j
                 b, b_end = sums_of_heads[j]
-                sums.index(2 * at).store(b.to(gl.float32))
-                sums.index(2 * at + 1).store(gl.exp2((b_end - b).to(gl.float32)))
+                leave = gl.exp2((b_end - b).to(gl.float32))  # [C]
+                sums.index(NUMBERS * at).store(b.to(gl.float32))
+                if factors is not None:
+                    leave *= f[j]
+                    sums.index(NUMBERS * at + 2).store(f[j])
+                sums.index(NUMBERS * at + 1).store(leave)
                 decay = gl.exp2(b_end.to(gl.float32))
                 decays.index(at).store(gl.full([1], decay, gl.float32, gl.SliceLayout(1, layout)))
         if PACKED and SLICES == 1:
@@ -207,7 +228,7 @@ def _gate_warps(
                 clear_rows(v_tile, rows, layout)
             if HAS_GATE:
                 at = HEADS * stage + (w if HEADS > 1 else 0)
-                leaving = sums.index(2 * at + 1).load(gl.SliceLayout(1, layout))[:, None]  # [C, 1], exp(b_C - b)
+                leaving = sums.index(NUMBERS * at + 1).load(gl.SliceLayout(1, layout))[:, None]  # [C, 1], f exp(b_C - b)
                 u_tile = u_tiles.index(GROUPS * stage + w)
                 u_tile.store((v_tile.load(layout).to(gl.float32) * leaving).to(v_tile.dtype))
         fence_async_shared()  # u has been stored, and rows cleared, from registers; wgmma reads them
@@ -246,7 +267,7 @@ def _state_warps(
     tiles, barriers, outputs, states, units, kept, place, sizes = args
     q_tiles, k_tiles, v_tiles, u_tiles, sums, decays, s_tiles, o_tiles = tiles
     ready, gated, empty = barriers
-    o_desc, o_ptr, scale = outputs
+    o_desc, o_ptr, scale, skip = outputs
     _, strides, _, _, pool, _ = states
     q_units, k_units, v_units, chunk = units
     s_desc, checkpoints, n_rows, checkpoint, left, every = kept
@@ -258,6 +279,7 @@ def _state_warps(
     GROUPS: gl.constexpr = s_tiles.type.shape[0]
     SLOTS: gl.constexpr = q_tiles.type.shape[0]
     HAS_CHECKPOINTS: gl.constexpr = s_desc is not None or checkpoints is not None
+    NUMBERS: gl.constexpr = sums.type.shape[0] // (STAGES * HEADS)
     HALF: gl.constexpr = q_tiles.dtype == gl.float16
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
@@ -272,6 +294,9 @@ def _state_warps(
     first = column + (0 if HEADS > 1 else WARPGROUP * W)
     keys = gl.arange(0, BK, gl.SliceLayout(1, layout))[:, None]  # [BK, 1]
     value = first + gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]  # [1, W]
+    if skip is not None:
+        skip_ptr, skip_h, skip_v = skip
+        skips = gl.load(skip_ptr + h * skip_h + value * skip_v, value < V, 0.0).to(gl.float32)  # [1, W]
     S = gl.zeros([BK, W], gl.float32, layout)
     is_first = start == origin  # whether this is the first segment of its sequence
     wait_for_predecessor()  # it writes `entering`
@@ -347,14 +372,16 @@ def _state_warps(
                 if j < SLICES - 1:
                     mbarrier.arrive(empty.index(slot), count=1)
         if HAS_GATE:
-            b_t = sums.index(2 * at).load(gl.SliceLayout(1, scores))[:, None]  # [C, 1]
-            b_s = sums.index(2 * at).load(gl.SliceLayout(0, scores))[None, :]  # [1, C]
+            b_t = sums.index(NUMBERS * at).load(gl.SliceLayout(1, scores))[:, None]  # [C, 1]
+            b_s = sums.index(NUMBERS * at).load(gl.SliceLayout(0, scores))[None, :]  # [1, C]
             between = gl.exp2(b_t - b_s)  # [C, C], undefined for t < s
+            if NUMBERS > 2:
+                between *= sums.index(NUMBERS * at + 2).load(gl.SliceLayout(0, scores))[None, :]  # the factors of v
             if SLICES == 1:
                 decay = gl.max(decays.index(at).load(gl.SliceLayout(1, layout)), 0)
                 a, o = warpgroup_mma_wait(0, [a, o])
             a = gl.where(t >= s, a * between, 0.0)  # [C, C]
-            o = o * gl.exp2(sums.index(2 * at).load(gl.SliceLayout(1, layout)))[:, None]  # [C, W]
+            o = o * gl.exp2(sums.index(NUMBERS * at).load(gl.SliceLayout(1, layout)))[:, None]  # [C, W]
             if SLICES == 1:
                 S = S * decay
         else:
@@ -380,9 +407,13 @@ def _state_warps(
         else:
             o = warpgroup_mma_wait(0, [o])
             leaving = updated
+        o_factor = scale * a_unit * (q_unit * kv_unit)  # factor of o
+        if skip is not None:
+            o = o * o_factor + v_tile.load(layout).to(gl.float32) * skips
+            o_factor = 1.0
+            fence_async_shared()  # v has been loaded to registers; TMA overwrites the tile
         mbarrier.arrive(empty.index(slot), count=1)
         tma.store_wait(0)  # the copy has read o_tile
-        o_factor = scale * a_unit * (q_unit * kv_unit)  # factor of o
         write(o_desc, o_ptr, o_tile, o * o_factor, first, V, (b, h, start + i * C, T, Hv), rows, PACKED)
     for j in gl.static_range(SLICES):
         write_last_state(leaving[j] * outer, states, n, sequence, h, keys + j * BK, value, (Hv, K, V))
@@ -391,7 +422,9 @@ def _state_warps(
 
 # V and strides are specialised: if they are multiples of 16, a thread moves two elements of a state at once.
 @gluon.jit(
-    do_not_specialize=["scale", "g_b", "g_t", "g_h", "T", "segment", "segments", "every", "rows", "Hv", "R", "K"]
+    do_not_specialize=[
+        *("scale", "g_b", "g_t", "g_h", "skip_h", "T", "segment", "segments", "every", "rows", "Hv", "R", "K")
+    ]
 )
 def _chunk_gla_fwd_head_kernel(
     q_desc,  # [B, H, T, K], tiles [C, BK]
@@ -411,10 +444,14 @@ def _chunk_gla_fwd_head_kernel(
     q_units,  # [chunks, H] if q, k and v were float32, else None
     k_units,  # like q_units
     v_units,  # [chunks, Hv] or None
+    v_factor,  # [B, T, Hv], contiguous, or None; only with gates
+    skip,  # [Hv, V] or None
     scale,
     g_b,  # strides of g
     g_t,
     g_h,
+    skip_h,  # strides of skip
+    skip_v,
     state_n,  # strides of initial_state or of the pool; see `in_state`
     state_h,
     state_k,
@@ -465,7 +502,9 @@ def _chunk_gla_fwd_head_kernel(
     u_tiles = gl.allocate_shared_memory(dtype, [GROUPS * STAGES, C, W], value_layout) if HAS_GATE else v_tiles
     s_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, 1, BK, W], state_layout)
     o_tiles = s_tiles if o_desc is None else gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, C, W], o_desc.layout)
-    sums = gl.allocate_shared_memory(gl.float32, [2 * STAGES * HEADS, C], row_layout)  # b and exp(b_C - b)
+    # b and f exp(b_C - b); then f, if v has factors
+    NUMBERS: gl.constexpr = 2 if v_factor is None else 3
+    sums = gl.allocate_shared_memory(gl.float32, [NUMBERS * STAGES * HEADS, C], row_layout)
     decays = gl.allocate_shared_memory(gl.float32, [STAGES * HEADS, 1], row_layout)  # exp(b_C)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # q and k have been loaded
@@ -490,6 +529,15 @@ def _chunk_gla_fwd_head_kernel(
         gates = ((g_ptr + b.to(gl.int64) * g_b + h.to(gl.int64) * g_h, g_t),)
         if HEADS == 2:
             gates += ((g_ptr + b.to(gl.int64) * g_b + (h + 1).to(gl.int64) * g_h, g_t),)
+    factors: gl.constexpr = None
+    if v_factor is not None:
+        first_factor = v_factor + b.to(gl.int64) * T * Hv + h
+        factors = ((first_factor, Hv),)
+        if HEADS == 2:
+            factors += ((first_factor + 1, Hv),)
+    skips: gl.constexpr = None
+    if skip is not None:
+        skips = (skip, skip_h, skip_v)
     load_place = (b, h // R, h, column, start, gl.cdiv(length, C))
     load = ((q_desc, k_desc, v_desc), (q_tiles, k_tiles, v_tiles), (full, v_full, empty), load_place)
     gate = ((q_tiles, k_tiles, v_tiles, u_tiles, sums, decays), (full, v_full, ready, gated), start, length)
@@ -499,13 +547,13 @@ def _chunk_gla_fwd_head_kernel(
     place = (b, h, n, sequence, origin, column, start, length)
     units = (q_units, k_units, v_units, chunk_of(sequence, start, T, C, PACKED))
     sizes = (T, Hv, R, K, V)
-    state_args = (tiles, (ready, gated, empty), (o_desc, o_ptr, scale), states, units, kept, place, sizes)
+    state_args = (tiles, (ready, gated, empty), (o_desc, o_ptr, scale, skips), states, units, kept, place, sizes)
     # Registers of a thread of the state warps. The gate warps have the remaining registers.
     STATE: gl.constexpr = 208 if SLICES == 1 else 224
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_gate_warps, (gates, gate, HEADS, SLICES, NORMALIZER, PACKED, STAGES)),
+                (_gate_warps, (gates, factors, gate, HEADS, SLICES, NORMALIZER, PACKED, STAGES)),
                 (_state_warps, (state_args, 0, HEADS, SLICES, HAS_GATE, PACKED, STAGES)),
                 (_load_warp, (load, HEADS, SLICES, STAGES)),
             ],
@@ -515,7 +563,7 @@ def _chunk_gla_fwd_head_kernel(
     else:
         gl.warp_specialize(
             [
-                (_gate_warps, (gates, gate, HEADS, SLICES, NORMALIZER, PACKED, STAGES)),
+                (_gate_warps, (gates, factors, gate, HEADS, SLICES, NORMALIZER, PACKED, STAGES)),
                 (_state_warps, (state_args, 0, HEADS, SLICES, HAS_GATE, PACKED, STAGES)),
                 (_state_warps, (state_args, 1, HEADS, SLICES, HAS_GATE, PACKED, STAGES)),
                 (_load_warp, (load, HEADS, SLICES, STAGES)),
