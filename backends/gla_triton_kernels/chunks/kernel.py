@@ -185,6 +185,7 @@ class OutputKernel(Kernel):
             GPU runs at once.
         time: takes a call and the parameters, returns the time of a block.
         before: takes a call and constants, returns the seconds of each launch that prepares inputs of this kernel.
+        may_lack_outputs: whether the kernel can leave out the outputs, if only checkpoints are needed.
     """
 
     states: StateKernel
@@ -192,6 +193,7 @@ class OutputKernel(Kernel):
     blocks: Callable[[OpCall, Gpu], tuple[int, int]]
     time: Callable[[OpCall, Parameters], BlockTime]
     before: Callable[[OpCall, Constants], list[float]] = lambda call, c: []
+    may_lack_outputs: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

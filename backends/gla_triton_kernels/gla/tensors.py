@@ -31,7 +31,7 @@ class Tensors(NamedTuple):
     g: Tensor | None  # [B, T, Hv, K], [B, T, Hv] or [Hv]
     initial_state: Tensor | None  # [N, Hv, K, V]
     cu_seqlens: Tensor | None  # [N+1]
-    o: Tensor  # [B, T, Ho, V]
+    o: Tensor | None  # [B, T, Ho, V]; None if only states are needed, which not every kernel allows
     final_state: Tensor | None  # [N, Hv, K, V]
     checkpoints: Tensor | None = None  # [B, n, Hv, K, V]
     entering: Tensor | None = None  # [I, Hv, K, V]

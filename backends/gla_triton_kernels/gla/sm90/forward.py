@@ -22,6 +22,8 @@ communicate over barriers in shared memory; common.py gives the rules.
             computes A. TMA writes checkpoints from the tile that holds S as an operand, because it needs no registers
             for addresses.
 
+A backward needs the states that enter chunks, but no outputs. If there is no o, the kernel leaves out q, A and o.
+
 Sources: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635), for
 the chunked form.
 """
@@ -54,6 +56,7 @@ from gla_triton_kernels.gla.sm90.common import (
     chunk_of,
     clear_rows,
     decay_any_chunk,
+    decay_any_keys,
     decay_mild_chunk,
     exponents_of_mild_chunk,
     first_state,
@@ -122,7 +125,7 @@ def launch_kernel(
         "q_desc": shared_tiles(x.q, kernel.C, kernel.BK),
         "k_desc": shared_tiles(x.k, kernel.C, kernel.BK),
         "v_desc": shared_tiles(x.v, kernel.C, W),
-        "o_desc": shared_tiles(x.o, kernel.C, W) if not before else None,
+        "o_desc": shared_tiles(x.o, kernel.C, W) if x.o is not None and not before else None,
         "s_desc": s_desc,
         "checkpoints": None if s_desc is not None else x.checkpoints,
         **state_arguments(x, segments, every),
@@ -181,7 +184,7 @@ def _gate_tile(scratch_tiles, slot, g_desc):
 
 
 @gluon.jit
-def _load_warp(args, HAS_GATE: gl.constexpr, STAGES: gl.constexpr):
+def _load_warp(args, HAS_O: gl.constexpr, HAS_GATE: gl.constexpr, STAGES: gl.constexpr):
     """Loads q, k, v and g of all chunks, up to STAGES chunks ahead of the other warps."""
     descriptors, tiles, barriers, place = args
     q_desc, k_desc, v_desc, g_desc = descriptors
@@ -191,6 +194,7 @@ def _load_warp(args, HAS_GATE: gl.constexpr, STAGES: gl.constexpr):
     C: gl.constexpr = q_desc.block_type.shape[2]
     W: gl.constexpr = v_desc.block_type.shape[3]
     GROUPS: gl.constexpr = v_tiles.type.shape[0] // STAGES
+    SIZE: gl.constexpr = (2 if HAS_O else 1) * k_desc.block_type.nbytes + GROUPS * v_desc.block_type.nbytes
     for i in range(n_chunks):
         slot = i % STAGES
         phase = (i // STAGES) & 1
@@ -202,8 +206,9 @@ def _load_warp(args, HAS_GATE: gl.constexpr, STAGES: gl.constexpr):
                 g_desc, [b, h, t, 0], g_full.index(slot), _gate_tile(scratch_tiles, slot, g_desc)
             )
         mbarrier.wait(empty.index(slot), phase ^ 1)
-        mbarrier.expect(full.index(slot), 2 * q_desc.block_type.nbytes + GROUPS * v_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(q_desc, [b, h, t, 0], full.index(slot), q_tiles.index(slot))
+        mbarrier.expect(full.index(slot), SIZE)
+        if HAS_O:
+            tma.async_copy_global_to_shared(q_desc, [b, h, t, 0], full.index(slot), q_tiles.index(slot))
         tma.async_copy_global_to_shared(k_desc, [b, h, t, 0], full.index(slot), k_tiles.index(slot))
         for w in gl.static_range(GROUPS):
             v_tile = v_tiles.index(GROUPS * slot + w)
@@ -211,7 +216,14 @@ def _load_warp(args, HAS_GATE: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _gate_warps(args, HAS_GATE: gl.constexpr, NORMALIZER: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr):
+def _gate_warps(
+    args,
+    HAS_O: gl.constexpr,
+    HAS_GATE: gl.constexpr,
+    NORMALIZER: gl.constexpr,
+    PACKED: gl.constexpr,
+    STAGES: gl.constexpr,
+):
     """Replaces q, k by qg, kg in each chunk, and computes A of chunks that are not mild.
 
     The gates arrive before q and k, so that they are summed while q and k are still being loaded.
@@ -219,15 +231,15 @@ def _gate_warps(args, HAS_GATE: gl.constexpr, NORMALIZER: gl.constexpr, PACKED: 
     g_desc, tiles, barriers, length = args
     q_tiles, k_tiles, scratch_tiles, a_tiles, a_units, decays, mild_flags = tiles
     g_full, g_empty, full, gated = barriers
-    C: gl.constexpr = q_tiles.type.shape[3]
-    K: gl.constexpr = q_tiles.type.shape[4]
+    C: gl.constexpr = k_tiles.type.shape[3]
+    K: gl.constexpr = k_tiles.type.shape[4]
     runs: gl.constexpr = layout_of_runs(C, K)
     columns: gl.constexpr = layout_of_columns(C, K)
-    HALF: gl.constexpr = q_tiles.dtype == gl.float16
+    HALF: gl.constexpr = k_tiles.dtype == gl.float16
     for i in range(gl.cdiv(length, C)):
         slot = i % STAGES
         phase = (i // STAGES) & 1
-        q_tile = q_tiles.index(slot).reshape([C, K])
+        q_tile = q_tiles.index(slot).reshape([C, K]) if HAS_O else None
         k_tile = k_tiles.index(slot).reshape([C, K])
         rows = length - i * C
         if HAS_GATE:
@@ -239,7 +251,8 @@ def _gate_warps(args, HAS_GATE: gl.constexpr, NORMALIZER: gl.constexpr, PACKED: 
             # The load warp has waited until the state warps have read the slot, so its decay and A may be replaced too.
             mbarrier.wait(full.index(slot), phase)
             if HALF and PACKED:  # rows of the next sequence would count in the largest number of the chunk
-                clear_rows(q_tile, rows, runs)
+                if HAS_O:
+                    clear_rows(q_tile, rows, runs)
                 clear_rows(k_tile, rows, runs)
             if HALF:
                 mild = mild & fit_mild_chunk(magnitudes(q_tile, k_tile, runs))
@@ -252,26 +265,36 @@ def _gate_warps(args, HAS_GATE: gl.constexpr, NORMALIZER: gl.constexpr, PACKED: 
                 decays.index(slot).store(decay_mild_chunk(q_tile, k_tile, x, end))
             else:
                 again = log_gates_of_tile(g_tile, rows, columns, NORMALIZER, False)  # [C, K]
-                decay, a = decay_any_chunk(q_tile, k_tile, scratch_tiles.index(slot), again)  # [K], [C, C]
-                decays.index(slot).store(decay)
-                a, a_unit = in_units(a, q_tile.dtype)
-                a_tiles.index(slot).store(a)
-                if HALF:
-                    a_units.index(slot).store(gl.full([1], a_unit, gl.float32, gl.SliceLayout(1, runs)))
+                if HAS_O:
+                    decay, a = decay_any_chunk(q_tile, k_tile, scratch_tiles.index(slot), again)  # [K], [C, C]
+                    decays.index(slot).store(decay)
+                    a, a_unit = in_units(a, q_tile.dtype)
+                    a_tiles.index(slot).store(a)
+                    if HALF:
+                        a_units.index(slot).store(gl.full([1], a_unit, gl.float32, gl.SliceLayout(1, runs)))
+                else:
+                    decays.index(slot).store(decay_any_keys(k_tile, again))
                 fence_async_shared()  # as above
                 mbarrier.arrive(g_empty.index(slot), count=1)
         else:
             mbarrier.wait(full.index(slot), phase)
             if PACKED:
                 clear_rows(k_tile, rows, runs)
-            if PACKED and HALF:
+            if PACKED and HALF and HAS_O:
                 clear_rows(q_tile, rows, runs)
         fence_async_shared()  # qg and kg have been stored from registers; wgmma reads them
         mbarrier.arrive(gated.index(slot), count=1)
 
 
 @gluon.jit
-def _state_warps(args, WARPGROUP: gl.constexpr, HAS_GATE: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr):
+def _state_warps(
+    args,
+    WARPGROUP: gl.constexpr,
+    HAS_O: gl.constexpr,
+    HAS_GATE: gl.constexpr,
+    PACKED: gl.constexpr,
+    STAGES: gl.constexpr,
+):
     """Carries W columns of the state through the segment, and writes W columns of the outputs.
 
     Args:
@@ -319,6 +342,8 @@ def _state_warps(args, WARPGROUP: gl.constexpr, HAS_GATE: gl.constexpr, PACKED: 
         if s_desc is not None or checkpoints is not None:
             if left == 0:  # this chunk begins at a checkpoint
                 if s_desc is not None:
+                    if not HAS_O:
+                        tma.store_wait(0)  # the copy of the previous checkpoint has read s_tile
                     s_tile.store((S * waiting).to(s_tile.dtype))
                     fence_async_shared()
                     tma.async_copy_shared_to_global(s_desc, [b, checkpoint, h, 0, first], s_block)
@@ -340,18 +365,20 @@ def _state_warps(args, WARPGROUP: gl.constexpr, HAS_GATE: gl.constexpr, PACKED: 
         if PACKED:
             clear_rows(v_tile, rows, layout)  # the gate warps clear rows of k
         mbarrier.wait(gated.index(slot), phase)
-        a = gl.zeros([C, C], gl.float32, scores)  # computed while S becomes an operand
-        a = warpgroup_mma(q_tile, k_tile.permute([1, 0]), a, use_acc=False, is_async=True)
-        if s_desc is not None:
+        if HAS_O:
+            a = gl.zeros([C, C], gl.float32, scores)  # computed while S becomes an operand
+            a = warpgroup_mma(q_tile, k_tile.permute([1, 0]), a, use_acc=False, is_async=True)
+        if s_desc is not None and HAS_O:
             tma.store_wait(0)  # the copy has read s_tile
         if HAS_GATE:
             decay = decays.index(slot).load(gl.SliceLayout(1, layout))[:, None]  # [BK, 1], exp(r) or exp(b_C)
             mild = gl.max(mild_flags.index(slot).load(gl.SliceLayout(1, layout)), 0) != 0
             r = gl.where(mild, decay, 1.0)  # [BK, 1], exp(r)
-            s_unit = store_state(s_tile, S, waiting * r, outer)
+            if HAS_O:
+                s_unit = store_state(s_tile, S, waiting * r, outer)
             S = S * (waiting * decay)
             waiting = r
-        else:
+        elif HAS_O:
             s_unit = store_state(s_tile, S, None, outer)
         q_unit = unit_at(q_units, chunk + i, H, h)
         kv_unit = unit_at(k_units, chunk + i, H, h) * unit_at(v_units, chunk + i, H, h)
@@ -359,25 +386,30 @@ def _state_warps(args, WARPGROUP: gl.constexpr, HAS_GATE: gl.constexpr, PACKED: 
             S = S * (outer / kv_unit)
             outer = kv_unit
         fence_async_shared()  # S, and cleared rows of v, have been stored from registers; wgmma reads them
-        a = gl.where(t >= s, warpgroup_mma_wait(0, [a]), 0.0)  # [C, C]
-        a, a_unit = in_units(a, q_tile.dtype)
-        if HAS_GATE:  # noqa: SIM102 -- known when this is compiled, and mild is not
-            if not mild:  # qg kg^T is not A; the gate warps have computed A
-                a = a_tiles.index(slot).load(scores)
-                if HALF:
-                    a_unit = gl.max(a_units.index(slot).load(gl.SliceLayout(1, layout)), 0)
-        a = gl.convert_layout(a, operand)  # the left operand of wgmma may stay in registers
-        o = gl.zeros([C, W], gl.float32, layout)
-        o = warpgroup_mma(q_tile, s_tile, o, use_acc=False, is_async=True)
-        if HALF:
-            o = warpgroup_mma_wait(0, [o]) * (s_unit / (a_unit * kv_unit))  # in the units of A v
-        o = warpgroup_mma(a, v_tile, o, is_async=True)
+        if HAS_O:
+            a = gl.where(t >= s, warpgroup_mma_wait(0, [a]), 0.0)  # [C, C]
+            a, a_unit = in_units(a, q_tile.dtype)
+            if HAS_GATE:  # noqa: SIM102 -- known when this is compiled, and mild is not
+                if not mild:  # qg kg^T is not A; the gate warps have computed A
+                    a = a_tiles.index(slot).load(scores)
+                    if HALF:
+                        a_unit = gl.max(a_units.index(slot).load(gl.SliceLayout(1, layout)), 0)
+            a = gl.convert_layout(a, operand)  # the left operand of wgmma may stay in registers
+            o = gl.zeros([C, W], gl.float32, layout)
+            o = warpgroup_mma(q_tile, s_tile, o, use_acc=False, is_async=True)
+            if HALF:
+                o = warpgroup_mma_wait(0, [o]) * (s_unit / (a_unit * kv_unit))  # in the units of A v
+            o = warpgroup_mma(a, v_tile, o, is_async=True)
         S = warpgroup_mma(k_tile.permute([1, 0]), v_tile, S, is_async=True)
-        o, S = warpgroup_mma_wait(0, [o, S])
+        if HAS_O:
+            o, S = warpgroup_mma_wait(0, [o, S])
+        else:
+            S = warpgroup_mma_wait(0, [S])
         mbarrier.arrive(empty.index(slot), count=1)
-        tma.store_wait(0)  # the copy has read o_tile
-        o_factor = scale * a_unit * (q_unit * kv_unit)  # factor of o
-        write(o_desc, o_ptr, o_tile, o * o_factor, first, V, (b, h, start + i * C, T, H), rows, PACKED)
+        if HAS_O:
+            tma.store_wait(0)  # the copy has read o_tile
+            o_factor = scale * a_unit * (q_unit * kv_unit)  # factor of o
+            write(o_desc, o_ptr, o_tile, o * o_factor, first, V, (b, h, start + i * C, T, H), rows, PACKED)
     write_last_state(S * (waiting * outer), states, n, sequence, h, key, value, (H, K, V))
     tma.store_wait(0)
 
@@ -392,7 +424,7 @@ def _chunk_gla_fwd_kernel(
     o_desc,  # [B, H, T, V], tiles [C, W]
     s_desc,  # checkpoints [B, n, H, K, V] in bfloat16, tiles [BK, W], or None
     checkpoints,  # [B, n, H, K, V] in float32, or the pool, or None
-    o_ptr,  # [B, T, H, V], contiguous
+    o_ptr,  # [B, T, H, V], contiguous, or None
     initial_state,  # [N, H, K, V] or None
     entering,  # [I, H, K, V] or None
     final_state,  # [N, H, K, V], or None if sequences are cut
@@ -423,6 +455,7 @@ def _chunk_gla_fwd_kernel(
     C: gl.constexpr = q_desc.block_type.shape[2]
     BK: gl.constexpr = q_desc.block_type.shape[3]
     W: gl.constexpr = v_desc.block_type.shape[3]
+    HAS_O: gl.constexpr = o_ptr is not None
     HAS_GATE: gl.constexpr = g_desc is not None
     PACKED: gl.constexpr = order is not None
     dtype: gl.constexpr = q_desc.dtype
@@ -443,8 +476,10 @@ def _chunk_gla_fwd_kernel(
     scores_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
     state_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, 1, BK, W], dtype)
     row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], q_desc.layout)  # q, then qg
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], k_desc.layout)  # k, then kg
+    q_tiles = k_tiles
+    if HAS_O:
+        q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], q_desc.layout)  # q, then qg
     v_tiles = gl.allocate_shared_memory(dtype, [GROUPS * STAGES, 1, 1, C, W], v_desc.layout)
     # Scratch holds g, then the decayed rows of `_scores_by_halving`.
     scratch_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 2, C, BK], q_desc.layout) if HAS_GATE else q_tiles
@@ -484,9 +519,9 @@ def _chunk_gla_fwd_kernel(
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_gate_warps, (gate, HAS_GATE, NORMALIZER, PACKED, STAGES)),
-                (_state_warps, (state_args, 0, HAS_GATE, PACKED, STAGES)),
-                (_load_warp, (load, HAS_GATE, STAGES)),
+                (_gate_warps, (gate, HAS_O, HAS_GATE, NORMALIZER, PACKED, STAGES)),
+                (_state_warps, (state_args, 0, HAS_O, HAS_GATE, PACKED, STAGES)),
+                (_load_warp, (load, HAS_O, HAS_GATE, STAGES)),
             ],
             [4, 1],
             [STATE, 24],
@@ -494,10 +529,10 @@ def _chunk_gla_fwd_kernel(
     else:
         gl.warp_specialize(
             [
-                (_gate_warps, (gate, HAS_GATE, NORMALIZER, PACKED, STAGES)),
-                (_state_warps, (state_args, 0, HAS_GATE, PACKED, STAGES)),
-                (_state_warps, (state_args, 1, HAS_GATE, PACKED, STAGES)),
-                (_load_warp, (load, HAS_GATE, STAGES)),
+                (_gate_warps, (gate, HAS_O, HAS_GATE, NORMALIZER, PACKED, STAGES)),
+                (_state_warps, (state_args, 0, HAS_O, HAS_GATE, PACKED, STAGES)),
+                (_state_warps, (state_args, 1, HAS_O, HAS_GATE, PACKED, STAGES)),
+                (_load_warp, (load, HAS_O, HAS_GATE, STAGES)),
             ],
             [4, 4, 1],
             [STATE, STATE, 24],

@@ -28,6 +28,8 @@ warps of a block are specialised. They communicate over barriers in shared memor
     state   one or two warpgroups, each with W columns of S, v and o. S stays in their registers, and each of them
             computes A. The tile that holds S as an operand is also the source of checkpoints.
 
+A backward needs the states that enter chunks, but no outputs. If there is no o, the kernel leaves out q, A and o.
+
 A head with K above 128 has several slices of keys. q S and the scores are sums over slices, and the slices of S are
 independent of each other. The more slices there are, the fewer columns fit into the registers of a warpgroup.
 
@@ -113,7 +115,7 @@ def launch_outputs(
 
 
 @gluon.jit
-def _load_warp(args, HEADS: gl.constexpr, SLICES: gl.constexpr, STAGES: gl.constexpr):
+def _load_warp(args, HAS_O: gl.constexpr, HEADS: gl.constexpr, SLICES: gl.constexpr, STAGES: gl.constexpr):
     """Loads q, k and v of all chunks, as far ahead of the other warps as there are slots.
 
     The tiles of v of a chunk have no barrier `empty`: their slot is free once that of the chunk's last slice is.
@@ -127,8 +129,8 @@ def _load_warp(args, HEADS: gl.constexpr, SLICES: gl.constexpr, STAGES: gl.const
     BK: gl.constexpr = q_desc.block_type.shape[3]
     W: gl.constexpr = v_desc.block_type.shape[3]
     GROUPS: gl.constexpr = v_tiles.type.shape[0] // STAGES
-    SLOTS: gl.constexpr = q_tiles.type.shape[0]
-    TILES: gl.constexpr = 2 * q_desc.block_type.nbytes
+    SLOTS: gl.constexpr = k_tiles.type.shape[0]
+    TILES: gl.constexpr = (2 if HAS_O else 1) * k_desc.block_type.nbytes
     COLUMNS: gl.constexpr = GROUPS * v_desc.block_type.nbytes
     for i in range(n_chunks):
         stage = i % STAGES
@@ -138,7 +140,8 @@ def _load_warp(args, HEADS: gl.constexpr, SLICES: gl.constexpr, STAGES: gl.const
             slot = step % SLOTS
             mbarrier.wait(empty.index(slot), ((step // SLOTS) & 1) ^ 1)  # returns at once for the first SLOTS slices
             mbarrier.expect(full.index(slot), TILES + COLUMNS if SLICES == 1 else TILES)
-            tma.async_copy_global_to_shared(q_desc, [b, key_head, t, j * BK], full.index(slot), q_tiles.index(slot))
+            if HAS_O:
+                tma.async_copy_global_to_shared(q_desc, [b, key_head, t, j * BK], full.index(slot), q_tiles.index(slot))
             tma.async_copy_global_to_shared(k_desc, [b, key_head, t, j * BK], full.index(slot), k_tiles.index(slot))
             if j == 0:
                 if SLICES > 1:
@@ -154,6 +157,7 @@ def _gate_warps(
     gates,
     factors,
     args,
+    HAS_O: gl.constexpr,
     HEADS: gl.constexpr,
     SLICES: gl.constexpr,
     NORMALIZER: gl.constexpr,
@@ -220,7 +224,7 @@ def _gate_warps(
                 decays.index(at).store(gl.full([1], decay, gl.float32, gl.SliceLayout(1, layout)))
         if PACKED and SLICES == 1:
             clear_rows(k_tiles.index(stage).reshape([C, BK]), rows, layout)
-            if q_tiles.dtype == gl.float16:  # rows of the next sequence would count in the largest score
+            if HAS_O and q_tiles.dtype == gl.float16:  # rows of the next sequence would count in the largest score
                 clear_rows(q_tiles.index(stage).reshape([C, BK]), rows, layout)
         for w in gl.static_range(GROUPS):
             v_tile = v_tiles.index(GROUPS * stage + w).reshape([C, W])
@@ -239,7 +243,7 @@ def _gate_warps(
                 slot = step % SLOTS
                 mbarrier.wait(full.index(slot), (step // SLOTS) & 1)
                 clear_rows(k_tiles.index(slot).reshape([C, BK]), rows, layout)
-                if q_tiles.dtype == gl.float16:  # as above
+                if HAS_O and q_tiles.dtype == gl.float16:  # as above
                     clear_rows(q_tiles.index(slot).reshape([C, BK]), rows, layout)
                 fence_async_shared()
                 mbarrier.arrive(ready.index(slot), count=1)
@@ -249,6 +253,7 @@ def _gate_warps(
 def _state_warps(
     args,
     WARPGROUP: gl.constexpr,
+    HAS_O: gl.constexpr,
     HEADS: gl.constexpr,
     SLICES: gl.constexpr,
     HAS_GATE: gl.constexpr,
@@ -332,11 +337,11 @@ def _state_warps(
             q_tile = q_tiles.index(slot).reshape([C, BK])
             k_tile = k_tiles.index(slot).reshape([C, BK])
             if s_desc is not None:
-                # The copy of the checkpoint has read s_tile. If there is one slice, the copy of o may go on.
-                tma.store_wait(1 if SLICES == 1 else 0)
+                # The copy of the checkpoint has read s_tile. If a copy of o follows it, that one may go on.
+                tma.store_wait(1 if SLICES == 1 and HAS_O else 0)
             if SLICES > 1 and HALF:
                 s_tile.store((S * inverse).to(s_tile.dtype))
-            else:
+            elif HAS_O or s_desc is not None:
                 s_unit = store_state(s_tile, S, None, outer)
             fence_async_shared()  # wgmma and TMA read S from the tile
             if HAS_CHECKPOINTS:
@@ -357,8 +362,9 @@ def _state_warps(
             if PACKED and SLICES == 1:
                 if rows < C:
                     mbarrier.wait(gated.index(stage), phase)  # rows of the next sequence have been cleared
-            a = warpgroup_mma(q_tile, k_tile.permute([1, 0]), a, use_acc=j > 0, is_async=True)
-            o = warpgroup_mma(q_tile, s_tile, o, use_acc=j > 0, is_async=True)
+            if HAS_O:
+                a = warpgroup_mma(q_tile, k_tile.permute([1, 0]), a, use_acc=j > 0, is_async=True)
+                o = warpgroup_mma(q_tile, s_tile, o, use_acc=j > 0, is_async=True)
             if j == 0:
                 mbarrier.wait(gated.index(stage), phase)
             if SLICES > 1:
@@ -367,28 +373,31 @@ def _state_warps(
                 if q_units is not None:
                     S = S * (outer / kv_unit)
                 S = warpgroup_mma(k_tile.permute([1, 0]), u_tile, S, is_async=True)
-                a, o, S = warpgroup_mma_wait(0, [a, o, S])
+                if HAS_O:
+                    a, o, S = warpgroup_mma_wait(0, [a, o, S])
+                else:
+                    S = warpgroup_mma_wait(0, [S])
                 updated += (S,)
                 if j < SLICES - 1:
                     mbarrier.arrive(empty.index(slot), count=1)
-        if HAS_GATE:
+        if HAS_GATE and HAS_O:
             b_t = sums.index(NUMBERS * at).load(gl.SliceLayout(1, scores))[:, None]  # [C, 1]
             b_s = sums.index(NUMBERS * at).load(gl.SliceLayout(0, scores))[None, :]  # [1, C]
             between = gl.exp2(b_t - b_s)  # [C, C], undefined for t < s
             if NUMBERS > 2:
                 between *= sums.index(NUMBERS * at + 2).load(gl.SliceLayout(0, scores))[None, :]  # the factors of v
-            if SLICES == 1:
-                decay = gl.max(decays.index(at).load(gl.SliceLayout(1, layout)), 0)
-                a, o = warpgroup_mma_wait(0, [a, o])
-            a = gl.where(t >= s, a * between, 0.0)  # [C, C]
+        if HAS_GATE and SLICES == 1:
+            decay = gl.max(decays.index(at).load(gl.SliceLayout(1, layout)), 0)
+        if HAS_O and SLICES == 1:
+            a, o = warpgroup_mma_wait(0, [a, o])
+        if HAS_O:
+            a = gl.where(t >= s, a * between if HAS_GATE else a, 0.0)  # [C, C]
+        if HAS_GATE and HAS_O:
             o = o * gl.exp2(sums.index(NUMBERS * at).load(gl.SliceLayout(1, layout)))[:, None]  # [C, W]
-            if SLICES == 1:
-                S = S * decay
-        else:
-            if SLICES == 1:
-                a, o = warpgroup_mma_wait(0, [a, o])
-            a = gl.where(t >= s, a, 0.0)  # [C, C]
-        a, a_unit = in_units(a, q_tile.dtype)
+        if HAS_GATE and SLICES == 1:
+            S = S * decay
+        if HAS_O:
+            a, a_unit = in_units(a, q_tile.dtype)
         if SLICES == 1:
             q_unit = unit_at(q_units, chunk + i, Hv // R, h // R)
             kv_unit = unit_at(k_units, chunk + i, Hv // R, h // R) * unit_at(v_units, chunk + i, Hv, h)
@@ -396,25 +405,32 @@ def _state_warps(
                 S = S * (outer / kv_unit)
         if q_units is not None:
             outer = kv_unit
-        if HALF:
-            o = o * (s_unit / (a_unit * kv_unit))  # in the units of A v
-        a = gl.convert_layout(a, operand)  # the left operand of wgmma may stay in registers
-        o = warpgroup_mma(a, v_tile, o, is_async=True)
+        if HAS_O:
+            if HALF:
+                o = o * (s_unit / (a_unit * kv_unit))  # in the units of A v
+            a = gl.convert_layout(a, operand)  # the left operand of wgmma may stay in registers
+            o = warpgroup_mma(a, v_tile, o, is_async=True)
         if SLICES == 1:
             S = warpgroup_mma(k_tile.permute([1, 0]), u_tile, S, is_async=True)
-            o, S = warpgroup_mma_wait(0, [o, S])
+            if HAS_O:
+                o, S = warpgroup_mma_wait(0, [o, S])
+            else:
+                S = warpgroup_mma_wait(0, [S])
             leaving = (S,)
         else:
-            o = warpgroup_mma_wait(0, [o])
+            if HAS_O:
+                o = warpgroup_mma_wait(0, [o])
             leaving = updated
-        o_factor = scale * a_unit * (q_unit * kv_unit)  # factor of o
+        if HAS_O:
+            o_factor = scale * a_unit * (q_unit * kv_unit)  # factor of o
         if skip is not None:
             o = o * o_factor + v_tile.load(layout).to(gl.float32) * skips
             o_factor = 1.0
             fence_async_shared()  # v has been loaded to registers; TMA overwrites the tile
         mbarrier.arrive(empty.index(slot), count=1)
-        tma.store_wait(0)  # the copy has read o_tile
-        write(o_desc, o_ptr, o_tile, o * o_factor, first, V, (b, h, start + i * C, T, Hv), rows, PACKED)
+        if HAS_O:
+            tma.store_wait(0)  # the copy has read o_tile
+            write(o_desc, o_ptr, o_tile, o * o_factor, first, V, (b, h, start + i * C, T, Hv), rows, PACKED)
     for j in gl.static_range(SLICES):
         write_last_state(leaving[j] * outer, states, n, sequence, h, keys + j * BK, value, (Hv, K, V))
     tma.store_wait(0)
@@ -434,7 +450,7 @@ def _chunk_gla_fwd_head_kernel(
     s_desc,  # checkpoints [B, n, Hv, K, V] in bfloat16, tiles [BK, W], or None
     checkpoints,  # [B, n, Hv, K, V] in float32, or the pool, or None
     g_ptr,  # [B, T, Hv], or [Hv] with g_b = g_t = 0, or None
-    o_ptr,  # [B, T, Hv, V], contiguous
+    o_ptr,  # [B, T, Hv, V], contiguous, or None
     initial_state,  # [N, Hv, K, V] or None
     entering,  # [I, Hv, K, V] or None
     final_state,  # [N, Hv, K, V], or None if sequences are cut
@@ -477,6 +493,7 @@ def _chunk_gla_fwd_head_kernel(
     BK: gl.constexpr = q_desc.block_type.shape[3]
     W: gl.constexpr = v_desc.block_type.shape[3]
     HAS_GATE: gl.constexpr = g_ptr is not None
+    HAS_O: gl.constexpr = o_ptr is not None
     PACKED: gl.constexpr = order is not None
     dtype: gl.constexpr = q_desc.dtype
     columns = gl.cdiv(V, GROUPS * W)
@@ -496,8 +513,8 @@ def _chunk_gla_fwd_head_kernel(
     state_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, 1, BK, W], dtype)
     value_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, W], dtype)
     row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q_tiles = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, C, BK], q_desc.layout)
     k_tiles = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, C, BK], k_desc.layout)
+    q_tiles = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, C, BK], q_desc.layout) if HAS_O else k_tiles
     v_tiles = gl.allocate_shared_memory(dtype, [GROUPS * STAGES, 1, 1, C, W], v_desc.layout)
     u_tiles = gl.allocate_shared_memory(dtype, [GROUPS * STAGES, C, W], value_layout) if HAS_GATE else v_tiles
     s_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, 1, BK, W], state_layout)
@@ -553,9 +570,9 @@ def _chunk_gla_fwd_head_kernel(
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_gate_warps, (gates, factors, gate, HEADS, SLICES, NORMALIZER, PACKED, STAGES)),
-                (_state_warps, (state_args, 0, HEADS, SLICES, HAS_GATE, PACKED, STAGES)),
-                (_load_warp, (load, HEADS, SLICES, STAGES)),
+                (_gate_warps, (gates, factors, gate, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES)),
+                (_state_warps, (state_args, 0, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES)),
+                (_load_warp, (load, HAS_O, HEADS, SLICES, STAGES)),
             ],
             [4, 1],
             [STATE, 24],
@@ -563,10 +580,10 @@ def _chunk_gla_fwd_head_kernel(
     else:
         gl.warp_specialize(
             [
-                (_gate_warps, (gates, factors, gate, HEADS, SLICES, NORMALIZER, PACKED, STAGES)),
-                (_state_warps, (state_args, 0, HEADS, SLICES, HAS_GATE, PACKED, STAGES)),
-                (_state_warps, (state_args, 1, HEADS, SLICES, HAS_GATE, PACKED, STAGES)),
-                (_load_warp, (load, HEADS, SLICES, STAGES)),
+                (_gate_warps, (gates, factors, gate, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES)),
+                (_state_warps, (state_args, 0, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES)),
+                (_state_warps, (state_args, 1, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES)),
+                (_load_warp, (load, HAS_O, HEADS, SLICES, STAGES)),
             ],
             [4, 4, 1],
             [STATE, STATE, 24],

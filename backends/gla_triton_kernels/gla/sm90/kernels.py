@@ -278,6 +278,7 @@ FORWARD = OutputKernel(
     blocks=_blocks,
     time=_forward_time,
     before=_conversions_seconds,
+    may_lack_outputs=True,
 )
 FORWARD_HEAD = OutputKernel(
     name="sm90.forward_head",
@@ -288,6 +289,7 @@ FORWARD_HEAD = OutputKernel(
     blocks=_blocks,
     time=_forward_head_time,
     before=_conversions_seconds,
+    may_lack_outputs=True,
 )
 FORWARD_WIDE = OutputKernel(
     name="sm90.forward_wide",
