@@ -13,14 +13,16 @@ other. A is the sum of the scores of both slices, and for each slice
 With K this large, a few columns of a state fill the registers, so several blocks share a head. If each block summed the
 gates, this would take most of the time. So the gates have a kernel of their own:
 
-    _gate_kernel     one block per chunk and head: writes qg, kg, A, before and after to memory
-    _state_kernel    one block per segment, head and 2 W columns of v. A load warp copies the next slices by TMA; two
-                     state warpgroups carry W columns of S each. common.py gives the rules of barriers.
+    _gate_kernel     one block per chunk and head of o: writes qg, kg, A, before and after to memory
+    _state_kernel    one block per segment, head of o and 2 W columns of v. A load warp copies the next slices by TMA;
+                     two state warpgroups carry W columns of S each. common.py gives the rules of barriers.
 
 The kernel refuses calls without gates. In qg, kg and A, every chunk has C rows of its own, even the last chunk of a
-sequence. Chunks are numbered like segments of C tokens (segments.py).
+sequence. Chunks are numbered like segments of C tokens (segments.py). If query heads share a state, each of their
+blocks computes it, and the block of the first one writes it.
 
-B batch   T tokens   N sequences   I segments, by default the N sequences   M chunks   H heads   P slots of a pool
+B batch   T tokens   N sequences   I segments, by default the N sequences   M chunks   P slots of a pool
+H key heads   Hq query heads   Hv value heads, of v, g and S   Ho = max(Hq, Hv) heads of o
 K, V key and value width   C tokens of a chunk   BK keys of a slice   W columns of v of a warpgroup
 n rows of checkpoints   STAGES pipeline stages   slot   a pipeline stage in shared memory, or a state of a pool
 """
@@ -61,7 +63,7 @@ from gla_triton_kernels.gla.sm90.common import (
     write,
     write_slot,
 )
-from gla_triton_kernels.gla.sm90.forward import checkpoint_tiles, state_arguments
+from gla_triton_kernels.gla.sm90.forward import checkpoint_tiles, heads_of_outputs, state_arguments
 from gla_triton_kernels.gla.tensors import Tensors
 from gla_triton_runtime.launch import Launch
 from gla_triton_runtime.tma import shared_tiles
@@ -77,13 +79,13 @@ def launch_outputs(
     See `launch_outputs` of general/forward.py for the arguments.
     """
     assert x.g is not None
-    B, T, H, K = x.k.shape
-    V = x.v.shape[3]
+    B, T, Ho, V = x.o.shape
+    K, heads = x.k.shape[3], heads_of_outputs(x)
     C, BK, BV, W = plan.parameters.C, plan.parameters.BK, plan.parameters.BV, plan.parameters.BV // 2
     chunks = cut(B, T, C, C, x.cu_seqlens, longest_first=False)
-    qg, kg = (x.q.new_empty(1, chunks.count * C, H, K) for _ in range(2))
-    scores = x.q.new_empty(1, chunks.count * C, H, C)
-    decays = x.q.new_empty(H, chunks.count, 2, 2 * BK, dtype=torch.float32)  # `before` and `after` of both slices
+    qg, kg = (x.q.new_empty(1, chunks.count * C, Ho, K) for _ in range(2))
+    scores = x.q.new_empty(1, chunks.count * C, Ho, C)
+    decays = x.q.new_empty(Ho, chunks.count, 2, 2 * BK, dtype=torch.float32)  # `before` and `after` of both slices
     arguments = {
         "q_desc": shared_tiles(x.q, C, BK),
         "k_desc": shared_tiles(x.k, C, BK),
@@ -95,9 +97,11 @@ def launch_outputs(
         "decays": decays,
         "chunks": chunks.per_sequence,
         "T": T,
+        "per_q": heads["per_q"],
+        "PER_V": heads["PER_V"],
         "NORMALIZER": normalizer,
     }
-    gates = Launch(_gate_kernel, (chunks.count, H, 1), arguments, {"num_warps": plan.parameters.warps})
+    gates = Launch(_gate_kernel, (chunks.count, Ho, 1), arguments, {"num_warps": plan.parameters.warps})
     arguments = {
         "q_desc": shared_tiles(qg, C, BK),
         "k_desc": shared_tiles(kg, C, BK),
@@ -111,11 +115,12 @@ def launch_outputs(
         **lengths_of(T, segments),
         "chunks": chunks.count,
         "HAS_CHECKPOINTS": x.checkpoints is not None,
-        "H": H,
+        "Ho": Ho,
         "K": K,
         "V": V,
+        "PER_V": heads["PER_V"],
     }
-    grid = (ceil_div(V, BV) * segments.count * H, 1, 1)
+    grid = (ceil_div(V, BV) * segments.count * Ho, 1, 1)
     state = Launch(_state_kernel, grid, arguments, {"num_warps": plan.parameters.warps, "maxnreg": 168})
     return [*chunks.launches, gates, state]
 
@@ -129,21 +134,23 @@ def _write_decays(ptr, before, after):
     gl.store(ptr + 2 * BK + key, after)
 
 
-@gluon.jit(do_not_specialize=["chunks", "T"])
+@gluon.jit(do_not_specialize=["chunks", "T", "per_q"])
 def _gate_kernel(
-    q_desc,  # [B, H, T, K], tiles [C, BK]
+    q_desc,  # [B, Hq, T, K], tiles [C, BK]
     k_desc,  # [B, H, T, K], tiles [C, BK]
-    g_desc,  # [B, H, T, K], tiles [C, BK]
-    qg_desc,  # [1, H, M * C, K], tiles [C, BK]
-    kg_desc,  # [1, H, M * C, K], tiles [C, BK]
-    a_desc,  # [1, H, M * C, C], tiles [C, C]
+    g_desc,  # [B, Hv, T, K], tiles [C, BK]
+    qg_desc,  # [1, Ho, M * C, K], tiles [C, BK]
+    kg_desc,  # [1, Ho, M * C, K], tiles [C, BK]
+    a_desc,  # [1, Ho, M * C, C], tiles [C, C]
     order,  # [M, 5] of packed sequences, or None
-    decays,  # [H, M, 2, 2 * BK]
+    decays,  # [Ho, M, 2, 2 * BK]
     chunks,  # number of chunks of a sequence, if order is None
     T,
+    per_q,  # heads of o that share a head of q
+    PER_V: gl.constexpr,  # heads of o that share a head of v; 1 unless per_q is 1
     NORMALIZER: gl.constexpr,
 ):
-    """Computes qg, kg, A and the factors of the state of one chunk and head."""
+    """Computes qg, kg, A and the factors of the state of one chunk and head of o."""
     PACKED: gl.constexpr = order is not None
     C: gl.constexpr = q_desc.block_type.shape[2]
     BK: gl.constexpr = q_desc.block_type.shape[3]
@@ -153,6 +160,7 @@ def _gate_kernel(
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     i = gl.program_id(0)
     h = gl.program_id(1)
+    q_head, k_head, v_head = h // per_q, h // per_q // PER_V, h // PER_V
     if PACKED:
         b = gl.to_tensor(0)
         i, first, rows, _, _ = segment_at(order, i)
@@ -177,9 +185,9 @@ def _gate_kernel(
     for j in range(2):
         tma.store_wait(0)  # qg and kg of the first slice have left the tiles
         mbarrier.expect(full, 2 * q_desc.block_type.nbytes + g_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(q_desc, [b, h, first, j * BK], full, q_box)
-        tma.async_copy_global_to_shared(k_desc, [b, h, first, j * BK], full, k_box)
-        tma.async_copy_global_to_shared(g_desc, [b, h, first, j * BK], full, g_box)
+        tma.async_copy_global_to_shared(q_desc, [b, q_head, first, j * BK], full, q_box)
+        tma.async_copy_global_to_shared(k_desc, [b, k_head, first, j * BK], full, k_box)
+        tma.async_copy_global_to_shared(g_desc, [b, v_head, first, j * BK], full, g_box)
         mbarrier.wait(full, j)
         g_tile = g_box.reshape([C, BK])
         g = log_gates_of_tile(g_tile, rows, runs, NORMALIZER, PACKED)  # [C, BK]
@@ -208,7 +216,7 @@ def _gate_kernel(
 
 
 @gluon.jit
-def _load_warp(descriptors, tiles, barriers, place):
+def _load_warp(descriptors, tiles, barriers, place, PER_V: gl.constexpr):
     """Loads slices of qg and kg, and A and v of chunks, ahead of the state warps."""
     q_desc, k_desc, a_desc, v_desc = descriptors
     q_tiles, k_tiles, a_tiles, v_tiles = tiles
@@ -229,15 +237,16 @@ def _load_warp(descriptors, tiles, barriers, place):
             slot = step // 2 % 2
             mbarrier.wait(v_empty.index(slot), (step // 4 & 1) ^ 1)
             mbarrier.expect(v_full.index(slot), a_desc.block_type.nbytes + 2 * v_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(v_desc, [b, h, t, column], v_full.index(slot), v_tiles.index(2 * slot))
-            tma.async_copy_global_to_shared(
-                v_desc, [b, h, t, column + W], v_full.index(slot), v_tiles.index(2 * slot + 1)
-            )
+            bar = v_full.index(slot)
+            tma.async_copy_global_to_shared(v_desc, [b, h // PER_V, t, column], bar, v_tiles.index(2 * slot))
+            tma.async_copy_global_to_shared(v_desc, [b, h // PER_V, t, column + W], bar, v_tiles.index(2 * slot + 1))
             tma.async_copy_global_to_shared(a_desc, [0, h, row_t, 0], v_full.index(slot), a_tiles.index(slot))
 
 
 @gluon.jit
-def _state_warps(args, WARPGROUP: gl.constexpr, PACKED: gl.constexpr, HAS_CHECKPOINTS: gl.constexpr):
+def _state_warps(
+    args, WARPGROUP: gl.constexpr, PER_V: gl.constexpr, PACKED: gl.constexpr, HAS_CHECKPOINTS: gl.constexpr
+):
     """Carries W columns of the state, in two slices S0 and S1, through the segment, and writes the outputs.
 
     Args:
@@ -251,7 +260,8 @@ def _state_warps(args, WARPGROUP: gl.constexpr, PACKED: gl.constexpr, HAS_CHECKP
     initial_state, strides, entering, final_state, pool, slots = states
     s_desc, checkpoint, left, every = kept
     b, h, n, sequence, column, start, length, is_first = place
-    T, H, K, V = sizes
+    T, Ho, K, V = sizes
+    v_head = h // PER_V
     C: gl.constexpr = q_tiles.type.shape[3]
     BK: gl.constexpr = q_tiles.type.shape[4]
     W: gl.constexpr = v_tiles.type.shape[4]
@@ -260,7 +270,7 @@ def _state_warps(args, WARPGROUP: gl.constexpr, PACKED: gl.constexpr, HAS_CHECKP
     s_tile = s_block.reshape([BK, W])
     o_tile = o_tiles.index(WARPGROUP).reshape([C, W])
     first = column + WARPGROUP * W
-    head = (n * H + h).to(gl.int64) * K * V
+    head = (n * (Ho // PER_V) + v_head).to(gl.int64) * K * V
     key = gl.arange(0, BK, gl.SliceLayout(1, layout))  # [BK]
     value = first + gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]  # [1, W]
     S0 = gl.zeros([BK, W], gl.float32, layout)
@@ -273,11 +283,11 @@ def _state_warps(args, WARPGROUP: gl.constexpr, PACKED: gl.constexpr, HAS_CHECKP
         S1 = _load_slice(entering + head, V, None, row1, value, K, V, taken, S1)
     elif pool is not None:
         from_slot, _, _, _ = slots_at(slots, sequence)
-        S0 = read_slot(pool, strides, from_slot, h, row0, value, (row0 < K) & (value < V))
-        S1 = read_slot(pool, strides, from_slot, h, row1, value, (row1 < K) & (value < V))
+        S0 = read_slot(pool, strides, from_slot, v_head, row0, value, (row0 < K) & (value < V))
+        S1 = read_slot(pool, strides, from_slot, v_head, row1, value, (row1 < K) & (value < V))
     if initial_state is not None:
         state_n, state_h, state_k, state_v = strides
-        states_in = initial_state + sequence.to(gl.int64) * state_n + h.to(gl.int64) * state_h
+        states_in = initial_state + sequence.to(gl.int64) * state_n + v_head.to(gl.int64) * state_h
         S0 = _load_slice(states_in, state_k, state_v, row0, value, K, V, is_first, S0)
         S1 = _load_slice(states_in, state_k, state_v, row1, value, K, V, is_first, S1)
     decays += key
@@ -285,11 +295,11 @@ def _state_warps(args, WARPGROUP: gl.constexpr, PACKED: gl.constexpr, HAS_CHECKP
         if HAS_CHECKPOINTS:
             if left == 0:
                 if pool is not None:
-                    write_slot(pool, strides, checkpoint, h, S0, row0, value, (K, V))
-                    write_slot(pool, strides, checkpoint, h, S1, row1, value, (K, V))
+                    write_slot(pool, strides, checkpoint, v_head, S0, row0, value, (K, V))
+                    write_slot(pool, strides, checkpoint, v_head, S1, row1, value, (K, V))
                 else:
-                    _write_slice(s_desc, [b, checkpoint, h, 0, first], s_block, S0)
-                    _write_slice(s_desc, [b, checkpoint, h, BK, first], s_block, S1)
+                    _write_slice(s_desc, [b, checkpoint, v_head, 0, first], s_block, S0)
+                    _write_slice(s_desc, [b, checkpoint, v_head, BK, first], s_block, S1)
                 checkpoint += 1
                 left = every  # 0 with a pool, so that no other checkpoint follows
             left -= C
@@ -307,15 +317,16 @@ def _state_warps(args, WARPGROUP: gl.constexpr, PACKED: gl.constexpr, HAS_CHECKP
         mbarrier.arrive(v_empty.index(slot), count=1)
         decays += 4 * BK
         tma.store_wait(0)  # the copy has read o_tile
-        write(o_desc, o_ptr, o_tile, o * scale, first, V, (b, h, start + i * C, T, H), rows, PACKED)
+        write(o_desc, o_ptr, o_tile, o * scale, first, V, (b, h, start + i * C, T, Ho), rows, PACKED)
     if final_state is not None:
         rows_out = final_state + head
-        gl.store(rows_out + row0 * V + value, S0, (row0 < K) & (value < V))
-        gl.store(rows_out + row1 * V + value, S1, (row1 < K) & (value < V))
+        writes = h % PER_V == 0  # the first query head that shares the state
+        gl.store(rows_out + row0 * V + value, S0, (row0 < K) & (value < V) & writes)
+        gl.store(rows_out + row1 * V + value, S1, (row1 < K) & (value < V) & writes)
     elif pool is not None and entering is None:
         _, to_slot, _, _ = slots_at(slots, sequence)
-        write_slot(pool, strides, to_slot, h, S0, row0, value, (K, V))
-        write_slot(pool, strides, to_slot, h, S1, row1, value, (K, V))
+        write_slot(pool, strides, to_slot, v_head, S0, row0, value, (K, V))
+        write_slot(pool, strides, to_slot, v_head, S1, row1, value, (K, V))
     tma.store_wait(0)
 
 
@@ -363,23 +374,23 @@ def _step(o, S, q_tiles, k_tiles, v_tile, s_tile, full, empty, decays, step):
 
 @gluon.jit(
     do_not_specialize=[
-        "state_n", "state_h", "state_k", "scale", "T", "segment", "segments", "chunks", "every", "H", "K", "V"
+        "state_n", "state_h", "state_k", "scale", "T", "segment", "segments", "chunks", "every", "Ho", "K", "V"
     ]
 )  # fmt: skip
 def _state_kernel(
-    q_desc,  # qg, [1, H, M * C, K], tiles [C, BK]
-    k_desc,  # kg, [1, H, M * C, K], tiles [C, BK]
-    a_desc,  # [1, H, M * C, C], tiles [C, C]
-    v_desc,  # [B, H, T, V], tiles [C, W]
-    o_desc,  # [B, H, T, V], tiles [C, W]
-    s_desc,  # checkpoints [B, n, H, K, V], tiles [BK, W], or None
-    o_ptr,  # [B, T, H, V]
-    decays,  # [H, M, 2, 2 * BK]
-    initial_state,  # [N, H, K, V] or None
-    entering,  # [I, H, K, V] or None
-    final_state,  # [N, H, K, V], or None if sequences are cut
+    q_desc,  # qg, [1, Ho, M * C, K], tiles [C, BK]
+    k_desc,  # kg, [1, Ho, M * C, K], tiles [C, BK]
+    a_desc,  # [1, Ho, M * C, C], tiles [C, C]
+    v_desc,  # [B, Hv, T, V], tiles [C, W]
+    o_desc,  # [B, Ho, T, V], tiles [C, W]
+    s_desc,  # checkpoints [B, n, Hv, K, V], tiles [BK, W], or None
+    o_ptr,  # [B, T, Ho, V]
+    decays,  # [Ho, M, 2, 2 * BK]
+    initial_state,  # [N, Hv, K, V] or None
+    entering,  # [I, Hv, K, V] or None
+    final_state,  # [N, Hv, K, V], or None if sequences are cut
     order,  # [I, 5], or None for a batch
-    pool,  # [P, H, K, V], instead of initial_state and final_state, or None
+    pool,  # [P, Hv, K, V], instead of initial_state and final_state, or None
     slots,  # [N, 4], or None without a pool
     scale,
     state_n,  # strides of initial_state or of the pool; see `in_state`
@@ -391,12 +402,13 @@ def _state_kernel(
     segments,  # segments of a sequence of a batch
     chunks,  # M
     every,  # tokens between checkpoints
-    H,
+    Ho,
     K,
     V,
     HAS_CHECKPOINTS: gl.constexpr,
+    PER_V: gl.constexpr,
 ):
-    """Computes 2 W columns of the outputs of one head of one segment."""
+    """Computes 2 W columns of the outputs of one head of o of one segment."""
     PACKED: gl.constexpr = order is not None
     C: gl.constexpr = q_desc.block_type.shape[2]
     BK: gl.constexpr = q_desc.block_type.shape[3]
@@ -404,8 +416,8 @@ def _state_kernel(
     dtype: gl.constexpr = q_desc.dtype
     columns = gl.cdiv(V, 2 * W)
     column = gl.program_id(0) % columns * 2 * W
-    h = gl.program_id(0) // columns % H
-    n = gl.program_id(0) // columns // H
+    h = gl.program_id(0) // columns % Ho
+    n = gl.program_id(0) // columns // Ho
     n, b, start, length, sequence, origin, _ = tokens_of(n, T, segment, segments, order)
     if PACKED and entering is not None:  # noqa: SIM102 -- known when this is compiled
         if length == 0:
@@ -413,6 +425,7 @@ def _state_kernel(
     checkpoint, left = gl.to_tensor(0), gl.to_tensor(0)  # row of the next checkpoint, and number of tokens until it
     if HAS_CHECKPOINTS:
         checkpoint, left = next_checkpoint(start, sequence, origin, every, slots, PACKED)
+        left = gl.where(h % PER_V == 0, left, -1)  # only the first query head that shares a state writes it
     first_chunk = start // C + (sequence if PACKED else b * gl.cdiv(T, C))  # number of the segment's first chunk
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], q_desc.layout)
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], k_desc.layout)
@@ -442,13 +455,13 @@ def _state_kernel(
     load_place = (b, h, column, start, first_chunk * C, gl.cdiv(length, C))
     decays += (h * chunks + first_chunk).to(gl.int64) * 4 * BK
     outputs = (o_desc, o_ptr)
-    sizes = (T, H, K, V)
+    sizes = (T, Ho, K, V)
     state = (tiles, barriers, outputs, scale, decays, states, kept, place, sizes)
     gl.warp_specialize(
         [
-            (_state_warps, (state, 0, PACKED, HAS_CHECKPOINTS)),
-            (_state_warps, (state, 1, PACKED, HAS_CHECKPOINTS)),
-            (_load_warp, ((q_desc, k_desc, a_desc, v_desc), load_tiles, barriers, load_place)),
+            (_state_warps, (state, 0, PER_V, PACKED, HAS_CHECKPOINTS)),
+            (_state_warps, (state, 1, PER_V, PACKED, HAS_CHECKPOINTS)),
+            (_load_warp, ((q_desc, k_desc, a_desc, v_desc), load_tiles, barriers, load_place, PER_V)),
         ],
         [4, 1],
         [232, 24],
