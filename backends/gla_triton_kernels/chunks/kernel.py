@@ -185,6 +185,7 @@ class OutputKernel(Kernel):
             GPU runs at once.
         time: takes a call and the parameters, returns the time of a block.
         before: takes a call and constants, returns the seconds of each launch that prepares inputs of this kernel.
+        heads_apart: whether each query head of a group is computed separately, with a state of its own.
     """
 
     states: StateKernel
@@ -192,6 +193,7 @@ class OutputKernel(Kernel):
     blocks: Callable[[OpCall, Gpu], tuple[int, int]]
     time: Callable[[OpCall, Parameters], BlockTime]
     before: Callable[[OpCall, Constants], list[float]] = lambda call, c: []
+    heads_apart: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
