@@ -102,6 +102,13 @@ def gradient_budget(dtype):
     return TF32 if dtype == torch.float32 else GRADIENT[dtype]
 
 
+def forward_kernel(kernels, K, gate_form="head"):
+    """Returns the module that computes the outputs of heads of K keys."""
+    if gate_form != "key":
+        return kernels.forward_head
+    return kernels.forward if K <= 128 else kernels.forward_wide
+
+
 def check_forward(kernels, BV=None, stages=2, normalizer=None, factors=None, **sizes):
     """Checks outputs; `factors` multiplies q, k and v, which are then not negative, by three numbers."""
     x = inputs(normalizer, **sizes)
@@ -117,8 +124,7 @@ def check_forward(kernels, BV=None, stages=2, normalizer=None, factors=None, **s
     parameters = Parameters(C=64, BK=64 if K <= 64 else 128, BV=BV or (64 if V <= 64 else 128), stages=stages)
     gluon_on_cpu.run(segments.launches)
     plan = ForwardPlan(None, parameters)  # pyright: ignore[reportArgumentType]
-    kernel = kernels.forward_head if sizes.get("gate_form") != "key" else kernels.forward
-    kernel = kernels.forward_wide if K > 128 else kernel
+    kernel = forward_kernel(kernels, K, sizes.get("gate_form"))
     gluon_on_cpu.run(kernel.launch_outputs(plan, tensors, segments, K**-0.5, 64, normalizer))
     expected = oracle.chunk_gla(y.q, y.k, y.v, y.g, None, y.initial_state, y.cu_seqlens)
     for actual, truth in zip((o, final, checkpoints), (*expected, wanted), strict=True):
@@ -229,7 +235,7 @@ def check_pool(kernels, length=None, pool_dtype=torch.float32, v_first=False, **
         recurrence = Recurrence(x.k, x.v, x.g, pool, pool, in_slots=True)
         gluon_on_cpu.run(launch_scan(plan.segments, recurrence, segments, S, D, S))
         tensors = tensors._replace(entering=S)
-    kernel = kernels.forward if x.g is not None and x.g.ndim == 4 else kernels.forward_head
+    kernel = forward_kernel(kernels, K, sizes.get("gate_form"))
     gluon_on_cpu.run(kernel.launch_outputs(plan, tensors, segments, K**-0.5, None))
     assert relative_error(actual, o) <= budget(x.q.dtype)
     allowed = max(budget(x.q.dtype), budget(pool_dtype))
@@ -249,7 +255,9 @@ def check_pool(kernels, length=None, pool_dtype=torch.float32, v_first=False, **
         (None, {"dtype": torch.float32, "gate_form": "key"}),
         (64, {"gate_form": "key", "H": 2, "K": 72, "V": 40, "pool_dtype": BFLOAT16}),
         (None, {"gate_form": "key", "H": 2, "R": 2, "v_first": True}),
+        (None, {"gate_form": "key", "H": 2, "R": 2, "K": 136}),
         (64, {"gate_form": "key", "H": 2, "R": 3, "gates": "-inf"}),
+        (64, {"gate_form": "key", "H": 2, "R": 2, "K": 136, "v_first": True}),
         (64, {"gates": "none", "v_first": True}),
         (64, {"dtype": torch.float16, "gate_form": "constant"}),
     ],
