@@ -7,13 +7,15 @@ Let S be the state that enters a chunk, and S' the state that leaves it. common.
 
 The outer exp(r) of S' waits for the next chunk, which multiplies the state by a factor anyway (`waiting`).
 
-B batch   T tokens   N sequences   I segments, by default the N sequences   P slots of a pool   H heads
+B batch   T tokens   N sequences   I segments, by default the N sequences   P slots of a pool
+H key heads   Hq query heads   Hv value heads, of v, g and S   Ho = max(Hq, Hv) heads of o
 K, V key and value width   C tokens of a chunk   BK keys of a tile, K rounded up   n rows of checkpoints
 W columns of v of a warpgroup   GROUPS state warpgroups of a block   STAGES pipeline stages
 slot   a pipeline stage in shared memory: the tiles of one chunk
 
-The grid has one block per segment, head and GROUPS W columns of v. The warps of a block are specialised. They
-communicate over barriers in shared memory; common.py gives the rules.
+The grid has one block per segment, head of o and GROUPS W columns of v. If query heads share a state, each of their
+blocks computes it, and the block of the first one writes it. The warps of a block are specialised. They communicate
+over barriers in shared memory; common.py gives the rules.
 
     load    one warp: copies q, k, v, g of the next chunks to shared memory by TMA
     gate    a warpgroup: sums g and replaces q, k by qg, kg in shared memory, while the state warps process earlier
@@ -93,8 +95,14 @@ def launch_outputs(
     """
     kernel = plan.parameters
     g_desc = None if x.g is None else shared_tiles(x.g, kernel.C, kernel.BK)
-    arguments = {"g_desc": g_desc, "H": x.k.shape[2]}
+    arguments = {"g_desc": g_desc, **heads_of_outputs(x)}
     return launch_kernel(_chunk_gla_fwd_kernel, arguments, plan, x, segments, scale, every, normalizer)
+
+
+def heads_of_outputs(x: Tensors) -> dict[str, int]:
+    """Returns arguments of a kernel: the number of heads of o, and how many of them share a head of q and of v."""
+    Ho = max(x.q.shape[2], x.v.shape[2])
+    return {"Ho": Ho, "per_q": Ho // x.q.shape[2], "PER_V": Ho // x.v.shape[2]}
 
 
 def launch_kernel(
@@ -114,11 +122,11 @@ def launch_kernel(
     Args:
         function: the kernel, here or in forward_head.py.
         arguments: the arguments that only this kernel has.
-        heads: number of value heads of a block.
+        heads: number of heads of o of a block.
         W: columns of v of a state warpgroup.
     """
     x, units, before = in_half(x, ("q", "k", "v"), x.cu_seqlens)
-    T, K, (Hv, V), kernel = x.k.shape[1], x.k.shape[3], x.v.shape[2:], plan.parameters
+    T, K, V, Ho, kernel = x.k.shape[1], x.k.shape[3], x.v.shape[3], max(x.q.shape[2], x.v.shape[2]), plan.parameters
     s_desc = checkpoint_tiles(x.checkpoints, kernel.BK, W) if x.pool is None else None
     arguments = {
         **arguments,
@@ -139,7 +147,7 @@ def launch_kernel(
         "STAGES": kernel.stages,
         "GROUPS": kernel.BV // W,
     }
-    grid = (ceil_div(V, kernel.BV) * segments.count * (Hv // heads), 1, 1)
+    grid = (ceil_div(V, kernel.BV) * segments.count * (Ho // heads), 1, 1)
     options = {"num_warps": kernel.warps, "maxnreg": 128}
     overlaps = segments.order is not None if plan.segments is None else plan.segments.overlap
     if overlaps and not before:  # otherwise the kernel waits until q, k and v have been converted
@@ -184,13 +192,14 @@ def _gate_tile(scratch_tiles, slot, g_desc):
 
 
 @gluon.jit
-def _load_warp(args, HAS_O: gl.constexpr, HAS_GATE: gl.constexpr, STAGES: gl.constexpr):
+def _load_warp(args, PER_V: gl.constexpr, HAS_O: gl.constexpr, HAS_GATE: gl.constexpr, STAGES: gl.constexpr):
     """Loads q, k, v and g of all chunks, up to STAGES chunks ahead of the other warps."""
     descriptors, tiles, barriers, place = args
     q_desc, k_desc, v_desc, g_desc = descriptors
     q_tiles, k_tiles, v_tiles, scratch_tiles = tiles
     g_full, g_empty, full, empty = barriers
-    b, h, column, start, n_chunks = place
+    b, h, q_head, column, start, n_chunks = place
+    k_head, v_head = q_head // PER_V, h // PER_V
     C: gl.constexpr = q_desc.block_type.shape[2]
     W: gl.constexpr = v_desc.block_type.shape[3]
     GROUPS: gl.constexpr = v_tiles.type.shape[0] // STAGES
@@ -203,16 +212,16 @@ def _load_warp(args, HAS_O: gl.constexpr, HAS_GATE: gl.constexpr, STAGES: gl.con
             mbarrier.wait(g_empty.index(slot), phase ^ 1)  # returns at once for the first STAGES chunks
             mbarrier.expect(g_full.index(slot), g_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(
-                g_desc, [b, h, t, 0], g_full.index(slot), _gate_tile(scratch_tiles, slot, g_desc)
+                g_desc, [b, v_head, t, 0], g_full.index(slot), _gate_tile(scratch_tiles, slot, g_desc)
             )
         mbarrier.wait(empty.index(slot), phase ^ 1)
         mbarrier.expect(full.index(slot), SIZE)
         if HAS_O:
-            tma.async_copy_global_to_shared(q_desc, [b, h, t, 0], full.index(slot), q_tiles.index(slot))
-        tma.async_copy_global_to_shared(k_desc, [b, h, t, 0], full.index(slot), k_tiles.index(slot))
+            tma.async_copy_global_to_shared(q_desc, [b, q_head, t, 0], full.index(slot), q_tiles.index(slot))
+        tma.async_copy_global_to_shared(k_desc, [b, k_head, t, 0], full.index(slot), k_tiles.index(slot))
         for w in gl.static_range(GROUPS):
             v_tile = v_tiles.index(GROUPS * slot + w)
-            tma.async_copy_global_to_shared(v_desc, [b, h, t, column + w * W], full.index(slot), v_tile)
+            tma.async_copy_global_to_shared(v_desc, [b, v_head, t, column + w * W], full.index(slot), v_tile)
 
 
 @gluon.jit
@@ -290,6 +299,7 @@ def _gate_warps(
 def _state_warps(
     args,
     WARPGROUP: gl.constexpr,
+    PER_V: gl.constexpr,
     HAS_O: gl.constexpr,
     HAS_GATE: gl.constexpr,
     PACKED: gl.constexpr,
@@ -300,9 +310,9 @@ def _state_warps(
     Args:
         args: the tuples below. `units` holds the units of q, k and v, and the number of the segment's first chunk.
             `kept` is about checkpoints: the descriptor, the pointer, the rows of a batch entry, the row of the next
-            checkpoint, the tokens until it, and the tokens between checkpoints. `place` holds batch, head, segment,
-            sequence, first token of the sequence, first column of v of the block, first token and number of tokens of
-            the segment.
+            checkpoint, the tokens until it, and the tokens between checkpoints. `place` holds batch, head of o, head of
+            q, segment, sequence, first token of the sequence, first column of v of the block, first token and number of
+            tokens of the segment.
         WARPGROUP: the number of this state warpgroup.
     """
     tiles, barriers, outputs, states, units, kept, place, sizes = args
@@ -312,8 +322,9 @@ def _state_warps(
     _, strides, _, _, pool, _ = states
     q_units, k_units, v_units, chunk = units
     s_desc, checkpoints, n_rows, checkpoint, left, every = kept
-    b, h, n, sequence, origin, column, start, length = place
-    T, H, K, V = sizes
+    b, h, q_head, n, sequence, origin, column, start, length = place
+    T, Ho, Hq, K, V = sizes
+    v_head, Hv = h // PER_V, Ho // PER_V
     C: gl.constexpr = q_tiles.type.shape[3]
     BK: gl.constexpr = q_tiles.type.shape[4]
     W: gl.constexpr = v_tiles.type.shape[4]
@@ -333,7 +344,7 @@ def _state_warps(
     S = gl.zeros([BK, W], gl.float32, layout)
     is_first = start == origin  # whether this is the first segment of its sequence
     wait_for_predecessor()  # it writes `entering`
-    S = first_state(S, states, n, sequence, h, is_first, key, value, (H, K, V))
+    S = first_state(S, states, n, sequence, v_head, is_first, key, value, (Hv, K, V))
     waiting = gl.full([BK, 1], 1.0, gl.float32, layout)  # the outer exp(r) of the previous chunk
     outer = 1.0  # the unit of S, which is the unit of kg^T v in the previous chunk
     if q_units is not None:
@@ -346,11 +357,11 @@ def _state_warps(
                         tma.store_wait(0)  # the copy of the previous checkpoint has read s_tile
                     s_tile.store((S * waiting).to(s_tile.dtype))
                     fence_async_shared()
-                    tma.async_copy_shared_to_global(s_desc, [b, checkpoint, h, 0, first], s_block)
+                    tma.async_copy_shared_to_global(s_desc, [b, checkpoint, v_head, 0, first], s_block)
                 elif pool is not None:
-                    write_slot(pool, strides, checkpoint, h, S * (waiting * outer), key, value, (K, V))
+                    write_slot(pool, strides, checkpoint, v_head, S * (waiting * outer), key, value, (K, V))
                 else:
-                    number = (b * n_rows + checkpoint) * H + h
+                    number = (b * n_rows + checkpoint) * Hv + v_head
                     write_state(checkpoints, number, S * (waiting * outer), key, value, (K, V))
                 checkpoint += 1
                 left = every  # 0 with a pool, so that no other checkpoint follows
@@ -380,8 +391,8 @@ def _state_warps(
             waiting = r
         elif HAS_O:
             s_unit = store_state(s_tile, S, None, outer)
-        q_unit = unit_at(q_units, chunk + i, H, h)
-        kv_unit = unit_at(k_units, chunk + i, H, h) * unit_at(v_units, chunk + i, H, h)
+        q_unit = unit_at(q_units, chunk + i, Hq, q_head)
+        kv_unit = unit_at(k_units, chunk + i, Hq // PER_V, q_head // PER_V) * unit_at(v_units, chunk + i, Hv, v_head)
         if q_units is not None:
             S = S * (outer / kv_unit)
             outer = kv_unit
@@ -409,31 +420,32 @@ def _state_warps(
         if HAS_O:
             tma.store_wait(0)  # the copy has read o_tile
             o_factor = scale * a_unit * (q_unit * kv_unit)  # factor of o
-            write(o_desc, o_ptr, o_tile, o * o_factor, first, V, (b, h, start + i * C, T, H), rows, PACKED)
-    write_last_state(S * (waiting * outer), states, n, sequence, h, key, value, (H, K, V))
+            write(o_desc, o_ptr, o_tile, o * o_factor, first, V, (b, h, start + i * C, T, Ho), rows, PACKED)
+    if h % PER_V == 0:  # the first query head that shares the state
+        write_last_state(S * (waiting * outer), states, n, sequence, v_head, key, value, (Hv, K, V))
     tma.store_wait(0)
 
 
 # V and strides are specialised: if they are multiples of 16, a thread moves two elements of a state at once.
-@gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "every", "rows", "H", "K"])
+@gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "every", "rows", "Ho", "per_q", "K"])
 def _chunk_gla_fwd_kernel(
-    q_desc,  # [B, H, T, K], tiles [C, BK]
+    q_desc,  # [B, Hq, T, K], tiles [C, BK]
     k_desc,  # [B, H, T, K], tiles [C, BK]
-    v_desc,  # [B, H, T, V], tiles [C, W]
-    g_desc,  # [B, H, T, K], tiles [C, BK], or None
-    o_desc,  # [B, H, T, V], tiles [C, W]
-    s_desc,  # checkpoints [B, n, H, K, V] in bfloat16, tiles [BK, W], or None
-    checkpoints,  # [B, n, H, K, V] in float32, or the pool, or None
-    o_ptr,  # [B, T, H, V], contiguous, or None
-    initial_state,  # [N, H, K, V] or None
-    entering,  # [I, H, K, V] or None
-    final_state,  # [N, H, K, V], or None if sequences are cut
+    v_desc,  # [B, Hv, T, V], tiles [C, W]
+    g_desc,  # [B, Hv, T, K], tiles [C, BK], or None
+    o_desc,  # [B, Ho, T, V], tiles [C, W]
+    s_desc,  # checkpoints [B, n, Hv, K, V] in bfloat16, tiles [BK, W], or None
+    checkpoints,  # [B, n, Hv, K, V] in float32, or the pool, or None
+    o_ptr,  # [B, T, Ho, V], contiguous, or None
+    initial_state,  # [N, Hv, K, V] or None
+    entering,  # [I, Hv, K, V] or None
+    final_state,  # [N, Hv, K, V], or None if sequences are cut
     order,  # [I, 5], or None for a batch
-    pool,  # [P, H, K, V], instead of initial_state and final_state, or None
+    pool,  # [P, Hv, K, V], instead of initial_state and final_state, or None
     slots,  # [N, 4], or None without a pool
-    q_units,  # [chunks, H] if q, k and v were float32, else None
-    k_units,  # like q_units
-    v_units,  # like q_units
+    q_units,  # [chunks, Hq] if q, k and v were float32, else None
+    k_units,  # [chunks, H] or None
+    v_units,  # [chunks, Hv] or None
     scale,
     state_n,  # strides of initial_state or of the pool; see `in_state`
     state_h,
@@ -444,14 +456,16 @@ def _chunk_gla_fwd_kernel(
     segments,  # segments of a sequence of a batch
     every,  # tokens between checkpoints
     rows,  # n
-    H,
+    Ho,
+    per_q,  # heads of o that share a head of q
     K,
     V,
+    PER_V: gl.constexpr,  # heads of o that share a head of v; 1 unless per_q is 1
     NORMALIZER: gl.constexpr,
     STAGES: gl.constexpr,
     GROUPS: gl.constexpr,
 ):
-    """Computes GROUPS W columns of the outputs of one head of one segment."""
+    """Computes GROUPS W columns of the outputs of one head of o of one segment."""
     C: gl.constexpr = q_desc.block_type.shape[2]
     BK: gl.constexpr = q_desc.block_type.shape[3]
     W: gl.constexpr = v_desc.block_type.shape[3]
@@ -461,8 +475,8 @@ def _chunk_gla_fwd_kernel(
     dtype: gl.constexpr = q_desc.dtype
     columns = gl.cdiv(V, GROUPS * W)
     column = gl.program_id(0) % columns * GROUPS * W
-    h = gl.program_id(0) // columns % H
-    n = gl.program_id(0) // columns // H
+    h = gl.program_id(0) // columns % Ho
+    n = gl.program_id(0) // columns // Ho
     if PACKED and entering is None:
         wait_for_predecessor()  # the predecessor writes the order
     n, b, start, length, sequence, origin, _ = tokens_of(n, T, segment, segments, order)
@@ -472,6 +486,7 @@ def _chunk_gla_fwd_kernel(
     checkpoint, left = gl.to_tensor(0), gl.to_tensor(0)  # row of the next checkpoint, and number of tokens until it
     if s_desc is not None or checkpoints is not None:
         checkpoint, left = next_checkpoint(start, sequence, origin, every, slots, PACKED)
+        left = gl.where(h % PER_V == 0, left, -1)  # only the first query head that shares a state writes it
 
     scores_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
     state_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, 1, BK, W], dtype)
@@ -502,17 +517,27 @@ def _chunk_gla_fwd_kernel(
         mbarrier.init(gated.index(i), count=1)
         mbarrier.init(empty.index(i), count=GROUPS)  # each state warpgroup arrives once
 
+    q_head = h // per_q
     descriptors = (q_desc, k_desc, v_desc, g_desc)
-    load_place = (b, h, column, start, gl.cdiv(length, C))
+    load_place = (b, h, q_head, column, start, gl.cdiv(length, C))
     load = (descriptors, (q_tiles, k_tiles, v_tiles, scratch_tiles), (g_full, g_empty, full, empty), load_place)
     gate_tiles = (q_tiles, k_tiles, scratch_tiles, a_tiles, a_units, decays, mild_flags)
     gate = (g_desc, gate_tiles, (g_full, g_empty, full, gated), length)
     tiles = (q_tiles, k_tiles, v_tiles, a_tiles, a_units, decays, mild_flags, s_tiles, o_tiles)
     kept = (s_desc, checkpoints, rows, checkpoint, left, every)
     states = (initial_state, (state_n, state_h, state_k, state_v), entering, final_state, pool, slots)
-    place = (b, h, n, sequence, origin, column, start, length)
+    place = (b, h, q_head, n, sequence, origin, column, start, length)
     units = (q_units, k_units, v_units, chunk_of(sequence, start, T, C, PACKED))
-    state_args = (tiles, (full, gated, empty), (o_desc, o_ptr, scale), states, units, kept, place, (T, H, K, V))
+    state_args = (
+        tiles,
+        (full, gated, empty),
+        (o_desc, o_ptr, scale),
+        states,
+        units,
+        kept,
+        place,
+        (T, Ho, Ho // per_q, K, V),
+    )
     # Registers of a thread of the state warps. With fewer, the state would spill, and the assembler would then wait
     # after every wgmma. The gate warps have the remaining registers, and spill in chunks that are not mild.
     STATE: gl.constexpr = 152 if PACKED or BK <= 64 else 144
@@ -520,8 +545,8 @@ def _chunk_gla_fwd_kernel(
         gl.warp_specialize(
             [
                 (_gate_warps, (gate, HAS_O, HAS_GATE, NORMALIZER, PACKED, STAGES)),
-                (_state_warps, (state_args, 0, HAS_O, HAS_GATE, PACKED, STAGES)),
-                (_load_warp, (load, HAS_O, HAS_GATE, STAGES)),
+                (_state_warps, (state_args, 0, PER_V, HAS_O, HAS_GATE, PACKED, STAGES)),
+                (_load_warp, (load, PER_V, HAS_O, HAS_GATE, STAGES)),
             ],
             [4, 1],
             [STATE, 24],
@@ -530,9 +555,9 @@ def _chunk_gla_fwd_kernel(
         gl.warp_specialize(
             [
                 (_gate_warps, (gate, HAS_O, HAS_GATE, NORMALIZER, PACKED, STAGES)),
-                (_state_warps, (state_args, 0, HAS_O, HAS_GATE, PACKED, STAGES)),
-                (_state_warps, (state_args, 1, HAS_O, HAS_GATE, PACKED, STAGES)),
-                (_load_warp, (load, HAS_O, HAS_GATE, STAGES)),
+                (_state_warps, (state_args, 0, PER_V, HAS_O, HAS_GATE, PACKED, STAGES)),
+                (_state_warps, (state_args, 1, PER_V, HAS_O, HAS_GATE, PACKED, STAGES)),
+                (_load_warp, (load, PER_V, HAS_O, HAS_GATE, STAGES)),
             ],
             [4, 4, 1],
             [STATE, STATE, 24],

@@ -17,7 +17,8 @@ B batch   T tokens   N sequences   I segments, by default the N sequences   P sl
 H key heads   Hv value heads   R = Hv / H value heads of a key head   K, V key and value width
 C tokens of a chunk   BK keys of a tile   SLICES slices of BK keys of a head   n rows of checkpoints
 W columns of v of a warpgroup   GROUPS state warpgroups of a block   HEADS value heads of a block, 1 or 2
-STAGES pipeline stages of v and u   SLOTS pipeline stages of slices of q and k   slot   a pipeline stage in shared memory
+STAGES pipeline stages of v and u   SLOTS pipeline stages of slices of q and k
+slot   a pipeline stage in shared memory
 
 The grid has one block per segment, value head and GROUPS W columns of v. If V is at most W and an even number of value
 heads shares a key head, a block has two value heads, one for each state warpgroup, and both read the same q and k. The
@@ -232,7 +233,9 @@ def _gate_warps(
                 clear_rows(v_tile, rows, layout)
             if HAS_GATE:
                 at = HEADS * stage + (w if HEADS > 1 else 0)
-                leaving = sums.index(NUMBERS * at + 1).load(gl.SliceLayout(1, layout))[:, None]  # [C, 1], f exp(b_C - b)
+                leaving = sums.index(NUMBERS * at + 1).load(gl.SliceLayout(1, layout))[
+                    :, None
+                ]  # [C, 1], f exp(b_C - b)
                 u_tile = u_tiles.index(GROUPS * stage + w)
                 u_tile.store((v_tile.load(layout).to(gl.float32) * leaving).to(v_tile.dtype))
         fence_async_shared()  # u has been stored, and rows cleared, from registers; wgmma reads them
@@ -359,7 +362,7 @@ def _state_warps(
                 if j == SLICES - 1:
                     left -= C
             mbarrier.wait(ready.index(slot), (step // SLOTS) & 1)
-            if PACKED and SLICES == 1:
+            if PACKED and SLICES == 1:  # noqa: SIM102 -- known when this is compiled
                 if rows < C:
                     mbarrier.wait(gated.index(stage), phase)  # rows of the next sequence have been cleared
             if HAS_O:

@@ -13,14 +13,16 @@ others. A is the sum of the scores of all slices, and for each slice
 With K this large, a few columns of a state fill the registers, so several blocks share a head. If each block summed the
 gates, this would take most of the time. So the gates have a kernel of their own:
 
-    _gate_kernel     one block per chunk and head: writes qg, kg, A, before and after to memory
-    _state_kernel    one block per segment, head and 2 W columns of v. A load warp copies the next slices by TMA; two
-                     state warpgroups carry W columns of S each. common.py gives the rules of barriers.
+    _gate_kernel     one block per chunk and head of o: writes qg, kg, A, before and after to memory
+    _state_kernel    one block per segment, head of o and 2 W columns of v. A load warp copies the next slices by TMA;
+                     two state warpgroups carry W columns of S each. common.py gives the rules of barriers.
 
 The kernel refuses calls without gates. In qg, kg and A, every chunk has C rows of its own, even the last chunk of a
-sequence. Chunks are numbered like segments of C tokens (segments.py).
+sequence. Chunks are numbered like segments of C tokens (segments.py). If query heads share a state, each of their
+blocks computes it, and the block of the first one writes it.
 
-B batch   T tokens   N sequences   I segments, by default the N sequences   M chunks   H heads   P slots of a pool
+B batch   T tokens   N sequences   I segments, by default the N sequences   M chunks   P slots of a pool
+H key heads   Hq query heads   Hv value heads, of v, g and S   Ho = max(Hq, Hv) heads of o
 K, V key and value width   C tokens of a chunk   BK keys of a slice   SLICES slices   W columns of v of a warpgroup
 n rows of checkpoints   STAGES pipeline stages   slot   a pipeline stage in shared memory, or a state of a pool
 """
@@ -68,7 +70,7 @@ from gla_triton_kernels.gla.sm90.common import (
     write_slot,
     write_state,
 )
-from gla_triton_kernels.gla.sm90.forward import checkpoint_tiles, state_arguments
+from gla_triton_kernels.gla.sm90.forward import checkpoint_tiles, heads_of_outputs, state_arguments
 from gla_triton_kernels.gla.sm90.half import in_half
 from gla_triton_kernels.gla.tensors import Tensors
 from gla_triton_runtime.launch import Launch
@@ -86,15 +88,15 @@ def launch_outputs(
     """
     assert x.g is not None
     x, units, converted = in_half(x, ("q", "k", "v"), x.cu_seqlens)
-    B, T, H, K = x.k.shape
-    V = x.v.shape[3]
+    B, T, Ho, V = x.o.shape
+    K, heads = x.k.shape[3], heads_of_outputs(x)
     C, BK, BV, W = plan.parameters.C, plan.parameters.BK, plan.parameters.BV, plan.parameters.BV // 2
     slices = ceil_div(K, BK)
     chunks = cut(B, T, C, C, x.cu_seqlens, longest_first=False)
-    qg, kg = (x.q.new_empty(1, chunks.count * C, H, K) for _ in range(2))
-    scores = x.q.new_empty(1, chunks.count * C, H, C)
-    decays = x.q.new_empty(H, chunks.count, 2, slices * BK, dtype=torch.float32)  # `before` and `after` of all slices
-    a_units = x.q.new_empty(H, chunks.count, dtype=torch.float32) if x.q.dtype == torch.float16 else None
+    qg, kg = (x.q.new_empty(1, chunks.count * C, Ho, K) for _ in range(2))
+    scores = x.q.new_empty(1, chunks.count * C, Ho, C)
+    decays = x.q.new_empty(Ho, chunks.count, 2, slices * BK, dtype=torch.float32)  # `before` and `after` of all slices
+    a_units = x.q.new_empty(Ho, chunks.count, dtype=torch.float32) if x.q.dtype == torch.float16 else None
     arguments = {
         "q_desc": shared_tiles(x.q, C, BK),
         "k_desc": shared_tiles(x.k, C, BK),
@@ -107,10 +109,12 @@ def launch_outputs(
         "a_units": a_units,
         "chunks": chunks.per_sequence,
         "T": T,
+        "per_q": heads["per_q"],
+        "PER_V": heads["PER_V"],
         "NORMALIZER": normalizer,
         "SLICES": slices,
     }
-    gates = Launch(_gate_kernel, (chunks.count, H, 1), arguments, {"num_warps": plan.parameters.warps})
+    gates = Launch(_gate_kernel, (chunks.count, Ho, 1), arguments, {"num_warps": plan.parameters.warps})
     s_desc = checkpoint_tiles(x.checkpoints, BK, W) if x.pool is None else None
     arguments = {
         "q_desc": shared_tiles(qg, C, BK),
@@ -128,12 +132,14 @@ def launch_outputs(
         **lengths_of(T, segments),
         "rows": 0 if x.checkpoints is None else x.checkpoints.shape[1],
         "chunks": chunks.count,
-        "H": H,
+        "Ho": Ho,
+        "per_q": heads["per_q"],
         "K": K,
         "V": V,
         "SLICES": slices,
+        "PER_V": heads["PER_V"],
     }
-    grid = (ceil_div(V, BV) * segments.count * H, 1, 1)
+    grid = (ceil_div(V, BV) * segments.count * Ho, 1, 1)
     state = Launch(_state_kernel, grid, arguments, {"num_warps": plan.parameters.warps, "maxnreg": 168})
     return [*converted, *chunks.launches, gates, state]
 
@@ -147,23 +153,25 @@ def _write_decays(ptr, before, after, SLICES: gl.constexpr):
     gl.store(ptr + SLICES * BK + key, after)
 
 
-@gluon.jit(do_not_specialize=["chunks", "T"])
+@gluon.jit(do_not_specialize=["chunks", "T", "per_q"])
 def _gate_kernel(
-    q_desc,  # [B, H, T, K], tiles [C, BK]
+    q_desc,  # [B, Hq, T, K], tiles [C, BK]
     k_desc,  # [B, H, T, K], tiles [C, BK]
-    g_desc,  # [B, H, T, K], tiles [C, BK]
-    qg_desc,  # [1, H, M * C, K], tiles [C, BK]
-    kg_desc,  # [1, H, M * C, K], tiles [C, BK]
-    a_desc,  # [1, H, M * C, C], tiles [C, C]
+    g_desc,  # [B, Hv, T, K], tiles [C, BK]
+    qg_desc,  # [1, Ho, M * C, K], tiles [C, BK]
+    kg_desc,  # [1, Ho, M * C, K], tiles [C, BK]
+    a_desc,  # [1, Ho, M * C, C], tiles [C, C]
     order,  # [M, 5] of packed sequences, or None
-    decays,  # [H, M, 2, SLICES * BK]
-    a_units,  # [H, M], or None for bfloat16
+    decays,  # [Ho, M, 2, SLICES * BK]
+    a_units,  # [Ho, M], or None for bfloat16
     chunks,  # number of chunks of a sequence, if order is None
     T,
+    per_q,  # heads of o that share a head of q
+    PER_V: gl.constexpr,  # heads of o that share a head of v; 1 unless per_q is 1
     NORMALIZER: gl.constexpr,
     SLICES: gl.constexpr,
 ):
-    """Computes qg, kg, A and the factors of the state of one chunk and head."""
+    """Computes qg, kg, A and the factors of the state of one chunk and head of o."""
     PACKED: gl.constexpr = order is not None
     C: gl.constexpr = q_desc.block_type.shape[2]
     BK: gl.constexpr = q_desc.block_type.shape[3]
@@ -174,6 +182,7 @@ def _gate_kernel(
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     i = gl.program_id(0)
     h = gl.program_id(1)
+    q_head, k_head, v_head = h // per_q, h // per_q // PER_V, h // PER_V
     if PACKED:
         b = gl.to_tensor(0)
         i, first, rows, _, _ = segment_at(order, i)
@@ -199,9 +208,9 @@ def _gate_kernel(
     for j in range(SLICES):
         tma.store_wait(0)  # qg and kg of the previous slice have left the tiles
         mbarrier.expect(full, 2 * q_desc.block_type.nbytes + g_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(q_desc, [b, h, first, j * BK], full, q_box)
-        tma.async_copy_global_to_shared(k_desc, [b, h, first, j * BK], full, k_box)
-        tma.async_copy_global_to_shared(g_desc, [b, h, first, j * BK], full, g_box)
+        tma.async_copy_global_to_shared(q_desc, [b, q_head, first, j * BK], full, q_box)
+        tma.async_copy_global_to_shared(k_desc, [b, k_head, first, j * BK], full, k_box)
+        tma.async_copy_global_to_shared(g_desc, [b, v_head, first, j * BK], full, g_box)
         mbarrier.wait(full, j & 1)
         g_tile = g_box.reshape([C, BK])
         g = log_gates_of_tile(g_tile, rows, runs, NORMALIZER, PACKED)  # [C, BK]
@@ -238,7 +247,7 @@ def _gate_kernel(
 
 
 @gluon.jit
-def _load_warp(descriptors, tiles, barriers, place, SLICES: gl.constexpr):
+def _load_warp(descriptors, tiles, barriers, place, PER_V: gl.constexpr, SLICES: gl.constexpr):
     """Loads slices of qg and kg, and A and v of chunks, ahead of the state warps."""
     q_desc, k_desc, a_desc, v_desc = descriptors
     q_tiles, k_tiles, a_tiles, v_tiles = tiles
@@ -260,15 +269,14 @@ def _load_warp(descriptors, tiles, barriers, place, SLICES: gl.constexpr):
             t = start + i * C
             mbarrier.wait(v_empty.index(slot), (i // 2 & 1) ^ 1)
             mbarrier.expect(v_full.index(slot), a_desc.block_type.nbytes + 2 * v_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(v_desc, [b, h, t, column], v_full.index(slot), v_tiles.index(2 * slot))
-            tma.async_copy_global_to_shared(
-                v_desc, [b, h, t, column + W], v_full.index(slot), v_tiles.index(2 * slot + 1)
-            )
-            tma.async_copy_global_to_shared(a_desc, [0, h, row + i * C, 0], v_full.index(slot), a_tiles.index(slot))
+            bar = v_full.index(slot)
+            tma.async_copy_global_to_shared(v_desc, [b, h // PER_V, t, column], bar, v_tiles.index(2 * slot))
+            tma.async_copy_global_to_shared(v_desc, [b, h // PER_V, t, column + W], bar, v_tiles.index(2 * slot + 1))
+            tma.async_copy_global_to_shared(a_desc, [0, h, row + i * C, 0], bar, a_tiles.index(slot))
 
 
 @gluon.jit
-def _state_warps(args, WARPGROUP: gl.constexpr, PACKED: gl.constexpr, SLICES: gl.constexpr):
+def _state_warps(args, WARPGROUP: gl.constexpr, PER_V: gl.constexpr, PACKED: gl.constexpr, SLICES: gl.constexpr):
     """Carries W columns of the state, in slices, through the segment, and writes the outputs.
 
     Args:
@@ -283,7 +291,9 @@ def _state_warps(args, WARPGROUP: gl.constexpr, PACKED: gl.constexpr, SLICES: gl
     q_units, k_units, v_units, chunk = units
     s_desc, checkpoints, n_rows, checkpoint, left, every = kept
     b, h, n, sequence, column, start, length, is_first = place
-    T, H, K, V = sizes
+    T, Ho, per_q, K, V = sizes
+    Hq, Hv = Ho // per_q, Ho // PER_V
+    q_head, v_head = h // per_q, h // PER_V
     C: gl.constexpr = q_tiles.type.shape[3]
     BK: gl.constexpr = q_tiles.type.shape[4]
     W: gl.constexpr = v_tiles.type.shape[4]
@@ -299,7 +309,7 @@ def _state_warps(args, WARPGROUP: gl.constexpr, PACKED: gl.constexpr, SLICES: gl
     none = gl.zeros([BK, W], gl.float32, layout)
     S = ()  # [BK, W] for each slice
     for j in gl.static_range(SLICES):
-        S += (first_state(none, states, n, sequence, h, is_first, keys + j * BK, value, (H, K, V)),)
+        S += (first_state(none, states, n, sequence, v_head, is_first, keys + j * BK, value, (Hv, K, V)),)
     decays += key
     outer = 1.0  # the unit of S, which is the unit of kg^T v in the previous chunk
     if q_units is not None:
@@ -309,11 +319,11 @@ def _state_warps(args, WARPGROUP: gl.constexpr, PACKED: gl.constexpr, SLICES: gl
             if left == 0:  # this chunk begins at a checkpoint
                 for j in gl.static_range(SLICES):
                     if s_desc is not None:
-                        _write_slice(s_desc, [b, checkpoint, h, j * BK, first], s_block, S[j])
+                        _write_slice(s_desc, [b, checkpoint, v_head, j * BK, first], s_block, S[j])
                     elif pool is not None:
-                        write_slot(pool, strides, checkpoint, h, S[j] * outer, keys + j * BK, value, (K, V))
+                        write_slot(pool, strides, checkpoint, v_head, S[j] * outer, keys + j * BK, value, (K, V))
                     else:
-                        number = (b * n_rows + checkpoint) * H + h
+                        number = (b * n_rows + checkpoint) * Hv + v_head
                         write_state(checkpoints, number, S[j] * outer, keys + j * BK, value, (K, V))
                 checkpoint += 1
                 left = every  # 0 with a pool, so that no other checkpoint follows
@@ -328,8 +338,8 @@ def _state_warps(args, WARPGROUP: gl.constexpr, PACKED: gl.constexpr, SLICES: gl
                 most = gl.maximum(most, largest(S[j + 1]))
             unit, inverse = unit_of(most * outer)
             inverse *= outer
-        q_unit = unit_at(q_units, chunk + i, H, h)
-        kv_unit = unit_at(k_units, chunk + i, H, h) * unit_at(v_units, chunk + i, H, h)
+        q_unit = unit_at(q_units, chunk + i, Hq, q_head)
+        kv_unit = unit_at(k_units, chunk + i, Hq // PER_V, q_head // PER_V) * unit_at(v_units, chunk + i, Hv, v_head)
         change = 1.0  # the factor of S that puts it into the unit of kg^T v
         if q_units is not None:
             change = outer / kv_unit
@@ -356,9 +366,10 @@ def _state_warps(args, WARPGROUP: gl.constexpr, PACKED: gl.constexpr, SLICES: gl
         decays += 2 * SLICES * BK
         tma.store_wait(0)  # the copy has read o_tile
         o_factor = scale * a_unit * (q_unit * kv_unit)  # factor of o
-        write(o_desc, o_ptr, o_tile, o * o_factor, first, V, (b, h, start + i * C, T, H), rows, PACKED)
-    for j in gl.static_range(SLICES):
-        write_last_state(S[j] * outer, states, n, sequence, h, keys + j * BK, value, (H, K, V))
+        write(o_desc, o_ptr, o_tile, o * o_factor, first, V, (b, h, start + i * C, T, Ho), rows, PACKED)
+    if h % PER_V == 0:  # the first query head that shares the state
+        for j in gl.static_range(SLICES):
+            write_last_state(S[j] * outer, states, n, sequence, v_head, keys + j * BK, value, (Hv, K, V))
     tma.store_wait(0)
 
 
@@ -374,9 +385,7 @@ def _write_slice(desc, place, s_block, S):
 
 
 @gluon.jit
-def _step(
-    o, S, inverse, change, q_tiles, k_tiles, v_tile, s_tile, full, empty, decays, step, SLICES: gl.constexpr
-):
+def _step(o, S, inverse, change, q_tiles, k_tiles, v_tile, s_tile, full, empty, decays, step, SLICES: gl.constexpr):
     """Adds qg (after S) of a slice to o [C, W], and returns o and the state S' [BK, W] that leaves the chunk.
 
     Args:
@@ -405,28 +414,28 @@ def _step(
 @gluon.jit(
     do_not_specialize=[
         *("state_n", "state_h", "state_k", "scale", "T", "segment", "segments", "rows"),
-        *("chunks", "every", "H", "K", "V"),
+        *("chunks", "every", "Ho", "per_q", "K", "V"),
     ]
 )  # fmt: skip
 def _state_kernel(
-    q_desc,  # qg, [1, H, M * C, K], tiles [C, BK]
-    k_desc,  # kg, [1, H, M * C, K], tiles [C, BK]
-    a_desc,  # [1, H, M * C, C], tiles [C, C]
-    v_desc,  # [B, H, T, V], tiles [C, W]
-    o_desc,  # [B, H, T, V], tiles [C, W]
-    s_desc,  # checkpoints [B, n, H, K, V] in bfloat16, tiles [BK, W], or None
-    checkpoints,  # [B, n, H, K, V] in float32, or the pool, or None
-    o_ptr,  # [B, T, H, V]
-    decays,  # [H, M, 2, SLICES * BK]
-    a_units,  # [H, M], or None for bfloat16
-    q_units,  # [chunks, H] if q, k and v were float32, else None
-    k_units,  # like q_units
-    v_units,  # like q_units
-    initial_state,  # [N, H, K, V] or None
-    entering,  # [I, H, K, V] or None
-    final_state,  # [N, H, K, V], or None if sequences are cut
+    q_desc,  # qg, [1, Ho, M * C, K], tiles [C, BK]
+    k_desc,  # kg, [1, Ho, M * C, K], tiles [C, BK]
+    a_desc,  # [1, Ho, M * C, C], tiles [C, C]
+    v_desc,  # [B, Hv, T, V], tiles [C, W]
+    o_desc,  # [B, Ho, T, V], tiles [C, W]
+    s_desc,  # checkpoints [B, n, Hv, K, V] in bfloat16, tiles [BK, W], or None
+    checkpoints,  # [B, n, Hv, K, V] in float32, or the pool, or None
+    o_ptr,  # [B, T, Ho, V]
+    decays,  # [Ho, M, 2, SLICES * BK]
+    a_units,  # [Ho, M], or None for bfloat16
+    q_units,  # [chunks, Hq] if q, k and v were float32, else None
+    k_units,  # [chunks, H] or None
+    v_units,  # [chunks, Hv] or None
+    initial_state,  # [N, Hv, K, V] or None
+    entering,  # [I, Hv, K, V] or None
+    final_state,  # [N, Hv, K, V], or None if sequences are cut
     order,  # [I, 5], or None for a batch
-    pool,  # [P, H, K, V], instead of initial_state and final_state, or None
+    pool,  # [P, Hv, K, V], instead of initial_state and final_state, or None
     slots,  # [N, 4], or None without a pool
     scale,
     state_n,  # strides of initial_state or of the pool; see `in_state`
@@ -439,12 +448,14 @@ def _state_kernel(
     chunks,  # M
     every,  # tokens between checkpoints
     rows,  # n
-    H,
+    Ho,
+    per_q,  # heads of o that share a head of q
     K,
     V,
     SLICES: gl.constexpr,
+    PER_V: gl.constexpr,
 ):
-    """Computes 2 W columns of the outputs of one head of one segment."""
+    """Computes 2 W columns of the outputs of one head of o of one segment."""
     PACKED: gl.constexpr = order is not None
     C: gl.constexpr = q_desc.block_type.shape[2]
     BK: gl.constexpr = q_desc.block_type.shape[3]
@@ -452,8 +463,8 @@ def _state_kernel(
     dtype: gl.constexpr = q_desc.dtype
     columns = gl.cdiv(V, 2 * W)
     column = gl.program_id(0) % columns * 2 * W
-    h = gl.program_id(0) // columns % H
-    n = gl.program_id(0) // columns // H
+    h = gl.program_id(0) // columns % Ho
+    n = gl.program_id(0) // columns // Ho
     n, b, start, length, sequence, origin, _ = tokens_of(n, T, segment, segments, order)
     if PACKED and entering is not None:  # noqa: SIM102 -- known when this is compiled
         if length == 0:
@@ -461,6 +472,7 @@ def _state_kernel(
     checkpoint, left = gl.to_tensor(0), gl.to_tensor(0)  # row of the next checkpoint, and number of tokens until it
     if s_desc is not None or checkpoints is not None:
         checkpoint, left = next_checkpoint(start, sequence, origin, every, slots, PACKED)
+        left = gl.where(h % PER_V == 0, left, -1)  # only the first query head that shares a state writes it
     first_chunk = chunk_of(sequence, start, T, C, PACKED)
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], q_desc.layout)
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], k_desc.layout)
@@ -494,13 +506,13 @@ def _state_kernel(
         a_units += number
     units = (q_units, k_units, v_units, first_chunk)
     outputs = (o_desc, o_ptr)
-    sizes = (T, H, K, V)
+    sizes = (T, Ho, per_q, K, V)
     state = (tiles, barriers, outputs, scale, decays, a_units, states, units, kept, place, sizes)
     gl.warp_specialize(
         [
-            (_state_warps, (state, 0, PACKED, SLICES)),
-            (_state_warps, (state, 1, PACKED, SLICES)),
-            (_load_warp, ((q_desc, k_desc, a_desc, v_desc), load_tiles, barriers, load_place, SLICES)),
+            (_state_warps, (state, 0, PER_V, PACKED, SLICES)),
+            (_state_warps, (state, 1, PER_V, PACKED, SLICES)),
+            (_load_warp, ((q_desc, k_desc, a_desc, v_desc), load_tiles, barriers, load_place, PER_V, SLICES)),
         ],
         [4, 1],
         [232, 24],
