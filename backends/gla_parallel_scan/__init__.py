@@ -43,17 +43,16 @@ from gla_core.dispatch.backend import (
     shipped_constants,
 )
 from gla_parallel_scan import pytorch
-from gla_triton_kernels import gla
+from gla_triton_kernels import gla, softmax_attention
 from gla_triton_kernels.online_softmax import SPLITS
 from gla_triton_kernels.online_softmax import cost as online_softmax_cost
 from gla_triton_kernels.softmax_attention import cost as softmax_attention_cost
-from gla_triton_kernels.softmax_attention import softmax_attention
 from gla_triton_kernels.softmax_attention.plan import plan_splits
 from gla_triton_runtime.architecture import interpreted
 
 _RECURRENT = gla.ops(cut=True)
 """The ops of families with a recurrent state. Both Triton backends have the same kernels for them."""
-_BY_TRITON = {**_RECURRENT, "online_softmax": SPLITS, "softmax_attention": softmax_attention(plan_splits)}
+_BY_TRITON = {**_RECURRENT, **SPLITS, **softmax_attention.ops(plan_splits)}
 
 
 @hookimpl

@@ -20,11 +20,10 @@ from gla_core.dispatch.backend import (
     hookimpl,
     shipped_constants,
 )
-from gla_triton_kernels import gla
+from gla_triton_kernels import gla, softmax_attention
 from gla_triton_kernels.online_softmax import ONE_PASS
 from gla_triton_kernels.online_softmax import cost as online_softmax_cost
 from gla_triton_kernels.softmax_attention import cost as softmax_attention_cost
-from gla_triton_kernels.softmax_attention import softmax_attention
 from gla_triton_kernels.softmax_attention.plan import plan_one_pass
 from gla_triton_runtime.architecture import interpreted
 
@@ -40,8 +39,8 @@ def gla_register_backends() -> list[Backend]:
             version="0.1.0",
             ops={
                 **_RECURRENT,
-                "online_softmax": ONE_PASS,
-                "softmax_attention": softmax_attention(plan_one_pass),
+                **ONE_PASS,
+                **softmax_attention.ops(plan_one_pass),
             },
             capabilities=Capabilities(
                 devices=None if interpreted() else frozenset({"cuda"}),

@@ -67,3 +67,24 @@ class Plan:
     def splits(self, Tk: int) -> int:
         """Returns the number of splits of Tk keys."""
         return 1 if self.split is None else ceil_div(Tk, self.split)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientPlan:
+    """The launch parameters of backward.py.
+
+    One kernel holds keys and passes through rows of queries; another holds rows and passes through keys.
+
+    Attributes:
+        held: number of keys, or rows, that a program holds.
+        passed: number of rows, or keys, of a block that it passes through.
+        BK, BV, warps, stages, exact: as in `Plan`.
+    """
+
+    held: int
+    passed: int
+    BK: int
+    BV: int
+    warps: int
+    stages: int
+    exact: bool

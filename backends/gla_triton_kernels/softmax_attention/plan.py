@@ -17,7 +17,7 @@ import torch
 
 from gla_core.dispatch.backend import OpCall, Reason
 from gla_core.dispatch.tensors import ceil_div
-from gla_triton_kernels.softmax_attention.kernel import Kernel, Plan
+from gla_triton_kernels.softmax_attention.kernel import GradientPlan, Kernel, Plan
 from gla_triton_runtime.architecture import Gpu, gpu_of_call
 from gla_triton_runtime.sizes import power_of_two
 from gla_triton_runtime.tma import addressable
@@ -112,9 +112,7 @@ def _sm90(K: int, V: int) -> Plan:
 
 def _general(call: OpCall, gpu: Gpu) -> Plan:
     Tq, H, Hq, K, V = (call.dims[name] for name in ("Tq", "H", "Hq", "K", "V"))
-    rows, width = Tq * (Hq // max(H, 1)), power_of_two(max(K, V), 64)
-    in_tf32 = gpu.facts.has_tf32 and call.float32_matmul_precision != "highest"
-    exact = call.dtype == torch.float32 and not in_tf32
+    rows, width, exact = Tq * (Hq // max(H, 1)), power_of_two(max(K, V), 64), _is_exact(call, gpu)
     tiles = TILES_FLOAT32 if exact else TILES_TF32 if call.dtype == torch.float32 else TILES_16_BIT
     BR, BT, warps = tiles[width]
     BR, BT = _in_shared_memory(BR, BT, width * call.dtype.itemsize, gpu)
@@ -124,6 +122,12 @@ def _general(call: OpCall, gpu: Gpu) -> Plan:
     # Triton 3.6 on Hopper miscompiles blocks of pointers with V up to 32 and K above 32, so BK equals BV there.
     BK, BV = (power_of_two(K, 16), power_of_two(V, 16)) if tma else (width, width)
     return Plan(kernel=GENERAL, BR=BR, BT=BT, BK=BK, BV=BV, warps=warps, tma=tma, exact=exact or not gpu.facts.has_tf32)
+
+
+def _is_exact(call: OpCall, gpu: Gpu) -> bool:
+    """Returns whether a call multiplies float32 as float32."""
+    in_tf32 = gpu.facts.has_tf32 and call.float32_matmul_precision != "highest"
+    return call.dtype == torch.float32 and not in_tf32
 
 
 def _in_shared_memory(BR: int, BT: int, row: int, gpu: Gpu) -> tuple[int, int]:
@@ -168,3 +172,23 @@ def plan_splits(call: OpCall, gpu: Gpu) -> Plan:
         return replace(plan, split=split)
     whole = plan_one_pass(call, gpu)
     return whole if whole.kernel is SM90 else plan
+
+
+# ---- gradients
+
+# Each width has the numbers of keys, or rows, that a program holds and passes through, and numbers of warps and stages.
+GRADIENT_TILES_16_BIT = {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2), 512: (32, 16, 8, 1)}
+GRADIENT_TILES_FLOAT32 = {64: (32, 32, 4, 2), 128: (32, 16, 8, 2), 256: (16, 16, 8, 1), 512: (16, 16, 8, 1)}
+
+
+def plan_gradient(call: OpCall, gpu: Gpu) -> GradientPlan:
+    """Returns the launch parameters of a backward."""
+    K, V = call.dims["K"], call.dims["V"]
+    width, size = power_of_two(max(K, V), 64), call.dtype.itemsize
+    tiles = GRADIENT_TILES_FLOAT32 if call.dtype == torch.float32 else GRADIENT_TILES_16_BIT
+    held, passed, warps, stages = tiles[width]
+    while 2 * (held + stages * passed) * width * size > gpu.facts.shared_memory and (held, stages) != (LEAST_TILE, 1):
+        held, stages = (held, stages - 1) if stages > 1 else (held // 2, stages)
+    exact = _is_exact(call, gpu) or not gpu.facts.has_tf32
+    # Blocks of pointers have one width; see `_general`.
+    return GradientPlan(held=held, passed=passed, BK=width, BV=width, warps=warps, stages=stages, exact=exact)
