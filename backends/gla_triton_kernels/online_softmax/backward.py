@@ -137,7 +137,8 @@ def _gradient_in_two_sweeps(
     x_rows = x_ptr + d0 * stride_x0 + d1 * stride_x1 + r * stride_xr  # [BR, 1]
     y_rows = d0 * stride_y0 + d1 * stride_y1 + r * stride_yr  # [BR, 1]
     m, z, w = _sums(x_rows, dy_ptr + y_rows, r < R, 0, N, stride_xn, stride_yn, BR, BN, G)
-    _write(x_rows, dy_ptr + y_rows, dx_ptr + y_rows, r < R, m, z, w, 0, N, stride_xn, stride_yn, BN)
+    tiles = tl.cdiv(N, BN)
+    _write(x_rows, dy_ptr + y_rows, dx_ptr + y_rows, r < R, m, z, w, 0, tiles, N, stride_xn, stride_yn, BN)
 
 
 @triton.jit
@@ -163,9 +164,10 @@ def _gradient_in_two_sweeps_unaligned(
     f0, f1, f2 = tl.exp(m0 - m), tl.exp(m1 - m), tl.exp(m2 - m)
     z = z0 * f0 + z1 * f1 + z2 * f2
     w = w0 * f0 + w1 * f1 + w2 * f2
-    _write(x_ptr + row, dy_ptr + row, dx_ptr + row, there, m, z, w, head + tail, N, 1, 1, EDGE)
-    _write(x_ptr + tiles, dy_ptr + tiles, dx_ptr + tiles, there, m, z, w, 0, tail, 1, 1, BN)
-    _write(x_ptr + row, dy_ptr + row, dx_ptr + row, there, m, z, w, 0, head, 1, 1, G)
+    edges = tl.cdiv(N - head - tail, EDGE)
+    _write(x_ptr + row, dy_ptr + row, dx_ptr + row, there, m, z, w, head + tail, edges, N, 1, 1, EDGE)
+    _write(x_ptr + tiles, dy_ptr + tiles, dx_ptr + tiles, there, m, z, w, 0, tail // BN, tail, 1, 1, BN)
+    _write(x_ptr + row, dy_ptr + row, dx_ptr + row, there, m, z, w, 0, 1, head, 1, 1, G)
 
 
 @triton.jit(do_not_specialize=["D1", "P", "tiles"])
@@ -243,8 +245,7 @@ def _write_splits(
     x_rows = x_ptr + d0 * stride_x0 + d1 * stride_x1 + r * stride_xr  # [BR, 1]
     y_rows = d0 * stride_y0 + d1 * stride_y1 + r * stride_yr  # [BR, 1]
     start = program % W * tiles * BN
-    end = tl.minimum(start + tiles * BN, N)
-    _write(x_rows, dy_ptr + y_rows, dx_ptr + y_rows, there, m, z, w, start, end, stride_xn, stride_yn, BN)
+    _write(x_rows, dy_ptr + y_rows, dx_ptr + y_rows, there, m, z, w, start, tiles, N, stride_xn, stride_yn, BN)
 
 
 @triton.jit
@@ -299,19 +300,21 @@ def _write(
     z,  # [BR, 1]
     w,  # [BR, 1]
     start,
+    tiles,
     end,
     stride_xn,
     stride_yn,
     BN: tl.constexpr,
 ):
-    """Writes dx for the columns from start to end, the last tile first."""
+    """Writes dx for some tiles of columns from start on, up to end, the last tile first."""
     factor = 1 / z  # [BR, 1]; if all elements of a row are -inf, 0 * inf = NaN below
     mean = w * factor  # [BR, 1]
-    for back in range(0, end - start, BN):
-        c = start + (end - start - 1) // BN * BN - back + tl.arange(0, BN)[None, :]  # [1, BN]
+    c = start + (tiles - 1) * BN + tl.arange(0, BN)[None, :]  # [1, BN]
+    for _ in range(tiles):
         here = there & (c < end)  # [BR, BN]
         at_x, at_y = x_rows + c.to(tl.int64) * stride_xn, c.to(tl.int64) * stride_yn
         x = tl.load(at_x, mask=here, other=-float("inf"), eviction_policy="evict_first").to(tl.float32)
         dy = tl.load(dy_rows + at_y, mask=here, other=0.0, eviction_policy="evict_first").to(tl.float32)
         dx = tl.exp(x - m) * factor * (dy - mean)  # [BR, BN]
         tl.store(dx_rows + at_y, dx.to(dx_rows.dtype.element_ty), mask=here, eviction_policy="evict_first")
+        c -= BN

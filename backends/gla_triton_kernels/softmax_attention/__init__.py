@@ -4,6 +4,7 @@ kernel.py plan.py           the types of kernels and plans; the choice of a kern
 launches.py                 the launches of a call
 forward.py forward_sm90.py  the kernels that attend; merge.py merges splits
 backward.py                 the kernels of the gradients
+library.py                  gradients by PyTorch's kernels; fold.py folds the gradient of lse into o for them
 cost.py                     predicted seconds
 """
 
@@ -13,28 +14,24 @@ from collections.abc import Callable
 
 from gla_core.dispatch.backend import OpCall, Prepared
 from gla_triton_kernels.softmax_attention.kernel import Plan
-from gla_triton_kernels.softmax_attention.plan import explained, plan_gradient
+from gla_triton_kernels.softmax_attention.plan import explain_gradients, explained, gradient_kernel
 from gla_triton_runtime.architecture import Gpu, gpu_of_call
 
 
-def ops(plan: Callable[[OpCall, Gpu], Plan]) -> dict[str, Prepared]:
-    """Returns softmax_attention, computed by the plans of a function of plan.py, and softmax_attention_bwd."""
+def softmax_attention(plan: Callable[[OpCall, Gpu], Plan]) -> Prepared:
+    """Returns the op softmax_attention, computed by the plans of a function of plan.py."""
 
     def prepare(call: OpCall) -> Callable[..., tuple]:
         from gla_triton_kernels.softmax_attention import launches
 
         return launches.prepare(call, plan(call, gpu_of_call(call)))
 
-    return {
-        "softmax_attention": Prepared(prepare, ("q", "k", "v", "scale", "causal"), explained(plan)),
-        "softmax_attention_bwd": Prepared(_prepare_gradient, _GRADIENT_TAKES),
-    }
+    return Prepared(prepare, ("q", "k", "v", "scale", "causal"), explained(plan))
 
 
-_GRADIENT_TAKES = ("q", "k", "v", "o", "lse", "scale", "causal", "do", "dlse")
-
-
-def _prepare_gradient(call: OpCall) -> Callable[..., tuple]:
-    from gla_triton_kernels.softmax_attention import launches
-
-    return launches.prepare_gradient(call, plan_gradient(call, gpu_of_call(call)))
+GRADIENTS = Prepared(
+    lambda call: gradient_kernel(call, gpu_of_call(call)).load()(call),
+    ("q", "k", "v", "o", "lse", "scale", "causal", "do", "dlse"),
+    explain_gradients,
+)
+"""The op softmax_attention_bwd."""

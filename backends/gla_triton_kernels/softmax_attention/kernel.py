@@ -8,16 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from gla_core.dispatch.backend import OpCall, Reason
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_runtime.architecture import Gpu
-
-if TYPE_CHECKING:
-    from gla_triton_runtime.launch import Launch
-
-    LaunchFunction = Callable[..., list[Launch]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,13 +20,14 @@ class Kernel:
     """A kernel that computes attention, as a value.
 
     Attributes:
-        name: the name of the kernel's file.
-        load: imports the kernel, and returns the function that describes its launch.
+        name: the name of the kernel's file, or of the library that has it.
+        load: imports the kernel, and returns the function that describes its launch; for a kernel of gradients, the
+            function that prepares a call.
         refusal: takes a call and a GPU, and returns the reason why the kernel cannot compute the call, or None.
     """
 
     name: str
-    load: Callable[[], LaunchFunction]
+    load: Callable[[], Callable[..., Any]]
     refusal: Callable[[OpCall, Gpu], Reason | None]
 
 

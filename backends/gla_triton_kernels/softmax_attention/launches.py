@@ -61,7 +61,7 @@ def launches(plan: Plan, tensors: Tensors, scale: float, causal: bool) -> list[L
     return [*attended, *launch_merge(split_o, split_lse, o, lse)]
 
 
-def prepare_gradient(call: OpCall, plan: GradientPlan) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+def prepare_gradients(call: OpCall, plan: GradientPlan) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     """Compiles the kernels of a backward, and returns the function that computes calls of the same signature.
 
     Raises:
