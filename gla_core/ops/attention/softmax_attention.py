@@ -65,7 +65,9 @@ def softmax_attention(
 ) -> SoftmaxAttention:
     """Computes softmax attention, differentiable in q, k and v through both results.
 
-    Under autocast q, k and v are cast to the dtype of autocast, and o has that dtype.
+    Under autocast q, k and v are cast to the dtype of autocast, and o has that dtype. On a GPU, PyTorch's own kernels
+    may compute the gradients of 16-bit inputs. The last bits of the gradient of q may then differ from call to call,
+    unless `torch.use_deterministic_algorithms(True)` is in force.
 
     Args:
         q: queries [B, Tq, Hq, K], float64, float32, float16 or bfloat16. Query head i reads key/value head i // (Hq/H).
