@@ -29,9 +29,11 @@ def softmax_attention(plan: Callable[[OpCall, Gpu], Plan]) -> Prepared:
     return Prepared(prepare, ("q", "k", "v", "scale", "causal"), explained(plan))
 
 
+def _prepare_gradients(call: OpCall) -> Callable[..., tuple]:
+    return gradient_kernel(call, gpu_of_call(call)).load()(call)
+
+
 GRADIENTS = Prepared(
-    lambda call: gradient_kernel(call, gpu_of_call(call)).load()(call),
-    ("q", "k", "v", "o", "lse", "scale", "causal", "do", "dlse"),
-    explain_gradients,
+    _prepare_gradients, ("q", "k", "v", "o", "lse", "scale", "causal", "do", "dlse"), explain_gradients
 )
 """The op softmax_attention_bwd."""

@@ -22,7 +22,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 """dq [B, Tq, Hq, K], dk [B, Tk, H, K], dv [B, Tk, H, V]."""
 
 
-def prepare(call: OpCall, compute: Callable[..., Gradients]) -> Callable[..., Gradients]:
+def prepare(compute: Callable[..., Gradients], call: OpCall) -> Callable[..., Gradients]:
     """Returns the function that computes calls of the same signature by `cudnn` or `flash`.
 
     If a gradient reaches lse, the function folds it into o first.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -195,19 +196,19 @@ def plan_gradients(call: OpCall, gpu: Gpu) -> GradientPlan:
 def _load_gradients() -> Callable[..., Any]:
     from gla_triton_kernels.softmax_attention.launches import prepare_gradients
 
-    return lambda call: prepare_gradients(call, plan_gradients(call, gpu_of_call(call)))
+    return prepare_gradients
 
 
 def _load_cudnn() -> Callable[..., Any]:
     from gla_triton_kernels.softmax_attention import library
 
-    return lambda call: library.prepare(call, library.cudnn)
+    return partial(library.prepare, library.cudnn)
 
 
 def _load_flash() -> Callable[..., Any]:
     from gla_triton_kernels.softmax_attention import library
 
-    return lambda call: library.prepare(call, library.flash)
+    return partial(library.prepare, library.flash)
 
 
 def _library_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
