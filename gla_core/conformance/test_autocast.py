@@ -22,9 +22,9 @@ from gla_core.conformance.calls import (
     with_gradients,
 )
 from gla_core.conformance.cases import (
-    BACKWARDS,
     DIFFERENTIATED,
     FORWARDS,
+    GRADIENTS_OF_STATES,
     PROMPTS,
     SERVING,
     STEPS,
@@ -132,7 +132,7 @@ def check_values(backend, case, measure, **options):
     return x, out
 
 
-@over(BACKWARDS, "short", "ungated", "packed", dtypes="half")
+@over(GRADIENTS_OF_STATES, "short", "ungated", "packed", dtypes="half")
 def test_gradients_under_autocast(backend, case, measure):
     x = inputs(case, dtype=torch.float32)
     with torch.autocast(case.device, case.dtype):

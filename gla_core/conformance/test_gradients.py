@@ -10,6 +10,7 @@ from gla_core.conformance.calls import (
     call_arguments,
     compare,
     differentiable,
+    expected,
     gradients,
     inputs,
     oracle_gradients,
@@ -21,7 +22,7 @@ from gla_core.conformance.calls import (
     training_request,
     twice,
 )
-from gla_core.conformance.cases import BACKWARDS, DIFFERENTIATED, over
+from gla_core.conformance.cases import BACKWARDS, DIFFERENTIATED, GRADIENTS_OF_STATES, over
 from gla_core.conformance.tolerances import GRADIENT
 from gla_core.ops import ABSTRACT_OPS
 
@@ -32,13 +33,13 @@ def test_gradients(backend, case, measure):
     too_small = case.dtype == torch.float16 and case.workload.sizes.get("gates") == "extreme"
     is_summary = case.op == "chunk_gla_summary"
     x = inputs(case, **({"gate_dtype": torch.float32} if too_small and is_summary else {}))
-    if case.op == "online_softmax":
+    if "x" in x:
         x["x"] = x["x"].clamp(min=-5)
     out = gradients(case.op, x, training_request(backend, case.op))
     compare(case.op, x, out, oracle_gradients(case.op, x), measure, GRADIENT)
 
 
-@over(BACKWARDS, at_size=True)
+@over(GRADIENTS_OF_STATES, at_size=True)
 def test_gradients_at_size(backend, case, measure):
     """The reference in float64 gives the expected gradients, one row of the batch at a time.
 
@@ -52,8 +53,21 @@ def test_gradients_at_size(backend, case, measure):
     compare(case.op, x, run(case.op, x, backend.name, checkpoints=states, **every), ref, measure)
 
 
-@over(BACKWARDS, "grouped", "packed", "minus_infinity", "per_head_grouped", "constant", dtypes="one")
-@pytest.mark.parametrize("name", dict.fromkeys(y.like for op in BACKWARDS for y in ABSTRACT_OPS[op].results))
+@over("softmax_attention_bwd", at_size=True)
+def test_gradients_of_attention_at_size(backend, case, measure):
+    """The reference in float64 gives the expected gradients, one row of the batch at a time."""
+    x = call_arguments(case)
+    compare(case.op, x, run(case.op, x, backend.name), reference_results(case.op, x), measure)
+
+
+@over("online_softmax_bwd", at_size=True)
+def test_gradients_of_softmax_at_size(backend, case, measure):
+    x = call_arguments(case)
+    compare(case.op, x, run(case.op, x, backend.name), expected(case.op, x).results, measure)
+
+
+@over(GRADIENTS_OF_STATES, "grouped", "packed", "minus_infinity", "per_head_grouped", "constant", dtypes="one")
+@pytest.mark.parametrize("name", dict.fromkeys(y.like for op in GRADIENTS_OF_STATES for y in ABSTRACT_OPS[op].results))
 def test_gradient_of_one_input(backend, case, name, measure):
     x = inputs(case)
     if x[name] is None:
@@ -70,7 +84,7 @@ def test_gradient_layout(backend, case, layout):
     layout(run(case.op, x, backend.name), like, case.device, tensors(x))
 
 
-@over(BACKWARDS, "short", "packed", "extreme", "constant", dtypes="rotating")
+@over(GRADIENTS_OF_STATES, "short", "packed", "extreme", "constant", dtypes="rotating")
 def test_gradients_without_final_state(backend, case, measure):
     """A missing gradient of the final state means a gradient of zeros."""
     x = call_arguments(case)

@@ -31,10 +31,10 @@ from gla_core.conformance.calls import (
     written_tensors,
 )
 from gla_core.conformance.cases import (
-    BACKWARDS,
     DRAFTS,
     EVERY_OP,
     FORWARDS,
+    GRADIENTS_OF_STATES,
     PROMPTS,
     WITH_STATES,
     WRITING,
@@ -117,7 +117,7 @@ def test_written_states_with_values_first(backend, case, measure):
     check(case.op, x, backend.name, measure, ref, **swapped, state_v_first=True)
 
 
-@over(BACKWARDS, dtypes="rotating")
+@over(GRADIENTS_OF_STATES, dtypes="rotating")
 @pytest.mark.parametrize("states", [with_room, last_two_swapped], ids=["with_room", "values_first"])
 def test_gradients_of_strided_views(backend, case, states, measure):
     """Inputs and incoming gradients may be strided views."""
@@ -131,7 +131,7 @@ def test_gradients_of_strided_views(backend, case, states, measure):
     compare(case.op, x, out, oracle_gradients(case.op, x), measure)
 
 
-@over(BACKWARDS, "short", "grouped", "packed", "per_head", dtypes="rotating")
+@over(GRADIENTS_OF_STATES, "short", "grouped", "packed", "per_head", dtypes="rotating")
 @pytest.mark.parametrize("dimensions", [(0,), (1,), (0, 1, 2, 3)], ids=["first", "second", "all"])
 def test_gradients_of_repeated_values(backend, case, dimensions, measure):
     """Gates and incoming gradients may have strides of 0; the gradient of a sum has stride 0 in all dimensions."""

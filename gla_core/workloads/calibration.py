@@ -184,7 +184,9 @@ _SIZES = {
     "recurrent_gla_steps": {"cuda": _STEPS_CUDA, "cpu": _STEPS_CPU},
     "recurrent_gla_replay": {"cuda": _REPLAY_CUDA, "cpu": _REPLAY_CPU},
     "online_softmax": {"cuda": _SOFTMAX_CUDA, "cpu": _SOFTMAX_CPU},
+    "online_softmax_bwd": {"cuda": _SOFTMAX_CUDA, "cpu": _SOFTMAX_CPU},
     "softmax_attention": {"cuda": _ATTENTION_CUDA, "cpu": _ATTENTION_CPU},
+    "softmax_attention_bwd": {"cuda": _ATTENTION_CUDA, "cpu": _ATTENTION_CPU},
 }
 _NAMES = {
     "chunk_gla_fwd": ("B", "T", "H", "K", "V", "N"),
@@ -196,7 +198,9 @@ _NAMES = {
     "recurrent_gla_steps": ("B", "T", "H", "K", "V", "P"),
     "recurrent_gla_replay": ("B", "T", "H", "K", "V", "L"),
     "online_softmax": ("rows", "columns"),
+    "online_softmax_bwd": ("rows", "columns"),
     "softmax_attention": ("B", "Tq", "Tk", "H", "K", "V"),
+    "softmax_attention_bwd": ("B", "Tq", "Tk", "H", "K", "V"),
 }
 # Calls for other kernels of the same op, on a CUDA device: sizes, dtype, query heads per key/value head
 _OTHERS: dict[str, tuple[tuple[Sizes, torch.dtype, int], ...]] = {

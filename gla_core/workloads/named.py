@@ -302,6 +302,8 @@ ONLINE_SOFTMAX = _workloads(
         for n in (1024, 4096, 16384, 50257, 65536)  # 50257: the vocabulary of GPT-2, whose rows are not aligned
     ),
     _row("rows_4_columns_16m", "long", shape=(4, 2**24), dtype=torch.bfloat16),
+    _row("rows_4096_columns_50257", "timed_only", shape=(4096, 50257), dtype=torch.bfloat16),
+    _row("rows_131072_columns_128", "timed_only", shape=(131072, 128), dtype=torch.bfloat16),
 )
 SOFTMAX_ATTENTION = _workloads(
     "softmax_attention",
@@ -314,6 +316,15 @@ SOFTMAX_ATTENTION = _workloads(
     _row("many_queries", "narrow", "B1 Tq2501 Tk20 H1 K8 V8"),
     _row("causal_b4_t4096_h16", "train", "B4 Tq4096 Tk4096 H16 K128 V128", causal=True, dtype=torch.bfloat16),
     _row("one_query_131072_keys", "decode long", "B1 Tq1 Tk131072 H16 K128 V128", dtype=torch.bfloat16),
+    *(
+        _row(f"causal_b4_t4096_{name}", "timed_only", f"B4 Tq4096 Tk4096 {sizes}", causal=True, dtype=dtype)
+        for name, sizes, dtype in (
+            ("h8_g4", "H8 G4 K128 V128", torch.bfloat16),
+            ("h32_k64", "H32 K64 V64", torch.bfloat16),
+            ("h8_k256", "H8 K256 V256", torch.bfloat16),
+            ("h16_float16", "H16 K128 V128", torch.float16),
+        )
+    ),
 )
 # fmt: on
 WORKLOADS = (

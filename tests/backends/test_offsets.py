@@ -126,8 +126,18 @@ def attention(B, Tq, Tk, H=32, G=1, K=128, new=heads_first):
     return "softmax_attention", new(B, Tq, G * H, K), new(B, Tk, H, K), new(B, Tk, H, K), 0.1, True
 
 
+def attention_backward(B, Tq, Tk, H=32, G=1, K=128, new=heads_first, dtype=torch.bfloat16, of_lse=True):
+    q, k = new(B, Tq, G * H, K, dtype=dtype), new(B, Tk, H, K, dtype=dtype)
+    lse = new(B, Tq, G * H, 1, dtype=torch.float32)[..., 0]
+    return "softmax_attention_bwd", q, k, k, q, lse, 0.1, True, q, lse if of_lse else None
+
+
 def softmax(shape, dim=1):
     return "online_softmax", empty(*shape), dim
+
+
+def softmax_backward(shape, dim=1):
+    return "online_softmax_bwd", empty(*shape), dim, empty(*shape)
 
 
 SM80, SM90 = 80, 90
@@ -186,10 +196,31 @@ CALLS = {
     "attention": (SM90, attention, "triton_fused", {"B": 2, "Tq": 2**20, "Tk": 2**20}),
     "general attention": (SM80, attention, "triton_fused", {"B": 2, "Tq": 2**18, "Tk": 2**20, "G": 4}),
     "attention in splits": (SM90, attention, "parallel_scan", {"B": 1, "Tq": 1, "Tk": 2**24, "H": 2}),
+    "attention backward": (SM90, attention_backward, "triton_fused", {"B": 2, "Tq": 2**20, "Tk": 2**20}),
+    "attention backward, grouped": (
+        SM80,
+        attention_backward,
+        "triton_fused",
+        {"B": 2, "Tq": 2**18, "Tk": 2**20, "G": 4},
+    ),
     "softmax": (SM90, softmax, "triton_fused", {"shape": (2**20, 2**12)}),
     "softmax of long rows": (SM90, softmax, "triton_fused", {"shape": (2**12, 2**20)}),
     "softmax of longest rows": (SM90, softmax, "triton_fused", {"shape": (4, gla_triton_kernels.MAX_LENGTH - 1)}),
     "softmax in splits": (SM90, softmax, "parallel_scan", {"shape": (4, gla_triton_kernels.MAX_LENGTH)}),
+    "softmax backward": (SM90, softmax_backward, "triton_fused", {"shape": (2**20, 2**12)}),
+    "softmax backward of long rows": (SM90, softmax_backward, "triton_fused", {"shape": (2**12, 2**20)}),
+    "softmax backward of longest rows": (
+        SM90,
+        softmax_backward,
+        "triton_fused",
+        {"shape": (4, gla_triton_kernels.MAX_LENGTH - 1)},
+    ),
+    "softmax backward in splits": (
+        SM90,
+        softmax_backward,
+        "parallel_scan",
+        {"shape": (4, gla_triton_kernels.MAX_LENGTH)},
+    ),
     "softmax of columns": (SM90, softmax, "parallel_scan", {"shape": (gla_triton_kernels.MAX_LENGTH, 4), "dim": 0}),
 }
 VARIATIONS = {

@@ -95,7 +95,9 @@ def arguments_of(op, device, seed=0):
         "recurrent_gla_steps": (*few, pool, one[:, None] + torch.arange(3), 0.3, *(None,) * 4, -1, None, None),
         "recurrent_gla_replay": (*few, pool, *rings, one, one + 4, one, 0.3, None, None, -1, None, None),
         "online_softmax": (torch.randn(3, 700), 1),
+        "online_softmax_bwd": (torch.randn(3, 700), 1, torch.randn(3, 700)),
         "softmax_attention": (x.q, x.k, x.v, 0.3, True),
+        "softmax_attention_bwd": (x.q, x.k, x.v, do, do[..., 0], 0.3, True, do, do[..., 0]),
     }[op]
     return [y.to(device) if isinstance(y, Tensor) else y for y in values]
 

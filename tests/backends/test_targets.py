@@ -19,7 +19,19 @@ import torch
 
 from gla_core.dispatch.backend import KnownDevice
 from tests.backends.prepared_calls import launches_on
-from tests.backends.test_offsets import attention, backward, forward, layer_step, pool, softmax, step, steps, summary
+from tests.backends.test_offsets import (
+    attention,
+    attention_backward,
+    backward,
+    forward,
+    layer_step,
+    pool,
+    softmax,
+    softmax_backward,
+    step,
+    steps,
+    summary,
+)
 
 triton = pytest.importorskip("triton")
 
@@ -101,8 +113,38 @@ CALLS = {
     "attention": (attention, "triton_fused", {"B": 2, "Tq": 4096, "Tk": 4096, "H": 8}),
     "attention, wide": (attention, "triton_fused", {"B": 2, "Tq": 4096, "Tk": 4096, "H": 8, "K": 256}),
     "attention in splits": (attention, "parallel_scan", {"B": 1, "Tq": 1, "Tk": 2**17, "H": 8}),
+    "attention backward": (attention_backward, "triton_fused", {"B": 2, "Tq": 4096, "Tk": 4096, "H": 8}),
+    "attention backward, K = 64": (
+        attention_backward,
+        "triton_fused",
+        {"B": 2, "Tq": 4096, "Tk": 4096, "H": 8, "K": 64},
+    ),
+    "attention backward, wide": (
+        attention_backward,
+        "triton_fused",
+        {"B": 2, "Tq": 4096, "Tk": 4096, "H": 8, "K": 256},
+    ),
+    "attention backward, widest": (
+        attention_backward,
+        "triton_fused",
+        {"B": 2, "Tq": 4096, "Tk": 4096, "H": 8, "K": 512},
+    ),
+    "attention backward, float32": (
+        attention_backward,
+        "triton_fused",
+        {"B": 2, "Tq": 4096, "Tk": 4096, "H": 8} | FLOAT32,
+    ),
+    "attention backward, TF32": (
+        attention_backward,
+        "triton_fused",
+        {"B": 2, "Tq": 4096, "Tk": 4096, "H": 8} | FLOAT32,
+    ),
     "softmax": (softmax, "triton_fused", {"shape": (8192, 4096)}),
     "softmax of long rows": (softmax, "triton_fused", {"shape": (64, 2**17)}),
+    "softmax backward": (softmax_backward, "triton_fused", {"shape": (8192, 4096)}),
+    "softmax backward of long rows": (softmax_backward, "triton_fused", {"shape": (64, 2**17)}),
+    "softmax backward of unaligned rows": (softmax_backward, "triton_fused", {"shape": (4096, 50257)}),
+    "softmax backward in splits": (softmax_backward, "parallel_scan", {"shape": (4, 2**24)}),
     "softmax in splits": (softmax, "parallel_scan", {"shape": (4, 2**24)}),
 }
 STACK = 512

@@ -86,6 +86,7 @@ backward = right("chunk_gla_bwd", "dq", "dk", "dv", "dg", "dinitial_state")
 summary = right("chunk_gla_summary", "decay", "state")
 step = right("recurrent_gla_step", "o", "state")
 attention = right("softmax_attention", "o", "lse")
+attention_gradients = right("softmax_attention_bwd", "dq", "dk", "dv")
 
 
 @bug("chunk_gla_fwd", "test_values[short-float32]")
@@ -1114,6 +1115,51 @@ def logarithm_to_base_two(x):
 def mask_aligned_at_the_first_key(x):
     Tq, Tk = x.q.shape[1], x.k.shape[1]
     return attention(x, k=x.k[:, :Tq], v=x.v[:, :Tq]) if x.causal and Tk > Tq else attention(x)
+
+
+@bug("online_softmax_bwd", "test_gradients[small-float32]")
+def mean_of_dy_not_subtracted(x):
+    y = torch.softmax(x.x.float(), x.dim)
+    return (y * x.dy).to(x.x.dtype).contiguous()
+
+
+@bug("online_softmax_bwd", "test_gradients[small-float32]")
+def plain_mean_of_dy_subtracted(x):
+    y = torch.softmax(x.x.float(), x.dim)
+    return (y * (x.dy - x.dy.mean(x.dim, keepdim=True))).to(x.x.dtype).contiguous()
+
+
+@bug("softmax_attention_bwd", "test_gradients[small-float32]", over={"dq", "dk"})
+def gradient_of_lse_left_out(x):
+    return attention_gradients(x, dlse=None)
+
+
+@bug("softmax_attention_bwd", "test_gradients[grouped-float32]", over={"dk", "dv"})
+def last_head_of_a_group_left_out(x):
+    y, groups = attention_gradients(x), x.q.shape[2] // x.k.shape[2]
+    if groups > 1:
+        last = torch.arange(x.q.shape[2]) % groups < groups - 1
+        fewer = attention_gradients(x, do=x.do * last[:, None], dlse=None if x.dlse is None else x.dlse * last)
+        y.dk, y.dv = fewer.dk, fewer.dv
+    return y
+
+
+@bug("softmax_attention_bwd", "test_gradients[small-float32]")
+def causal_gradients_one_key_off(x):
+    y = attention_gradients(x)
+    if x.causal and x.k.shape[1] > 1:
+        earlier = attention_gradients(
+            x,
+            q=x.q[:, 1:],
+            o=x.o[:, 1:],
+            lse=x.lse[:, 1:],
+            do=x.do[:, 1:],
+            dlse=None if x.dlse is None else x.dlse[:, 1:],
+            k=x.k[:, :-1],
+            v=x.v[:, :-1],
+        )
+        y.dk[:, :-1], y.dv[:, :-1] = earlier.dk, earlier.dv
+    return y
 
 
 FORMS = ("short", "last_chunk_partial", "grouped", "per_head", "per_head_grouped", "constant", "grouped_values")

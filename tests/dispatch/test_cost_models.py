@@ -67,6 +67,7 @@ def call_of(op, kind, **changes):
     sizes["recurrent_gla_replay"] = {**sizes["recurrent_gla_step"], "T": 4, "N": 2, "L": 8}
     sizes["chunk_gla_pool"] = {**sizes["chunk_gla_fwd"], "P": 4}
     sizes["chunk_gla_bwd"] = sizes["chunk_gla_summary"] = sizes["chunk_gla_fwd"]
+    sizes |= {f"{name}_bwd": sizes[name] for name in ("online_softmax", "softmax_attention")}
     dims = {name: changes.pop(name, size) for name, size in sizes[op].items()}
     if op.startswith("chunk_gla"):
         dims["N"] = changes.pop("N", dims["B"])
@@ -106,7 +107,7 @@ def test_each_constant_counts_for_some_call(name, kind, op):
         call_of(op, kind, capturing=capturing, **{**sizes, **tensors})
         for capturing in (False, True)
         for sizes in SIZES[op]
-        for tensors in TENSORS[op.partition("_gla")[0]]
+        for tensors in TENSORS[op.partition("_gla")[0].removesuffix("_bwd")]
     ]
     constants = shipped_constants(f"gla_{name}")[kind][op]
     base = [predicted(name, kind, call) for call in calls]
@@ -134,6 +135,7 @@ SIZES["recurrent_gla_steps"] = [{"B": B, "N": B, "T": T, "S": T} for B in (1, 10
 SIZES["recurrent_gla_replay"] = [{"B": B, "N": B, "T": T, "L": 2 * T} for B in (1, 1000) for T in (1, 8)]
 SIZES["chunk_gla_summary"] = SIZES["chunk_gla_pool"] = SIZES["chunk_gla_fwd"]
 SIZES["chunk_gla_bwd"] = [*SIZES["chunk_gla_fwd"], {"T": 1000, "H": 4, "Hq": 8, "K": 100, "V": 100}]
+SIZES |= {f"{name}_bwd": SIZES[name] for name in ("online_softmax", "softmax_attention")}
 GATED = {"gate_dtype": torch.float32, "gate_form": "key"}
 TENSORS = {
     "chunk": [

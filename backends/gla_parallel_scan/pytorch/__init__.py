@@ -11,7 +11,9 @@ OPS: Mapping[str, Op] = {
     "recurrent_gla_step": step.step,
     **{op: lowered(op, step.step) for op in _LOWERED},
     "online_softmax": online_softmax.online_softmax,
+    "online_softmax_bwd": lowered("online_softmax_bwd", online_softmax.online_softmax),
     "softmax_attention": softmax_attention.softmax_attention,
+    "softmax_attention_bwd": lowered("softmax_attention_bwd", softmax_attention.softmax_attention),
 }
 """The ops that are computed in PyTorch on a CPU."""
 
