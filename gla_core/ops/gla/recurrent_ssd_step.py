@@ -1,4 +1,4 @@
-"""Computes one token of Mamba-2, for decoding, from its time step to its output gate: the abstract op recurrent_ssd_step.
+"""Computes one token of Mamba-2, for decoding, with its time step and output gate: the abstract op recurrent_ssd_step.
 
 Per row and value head, with a rate A < 0 and a time step dt, both numbers:
 
@@ -64,8 +64,8 @@ def recurrent_ssd_step(
     The inputs may be slices of one projection of several, without a copy, since only their last dimension has to be
     contiguous.
 
-    Under autocast q, k and v are cast to the dtype of autocast, and o has that dtype; the other inputs keep float32, and
-    the state keeps its dtype.
+    Under autocast q, k and v are cast to the dtype of autocast, and o has that dtype; the other inputs keep float32,
+    and the state keeps its dtype.
 
     Args:
         q: queries, Mamba-2's C [B, H, K], float64, float32, float16 or bfloat16.
@@ -117,15 +117,17 @@ def _bind(args: Mapping[str, Any], sizes: dict[str, Any]) -> None:
 
 def _step_of_ssd_step(call: OpCall) -> OpCall:
     """Returns the call of recurrent_gla_step by which recurrent_ssd_step is computed."""
-    B, Hv, V = (call.dims[name] for name in ("B", "Hv", "V"))
+    B, H, Hv, K, V = (call.dims[name] for name in ("B", "H", "Hv", "K", "V"))
+    dtype = wide(call.dtype)
     layouts = {name: layout for name, layout in call.layouts.items() if name in STEP.contract}
     if layouts:
-        layouts["v"] = contiguous_layout((B, Hv, V), call.dtype)
-        layouts["g"] = contiguous_layout((B, Hv), wide(call.dtype))
+        shapes = {"q": (B, H, K), "k": (B, H, K), "v": (B, Hv, V), "g": (B, Hv)}
+        layouts |= {name: contiguous_layout(shape, dtype) for name, shape in shapes.items()}
     return replace(
         call,
         op=STEP.name,
-        gate_dtype=wide(call.dtype),
+        dtype=dtype,
+        gate_dtype=dtype,
         gate_form="head",
         scalars={"gate_normalizer": None, "inplace": True},
         given=call.given.intersection(STEP.contract) | {"g", "inplace"},
@@ -151,9 +153,10 @@ def _by_step(step: Callable[..., Any]) -> Callable[..., Any]:
         A_is_log: bool,
         state_indices: Tensor | None,
     ) -> Tensor:
-        dtype = wide(v.dtype)
+        dtype = wide(v.dtype)  # of the step too: values and outputs are rounded once, after everything
         dt = time_steps(dt, dt_bias, dt_softplus, dtype)
-        token = {"q": q, "k": k, "v": (v * dt[..., None]).to(v.dtype).contiguous(), "g": dt * rates(A, A_is_log, dtype)}
+        token = {"q": q.to(dtype), "k": k.to(dtype), "v": v * dt[..., None], "g": dt * rates(A, A_is_log, dtype)}
+        token = {name: x.contiguous() for name, x in token.items()}
         options = {"scale": scale, "state_indices": state_indices, "gate_normalizer": None, "inplace": True}
         o, _ = step(**token, state=state, **options)
         return output(o, v, None if D is None else D[:, None], z).contiguous()

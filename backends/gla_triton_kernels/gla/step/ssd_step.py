@@ -7,9 +7,9 @@ K, V key and value width   BK K rounded up to a power of two   BV values of a bl
 PIECES pieces of WIDTH keys
 
 The grid has one program per row of the batch, value head and BV values. States of Mamba-2 are V-first in memory, so the
-keys of a value are contiguous. A block is [PIECES, BV, WIDTH]: the threads of a warp read pieces of 128 bytes of
-several values, and each thread holds a part of every piece of few values. A sum over keys is then mostly within a thread,
-and what belongs to a value is loaded by few threads.
+keys of a value are contiguous. Blocks [PIECES, BV, WIDTH] make a warp read lines of several values, and give each
+thread a part of every piece of few values. A sum over keys is then mostly within a thread, and few threads load what
+belongs to a value. The registers that this saves hold states: twice as many bytes are on their way at a time.
 
 Source: Dao and Gu, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space
 Duality" (arXiv 2405.21060).
