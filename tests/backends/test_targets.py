@@ -19,7 +19,18 @@ import torch
 
 from gla_core.dispatch.backend import KnownDevice
 from tests.backends.prepared_calls import launches_on
-from tests.backends.test_offsets import attention, backward, forward, layer_step, pool, softmax, step, steps, summary
+from tests.backends.test_offsets import (
+    attention,
+    backward,
+    forward,
+    layer_step,
+    pool,
+    softmax,
+    ssd_step,
+    step,
+    steps,
+    summary,
+)
 
 triton = pytest.importorskip("triton")
 
@@ -97,6 +108,7 @@ CALLS = {
     "step": (step, "triton_fused", {"B": 64, "P": 100, "G": 1}),
     "layer step": (layer_step, "triton_fused", {"B": 64, "P": 100, "H": 4, "G": 1}),
     "layer step, one row": (layer_step, "triton_fused", {"B": 1, "P": 100, "H": 4, "G": 1, "K": 256, "V": 512}),
+    "Mamba-2 step": (ssd_step, "triton_fused", {"B": 64, "P": 100, "H": 1, "R": 128, "V": 64}),
     "steps": (steps, "triton_fused", {"N": 64, "T": 4, "P": 500}),
     "attention": (attention, "triton_fused", {"B": 2, "Tq": 4096, "Tk": 4096, "H": 8}),
     "attention, wide": (attention, "triton_fused", {"B": 2, "Tq": 4096, "Tk": 4096, "H": 8, "K": 256}),

@@ -244,12 +244,12 @@ def test_steps_equal_the_scan(heads, groups, expanded):
 
 
 def test_a_gate_for_each_head_is_recognized(monkeypatch):
-    shapes, original = [], ops.recurrent_gla_step
-    monkeypatch.setattr(ops, "recurrent_gla_step", lambda *x, **kw: shapes.append(x[3].shape) or original(*x, **kw))
+    shapes, ssd_step, step = [], ops.recurrent_ssd_step, ops.recurrent_gla_step
+    monkeypatch.setattr(ops, "recurrent_ssd_step", lambda *x, **y: shapes.append(y["dt"].shape) or ssd_step(*x, **y))
+    monkeypatch.setattr(ops, "recurrent_gla_step", lambda *x, **y: shapes.append(x[3].shape) or step(*x, **y))
     x = inputs().tensors
     for expanded in (True, False):
-        step = next(tokens(x, expanded))
-        selective_state_update(x["initial_states"].clone(), **step)
+        selective_state_update(x["initial_states"].clone(), **next(tokens(x, expanded)))
     assert [list(shape) for shape in shapes] == [[2, 4], [2, 12, 5]]
 
 

@@ -107,7 +107,6 @@ def recurrent_ssd_step(
 
 
 def _bind(args: Mapping[str, Any], sizes: dict[str, Any]) -> None:
-    sizes["Hq"] = sizes["H"]
     if args["state_indices"] is None:
         sizes["P"] = sizes["B"]
 
@@ -127,6 +126,7 @@ def _step_of_ssd_step(call: OpCall) -> OpCall:
         call,
         op=STEP.name,
         dtype=dtype,
+        dims={name: call.dims.get(name, H) for name in STEP.sizes},
         gate_dtype=dtype,
         gate_form="head",
         scalars={"gate_normalizer": None, "inplace": True},
@@ -204,7 +204,7 @@ SSD_STEP = OpSpec(
         Argument("state_indices", "Tensor?", "B", INTEGER, None, role=Role.SLOTS, public="slots"),
     ),
     results=(Result("o", "B Hv V"),),
-    sizes=STEP.sizes,
+    sizes={"B": "B", "H": "H", "Hv": "H", "K": "K", "V": "V", "P": "B"},
     bind=_bind,
     reads=STEP.reads,
     flops=STEP.flops,
