@@ -215,6 +215,20 @@ def test_gradients_are_written_eight_bytes_at_a_time(call, monkeypatch):
         assert len(narrow) <= marks, launch.kernel.fn.__name__
 
 
+@pytest.mark.parametrize("v_first", [True, False])
+@pytest.mark.parametrize("target", ["A100", "H100"])
+def test_states_of_mamba2_are_read_and_written_16_bytes_at_a_time(target, v_first, monkeypatch, tmp_path):
+    """A thread holds 32 numbers of a state. With 72 registers, a multiprocessor has 112 KiB of states on their way."""
+    op, *arguments = ssd_step(B=64, P=100, H=1, R=128, V=64)
+    arguments[3] = arguments[3] if v_first else arguments[3].contiguous()
+    place = device_of(TARGETS[target])
+    (launch,) = launches_on(place, "triton_fused", "highest", op, *arguments, monkeypatch=monkeypatch)
+    compiled = compiled_by(launch)
+    for access in ("ld", "st"):
+        assert len(re.findall(rf"{access}\.global\.v4\.b32", compiled.asm["ptx"])) == 8
+    assert usage(compiled.asm, tmp_path)[0] <= 72
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("call", "most"),

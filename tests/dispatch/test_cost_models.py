@@ -148,6 +148,7 @@ TENSORS = {
         {**GATED, "gate_form": "constant"},
     ],
     "recurrent": [{"state_dtype": torch.float32}],
+    "recurrent_ssd_step": [{"state_dtype": torch.float32}],
     "online_softmax": [{}],
     "softmax_attention": [{}, {"dtype": torch.float32}],
 }

@@ -27,7 +27,7 @@ from torch import Tensor
 from gla_core.dispatch.tensors import wide
 from gla_core.ops import checks
 from gla_core.ops.gla import chunk_gla, recurrent_gla_step, recurrent_ssd_step
-from gla_core.ops.gla.recurrent_ssd_step import output, rates, time_steps
+from gla_core.ops.gla.recurrent_ssd_step import output, rates, time_steps, without_skipped
 
 _SCAN = {
     "x": "batch seqlen nheads headdim",
@@ -179,7 +179,7 @@ def selective_state_update(
         dt_bias: it is added to dt [nheads, dim].
         dt_softplus: whether to apply softplus to dt + dt_bias.
         state_batch_indices: for each row, the index of its state [batch], int32 or int64, no state twice. A row with a
-            negative index reads and writes no state.
+            negative index reads and writes no state, and its out is 0.
 
     Returns:
         out [batch, nheads, dim] with the dtype of x, without the dimension nheads if state lacks it.
@@ -187,8 +187,8 @@ def selective_state_update(
     Raises:
         ValueError, TypeError: an argument has a wrong shape, dtype or device, or the strides of state do not allow to
             write it in place.
-        RuntimeError: x, dt, A, B, C, dt_bias or state requires a gradient; call it under torch.no_grad().
-        NoBackendError, NotImplementedError: as in `gla_core.recurrent_gla_step`.
+        RuntimeError: an input requires a gradient; call it under torch.no_grad().
+        NoBackendError, NotImplementedError: as in `gla_core.recurrent_ssd_step`.
 
     Example:
         >>> A = -torch.rand(8, 1, 1).expand(8, 64, 128)
@@ -233,14 +233,14 @@ def advance(
         options = {"scale": 1.0, "dt_softplus": dt_softplus, "A_is_log": A_is_log, "slots": state_batch_indices}
         with _written(states, x.dtype) as pool:
             o = recurrent_ssd_step(C.to(x.dtype), B.to(x.dtype), x, pool, **per_head, **options, state_v_first=True)
-        return o.to(x.dtype) if skip else output(o, x, D, z)
+        return o.to(x.dtype) if skip else without_skipped(output(o, x, D, z), states, state_batch_indices)
     dtype = wide(x.dtype)
     dt = time_steps(dt, dt_bias, dt_softplus, dtype)
     v, g = (x * dt).flatten(1)[..., None], (dt[..., None] * rates(A, A_is_log, dtype)).flatten(1, 2)
     token = (C.to(x.dtype), B.to(x.dtype), v.to(x.dtype), g)
     with _written(_channels_as_heads(states), x.dtype) as pool:
         o, _ = recurrent_gla_step(*token, pool, 1.0, state_batch_indices, inplace=True, state_v_first=True)
-    return output(o.reshape(x.shape), x, D, z)
+    return without_skipped(output(o.reshape(x.shape), x, D, z), states, state_batch_indices)
 
 
 def _taken(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -246,7 +246,7 @@ def recurrent_ssd_step(
     dt_softplus: bool = False,
     A_is_log: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Computes a step of Mamba-2 in float64; in the o of a skipped row, q S' is 0.
+    """Computes a step of Mamba-2 in float64; the o of a skipped row is 0, whatever z holds.
 
     Returns:
         o [B, Hv, V] and all states [P, Hv, K, V].
@@ -257,7 +257,8 @@ def recurrent_ssd_step(
     values = times[..., None] * v.double()
     o, new = recurrent_gla_step_in_pool(q=q, k=k, v=values, g=times * rates, state=state, scale=scale, slots=slots)
     o = o if D is None else o + D.double()[:, None] * v.double()
-    return o if z is None else o * z.double() * z.double().sigmoid(), new
+    o = o if z is None else o * z.double() * z.double().sigmoid()
+    return torch.where(used_rows(q, state, slots)[:, None, None], o, 0), new
 
 
 def normed(

@@ -15,7 +15,7 @@ A backend's function receives and returns
 
 dt' is dt + dt_bias without dt_softplus. A is -exp(A) with A_is_log. Without dt_bias and D they are 0, and without z the
 factor silu(z) is 1. The state is written in place. Row b reads and writes state[state_indices[b]], or state[b] without
-indices. For a row whose index is outside 0 to P-1, no state is written, and q S' is 0.
+indices. A row whose index is outside 0 to P-1 is skipped: its o is 0, whatever z holds, and no state is written.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def recurrent_ssd_step(
         z: what silu is applied to [B, Hv, V], dtype of q or float32. None means no output gate.
         scale: factor of q; None means K^-1/2. Mamba-2 has 1.
         slots: for each row of the batch, the slot of the pool that it reads and writes [B], int32 or int64. No two rows
-            may have the same slot. A row whose slot is outside 0 to P-1 writes no state; its o is D v * silu(z).
+            may have the same slot. A row whose slot is outside 0 to P-1 is skipped: its o is 0.
         dt_softplus: whether to apply softplus to dt + dt_bias.
         A_is_log: whether A holds log(-A).
         state_v_first: whether the state is [P, Hv, V, K], as Mamba-2's layers keep it.
@@ -159,7 +159,8 @@ def _by_step(step: Callable[..., Any]) -> Callable[..., Any]:
         token = {name: x.contiguous() for name, x in token.items()}
         options = {"scale": scale, "state_indices": state_indices, "gate_normalizer": None, "inplace": True}
         o, _ = step(**token, state=state, **options)
-        return output(o, v, None if D is None else D[:, None], z).contiguous()
+        o = output(o, v, None if D is None else D[:, None], z)
+        return without_skipped(o, state, state_indices).contiguous()
 
     return recurrent_ssd_step
 
@@ -184,6 +185,13 @@ def output(o: Tensor, v: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
     if z is not None:
         out = out * F.silu(z.to(out.dtype))
     return out.to(v.dtype)
+
+
+def without_skipped(o: Tensor, state: Tensor, indices: Tensor | None) -> Tensor:
+    """Returns o [B, Hv, V], with 0 in the rows whose index is outside the states [P, ...]."""
+    if indices is None:
+        return o
+    return torch.where(((indices >= 0) & (indices < len(state)))[:, None, None], o, 0)
 
 
 SSD_STEP = OpSpec(

@@ -168,6 +168,7 @@ def _recurrent_ssd_step(
     rows = tl.arange(0, BK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]  # [PIECES, WIDTH]
     in_v, in_k = columns < V, rows < K
     in_state = in_k[:, None, :] & in_v[None, :, None]  # [PIECES, BV, WIDTH]
+    o_block = o_ptr + (b * Hv + h) * V + columns  # [BV]
     if OVERLAPS:  # the results of earlier kernels are visible only after the wait
         gdc_wait()
         gdc_launch_dependents()
@@ -175,7 +176,10 @@ def _recurrent_ssd_step(
     p = b
     if indices_ptr is not None:
         p = tl.load(indices_ptr + b).to(tl.int64)
-        in_state &= (p >= 0) & (p < P)
+        if (p < 0) | (p >= P):
+            tl.store(o_block, tl.zeros([BV], o_ptr.dtype.element_ty), mask=in_v)
+            return
+
     state_block = state_ptr + p * state_stride_p + h * state_stride_h  # [PIECES, BV, WIDTH]
     state_block += rows[:, None, :].to(tl.int64) * state_stride_k + columns[None, :, None] * state_stride_v
     # All loads come before all conversions, because a conversion waits for its operand and would delay later loads.
@@ -201,12 +205,10 @@ def _recurrent_ssd_step(
         A = -tl.exp(A)
     state = tl.exp(dt * A) * state.to(tl.float32) + k.to(tl.float32)[:, None, :] * (dt * v)[None, :, None]
     tl.store(state_block, state.to(state_ptr.dtype.element_ty), mask=in_state)
-    if indices_ptr is not None:
-        state = tl.where(in_state, state, 0.0)
     o = scale * tl.sum(tl.sum(q.to(tl.float32)[:, None, :] * state, axis=0), axis=1)  # [BV]
     if D_ptr is not None:
         o += D.to(tl.float32) * v
     if z_ptr is not None:
         z = z.to(tl.float32)
         o *= z / (1.0 + tl.exp(-z))
-    tl.store(o_ptr + (b * Hv + h) * V + columns, o.to(o_ptr.dtype.element_ty), mask=in_v)
+    tl.store(o_block, o.to(o_ptr.dtype.element_ty), mask=in_v)
