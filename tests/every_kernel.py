@@ -222,6 +222,8 @@ def steps() -> None:
         gla.recurrent_gla_step(*token[:3], x.g[:, 0, :, 0], state)
         gla.recurrent_gla_step(*token, state, slots=rows, inplace=True)
         gla.recurrent_gla_layer_step(*token, state.clone(), x.v[:, 0], x.v[0, 0, 0], slots=rows)
+        one, dt = (x.q[:, 0], x.k[:, 0], x.v[:, 0]), x.v[:, 0, :, 0].abs()
+        gla.recurrent_ssd_step(*one, state.clone(), dt, -dt[0], dt[0], dt[0], x.v[:, 0], slots=rows, dt_softplus=True)
         gla.recurrent_gla_steps(x.q, x.k, x.v, x.g, state.clone(), rows)
         rings = [y.expand(-1, 3, -1, -1).contiguous() for y in (x.k, x.v, x.g.float())]
         gla.recurrent_gla_replay(x.q, x.k, x.v, x.g, state.clone(), *rings, rows, rows % 3, rows % 2)

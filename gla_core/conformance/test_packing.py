@@ -59,6 +59,7 @@ def test_packed_offsets_may_be_int32(backend, case, measure):
         PROMPTS: "small",
         STEPS: "small",
         "recurrent_gla_layer_step": "small grouped per_head",
+        "recurrent_ssd_step": "small grouped_values plain",
         DRAFTS: "small accepted per_head",
         "recurrent_gla_replay": "small grouped per_head",
     },

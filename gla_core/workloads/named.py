@@ -215,6 +215,22 @@ RECURRENT_GLA_LAYER_STEP = _workloads(
         for B in (1, 64, 256)
     ),
 )
+RECURRENT_SSD_STEP = _workloads(
+    "recurrent_ssd_step",
+    _row("small", "ci", "B3 H2 K16 V16", dt_softplus=True),
+    _row("odd_widths", "ci odd", "B2 H1 R3 K19 V37", dt_softplus=True, A_is_log=True, other_dtype=torch.float32),
+    _row("grouped_values", "ci", "B2 H2 R2 K32 V16", dt_softplus=True),
+    _row("pool", "ci packed", "B4 H2 K16 V16", rows=(5, -1, 0, 2), pool=6),
+    _row("plain", "ci", "B2 H2 K19 V16", rows=(3, 0), pool=4, dt_softplus=True, A_is_log=True,
+         without=("dt_bias", "D", "z")),
+    _row("empty_batch", "ci odd", "B0 H2 K16 V16"),
+    *(
+        _row(f"{model}_b{B}", "decode", sizes, B=B, dt_softplus=True, without=("z",), other_dtype=torch.float32,
+             **IN_BFLOAT16)
+        for model, sizes in (("granite_4_small", "H1 R128 K128 V64"), ("zamba2_7b", "H2 R56 K64 V64"))
+        for B in (1, 64, 256)
+    ),
+)
 RECURRENT_GLA_STEPS = _workloads(
     "recurrent_gla_steps",
     _row("small", "ci", "B2 T3 H2 K16 V16", pool=8, slots=((3, 0, 5), (6, 2, 1))),
@@ -333,6 +349,7 @@ WORKLOADS = (
     *CHUNK_GLA_SUMMARY,
     *RECURRENT_GLA_STEP,
     *RECURRENT_GLA_LAYER_STEP,
+    *RECURRENT_SSD_STEP,
     *RECURRENT_GLA_STEPS,
     *RECURRENT_GLA_REPLAY,
     *ONLINE_SOFTMAX,

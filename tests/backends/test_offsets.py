@@ -91,6 +91,12 @@ def layer_step(V=256, **sizes):
     return "recurrent_gla_layer_step", q, k, v, g, state, output_gate, empty(V), scale, 1e-5, "silu", indices
 
 
+def ssd_step(**sizes):
+    _, q, k, v, _, state, scale, indices, _, _ = step(G=1, form="head", **sizes)
+    dt, A = empty(*v.shape[:2]), empty(v.shape[1])
+    return "recurrent_ssd_step", q, k, v, state.mT.contiguous().mT, dt, A, A, A, v, scale, True, False, indices
+
+
 def steps(N=2**14, T=8, P=2**20, H=16, K=128, V=128, packed=False, form="key"):
     B, T = (1, T * N) if packed else (N, T)
     q, k, v = (empty(B, H, T, width).transpose(1, 2) for width in (K, K, V))
@@ -189,6 +195,7 @@ CALLS = {
     "step, per head": (SM90, step, "triton_fused", {"form": "head", "G": 1, "R": 2}),
     "layer step": (SM90, layer_step, "triton_fused", {}),
     "layer step, few rows": (SM90, layer_step, "parallel_scan", {"B": 2, "form": "head", "G": 1, "R": 2}),
+    "Mamba-2 step": (SM90, ssd_step, "triton_fused", {"R": 2}),
     "steps": (SM90, steps, "triton_fused", {}),
     "steps, packed": (SM90, steps, "parallel_scan", {"packed": True, "form": "head"}),
     "replay": (SM90, replay, "triton_fused", {}),

@@ -211,6 +211,7 @@ COMPUTED_BY_ANOTHER = (
     "chunk_gla_bwd",
     "chunk_gla_pool",
     "recurrent_gla_layer_step",
+    "recurrent_ssd_step",
     "recurrent_gla_steps",
     "recurrent_gla_replay",
 )

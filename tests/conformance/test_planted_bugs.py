@@ -1050,6 +1050,44 @@ def rows_of_the_output_gate_taken_for_dense(x):
     return layer_stepped(x, output_gate=None if x.output_gate is None else as_if_dense(x.output_gate))
 
 
+def ssd_stepped(x, **changes):
+    """Returns o by the reference, for arguments x with changes; the state is written."""
+    return REFERENCE["recurrent_ssd_step"](*{**vars(x), **changes}.values())
+
+
+@bug("recurrent_ssd_step", "test_values[small-float32]", over={"o"})
+def skip_added_twice(x):
+    return ssd_stepped(x, D=None if x.D is None else 2 * x.D)
+
+
+@bug("recurrent_ssd_step", "test_values[small-float32]")
+def time_steps_left_out_of_values(x):
+    times = x.dt if x.dt_bias is None else x.dt + x.dt_bias
+    times = torch.nn.functional.softplus(times) if x.dt_softplus else times
+    return ssd_stepped(x, v=x.v / times[..., None])
+
+
+@bug("recurrent_ssd_step", "test_values[pool-float32]")
+def softplus_not_asked_for(x):
+    return ssd_stepped(x, dt_softplus=True)
+
+
+@bug("recurrent_ssd_step", "test_values[plain-float32]")
+def logarithms_of_rates_taken_for_rates(x):
+    return ssd_stepped(x, A_is_log=False)
+
+
+@bug("recurrent_ssd_step", "test_values[grouped_values-float32]", over={"o"})
+def query_head_of_the_value_head(x):
+    return ssd_stepped(x, q=x.q.repeat(1, x.v.shape[1] // x.q.shape[1], 1)[:, :: x.v.shape[1] // x.q.shape[1]])
+
+
+@bug("recurrent_ssd_step", "test_skipped_rows[pool-float32-torch.int32--1]", over={"o"})
+def output_gate_of_a_skipped_step_multiplied_by_0(x):
+    o = ssd_stepped(x)
+    return o if x.z is None else o + 0 * x.z
+
+
 @bug("recurrent_gla_step", "test_inplace_writes_only_addressed_rows[small-float32--1]")
 def negative_index_counts_from_the_end(x):
     rows = x.state_indices
