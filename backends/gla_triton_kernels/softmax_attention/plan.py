@@ -196,7 +196,7 @@ def plan_gradients(call: OpCall, gpu: Gpu) -> GradientPlan:
 def _load_gradients() -> Callable[..., Any]:
     from gla_triton_kernels.softmax_attention.launches import prepare_gradients
 
-    return prepare_gradients
+    return partial(prepare_gradients, plan_gradients)
 
 
 def _load_cudnn() -> Callable[..., Any]:
