@@ -16,7 +16,7 @@ from torch import Tensor
 from gla_core.dispatch.backend import OpCall
 from gla_triton_kernels.softmax_attention.fold import launch_fold
 from gla_triton_runtime.launch import failing
-from gla_triton_runtime.prepared import Launches
+from gla_triton_runtime.prepared import Launches, rehearsed
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 """dq [B, Tq, Hq, K], dk [B, Tk, H, K], dv [B, Tk, H, V]."""
@@ -28,6 +28,15 @@ def prepare(compute: Callable[..., Gradients], call: OpCall) -> Callable[..., Gr
     If a gradient reaches lse, the function folds it into o first.
     """
     launched = Launches(call.device)
+
+    def fold(o: Tensor, do: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor]:
+        tensors = (o, do, dlse, o.new_empty(o.shape), o.new_empty(o.shape))
+        if not launched.replay(tensors):
+            launched.start(launch_fold(*tensors), tensors)
+        return tensors[3:]
+
+    if "dlse" in call.layouts:
+        rehearsed(fold, call)
 
     def run(
         q: Tensor,
@@ -41,10 +50,7 @@ def prepare(compute: Callable[..., Gradients], call: OpCall) -> Callable[..., Gr
         dlse: Tensor | None,
     ) -> Gradients:
         if dlse is not None:
-            tensors = (o, do, dlse, o.new_empty(o.shape), o.new_empty(o.shape))
-            if not launched.replay(tensors):
-                launched.start(launch_fold(*tensors), tensors)
-            o, do = tensors[3:]
+            o, do = fold(o, do, dlse)
         with failing(compute.__name__):
             return compute(q, k, v, o, lse.transpose(1, 2).contiguous(), scale, causal, do)
 
