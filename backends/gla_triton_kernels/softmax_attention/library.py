@@ -62,7 +62,7 @@ def cudnn(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float,
     heads_first = (x.transpose(1, 2) for x in (do, q, k, v, o))
     unused = torch.empty((), dtype=torch.int64, device=q.device)  # the state of a random generator, for dropout
     gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        *heads_first, lse, unused, unused, None, None, None, q.shape[1], k.shape[1], 0.0, causal, scale=scale
+        *heads_first, lse[..., None], unused, unused, None, None, None, q.shape[1], k.shape[1], 0.0, causal, scale=scale
     )
     return _fresh(*(x.transpose(1, 2) for x in gradients))
 
