@@ -21,6 +21,7 @@ __all__ = ["kernels"]  # a fixture
 
 FEW, MANY = 3, 200
 WIDTHS = [(16, 16), (64, 64), (128, 128), (96, 8), (40, 72)]  # TMA takes rows of 16 bytes
+WIDE = [(136, 40), (256, 64), (320, 24), (520, 16)]
 SEEDS = [*range(FEW), *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(FEW, MANY))]
 
 
@@ -29,6 +30,8 @@ SEEDS = [*range(FEW), *(pytest.param(seed, marks=pytest.mark.thorough) for seed 
 def test_random_calls(kernels, form, seed, monkeypatch):
     draw = random.Random(seed)
     dtype, (K, V) = draw.choice([torch.float16, torch.bfloat16]), draw.choice(WIDTHS)
+    if seed % 3 == 1:
+        K, V = WIDE[seed // 3 % len(WIDE)]
     sizes = {**head_counts(draw, draw), "K": K, "V": V, "gate_form": form, "dtype": dtype}
     if draw.random() < 0.4:
         lengths = [draw.choice([0, 1, draw.randint(2, 200)]) for _ in range(draw.randint(0, 3))]
@@ -40,6 +43,6 @@ def test_random_calls(kernels, form, seed, monkeypatch):
     monkeypatch.setattr(emulated, "inputs", lambda _normalizer=None, **options: gla_inputs(seed=seed, **options))
     if sizes["gates"] == "extreme":  # few gates have a gradient, so its error may be the rounding of single scores
         monkeypatch.setattr(emulated, "gradient_budget", lambda dtype: 2 * GRADIENT[dtype])
-    if sizes["G"] == 1 or form == "key":
+    if sizes["G"] == 1 or (form == "key" and not (sizes["gates"] == "none" and K > 128)):
         emulated.check_forward(kernels, **sizes)
     emulated.check_gradients(kernels, dstate=draw.random() < 0.7, **sizes)

@@ -103,9 +103,10 @@ def gradient_budget(dtype):
     return TF32 if dtype == torch.float32 else GRADIENT[dtype]
 
 
-def forward_kernel(kernels, K, gate_form="head"):
-    """Returns the module that computes the outputs of heads of K keys."""
-    if gate_form != "key":
+def forward_kernel(kernels, x, gate_form="head"):
+    """Returns the module that computes the outputs of these inputs."""
+    K = x.k.shape[3]
+    if gate_form != "key" or (x.g is None and K > 128):
         return kernels.forward_head
     return kernels.forward if K <= 128 else kernels.forward_wide
 
@@ -137,7 +138,7 @@ def check_forward(kernels, BV=None, stages=2, normalizer=None, factors=None, ski
     parameters = Parameters(C=64, BK=64 if K <= 64 else 128, BV=BV, stages=stages)
     gluon_on_cpu.run(segments.launches)
     plan = ForwardPlan(None, parameters)  # pyright: ignore[reportArgumentType]
-    kernel = forward_kernel(kernels, K, sizes.get("gate_form"))
+    kernel = forward_kernel(kernels, x, sizes.get("gate_form"))
     gluon_on_cpu.run(kernel.launch_outputs(plan, tensors, segments, K**-0.5, 64, normalizer))
     if kernel is not kernels.forward_wide:  # a backward leaves out the outputs, and gets the same states
         alone = tensors._replace(o=None, skip=None, final_state=None, checkpoints=torch.zeros_like(checkpoints))
@@ -271,7 +272,7 @@ def check_pool(kernels, length=None, pool_dtype=torch.float32, v_first=False, **
         recurrence = Recurrence(x.k, x.v, x.g, pool, pool, in_slots=True)
         gluon_on_cpu.run(launch_scan(plan.segments, recurrence, segments, S, D, S))
         tensors = tensors._replace(entering=S)
-    kernel = forward_kernel(kernels, K, sizes.get("gate_form"))
+    kernel = forward_kernel(kernels, x, sizes.get("gate_form"))
     gluon_on_cpu.run(kernel.launch_outputs(plan, tensors, segments, K**-0.5, None))
     assert relative_error(actual, o) <= budget(x.q.dtype)
     allowed = max(budget(x.q.dtype), budget(pool_dtype))

@@ -684,7 +684,10 @@ def _gradient_warps(
         mbarrier.wait(gated.index(slot), i // SLOTS & 1)
         at = (i, slot, rows, (b, h, start + c * C, T, Ho), key + part * D, value, K, V)
         chunk_barriers = (w_full, ready, done)
-        s_unit = gl.load(s_units + c.to(gl.int64) * Hv * blocks + (key // D + part)) if HALF else 1.0
+        s_unit = 1.0
+        if HALF:  # a part beyond the keys of the head has no unit
+            tile = key // D + part
+            s_unit = gl.load(s_units + c.to(gl.int64) * Hv * blocks + tile, tile < blocks, 1.0)
         q_unit, do_unit = unit_at(q_units, row + c, Hq, q_head), unit_at(do_units, row + c, Ho, h)
         k_unit, v_unit = unit_at(k_units, row + c, H, k_head), unit_at(v_units, row + c, Hv, v_head)
         units = (s_unit, q_unit, k_unit, v_unit, do_unit)

@@ -451,7 +451,8 @@ def _gradient_warps(
         q_unit, k_unit, v_unit, do_unit = _units_of(units, c)
         if HALF:
             p_units.index(part).store(gl.full([1], p_unit, gl.float32, gl.SliceLayout(1, LAYOUT)))
-            s_unit = gl.load(s_units + c.to(gl.int64) * Hv * gl.cdiv(K, D) + key // D)
+            # A part beyond the keys of the head has no unit.
+            s_unit = gl.load(s_units + c.to(gl.int64) * Hv * gl.cdiv(K, D) + key // D, key < K, 1.0)
         fence_async_shared()  # P has been stored from registers; wgmma reads it
         mbarrier.arrive(ready, count=1)
         tma.store_wait(0)  # dq and dk of the previous chunk have left the tiles
