@@ -11,7 +11,7 @@ import torch
 import gla_core as gla
 from gla_core.ops import ABSTRACT_OPS, PUBLIC_OPS
 from gla_core.ops.spec import Role
-from tests.ops.every_op import CALLS, copied, ints, rings, states, tokens
+from tests.ops.every_op import CALLS, REPLAY, copied, ints, rings, states, tokens
 
 
 
@@ -122,7 +122,7 @@ def test_memory_of_pages_is_legal(check_or_not):
     }
     both = torch.zeros(P, L, 1, 4)
     beside = {"ring_k": both[..., :2].copy_(args["ring_k"]), "ring_v": both[..., 2:].copy_(args["ring_v"])}
-    rest = tokens(2, 2) | {"slots": ints(1, 5), "ring_start": ints(3, 0), "num_accepted": ints(1, 2)}
+    rest = tokens(REPLAY, 2, 2) | {"slots": ints(1, 5), "ring_start": ints(3, 0), "num_accepted": ints(1, 2)}
     expected = gla.recurrent_gla_replay(**rest, **copied(args))
     for memory in (in_pages, copied(args) | beside):
         assert torch.equal(gla.recurrent_gla_replay(**rest, **memory), expected)
