@@ -14,7 +14,6 @@ from gla_core.ops.spec import Role
 from tests.ops.every_op import CALLS, REPLAY, copied, ints, rings, states, tokens
 
 
-
 def writes(name):
     """Returns whether a call writes memory, packed if its op packs sequences."""
     function, args = CALLS[name]
