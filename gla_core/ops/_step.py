@@ -7,13 +7,12 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from gla_core.ops import checks
 from gla_core.ops._torch_op import faker, runner, tell_autograd, torch_op
 from gla_core.ops.spec import OpSpec
 
 
 def bind(args: Mapping[str, Any], sizes: dict[str, Any]) -> None:
-    checks.logits(args["g"], args.get("gate_normalizer"))
+    """Binds the number of states."""
     if args["state_indices"] is None:
         sizes["P"] = sizes["B"]
 
