@@ -221,8 +221,8 @@ class OpSpec:
         limit: takes the sizes of a call and whether it packs sequences along T. It raises ValueError for sizes that the
             op does not serve.
         bind: takes the arguments by name and the sizes so far. It binds sizes that no shape names, without the numbers
-            of sequences and checkpoints, which are bound before. It raises ValueError or TypeError for values that do
-            not fit together. Arguments that hold states are checked after it.
+            of sequences, states and checkpoints, which are bound before. It raises ValueError or TypeError for values
+            that do not fit together. Arguments that hold states are checked after it.
         prepare: takes the arguments in order and returns them as backends receive them. The default of a scale is
             filled in elsewhere.
         reads: takes the arguments by name under GLA_CHECK=1, and returns which places of tensors the op reads. It maps
@@ -483,13 +483,15 @@ class OpSpec:
 
     def _bind(self, passed: Mapping[str, Any], sizes: dict[str, Any]) -> None:
         """Checks the sizes against each other, and binds the sizes that no shape names."""
-        packed = passed.get("cu_seqlens") is not None
+        packed, slots = passed.get("cu_seqlens") is not None, self.has(Role.SLOTS)
         self._check_sizes(sizes)
         self.limit(sizes, packed)
         checks.logits(passed.get("g"), passed.get("gate_normalizer"))
         checks.longest(passed.get("max_seqlen"))
         if "cu_seqlens" in passed:
             self._bind_sequences(packed, sizes)
+        if slots is not None and passed[slots.name] is None:
+            sizes["P"] = sizes["B"]  # a state for each row
         if "checkpoint_every" in passed:
             checks.checkpoints(passed["checkpoint_every"], passed.get("checkpoints"), packed, sizes)
         self.bind(passed, sizes)
