@@ -1,4 +1,4 @@
-"""Checks the values of calls on single tokens, and defines their two torch ops, one of which writes the state in place."""
+"""Checks the values of calls on single tokens, and defines their torch ops, one of which writes the state in place."""
 
 from __future__ import annotations
 
