@@ -444,7 +444,10 @@ def _language() -> ModuleType:
     gl.maximum = lambda a, b: torch.maximum(*torch.broadcast_tensors(_value(a), _value(b).to(_value(a).dtype)))
     gl.where = lambda c, a, b: torch.where(_value(c), a, b)
     gl.to_tensor = _value
-    gl.program_id, gl.num_programs = (lambda axis: _value(_program.id[axis])), (lambda axis: _value(_program.grid[axis]))
+    gl.program_id, gl.num_programs = (
+        (lambda axis: _value(_program.id[axis])),
+        (lambda axis: _value(_program.grid[axis])),
+    )
     gl.arange = lambda a, b, _: _value(torch.arange(a, b))
     gl.zeros = lambda shape, dtype, _: _value(torch.zeros(shape, dtype=dtype))
     gl.full = lambda shape, x, dtype, _: _value(torch.full(shape, float(x), dtype=dtype))
