@@ -76,4 +76,4 @@ def _without_values(name: str, call: OpCall) -> Any:
     layout = call.layouts.get(name)
     if layout is not None:
         return torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device="meta")
-    return 1.0 if name in ("scale", "norm_eps") else call.scalars.get(name)
+    return 1.0 if name in ("scale", "norm_eps", "dt_min", "dt_max") else call.scalars.get(name)

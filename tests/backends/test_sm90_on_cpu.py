@@ -126,9 +126,9 @@ def check_forward(kernels, BV=None, stages=2, normalizer=None, factors=None, ski
     tensors = Tensors(x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens, o, final, checkpoints)
     skip = 0.0
     if skips:
-        factor, D = torch.rand(B, T, Hv), torch.randn(Hv)[:, None].expand(Hv, V)
+        factor, D = torch.rand(B, T, Hv), torch.randn(Hv, V) if Hv % 2 else torch.randn(Hv)
         tensors = tensors._replace(v_factor=factor, skip=D)
-        skip, v = x.v.double() * D, x.v.double() * factor[..., None]
+        skip, v = x.v.double() * (D if D.ndim == 2 else D[:, None]), x.v.double() * factor[..., None]
         y = dataclasses.replace(y, v=v)
         wanted = expected_checkpoints(y)
     segments = whole(B, T, x.cu_seqlens, o)

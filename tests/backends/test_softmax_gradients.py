@@ -88,8 +88,9 @@ def test_infinite_rows(softmax_gradient, device, columns):
 
 
 @pytest.fixture
-def attention_gradients(backend):
-    return functools.partial(call_prepared, "softmax_attention_bwd", preparing(backend, "softmax_attention_bwd"))
+def attention_gradients():
+    """Both backends have the same kernels. On a GPU, libraries compute some of the calls."""
+    return functools.partial(call_prepared, "softmax_attention_bwd", preparing("triton_fused", "softmax_attention_bwd"))
 
 
 def attention_inputs(device, dtype, Tq, Tk, H=1, G=1, K=16, V=16):

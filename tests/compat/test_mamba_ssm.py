@@ -263,6 +263,14 @@ def test_a_step_honours_requests(request_):
     torch.testing.assert_close(state, after[:, -1])
 
 
+def test_a_step_compiles_without_graph_breaks():
+    x = inputs().tensors
+    step, states = next(tokens(x)), [x["initial_states"].clone() for _ in range(2)]
+    compiled = torch.compile(selective_state_update, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(states[0], **step), selective_state_update(states[1], **step))
+    torch.testing.assert_close(*states)
+
+
 def mamba1(state, x, dt, A, B, C, D, z, dt_bias):
     """Returns the output and the new state of a step in which every channel and key has its own rate."""
     dt = F.softplus(dt + dt_bias)

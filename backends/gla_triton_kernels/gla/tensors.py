@@ -37,7 +37,7 @@ class Tensors(NamedTuple):
     entering: Tensor | None = None  # [I, Hv, K, V]
     pool: Tensor | None = None  # [P, Hv, K, V], instead of initial_state, final_state and checkpoints
     v_factor: Tensor | None = None  # [B, T, Hv], contiguous; multiplies v
-    skip: Tensor | None = None  # [Hv, V]; o is increased by skip v, without the factor
+    skip: Tensor | None = None  # [Hv] or [Hv, V]; o is increased by skip v, without the factor
 
 
 class BackwardTensors(NamedTuple):

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from gla_core.dispatch.backend import OpCall
 from gla_triton_kernels.softmax_attention.backward import launch_gradients
-from gla_triton_kernels.softmax_attention.kernel import Plan
+from gla_triton_kernels.softmax_attention.kernel import GradientPlan, Plan
 from gla_triton_kernels.softmax_attention.merge import launch_merge
-from gla_triton_kernels.softmax_attention.plan import plan_gradients
-from gla_triton_runtime.architecture import gpu_of_call
+from gla_triton_runtime.architecture import Gpu, gpu_of_call
 from gla_triton_runtime.launch import Launch
 from gla_triton_runtime.prepared import Launches, rehearsed
 
@@ -64,7 +63,9 @@ def launches(plan: Plan, tensors: Tensors, scale: float, causal: bool) -> list[L
     return [*attended, *launch_merge(split_o, split_lse, o, lse)]
 
 
-def prepare_gradients(call: OpCall) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+def prepare_gradients(
+    plan_gradients: Callable[[OpCall, Gpu], GradientPlan], call: OpCall
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     """Plans a backward, compiles its kernels, and returns the function that computes calls of the same signature.
 
     Raises:

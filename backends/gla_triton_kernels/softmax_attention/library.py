@@ -16,7 +16,7 @@ from torch import Tensor
 from gla_core.dispatch.backend import OpCall
 from gla_triton_kernels.softmax_attention.fold import launch_fold
 from gla_triton_runtime.launch import failing
-from gla_triton_runtime.prepared import Launches
+from gla_triton_runtime.prepared import Launches, rehearsed
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 """dq [B, Tq, Hq, K], dk [B, Tk, H, K], dv [B, Tk, H, V]."""
@@ -28,6 +28,15 @@ def prepare(compute: Callable[..., Gradients], call: OpCall) -> Callable[..., Gr
     If a gradient reaches lse, the function folds it into o first.
     """
     launched = Launches(call.device)
+
+    def fold(o: Tensor, do: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor]:
+        tensors = (o, do, dlse, o.new_empty(o.shape), o.new_empty(o.shape))
+        if not launched.replay(tensors):
+            launched.start(launch_fold(*tensors), tensors)
+        return tensors[3:]
+
+    if "dlse" in call.layouts:
+        rehearsed(fold, call)
 
     def run(
         q: Tensor,
@@ -41,10 +50,7 @@ def prepare(compute: Callable[..., Gradients], call: OpCall) -> Callable[..., Gr
         dlse: Tensor | None,
     ) -> Gradients:
         if dlse is not None:
-            tensors = (o, do, dlse, o.new_empty(o.shape), o.new_empty(o.shape))
-            if not launched.replay(tensors):
-                launched.start(launch_fold(*tensors), tensors)
-            o, do = tensors[3:]
+            o, do = fold(o, do, dlse)
         with failing(compute.__name__):
             return compute(q, k, v, o, lse.transpose(1, 2).contiguous(), scale, causal, do)
 
@@ -56,7 +62,7 @@ def cudnn(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float,
     heads_first = (x.transpose(1, 2) for x in (do, q, k, v, o))
     unused = torch.empty((), dtype=torch.int64, device=q.device)  # the state of a random generator, for dropout
     gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        *heads_first, lse, unused, unused, None, None, None, q.shape[1], k.shape[1], 0.0, causal, scale=scale
+        *heads_first, lse[..., None], unused, unused, None, None, None, q.shape[1], k.shape[1], 0.0, causal, scale=scale
     )
     return _fresh(*(x.transpose(1, 2) for x in gradients))
 

@@ -187,7 +187,7 @@ def plan_gradients(call: OpCall, gpu: Gpu) -> GradientPlan:
     held, passed, warps, stages = tiles[width]
     # A quarter more than tiles of q and do, and of k and v: weights p and ds pass through shared memory too.
     while 2.5 * (held + stages * passed) * width * size > gpu.facts.shared_memory and (held, stages) != (LEAST_TILE, 1):
-        held, stages = (held, stages - 1) if stages > 1 else (held // 2, stages)
+        held, stages, warps = (held, stages - 1, warps) if stages > 1 else (held // 2, stages, max(4, warps // 2))
     exact = _is_exact(call, gpu) or not gpu.facts.has_tf32
     # Blocks of pointers have one width; see `_general`.
     return GradientPlan(held=held, passed=passed, BK=width, BV=width, warps=warps, stages=stages, exact=exact)
@@ -196,7 +196,7 @@ def plan_gradients(call: OpCall, gpu: Gpu) -> GradientPlan:
 def _load_gradients() -> Callable[..., Any]:
     from gla_triton_kernels.softmax_attention.launches import prepare_gradients
 
-    return prepare_gradients
+    return partial(prepare_gradients, plan_gradients)
 
 
 def _load_cudnn() -> Callable[..., Any]:

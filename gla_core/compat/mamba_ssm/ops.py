@@ -14,10 +14,9 @@ Duality" (arXiv 2405.21060); the arguments are those of mamba_ssm 2.3.2.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -225,22 +224,27 @@ def advance(
         A_is_log: whether A holds log(-A).
     """
     if _shared(A, 1, 2) and _shared(dt, 2) and (dt_bias is None or _shared(dt_bias, 1)):
-        per_head = {"dt": dt[..., 0], "A": A[:, 0, 0], "dt_bias": None if dt_bias is None else dt_bias[:, 0]}
-        skip = D is None or _shared(D, 1)  # of a head, and not of a channel
-        if skip:
-            per_head |= {"D": None if D is None else D[:, 0], "z": z}
-        per_head = {name: None if y is None else _taken(y, x.dtype) for name, y in per_head.items()}
+        others = {"dt": dt[..., 0], "A": A[:, 0, 0], "dt_bias": None if dt_bias is None else dt_bias[:, 0]}
+        D_per_channel = D is not None and not _shared(D, 1)  # the op takes a number for each head
+        if not D_per_channel:
+            others |= {"D": None if D is None else D[:, 0], "z": z}
+        others = {name: None if y is None else _taken(y, x.dtype) for name, y in others.items()}
         options = {"scale": 1.0, "dt_softplus": dt_softplus, "A_is_log": A_is_log, "slots": state_batch_indices}
-        with _written(states, x.dtype) as pool:
-            o = recurrent_ssd_step(C.to(x.dtype), B.to(x.dtype), x, pool, **per_head, **options, state_v_first=True)
-        return o.to(x.dtype) if skip else without_skipped(output(o, x, D, z), states, state_batch_indices)
-    dtype = wide(x.dtype)
-    dt = time_steps(dt, dt_bias, dt_softplus, dtype)
-    v, g = (x * dt).flatten(1)[..., None], (dt[..., None] * rates(A, A_is_log, dtype)).flatten(1, 2)
-    token = (C.to(x.dtype), B.to(x.dtype), v.to(x.dtype), g)
-    with _written(_channels_as_heads(states), x.dtype) as pool:
-        o, _ = recurrent_gla_step(*token, pool, 1.0, state_batch_indices, inplace=True, state_v_first=True)
-    return without_skipped(output(o.reshape(x.shape), x, D, z), states, state_batch_indices)
+        written = _writable(states, x.dtype)
+        o = recurrent_ssd_step(C.to(x.dtype), B.to(x.dtype), x, written, **others, **options, state_v_first=True)
+        out = output(o, x, D, z) if D_per_channel else o.to(x.dtype)
+    else:
+        dtype = wide(x.dtype)
+        dt = time_steps(dt, dt_bias, dt_softplus, dtype)
+        v, g = (x * dt).flatten(1)[..., None], (dt[..., None] * rates(A, A_is_log, dtype)).flatten(1, 2)
+        token = (C.to(x.dtype), B.to(x.dtype), v.to(x.dtype), g)
+        states = _channels_as_heads(states)
+        written, D_per_channel = _writable(states, x.dtype), True
+        o, _ = recurrent_gla_step(*token, written, 1.0, state_batch_indices, inplace=True, state_v_first=True)
+        out = output(o.reshape(x.shape), x, D, z)
+    if written is not states:
+        states.copy_(written)
+    return without_skipped(out, states, state_batch_indices) if D_per_channel else out
 
 
 def _taken(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -248,14 +252,10 @@ def _taken(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype in (dtype, torch.float32) else x.to(wide(dtype))
 
 
-@contextlib.contextmanager
-def _written(states: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Yields states of a dtype that a step takes with inputs of `dtype`, and writes them to `states`."""
+def _writable(states: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns states in a dtype in which a step writes them with inputs of `dtype`: themselves, or a copy."""
     taken = (torch.float64,) if dtype == torch.float64 else (torch.float32, torch.bfloat16, torch.float16)
-    written = states if states.dtype in taken else states.to(wide(dtype))
-    yield written
-    if written is not states:
-        states.copy_(written)
+    return states if states.dtype in taken else states.to(wide(dtype))
 
 
 _compiled = functools.cache(torch.compile)

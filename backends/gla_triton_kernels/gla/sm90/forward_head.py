@@ -107,7 +107,7 @@ def launch_outputs(
         "v_factor": x.v_factor,
         "skip": x.skip,
         "skip_h": 0 if x.skip is None else x.skip.stride(0),
-        "skip_v": 0 if x.skip is None else x.skip.stride(1),
+        "skip_v": 0 if x.skip is None or x.skip.ndim == 1 else x.skip.stride(1),
         "HEADS": heads,
         "SLICES": slices,
         "SLOTS": slots,
@@ -464,7 +464,7 @@ def _chunk_gla_fwd_head_kernel(
     k_units,  # like q_units
     v_units,  # [chunks, Hv] or None
     v_factor,  # [B, T, Hv], contiguous, or None; only with gates
-    skip,  # [Hv, V] or None
+    skip,  # [Hv] or [Hv, V], or None
     scale,
     g_b,  # strides of g
     g_t,

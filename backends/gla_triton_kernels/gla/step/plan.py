@@ -53,11 +53,13 @@ def plan(call: OpCall, gpu: Gpu) -> Plan:
 def plan_ssd(call: OpCall, gpu: Gpu) -> Plan:
     """Returns the launch parameters of a step of Mamba-2.
 
-    A thread holds 32 numbers of a state. With few states, a program is one warp, so that there are enough programs for
-    all multiprocessors.
+    A thread holds 32 numbers of a state, or 16 if K is at most 64. With few states and K above 64, a program is one
+    warp, so that there are enough programs for all multiprocessors. Both were chosen by measurements on an H200.
     """
     B, Hv, K, V = (call.dims[name] for name in ("B", "Hv", "K", "V"))
     BK, BV = power_of_two(K), power_of_two(V)
+    if BK <= 64:
+        return Plan(BK, min(BV, 16 * 32 * 4 // BK), 4, gpu.facts.overlaps_kernels)
     wide, narrow = (min(BV, max(32 * 32 * warps // BK, 1)) for warps in (4, 1))
     fills = B * Hv * ceil_div(V, wide) >= MIN_SSD_PROGRAMS_PER_SM * gpu.multiprocessors
     return Plan(BK, wide if fills else narrow, 4 if fills else 1, gpu.facts.overlaps_kernels)

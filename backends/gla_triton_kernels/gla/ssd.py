@@ -1,0 +1,112 @@
+"""Plans Mamba-2's scan for the kernel that reads its time steps and its skip, and describes its launches.
+
+With delta and g from shared/time_steps.py, the scan is the forward of forward.py with v = x, factors delta of v, gates
+g, scale 1 and a skip D. So v = delta x is never in memory, and o is written once. Other calls are computed by
+`chunk_gla_fwd` and operations before and after it; see the op.
+
+B batch   T tokens   N sequences   H key heads   Hv value heads   K, V key and value width
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gla_core.dispatch.backend import OP_LOWERINGS, OpCall, Reason
+from gla_core.dispatch.tensors import checkpoint_dtype, checkpoint_rows
+from gla_triton_kernels.gla import forward
+from gla_triton_kernels.gla.seen import seen_by_kernels
+from gla_triton_kernels.gla.sm90 import kernels as sm90
+from gla_triton_runtime.architecture import gpu_of_call
+
+if TYPE_CHECKING:
+    from gla_triton_runtime.launch import Launch
+
+_Plans = forward.Plans
+
+
+def refusal(call: OpCall, cut: bool) -> Reason | None:
+    """Returns why no kernel reads the time steps of a call, or None."""
+    if call.dtype not in (torch.bfloat16, torch.float16):
+        return f"reads time steps with bfloat16 or float16; q is {str(call.dtype).removeprefix('torch.')}"
+    if call.batch_invariant is not None:
+        return "computes no batch invariance"
+    if call.dims["N"] == 0 or call.dims["T"] == 0:
+        return "there are no tokens"
+    part = _part_of(call)
+    if seen_by_kernels(part, gpu_of_call(call)) is not part:
+        return "copies x to a width that TMA can move"
+    other = next((plan.outputs for _, plan in _plans(part, cut) if plan.outputs is not sm90.FORWARD_HEAD), None)
+    return None if other is None else f"computes by {other.name}, which reads no time steps"
+
+
+def explain(call: OpCall, cut: bool) -> list[str]:
+    """Returns lines that name the kernels of a call."""
+    return forward.explain(_part_of(call), cut)
+
+
+def _part_of(call: OpCall) -> OpCall:
+    """Returns the forward with v = x, of a call."""
+    part = OP_LOWERINGS[call.op].parts(call)[0][0]
+    return replace(part, layouts={**part.layouts, "v": call.layouts["x"]}) if part.layouts else part
+
+
+def _plans(part: OpCall, cut: bool) -> _Plans:
+    return forward.plan(part, gpu_of_call(part), cut)
+
+
+def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
+    """Plans a call that is not refused, compiles its kernels, and returns the function that computes such calls.
+
+    Raises:
+        LaunchError: a kernel does not compile for this device, or does not fit it.
+    """
+    from gla_triton_kernels.gla.shared.time_steps import launch_time_steps
+    from gla_triton_kernels.gla.tensors import Tensors, plans_with_rows
+    from gla_triton_runtime.prepared import Launches, rehearsed
+
+    plans = _plans(_part_of(call), cut)
+    B, T, Hv, K, V, N = (call.dims[name] for name in ("B", "T", "Hv", "K", "V", "N"))
+    every, softplus = call.scalars["checkpoint_every"], call.scalars["dt_softplus"]
+    n = None if every is None else checkpoint_rows(T, N, every, call.variable_length)
+
+    def describe(tensors: tuple[Any, ...]) -> list[Launch]:
+        q, k, x, D, initial_state, cu_seqlens, o, final_state, checkpoints, delta, g = tensors
+        y = Tensors(q, k, x, g, initial_state, cu_seqlens, o, final_state, checkpoints, v_factor=delta, skip=D)
+        return [each for plan, rows in plans_with_rows(plans, y) for each in forward.launches(plan, rows, 1.0, every)]
+
+    before, launched = Launches(call.device), Launches(call.device)
+
+    def run(
+        q: Tensor,
+        k: Tensor,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        D: Tensor | None,
+        dt_bias: Tensor | None,
+        dt_softplus: bool,
+        dt_min: float,
+        dt_max: float,
+        initial_state: Tensor | None,
+        output_final_state: bool,
+        cu_seqlens: Tensor | None,
+        checkpoint_every: int | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        delta, g = (x.new_empty(B, T, Hv, dtype=torch.float32) for _ in range(2))
+        inputs = (dt, A, dt_bias, delta, g)
+        if not before.replay(inputs, dt_min, dt_max):
+            before.start(launch_time_steps(*inputs, dt_min, dt_max, softplus), inputs)
+        o = x.new_empty(B, T, Hv, V)
+        final_state = x.new_empty(N, Hv, K, V, dtype=torch.float32) if output_final_state else None
+        checkpoints = None if n is None else x.new_empty(B, n, Hv, K, V, dtype=checkpoint_dtype(call.dtype))
+        tensors = (q, k, x, D, initial_state, cu_seqlens, o, final_state, checkpoints, delta, g)
+        if not launched.replay(tensors, 1.0):
+            launched.start(describe(tensors), tensors)
+        return o, final_state, checkpoints
+
+    return rehearsed(run, call)
