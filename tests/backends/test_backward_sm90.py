@@ -34,8 +34,9 @@ def case(dstate=True, mild=None, **sizes):
     if mild is not None:
         x.g[..., mild] /= 1000
     N = len(x.q) if x.cu_seqlens is None else len(x.cu_seqlens) - 1
-    do = torch.randn(*x.q.shape[:3], x.v.shape[3], dtype=x.q.dtype, device="cuda")
-    return x, do, torch.randn(N, *x.k.shape[2:], x.v.shape[3], device="cuda") if dstate else None
+    Hv, (K, V), Ho = x.v.shape[2], (x.k.shape[3], x.v.shape[3]), max(x.q.shape[2], x.v.shape[2])
+    do = torch.randn(*x.q.shape[:2], Ho, V, dtype=x.q.dtype, device="cuda")
+    return x, do, torch.randn(N, Hv, K, V, device="cuda") if dstate else None
 
 
 def expected(x, do, dstate):
@@ -104,6 +105,7 @@ def test_a_part_of_the_keys_is_mild(lengths, mild, H, V):
         {"K": 64, "V": 64},
         {"K": 72, "V": 200},
         {"G": 2, "initial_state": False},
+        {"R": 2, "initial_state": False},
         {"lengths": LENGTHS, "padding": 5},
         {"gate_form": "head"},
         {"gate_form": "head", "K": 64, "V": 64, "lengths": LENGTHS, "padding": 5},
@@ -136,8 +138,9 @@ def test_gates_in_bfloat16(gates, K):
 @pytest.mark.parametrize("sizes", [{}, {"lengths": LENGTHS, "padding": 5}], ids=["dense", "packed"])
 @pytest.mark.parametrize("gates", ["none", "mild", "-inf"])
 @pytest.mark.parametrize("K", [64, 128, 256])
-def test_grouped_queries(sizes, gates, K):
-    check(G=4, H=2, K=K, gates=gates, **sizes)
+@pytest.mark.parametrize("groups", [{"G": 4}, {"R": 4}], ids=["queries", "values"])
+def test_groups(groups, sizes, gates, K):
+    check(H=2, K=K, gates=gates, **groups, **sizes)
 
 
 @pytest.mark.parametrize("gates", ["mild", "strong", "-inf"])

@@ -70,6 +70,9 @@ OTHERS = [
     {"lengths": (0, 65, 1, 0, 130, 3, 0), "K": 128, "V": 128},
     {"lengths": (0, 65, 1, 0, 130, 3, 0), "K": 128, "V": 128, "gate_form": "head", "R": 2},
     {"T": 300, "K": 128, "V": 64, "gate_form": "head", "R": 2},
+    {"T": 300, "K": 128, "V": 128, "R": 3},
+    {"lengths": (0, 65, 1, 0, 130, 3, 0), "K": 64, "V": 64, "R": 2},
+    {"lengths": (0, 65, 1, 0, 130, 3, 0), "K": 64, "V": 128, "G": 2},
 ]
 
 
@@ -79,6 +82,17 @@ OTHERS = [
 @pytest.mark.parametrize("sizes", OTHERS, ids=str)
 def test_other_dtypes(change_plans, sizes, gates, dtype):
     x = inputs(**sizes, gates=gates, dtype=dtype, initial_state=True)
+    check(*x)
+    change_plans("segment_length", lambda *_: 128)
+    check(*x, cut=True)
+
+
+@pytest.mark.parametrize("gates", ["mild", "-inf"])
+@pytest.mark.parametrize("sizes", [{"B": 2, "T": 300}, {"lengths": (0, 65, 1, 0, 130, 3, 0)}], ids=["dense", "packed"])
+@pytest.mark.parametrize("groups", [{"G": 4}, {"R": 4}], ids=["queries", "values"])
+@pytest.mark.parametrize("K", [64, 128, 256])
+def test_groups(change_plans, K, groups, sizes, gates):
+    x = inputs(H=2, K=K, V=K, gates=gates, initial_state=True, **groups, **sizes)
     check(*x)
     change_plans("segment_length", lambda *_: 128)
     check(*x, cut=True)

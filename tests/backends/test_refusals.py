@@ -41,7 +41,7 @@ def call_for(
     gate_form=None,
     layouts=None,
     precision="highest",
-    given=frozenset(),
+    pool=False,
     **changes,
 ):
     """Returns a call that a kernel computes on an H200, with changes. Rows of heads begin at multiples of 16 bytes."""
@@ -61,7 +61,7 @@ def call_for(
         "gate_dtype": gate_dtype,
         "gate_form": gate_form,
         "layouts": default_layouts | (layouts or {}),
-        "given": given,
+        "given": frozenset({"pool"} if pool else ()),
     }
     return OpCall(op=op, device=torch.device("cuda"), dtype=dtype, float32_matmul_precision=precision, **facts)
 
@@ -147,7 +147,7 @@ KERNEL_REASONS = [
         for refusal in (({"V": 60}, "computes V that are multiples of 8; V is 60"),)
     ),
     (sm90.FORWARD_HEAD, {"Hq": 8}, HEADS),
-    *((kernel, {"Hq": 8, "given": {"pool"}}, POOL_HEADS) for kernel in (sm90.FORWARD, sm90.FORWARD_WIDE)),
+    *((kernel, {"Hq": 8, "pool": True}, POOL_HEADS) for kernel in (sm90.FORWARD, sm90.FORWARD_WIDE)),
     *(
         (kernel, {"gate_form": "key"}, "computes one gate for each head, or none; g has one for each key [B, T, Hv, K]")
         for kernel in HEAD_GATE_KERNELS

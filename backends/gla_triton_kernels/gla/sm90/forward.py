@@ -528,16 +528,8 @@ def _chunk_gla_fwd_kernel(
     states = (initial_state, (state_n, state_h, state_k, state_v), entering, final_state, pool, slots)
     place = (b, h, q_head, n, sequence, origin, column, start, length)
     units = (q_units, k_units, v_units, chunk_of(sequence, start, T, C, PACKED))
-    state_args = (
-        tiles,
-        (full, gated, empty),
-        (o_desc, o_ptr, scale),
-        states,
-        units,
-        kept,
-        place,
-        (T, Ho, Ho // per_q, K, V),
-    )
+    sizes = (T, Ho, Ho // per_q, K, V)
+    state_args = (tiles, (full, gated, empty), (o_desc, o_ptr, scale), states, units, kept, place, sizes)
     # Registers of a thread of the state warps. With fewer, the state would spill, and the assembler would then wait
     # after every wgmma. The gate warps have the remaining registers, and spill in chunks that are not mild.
     STATE: gl.constexpr = 152 if PACKED or BK <= 64 else 144

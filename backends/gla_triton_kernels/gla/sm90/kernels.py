@@ -48,10 +48,12 @@ START = 2.5e-6
 FORWARD_STEP, FORWARD_TILE, NARROW = 0.64e-6, 1.05e-6, 0.71
 """Seconds of forward.py for 64 tokens: of a block with 128 values, a constant and a time for each 64 keys; and the time
 of a block with 64 values, as a share of the time with 128."""
-HEAD_STEP, HEAD_TILE, HEAD_SLICE = 0.5e-6, 0.75e-6, 1.2e-6
-"""The same for forward_head.py, and the time of each further slice of 128 keys."""
-WIDE_STEP, GATE_RATE = 3e-6, 2.8e11
-"""Seconds of the second kernel of forward_wide.py for 64 tokens, and elements of k per second of its first kernel."""
+HEAD_STEP, HEAD_TILE = 0.5e-6, 0.75e-6
+HEAD_SLICE = {64: 1.75e-6, 32: 0.9e-6, 16: 0.7e-6}
+"""The same for forward_head.py, and the time of each further slice of 128 keys by the columns of v of a warpgroup."""
+WIDE_STEP, GATE_RATE = 1.5e-6, 2.8e11
+"""Seconds of the second kernel of forward_wide.py for 64 tokens and a slice of 128 keys, and elements of k per second of
+its first kernel."""
 STATE_STEP, STATE_TILE = 0.12e-6, 0.65e-6
 """Seconds of states.py for 64 tokens, and for each 64 keys of a block."""
 GRADIENT_START, GRADIENT_STEP, GRADIENT_TILE = 5e-6, 2.3e-6, 1.48e-6
@@ -266,13 +268,13 @@ def _forward_time(call: OpCall, x: Parameters) -> BlockTime:
 
 def _forward_head_time(call: OpCall, x: Parameters) -> BlockTime:
     slices, W = ceil_div(call.dims["K"], x.BK), warpgroup_columns(call.dims["K"])
-    step = HEAD_STEP + HEAD_TILE * (x.BK // 64) + HEAD_SLICE * (slices - 1)
+    step = HEAD_STEP + HEAD_TILE * (x.BK // 64) + HEAD_SLICE[W] * (slices - 1)
     shared = 2 if x.BV == 2 * W and _in_pairs(call) else 1  # value heads of a block
     return BlockTime(x.C, x.BV, START, step * (NARROW if x.BV == W else 1), shared)
 
 
 def _forward_wide_time(call: OpCall, x: Parameters) -> BlockTime:
-    return BlockTime(x.C, x.BV, START, WIDE_STEP / 2 * ceil_div(call.dims["K"], x.BK))
+    return BlockTime(x.C, x.BV, START, WIDE_STEP * ceil_div(call.dims["K"], x.BK))
 
 
 def _conversions_seconds(call: OpCall, c: Constants) -> list[float]:
