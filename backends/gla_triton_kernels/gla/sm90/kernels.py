@@ -33,6 +33,7 @@ from gla_triton_kernels.chunks.price import (
     queries_of_state,
 )
 from gla_triton_kernels.gla.seen import not_addressable
+from gla_triton_kernels.gla.sm90 import warpgroup_columns
 from gla_triton_runtime.architecture import Gpu
 
 if TYPE_CHECKING:
@@ -52,8 +53,8 @@ HEAD_STEP, HEAD_TILE = 0.5e-6, 0.75e-6
 HEAD_SLICE = {64: 1.75e-6, 32: 0.9e-6, 16: 0.7e-6}
 """The same for forward_head.py, and the time of each further slice of 128 keys by the columns of v of a warpgroup."""
 WIDE_STEP, GATE_RATE = 1.5e-6, 2.8e11
-"""Seconds of the second kernel of forward_wide.py for 64 tokens and a slice of 128 keys, and elements of k per second of
-its first kernel."""
+"""Seconds of the second kernel of forward_wide.py for 64 tokens and a slice of 128 keys, and elements of k per second
+of its first kernel."""
 STATE_STEP, STATE_TILE = 0.12e-6, 0.65e-6
 """Seconds of states.py for 64 tokens, and for each 64 keys of a block."""
 GRADIENT_START, GRADIENT_STEP, GRADIENT_TILE = 5e-6, 2.3e-6, 1.48e-6
@@ -217,11 +218,6 @@ def _forward(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
     """
     fit = sequences * _heads(call) * ceil_div(call.dims["V"], 64) <= gpu.multiprocessors
     return _output_parameters(call, 64 if call.dims["V"] <= 64 or fit else 128)
-
-
-def warpgroup_columns(K: int) -> int:
-    """Returns the most columns of v of a state warpgroup with K keys. Its registers hold K rows of so many columns."""
-    return 64 if K <= 256 else 32 if K <= 512 else 16
 
 
 def _forward_head(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
