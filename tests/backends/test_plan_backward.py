@@ -92,7 +92,7 @@ def test_rows_of_16_bytes_with_gaps_between_them_are_none_in_a_gradient(width):
         (64, 136, sm90.BACKWARD_WIDE),
         (256, 64, sm90.BACKWARD_WIDE),
         (256, 512, sm90.BACKWARD_WIDE),
-        (512, 512, sm90.BACKWARD),  # this kernel sums the partial results of its blocks
+        (512, 512, sm90.BACKWARD_WIDE),
     ],
     ids=lambda x: getattr(x, "name", None),
 )

@@ -93,7 +93,7 @@ def test_dtypes_of_kernels_for_sm90(kernel):
     def refusal(dtype, **changes):
         return kernel.refusal(call_for(kernel, dtype=dtype, **changes), H200)
 
-    wide = kernel in WIDE
+    wide = kernel is sm90.BACKWARD_WIDE
     assert refusal(float16) == ("computes bfloat16; q is float16" if wide else None)
     for precision in ("high", "medium"):
         assert refusal(float32, precision=precision) == ("computes bfloat16; q is float32" if wide else None)
@@ -152,24 +152,15 @@ KERNEL_REASONS = [
         (kernel, {"gate_form": "key"}, "computes one gate for each head, or none; g has one for each key [B, T, Hv, K]")
         for kernel in HEAD_GATE_KERNELS
     ),
-    (sm90.FORWARD_HEAD, {"K": 136}, "computes K up to 128; K is 136"),
     (sm90.BACKWARD_HEAD, {"K": 37}, "computes K and V that are multiples of 8; K is 37 and V is 128"),
     (sm90.FORWARD, {"K": 136}, "computes K up to 128; K is 136"),
-    (sm90.FORWARD_WIDE, {"K": 128}, "computes K from 136 to 256 in steps of 8; K is 128"),
-    (sm90.FORWARD_WIDE, {"K": 132}, "computes K from 136 to 256 in steps of 8; K is 132"),
-    (sm90.FORWARD_WIDE, {"K": 264}, "computes K from 136 to 256 in steps of 8; K is 264"),
+    (sm90.FORWARD_WIDE, {"K": 128}, "computes K from 136 in steps of 8; K is 128"),
+    (sm90.FORWARD_WIDE, {"K": 132}, "computes K from 136 in steps of 8; K is 132"),
     (sm90.FORWARD_WIDE, {"gate_dtype": None}, "computes calls with gates; there are none"),
     (sm90.BACKWARD, {"K": 37}, "computes K and V that are multiples of 8; K is 37 and V is 128"),
     (sm90.BACKWARD, {"V": 100}, "computes K and V that are multiples of 8; K is 128 and V is 100"),
     (sm90.BACKWARD_WIDE, {"V": 100}, "computes K and V that are multiples of 8; K is 256 and V is 100"),
-    *(
-        (
-            sm90.BACKWARD_WIDE,
-            {"K": K},
-            f"computes heads with K or V above 128 and K up to 256; K is {K} and V is 128",
-        )
-        for K in (128, 264)
-    ),
+    (sm90.BACKWARD_WIDE, {"K": 128}, "computes heads with K or V above 128; K is 128 and V is 128"),
 ]
 
 
@@ -304,7 +295,7 @@ def lines_of(explanation, backend):
             {"value_heads": 48},
             [
                 "kernel sm90.backward",
-                "not sm90.backward_wide: computes heads with K or V above 128 and K up to 256; K is 128 and V is 128",
+                "not sm90.backward_wide: computes heads with K or V above 128; K is 128 and V is 128",
             ],
         ),
         ("chunk_gla_bwd", "8,4096,16,256,256", {"value_heads": 48}, ["kernel sm90.backward_wide"]),
@@ -320,7 +311,7 @@ def lines_of(explanation, backend):
             {},
             [
                 "kernel sm90.backward",
-                "not sm90.backward_wide: computes heads with K or V above 128 and K up to 256; K is 128 and V is 128",
+                "not sm90.backward_wide: computes heads with K or V above 128; K is 128 and V is 128",
             ],
         ),
         (

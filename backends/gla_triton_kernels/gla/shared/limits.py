@@ -11,7 +11,7 @@ import triton.language as tl
 # then decayed relative to half of the decay of the chunk, so exponents are within half of the limit.
 #
 # The limit of the general kernels is 60, so exponents are within +-30. The largest score that the mask discards,
-# q k K exp(60), is then finite for |q| and |k| up to 1e4 and K up to 512 (float32 and bfloat16 reach 3.4e38). The
+# q k K exp(60), is then finite for |q| and |k| up to 1e4 and K up to 1024 (float32 and bfloat16 reach 3.4e38). The
 # scores that the mask keeps are far above the least normal number. The error of sums of gates is at most 2^-18 in
 # float32.
 MILD_DECAY = tl.constexpr(60.0)

@@ -53,8 +53,8 @@ HEAD_STEP, HEAD_TILE = 0.5e-6, 0.75e-6
 HEAD_SLICE = {64: 1.75e-6, 32: 0.9e-6, 16: 0.7e-6}
 """The same for forward_head.py, and the time of each further slice of 128 keys by the columns of v of a warpgroup."""
 WIDE_STEP, GATE_RATE = 1.5e-6, 2.8e11
-"""Seconds of the second kernel of forward_wide.py for 64 tokens and a slice of 128 keys, and elements of k per second
-of its first kernel."""
+"""Seconds of the second kernel of forward_wide.py for 64 tokens and 128 keys, and elements of k per second of its first
+kernel."""
 STATE_STEP, STATE_TILE = 0.12e-6, 0.65e-6
 """Seconds of states.py for 64 tokens, and for each 64 keys of a block."""
 GRADIENT_START, GRADIENT_STEP, GRADIENT_TILE = 5e-6, 2.3e-6, 1.48e-6
