@@ -105,8 +105,6 @@ def test_the_doors_of_a_first_forward():
     registry.installed()
     doors = doors_of(lambda: gla.chunk_gla(*inputs_without_values, backend="triton_fused"))
     assert doors == {
-        # the op, as data
-        ("gla_core.ops._sequences", "bind"),
         # the backend
         ("gla_triton_kernels", "refusal"),
         ("gla_triton_kernels.gla.forward", "prepare"),

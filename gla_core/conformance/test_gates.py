@@ -94,8 +94,9 @@ def test_nothing_crosses_a_gate_of_minus_infinity(backend, case, cut, measure):
     """After alpha = 0 nothing depends on earlier tokens, not even the last bit."""
     x, y = call_arguments(case, initial_state=True), call_arguments(case, initial_state=True)
     x["g"][:, cut] = y["g"][:, cut] = -torch.inf
-    for early in (y["k"][:, :cut], y["v"][:, :cut], y["initial_state"]):
-        early.mul_(-30)
+    y["k"][:, :cut].neg_()  # and no longer: a delta rule is stable for short keys alone
+    for early in (y["v"][:, :cut], y["initial_state"]):
+        early.mul_(900)
     outs = [run(case.op, z, backend.name) for z in (x, y)]
     assert not torch.equal(outs[0]["o"][:, :cut], outs[1]["o"][:, :cut]), "what came before the gate made no difference"
     late = [{"o": out["o"][:, cut:], "state": out["state"]} for out in outs]

@@ -7,6 +7,7 @@ import torch
 
 from gla_core.conformance.calls import Arguments, call_arguments, check, expected
 from gla_core.conformance.cases import DRAFTS, PROMPTS, SERVING, having, over
+from gla_core.workloads.inputs import beyond_float16
 
 SMALL = {PROMPTS: "small checkpoints", DRAFTS: "small", "recurrent_gla_replay": "small"}
 
@@ -25,19 +26,6 @@ def test_numbers_beyond_float16(backend, case, measure):
     ref = expected(case.op, x)
     rounded = {"pool": ref.results["pool"].to(torch.float16).double()}
     check(case.op, x, backend.name, measure, ref._replace(results={**ref.results, **rounded}))
-
-
-def beyond_float16(x: Arguments) -> Arguments:
-    """Returns the arguments of a call, changed so that each token writes states above the range of float16.
-
-    These are the first columns of V, which reach 2^17 and more; o stays within the range.
-    """
-    large = {name: 2**7 * (1 + y.abs()) for name in ("k", "ring_k") if (y := x.get(name)) is not None}
-    for name in ("v", "ring_v"):
-        if name in x:
-            large[name] = x[name].clone()
-            large[name][..., 0] = 2**10
-    return {**x, **large, "q": x["q"] * 2**-10}
 
 
 @over(

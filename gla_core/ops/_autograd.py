@@ -93,8 +93,8 @@ def in_pytorch(forward: OpSpec, compute: Callable[..., Any], forwards: int) -> L
     """
 
     def parts(call: OpCall) -> Parts:
-        given = call.given.intersection(forward.contract)
-        return ((dataclasses.replace(call, op=forward.name, given=given), forwards),)
+        part = dataclasses.replace(call, op=forward.name, given=call.given.intersection(forward.contract))
+        return ((part, forwards),)
 
     return Lowering(forward.name, parts, lambda *_: compute)
 

@@ -54,12 +54,6 @@ def spec_of_pool(name: str, forward: OpSpec, *options: Argument) -> OpSpec:
 
 
 def _bind(args: Mapping[str, Any], sizes: dict[str, Any]) -> None:
-    checks.logits(args["g"], args.get("gate_normalizer"))
-    slots = sizes["N"]
-    checks.packed(sizes, of="q")
-    checks.longest(args["max_seqlen"])
-    if slots != sizes["N"]:
-        raise ValueError(f"read_slots has {slots} entries; expected {sizes['N']}, one for each sequence of cu_seqlens")
     for this, other in (("offsets", "slots"), ("slots", "offsets")):
         if args[f"checkpoint_{this}"] is not None and args[f"checkpoint_{other}"] is None:
             raise ValueError(f"snapshot_{this} is given and snapshot_{other} is None; expected both or neither")

@@ -1,30 +1,11 @@
-"""Checks calls over sequences, for the descriptions of ops: `OpSpec.bind` and `OpSpec.reads`."""
+"""Checks the values of calls over sequences, for the descriptions of ops: `OpSpec.reads`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from gla_core.dispatch.backend import CHUNK
-from gla_core.dispatch.tensors import checkpoint_rows
 from gla_core.ops import checks
-
-
-def bind(args: Mapping[str, Any], sizes: dict[str, Any]) -> None:
-    """Binds the number of sequences and of checkpoints."""
-    sizes["N"] = sizes["B"]
-    checks.logits(args["g"], args.get("gate_normalizer"))
-    packed, L = args["cu_seqlens"] is not None, args.get("checkpoint_every")
-    checks.longest(args["max_seqlen"])
-    if packed:
-        checks.packed(sizes, of="q")
-    if L is None:
-        if args.get("checkpoints") is not None:
-            raise ValueError("checkpoint_every is None; expected the number of tokens between the checkpoints")
-        return
-    if L < 1 or L % CHUNK != 0:
-        raise ValueError(f"checkpoint_every is {L}; expected a multiple of {CHUNK}, or None")
-    sizes["n"] = checkpoint_rows(sizes["T"], sizes["N"], L, packed)
 
 
 def reads(args: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Checks calls on single tokens, and defines their two torch ops, one of which writes the state in place."""
+"""Checks the values of calls on single tokens, and defines their torch ops, one of which writes the state in place."""
 
 from __future__ import annotations
 
@@ -7,15 +7,8 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from gla_core.ops import checks
 from gla_core.ops._torch_op import faker, runner, tell_autograd, torch_op
 from gla_core.ops.spec import OpSpec
-
-
-def bind(args: Mapping[str, Any], sizes: dict[str, Any]) -> None:
-    checks.logits(args["g"], args.get("gate_normalizer"))
-    if args["state_indices"] is None:
-        sizes["P"] = sizes["B"]
 
 
 def reads(args: Mapping[str, Any]) -> dict[str, Any]:

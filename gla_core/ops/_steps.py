@@ -45,7 +45,6 @@ def spec_of_steps(name: str, forward: OpSpec, step: OpSpec, longer: str, *option
         results=(Result("o", o, into="out"),),
         sizes={**forward.sizes, "N": "B", "S": "T", "P": "N"},
         limit=functools.partial(_limit, longer),
-        bind=_bind,
         reads=_reads,
         flops=forward.flops,
         tokens=forward.tokens,
@@ -62,18 +61,6 @@ def _limit(longer: str, sizes: Mapping[str, int], packed: bool) -> None:
         raise ValueError(f"slots has {S} columns; expected {expected}")
     if not packed and T > S:
         raise ValueError(f"q has T = {T} tokens for each sequence and slots has {S} columns")
-
-
-def _bind(args: Mapping[str, Any], sizes: dict[str, Any]) -> None:
-    checks.logits(args["g"], args.get("gate_normalizer"))
-    N = sizes["N"]
-    if args["cu_seqlens"] is not None:
-        checks.packed(sizes, of="q")
-    else:
-        sizes["N"] = sizes["B"]
-    if sizes["N"] != N:
-        of = "row of q" if args["cu_seqlens"] is None else "sequence of cu_seqlens"
-        raise ValueError(f"slots has {N} rows; expected {sizes['N']}, one for each {of}")
 
 
 def _reads(x: Mapping[str, Any]) -> dict[str, Any]:

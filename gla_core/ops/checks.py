@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.tensors import swapped
+from gla_core.dispatch.backend import CHUNK
+from gla_core.dispatch.tensors import checkpoint_rows, swapped
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int32, torch.int64)
@@ -85,6 +86,25 @@ def packed(sizes: dict[str, Any], of: str) -> None:
     if sizes["B"] != 1:
         raise ValueError(f"cu_seqlens goes with B = 1; {of} has B = {sizes['B']}: pack the sequences along T")
     sizes["N"] = sizes["N+1"] - 1
+
+
+def checkpoints(every: int | None, taken: Tensor | None, packed: bool, sizes: dict[str, Any]) -> None:
+    """Binds the number n of checkpoints of a sequence, or of all packed sequences.
+
+    Args:
+        every: the number of tokens between checkpoints; None if there are none.
+        taken: the checkpoints that the op takes, if it takes any.
+
+    Raises:
+        ValueError: `every` is None beside checkpoints, or no multiple of a chunk.
+    """
+    if every is None:
+        if taken is not None:
+            raise ValueError("checkpoint_every is None; expected the number of tokens between the checkpoints")
+        return
+    if every < 1 or every % CHUNK != 0:
+        raise ValueError(f"checkpoint_every is {every}; expected a multiple of {CHUNK}, or None")
+    sizes["n"] = checkpoint_rows(sizes["T"], sizes["N"], every, packed)
 
 
 def integer(x: Any) -> Any:

@@ -220,9 +220,9 @@ class OpSpec:
         writes: takes the sizes of a call, returns how often it writes the state of a sequence into a pool.
         limit: takes the sizes of a call and whether it packs sequences along T. It raises ValueError for sizes that the
             op does not serve.
-        bind: takes the arguments by name and the sizes so far. It binds sizes that no shape names, and raises
-            ValueError or TypeError for values that do not fit together. Arguments that hold states are checked after
-            it.
+        bind: takes the arguments by name and the sizes so far. It binds sizes that no shape names, without the numbers
+            of sequences, states and checkpoints, which are bound before. It raises ValueError or TypeError for values
+            that do not fit together. Arguments that hold states are checked after it.
         prepare: takes the arguments in order and returns them as backends receive them. The default of a scale is
             filled in elsewhere.
         reads: takes the arguments by name under GLA_CHECK=1, and returns which places of tensors the op reads. It maps
@@ -483,11 +483,32 @@ class OpSpec:
 
     def _bind(self, passed: Mapping[str, Any], sizes: dict[str, Any]) -> None:
         """Checks the sizes against each other, and binds the sizes that no shape names."""
+        packed, slots = passed.get("cu_seqlens") is not None, self.has(Role.SLOTS)
         self._check_sizes(sizes)
-        self.limit(sizes, passed.get("cu_seqlens") is not None)
+        self.limit(sizes, packed)
+        checks.logits(passed.get("g"), passed.get("gate_normalizer"))
+        checks.longest(passed.get("max_seqlen"))
+        if "cu_seqlens" in passed:
+            self._bind_sequences(packed, sizes)
+        if slots is not None and passed[slots.name] is None:
+            sizes["P"] = sizes["B"]  # a state for each row
+        if "checkpoint_every" in passed:
+            checks.checkpoints(passed["checkpoint_every"], passed.get("checkpoints"), packed, sizes)
         self.bind(passed, sizes)
         if "Ho" in sizes and sizes["Ho"] != size_of("Ho", sizes):
             raise ValueError(f"{self._owner('Ho')} has {sizes['Ho']} heads; expected {size_of('Ho', sizes)}, as o")
+
+    def _bind_sequences(self, packed: bool, sizes: dict[str, Any]) -> None:
+        """Binds the number N of sequences. Raises ValueError for another number of slots."""
+        slots, bound = self.has(Role.SLOTS), sizes.get("N")
+        if packed:
+            checks.packed(sizes, of=self.arguments[0].shown)
+        else:
+            sizes["N"] = sizes["B"]
+        if slots is not None and bound != sizes["N"]:
+            rows = "entries" if slots.shape == "N" else "rows"
+            each = "sequence of cu_seqlens" if packed else f"row of {self.arguments[0].shown}"
+            raise ValueError(f"{slots.shown} has {bound} {rows}; expected {sizes['N']}, one for each {each}")
 
     def _check_sizes(self, sizes: Mapping[str, Any]) -> None:
         """Raises ValueError for a width of 0, and for query or value heads not in groups, one group per head of k."""

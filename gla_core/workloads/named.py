@@ -220,7 +220,7 @@ RECURRENT_SSD_STEP = _workloads(
     _row("small", "ci", "B3 H2 K16 V16", dt_softplus=True),
     _row("odd_widths", "ci odd", "B2 H1 R3 K19 V37", dt_softplus=True, A_is_log=True, other_dtype=torch.float32),
     _row("grouped_values", "ci", "B2 H2 R2 K32 V16", dt_softplus=True),
-    _row("pool", "ci packed", "B4 H2 K16 V16", rows=(5, -1, 0, 2), pool=6),
+    _row("pool", "ci packed", "B4 H2 R2 K16 V16", rows=(5, -1, 0, 2), pool=6),
     _row("plain", "ci", "B2 H2 K19 V16", rows=(3, 0), pool=4, dt_softplus=True, A_is_log=True,
          without=("dt_bias", "D", "z")),
     _row("empty_batch", "ci odd", "B0 H2 K16 V16"),

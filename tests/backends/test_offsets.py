@@ -132,10 +132,10 @@ def attention(B, Tq, Tk, H=32, G=1, K=128, new=heads_first):
     return "softmax_attention", new(B, Tq, G * H, K), new(B, Tk, H, K), new(B, Tk, H, K), 0.1, True
 
 
-def attention_backward(B, Tq, Tk, H=32, G=1, K=128, new=heads_first, dtype=torch.bfloat16, of_lse=True):
+def attention_backward(B, Tq, Tk, H=32, G=1, K=128, new=heads_first, dtype=torch.bfloat16, lse_gradient=True):
     q, k = new(B, Tq, G * H, K, dtype=dtype), new(B, Tk, H, K, dtype=dtype)
     lse = new(B, Tq, G * H, 1, dtype=torch.float32)[..., 0]
-    return "softmax_attention_bwd", q, k, k, q, lse, 0.1, True, q, lse if of_lse else None
+    return "softmax_attention_bwd", q, k, k, q, lse, 0.1, True, q, lse if lse_gradient else None
 
 
 def softmax(shape, dim=1):

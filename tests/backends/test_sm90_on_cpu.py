@@ -19,7 +19,7 @@ from gla_triton_kernels.chunks.kernel import ForwardPlan, GradientParameters, Pa
 from gla_triton_kernels.chunks.scan import launch_scan
 from gla_triton_kernels.chunks.segments import Recurrence, cut, whole
 from gla_triton_kernels.chunks.slots import Slots
-from gla_triton_kernels.gla.sm90.kernels import warpgroup_columns
+from gla_triton_kernels.gla.sm90 import warpgroup_columns
 from gla_triton_kernels.gla.tensors import BackwardTensors, Tensors
 from tests import gluon_on_cpu
 

@@ -13,6 +13,8 @@ import gla_core as gla
 from gla_core.cli import explain
 from gla_core.cli.calls import DTYPES, GATE_FORMS, SHAPES, describe_call
 from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Capabilities
+from gla_core.ops import ABSTRACT_OPS
+from gla_core.ops.spec import PER_SEQUENCE, Role, size_of
 
 NO_CUDA = "PyTorch sees no CUDA device here"
 
@@ -37,45 +39,35 @@ def test_it_prints_the_explanation(run):
     assert result.output == f"{gla.explain('chunk_gla_fwd', *tensors)}\n"
 
 
-def tensors_of(op: str) -> tuple[str, dict]:
-    """Returns a shape, and tensors of that shape as the op receives them."""
-    x = torch.empty
-    if op.startswith("online_softmax"):
-        return "5,7", {"x": x(5, 7)}
-    if op in ("recurrent_gla_step", "recurrent_gla_layer_step"):
-        return "2,4,16,32", {
-            "q": x(2, 8, 16),
-            "k": x(2, 4, 16),
-            "v": x(2, 4, 32),
-            "g": x(2, 4, 16),
-            "state": x(2, 4, 16, 32),
-        }
-    if op == "recurrent_ssd_step":
-        tokens = {"q": x(2, 4, 16), "k": x(2, 4, 16), "v": x(2, 4, 32)}
-        return "2,4,16,32", {**tokens, "state": x(2, 4, 16, 32), "dt": x(2, 4), "A": x(4)}
-    if op == "chunk_gla_pool":
-        tokens = {"q": x(1, 64, 8, 16), "k": x(1, 64, 4, 16), "v": x(1, 64, 4, 32), "g": x(1, 64, 4, 16)}
-        slots = {"cu_seqlens": torch.tensor([0, 30, 64]), "read_slots": torch.tensor([0, 1])}
-        return "1,64,4,16,32,2", {**tokens, "pool": x(2, 4, 16, 32), **slots}
-    if op == "recurrent_gla_steps":
-        tokens = {"q": x(2, 3, 8, 16), "k": x(2, 3, 4, 16), "v": x(2, 3, 4, 32), "g": x(2, 3, 4, 16)}
-        return "2,3,4,16,32", {**tokens, "pool": x(2, 4, 16, 32), "slots": torch.tensor([[0, 1, -1], [-1, -1, -1]])}
-    if op == "recurrent_gla_replay":
-        tokens = {"q": x(2, 3, 8, 16), "k": x(2, 3, 4, 16), "v": x(2, 3, 4, 32), "g": x(2, 3, 4, 16)}
-        rings = {"ring_k": x(2, 6, 4, 16), "ring_v": x(2, 6, 4, 32), "ring_g": x(2, 6, 4, 16)}
-        numbers = dict.fromkeys(("slots", "ring_start", "num_accepted"), torch.tensor([0, 1]))
-        return "2,3,4,16,32,6", {**tokens, "pool": x(2, 4, 16, 32), **rings, **numbers}
-    if op == "chunk_gla_summary":
-        return "2,64,4,16,32", {"k": x(2, 64, 4, 16), "v": x(2, 64, 4, 32), "g": x(2, 64, 4, 16)}
-    qkv = {"q": x(2, 64, 8, 16), "k": x(2, 64, 4, 16), "v": x(2, 64, 4, 32)}
-    return "2,64,4,16,32", qkv if op.startswith("softmax_attention") else {**qkv, "g": x(2, 64, 4, 16)}
+SIZES = {"B": 2, "T": 3, "H": 4, "K": 16, "V": 32, "N": 2, "P": 2, "S": 3, "L": 6, "ROWS": 5, "COLUMNS": 7}
+GROUPS = [
+    (op, heads)
+    for op, spec in ABSTRACT_OPS.items()
+    for heads in ({}, {"Hq": 8}, {"Hv": 8})
+    if heads.keys() <= spec.sizes.keys() and ("Hq" not in heads or "q" in spec.parameters)
+]
+"""Each op without groups, with groups of queries, and with groups of values, if it may have them."""
 
 
-@pytest.mark.parametrize("op", SHAPES)
-def test_numbers_describe_the_same_call_as_tensors(op):
-    shape, tensors = tensors_of(op)
-    heads = None if op in ("online_softmax", "online_softmax_bwd", "chunk_gla_summary", "recurrent_ssd_step") else 8
-    assert describe_call(op, shape, heads, "float32", "cpu", None) == without_layouts(gla.explain(op, **tensors).call)
+def tensors_of(op, sizes):
+    """Returns the tensors that every call of an op has, and gates, as the op receives them."""
+    sizes = {"Hq": sizes["H"], "Hv": sizes["H"], "Tq": sizes["T"], "Tk": sizes["T"], **sizes}
+    return {
+        argument.shown: torch.zeros(
+            [size_of(name, sizes) for name in (argument.shape or "ROWS COLUMNS").split()],
+            dtype=torch.int64 if argument.role in PER_SEQUENCE else torch.float32,
+        )
+        for argument in ABSTRACT_OPS[op].arguments
+        if argument.dtype is not None and (argument.default is not None or argument.role in (Role.GATE, Role.GATE_RING))
+    }
+
+
+@pytest.mark.parametrize(("op", "heads"), GROUPS)
+def test_numbers_describe_the_same_call_as_tensors(op, heads):
+    sizes = SIZES | heads | ({"B": 1} if ABSTRACT_OPS[op].requires(Role.OFFSETS) else {})
+    shape = ",".join(str(sizes[name]) for name in SHAPES[op])
+    call = describe_call(op, shape, heads.get("Hq"), "float32", "cpu", value_heads=heads.get("Hv"))
+    assert call == without_layouts(gla.explain(op, **tensors_of(op, sizes)).call)
 
 
 def without_layouts(call):

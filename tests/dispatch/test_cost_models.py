@@ -7,7 +7,9 @@ import importlib
 import itertools
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,8 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gla_core.dispatch import registry
-from gla_core.dispatch.backend import GATES, OP_LOWERINGS, OP_PARAMETERS, CostModel, OpCall, shipped_constants
+from gla_core.dispatch.backend import GATES, OP_LOWERINGS, CostModel, OpCall, shipped_constants
 from gla_core.dispatch.calibration import predict
+from gla_core.ops import ABSTRACT_OPS
+from gla_core.ops.spec import Role
 
 FACTS = {
     "cpu": {"multiprocessors": 1.0, "compute_capability": 0.0},
@@ -27,15 +31,87 @@ MEASURED = Path(__file__).parents[2] / "benchmarks/results/history/h200/online_s
 BACKENDS = ("reference", "triton_fused", "parallel_scan")
 
 
+MODEL = {"B": 1, "T": 1000, "H": 4, "Hq": 4, "Hv": 4, "K": 128, "V": 128, "P": 4, "N": None, "S": 4, "L": 8}
+GATED = {"gate_dtype": torch.float32, "gate_form": "key"}
+
+
+class Grid(NamedTuple):
+    """The calls that are tried of ops with like sizes.
+
+    Attributes:
+        sizes, tensors: what differs from call to call, each with each.
+        growing: the sizes that make a call longer.
+        model: the sizes of a model, where they differ from `MODEL`.
+    """
+
+    sizes: list[Mapping[str, int]]
+    tensors: list[Mapping[str, Any]]
+    growing: tuple[str, ...]
+    model: Mapping[str, int] = {}
+
+
+CHUNK = Grid(
+    sizes=[
+        {"T": T, "H": H, "Hq": H, "Hv": H, "K": K, "V": V}
+        for T in (1, 100, 10_000, 100_000)
+        for H in (1, 64)
+        for K, V in ((64, 64), (128, 128), (256, 128))
+    ]
+    + [{"T": 1000, "H": 4, "Hq": 8, "K": 100, "V": 100}],
+    tensors=[
+        {**GATED},
+        {**GATED, "dtype": torch.float16},
+        {**GATED, "dtype": torch.float32},
+        {**GATED, "variable_length": True, "N": 7},
+        {**GATED, "Hq": 256},
+        {**GATED, "Hv": 256},
+        {**GATED, "gate_form": "head"},
+        {**GATED, "gate_form": "constant"},
+    ],
+    growing=("B", "T", "H"),
+)
+STEP = Grid(
+    sizes=[{"B": 1}, {"B": 1000}, {"B": 4, "P": 9, "indexed": True}],
+    tensors=[{"state_dtype": torch.float32}],
+    growing=("B", "H", "V"),
+    model={"P": 1},
+)
+DRAFTS = Grid(
+    sizes=[{"B": B, "N": B, "T": T, "S": T, "L": 2 * T} for B in (1, 1000) for T in (1, 8)],
+    tensors=[{"state_dtype": torch.float32}],
+    growing=("N", "H", "V"),
+    model={"T": 4, "N": 2, "P": 1},
+)
+SOFTMAX = Grid(
+    sizes=[{"rows": rows, "columns": columns} for rows in (1, 10_000) for columns in (10, 100_000)],
+    tensors=[{}],
+    growing=("rows", "columns"),
+    model={"rows": 10, "columns": 1000},
+)
+ATTENTION = Grid(
+    sizes=[{"Tq": 1}, {"Tq": 1000, "Tk": 1000}, {"Tq": 1, "Tk": 1_000_000}, {"B": 100, "Tq": 1}],
+    tensors=[{}, {"dtype": torch.float32}],
+    growing=("B", "Tq", "Tk"),
+    model={"Tq": 100, "Tk": 1000},
+)
+
+
+def grid_of(op):
+    """Returns the grid of an op, told by its sizes."""
+    grids = {"rows": SOFTMAX, "Tq": ATTENTION, "S": DRAFTS, "L": DRAFTS, "T": CHUNK}
+    return next((grid for name, grid in grids.items() if name in ABSTRACT_OPS[op].sizes), STEP)
+
+
 def measured(name, kind):
     """Returns the ops of a backend that have constants for a device. Other ops use the constants of an H200."""
-    lowered = set(OP_LOWERINGS) if name == "reference" or kind == "cpu" else set()  # predicted by what computes them
+    ops, lowered = set(registry.get(name).ops), set(OP_LOWERINGS)  # those are predicted by what computes them
     if kind == "NVIDIA H100 80GB HBM3":
         return {"chunk_gla_fwd", "chunk_gla_bwd", "chunk_gla_summary"} if name != "reference" else set()
-    if kind == "cpu" and name != "reference":
-        on_gpus_only = {op for op in OP_PARAMETERS if op.startswith("chunk_gla")}
-        return set(OP_PARAMETERS) - lowered - on_gpus_only if name == "parallel_scan" else set()
-    return set(OP_PARAMETERS) - lowered
+    if name == "reference":
+        return ops - lowered
+    if kind == "cpu":
+        return {op for op in ops - lowered if grid_of(op) is not CHUNK} if name == "parallel_scan" else set()
+    return ops
 
 
 OPS = [(name, kind, op) for name in BACKENDS for kind in FACTS for op in sorted(measured(name, kind))]
@@ -54,25 +130,12 @@ def predicted(name, kind, call, changed=()):
 
 
 def call_of(op, kind, **changes):
-    """Returns a call of an op with the sizes of a model, unless changed. N is B if it is not given."""
+    """Returns a call of an op with the sizes of a model, unless changed; sizes that the op lacks are left out."""
     device = torch.device("cpu" if kind == "cpu" else "cuda")
-    sizes = {
-        "chunk_gla_fwd": {"B": 1, "T": 1000, "H": 4, "Hq": 4, "Hv": 4, "K": 128, "V": 128},
-        "recurrent_gla_step": {"B": 1, "H": 4, "Hq": 4, "Hv": 4, "K": 128, "V": 128, "P": 1},
-        "online_softmax": {"rows": 10, "columns": 1000},
-        "softmax_attention": {"B": 1, "Tq": 100, "Tk": 1000, "H": 4, "Hq": 4, "K": 128, "V": 128},
-    }
-    sizes["recurrent_gla_layer_step"] = sizes["recurrent_gla_step"]
-    sizes["recurrent_ssd_step"] = {n: size for n, size in sizes["recurrent_gla_step"].items() if n != "Hq"}
-    sizes["recurrent_gla_steps"] = {**sizes["recurrent_gla_step"], "T": 4, "N": 2, "S": 4}
-    sizes["recurrent_gla_replay"] = {**sizes["recurrent_gla_step"], "T": 4, "N": 2, "L": 8}
-    sizes["chunk_gla_pool"] = {**sizes["chunk_gla_fwd"], "P": 4}
-    sizes["chunk_gla_bwd"] = sizes["chunk_gla_summary"] = sizes["chunk_gla_fwd"]
-    sizes |= {f"{name}_bwd": sizes[name] for name in ("online_softmax", "softmax_attention")}
-    dims = {name: changes.pop(name, size) for name, size in sizes[op].items()}
-    if op.startswith("chunk_gla"):
-        dims["N"] = changes.pop("N", dims["B"])
     dtype = changes.pop("dtype", torch.float32 if kind == "cpu" else torch.bfloat16)
+    sizes = {name: changes.pop(name, size) for name, size in {**MODEL, **grid_of(op).model}.items()}
+    sizes["N"] = sizes["B"] if sizes["N"] is None else sizes["N"]
+    dims = {name: sizes[name] for name in ABSTRACT_OPS[op].sizes}
     return OpCall(op=op, device=device, dtype=dtype, dims=dims, **changes)
 
 
@@ -107,8 +170,8 @@ def test_each_constant_counts_for_some_call(name, kind, op):
     calls = [
         call_of(op, kind, capturing=capturing, **{**sizes, **tensors})
         for capturing in (False, True)
-        for sizes in SIZES[op]
-        for tensors in TENSORS[op.partition("_gla")[0].removesuffix("_bwd")]
+        for sizes in grid_of(op).sizes
+        for tensors in grid_of(op).tensors
     ]
     constants = shipped_constants(f"gla_{name}")[kind][op]
     base = [predicted(name, kind, call) for call in calls]
@@ -118,42 +181,6 @@ def test_each_constant_counts_for_some_call(name, kind, op):
             for factor in (1e3, 1e-3)
             for call, seconds in zip(calls, base, strict=True)
         ), constant
-
-
-SIZES = {
-    "chunk_gla_fwd": [
-        {"T": T, "H": H, "Hq": H, "Hv": H, "K": K, "V": V}
-        for T in (1, 100, 10_000, 100_000)
-        for H in (1, 64)
-        for K, V in ((64, 64), (128, 128), (256, 128))
-    ],
-    "recurrent_gla_step": [{"B": 1}, {"B": 1000}, {"B": 4, "P": 9, "indexed": True}],
-    "online_softmax": [{"rows": rows, "columns": columns} for rows in (1, 10_000) for columns in (10, 100_000)],
-    "softmax_attention": [{"Tq": 1}, {"Tq": 1000, "Tk": 1000}, {"Tq": 1, "Tk": 1_000_000}, {"B": 100, "Tq": 1}],
-}
-SIZES["recurrent_gla_layer_step"] = SIZES["recurrent_ssd_step"] = SIZES["recurrent_gla_step"]
-SIZES["recurrent_gla_steps"] = [{"B": B, "N": B, "T": T, "S": T} for B in (1, 1000) for T in (1, 8)]
-SIZES["recurrent_gla_replay"] = [{"B": B, "N": B, "T": T, "L": 2 * T} for B in (1, 1000) for T in (1, 8)]
-SIZES["chunk_gla_summary"] = SIZES["chunk_gla_pool"] = SIZES["chunk_gla_fwd"]
-SIZES["chunk_gla_bwd"] = [*SIZES["chunk_gla_fwd"], {"T": 1000, "H": 4, "Hq": 8, "K": 100, "V": 100}]
-SIZES |= {f"{name}_bwd": SIZES[name] for name in ("online_softmax", "softmax_attention")}
-GATED = {"gate_dtype": torch.float32, "gate_form": "key"}
-TENSORS = {
-    "chunk": [
-        {**GATED},
-        {**GATED, "dtype": torch.float16},
-        {**GATED, "dtype": torch.float32},
-        {**GATED, "variable_length": True, "N": 7},
-        {**GATED, "Hq": 256},
-        {**GATED, "Hv": 256},
-        {**GATED, "gate_form": "head"},
-        {**GATED, "gate_form": "constant"},
-    ],
-    "recurrent": [{"state_dtype": torch.float32}],
-    "recurrent_ssd_step": [{"state_dtype": torch.float32}],
-    "online_softmax": [{}],
-    "softmax_attention": [{}, {"dtype": torch.float32}],
-}
 
 
 # ---- formulas
@@ -171,8 +198,9 @@ def test_every_legal_call_has_a_finite_time(data, which):
     grouped = {"Hq": 1 if value_groups else groups, "Hv": groups if value_groups else 1}
     limits = {"H": st.just(H), "K": widths, "V": widths} | {dim: st.just(H * n) for dim, n in grouped.items()}
     dims = {dim: data.draw(limits.get(dim, sizes), label=dim) for dim in call_of(op, kind).dims}
-    packed = op == "chunk_gla_pool" or (op.startswith("chunk_gla") and data.draw(st.booleans()))
-    if op.startswith("chunk_gla"):
+    chunked = grid_of(op) is CHUNK
+    packed = chunked and (ABSTRACT_OPS[op].requires(Role.OFFSETS) or data.draw(st.booleans()))
+    if chunked:
         dims |= {"B": 1} if packed else {"N": dims["B"]}
     form = data.draw(st.sampled_from((None, *GATES)))
     gate = None if form is None else torch.float32
@@ -188,21 +216,12 @@ def test_every_legal_call_has_a_finite_time(data, which):
 @pytest.mark.parametrize(("name", "kind", "op"), OPS)
 def test_much_more_work_is_never_predicted_to_be_faster(name, kind, op, capturing):
     # Only twice as much work may be predicted to be faster, if another kernel computes the larger call.
-    growing = {
-        "recurrent_gla_step": ("B", "H", "V"),
-        "recurrent_gla_layer_step": ("B", "H", "V"),
-        "recurrent_ssd_step": ("B", "H", "V"),
-        "recurrent_gla_steps": ("N", "H", "V"),
-        "recurrent_gla_replay": ("N", "H", "V"),
-        "online_softmax": ("rows", "columns"),
-        "softmax_attention": ("B", "Tq", "Tk"),
-    }.get(op, ("B", "T", "H"))
     nearly = 0.9 if op == "chunk_gla_bwd" else 1  # two chunks uncut may take a little longer than twelve chunks cut
     # Plans cut sequences if this saves time on the device. A cut has up to three more launches.
     launches = 0 if capturing else 3 * shipped_constants(f"gla_{name}")[kind][op].get("host_launch", 0.0)
-    for dim in growing:
+    for dim in grid_of(op).growing:
         grown = [name for name in call_of(op, kind).dims if name == dim or (dim == "H" and name in ("Hq", "Hv"))]
-        others = {tuple((k, v) for k, v in sizes.items() if k not in grown) for sizes in SIZES[op]}
+        others = {tuple((k, v) for k, v in sizes.items() if k not in grown) for sizes in grid_of(op).sizes}
         for size, fixed in itertools.product((1, 3, 20, 100, 700, 5000), others):
             small, large = (
                 call_of(op, kind, capturing=capturing, **dict(fixed), **dict.fromkeys(grown, n))
@@ -223,7 +242,7 @@ def test_checkpoints_in_a_pool_cost_their_bytes(name, kind):
 
 
 @pytest.mark.parametrize(
-    ("name", "op"), [(name, op) for name, kind, op in OPS if kind == "NVIDIA H200" and op.startswith("chunk_gla")]
+    ("name", "op"), [(name, op) for name, kind, op in OPS if kind == "NVIDIA H200" and grid_of(op) is CHUNK]
 )
 def test_a_graph_spares_the_host(name, op):
     eager, captured = (

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import gla_core as gla
-from gla_core.ops import ABSTRACT_OPS
+from gla_core.ops import ABSTRACT_OPS, PUBLIC_OPS
+from gla_core.ops.spec import WIDTHS, part_of
 from tests.ops.every_op import CALLS, copied
 
-INVARIANT = [name for name in CALLS if name.startswith(("chunk_gla", "recurrent")) and "summary" not in name]
+INVARIANT = [name for name, (function, _) in CALLS.items() if part_of(PUBLIC_OPS[function.__name__]).by_segments]
 
 
 @pytest.fixture
@@ -41,10 +42,11 @@ def computed(function, args):
     }
 
 
-def places(name, x):
-    """Yields the places of a tensor: rows, slots, or tokens of rings; or the whole tensor."""
-    depth = 0 if name in ("norm_weight",) or x.ndim == 1 else 2 if name.startswith("ring") else 1
-    depth = 2 if (x.ndim == 4 and name in "qkvg") or (name == "g" and x.ndim == 3 and x.shape[1] > 1) else depth
+def places(function, name, x):
+    """Yields the places of a tensor: tokens, rows, slots, or tokens of rings; or the whole tensor."""
+    (argument,) = [a for a in PUBLIC_OPS[function.__name__].arguments if a.shown == name]
+    dims = argument.dims(x) or ["rows"]
+    depth = sum(1 for _ in itertools.takewhile(lambda dim: dim not in (*WIDTHS, "Ho"), dims))
     yield from itertools.product(*map(range, x.shape[:depth]))
 
 
@@ -85,7 +87,7 @@ def test_every_op_that_checks_values_is_called():
 def test_what_is_read_is_checked_and_nothing_else(name, values):
     function, args = CALLS[name]
     floats = {argument: x for argument, x in args.items() if torch.is_tensor(x) and x.is_floating_point()}
-    every = [(argument, place) for argument, x in floats.items() for place in places(argument, x)]
+    every = [(argument, place) for argument, x in floats.items() for place in places(function, argument, x)]
     values(False)
     expected = computed(function, args)
     read = [where for where in every if is_read(function, args, expected, *where)]

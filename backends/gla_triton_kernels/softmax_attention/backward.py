@@ -92,11 +92,11 @@ def launch_gradients(
     options = {"num_warps": plan.warps, "num_stages": plan.stages}
     tiles = {"BT": plan.held, "BR": plan.passed}
     grid = (B * H * ceil_div(Tk, plan.held), 1, 1)
-    of_keys = Launch(_gradients_of_keys, grid, {**shared, "dk_ptr": dk, "dv_ptr": dv, **tiles}, options)
+    key_launch = Launch(_gradients_of_keys, grid, {**shared, "dk_ptr": dk, "dv_ptr": dv, **tiles}, options)
     tiles = {"BR": plan.held, "BT": plan.passed}
     grid = (B * H * ceil_div(R, plan.held), 1, 1)
-    of_queries = Launch(_gradients_of_queries, grid, {**shared, "dq_ptr": dq, **tiles}, options)
-    return [prepared, of_keys, of_queries]
+    query_launch = Launch(_gradients_of_queries, grid, {**shared, "dq_ptr": dq, **tiles}, options)
+    return [prepared, key_launch, query_launch]
 
 
 @triton.jit(do_not_specialize=["Tq", "H"])

@@ -329,7 +329,6 @@ FORWARD = OpSpec(
         ),
     ),
     sizes=_SIZES,
-    bind=_sequences.bind,
     reads=_sequences.reads,
     flops=_forward_flops,
     tokens=tuple(argument.name for argument in TOKENS),
@@ -351,7 +350,6 @@ BACKWARD = OpSpec(
     ),
     results=tuple(Result(f"d{name}", like=name) for name in ("q", "k", "v", "g", "initial_state")),
     sizes=_SIZES,
-    bind=_sequences.bind,
     reads=None,  # the forward checked its inputs, and a scaler of gradients has to see NaN in those of the outputs
     flops=_backward_flops,
     tokens=(*FORWARD.tokens, "do"),

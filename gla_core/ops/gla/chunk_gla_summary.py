@@ -194,13 +194,11 @@ def _summary(names: Mapping[str, str], args: tuple, backend: str | None) -> tupl
 
 
 def _bind(args: Mapping[str, Any], sizes: dict[str, Any]) -> None:
-    """Binds the number N of sequences, and the numbers of heads.
+    """Binds the numbers of heads.
 
     States have Hv heads: the heads of g, or of right without g. Hq and Hv are then checked as in `chunk_gla`.
     """
-    sizes["N"] = sizes["B"]
     left, right, states = sizes["Hq"], sizes["Ho"], sizes.setdefault("Hv", sizes["Ho"])
-    checks.logits(args["g"], args["gate_normalizer"])
     owner = "v" if args["g"] is None else "g"
     sizes["H"] = min(left, states)
     if left > states and not args["backwards"]:
@@ -209,8 +207,6 @@ def _bind(args: Mapping[str, Any], sizes: dict[str, Any]) -> None:
         raise ValueError(f"k has {left} heads and {owner} has {states}; expected a multiple of one another")
     if right != max(left, states):
         raise ValueError(f"v has {right} heads; expected {max(left, states)}, with {left} of k and {states} of g")
-    if args["cu_seqlens"] is not None:
-        checks.packed(sizes, of="k")
 
 
 def _reads(args: Mapping[str, Any]) -> dict[str, Any]:

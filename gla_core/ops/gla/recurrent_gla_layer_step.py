@@ -124,7 +124,6 @@ def recurrent_gla_layer_step(
 
 
 def _bind(args: Mapping[str, Any], sizes: dict[str, Any]) -> None:
-    STEP.bind(args, sizes)
     activation = args["activation"]
     if activation not in OUTPUT_ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; expected {' or '.join(map(repr, OUTPUT_ACTIVATIONS))}")

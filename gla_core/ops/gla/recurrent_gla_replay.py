@@ -195,20 +195,8 @@ def _limit(sizes: Mapping[str, int], packed: bool) -> None:
 
 
 def _bind(args: Mapping[str, Any], sizes: dict[str, Any]) -> None:
-    checks.logits(args["g"], args["gate_normalizer"])
-    _check_ring_of_gates(args["g"], args["ring_g"])
-    N = sizes["N"]
-    if args["cu_seqlens"] is not None:
-        checks.packed(sizes, of="q")
-    else:
-        sizes["N"] = sizes["B"]
-    if sizes["N"] != N:
-        of = "row of q" if args["cu_seqlens"] is None else "sequence of cu_seqlens"
-        raise ValueError(f"slots has {N} entries; expected {sizes['N']}, one for each {of}")
-
-
-def _check_ring_of_gates(g: Tensor | None, ring_g: Tensor | None) -> None:
     """Raises ValueError unless ring_g is given for gates that differ from token to token, in the form of g."""
+    g, ring_g = args["g"], args["ring_g"]
     if g is None or g.ndim == 1:
         if ring_g is not None:
             kind = "None" if g is None else "constant"

@@ -177,7 +177,6 @@ STEP = OpSpec(
         Result("state", like="state", written=lambda args: args["inplace"], state=True),
     ),
     sizes={"B": "B", "H": "H", "Hq": "H", "Hv": "H", "K": "K", "V": "V", "P": "B"},
-    bind=_step.bind,
     reads=_step.reads,
     flops=_flops,
     tokens=FORWARD.tokens,

@@ -56,6 +56,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunks.kernel import ForwardPlan
 from gla_triton_kernels.chunks.segments import Segments
+from gla_triton_kernels.gla.sm90 import warpgroup_columns
 from gla_triton_kernels.gla.sm90.common import (
     chunk_of,
     clear_rows,
@@ -78,7 +79,6 @@ from gla_triton_kernels.gla.sm90.common import (
     write_state,
 )
 from gla_triton_kernels.gla.sm90.forward import launch_kernel
-from gla_triton_kernels.gla.sm90.kernels import warpgroup_columns
 from gla_triton_kernels.gla.tensors import Tensors
 from gla_triton_runtime.arithmetic import LOG2E
 from gla_triton_runtime.launch import Launch

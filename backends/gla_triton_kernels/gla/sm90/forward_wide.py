@@ -86,8 +86,9 @@ def launch_outputs(
 
     See `launch_outputs` of general/forward.py for the arguments.
     """
-    assert x.g is not None
     x, units, converted = in_half(x, ("q", "k", "v"), x.cu_seqlens)
+    assert x.g is not None
+    assert x.o is not None
     B, T, Ho, V = x.o.shape
     K, heads = x.k.shape[3], heads_of_outputs(x)
     C, BK, BV, W = plan.parameters.C, plan.parameters.BK, plan.parameters.BV, plan.parameters.BV // 2

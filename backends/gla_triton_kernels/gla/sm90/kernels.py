@@ -33,6 +33,7 @@ from gla_triton_kernels.chunks.price import (
     queries_of_state,
 )
 from gla_triton_kernels.gla.seen import not_addressable
+from gla_triton_kernels.gla.sm90 import warpgroup_columns
 from gla_triton_runtime.architecture import Gpu
 
 if TYPE_CHECKING:
@@ -217,11 +218,6 @@ def _forward(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
     """
     fit = sequences * _heads(call) * ceil_div(call.dims["V"], 64) <= gpu.multiprocessors
     return _output_parameters(call, 64 if call.dims["V"] <= 64 or fit else 128)
-
-
-def warpgroup_columns(K: int) -> int:
-    """Returns the most columns of v of a state warpgroup with K keys. Its registers hold K rows of so many columns."""
-    return 64 if K <= 256 else 32 if K <= 512 else 16
 
 
 def _forward_head(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
