@@ -13,7 +13,7 @@ from gla_core.ops import checks
 def bind(args: Mapping[str, Any], sizes: dict[str, Any]) -> None:
     """Binds the number of sequences and of checkpoints."""
     sizes["N"] = sizes["B"]
-    checks.logits(args["g"], args.get("gate_normalizer"))
+    checks.logits(args.get("g"), args.get("gate_normalizer"))
     packed, L = args["cu_seqlens"] is not None, args.get("checkpoint_every")
     checks.longest(args["max_seqlen"])
     if packed:
