@@ -60,7 +60,7 @@ from gla_core.ops import _invariant, _sequences, autocast, checks
 from gla_core.ops._autograd import gradient
 from gla_core.ops._deprecated import backend_by_position
 from gla_core.ops._run import bypasses_torch, plans_gradient, request_text, run
-from gla_core.ops._torch_op import TorchOp, eager_op_of, exportable, no_second_derivative, refuse_tangents, torch_op_of
+from gla_core.ops._torch_op import eager_op_of, exportable, no_second_derivative, refuse_tangents, torch_op_of
 from gla_core.ops.spec import (
     AS_INPUT,
     CHECKPOINT,
@@ -247,48 +247,21 @@ def chunk_gla(
     if every is None and needs_grad and q.is_cuda and not recompute_states:
         every = interval_for_backward(request or backend)
     args = (q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, every, c, max_seqlen)
-    o, state, checkpoints = compute(FORWARD_CALLS, args, needs_grad, request, backend, state_v_first)
-    state = state if output_final_state else None
-    return ChunkGla(o, state) if checkpoint_every is None else ChunkGlaWithCheckpoints(o, state, checkpoints)
-
-
-class ForwardCalls(NamedTuple):
-    """Holds a forward that returns o, states and checkpoints, and the functions that run it.
-
-    Attributes:
-        torch: calls its torch op.
-        eager: runs it for a gradient, if `bypasses_torch` allows it.
-    """
-
-    spec: OpSpec
-    torch: TorchOp
-    eager: TorchOp
-
-
-def compute(
-    forward: ForwardCalls, args: tuple, needs_grad: bool, request: Request | None, backend: str | None, v_first: bool
-) -> tuple[Tensor, Any, Any]:
-    """Returns the results of a forward. The state may be an empty tensor if it is not asked for.
-
-    Args:
-        args: all arguments of the op, in order, with states [N, Hv, K, V].
-        request: the request in force; None if PyTorch has to see the call, which then takes `backend`.
-        v_first: whether the caller passes and gets states [N, Hv, V, K].
-    """
     try:
         if request is None:
-            o, state, checkpoints = forward.torch(*args, needs_grad, request_text(backend))
+            o, state, checkpoints = torch_fwd(*args, needs_grad, request_text(backend))
         elif needs_grad:
-            o, state, checkpoints = forward.eager(*args, True, request)
+            o, state, checkpoints = eager_fwd(*args, True, request)
         else:
-            o, state, checkpoints = run(forward.spec, args, request)
+            o, state, checkpoints = run(FORWARD, args, request)
     except (ValueError, TypeError) as error:
-        if not v_first:
+        if not state_v_first:
             raise
-        raise forward.spec.error_in_layout(error, args) from None
-    if v_first:
+        raise FORWARD.error_in_layout(error, args) from None
+    state = state if output_final_state else None
+    if state_v_first:
         state, checkpoints = checks.transposed(state), checks.transposed(checkpoints)
-    return o, state, checkpoints
+    return ChunkGla(o, state) if checkpoint_every is None else ChunkGlaWithCheckpoints(o, state, checkpoints)
 
 
 def interval_for_backward(backend: str | Request | None, op: str = "chunk_gla_fwd") -> int | None:
@@ -391,4 +364,3 @@ torch_bwd = torch_op_of(BACKWARD, backward=no_second_derivative("chunk_gla"))
 _gradient = gradient(FORWARD, BACKWARD, torch_bwd)
 torch_fwd = torch_op_of(FORWARD, *_gradient)
 eager_fwd = eager_op_of(FORWARD, *_gradient)
-FORWARD_CALLS = ForwardCalls(FORWARD, torch_fwd, eager_fwd)

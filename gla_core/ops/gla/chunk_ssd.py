@@ -47,7 +47,7 @@ from gla_core.dispatch.request import current_request
 from gla_core.dispatch.tensors import wide
 from gla_core.ops import _sequences, autocast, checks
 from gla_core.ops._autograd import gradient
-from gla_core.ops._run import bypasses_torch, plans_gradient
+from gla_core.ops._run import bypasses_torch, plans_gradient, request_text, run
 from gla_core.ops._torch_op import eager_op_of, no_second_derivative, refuse_tangents, torch_op_of
 from gla_core.ops.checks import FLOATS
 from gla_core.ops.fused import fused
@@ -56,8 +56,6 @@ from gla_core.ops.gla.chunk_gla import (
     FORWARD,
     ChunkGla,
     ChunkGlaWithCheckpoints,
-    ForwardCalls,
-    compute,
     interval_for_backward,
 )
 from gla_core.ops.spec import AS_INPUT, INPUT, WIDE, Argument, DType, OpSpec, Result, plain_number
@@ -149,8 +147,20 @@ def chunk_ssd(
     options = (dt_softplus, plain_number(dt_min), plain_number(dt_max))
     sequences = (initial_state, output_final_state, cu_seqlens, every, max_seqlen)
     args = (q, k, x, dt, A, D, dt_bias, *options, *sequences)
-    o, state, checkpoints = compute(_CALLS, args, needs_grad, request, backend, state_v_first)
+    try:
+        if request is None:
+            o, state, checkpoints = _torch_fwd(*args, needs_grad, request_text(backend))
+        elif needs_grad:
+            o, state, checkpoints = _eager_fwd(*args, True, request)
+        else:
+            o, state, checkpoints = run(SSD_FORWARD, args, request)
+    except (ValueError, TypeError) as error:
+        if not state_v_first:
+            raise
+        raise SSD_FORWARD.error_in_layout(error, args) from None
     state = state if output_final_state else None
+    if state_v_first:
+        state, checkpoints = checks.transposed(state), checks.transposed(checkpoints)
     return ChunkGla(o, state) if checkpoint_every is None else ChunkGlaWithCheckpoints(o, state, checkpoints)
 
 
@@ -389,6 +399,5 @@ def _refuse_vmap(*_: Any) -> NoReturn:
 
 _torch_bwd = torch_op_of(SSD_BACKWARD, backward=no_second_derivative("chunk_ssd"), vmap=_refuse_vmap)
 _gradient = gradient(SSD_FORWARD, SSD_BACKWARD, _torch_bwd)
-_CALLS = ForwardCalls(
-    SSD_FORWARD, torch_op_of(SSD_FORWARD, *_gradient, _refuse_vmap), eager_op_of(SSD_FORWARD, *_gradient)
-)
+_torch_fwd = torch_op_of(SSD_FORWARD, *_gradient, _refuse_vmap)
+_eager_fwd = eager_op_of(SSD_FORWARD, *_gradient)
