@@ -37,7 +37,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ from gla_core.dispatch.tensors import wide
 from gla_core.ops import _sequences, autocast, checks
 from gla_core.ops._autograd import gradient
 from gla_core.ops._run import bypasses_torch, plans_gradient, request_text, run
-from gla_core.ops._torch_op import eager_op_of, no_second_derivative, refuse_tangents, torch_op_of
+from gla_core.ops._torch_op import eager_op_of, join_heads, no_second_derivative, refuse_tangents, torch_op_of
 from gla_core.ops.checks import FLOATS
 from gla_core.ops.fused import fused
 from gla_core.ops.gla.chunk_gla import (
@@ -59,6 +59,54 @@ from gla_core.ops.gla.chunk_gla import (
     interval_for_backward,
 )
 from gla_core.ops.spec import AS_INPUT, INPUT, WIDE, Argument, DType, OpSpec, Result, plain_number
+
+
+@overload
+def chunk_ssd(
+    q: Tensor,
+    k: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    dt_softplus: bool = False,
+    dt_min: float = 0.0,
+    dt_max: float = math.inf,
+    backend: str | None = None,
+    checkpoint_every: None = None,
+    max_seqlen: int | None = None,
+    state_v_first: bool = False,
+    recompute_states: bool = False,
+) -> ChunkGla: ...
+
+
+@overload
+def chunk_ssd(
+    q: Tensor,
+    k: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    dt_softplus: bool = False,
+    dt_min: float = 0.0,
+    dt_max: float = math.inf,
+    backend: str | None = None,
+    checkpoint_every: int,
+    max_seqlen: int | None = None,
+    state_v_first: bool = False,
+    recompute_states: bool = False,
+) -> ChunkGlaWithCheckpoints: ...
 
 
 def chunk_ssd(
@@ -123,7 +171,7 @@ def chunk_ssd(
     Raises:
         ValueError, TypeError: an argument has a wrong shape, dtype or device, or the limits are negative or cross.
         NoBackendError, UnknownBackendError: no backend can serve the request.
-        NotImplementedError: an input carries a tangent of forward-mode AD, or is under `torch.vmap`.
+        NotImplementedError: an input carries a tangent of forward-mode AD.
 
     Example:
         >>> q, k = torch.randn(2, 100, 1, 64), torch.randn(2, 100, 1, 64)
@@ -164,10 +212,10 @@ def chunk_ssd(
     return ChunkGla(o, state) if checkpoint_every is None else ChunkGlaWithCheckpoints(o, state, checkpoints)
 
 
-def check_limits(low: float, high: float, name: str = "(dt_min, dt_max)") -> None:
-    """Raises ValueError unless 0 <= low <= high; `name` is what the message calls the two."""
+def check_limits(low: float, high: float, names: str = "(dt_min, dt_max)") -> None:
+    """Raises ValueError unless 0 <= low <= high; `names` is what the message calls them."""
     if not 0 <= low <= high:
-        raise ValueError(f"{name} is {(low, high)}; expected two numbers, the first at least 0 and at most the second")
+        raise ValueError(f"{names} is {(low, high)}; expected two numbers, the first at least 0 and at most the second")
 
 
 # ---- by chunk_gla, and compiled operations before and after it
@@ -391,13 +439,9 @@ SSD_BACKWARD = OpSpec(
 )
 
 
-def _refuse_vmap(*_: Any) -> NoReturn:
-    raise NotImplementedError(
-        "torch.vmap does not go over chunk_ssd, whose A, D and dt_bias have no batch; give the tokens a batch dimension"
-    )
-
-
-_torch_bwd = torch_op_of(SSD_BACKWARD, backward=no_second_derivative("chunk_ssd"), vmap=_refuse_vmap)
+# every tensor but the offsets has heads, so that torch.vmap may give each instance rates and biases of its own
+_vmap_fwd, _vmap_bwd = (functools.partial(join_heads, spec) for spec in (SSD_FORWARD, SSD_BACKWARD))
+_torch_bwd = torch_op_of(SSD_BACKWARD, backward=no_second_derivative("chunk_ssd"), vmap=_vmap_bwd)
 _gradient = gradient(SSD_FORWARD, SSD_BACKWARD, _torch_bwd)
-_torch_fwd = torch_op_of(SSD_FORWARD, *_gradient, _refuse_vmap)
+_torch_fwd = torch_op_of(SSD_FORWARD, *_gradient, _vmap_fwd)
 _eager_fwd = eager_op_of(SSD_FORWARD, *_gradient)
