@@ -21,7 +21,7 @@ from gla_core.conformance.calls import (
     training_request,
     twice,
 )
-from gla_core.conformance.cases import BACKWARDS, DIFFERENTIATED, over
+from gla_core.conformance.cases import BACKWARDS, DIFFERENTIATED, GATED_BACKWARDS, over
 from gla_core.conformance.tolerances import GRADIENT
 from gla_core.ops import ABSTRACT_OPS
 
@@ -52,8 +52,8 @@ def test_gradients_at_size(backend, case, measure):
     compare(case.op, x, run(case.op, x, backend.name, checkpoints=states, **every), ref, measure)
 
 
-@over(BACKWARDS, "grouped", "packed", "minus_infinity", "per_head_grouped", "constant", dtypes="one")
-@pytest.mark.parametrize("name", dict.fromkeys(y.like for op in BACKWARDS for y in ABSTRACT_OPS[op].results))
+@over(GATED_BACKWARDS, "grouped", "packed", "minus_infinity", "per_head_grouped", "constant", dtypes="one")
+@pytest.mark.parametrize("name", dict.fromkeys(y.like for op in GATED_BACKWARDS for y in ABSTRACT_OPS[op].results))
 def test_gradient_of_one_input(backend, case, name, measure):
     x = inputs(case)
     if x[name] is None:
