@@ -45,7 +45,7 @@ from torch import Tensor
 from gla_core.dispatch.backend import Lowering, OpCall, Parts, contiguous_layout
 from gla_core.dispatch.request import current_request
 from gla_core.dispatch.tensors import wide
-from gla_core.ops import _sequences, autocast, checks
+from gla_core.ops import _invariant, _sequences, autocast, checks
 from gla_core.ops._autograd import gradient
 from gla_core.ops._run import bypasses_torch, plans_gradient, request_text, run
 from gla_core.ops._torch_op import eager_op_of, join_heads, no_second_derivative, refuse_tangents, torch_op_of
@@ -417,6 +417,7 @@ SSD_FORWARD = OpSpec(
     tokens=("q", "k", "x", "dt"),
     backward="chunk_ssd_bwd",
     lowering=Lowering(FORWARD.name, functools.partial(_chunk_gla_of, FORWARD), _by_chunk_gla_fwd),
+    by_segments=_invariant.forward,
 )
 SSD_BACKWARD = OpSpec(
     name="chunk_ssd_bwd",
@@ -436,6 +437,7 @@ SSD_BACKWARD = OpSpec(
     tokens=(*SSD_FORWARD.tokens, "do"),
     forward=SSD_FORWARD.name,
     lowering=Lowering(BACKWARD.name, functools.partial(_chunk_gla_of, BACKWARD), _by_chunk_gla_bwd),
+    by_segments=_invariant.backward,
 )
 
 
