@@ -62,6 +62,9 @@ def tensors_of(op: str) -> tuple[str, dict]:
         rings = {"ring_k": x(2, 6, 4, 16), "ring_v": x(2, 6, 4, 32), "ring_g": x(2, 6, 4, 16)}
         numbers = dict.fromkeys(("slots", "ring_start", "num_accepted"), torch.tensor([0, 1]))
         return "2,3,4,16,32,6", {**tokens, "pool": x(2, 4, 16, 32), **rings, **numbers}
+    if op in ("chunk_ssd_fwd", "chunk_ssd_bwd"):
+        tokens = {"q": x(2, 64, 4, 16), "k": x(2, 64, 4, 16), "x": x(2, 64, 4, 32), "dt": x(2, 64, 4)}
+        return "2,64,4,16,32", {**tokens, "A": x(4)}
     if op == "chunk_gla_summary":
         return "2,64,4,16,32", {"k": x(2, 64, 4, 16), "v": x(2, 64, 4, 32), "g": x(2, 64, 4, 16)}
     qkv = {"q": x(2, 64, 8, 16), "k": x(2, 64, 4, 16), "v": x(2, 64, 4, 32)}
@@ -71,7 +74,7 @@ def tensors_of(op: str) -> tuple[str, dict]:
 @pytest.mark.parametrize("op", SHAPES)
 def test_numbers_describe_the_same_call_as_tensors(op):
     shape, tensors = tensors_of(op)
-    heads = None if op in ("online_softmax", "chunk_gla_summary") else 8
+    heads = 8 if op not in ("online_softmax", "chunk_gla_summary", "chunk_ssd_fwd", "chunk_ssd_bwd") else None
     assert describe_call(op, shape, heads, "float32", "cpu", None) == without_layouts(gla.explain(op, **tensors).call)
 
 

@@ -35,6 +35,11 @@ def no_q(x):
     return {name: y for name, y in x.items() if name != "q"}
 
 
+def ssd(x):
+    """Returns arguments of chunk_ssd, made of those of chunk_gla."""
+    return {"q": x["q"], "k": x["k"], "x": x["v"], "dt": x["g"], "A": torch.tensor([-1.0]), "D": torch.ones(1)}
+
+
 PACKED = {"cu_seqlens": OFFSETS}
 HAS_STATE = {"has_state": torch.tensor([True, True, False, True])}
 ONE_SLOT = {"slots": ints(1, 2, 3, -1), "ring_start": ints(3, 0, 1, 2), "num_accepted": ints(2, 0, 1, 2)}
@@ -48,6 +53,8 @@ CALLS = {
     "chunk_gla logits": (gla.chunk_gla, tokens() | PACKED | {"gate": "logsigmoid"}),
     "chunk_gla_summary": (gla.chunk_gla_summary, no_q(tokens(2, 3))),
     "chunk_gla_summary packed": (gla.chunk_gla_summary, no_q(tokens(gate_form="head")) | PACKED),
+    "chunk_ssd": (gla.chunk_ssd, ssd(tokens(2, 3, gate_form="head")) | {"initial_state": states(2)}),
+    "chunk_ssd packed": (gla.chunk_ssd, ssd(tokens(gate_form="head")) | PACKED | {"initial_state": states(4)}),
     "chunk_gla_pool": (
         gla.chunk_gla_pool,
         tokens() | PACKED | HAS_STATE | {"pool": states(8), "read_slots": ints(1, 2, 3, -1)},

@@ -37,6 +37,6 @@ __all__ = [
     "recurrent_gla_steps",
 ]
 
-SPECS = (FORWARD, BACKWARD, SSD_FORWARD, SSD_BACKWARD, CHUNK_POOL, SUMMARY, STEP, LAYER_STEP, STEPS, REPLAY)
+SPECS = (FORWARD, BACKWARD, CHUNK_POOL, SUMMARY, SSD_FORWARD, SSD_BACKWARD, STEP, LAYER_STEP, STEPS, REPLAY)
 RUNS = {"chunk_gla_gradient_summary": (SUMMARY, {"backwards": True})}
 """Public functions that run an op with arguments that they fix."""
