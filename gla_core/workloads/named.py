@@ -176,13 +176,13 @@ CHUNK_GLA_POOL = _workloads(
 CHUNK_SSD = _workloads(
     "chunk_ssd",
     # of several heads, as constant gates are: the gradients of A and dt_bias are a number a head
-    _row("short", "ci", "B2 T17 H2 R4 K16 V16", dt_softplus=True, initial_state=True),
+    _row("short", "ci", "B2 T17 H8 K16 V16", dt_softplus=True, initial_state=True),
     _row("no_token", "ci odd", "B2 T0 H2 R4 K16 V16", dt_softplus=True, initial_state=True),
     _row("last_chunk_partial", "ci odd", "B2 T203 H1 R8 K32 V16", dt_softplus=True, weight_dtype=torch.float32,
          initial_state=True),
     _row("odd_widths", "ci odd", "B1 T77 H3 R3 K19 V37", dt_softplus=True, dt_min=0.3, dt_max=0.9, D_form="channel"),
     _row("grouped", "ci", "B2 T100 H4 R2 K16 V32", without=("D",), initial_state=True),
-    _row("without_bias", "ci", "B1 T70 H1 R8 K16 V16", dt_softplus=True, dt_max=1.0, without=("dt_bias",)),
+    _row("without_bias", "ci", "B1 T70 H8 K16 V16", dt_softplus=True, dt_max=1.0, without=("dt_bias",)),
     _row("extreme", "ci extreme", "B1 T150 H1 R8 K16 V16", rate=100.0, dt_softplus=True, initial_state=True),
     _row("packed", "ci packed odd", "H2 R4 K16 V16", lengths=(0, 65, 1, 130, 3, 0), dt_softplus=True,
          dt_min=0.2, dt_max=1.5, initial_state=True),
