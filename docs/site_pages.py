@@ -40,6 +40,7 @@ API: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "ChunkGlaWithCheckpoints",
             "linear_attention",
             "LinearAttention",
+            "chunk_ssd",
         ),
         "Decoding and serving": (
             "recurrent_gla_step",

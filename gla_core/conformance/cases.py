@@ -43,9 +43,9 @@ WRITING = tuple(name for name, spec in ABSTRACT_OPS.items() if any(result.writte
 """The ops with an argument `inplace`."""
 
 
-def having(*names: str) -> tuple[str, ...]:
-    """Returns the ops that public functions run and that have all of these arguments."""
-    return tuple(op for op in FORWARDS if set(names) <= set(ABSTRACT_OPS[op].parameters))
+def having(*names: str, among: tuple[str, ...] = FORWARDS) -> tuple[str, ...]:
+    """Returns the ops among some, by default those that public functions run, that have all of these arguments."""
+    return tuple(op for op in among if set(names) <= set(ABSTRACT_OPS[op].parameters))
 
 
 SERVING = having("pool")
@@ -86,6 +86,8 @@ PAIRS = tuple(op for op in WITH_STATES if differentiated(op) != op)
 """The ops on sequences that begin with a state, with a backward op of their own."""
 GRADIENTS_OF_STATES = tuple(differentiated(op) for op in PAIRS)
 """The backward ops of `PAIRS`."""
+GATED_BACKWARDS = having("g", among=BACKWARDS)
+"""The ops that compute the gradients of a gate."""
 DIFFERENTIATED = tuple(differentiated(op) for op in FORWARDS if ABSTRACT_OPS[op].differentiable)
 
 

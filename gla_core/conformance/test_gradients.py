@@ -22,9 +22,11 @@ from gla_core.conformance.calls import (
     training_request,
     twice,
 )
-from gla_core.conformance.cases import BACKWARDS, DIFFERENTIATED, GRADIENTS_OF_STATES, over
+from gla_core.conformance.cases import BACKWARDS, DIFFERENTIATED, GATED_BACKWARDS, GRADIENTS_OF_STATES, over
 from gla_core.conformance.tolerances import GRADIENT
 from gla_core.ops import ABSTRACT_OPS
+
+WITHOUT_GATES = tuple(op for op in GRADIENTS_OF_STATES if op not in GATED_BACKWARDS)
 
 
 @over(DIFFERENTIATED, requires="gradients")
@@ -66,14 +68,24 @@ def test_gradients_of_softmax_at_size(backend, case, measure):
     compare(case.op, x, run(case.op, x, backend.name), expected(case.op, x).results, measure)
 
 
-@over(GRADIENTS_OF_STATES, "grouped", "packed", "minus_infinity", "per_head_grouped", "constant", dtypes="one")
-@pytest.mark.parametrize("name", dict.fromkeys(y.like for op in GRADIENTS_OF_STATES for y in ABSTRACT_OPS[op].results))
+@over(GATED_BACKWARDS, "grouped", "packed", "minus_infinity", "per_head_grouped", "constant", dtypes="one")
+@pytest.mark.parametrize("name", dict.fromkeys(y.like for op in GATED_BACKWARDS for y in ABSTRACT_OPS[op].results))
 def test_gradient_of_one_input(backend, case, name, measure):
+    check_gradient_of(name, backend, case, measure)
+
+
+@over(WITHOUT_GATES, "last_chunk_partial", "odd_widths", dtypes="one")
+@pytest.mark.parametrize("name", dict.fromkeys(y.like for op in WITHOUT_GATES for y in ABSTRACT_OPS[op].results))
+def test_gradient_of_one_input_without_gates(backend, case, name, measure):
+    check_gradient_of(name, backend, case, measure)
+
+
+def check_gradient_of(name, backend, case, measure):
     x = inputs(case)
     if x[name] is None:
         x[name] = inputs(case, initial_state=True)[name]
     ref = oracle_gradients(case.op, x)
-    out = gradients(case.op, x, training_request(backend), (name,))
+    out = gradients(case.op, x, training_request(backend, case.op), (name,))
     compare(case.op, x, out, {f"d{name}": ref[f"d{name}"]}, measure)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gla_core.conformance.calls import call_arguments, check, compare, expected, oracle_results, public_op, run, twice
-from gla_core.conformance.cases import STEPS, WITH_STATES, over, relative
+from gla_core.conformance.cases import STEPS, having, over, relative
 from gla_core.conformance.tolerances import FORWARD
 from gla_core.workloads.inputs import token_of
 
@@ -94,7 +94,7 @@ def test_steps_in_a_row(backend, case, measure):
 
 
 @over(
-    WITH_STATES,
+    having("initial_state", "g"),
     *("short", "one_more_than_a_chunk", "grouped", "minus_infinity", "per_head_closed", "constant", "grouped_values"),
     also="state",
     dtypes="rotating",

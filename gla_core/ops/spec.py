@@ -30,6 +30,8 @@ from gla_core.ops.checks import FLOATS, INTEGERS
 
 WIDTHS = ("H", "Hq", "Hv", "K", "V")
 """The names of the sizes that have to be at least 1; all others may be 0."""
+HEADS = ("H", "Hq", "Hv", "Ho")
+"""The names of the dimensions that count heads."""
 
 
 class Role(enum.Enum):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import io
@@ -27,7 +28,7 @@ from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Capabilities
 from gla_core.dispatch.registry import get
 from gla_core.ops import ABSTRACT_OPS, PUBLIC_OPS
 from gla_core.ops.spec import Role
-from gla_core.workloads.inputs import chunk_inputs
+from gla_core.workloads.inputs import arguments
 from gla_core.workloads.named import select
 from tests.reference import function
 
@@ -210,6 +211,7 @@ def test_a_wrong_question_is_a_usage_error(arguments, message, own_backends, tmp
 COMPUTED_BY_ANOTHER = (
     "chunk_gla_bwd",
     "chunk_gla_pool",
+    "chunk_ssd_bwd",
     "recurrent_gla_layer_step",
     "recurrent_ssd_step",
     "recurrent_gla_steps",
@@ -351,7 +353,7 @@ def test_every_op_has_the_cases_that_follow_from_its_description(monkeypatch):
     options = ("--gla-backend", "reference", "--gla-device", "cuda", "--collect-only", "-q")
     assert pytest.main([*options, *SETTINGS, "--pyargs", *modules], [kept]) == 0
     every, public = set(ABSTRACT_OPS), {spec.name for spec in PUBLIC_OPS.values()}
-    gradients = {"chunk_gla_bwd", "chunk_gla_summary", "online_softmax_bwd", "softmax_attention_bwd"}
+    gradients = {"chunk_gla_bwd", "chunk_gla_summary", "chunk_ssd_bwd", "online_softmax_bwd", "softmax_attention_bwd"}
     covered = {"opcheck": every, "no_wait": every, "graph": every, "compiled": public, "autocast": public}
     covered |= {f"{name}_inplace": set(WRITING) for name in covered}
     covered |= {"compiled_with_backward": gradients, "autocast_of_gradients": gradients}
@@ -376,6 +378,7 @@ def test_widths_that_no_workload_has_are_fitted():
 
 def test_cases_and_refusals_do_not_meet():
     can = Capabilities(dtypes=frozenset({torch.float16}), variable_length=False, key_widths=range(16, 65, 16))
+    can = dataclasses.replace(can, gates=frozenset({"key", "head"}))
     backend = Backend("limited", "0", dict(get("reference").ops), can)
     for op in OP_PARAMETERS:
         allowed = cases(backend, "cpu", op)
@@ -388,13 +391,22 @@ def test_cases_and_refusals_do_not_meet():
     assert {case.dtype for case in refused} == {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 
 
-@pytest.mark.parametrize("name", ["grouped", "packed", "padded", "ungated", "per_head", "constant", "grouped_values"])
-def test_large_workloads_are_judged_by_what_the_oracle_says_of_small_ones(name):
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        *(
+            ("chunk_gla", name)
+            for name in ("grouped", "packed", "padded", "ungated", "per_head", "constant", "grouped_values")
+        ),
+        *(("chunk_ssd", name) for name in ("packed", "grouped", "odd_widths")),
+    ],
+)
+def test_large_workloads_are_judged_by_what_the_oracle_says_of_small_ones(op, name):
     """Large workloads are judged by the reference in float64, which equals the oracle on small ones."""
-    (workload,) = (w for w in select("chunk_gla") if w.name == name)
-    x = chunk_inputs(workload, dtype=torch.bfloat16)
-    results = reference_results("chunk_gla", x) | reference_results("chunk_gla_bwd", with_loss("chunk_gla_bwd", x))
-    expected = oracle_results("chunk_gla", x) | oracle_gradients("chunk_gla", x)
+    (workload,) = (w for w in select(op) if w.name == name)
+    x = arguments(workload, dtype=torch.bfloat16) | {"output_final_state": True}
+    results = reference_results(op, x) | reference_results(f"{op}_bwd", with_loss(f"{op}_bwd", x))
+    expected = oracle_results(op, x) | oracle_gradients(op, x)
     assert results.keys() == expected.keys()
     errors = {name: relative_error(results[name], ref) for name, ref in expected.items()}
     assert max(errors.values()) <= FORWARD[torch.float64], errors

@@ -154,7 +154,7 @@ def test_auto_that_none_can_serve_is_an_error_with_every_refusal(spy, x, set_env
         "no backend can run online_softmax (request: auto, from default):\n"
         "  gpu: needs a cuda device; x is on cpu\n"
         "  half: computes float16; x is float32\n"
-        "  other: does not implement online_softmax; it implements chunk_gla_fwd, chunk_gla_pool"
+        "  other: does not implement online_softmax; it implements chunk_gla_fwd, chunk_gla_pool, chunk_ssd_fwd"
     )
 
 

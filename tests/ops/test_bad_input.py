@@ -437,7 +437,8 @@ def test_messages_have_the_shapes_of_states_as_they_were_given(op, how):
     name, workload = LAYOUTS[op], next(w for w in select(op, ["ci"]) if w.name == "odd_widths")
     x = arguments_of(workload)
     if name == "initial_state":
-        x[name] = torch.zeros(len(x["q"]), x["v"].shape[2], x["k"].shape[3], x["v"].shape[3])
+        values = x["x" if op == "chunk_ssd" else "v"]
+        x[name] = torch.zeros(len(x["q"]), values.shape[2], x["k"].shape[3], values.shape[3])
         x["q"].requires_grad_(how == "gradient" and PUBLIC_OPS[op].differentiable)
     state = x.pop(name).mT.contiguous()
     function = functools.partial(getattr(gla, op), **x, state_v_first=True)

@@ -167,7 +167,12 @@ def test_it_is_found_by_its_entry_point(module):
     assert (info.error, info.plugin, info.version) == (None, "gla_fla", "0.1.0")
     assert info.ops[:3] == ("chunk_gla_fwd", "chunk_gla_bwd", "recurrent_gla_step")
     steps = ("recurrent_gla_layer_step", "recurrent_ssd_step", "recurrent_gla_steps", "recurrent_gla_replay")
-    assert info.ops[3:] == ("chunk_gla_pool", *steps)  # by the core, from the first three
+    assert info.ops[3:] == (
+        "chunk_gla_pool",
+        "chunk_ssd_fwd",
+        "chunk_ssd_bwd",
+        *steps,
+    )  # by the core, from the first three
 
 
 def test_discovery_imports_neither_fla_nor_triton(plugin_path):

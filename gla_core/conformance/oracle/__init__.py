@@ -16,6 +16,7 @@ from gla_core.conformance.oracle.gla import (
     chunk_gla_pool,
     chunk_gla_summary,
     chunk_gla_with_checkpoints,
+    chunk_ssd,
     recurrent_gla_layer_step,
     recurrent_gla_replay,
     recurrent_gla_step,
@@ -32,6 +33,7 @@ __all__ = [
     "chunk_gla_gradient_summary",
     "chunk_gla_pool",
     "chunk_gla_summary",
+    "chunk_ssd",
     "recurrent_gla_layer_step",
     "recurrent_gla_replay",
     "recurrent_gla_step",
@@ -46,6 +48,7 @@ __all__ = [
 ORACLES: Mapping[str, Callable[..., Any]] = {
     "chunk_gla": chunk_gla_with_checkpoints,
     "chunk_gla_pool": chunk_gla_pool,
+    "chunk_ssd": chunk_ssd,
     "chunk_gla_summary": chunk_gla_summary,
     "chunk_gla_gradient_summary": chunk_gla_gradient_summary,
     "recurrent_gla_step": recurrent_gla_step_in_pool,

@@ -9,6 +9,7 @@ from gla_core.ops.gla.chunk_gla_summary import (
     chunk_gla_gradient_summary,
     chunk_gla_summary,
 )
+from gla_core.ops.gla.chunk_ssd import SSD_BACKWARD, SSD_FORWARD, chunk_ssd
 from gla_core.ops.gla.linear_attention import LinearAttention, linear_attention
 from gla_core.ops.gla.recurrent_gla_layer_step import LAYER_STEP, recurrent_gla_layer_step
 from gla_core.ops.gla.recurrent_gla_replay import REPLAY, recurrent_gla_replay
@@ -29,6 +30,7 @@ __all__ = [
     "chunk_gla_gradient_summary",
     "chunk_gla_pool",
     "chunk_gla_summary",
+    "chunk_ssd",
     "linear_attention",
     "recurrent_gla_layer_step",
     "recurrent_gla_replay",
@@ -37,6 +39,6 @@ __all__ = [
     "recurrent_ssd_step",
 ]
 
-SPECS = (FORWARD, BACKWARD, CHUNK_POOL, SUMMARY, STEP, LAYER_STEP, SSD_STEP, STEPS, REPLAY)
+SPECS = (FORWARD, BACKWARD, CHUNK_POOL, SUMMARY, SSD_FORWARD, SSD_BACKWARD, STEP, LAYER_STEP, SSD_STEP, STEPS, REPLAY)
 RUNS = {"chunk_gla_gradient_summary": (SUMMARY, {"backwards": True})}
 """Public functions that run an op with arguments that they fix."""
