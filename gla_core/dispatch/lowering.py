@@ -57,6 +57,7 @@ def lowered(
     lowering, takes = OP_LOWERINGS[op], arguments_of(part)
 
     def prepare(call: OpCall) -> Callable[..., Any]:
+        """Returns the function that computes calls of one signature, directly or by the other op."""
         if direct is not None and refusal(call) is None:
             return direct.prepare(call)
         if not isinstance(part, Prepared):

@@ -179,6 +179,8 @@ _SIZES = {
     "chunk_gla_bwd": {"cuda": _BACKWARD_CUDA, "cpu": _CHUNK_CPU},
     "chunk_gla_pool": {"cuda": _POOL_CUDA, "cpu": _POOL_CPU},
     "chunk_gla_summary": {"cuda": _SUMMARY_CUDA, "cpu": _CHUNK_CPU},
+    "chunk_ssd_fwd": {"cuda": _CHUNK_CUDA, "cpu": _CHUNK_CPU},
+    "chunk_ssd_bwd": {"cuda": _BACKWARD_CUDA, "cpu": _CHUNK_CPU},
     "recurrent_gla_step": {"cuda": _STEP_CUDA, "cpu": _STEP_CPU},
     "recurrent_gla_layer_step": {"cuda": _STEP_CUDA, "cpu": _STEP_CPU},
     "recurrent_ssd_step": {"cuda": _STEP_CUDA, "cpu": _STEP_CPU},
@@ -194,6 +196,8 @@ _NAMES = {
     "chunk_gla_bwd": ("B", "T", "H", "K", "V", "N"),
     "chunk_gla_pool": ("B", "T", "H", "K", "V", "N"),
     "chunk_gla_summary": ("B", "T", "H", "K", "V", "N"),
+    "chunk_ssd_fwd": ("B", "T", "H", "K", "V", "N"),
+    "chunk_ssd_bwd": ("B", "T", "H", "K", "V", "N"),
     "recurrent_gla_step": ("B", "H", "K", "V"),
     "recurrent_gla_layer_step": ("B", "H", "K", "V"),
     "recurrent_ssd_step": ("B", "H", "K", "V"),
@@ -244,7 +248,7 @@ def _call(op: str, device: torch.device, sizes: Sizes, dtype: torch.dtype, group
     """
     named = dict(zip(_NAMES[op], sizes, strict=False))
     usual: dict[str, object] = {"causal": named.get("Tq", 0) > 1, "inplace": True}
-    if op == "chunk_gla_bwd" and device.type == "cuda":
+    if op in ("chunk_gla_bwd", "chunk_ssd_bwd") and device.type == "cuda":
         usual["checkpoint_every"] = CHUNK
     return ABSTRACT_OPS[op].call(
         {**named, "Hq": named.get("H", 0) * groups},

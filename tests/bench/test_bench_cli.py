@@ -107,7 +107,7 @@ def test_a_refusal_stands_once_below_the_tables(half):
     refused = [line for line in result.output.splitlines() if line.startswith(("nobody", "half: does"))]
     assert refused == [
         "nobody: is out of order (chunk_gla forward, forward+backward; 2 workloads)",
-        "half: does not implement chunk_gla_bwd; it implements chunk_gla_fwd, chunk_gla_pool "
+        "half: does not implement chunk_gla_bwd; it implements chunk_gla_fwd, chunk_gla_pool, chunk_ssd_fwd "
         "(chunk_gla forward+backward; 2 workloads)",
     ]
 

@@ -56,7 +56,7 @@ def op_calls(draw):
         sizes["T"] = sizes["T"] if "N" in sizes else min(sizes["T"], most)
     if "checkpoint_every" in spec.parameters:
         scalars["checkpoint_every"] = draw(st.sampled_from([None, 64]))
-        facts["checkpoints"] = spec.name == "chunk_gla_fwd" and scalars["checkpoint_every"] is not None
+        facts["checkpoints"] = spec.name.endswith("_fwd") and scalars["checkpoint_every"] is not None
     return spec.call(sizes, CPU, dtype, scalars=scalars, **facts)
 
 

@@ -5,8 +5,8 @@ Per head, with A < 0 a number, dt_t >= 0 a number, and x_t a row of headdim chan
     S_t = exp(dt_t A) S_{t-1} + dt_t x_t^T B_t        S in R^{headdim x dstate}
     y_t = S_t C_t + D x_t                             out_t = y_t * silu(z_t)
 
-This is gated linear attention with q = C, k = B, v = dt x, g = dt A and scale 1. Head i reads B and C of group
-i // (nheads / ngroups). States have the channels first.
+This is `gla_core.chunk_ssd` with q = C and k = B: gated linear attention with v = dt x and g = dt A. Head i reads B and
+C of group i // (nheads / ngroups). States have the channels first.
 
 Source: Dao and Gu, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space
 Duality" (arXiv 2405.21060); the arguments are those of mamba_ssm 2.3.2.
@@ -81,8 +81,9 @@ def mamba_chunk_scan_combined(
     float64 inputs); each may have any dtype. Under autocast, x dt, B and C are cast as in `gla_core.chunk_gla`, and out
     keeps the dtype of x.
 
-    On a GPU, torch.compile makes one kernel of what comes before the op and one of what follows it. The first call
-    therefore takes seconds, as does the first with another combination of dtypes and optional arguments.
+    Without seq_idx, `gla_core.chunk_ssd` computes the scan; a backend may do so in one kernel. Otherwise, and with z,
+    torch.compile makes one kernel on a GPU of what comes before an op and one of what follows it. The first call then
+    takes seconds, as does the first with another combination of dtypes and optional arguments.
 
     Args:
         x: inputs [batch, seqlen, nheads, headdim], float64, float32, float16 or bfloat16.

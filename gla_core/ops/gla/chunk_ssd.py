@@ -36,7 +36,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, overload
 
 import torch
@@ -288,6 +288,7 @@ def _chunk_gla_of(part: OpSpec, call: OpCall) -> Parts:
     call = dataclasses.replace(
         call,
         op=part.name,
+        dims=part.dims(call.dims),
         gate_dtype=wide(call.dtype),
         gate_form="head",
         scalars=scalars,
@@ -371,7 +372,7 @@ _PARAMETERS = (
     Argument("x", "Tensor", "B T Hv V", AS_INPUT, differentiable=True),
     Argument("dt", "Tensor", "B T Hv", ANY_FLOAT, differentiable=True),
     Argument("A", "Tensor", "Hv", WIDE, differentiable=True),
-    Argument("D", "Tensor?", "Hv V", ANY_FLOAT, None, differentiable=True, forms={"head": "Hv", "channel": "Hv V"}),
+    Argument("D", "Tensor?", "Hv", ANY_FLOAT, None, differentiable=True, forms={"head": "Hv", "channel": "Hv V"}),
     Argument("dt_bias", "Tensor?", "Hv", ANY_FLOAT, None, differentiable=True),
     Argument("dt_softplus", "bool", default=False),
     # like a scale, these are numbers of a call, and no facts by which it is planned
@@ -386,10 +387,7 @@ def _arguments(part: OpSpec, *names: str) -> tuple[Argument, ...]:
     return tuple(arguments[name] for name in names)
 
 
-def _bind(args: Mapping[str, Any], sizes: dict[str, Any]) -> None:
-    sizes["Hq"] = sizes["H"]
-
-
+_SIZES = {name: size for name, size in FORWARD.sizes.items() if name != "Hq"}
 SSD_FORWARD = OpSpec(
     name="chunk_ssd_fwd",
     public="chunk_ssd",
@@ -397,9 +395,8 @@ SSD_FORWARD = OpSpec(
         *_PARAMETERS,
         *_arguments(FORWARD, "initial_state", "output_final_state", "cu_seqlens", "checkpoint_every", "max_seqlen"),
     ),
-    results=FORWARD.results,
-    sizes=FORWARD.sizes,
-    bind=_bind,
+    results=(Result("o", "B T Hv V"), *FORWARD.results[1:]),
+    sizes=_SIZES,
     reads=_sequences.reads,
     flops=FORWARD.flops,
     tokens=("q", "k", "x", "dt"),
@@ -413,13 +410,13 @@ SSD_BACKWARD = OpSpec(
     arguments=(
         *(dataclasses.replace(argument, differentiable=False) for argument in _PARAMETERS),
         *_arguments(BACKWARD, "initial_state", "cu_seqlens", "checkpoints", "checkpoint_every"),
-        *_arguments(BACKWARD, "do", "dstate", "max_seqlen"),
+        Argument("do", "Tensor", "B T Hv V", AS_INPUT, None),
+        *_arguments(BACKWARD, "dstate", "max_seqlen"),
     ),
     results=tuple(
         Result(f"d{name}", like=name) for name in ("q", "k", "x", "dt", "A", "D", "dt_bias", "initial_state")
     ),
-    sizes=FORWARD.sizes,
-    bind=_bind,
+    sizes=_SIZES,
     reads=None,
     flops=BACKWARD.flops,
     tokens=(*SSD_FORWARD.tokens, "do"),
