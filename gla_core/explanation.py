@@ -78,8 +78,7 @@ def with_measured_times(explanation: Explanation, arguments: tuple) -> Explanati
         arguments: arguments of the call, in the order in which a backend receives them; they are not changed.
     """
     return dataclasses.replace(
-        explanation,
-        candidates=tuple(_measured(c, explanation.call, arguments) for c in explanation.candidates),
+        explanation, candidates=tuple(_measured(c, explanation.call, arguments) for c in explanation.candidates)
     )
 
 

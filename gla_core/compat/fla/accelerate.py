@@ -67,10 +67,7 @@ HOMES: Mapping[str, Mapping[str, Callable]] = {
         "fused_recurrent_lightnet": composed.fused_recurrent_lightnet,
     },
     "fla.ops.gsa": {"chunk_gsa": composed.chunk_gsa, "fused_recurrent_gsa": composed.fused_recurrent_gsa},
-    "fla.ops.rwkv6": {
-        "chunk_rwkv6": composed.chunk_rwkv6,
-        "fused_recurrent_rwkv6": composed.fused_recurrent_rwkv6,
-    },
+    "fla.ops.rwkv6": {"chunk_rwkv6": composed.chunk_rwkv6, "fused_recurrent_rwkv6": composed.fused_recurrent_rwkv6},
 }
 """Functions that are computed here, by the module that has the original and then by name."""
 FUNCTIONS: Mapping[str, Callable] = {name: function for home in HOMES.values() for name, function in home.items()}

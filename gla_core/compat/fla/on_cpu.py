@@ -214,10 +214,7 @@ REPLACED: Mapping[str, Mapping[str, Callable]] = {
         "sqrelu": ACTIVATIONS["sqrelu"],
         "fast_gelu_impl": ACTIVATIONS["gelu"],
     },
-    "fla.modules.causal_conv1d.ops": {
-        "causal_conv1d": causal_conv1d,
-        "causal_conv1d_update": causal_conv1d_update,
-    },
+    "fla.modules.causal_conv1d.ops": {"causal_conv1d": causal_conv1d, "causal_conv1d_update": causal_conv1d_update},
     "fla.modules.fused_cross_entropy.ops": {
         "cross_entropy_loss": cross_entropy_loss,
         "FusedCrossEntropyLoss": FusedCrossEntropyLoss,

@@ -172,13 +172,7 @@ def _by_step(step: Callable[..., Any]) -> Callable[..., Any]:
     return recurrent_gla_layer_step
 
 
-def _normed(
-    o: Tensor,
-    output_gate: Tensor | None,
-    norm_weight: Tensor | None,
-    eps: float,
-    activation: str,
-) -> Tensor:
+def _normed(o: Tensor, output_gate: Tensor | None, norm_weight: Tensor | None, eps: float, activation: str) -> Tensor:
     """Returns the RMS norm of each head of o [B, Ho, V] times the activation of its gate, in the dtype of o."""
     dtype = wide(o.dtype)
     weight = None if norm_weight is None else norm_weight.to(dtype)

@@ -47,18 +47,7 @@ from gla_core.ops._serving import serving
 from gla_core.ops._steps import in_shape, one_step, rows_of_outputs, token_by_token
 from gla_core.ops.gla.chunk_gla import FORWARD, NORMALIZER
 from gla_core.ops.gla.recurrent_gla_step import STEP, refuse_in_place
-from gla_core.ops.spec import (
-    AS_INPUT,
-    AS_INPUT_OR_FLOAT32,
-    FLAG,
-    INTEGER,
-    POOL,
-    WIDE,
-    Argument,
-    OpSpec,
-    Result,
-    Role,
-)
+from gla_core.ops.spec import AS_INPUT, AS_INPUT_OR_FLOAT32, FLAG, INTEGER, POOL, WIDE, Argument, OpSpec, Result, Role
 
 
 def recurrent_gla_replay(

@@ -27,12 +27,7 @@ from gla_core.dispatch.request import current_request
 from gla_core.ops import _invariant, _step, autocast, checks
 from gla_core.ops._deprecated import backend_by_position, renamed
 from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run, transformed
-from gla_core.ops._torch_op import (
-    exportable,
-    refusal_in_place,
-    refuse_tangents,
-    tell_autograd,
-)
+from gla_core.ops._torch_op import exportable, refusal_in_place, refuse_tangents, tell_autograd
 from gla_core.ops.gla.chunk_gla import FORWARD, NORMALIZER
 from gla_core.ops.spec import (
     AS_INPUT,
@@ -172,10 +167,7 @@ STEP = OpSpec(
         NORMALIZER,
         Argument("inplace", "bool", default=False),
     ),
-    results=(
-        Result("o", "B Ho V"),
-        Result("state", like="state", written=lambda args: args["inplace"], state=True),
-    ),
+    results=(Result("o", "B Ho V"), Result("state", like="state", written=lambda args: args["inplace"], state=True)),
     sizes={"B": "B", "H": "H", "Hq": "H", "Hv": "H", "K": "K", "V": "V", "P": "B"},
     bind=_step.bind,
     reads=_step.reads,
