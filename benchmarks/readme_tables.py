@@ -165,12 +165,13 @@ def headline(folder: Path) -> str:
         ),
     ]
     every = [row for rows in measured.values() for row in rows]
+    run = every[0]
     told = [
-        _run(every[0]),
+        f"One run at commit {run.commit:.10}, {run.date:.10}: {_versions(run)}; medians.",
         _ranges(every),
         _left_out(every),
         _precision_in_words(every),
-        _kit_in_words(folder, every[0].commit),
+        _kit_in_words(folder, run.commit),
     ]
     return "\n".join(lines) + "\n\n" + " ".join(filter(None, told)) + "\n"
 
@@ -210,10 +211,6 @@ def _times(row: Row) -> str:
         f"{_time(row.seconds)} (wall {_time(facts['wall, s'])}, {_number('GiB', facts['GiB'])} GiB, "
         f"first step {_time(facts['first step, s'])})"
     ).replace(" GiB", "\N{NO-BREAK SPACE}GiB")
-
-
-def _run(row: Row) -> str:
-    return f"One run at commit {row.commit:.10}, {row.date:.10}: {_versions(row)}; medians."
 
 
 def _versions(row: Row) -> str:
@@ -280,19 +277,16 @@ def _precision_in_words(rows: Sequence[Row]) -> str:
 
 def _kit_in_words(folder: Path, commit: str | None) -> str:
     """Returns a sentence about the kit's cases at a commit; '' if the kit did not run there."""
-    reports = [json.loads(path.read_text()) for path in sorted(folder.glob("conformance-*.json"))]
     parts = []
-    for report in (report for report in reports if commit and _same(report["commit"], commit)):
-        counts = report["counts"]
+    for path in sorted(folder.glob("conformance-*.json")):
+        report = json.loads(path.read_text())
+        other, counts = report["commit"], report["counts"]
+        if not (commit and other and (commit.startswith(other) or other.startswith(commit))):  # they may be shortened
+            continue
         others = ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("failed", "open") if counts[outcome])
         name = f"`{report['backend']['name']}` on {report['device']['name']}"
         parts.append(f"{name} {counts['passed']}" + (f" ({others})" if others else ""))
     return f"Cases of the conformance kit passed at this commit: {', '.join(parts)}." if parts else ""
-
-
-def _same(one: str | None, other: str) -> bool:
-    """Returns whether two hashes, which may be shortened, name the same commit."""
-    return one is not None and (one.startswith(other) or other.startswith(one))
 
 
 # ---- the page of results
@@ -360,7 +354,10 @@ def _table(rows: Sequence[Row], facts: Sequence[str]) -> list[str]:
         *([("time", "---:", lambda row: row.error or _time(row.seconds))] if timed else []),
         *([("peer", "---", lambda row: _peer(row, calls))] if peers else []),
         *([("spread", "---:", _spread)] if any(row.spread for row in rows) else []),
-        *((name.removesuffix(", s"), "---:", lambda row, name=name: _fact(row, name)) for name in facts),
+        *(
+            (name.removesuffix(", s"), "---:", lambda row, name=name: _number(name, row.facts.get(name)))
+            for name in facts
+        ),
         *([("commit", "---", lambda row: f"{row.commit:.7}")] if commits else []),
     ]
     lines = [f"| {' | '.join(name for name, _, _ in columns)} |", f"| {' | '.join(rule for _, rule, _ in columns)} |"]
@@ -387,20 +384,15 @@ def _spread(row: Row) -> str:
     return "" if row.spread is None else f"{row.spread:.0%}" + ("" if row.steady else ", unsteady")
 
 
-def _fact(row: Row, name: str) -> str:
-    return "" if row.facts.get(name) is None else _number(name, row.facts[name])
-
-
 def _number(name: str, value: Any) -> str:
+    if value is None:
+        return ""
     if name.endswith(", s"):
         return _time(value)
     if isinstance(value, bool) or name == "same words":
         return "yes" if value else "no"
-    return (
-        value
-        if isinstance(value, str)
-        else UNITS.get(name, "{:,}" if isinstance(value, int) else "{:.2f}").format(value)
-    )
+    plain = {str: "{}", int: "{:,}"}.get(type(value), "{:.2f}")
+    return UNITS.get(name, plain).format(value) if not isinstance(value, str) else value
 
 
 def _time(seconds: float | None) -> str:

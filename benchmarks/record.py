@@ -124,16 +124,14 @@ def write(path: Path, rows: Iterable[Row]) -> None:
     """Writes a file in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.write_text("".join(json.dumps(_written(row)) + "\n" for row in rows))
+    # the fields that are set
+    set_fields = [{name: x for name, x in dataclasses.asdict(row).items() if x not in (None, {}, "")} for row in rows]
+    unfinished.write_text("".join(json.dumps(_short(fields)) + "\n" for fields in set_fields))
     unfinished.replace(path)
 
 
-def _written(row: Row) -> dict[str, Any]:
-    """Returns the fields of a row that are set, with five digits of each number."""
-    return {name: _short(value) for name, value in dataclasses.asdict(row).items() if value not in (None, {}, "")}
-
-
 def _short(value: Any) -> Any:
+    """Returns a value with five digits of each number."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     return {name: _short(x) for name, x in value.items()} if isinstance(value, dict) else value
@@ -155,7 +153,9 @@ class Record:
 
     def __init__(self, path: Path, about: dict[str, Any]) -> None:
         self.path, self.about = path, about
-        self.rows = [row for row in read(path) if row.steady and _is_like(row, about)]
+        same = ("commit", "device", "driver", "versions")
+        steady = [row for row in read(path) if row.steady]
+        self.rows = [row for row in steady if all(getattr(row, name) == about[name] for name in same)]
 
     def holds(self, job: Job) -> bool:
         """Returns whether the file has every row of a job."""
@@ -171,10 +171,6 @@ class Record:
         self.rows = [row for row in self.rows if (row.call, row.who) not in new] + rows
         write(self.path, self.rows)
         return rows
-
-
-def _is_like(row: Row, about: dict[str, Any]) -> bool:
-    return all(getattr(row, name) == about[name] for name in ("commit", "device", "driver", "versions"))
 
 
 class Apart:
