@@ -13,6 +13,7 @@ import argparse
 import json
 import re
 import statistics
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,79 +46,8 @@ class Section(NamedTuple):
 
 
 SECTIONS = {
-    "op": Section(
-        "The ops at the sizes of models",
-        "The ops beside flash-linear-attention (fla) and PyTorch (torch). Tensors are bfloat16, gates float32 and one "
-        "per key, heads 128 wide (K = V = 128), unless a call says otherwise. Float32 is multiplied in TF32. FLA tunes "
-        "for each call by itself. 'Of floor' is the time to move each input and output once, at the speed of a copy, "
-        "divided by the time.",
-        ("backend", "of floor"),
-    ),
-    "mamba2_scan": Section(
-        "Mamba-2's scan and step",
-        "`gla_core.compat.mamba_ssm` beside mamba_ssm's Triton kernels, at the sizes of published models: bfloat16, "
-        "with D, dt_bias and softplus. States have one row per channel.",
-    ),
-    "models": Section(
-        "A whole model",
-        "FLA's GLA model with 374M parameters (hidden size 1024, 24 layers, 4 heads, 32,000 words) in bfloat16, with "
-        "random weights. A training step is forward, backward and a fused AdamW; its time is that of all kernels, and"
-        " the wall time, which the host may limit, stands beside it. The first step includes compilation and tuning, "
-        "from a cache of compiled kernels. Decoding is greedy after a prompt of 512 tokens; the time is that of a "
-        "step. In a CUDA graph of eight steps, FLA's states are copied once per graph to where its first step reads "
-        "them.",
-        ("wall, s", "GiB", "first step, s", "of GLA, s", "first token, s", "tokens/s", "same words"),
-    ),
-    "hgrn2": Section(
-        "HGRN2",
-        "HGRN2 of gla_transformers with 374M parameters (hidden size 1024, 24 layers, expand ratio 128), bfloat16. "
-        "Times of training and of first tokens are those of all kernels.",
-        ("wall, s", "kernels", "GiB"),
-    ),
-    "mamba2_steps": Section(
-        "Decoding with Mamba-2 models of transformers",
-        "A step of a whole model in a CUDA graph, and products of few rows in a graph of 48 layers, bfloat16.",
-        ("eager, s", "first token, s", "kernels"),
-    ),
-    "serving": Section(
-        "Serving",
-        "A layer of lightning attention as in Ling-2.5 (64 heads, K = V = 128, bfloat16, float32 states in a pool) "
-        "beside the functions that vLLM and SGLang run for it. 'Decode' is one token of each sequence, 'verify' and "
-        "'replay' are four drafts of each, in a CUDA graph. 'Prefill' and 'mixed' are eager.",
-        ("of floor",),
-    ),
-    "ranks": Section(
-        "One row of tokens over several GPUs",
-        "`gla_core.distributed.chunk_gla` beside `gla_core.chunk_gla` on one GPU, in CUDA graphs: one sequence with a"
-        " gate for each key, one with a gate for each head, or 65 packed sequences. Efficiency is the time on one "
-        "GPU, divided by the number of GPUs and by the time on all. The last columns predict it for other numbers of "
-        "GPUs with as many tokens each; they are not measured.",
-        ("efficiency", "gathers, s", "predicted of 8", "predicted of 64", "on one rank", "on all ranks"),
-    ),
-    "train_340m_ranks": Section(
-        "Training over several GPUs", "`examples/train_lm.py --preset 340m`.", ("tokens/s of a rank", "efficiency")
-    ),
-    "train_30m_ranks": Section(
-        "Training that was killed and resumed",
-        "`examples/train_lm.py --preset 30m`.",
-        ("largest difference of a loss",),
-    ),
-    "batch_invariant": Section(
-        "The price of batch invariance",
-        "Calls in CUDA graphs under `gla.batch_invariant` beside the fastest backend without it. The workloads are "
-        "those of `gla_core/workloads/named.py`.",
-    ),
-    "giants": Section(
-        "A giant among packed sequences",
-        "Forward calls of packed sequences of which one is long, beside the time of that sequence alone plus the time"
-        " of the others.",
-    ),
-    "odd_shapes": Section(
-        "Shapes that tuning did not use",
-        "Calls of `chunk_gla` in CUDA graphs, bfloat16 with float32 gates per key. 'Over the floor' is the time "
-        "divided by the time to move each input and output once.",
-        ("over the floor", "backend"),
-    ),
+    part: Section(**fields)
+    for part, fields in tomllib.loads(Path(__file__).with_name("sections.toml").read_text()).items()
 }
 """The sections by the name of their files, in the order of the page."""
 TRAINING, DECODING = "training step, 8 x 2048 tokens", "decoding in a CUDA graph, 8 sequences"
