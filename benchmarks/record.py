@@ -14,8 +14,6 @@ import dataclasses
 import functools
 import gc
 import importlib
-import importlib.metadata
-import importlib.util
 import json
 import multiprocessing
 import os
@@ -28,12 +26,13 @@ from typing import Any, NamedTuple
 import torch
 
 from gla_core.bench import results
+from gla_core.extras import version_of
 
 STEADY = 0.1
 """The spread above which a time is measured again, and is compared with nothing."""
 LONGEST = 240.0
 """The longest time in seconds of a job, including tuning."""
-PEERS = ("flash-linear-attention", "transformers", "mamba_ssm")
+PEERS = {"fla": "flash-linear-attention", "transformers": "transformers", "mamba_ssm": "mamba_ssm"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,21 +90,12 @@ class Job(NamedTuple):
 def conditions(device: torch.device, commit: str | None = None) -> dict[str, Any]:
     """Returns the commit, date, device, driver and versions of a run that begins now, as fields of `Row`."""
     about = results.conditions(device, commit)
-    versions = {name: about[name] for name in ("python", "gla_core", "torch", "triton")} | _peers()
+    versions = {name: about[name] for name in ("python", "gla_core", "torch", "triton")}
+    versions |= {name: version_of(distribution) for name, distribution in PEERS.items()}
     return {
         **{name: about[name] for name in ("commit", "date", "device", "driver")},
         "versions": {name: version for name, version in versions.items() if version is not None},
     }
-
-
-def _peers() -> dict[str, str]:
-    names = {}
-    for name in PEERS:
-        try:
-            names["fla" if name == "flash-linear-attention" else name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return names
 
 
 def path_of(folder: Path, device: str, part: str) -> Path:

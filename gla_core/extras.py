@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import re
 
-_NAME = re.compile(r"[A-Za-z0-9._-]+")
-
 
 def extras() -> dict[str, list[str]]:
     """Returns the requirements of every extra for users, such as {"conformance": ["pytest>=8"]}."""
@@ -25,7 +23,8 @@ def extras() -> dict[str, list[str]]:
 
 def missing(extra: str) -> list[str]:
     """Returns the requirements of an extra whose packages are not installed; their versions are not compared."""
-    return [requirement for requirement in extras().get(extra, ()) if not _is_installed(requirement)]
+    needed = {requirement: re.match(r"[A-Za-z0-9._-]+", requirement) for requirement in extras().get(extra, ())}
+    return [requirement for requirement, name in needed.items() if name is None or version_of(name[0]) is None]
 
 
 def how_to_install(extra: str) -> str:
@@ -34,11 +33,9 @@ def how_to_install(extra: str) -> str:
     return f"pip install '.[{extra}]' in a clone of gla-core, or pip install {anywhere}"
 
 
-def _is_installed(requirement: str) -> bool:
-    name = _NAME.match(requirement)
-    assert name is not None
+def version_of(distribution: str) -> str | None:
+    """Returns the version of a distribution; None if it is not installed."""
     try:
-        importlib.metadata.version(name[0])
+        return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+        return None

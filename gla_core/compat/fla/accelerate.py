@@ -32,7 +32,7 @@ from torch import Tensor
 
 from gla_core.compat.fla import composed, heads, on_cpu, ops, registry
 from gla_core.compat.replace import COMPUTED, LOCK, Acceleration, Replacement, parameters, replacement
-from gla_core.dispatch.errors import nearest
+from gla_core.dispatch.errors import check_known
 
 HOMES: Mapping[str, Mapping[str, Callable]] = {
     "fla.ops.gla": {
@@ -104,8 +104,7 @@ def accelerate(*functions: str, cpu: bool = False) -> Acceleration:
         ...     model(tokens)
     """
     for name in functions:
-        if name not in FUNCTIONS:
-            raise ValueError(f"unknown function {name!r}{nearest(name, FUNCTIONS)} (there are {', '.join(FUNCTIONS)})")
+        check_known("function", name, FUNCTIONS)
     for warning in _import_fla(whole_models=not functions and not cpu):
         warnings.warn(warning, stacklevel=2)
     names = set(functions) or FUNCTIONS.keys()
