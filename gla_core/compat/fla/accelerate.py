@@ -121,7 +121,9 @@ def accelerate(*functions: str, cpu: bool = False) -> Acceleration:
             how = "left out for key/value heads"
             wanted.append(_replacement(_LAYER, "repeat", _heads, _repeats_heads, within=_LAYER, how=how))
         if "fused_chunk_gla" in names:
-            wanted += [_mode_of_layers(home, layer) for home, layer in _LAYERS_WITH_MODES.items()]
+            for home, name in _LAYERS_WITH_MODES.items():
+                layer = getattr(importlib.import_module(home), name)
+                wanted.append(getattr(layer.forward, _MODE, None) or _ModeOfLayers(layer))
         note = "gates of values (gv) and output_attentions are left to flash-linear-attention"
         return Acceleration("flash-linear-attention", wanted, note)
 
@@ -207,11 +209,6 @@ def _replacement(
     new = replacement(importlib.import_module(home), name, call, serves, within, how)
     registry.register(new)
     return new
-
-
-def _mode_of_layers(home: str, name: str) -> _ModeOfLayers:
-    layer = getattr(importlib.import_module(home), name)
-    return getattr(layer.forward, _MODE, None) or _ModeOfLayers(layer)
 
 
 def _for_query_heads(function: Callable) -> Callable:

@@ -142,7 +142,10 @@ def mamba_chunk_scan_combined(
         out = _fused(_output, o, x, D if D is None or D.ndim == 2 else D[:, None], z)
     if offsets is None:
         return (out, state) if return_final_states else out
-    return (out, _last(state, offsets), state) if return_final_states else (out, state)
+    if not return_final_states:
+        return out, state
+    last = (offsets[:-1] < offsets[-1]).sum() - 1  # the last sequence that has a token
+    return out, state.index_select(0, last.clamp(min=0)[None]), state
 
 
 def selective_state_update(
@@ -312,12 +315,6 @@ def _output(o: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
     if z is not None:
         out = out * F.silu(z.to(out.dtype))
     return out.to(x.dtype)
-
-
-def _last(states: Tensor, offsets: Tensor) -> Tensor:
-    """Returns the state [1, ...] of the last sequence that has a token."""
-    i = (offsets[:-1] < offsets[-1]).sum() - 1
-    return states.index_select(0, i.clamp(min=0)[None])
 
 
 def _channels_as_heads(states: Tensor) -> Tensor:

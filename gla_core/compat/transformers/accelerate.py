@@ -174,22 +174,9 @@ def _chunk_scan(
     **_: Any,
 ) -> Any:
     """Computes transformers' `mamba2_chunk_scan`. Like it, it ignores arguments meant for other functions."""
-    return mamba_chunk_scan_combined(
-        hidden_states,
-        dt,
-        A,
-        B,
-        C,
-        chunk_size,
-        D,
-        z,
-        dt_bias,
-        initial_states,
-        seq_idx,
-        dt_softplus=dt_softplus,
-        dt_limit=dt_limit,
-        return_final_states=return_final_states,
-    )
+    tensors = (hidden_states, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx)
+    options = (None, dt_softplus, dt_limit, return_final_states)
+    return mamba_chunk_scan_combined(*tensors, *options)
 
 
 def _step(
