@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gla_core.bench import results
-from gla_core.extras import version_of
+from gla_core.installed import version_of
 
 STEADY = 0.1
 """The spread above which a time is measured again, and is compared with nothing."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import re
 
+from gla_core.installed import version_of
+
 
 def extras() -> dict[str, list[str]]:
     """Returns the requirements of every extra for users, such as {"conformance": ["pytest>=8"]}."""
@@ -31,11 +33,3 @@ def how_to_install(extra: str) -> str:
     """Returns the commands that install an extra: in a clone of gla-core, and in any other folder."""
     anywhere = " ".join(f"'{requirement}'" for requirement in extras().get(extra, ()))
     return f"pip install '.[{extra}]' in a clone of gla-core, or pip install {anywhere}"
-
-
-def version_of(distribution: str) -> str | None:
-    """Returns the version of a distribution; None if it is not installed."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -6,7 +6,6 @@ import dataclasses
 import datetime
 import json
 import platform
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +16,8 @@ import torch
 import gla_core as gla
 from gla_core.bench.baselines import BASELINES
 from gla_core.bench.suite import Row, with_ratios
-from gla_core.extras import version_of
 from gla_core.files import write_json
+from gla_core.installed import driver, first_line, version_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +55,7 @@ def describe_run(device: torch.device, copy_bandwidth: float | None, commit: str
     cuda = device.type == "cuda"
     return Results(
         device=torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine(),
-        driver=_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else None,
+        driver=driver() if cuda else None,
         python=platform.python_version(),
         torch=torch.__version__,
         triton=version_of("triton"),
@@ -153,17 +152,8 @@ def time_text(seconds: float | None) -> str:
 
 def _commit() -> str | None:
     here = str(Path(__file__).parent)
-    commit = _output("git", "-C", here, "rev-parse", "HEAD")
-    return commit and commit + ("+" if _output("git", "-C", here, "status", "--porcelain", "-uno") else "")
-
-
-def _output(*command: str) -> str | None:
-    """Returns the first line that a program prints; None if it is missing, fails or prints nothing."""
-    try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return next(iter(run.stdout.splitlines()), None) if run.returncode == 0 else None
+    commit = first_line("git", "-C", here, "rev-parse", "HEAD")
+    return commit and commit + ("+" if first_line("git", "-C", here, "status", "--porcelain", "-uno") else "")
 
 
 def _three_digits(x: float | None) -> str:

@@ -16,7 +16,8 @@ from gla_core.dispatch.backend import Capabilities, CostModel, known_device, sen
 from gla_core.dispatch.environment import VARIABLES, Environment, environment
 from gla_core.dispatch.errors import nearest
 from gla_core.dispatch.request import INVARIANT, check, current_request
-from gla_core.extras import extras, how_to_install, missing, version_of
+from gla_core.extras import extras, how_to_install, missing
+from gla_core.installed import version_of
 from gla_core.terminal import BAD, DOUBTFUL, GOOD, message, new_console, print_json, print_table, print_text
 
 NOT_RUN = "the kernels are compiled for such a GPU in tests, and were not run on one"
