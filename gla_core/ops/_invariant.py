@@ -2,8 +2,8 @@
 
 A backend that does not honour `OpCall.batch_invariant` is called separately for each segment of `tokens` tokens. Such a
 call always returns the same bits. A segment depends on the segments before it only through the state that enters it.
-See `gla_core.batch_invariant`. `OpSpec.by_segments` is one of the functions `forward`, `backward` and `step`. They cut
-the arguments that `OpSpec.tokens` names, and carry the state.
+See `gla_core.batch_invariant`. `OpSpec.by_segments` is one of the functions `forward`, `backward` and `step`. They take
+the arguments x by name, cut those that `OpSpec.tokens` names, and carry the state.
 
 B batch   T tokens   H key heads   Hv value heads   N sequences   K, V key and value width   n rows of checkpoints
 """
@@ -150,11 +150,7 @@ def _forwards(
 
 
 def forward(compute: Compute, spec: OpSpec, tokens: int, x: Mapping[str, Any]) -> tuple[Tensor | None, ...]:
-    """Computes a forward over sequences, segment by segment.
-
-    Args:
-        x: the arguments by name.
-    """
+    """Computes a forward over sequences, segment by segment."""
     o, _, *checkpoints = _zeros(spec, x)
     states, every = _states(x, "initial_state"), x.get("checkpoint_every")
     for segment, _, part, kept in _forwards(compute, spec, _segments(tokens, x, every), x, states, every):
@@ -169,9 +165,6 @@ def backward(compute: Compute, spec: OpSpec, tokens: int, x: Mapping[str, Any]) 
     """Computes a backward over sequences, segment by segment. The forward computes the entering states again.
 
     A constant gate is passed to the segments in a wide dtype, so that only the sum of its gradients is rounded.
-
-    Args:
-        x: the arguments by name.
     """
     gates, dtypes = x["g"], {name: y.dtype for name, y in x.items() if isinstance(y, Tensor)}
     if gates is not None and gates.ndim == 1:
@@ -194,11 +187,7 @@ def backward(compute: Compute, spec: OpSpec, tokens: int, x: Mapping[str, Any]) 
 
 
 def step(compute: Compute, spec: OpSpec, tokens: int, x: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Computes a step, row by row.
-
-    Args:
-        x: the arguments by name.
-    """
+    """Computes a step, row by row."""
     state, indices, options = x["state"], x["state_indices"], _options(x)
     o = _zeros(spec, x)[0]
     assert o is not None

@@ -1,5 +1,6 @@
 """Exports the ops of gated linear attention, one file each, and their descriptions."""
 
+# ruff: noqa: F401 - the imports are what it exports
 from gla_core.ops.gla.chunk_gla import BACKWARD, FORWARD, ChunkGla, ChunkGlaWithCheckpoints, chunk_gla
 from gla_core.ops.gla.chunk_gla_pool import CHUNK_POOL, chunk_gla_pool
 from gla_core.ops.gla.chunk_gla_summary import (
@@ -14,26 +15,6 @@ from gla_core.ops.gla.recurrent_gla_layer_step import LAYER_STEP, recurrent_gla_
 from gla_core.ops.gla.recurrent_gla_replay import REPLAY, recurrent_gla_replay
 from gla_core.ops.gla.recurrent_gla_step import STEP, RecurrentGlaStep, recurrent_gla_step
 from gla_core.ops.gla.recurrent_gla_steps import STEPS, recurrent_gla_steps
-
-__all__ = [
-    "RUNS",
-    "SPECS",
-    "ChunkGla",
-    "ChunkGlaGradientSummary",
-    "ChunkGlaSummary",
-    "ChunkGlaWithCheckpoints",
-    "LinearAttention",
-    "RecurrentGlaStep",
-    "chunk_gla",
-    "chunk_gla_gradient_summary",
-    "chunk_gla_pool",
-    "chunk_gla_summary",
-    "linear_attention",
-    "recurrent_gla_layer_step",
-    "recurrent_gla_replay",
-    "recurrent_gla_step",
-    "recurrent_gla_steps",
-]
 
 SPECS = (FORWARD, BACKWARD, CHUNK_POOL, SUMMARY, STEP, LAYER_STEP, STEPS, REPLAY)
 RUNS = {"chunk_gla_gradient_summary": (SUMMARY, {"backwards": True})}
