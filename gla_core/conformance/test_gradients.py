@@ -5,22 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gla_core.conformance.calls import (
-    CHECKPOINT_EVERY,
-    call_arguments,
-    compare,
-    differentiable,
-    gradients,
-    inputs,
-    oracle_gradients,
-    public_op,
-    reference_results,
-    results,
-    run,
-    tensors,
-    training_request,
-    twice,
-)
+from gla_core.conformance import calls
+from gla_core.conformance.calls import CHECKPOINT_EVERY
 from gla_core.conformance.cases import BACKWARDS, DIFFERENTIATED, over
 from gla_core.conformance.tolerances import GRADIENT
 from gla_core.ops import ABSTRACT_OPS
@@ -31,11 +17,11 @@ def test_gradients(backend, case, measure):
     """Extreme gates of float16 summaries are float32: float16 has no numbers as small as some of their gradients."""
     too_small = case.dtype == torch.float16 and case.workload.sizes.get("gates") == "extreme"
     is_summary = case.op == "chunk_gla_summary"
-    x = inputs(case, **({"gate_dtype": torch.float32} if too_small and is_summary else {}))
+    x = calls.inputs(case, **({"gate_dtype": torch.float32} if too_small and is_summary else {}))
     if case.op == "online_softmax":
         x["x"] = x["x"].clamp(min=-5)
-    out = gradients(case.op, x, training_request(backend, case.op))
-    compare(case.op, x, out, oracle_gradients(case.op, x), measure, GRADIENT)
+    out = calls.gradients(case.op, x, calls.training_request(backend, case.op))
+    calls.compare(case.op, x, out, calls.oracle_gradients(case.op, x), measure, GRADIENT)
 
 
 @over(BACKWARDS, at_size=True)
@@ -44,35 +30,37 @@ def test_gradients_at_size(backend, case, measure):
 
     The backward runs without checkpoints, and then with the checkpoints of the reference.
     """
-    x = call_arguments(case)
-    ref = reference_results(case.op, x)
-    compare(case.op, x, run(case.op, x, backend.name), ref, measure)
+    x = calls.call_arguments(case)
+    ref = calls.reference_results(case.op, x)
+    calls.compare(case.op, x, calls.run(case.op, x, backend.name), ref, measure)
     every = {"checkpoint_every": CHECKPOINT_EVERY}
-    states = results(public_op(case.op).name, inputs(case), "reference", **every)["checkpoints"]
-    compare(case.op, x, run(case.op, x, backend.name, checkpoints=states, **every), ref, measure)
+    states = calls.results(calls.public_op(case.op).name, calls.inputs(case), "reference", **every)["checkpoints"]
+    calls.compare(case.op, x, calls.run(case.op, x, backend.name, checkpoints=states, **every), ref, measure)
 
 
 @over(BACKWARDS, "grouped", "packed", "minus_infinity", "per_head_grouped", "constant", dtypes="one")
 @pytest.mark.parametrize("name", dict.fromkeys(y.like for op in BACKWARDS for y in ABSTRACT_OPS[op].results))
 def test_gradient_of_one_input(backend, case, name, measure):
-    x = inputs(case)
+    x = calls.inputs(case)
     if x[name] is None:
-        x[name] = inputs(case, initial_state=True)[name]
-    ref = oracle_gradients(case.op, x)
-    out = gradients(case.op, x, training_request(backend), (name,))
-    compare(case.op, x, out, {f"d{name}": ref[f"d{name}"]}, measure)
+        x[name] = calls.inputs(case, initial_state=True)[name]
+    ref = calls.oracle_gradients(case.op, x)
+    out = calls.gradients(case.op, x, calls.training_request(backend), (name,))
+    calls.compare(case.op, x, out, {f"d{name}": ref[f"d{name}"]}, measure)
 
 
 @over(BACKWARDS, dtypes="rotating")
 def test_gradient_layout(backend, case, layout):
-    x = call_arguments(case)
-    like = {f"d{n}": (x[n].shape, x[n].dtype) for n in differentiable(case.op, x)}
-    layout(run(case.op, x, backend.name), like, case.device, tensors(x))
+    x = calls.call_arguments(case)
+    like = {f"d{n}": (x[n].shape, x[n].dtype) for n in calls.differentiable(case.op, x)}
+    layout(calls.run(case.op, x, backend.name), like, case.device, calls.tensors(x))
 
 
 @over(BACKWARDS, "short", "packed", "extreme", "constant", dtypes="rotating")
 def test_gradients_without_final_state(backend, case, measure):
     """A missing gradient of the final state means a gradient of zeros."""
-    x = call_arguments(case)
-    zeros = run(case.op, {**x, "dstate": torch.zeros_like(x["dstate"])}, backend.name)
-    compare(case.op, x, run(case.op, {**x, "dstate": None}, backend.name), zeros, measure, twice(GRADIENT))
+    x = calls.call_arguments(case)
+    zeros = calls.run(case.op, {**x, "dstate": torch.zeros_like(x["dstate"])}, backend.name)
+    calls.compare(
+        case.op, x, calls.run(case.op, {**x, "dstate": None}, backend.name), zeros, measure, calls.twice(GRADIENT)
+    )
