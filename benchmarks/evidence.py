@@ -12,10 +12,11 @@ A run measures these parts in this order, each into results/<device>/<part>.json
     mamba2_scan      Mamba-2's scan and step beside mamba_ssm: mamba_scan.py
     models           training and decoding with whole models: models.py
     precision        errors beside FLA and mamba_ssm: precision.py
+    model_calls      the calls of published models beside FLA and mamba_ssm: model_calls.py
     odd_shapes, giants, batch_invariant    shapes that tuning did not use: shapes.py
     serving          the ops of a server beside vLLM's and SGLang's functions: serving.py
 
-The README and the results page are made of the first four; README_PARTS names them, and `--parts readme` measures them.
+The README is made of the first five; README_PARTS names them, and `--parts readme` measures them.
 A second run resumes an earlier one with the same commit and versions. `gla conformance NAME --report` writes the
 reports of the conformance kit; readme_tables.py makes pages and pictures from all these files.
 """
@@ -32,6 +33,7 @@ from pathlib import Path
 
 import lists
 import mamba_scan
+import model_calls
 import models
 import op_calls
 import precision
@@ -43,7 +45,7 @@ import torch
 
 from gla_core.bench import measure
 
-README_PARTS = ("op", "mamba2_scan", "models", "precision")
+README_PARTS = ("op", "mamba2_scan", "models", "precision", "model_calls")
 PARTS = (*README_PARTS, *shapes.PARTS, "serving")
 
 
@@ -92,6 +94,7 @@ def jobs_of(
         "mamba2_scan": lambda: mamba_scan.jobs(device, seconds),
         "models": lambda: models.jobs(device),
         "precision": lambda: precision.jobs(device),
+        "model_calls": lambda: model_calls.jobs(device, bandwidth, seconds),
         "serving": lambda: serving.jobs(device, bandwidth, engines),
     }
     return made[part]() if part in made else shapes.jobs(part, device, bandwidth, seconds)
@@ -105,6 +108,8 @@ def compile_share(parts: Sequence[str], device: torch.device, share: int, shares
         op_calls.compile_share(share, shares, device)
     if "mamba2_scan" in parts:
         mamba_scan.compile_share(share, shares, device)
+    if "model_calls" in parts:
+        model_calls.compile_share(share, shares, device)
     if "odd_shapes" in parts:
         shapes.compile_share(share, shares, device)
     return f"share {share} of {shares}"

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from gla_core.bench import measure
 from gla_core.compat import mamba_ssm as ours
+from gla_core.workloads import model_inputs
+from gla_core.workloads.models import SCAN, Model
 
 
 class Scan(NamedTuple):
@@ -121,40 +123,22 @@ def make_call(who: str, way: str, sizes: Scan, device: torch.device, seed: int =
 
 
 def scan_inputs(sizes: Scan, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
-    """Returns x, B and C in bfloat16 (float32 on a CPU), and dt, A, D and dt_bias in float32, as layers make them."""
-    _, B, T, G, H, N, P = sizes
-    generator = torch.Generator(device).manual_seed(seed)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-
-    def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.randn(shape, device=device, generator=generator).to(dtype)
-
-    return {
-        "x": normal(B, T, H, P, dtype=dtype),
-        "dt": normal(B, T, H, dtype=dtype),
-        "A": -torch.rand(H, device=device, generator=generator) * 15 - 1,
-        "B": normal(B, T, G, N, dtype=dtype),
-        "C": normal(B, T, G, N, dtype=dtype),
-        "D": normal(H),
-        "dt_bias": normal(H) - 4,
-    }
+    """Returns the inputs of a scan, with x, dt, B and C in bfloat16 (float32 on a CPU)."""
+    return model_inputs.arguments(_model(sizes), device, _dtype(device), seed)
 
 
 def step_inputs(sizes: Scan, device: torch.device, seed: int = 0) -> dict[str, Any]:
     """Returns the arguments of a step, expanded over channels and states as Mamba-2's layer expands them."""
-    _, _, _, _, H, N, P = sizes
-    x = scan_inputs(sizes, device, seed)
-    token = {name: x[name][:, 0] for name in ("x", "B", "C")}
-    state = torch.randn(sizes.B, H, P, N, device=device)
-    return {
-        "state": state,
-        **token,
-        "dt": x["dt"][:, 0, :, None].expand(-1, -1, P),
-        "A": x["A"][:, None, None].expand(H, P, N),
-        "D": x["D"][:, None].expand(H, P),
-        "dt_bias": x["dt_bias"][:, None].expand(H, P),
-        "dt_softplus": True,
-    }
+    return model_inputs.step_arguments(_model(sizes), device, _dtype(device), seed, sizes.B)
+
+
+def _model(sizes: Scan) -> Model:
+    model, B, T, G, H, N, P = sizes
+    return Model(model, SCAN, {"B": B, "T": T, "H": G, "R": H // G, "K": N, "V": P}, "")
+
+
+def _dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 # ---- compilation beforehand

@@ -1,7 +1,7 @@
-"""Generates the README's table, docs/results.md and their pictures from the files under benchmarks/results.
+"""Generates the README's table, docs/results.md, docs/models.md and pictures from the files under benchmarks/results.
 
 python3 benchmarks/readme_tables.py          prints the generated part of docs/results.md
-python3 benchmarks/readme_tables.py --write  writes it between the markers of both pages, and draws (needs matplotlib)
+python3 benchmarks/readme_tables.py --write  writes between the markers of the pages, and draws (needs matplotlib)
 
 Times are rows of record.py's schema in results/<device>/*.jsonl; what is in results/history is not shown. The README's
 table holds the calls of HEADLINE, all at one commit.
@@ -27,10 +27,11 @@ from record import Row
 
 from gla_core.bench import results
 from gla_core.conformance.summary import ratio_text
+from gla_core.workloads.models import FUNCTIONS, MODELS
 
 ROOT = Path(__file__).parents[1]
 FOLDER = Path(__file__).parent / "results"
-README, PAGE = ROOT / "README.md", ROOT / "docs" / "results.md"
+README, PAGE, MODELS_PAGE = ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 MARKED = re.compile(f"{re.escape(BEGIN)}\n(.*?){re.escape(END)}", re.DOTALL)
 LONG = 30
@@ -75,7 +76,13 @@ HEADLINE = (
 NAMES = {"fla": "FLA", "mamba_ssm": "mamba_ssm"}
 SEVERAL = {"models": "gla_transformers, compiled"}
 """The implementation that the README shows of a part that has several, if it has the call."""
-UNITS = {"GiB": "{:.1f}", "kernels": "{:.0f}", "tokens/s": "{:,.0f}", "tokens/s of a rank": "{:,.0f}"}
+UNITS = {
+    "GiB": "{:.1f}",
+    "floors": "{:.1f}",
+    "kernels": "{:.0f}",
+    "tokens/s": "{:,.0f}",
+    "tokens/s of a rank": "{:,.0f}",
+}
 
 
 # ---- README
@@ -99,6 +106,7 @@ def headline(folder: Path) -> str:
     told = [
         f"One run at commit {run.commit:.10}, {run.date:.10}: {_versions(run)}; medians.",
         _ranges(every),
+        _models_in_words(every),
         _left_out(every),
         _precision_in_words(every),
         _kit_in_words(folder, run.commit),
@@ -171,6 +179,22 @@ def _ranges(rows: Sequence[Row]) -> str:
                 f"{slower} of {len(ratios)} slower"
             )
     return f"Losses included, {'; '.join(parts)}." if parts else ""
+
+
+def _models_in_words(rows: Sequence[Row]) -> str:
+    """Returns a sentence on the worst and the median call of published models; '' without such calls."""
+    compared = [(ratio, row) for row in rows if "floors" in row.facts and (ratio := record.ratio(row, rows))]
+    if not compared:
+        return ""
+    compared.sort(key=lambda pair: pair[0])
+    worst, median = (
+        f"{row.call}, {ratio:.2f} times as fast as {row.baseline} at {_number('floors', row.facts['floors'])} floors"
+        for ratio, row in (compared[0], compared[(len(compared) - 1) // 2])
+    )
+    return (
+        f"Of {len(compared)} calls of published models ([table](docs/models.md)), the worst is {worst}; the median is "
+        f"{median}."
+    )
 
 
 def _left_out(rows: Sequence[Row]) -> str:
@@ -419,6 +443,43 @@ def _pictures(folders: Iterable[Path]) -> list[str]:
     ]
 
 
+# ---- the page of models
+
+
+def render_models(folder: Path) -> str:
+    """Returns the Markdown of the calls of published models by device, and of the sizes and sources of the models."""
+    sections = []
+    for device in devices(folder):
+        path = folder / device / "model_calls.jsonl"
+        rows = record.read(path)
+        if rows:
+            sections += [f"## {rows[0].device}\n", f"{_where(rows, path)}\n", *_model_calls(rows), ""]
+    sections += [
+        "## The models\n",
+        "| model | function | gates | sizes | source |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for model in MODELS:
+        sizes = " ".join(f"{name}{size}" for name, size in model.sizes.items())
+        form = FUNCTIONS[model.function].gate_form
+        sections.append(f"| {model.name} | `{model.function}` | {form} | {sizes} | {model.source} |")
+    return "\n".join(sections) + "\n"
+
+
+def _model_calls(rows: Sequence[Row]) -> list[str]:
+    """Returns the table of the calls of models, with the time of the peer beside ours."""
+    calls = {(row.call, row.who): row for row in rows}
+    lines = ["| model | call | ours | peer | times as fast | floors |", "| --- | --- | ---: | ---: | ---: | ---: |"]
+    for row in (row for row in rows if "backend" in row.facts):
+        model, _, way = row.call.rpartition(": ")
+        way += " (eager)" if row.facts.get("eager") else ""
+        cells = [model, way, row.error or _time(row.seconds), _peer(row, calls), _ratio(row, rows)]
+        lines.append(
+            f"| {' | '.join(cell.replace('|', '/') for cell in [*cells, _number('floors', row.facts.get('floors'))])} |"
+        )
+    return lines
+
+
 # ---- writing
 
 
@@ -448,15 +509,16 @@ def insert(page: str, generated: str) -> str:
 
 
 def main() -> None:
-    """Prints the page, or writes both pages and draws."""
+    """Prints the page of results, or writes the pages and draws."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write README.md, docs/results.md and the pictures")
+    parser.add_argument("--write", action="store_true", help="write README.md, the pages and the pictures")
     if not parser.parse_args().write:
         print(render(FOLDER), end="")
         return
     draw(FOLDER)
     README.write_text(insert(README.read_text(), headline(FOLDER)))
     PAGE.write_text(insert(PAGE.read_text(), render(FOLDER)))
+    MODELS_PAGE.write_text(insert(MODELS_PAGE.read_text(), render_models(FOLDER)))
 
 
 if __name__ == "__main__":

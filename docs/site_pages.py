@@ -45,6 +45,7 @@ API: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "recurrent_gla_step",
             "RecurrentGlaStep",
             "recurrent_gla_layer_step",
+            "recurrent_ssd_step",
             "chunk_gla_pool",
             "recurrent_gla_steps",
             "recurrent_gla_replay",

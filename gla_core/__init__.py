@@ -30,6 +30,7 @@ from gla_core.ops.gla import (
     recurrent_gla_replay,
     recurrent_gla_step,
     recurrent_gla_steps,
+    recurrent_ssd_step,
 )
 
 __version__ = "0.1.0"
@@ -64,6 +65,7 @@ __all__ = [
     "recurrent_gla_replay",
     "recurrent_gla_step",
     "recurrent_gla_steps",
+    "recurrent_ssd_step",
     "register",
     "reload_environment",
     "softmax_attention",

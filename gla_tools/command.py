@@ -190,10 +190,10 @@ def explain(
     Nothing is run, except with --measure.
 
     --shape takes B,T,H,K,V (batch, tokens, heads, key width, value width) for chunk_gla_fwd (chunk_gla for short),
-    chunk_gla_bwd, chunk_gla_summary, recurrent_gla_steps and softmax_attention; 1,T,H,K,V,N for N sequences of
-    chunk_gla_pool; B,T,H,K,V,L for recurrent_gla_replay with rings of L tokens; B,H,K,V for recurrent_gla_step and
-    recurrent_gla_layer_step; ROWS,COLUMNS for online_softmax. Gates and states are float32, or float64 with --dtype
-    float64. Logits have the dtype of q.
+    chunk_gla_bwd, chunk_gla_summary, recurrent_gla_steps, softmax_attention and softmax_attention_bwd; 1,T,H,K,V,N for
+    N sequences of chunk_gla_pool; B,T,H,K,V,L for recurrent_gla_replay with rings of L tokens; B,H,K,V for
+    recurrent_gla_step, recurrent_gla_layer_step and recurrent_ssd_step; ROWS,COLUMNS for online_softmax and
+    online_softmax_bwd. Gates and states are float32, or float64 with --dtype float64. Logits have the dtype of q.
 
     Exits with 0 if a backend can run the call, 1 if none can, 2 if an argument is wrong.
     """
@@ -224,7 +224,8 @@ def doctor(as_json: Json = False) -> None:
     short_help="Time the backends.",
     epilog="\b\nExamples:\n  gla bench --op chunk_gla --json bench.json\n"
     "  gla bench --tag train --backend auto --backend reference\n"
-    "  gla bench --tag decode --device cuda",
+    "  gla bench --tag decode --device cuda\n"
+    "  gla bench --models --workload 'Falcon-H1 7B'",
 )
 def bench(
     op: Annotated[str | None, typer.Option(help="Only this op, such as chunk_gla.")] = None,
@@ -245,10 +246,18 @@ def bench(
         bool, typer.Option(help="Also time a loop over tokens, PyTorch and flash-linear-attention (FLA).")
     ] = True,
     seconds: Seconds = None,
+    models: Annotated[
+        bool, typer.Option("--models", help="Time the calls of published models, beside FLA's and mamba_ssm's.")
+    ] = False,
 ) -> None:
     """Time the backends on named workloads, beside baselines.
 
     Without --tag and --workload, a CPU runs small workloads, about a minute long, and a GPU the workloads of models.
+
+    With --models, each call is the one that a layer of a published model makes: forward, forward and backward, and a
+    step of 64 sequences. --workload then names models. "floors" is the time as a multiple of the larger of two times:
+    that of moving each input and output once, and that of the matrix products. A CPU runs smaller calls of the same
+    forms. Of the other options, --models takes --device, --seconds and --no-baselines.
 
     A time is the median of the timed calls; "spread" is the distance between their quartiles, as a share of the median.
     The columns "× loop", "× torch" and "× fla" say how many times as fast as that baseline a backend is. On a GPU,
@@ -262,6 +271,22 @@ def bench(
         from gla_core.cli.calls import device_here, public_op
         from gla_core.terminal import new_console
 
+        if models:
+            from gla_core.bench.models import run_models
+
+            refused = {
+                "op": op,
+                "backend": backend,
+                "tag": tag,
+                "direction": direction,
+                "json": json_file,
+                "plot": plot,
+            }
+            for name, value in refused.items():
+                if value:
+                    raise ValueError(f"--{name} does not go with --models")
+            good = run_models(device_here(device), workload or (), baselines, seconds, new_console())
+            raise typer.Exit(int(not good))
         options = Options(
             device=device_here(device),
             op=op and public_op(op),

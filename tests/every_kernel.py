@@ -222,27 +222,42 @@ def steps() -> None:
         gla.recurrent_gla_step(*token[:3], x.g[:, 0, :, 0], state)
         gla.recurrent_gla_step(*token, state, slots=rows, inplace=True)
         gla.recurrent_gla_layer_step(*token, state.clone(), x.v[:, 0], x.v[0, 0, 0], slots=rows)
+        one, dt = (x.q[:, 0], x.k[:, 0], x.v[:, 0]), x.v[:, 0, :, 0].abs()
+        gla.recurrent_ssd_step(*one, state.clone(), dt, -dt[0], dt[0], dt[0], x.v[:, 0], slots=rows, dt_softplus=True)
         gla.recurrent_gla_steps(x.q, x.k, x.v, x.g, state.clone(), rows)
         rings = [y.expand(-1, 3, -1, -1).contiguous() for y in (x.k, x.v, x.g.float())]
         gla.recurrent_gla_replay(x.q, x.k, x.v, x.g, state.clone(), *rings, rows, rows % 3, rows % 2)
 
 
 def softmaxes() -> None:
-    """Runs softmaxes on chip and in two sweeps, along either dimension, of few and many rows, aligned or not."""
+    """Runs softmaxes and gradients on chip and in two sweeps, along either dimension, of few and many rows, aligned or
+    not.
+    """
     for columns, dim, dtype in itertools.product((7, 1000, 16384, 20000, 20001, 40001), (0, 1), dtypes()):
         x = torch.randn(5, columns, device="cuda").to(dtype)
-        gla.online_softmax(x if dim else x.reshape(columns, 5), dim)
+        differentiated(gla.online_softmax, x if dim else x.reshape(columns, 5), dim)
     for columns, dtype in itertools.product((256, 1024), dtypes()):
-        gla.online_softmax(torch.randn(2048, columns, device="cuda").to(dtype))
+        differentiated(gla.online_softmax, torch.randn(2048, columns, device="cuda").to(dtype))
+
+
+def differentiated(function: Callable[..., Any], x: torch.Tensor, *others: Any, **options: Any) -> None:
+    """Calls a function and computes the gradients of its results."""
+    results = function(x.requires_grad_(), *others, **options)
+    results = results if isinstance(results, tuple) else (results,)
+    torch.autograd.grad(results, x, [torch.randn_like(y) for y in results])
 
 
 def attentions() -> None:
-    """Runs softmax attention by the kernel for Hopper and by the general kernel, with TMA and with pointers."""
+    """Runs softmax attention by the kernel for Hopper and by the general kernel, with TMA and with pointers.
+
+    Libraries compute gradients of the first call of each two, with dlse folded into o in bfloat16. Our kernels compute
+    those of the second one.
+    """
     for width, tokens, dtype, causal in itertools.product((16, 64, 128, 256), (3, 130), dtypes(), (True, False)):
         q = torch.randn(1, tokens, 2, width, device="cuda").to(dtype)
         k = torch.randn(1, tokens, 1, width + 1, device="cuda").to(dtype)[..., :-1]
-        gla.softmax_attention(q, q, q, causal=causal)
-        gla.softmax_attention(q, k, k, causal=causal)
+        differentiated(lambda q: gla.softmax_attention(q, q, q, causal=causal), q.clone())  # noqa: B023
+        differentiated(lambda q: gla.softmax_attention(q, k, k, causal=causal), q)  # noqa: B023
 
 
 KINDS = (

@@ -444,11 +444,11 @@ def _language() -> ModuleType:
     gl.maximum = lambda a, b: torch.maximum(*torch.broadcast_tensors(_value(a), _value(b).to(_value(a).dtype)))
     gl.where = lambda c, a, b: torch.where(_value(c), a, b)
     gl.to_tensor = _value
-    gl.program_id, gl.num_programs = (lambda _: _value(_program.id)), (lambda _: _value(_program.count))
+    gl.program_id, gl.num_programs = (lambda axis: _value(_program.id[axis])), (lambda axis: _value(_program.grid[axis]))
     gl.arange = lambda a, b, _: _value(torch.arange(a, b))
     gl.zeros = lambda shape, dtype, _: _value(torch.zeros(shape, dtype=dtype))
     gl.full = lambda shape, x, dtype, _: _value(torch.full(shape, float(x), dtype=dtype))
-    gl.zeros_like, gl.associative_scan = torch.zeros_like, _scan
+    gl.zeros_like, gl.full_like, gl.associative_scan = torch.zeros_like, torch.full_like, _scan
     gl.abs, gl.exp2, gl.log2 = (lambda x: _value(x).abs()), torch.exp2, torch.log2
     gl.fma = lambda a, b, c: torch.addcmul(c.double(), a.double(), b.double()).to(c.dtype)
     gl.gather = lambda x, index, axis: torch.gather(x, axis, index.long())
@@ -565,8 +565,8 @@ def run(launches: Iterable[Any]) -> None:
         if hasattr(launch.kernel, "fn"):
             launch.kernel[launch.grid](*launch.arguments.values(), **launch.options)
             continue
-        for program in range(launch.grid[0]):
-            _program.id, _program.count = program, launch.grid[0]
+        for program in itertools.product(*map(range, launch.grid)):
+            _program.id, _program.grid = program, launch.grid
             _failed.clear()
             _thread.stores = []
             _loads.clear()

@@ -46,14 +46,19 @@ from gla_parallel_scan import pytorch
 from gla_triton_kernels import gla
 from gla_triton_kernels.online_softmax import SPLITS
 from gla_triton_kernels.online_softmax import cost as online_softmax_cost
+from gla_triton_kernels.softmax_attention import GRADIENTS, softmax_attention
 from gla_triton_kernels.softmax_attention import cost as softmax_attention_cost
-from gla_triton_kernels.softmax_attention import softmax_attention
 from gla_triton_kernels.softmax_attention.plan import plan_splits
 from gla_triton_runtime.architecture import interpreted
 
 _RECURRENT = gla.ops(cut=True)
 """The ops of families with a recurrent state. Both Triton backends have the same kernels for them."""
-_BY_TRITON = {**_RECURRENT, "online_softmax": SPLITS, "softmax_attention": softmax_attention(plan_splits)}
+_BY_TRITON = {
+    **_RECURRENT,
+    **SPLITS,
+    "softmax_attention": softmax_attention(plan_splits),
+    "softmax_attention_bwd": GRADIENTS,
+}
 
 
 @hookimpl
@@ -87,7 +92,7 @@ def gla_register_backends() -> list[Backend]:
             cost=CostModel(
                 predicted_seconds,
                 shipped_constants("gla_parallel_scan"),
-                kernels=dict.fromkeys(_RECURRENT, kernels.__name__),
+                kernels=dict.fromkeys((*_RECURRENT, "softmax_attention_bwd"), kernels.__name__),
             ),
             notes=kernels.notes,
         )
@@ -130,7 +135,9 @@ def _supports(call: OpCall) -> Reason | None:
 _SECONDS = {
     **gla.seconds(cut=True),
     "online_softmax": online_softmax_cost.splits,
+    "online_softmax_bwd": online_softmax_cost.splits,
     "softmax_attention": softmax_attention_cost.splits,
+    "softmax_attention_bwd": softmax_attention_cost.gradients,
 }
 
 

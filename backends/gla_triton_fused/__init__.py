@@ -23,8 +23,8 @@ from gla_core.dispatch.backend import (
 from gla_triton_kernels import gla
 from gla_triton_kernels.online_softmax import ONE_PASS
 from gla_triton_kernels.online_softmax import cost as online_softmax_cost
+from gla_triton_kernels.softmax_attention import GRADIENTS, softmax_attention
 from gla_triton_kernels.softmax_attention import cost as softmax_attention_cost
-from gla_triton_kernels.softmax_attention import softmax_attention
 from gla_triton_kernels.softmax_attention.plan import plan_one_pass
 from gla_triton_runtime.architecture import interpreted
 
@@ -40,8 +40,9 @@ def gla_register_backends() -> list[Backend]:
             version="0.1.0",
             ops={
                 **_RECURRENT,
-                "online_softmax": ONE_PASS,
+                **ONE_PASS,
                 "softmax_attention": softmax_attention(plan_one_pass),
+                "softmax_attention_bwd": GRADIENTS,
             },
             capabilities=Capabilities(
                 devices=None if interpreted() else frozenset({"cuda"}),
@@ -59,7 +60,7 @@ def gla_register_backends() -> list[Backend]:
             cost=CostModel(
                 predicted_seconds,
                 shipped_constants("gla_triton_fused"),
-                kernels=dict.fromkeys(_RECURRENT, kernels.__name__),
+                kernels=dict.fromkeys((*_RECURRENT, "softmax_attention_bwd"), kernels.__name__),
             ),
             notes=kernels.notes,
         )
@@ -69,7 +70,9 @@ def gla_register_backends() -> list[Backend]:
 _SECONDS = {
     **gla.seconds(cut=False),
     "online_softmax": online_softmax_cost.one_pass,
+    "online_softmax_bwd": online_softmax_cost.one_pass,
     "softmax_attention": softmax_attention_cost.one_pass,
+    "softmax_attention_bwd": softmax_attention_cost.gradients,
 }
 
 

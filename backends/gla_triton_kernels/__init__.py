@@ -14,7 +14,7 @@ import torch
 from gla_core.dispatch.backend import OpCall, Reason
 from gla_triton_runtime.architecture import interpreted
 
-MAX_WIDTH = 512
+MAX_WIDTH = 1024
 """The largest K or V of a head whose state the kernels can keep on chip."""
 
 MAX_LENGTH = 3 * 2**29

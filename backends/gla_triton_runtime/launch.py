@@ -80,7 +80,7 @@ def start(launches: Sequence[Launch]) -> None:
         LaunchError: a kernel does not fit or does not compile on this device. Earlier launches have been made.
     """
     for x in launches:
-        with nullcontext() if interpreted() else _failing(x.kernel.fn.__name__):
+        with nullcontext() if interpreted() else failing(x.kernel.fn.__name__):
             x.compiled = x.kernel[x.grid](*x.arguments.values(), **x.options)
 
 
@@ -90,18 +90,18 @@ def compile_launches(launches: Sequence[Launch]) -> None:
     Raises:
         LaunchError: a kernel does not fit or does not compile on this device.
     """
-    with _failing("Triton"):
+    with failing("Triton"):
         _prepare_compiler()
     if len(launches) > 1:
         _compile_side_by_side(launches)
     for x in launches:
-        with _failing(x.kernel.fn.__name__):
+        with failing(x.kernel.fn.__name__):
             compiled = x.kernel.warmup(*x.arguments.values(), grid=x.grid, **x.options)
             _ = compiled.run  # loads it, and raises if it needs more shared memory than there is
 
 
 @contextlib.contextmanager
-def _failing(name: str) -> Iterator[None]:
+def failing(name: str) -> Iterator[None]:
     """Turns an error that Triton reports before a kernel runs into a LaunchError that names the kernel."""
     try:
         yield

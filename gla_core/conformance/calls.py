@@ -24,7 +24,7 @@ from gla_core.conformance.tolerances import FORWARD, GRADIENT
 from gla_core.dispatch.backend import Backend, Capabilities
 from gla_core.dispatch.tensors import log_gates, wide
 from gla_core.ops import ABSTRACT_OPS, PUBLIC_OPS, RUNS, OpSpec
-from gla_core.ops.spec import AS_INPUT, INPUT, Argument
+from gla_core.ops.spec import AS_INPUT, INPUT, Argument, Role
 from gla_core.workloads.inputs import GlaInputs, arguments, chunk_inputs, normal
 
 Named = dict[str, Tensor]
@@ -158,10 +158,15 @@ def random_logits(g: Tensor) -> Tensor:
 
 
 def with_loss(name: str, x: Arguments | GlaInputs) -> Arguments:
-    """Returns the arguments of a backward op: those of its forward, and random gradients of the results."""
-    backward = public_op(name).backward
-    assert backward is not None
-    kept = {n: y for n, y in by_name(x).items() if n in ABSTRACT_OPS[backward].parameters}
+    """Returns the arguments of a backward op: those of its forward, and random gradients of the results.
+
+    Results of the forward that the backward takes are those of the reference.
+    """
+    forward = public_op(name)
+    backward = ABSTRACT_OPS[forward.backward or ""]
+    kept = {n: y for n, y in by_name(x).items() if n in backward.parameters}
+    if any(result.name in backward.parameters and result.role is Role.INPUT for result in forward.results):
+        kept |= {n: y for n, y in results(forward.name, x, "reference").items() if n in backward.parameters}
     return kept | {f"d{n}": d for n, d in loss_gradients(name, x).items()}
 
 

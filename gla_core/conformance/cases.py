@@ -82,8 +82,10 @@ def differentiated(op: str) -> str:
     return backward if backward is not None and is_its_own else op
 
 
-PAIRS = tuple(op for op in FORWARDS if differentiated(op) != op)
-"""The ops with a backward op of their own."""
+PAIRS = tuple(op for op in WITH_STATES if differentiated(op) != op)
+"""The ops on sequences that begin with a state, with a backward op of their own."""
+GRADIENTS_OF_STATES = tuple(differentiated(op) for op in PAIRS)
+"""The backward ops of `PAIRS`."""
 DIFFERENTIATED = tuple(differentiated(op) for op in FORWARDS if ABSTRACT_OPS[op].differentiable)
 
 

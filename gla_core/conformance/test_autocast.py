@@ -7,9 +7,9 @@ import torch
 
 from gla_core.conformance import calls
 from gla_core.conformance.cases import (
-    BACKWARDS,
     DIFFERENTIATED,
     FORWARDS,
+    GRADIENTS_OF_STATES,
     PROMPTS,
     SERVING,
     STEPS,
@@ -121,7 +121,7 @@ def check_values(backend, case, measure, **options):
     return x, out
 
 
-@over(BACKWARDS, "short", "ungated", "packed", dtypes="half")
+@over(GRADIENTS_OF_STATES, "short", "ungated", "packed", dtypes="half")
 def test_gradients_under_autocast(backend, case, measure):
     x = calls.inputs(case, dtype=torch.float32)
     with torch.autocast(case.device, case.dtype):

@@ -7,7 +7,7 @@ import torch
 
 from gla_core.conformance import calls
 from gla_core.conformance.calls import CHECKPOINT_EVERY
-from gla_core.conformance.cases import BACKWARDS, DIFFERENTIATED, over
+from gla_core.conformance.cases import BACKWARDS, DIFFERENTIATED, GRADIENTS_OF_STATES, over
 from gla_core.conformance.tolerances import GRADIENT
 from gla_core.ops import ABSTRACT_OPS
 
@@ -18,13 +18,13 @@ def test_gradients(backend, case, measure):
     too_small = case.dtype == torch.float16 and case.workload.sizes.get("gates") == "extreme"
     is_summary = case.op == "chunk_gla_summary"
     x = calls.inputs(case, **({"gate_dtype": torch.float32} if too_small and is_summary else {}))
-    if case.op == "online_softmax":
+    if "x" in x:
         x["x"] = x["x"].clamp(min=-5)
     out = calls.gradients(case.op, x, calls.training_request(backend, case.op))
     calls.compare(case.op, x, out, calls.oracle_gradients(case.op, x), measure, GRADIENT)
 
 
-@over(BACKWARDS, at_size=True)
+@over(GRADIENTS_OF_STATES, at_size=True)
 def test_gradients_at_size(backend, case, measure):
     """The reference in float64 gives the expected gradients, one row of the batch at a time.
 
@@ -38,8 +38,21 @@ def test_gradients_at_size(backend, case, measure):
     calls.compare(case.op, x, calls.run(case.op, x, backend.name, checkpoints=states, **every), ref, measure)
 
 
-@over(BACKWARDS, "grouped", "packed", "minus_infinity", "per_head_grouped", "constant", dtypes="one")
-@pytest.mark.parametrize("name", dict.fromkeys(y.like for op in BACKWARDS for y in ABSTRACT_OPS[op].results))
+@over("softmax_attention_bwd", at_size=True)
+def test_gradients_of_attention_at_size(backend, case, measure):
+    """The reference in float64 gives the expected gradients, one row of the batch at a time."""
+    x = calls.call_arguments(case)
+    calls.compare(case.op, x, calls.run(case.op, x, backend.name), calls.reference_results(case.op, x), measure)
+
+
+@over("online_softmax_bwd", at_size=True)
+def test_gradients_of_softmax_at_size(backend, case, measure):
+    x = calls.call_arguments(case)
+    calls.compare(case.op, x, calls.run(case.op, x, backend.name), calls.expected(case.op, x).results, measure)
+
+
+@over(GRADIENTS_OF_STATES, "grouped", "packed", "minus_infinity", "per_head_grouped", "constant", dtypes="one")
+@pytest.mark.parametrize("name", dict.fromkeys(y.like for op in GRADIENTS_OF_STATES for y in ABSTRACT_OPS[op].results))
 def test_gradient_of_one_input(backend, case, name, measure):
     x = calls.inputs(case)
     if x[name] is None:
@@ -56,7 +69,7 @@ def test_gradient_layout(backend, case, layout):
     layout(calls.run(case.op, x, backend.name), like, case.device, calls.tensors(x))
 
 
-@over(BACKWARDS, "short", "packed", "extreme", "constant", dtypes="rotating")
+@over(GRADIENTS_OF_STATES, "short", "packed", "extreme", "constant", dtypes="rotating")
 def test_gradients_without_final_state(backend, case, measure):
     """A missing gradient of the final state means a gradient of zeros."""
     x = calls.call_arguments(case)

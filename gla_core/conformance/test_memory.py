@@ -7,10 +7,10 @@ import torch
 
 from gla_core.conformance import calls
 from gla_core.conformance.cases import (
-    BACKWARDS,
     DRAFTS,
     EVERY_OP,
     FORWARDS,
+    GRADIENTS_OF_STATES,
     PROMPTS,
     WITH_STATES,
     WRITING,
@@ -93,7 +93,7 @@ def test_written_states_with_values_first(backend, case, measure):
     calls.check(case.op, x, backend.name, measure, ref, **swapped, state_v_first=True)
 
 
-@over(BACKWARDS, dtypes="rotating")
+@over(GRADIENTS_OF_STATES, dtypes="rotating")
 @pytest.mark.parametrize("states", [calls.with_room, calls.last_two_swapped], ids=["with_room", "values_first"])
 def test_gradients_of_strided_views(backend, case, states, measure):
     """Inputs and incoming gradients may be strided views."""
@@ -107,7 +107,7 @@ def test_gradients_of_strided_views(backend, case, states, measure):
     calls.compare(case.op, x, out, calls.oracle_gradients(case.op, x), measure)
 
 
-@over(BACKWARDS, "short", "grouped", "packed", "per_head", dtypes="rotating")
+@over(GRADIENTS_OF_STATES, "short", "grouped", "packed", "per_head", dtypes="rotating")
 @pytest.mark.parametrize("dimensions", [(0,), (1,), (0, 1, 2, 3)], ids=["first", "second", "all"])
 def test_gradients_of_repeated_values(backend, case, dimensions, measure):
     """Gates and incoming gradients may have strides of 0; the gradient of a sum has stride 0 in all dimensions."""
@@ -158,7 +158,10 @@ def test_results_can_be_changed_in_place(backend, case):
 
 @over(
     having("out"),
-    few={DRAFTS: "small packed grouped odd_widths", "recurrent_gla_replay": "small packed grouped odd_widths"},
+    few={
+        DRAFTS: "small packed grouped odd_widths",
+        "recurrent_gla_replay": "small packed grouped odd_widths",
+    },
     dtypes="rotating",
 )
 def test_out(backend, case, measure):

@@ -7,7 +7,17 @@ import torch
 import gla_core as gla
 from gla_core.conformance import calls
 from gla_core.conformance.calls import RINGS
-from gla_core.conformance.cases import BACKWARDS, DRAFTS, PROMPTS, SEQUENCES, SERVING, STEPS, WITH_STATES, having, over
+from gla_core.conformance.cases import (
+    DRAFTS,
+    GRADIENTS_OF_STATES,
+    PROMPTS,
+    SEQUENCES,
+    SERVING,
+    STEPS,
+    WITH_STATES,
+    having,
+    over,
+)
 from gla_core.conformance.tolerances import FORWARD
 
 PACKED = "packed padded packed_grouped per_head_grouped per_head_padded constant_packed many_sequences"
@@ -32,12 +42,13 @@ def test_packed_offsets_may_be_int32(backend, case, measure):
 
 
 @over(
-    (*WITH_STATES, *SERVING, *having("state"), *BACKWARDS),
+    (*WITH_STATES, *SERVING, *having("state"), *GRADIENTS_OF_STATES),
     few={
-        (*WITH_STATES, *BACKWARDS): PACKED,
+        (*WITH_STATES, *GRADIENTS_OF_STATES): PACKED,
         PROMPTS: "small",
         STEPS: "small",
         "recurrent_gla_layer_step": "small grouped per_head",
+        "recurrent_ssd_step": "small grouped_values plain",
         DRAFTS: "small accepted per_head",
         "recurrent_gla_replay": "small grouped per_head",
     },
@@ -60,7 +71,7 @@ def test_batch_invariance(backend, case, measure):
 # ---- rows of no sequence
 
 
-@over((*SEQUENCES, *BACKWARDS), "padded", "per_head_padded", "constant_packed", functions=True)
+@over((*SEQUENCES, *GRADIENTS_OF_STATES), "padded", "per_head_padded", "constant_packed", functions=True)
 def test_padding(backend, case, measure):
     """Rows before the first sequence and after the last one may hold anything, and so may the gradients of their o.
 

@@ -26,7 +26,7 @@ from gla_core.conformance.calls import (
     tokens,
     training_request,
 )
-from gla_core.conformance.cases import BACKWARDS, PAIRS, WITH_STATES, over
+from gla_core.conformance.cases import GRADIENTS_OF_STATES, PAIRS, WITH_STATES, over
 
 CUTS = pytest.mark.parametrize("cut", [1, 63, 64, 77])
 
@@ -71,7 +71,16 @@ def in_two(op: str, x: Arguments, cut: int) -> list[tuple[torch.Tensor, Argument
     return calls
 
 
-@over(BACKWARDS, "last_chunk_partial", "grouped", "minus_infinity", "packed", "per_head", "constant", dtypes="rotating")
+@over(
+    GRADIENTS_OF_STATES,
+    "last_chunk_partial",
+    "grouped",
+    "minus_infinity",
+    "packed",
+    "per_head",
+    "constant",
+    dtypes="rotating",
+)
 @CUTS
 def test_gradient_hand_off(backend, case, cut, measure):
     """One call equals two calls that are joined by the state and, backwards, by its gradient."""
@@ -122,14 +131,14 @@ def with_checkpoints(case, x, every, **logits):
     return {**x, "checkpoints": states["checkpoints"].to(checkpoint_dtype(case.dtype)), "checkpoint_every": every}
 
 
-@over(BACKWARDS, dtypes="rotating")
+@over(GRADIENTS_OF_STATES, dtypes="rotating")
 @INTERVALS
 def test_gradients_from_checkpoints(backend, case, every, measure):
     """A backward accepts checkpoints of any origin; here the oracle makes them."""
     check(case.op, with_checkpoints(case, call_arguments(case), every), backend.name, measure)
 
 
-@over(BACKWARDS, *FORMS, dtypes="rotating")
+@over(GRADIENTS_OF_STATES, *FORMS, dtypes="rotating")
 def test_gradients_of_logits_from_checkpoints(backend, case, measure):
     x = call_arguments(case)
     x = as_logits(case.op, {**x, "g": random_logits(x["g"])}, 16)

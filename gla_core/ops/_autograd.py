@@ -9,12 +9,14 @@ The request of the forward travels to the backward.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gla_core.dispatch.backend import Lowering, OpCall, Parts
 from gla_core.dispatch.request import request_of, text_of
 from gla_core.ops._run import bypasses_torch, run
 from gla_core.ops.spec import OpSpec, picker, size_of
@@ -71,12 +73,30 @@ def gradient(
             if args[i] is None:
                 args = (*args[:i], _zeros(backward, args, i), *args[i + 1 :])
         if bypasses_torch(args[0]) and not torch.is_grad_enabled():
-            return gradients_of((*run(backward, backward.prepared(args), request_of(request)), None))
-        computed = run_backward(*args, text_of(request))  # an empty tensor for a gradient that does not exist
+            return gradients_of((*as_tuple(run(backward, backward.prepared(args), request_of(request))), None))
+        computed = as_tuple(run_backward(*args, text_of(request)))  # an empty tensor for a gradient that does not exist
         gradients = [None if x is None else d for x, d in zip(likes_of(args), computed, strict=True)]
         return gradients_of((*gradients, None))
 
+    def as_tuple(computed: Any) -> Any:
+        return computed if len(likes) > 1 else (computed,)
+
     return setup_context, compute
+
+
+def in_pytorch(forward: OpSpec, compute: Callable[..., Any], forwards: int) -> Lowering:
+    """Returns the lowering of a backward to its forward: PyTorch computes it for a backend that has only the forward.
+
+    Args:
+        compute: takes the arguments of the backward in order, and returns its results. It does not call the forward.
+        forwards: the number of forwards that are predicted to take as long as the backward.
+    """
+
+    def parts(call: OpCall) -> Parts:
+        given = call.given.intersection(forward.contract)
+        return ((dataclasses.replace(call, op=forward.name, given=given), forwards),)
+
+    return Lowering(forward.name, parts, lambda *_: compute)
 
 
 def _without(values: tuple, places: Sequence[int]) -> tuple:
@@ -85,12 +105,13 @@ def _without(values: tuple, places: Sequence[int]) -> tuple:
 
 
 def _zeros(op: OpSpec, args: Sequence[Any], i: int) -> Tensor:
-    """Returns zeros for argument i of an op, sized by the other arguments."""
+    """Returns zeros for argument i of an op, sized by the other arguments; like the first one if it has any shape."""
     sizes: dict[str, int] = {}
     for argument, x in zip(op.arguments, args, strict=True):
         if argument.shape is not None and x is not None:
             sizes |= zip(argument.dims(x), x.shape, strict=True)
     shape, dtype = op.arguments[i].shape, op.arguments[i].dtype
-    assert shape is not None
+    if shape is None:
+        return torch.zeros_like(args[0])
     assert dtype is not None
     return args[0].new_zeros([size_of(name, sizes) for name in shape.split()], dtype=dtype.allowed(args[0].dtype)[0])

@@ -27,10 +27,16 @@ def shapes(op: str, device: torch.device) -> list[OpCall]:
     On a CUDA device most of them are bfloat16, and small ones are in CUDA graphs too; elsewhere all are float32.
     """
     if device.type != "cuda":
-        return [_call(op, device, sizes) for sizes in _TABLE[op]["cpu"]]
-    calls = [_call(op, device, sizes, "bfloat16") for sizes in _TABLE[op]["cuda"]]
+        return [_call(op, device, sizes) for sizes in _sizes(op, "cpu")]
+    calls = [_call(op, device, sizes, "bfloat16") for sizes in _sizes(op, "cuda")]
     captured = [dataclasses.replace(call, capturing=True) for call in calls if _rows(call) <= _MOST_CAPTURED]
     return [*calls, *(_call(op, device, **other) for other in _TABLE[op].get("others", ())), *captured]
+
+
+def _sizes(op: str, kind: str) -> Sequence[Sequence[int]]:
+    """Returns the sizes for a type of device. In place of sizes, the table may name an op that has the same."""
+    sizes = _TABLE[op][kind]
+    return _TABLE[sizes][kind] if isinstance(sizes, str) else sizes
 
 
 def _call(op: str, device: torch.device, sizes: Sequence[int], dtype: str = "float32", groups: int = 1) -> OpCall:

@@ -180,6 +180,24 @@ def layer_step_inputs(workload: Workload, **changes: object) -> dict[str, Any]:
     return {**x, **{name: None if name in without else y for name, y in norm.items()}, **options}
 
 
+def ssd_step_inputs(workload: Workload, **changes: object) -> dict[str, Any]:
+    """Returns the arguments of `recurrent_ssd_step` by name, without the scale."""
+    sizes = {**workload.sizes, **changes}
+    without, other_dtype = sizes.pop("without", ()), sizes.pop("other_dtype", None)
+    options = {name: sizes.pop(name) for name in ("dt_softplus", "A_is_log") if name in sizes}
+    x, generator = step_inputs(workload, gla_inputs, **changes), _generator({**sizes, "seed": sizes.get("seed", 0) + 1})
+    q, v = x["q"], x["v"]
+    assert q is not None
+    assert v is not None
+    (B, Hv, V), dtype = v.shape, q.dtype if q.dtype == torch.float64 else other_dtype or q.dtype
+    dt, A, dt_bias, D, z = (normal(s, dtype, generator) for s in ((B, Hv), (Hv,), (Hv,), (Hv,), (B, Hv, V)))
+    if not options.get("dt_softplus"):
+        dt, dt_bias = dt.abs(), dt_bias.abs()
+    optional = {"dt_bias": dt_bias, "D": D, "z": z.to(q.dtype)}
+    others = {"dt": dt, "A": A if options.get("A_is_log") else -A.exp(), **optional}
+    return {**x, **{name: None if name in without else y for name, y in others.items()}, **options}
+
+
 def pool_inputs(workload: Workload, inputs: Callable[..., Any] = gla_inputs, **changes: object) -> dict[str, Any]:
     """Returns the arguments of prompts in a pool by name, without the scale and `out`; `inputs` as in `step_inputs`."""
     names = ("read_slots", "write_slots", "has_state", "checkpoint_offsets", "checkpoint_slots")
@@ -228,8 +246,8 @@ def _served_inputs(
     return {**tokens, "pool": pool, "cu_seqlens": x.cu_seqlens, **integers, "pad_slot": served["pad_slot"]}
 
 
-_LAYER_SIZES = ("without", "weight_dtype", "norm_eps", "activation")
-"""The sizes of a workload that only recurrent_gla_layer_step has."""
+_LAYER_SIZES = ("without", "weight_dtype", "norm_eps", "activation", "other_dtype", "dt_softplus", "A_is_log")
+"""The sizes of a workload that only recurrent_gla_layer_step or recurrent_ssd_step has."""
 
 
 def _integers(numbers: tuple, device: torch.device) -> Tensor:
@@ -299,6 +317,7 @@ _ARGUMENTS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "chunk_gla_summary": _summary_arguments,
     "recurrent_gla_step": step_inputs,
     "recurrent_gla_layer_step": layer_step_inputs,
+    "recurrent_ssd_step": ssd_step_inputs,
     "recurrent_gla_steps": steps_inputs,
     "recurrent_gla_replay": replay_inputs,
     "online_softmax": lambda workload, **changes: dict(

@@ -49,9 +49,13 @@ Row = tuple[str, str, dict]
 
 
 def _row(name: str, tags: str, dims: str = "", **sizes: object) -> Row:
-    """Returns a row of a table; `dims` holds those sizes that have a letter, as in "B2 T17 H2 K16 V16"."""
-    numbers = {dim.rstrip("0123456789"): int(dim.lstrip(ascii_letters)) for dim in dims.split()}
-    return name, tags, {**numbers, **sizes}
+    """Returns a row of a table; `dims` holds those sizes that have a letter, as in `sizes_of`."""
+    return name, tags, {**sizes_of(dims), **sizes}
+
+
+def sizes_of(dims: str) -> dict[str, int]:
+    """Returns the sizes that have a letter, as in "B2 T17 H2 K16 V16"."""
+    return {dim.rstrip("0123456789"): int(dim.lstrip(ascii_letters)) for dim in dims.split()}
 
 
 def _workloads(op: str, *rows: Row) -> tuple[Workload, ...]:
@@ -211,6 +215,22 @@ RECURRENT_GLA_LAYER_STEP = _workloads(
         for B in (1, 64, 256)
     ),
 )
+RECURRENT_SSD_STEP = _workloads(
+    "recurrent_ssd_step",
+    _row("small", "ci", "B3 H2 K16 V16", dt_softplus=True),
+    _row("odd_widths", "ci odd", "B2 H1 R3 K19 V37", dt_softplus=True, A_is_log=True, other_dtype=torch.float32),
+    _row("grouped_values", "ci", "B2 H2 R2 K32 V16", dt_softplus=True),
+    _row("pool", "ci packed", "B4 H2 K16 V16", rows=(5, -1, 0, 2), pool=6),
+    _row("plain", "ci", "B2 H2 K19 V16", rows=(3, 0), pool=4, dt_softplus=True, A_is_log=True,
+         without=("dt_bias", "D", "z")),
+    _row("empty_batch", "ci odd", "B0 H2 K16 V16"),
+    *(
+        _row(f"{model}_b{B}", "decode", sizes, B=B, dt_softplus=True, without=("z",), other_dtype=torch.float32,
+             **IN_BFLOAT16)
+        for model, sizes in (("granite_4_small", "H1 R128 K128 V64"), ("zamba2_7b", "H2 R56 K64 V64"))
+        for B in (1, 64, 256)
+    ),
+)
 RECURRENT_GLA_STEPS = _workloads(
     "recurrent_gla_steps",
     _row("small", "ci", "B2 T3 H2 K16 V16", pool=8, slots=((3, 0, 5), (6, 2, 1))),
@@ -298,6 +318,8 @@ ONLINE_SOFTMAX = _workloads(
         for n in (1024, 4096, 16384, 50257, 65536)  # 50257: the vocabulary of GPT-2, whose rows are not aligned
     ),
     _row("rows_4_columns_16m", "long", shape=(4, 2**24), dtype=torch.bfloat16),
+    _row("rows_4096_columns_50257", "timed_only", shape=(4096, 50257), dtype=torch.bfloat16),
+    _row("rows_131072_columns_128", "timed_only", shape=(131072, 128), dtype=torch.bfloat16),
 )
 SOFTMAX_ATTENTION = _workloads(
     "softmax_attention",
@@ -310,6 +332,15 @@ SOFTMAX_ATTENTION = _workloads(
     _row("many_queries", "narrow", "B1 Tq2501 Tk20 H1 K8 V8"),
     _row("causal_b4_t4096_h16", "train", "B4 Tq4096 Tk4096 H16 K128 V128", causal=True, dtype=torch.bfloat16),
     _row("one_query_131072_keys", "decode long", "B1 Tq1 Tk131072 H16 K128 V128", dtype=torch.bfloat16),
+    *(
+        _row(f"causal_b4_t4096_{name}", "timed_only", f"B4 Tq4096 Tk4096 {sizes}", causal=True, dtype=dtype)
+        for name, sizes, dtype in (
+            ("h8_g4", "H8 G4 K128 V128", torch.bfloat16),
+            ("h32_k64", "H32 K64 V64", torch.bfloat16),
+            ("h8_k256", "H8 K256 V256", torch.bfloat16),
+            ("h16_float16", "H16 K128 V128", torch.float16),
+        )
+    ),
 )
 # fmt: on
 WORKLOADS = (
@@ -318,6 +349,7 @@ WORKLOADS = (
     *CHUNK_GLA_SUMMARY,
     *RECURRENT_GLA_STEP,
     *RECURRENT_GLA_LAYER_STEP,
+    *RECURRENT_SSD_STEP,
     *RECURRENT_GLA_STEPS,
     *RECURRENT_GLA_REPLAY,
     *ONLINE_SOFTMAX,

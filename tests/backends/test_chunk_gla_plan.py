@@ -26,11 +26,13 @@ OTHERS = [Gpu(a, 132) for a in Architecture if a is not Architecture.SM90]
 bfloat16, float16, float32 = torch.bfloat16, torch.float16, torch.float32
 
 
-def call_of(dtype=bfloat16, gate_dtype=float32, packed=False, precision="highest", aligned=True, **changes):
+def call_of(
+    dtype=bfloat16, gate_dtype=float32, packed=False, precision="highest", aligned=True, gate_form="key", **changes
+):
     """A call of 8 sequences of 4096 tokens and 16 heads, unless changed; Hq and Hv follow H, and N follows B."""
     dims = {"B": 8, "T": 4096, "H": 16, "K": 128, "V": 128, **changes}
     dims = {"Hq": dims["H"], "Hv": dims["H"], "N": dims["B"], **dims}
-    form = None if gate_dtype is None else "key"
+    form = None if gate_dtype is None else gate_form
     tensors = {"dtype": dtype, "gate_dtype": gate_dtype, "gate_form": form, "variable_length": packed}
     device = torch.device("cuda")
     if not aligned:
@@ -75,7 +77,14 @@ def cut(call, gpu=H200):
         ({"K": 132}, general.FORWARD),
         ({"K": 264}, general.FORWARD),
         ({"V": 60}, general.FORWARD),
-        ({"Hq": 32}, general.FORWARD),
+        ({"Hq": 32}, sm90.FORWARD),
+        ({"Hq": 32, "K": 256}, sm90.FORWARD_WIDE),
+        ({"Hq": 32, "gate_dtype": None}, sm90.FORWARD),
+        ({"Hq": 32, "gate_form": "head"}, general.FORWARD),
+        ({"Hv": 32}, sm90.FORWARD),
+        ({"Hv": 32, "K": 256}, sm90.FORWARD_WIDE),
+        ({"Hv": 32, "dtype": float16}, sm90.FORWARD),
+        ({"Hv": 32, "gate_dtype": None}, sm90.FORWARD_HEAD),
         ({"dtype": float16}, sm90.FORWARD),
         ({"dtype": float16, "K": 256}, general.FORWARD),
         ({"dtype": float32, "precision": "high"}, sm90.FORWARD),
@@ -248,11 +257,19 @@ def test_segments_of_wide_heads_on_hopper():
 
 
 def test_segments_without_the_kernels_for_hopper():
-    for changes in ({"Hq": 32}, {"dtype": float16, "K": 256}, {"K": 264}):
+    for changes in ({"Hq": 32, "gate_form": "head"}, {"dtype": float16, "K": 256}, {"K": 264}):
         plan = cut(call_of(**{"B": 1, "T": 65536, "H": 8, **changes}))
         assert (plan.outputs, plan.segments.states) == (general.FORWARD, general.STATES)
         assert plan.segments.overlap
     assert not cut(call_of(B=1, T=65536, H=8), Gpu(Architecture.SM80, 108)).segments.overlap
+
+
+def test_the_gradient_of_a_state_that_query_heads_share_takes_the_general_kernel():
+    """The kernel for Hopper does not sum over them. It computes the states, which no query head takes part in."""
+    grouped = call_of(B=1, T=65536, H=8, Hq=32)
+    assert forward.states_of_segments(grouped, H200, 64, 64).states is general.STATES
+    plan = cut(grouped)
+    assert (plan.outputs, plan.segments.states) == (sm90.FORWARD, sm90.STATES)
 
 
 @pytest.mark.parametrize(

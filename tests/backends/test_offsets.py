@@ -91,6 +91,12 @@ def layer_step(V=256, **sizes):
     return "recurrent_gla_layer_step", q, k, v, g, state, output_gate, empty(V), scale, 1e-5, "silu", indices
 
 
+def ssd_step(**sizes):
+    _, q, k, v, _, state, scale, indices, _, _ = step(G=1, form="head", **sizes)
+    dt, A = empty(*v.shape[:2]), empty(v.shape[1])
+    return "recurrent_ssd_step", q, k, v, state.mT.contiguous().mT, dt, A, A, A, v, scale, True, False, indices
+
+
 def steps(N=2**14, T=8, P=2**20, H=16, K=128, V=128, packed=False, form="key"):
     B, T = (1, T * N) if packed else (N, T)
     q, k, v = (empty(B, H, T, width).transpose(1, 2) for width in (K, K, V))
@@ -126,8 +132,18 @@ def attention(B, Tq, Tk, H=32, G=1, K=128, new=heads_first):
     return "softmax_attention", new(B, Tq, G * H, K), new(B, Tk, H, K), new(B, Tk, H, K), 0.1, True
 
 
+def attention_backward(B, Tq, Tk, H=32, G=1, K=128, new=heads_first, dtype=torch.bfloat16, of_lse=True):
+    q, k = new(B, Tq, G * H, K, dtype=dtype), new(B, Tk, H, K, dtype=dtype)
+    lse = new(B, Tq, G * H, 1, dtype=torch.float32)[..., 0]
+    return "softmax_attention_bwd", q, k, k, q, lse, 0.1, True, q, lse if of_lse else None
+
+
 def softmax(shape, dim=1):
     return "online_softmax", empty(*shape), dim
+
+
+def softmax_backward(shape, dim=1):
+    return "online_softmax_bwd", empty(*shape), dim, empty(*shape)
 
 
 SM80, SM90 = 80, 90
@@ -179,6 +195,7 @@ CALLS = {
     "step, per head": (SM90, step, "triton_fused", {"form": "head", "G": 1, "R": 2}),
     "layer step": (SM90, layer_step, "triton_fused", {}),
     "layer step, few rows": (SM90, layer_step, "parallel_scan", {"B": 2, "form": "head", "G": 1, "R": 2}),
+    "Mamba-2 step": (SM90, ssd_step, "triton_fused", {"R": 2}),
     "steps": (SM90, steps, "triton_fused", {}),
     "steps, packed": (SM90, steps, "parallel_scan", {"packed": True, "form": "head"}),
     "replay": (SM90, replay, "triton_fused", {}),
@@ -186,10 +203,31 @@ CALLS = {
     "attention": (SM90, attention, "triton_fused", {"B": 2, "Tq": 2**20, "Tk": 2**20}),
     "general attention": (SM80, attention, "triton_fused", {"B": 2, "Tq": 2**18, "Tk": 2**20, "G": 4}),
     "attention in splits": (SM90, attention, "parallel_scan", {"B": 1, "Tq": 1, "Tk": 2**24, "H": 2}),
+    "attention backward": (SM90, attention_backward, "triton_fused", {"B": 2, "Tq": 2**20, "Tk": 2**20}),
+    "attention backward, grouped": (
+        SM80,
+        attention_backward,
+        "triton_fused",
+        {"B": 2, "Tq": 2**18, "Tk": 2**20, "G": 4},
+    ),
     "softmax": (SM90, softmax, "triton_fused", {"shape": (2**20, 2**12)}),
     "softmax of long rows": (SM90, softmax, "triton_fused", {"shape": (2**12, 2**20)}),
     "softmax of longest rows": (SM90, softmax, "triton_fused", {"shape": (4, gla_triton_kernels.MAX_LENGTH - 1)}),
     "softmax in splits": (SM90, softmax, "parallel_scan", {"shape": (4, gla_triton_kernels.MAX_LENGTH)}),
+    "softmax backward": (SM90, softmax_backward, "triton_fused", {"shape": (2**20, 2**12)}),
+    "softmax backward of long rows": (SM90, softmax_backward, "triton_fused", {"shape": (2**12, 2**20)}),
+    "softmax backward of longest rows": (
+        SM90,
+        softmax_backward,
+        "triton_fused",
+        {"shape": (4, gla_triton_kernels.MAX_LENGTH - 1)},
+    ),
+    "softmax backward in splits": (
+        SM90,
+        softmax_backward,
+        "parallel_scan",
+        {"shape": (4, gla_triton_kernels.MAX_LENGTH)},
+    ),
     "softmax of columns": (SM90, softmax, "parallel_scan", {"shape": (gla_triton_kernels.MAX_LENGTH, 4), "dim": 0}),
 }
 VARIATIONS = {

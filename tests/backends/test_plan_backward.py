@@ -20,7 +20,7 @@ H200, A100 = Gpu(Architecture.SM90, 132), Gpu(Architecture.SM80, 108)
 def call(*, dtype=torch.bfloat16, every=CHUNK, precision="highest", aligned=True, **dims):
     dims = {"B": 1, "T": 4096, "H": 4, "K": 128, "V": 128, **dims}
     dims = {"Hq": dims["H"], "Hv": dims["H"], "N": dims["B"], **dims}
-    do = contiguous_layout(tuple(dims[name] for name in ("B", "T", "Hq", "V")), dtype)
+    do = contiguous_layout((dims["B"], dims["T"], max(dims["Hq"], dims["Hv"]), dims["V"]), dtype)
     return OpCall(
         op="chunk_gla_bwd",
         device=torch.device("cuda"),
@@ -50,8 +50,8 @@ def whole(call, gpu=H200):
     ],
 )
 def test_the_general_kernel_takes_what_the_one_for_sm90_does_not(changes, gpu):
-    for heads in (4, 8):
-        assert whole(call(Hq=heads)).gradients is sm90.BACKWARD
+    for heads in ({}, {"Hq": 8}, {"Hv": 8}):
+        assert whole(call(**heads)).gradients is sm90.BACKWARD
     plan = whole(call(**changes), gpu)
     assert plan.gradients is general.BACKWARD
     assert plan.parameters.BK >= 64 <= plan.parameters.BV
@@ -98,6 +98,7 @@ def test_rows_of_16_bytes_with_gaps_between_them_are_none_in_a_gradient(width):
 )
 def test_heads_of_several_blocks_take_the_kernel_for_wide_ones(K, V, kernel):
     assert whole(call(K=K, V=V)).gradients is kernel
+    assert whole(call(K=K, V=V, Hv=12)).gradients is kernel
 
 
 @pytest.mark.parametrize(
@@ -118,6 +119,8 @@ def test_precision(dtype, precision, parts):
     ("changes", "gpu", "by_forward"),
     [
         ({}, H200, True),
+        ({"Hv": 8}, H200, True),
+        ({"Hq": 8}, H200, False),  # each query head would compute the states again
         ({"batch_invariant": 4096}, H200, False),
         ({"float32_matmul_precision": "highest", "dtype": torch.float32}, H200, False),
         ({}, A100, False),
@@ -125,7 +128,9 @@ def test_precision(dtype, precision, parts):
     ids=str,
 )
 def test_states_are_computed_unless_checkpoints_hold_them(changes, gpu, by_forward, every):
-    plan = whole(replace(call(every=every), **changes), gpu)
+    dims = {name: changes[name] for name in ("Hq", "Hv") if name in changes}
+    facts = {name: x for name, x in changes.items() if name not in dims}
+    plan = whole(replace(call(every=every, **dims), **facts), gpu)
     if every == CHUNK:
         assert plan.entering is plan.forward is None
     elif by_forward:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from gla_core.dispatch.backend import OpCall, contiguous_layout
+from gla_core.dispatch.calibration import KNOWN_DEVICES
 from gla_triton_kernels.gla.step import plan as step
 from gla_triton_kernels.online_softmax import plan as softmax
 from gla_triton_kernels.online_softmax.rows import rows_of, rows_of_call
@@ -174,3 +175,57 @@ def test_many_states_take_wide_blocks_and_few_take_narrow_ones():
 
 def test_steps_overlap_from_sm90_on():
     assert not step_plan(1, Gpu(Architecture.SM80, 108)).overlaps
+
+
+# ---- gradients
+
+
+def gradient_call(lse=False, **changes):
+    """Returns a backward for a GPU that is not here, so that its libraries count as new enough."""
+    call = dataclasses.replace(
+        attention_call(**changes), op="softmax_attention_bwd", assumed=KNOWN_DEVICES["NVIDIA H200"]
+    )
+    return dataclasses.replace(call, given=frozenset({"dlse"} if lse else ()))
+
+
+def test_libraries_compute_gradients_where_they_can():
+    def name(call, gpu=H200):
+        return attention.gradient_kernel(call, gpu).name
+
+    a100, rtx, amd = (Gpu(a, 108) for a in (Architecture.SM80, Architecture.SM86, Architecture.AMD))
+    call = gradient_call()
+    assert [name(call, gpu) for gpu in (H200, a100, rtx, amd)] == ["cudnn", "flash", "flash", "backward"]
+    assert name(gradient_call(lse=True)) == name(gradient_call(Hq=32)) == "cudnn"
+    assert name(gradient_call(K=256, V=256)) == "flash"
+    assert name(gradient_call(K=256, V=256), rtx) == "backward"
+    for other in ({"dtype": torch.float32}, {"dtype": torch.float16, "lse": True}, {"Tq": 512}, {"K": 36}, {"V": 512}):
+        assert name(gradient_call(**other)) == "backward", other
+    assert name(gradient_call(Tq=512, causal=False)) == "cudnn"
+    assert name(gradient_call(unaligned="k")) == "backward"
+    assert name(dataclasses.replace(call, deterministic=True)) == "backward"
+    here = dataclasses.replace(call, assumed=None)  # PyTorch for a CPU has neither library
+    assert name(here) == "backward" or torch.cuda.is_available()
+
+
+def test_the_kernel_of_a_backward_is_explained():
+    lines = attention.explain_gradients(gradient_call(K=256, V=256))
+    assert lines[0] == "kernel flash"
+    assert lines[1].startswith("not cudnn: computes heads of up to 128")
+    assert attention.explain_gradients(gradient_call()) == ["kernel cudnn"]
+
+
+@pytest.mark.parametrize("width", [16, 64, 128, 256, 512])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_tiles_of_gradients_fit_into_shared_memory(width, dtype):
+    for architecture in (Architecture.SM90, Architecture.SM86):
+        plan = attention.plan_gradients(gradient_call(K=width, V=width, dtype=dtype), Gpu(architecture, 108))
+        tiles = 2 * (plan.held + plan.stages * plan.passed) * plan.BK * dtype.itemsize
+        assert tiles <= architecture.facts.shared_memory or (plan.held, plan.stages) == (attention.LEAST_TILE, 1)
+
+
+@pytest.mark.parametrize("columns", [128, 4096, 16384, 16400, 50257, 65536])
+def test_a_thread_holds_half_as_many_columns_for_a_gradient(columns):
+    rows = rows_of_call(softmax_call(8192, columns))
+    one, gradient = softmax.plan_one_pass(rows), softmax.plan_gradient_one_pass(rows)
+    assert gradient.kernel is one.kernel
+    assert gradient.BR * gradient.BN * one.warps <= one.BR * one.BN * gradient.warps

@@ -92,10 +92,23 @@ def arguments_of(op, device, seed=0):
         "chunk_gla_summary": (x.k, x.v, x.g, None, False, None),
         "recurrent_gla_step": (*token, x.initial_state, 0.3, None, None, False),
         "recurrent_gla_layer_step": (*token, x.initial_state, token[2], x.v[0, 0, 0], 0.3, 0.1, "silu", None, None),
+        "recurrent_ssd_step": (
+            *token[:3],
+            x.initial_state,
+            token[2][..., 0],
+            *x.v[0, :3, :, 0],
+            token[2],
+            0.3,
+            True,
+            True,
+            None,
+        ),
         "recurrent_gla_steps": (*few, pool, one[:, None] + torch.arange(3), 0.3, *(None,) * 4, -1, None, None),
         "recurrent_gla_replay": (*few, pool, *rings, one, one + 4, one, 0.3, None, None, -1, None, None),
         "online_softmax": (torch.randn(3, 700), 1),
+        "online_softmax_bwd": (torch.randn(3, 700), 1, torch.randn(3, 700)),
         "softmax_attention": (x.q, x.k, x.v, 0.3, True),
+        "softmax_attention_bwd": (x.q, x.k, x.v, do, do[..., 0], 0.3, True, do, do[..., 0]),
     }[op]
     return [y.to(device) if isinstance(y, Tensor) else y for y in values]
 

@@ -37,11 +37,9 @@ def test_random_calls(kernels, form, seed, monkeypatch):
         sizes |= {"B": draw.randint(1, 2), "T": draw.randint(16, 200)}
     gate_dtype = dtype if sizes["gates"] != "extreme" and draw.random() < 0.5 else torch.float32
     sizes |= {"initial_state": draw.random() < 0.5, "gate_dtype": gate_dtype}
-    if form == "key":
-        sizes["R"] = 1  # the kernels for gates of keys have as many key as value heads
     monkeypatch.setattr(emulated, "inputs", lambda _normalizer=None, **options: gla_inputs(seed=seed, **options))
     if sizes["gates"] == "extreme":  # few gates have a gradient, so its error may be the rounding of single scores
         monkeypatch.setattr(emulated, "gradient_budget", lambda dtype: 2 * GRADIENT[dtype])
-    if sizes["G"] == 1:
+    if sizes["G"] == 1 or form == "key":
         emulated.check_forward(kernels, **sizes)
     emulated.check_gradients(kernels, dstate=draw.random() < 0.7, **sizes)

@@ -34,7 +34,15 @@ bfloat16, float16, float32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def call_for(
-    kernel, *, dtype=bfloat16, gate_dtype=float32, gate_form=None, layouts=None, precision="highest", **changes
+    kernel,
+    *,
+    dtype=bfloat16,
+    gate_dtype=float32,
+    gate_form=None,
+    layouts=None,
+    precision="highest",
+    given=frozenset(),
+    **changes,
 ):
     """Returns a call that a kernel computes on an H200, with changes. Rows of heads begin at multiples of 16 bytes."""
     dims = {"B": 2, "T": 300, "H": 4, "K": 256 if kernel in WIDE else 128, "V": 128, **changes}
@@ -53,6 +61,7 @@ def call_for(
         "gate_dtype": gate_dtype,
         "gate_form": gate_form,
         "layouts": default_layouts | (layouts or {}),
+        "given": given,
     }
     return OpCall(op=op, device=torch.device("cuda"), dtype=dtype, float32_matmul_precision=precision, **facts)
 
@@ -118,7 +127,8 @@ def test_a_tensor_that_tma_cannot_address_is_named(kernel, name, change):
 
 HEADS = "computes as many query heads as key/value heads; q has 8 and k has 4"
 KEY_GATES = "computes gates for each key [B, T, Hv, K]; g has one for each"
-VALUE_HEADS = "computes as many value heads as key heads; v has 8 and k has 4"
+POOL_HEADS = "computes as many query heads as key/value heads if states are in a pool; q has 8 and k has 4"
+VALUE_HEADS = "computes value heads in groups if each key has a gate; v has 8 and k 4"
 KERNEL_REASONS = [
     *(
         (kernel, *refusal)
@@ -126,14 +136,18 @@ KERNEL_REASONS = [
         for refusal in (
             ({"gate_form": "head"}, f"{KEY_GATES} token and head [B, T, Hv]"),
             ({"gate_form": "constant"}, f"{KEY_GATES} head [Hv]"),
-            ({"Hv": 8}, VALUE_HEADS),
+            ({"Hv": 8}, None),
+            ({"Hv": 8, "gate_dtype": None}, VALUE_HEADS),
+            ({"Hq": 8}, None),
         )
     ),
     *(
         (kernel, *refusal)
         for kernel in (sm90.FORWARD, sm90.FORWARD_WIDE, sm90.FORWARD_HEAD)
-        for refusal in (({"Hq": 8}, HEADS), ({"V": 60}, "computes V that are multiples of 8; V is 60"))
+        for refusal in (({"V": 60}, "computes V that are multiples of 8; V is 60"),)
     ),
+    (sm90.FORWARD_HEAD, {"Hq": 8}, HEADS),
+    *((kernel, {"Hq": 8, "given": {"pool"}}, POOL_HEADS) for kernel in (sm90.FORWARD, sm90.FORWARD_WIDE)),
     *(
         (kernel, {"gate_form": "key"}, "computes one gate for each head, or none; g has one for each key [B, T, Hv, K]")
         for kernel in HEAD_GATE_KERNELS
@@ -265,14 +279,35 @@ def lines_of(explanation, backend):
         (
             "chunk_gla",
             "8,4096,16,128,128",
-            {"query_heads": 32},
+            {"query_heads": 32, "gate": "head"},
             [
                 "kernel general.forward",
-                "not sm90.forward: computes as many query heads as key/value heads; q has 32 and k has 16",
-                "not sm90.forward_wide: computes as many query heads as key/value heads; q has 32 and k has 16",
+                *(
+                    f"not sm90.{name}: computes gates for each key [B, T, Hv, K]; g has one for each token and head "
+                    "[B, T, Hv]"
+                    for name in ("forward", "forward_wide")
+                ),
                 "not sm90.forward_head: computes as many query heads as key/value heads; q has 32 and k has 16",
             ],
         ),
+        *(
+            ("chunk_gla", f"8,4096,16,{K},{V}", heads, [f"kernel sm90.{name}", *lines])
+            for K, V, name, lines in (
+                (128, 128, "forward", []),
+                (256, 256, "forward_wide", ["not sm90.forward: computes K up to 128; K is 256"]),
+            )
+            for heads in ({"query_heads": 32}, {"value_heads": 48})
+        ),
+        (
+            "chunk_gla_bwd",
+            "8,4096,16,128,128",
+            {"value_heads": 48},
+            [
+                "kernel sm90.backward",
+                "not sm90.backward_wide: computes heads with K or V above 128 and K up to 256; K is 128 and V is 128",
+            ],
+        ),
+        ("chunk_gla_bwd", "8,4096,16,256,256", {"value_heads": 48}, ["kernel sm90.backward_wide"]),
         (
             "chunk_gla",
             "8,4096,16,256,128",

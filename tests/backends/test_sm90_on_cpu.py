@@ -1,7 +1,4 @@
-"""Hopper's kernels of chunk_gla, emulated on a CPU, against the oracle: see tests/gluon_on_cpu.py.
-
-Left out is the forward for wide heads.
-"""
+"""Hopper's kernels of chunk_gla, emulated on a CPU, against the oracle: see tests/gluon_on_cpu.py."""
 
 from __future__ import annotations
 
@@ -22,10 +19,22 @@ from gla_triton_kernels.chunks.kernel import ForwardPlan, GradientParameters, Pa
 from gla_triton_kernels.chunks.scan import launch_scan
 from gla_triton_kernels.chunks.segments import Recurrence, cut, whole
 from gla_triton_kernels.chunks.slots import Slots
+from gla_triton_kernels.gla.sm90.kernels import warpgroup_columns
 from gla_triton_kernels.gla.tensors import BackwardTensors, Tensors
 from tests import gluon_on_cpu
 
 BFLOAT16 = torch.bfloat16
+GROUPS = (
+    {"R": 2, "H": 2, "B": 2, "initial_state": True},
+    {"R": 3, "H": 2, "K": 128, "V": 128, "gates": "-inf"},
+    {"R": 2, "H": 2, "normalizer": 16, "gate_dtype": BFLOAT16},
+    {"R": 3, "K": 72, "V": 40, "gates": "-inf", "dtype": torch.float16, "initial_state": True},
+    {"R": 2, "H": 2, "B": 2, "K": 40, "V": 128, "dtype": torch.float32},
+    {"R": 2, "H": 2, "lengths": (0, 65, 1, 0, 130, 3), "padding": 10, "initial_state": True, "gates": "-inf"},
+    {"R": 3, "lengths": (65, 0, 70), "dtype": torch.float16},
+    {"R": 2, "H": 2, "lengths": (65, 0, 70), "gates": "strong", "dtype": torch.float32},
+)
+"""Sizes of calls whose value heads share heads of q and k."""
 PACKED = {"lengths": (0, 65, 1, 0, 130, 3), "padding": 10, "initial_state": True}
 pytestmark = pytest.mark.kernels  # Triton's kernels that sort packed segments are interpreted
 
@@ -38,6 +47,7 @@ def kernels():
             "states",
             "forward",
             "forward_head",
+            "forward_wide",
             "common_backward",
             "pairs",
             "operands",
@@ -93,25 +103,50 @@ def gradient_budget(dtype):
     return TF32 if dtype == torch.float32 else GRADIENT[dtype]
 
 
-def check_forward(kernels, BV=None, stages=2, normalizer=None, factors=None, **sizes):
-    """Checks outputs; `factors` multiplies q, k and v, which are then not negative, by three numbers."""
+def forward_kernel(kernels, K, gate_form="head"):
+    """Returns the module that computes the outputs of heads of K keys."""
+    if gate_form != "key":
+        return kernels.forward_head
+    return kernels.forward if K <= 128 else kernels.forward_wide
+
+
+def check_forward(kernels, BV=None, stages=2, normalizer=None, factors=None, skips=False, **sizes):
+    """Checks outputs; `factors` multiplies q, k and v, which are then not negative, by three numbers.
+
+    With `skips`, v has a factor for each token, and o a term of v without it.
+    """
     x = inputs(normalizer, **sizes)
     if factors is not None:
         x = dataclasses.replace(x, **{n: getattr(x, n).abs() * f for n, f in zip("qkv", factors, strict=True)})
     y = with_log_gates(x, normalizer)
-    B, T, Hv, V = x.v.shape
-    K, wanted = x.k.shape[3], expected_checkpoints(y)
-    dtype, kept = x.q.dtype, checkpoint_dtype(x.q.dtype)
-    o, final, checkpoints = unwritten(B, T, Hv, V, dtype=dtype), states_of(x), torch.zeros_like(wanted, dtype=kept)
+    (B, T, Hq, K), (Hv, V) = x.q.shape, x.v.shape[2:]
+    wanted, dtype, kept = expected_checkpoints(y), x.q.dtype, checkpoint_dtype(x.q.dtype)
+    o, final = unwritten(B, T, max(Hq, Hv), V, dtype=dtype), states_of(x)
+    checkpoints = torch.zeros_like(wanted, dtype=kept)
     tensors = Tensors(x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens, o, final, checkpoints)
+    skip = 0.0
+    if skips:
+        factor, D = torch.rand(B, T, Hv), torch.randn(Hv)[:, None].expand(Hv, V)
+        tensors = tensors._replace(v_factor=factor, skip=D)
+        skip, v = x.v.double() * D, x.v.double() * factor[..., None]
+        y = dataclasses.replace(y, v=v)
+        wanted = expected_checkpoints(y)
     segments = whole(B, T, x.cu_seqlens, o)
-    parameters = Parameters(C=64, BK=64 if K <= 64 else 128, BV=BV or (64 if V <= 64 else 128), stages=stages)
+    columns = warpgroup_columns(K)
+    BV = BV or (columns if columns >= V else 2 * columns)
+    parameters = Parameters(C=64, BK=64 if K <= 64 else 128, BV=BV, stages=stages)
     gluon_on_cpu.run(segments.launches)
     plan = ForwardPlan(None, parameters)  # pyright: ignore[reportArgumentType]
-    kernel = kernels.forward if x.g is not None and x.g.ndim == 4 else kernels.forward_head
+    kernel = forward_kernel(kernels, K, sizes.get("gate_form"))
     gluon_on_cpu.run(kernel.launch_outputs(plan, tensors, segments, K**-0.5, 64, normalizer))
-    expected = oracle.chunk_gla(y.q, y.k, y.v, y.g, None, y.initial_state, y.cu_seqlens)
-    for actual, truth in zip((o, final, checkpoints), (*expected, wanted), strict=True):
+    if kernel is not kernels.forward_wide:  # a backward leaves out the outputs, and gets the same states
+        alone = tensors._replace(o=None, skip=None, final_state=None, checkpoints=torch.zeros_like(checkpoints))
+        gluon_on_cpu.run(kernel.launch_outputs(plan, alone, segments, K**-0.5, 64, normalizer))
+        assert relative_error(alone.checkpoints, checkpoints) <= (1e-6 if dtype == BFLOAT16 else budget(dtype))
+    expected_o, expected_final = oracle.chunk_gla(y.q, y.k, y.v, y.g, None, y.initial_state, y.cu_seqlens)
+    if skips and x.cu_seqlens is not None:
+        skip[:, int(x.cu_seqlens[-1]) :] = 0.0
+    for actual, truth in zip((o, final, checkpoints), (expected_o + skip, expected_final, wanted), strict=True):
         assert relative_error(actual, truth) <= budget(dtype)
 
 
@@ -131,6 +166,23 @@ def test_outputs_of_every_gate(kernels, form, gates, dtype):
         {"V": 128, "BV": 64},
         {"R": 3},
         {"R": 4, "BV": 128, "K": 128, "V": 40, "gates": "-inf"},  # two value heads in a block
+        {"K": 256, "V": 128, "B": 2, "R": 3, "initial_state": True},  # two slices of keys
+        {"K": 200, "V": 40, "R": 2, "BV": 128, "gates": "-inf"},
+        PACKED | {"K": 136, "V": 200},
+        PACKED | {"K": 256, "V": 64, "R": 2, "BV": 128, "dtype": torch.float16},
+        PACKED | {"K": 320, "V": 72, "dtype": torch.float32},  # three slices
+        {"K": 512, "V": 64, "gates": "none", "T": 300},
+        {"K": 1024, "V": 40, "gate_form": "constant", "normalizer": 2},
+        {"skips": True, "R": 2, "BV": 128, "B": 2},
+        {"skips": True, "R": 3, "K": 128, "V": 128, "initial_state": True},
+        PACKED | {"skips": True, "R": 2, "K": 256, "V": 72},
+        PACKED | {"skips": True, "dtype": torch.float16, "K": 128},
+        {"K": 256, "V": 128, "B": 2, "H": 2, "gate_form": "key", "initial_state": True},
+        PACKED | {"K": 200, "V": 40, "gate_form": "key", "gates": "-inf"},
+        PACKED | {"K": 256, "V": 64, "gate_form": "key", "dtype": torch.float16, "gates": "strong"},
+        {"K": 320, "V": 72, "gate_form": "key", "normalizer": 16, "T": 300},
+        {"K": 320, "V": 72, "gate_form": "key", "dtype": torch.float32, "initial_state": True},
+        {"K": 640, "V": 40, "gate_form": "key", "gates": "-inf"},
         PACKED,
         PACKED | {"R": 2, "BV": 128, "gates": "-inf"},
         PACKED | {"gate_form": "constant", "K": 128, "V": 72, "padding": 0},
@@ -144,12 +196,25 @@ def test_outputs_of_every_gate(kernels, form, gates, dtype):
         PACKED | {"gate_form": "key", "K": 128, "V": 128, "dtype": torch.float16},
         PACKED | {"R": 2, "BV": 128, "dtype": torch.float16},
         {"gates": "none", "dtype": torch.float16, "gate_form": "key"},
+        {"gates": "none", "dtype": torch.float16},
         PACKED | {"gate_form": "key", "K": 128, "V": 128, "dtype": torch.float32},
         PACKED | {"R": 2, "BV": 128, "dtype": torch.float32},
         {"gates": "none", "dtype": torch.float32, "gate_form": "key", "initial_state": True},
         {"gates": "none", "dtype": torch.float32, "initial_state": True, "B": 2},
         {"dtype": torch.float32, "B": 2, "H": 2, "R": 2, "K": 40, "V": 200, "BV": 128},
         {"dtype": torch.float32, "B": 2, "H": 2, "K": 40, "V": 200, "gate_form": "key"},
+        *({"gate_form": "key"} | sizes for sizes in GROUPS),
+        {"gate_form": "key", "R": 3, "K": 40, "V": 200},
+        {"gate_form": "key", "G": 2, "H": 2, "B": 2, "initial_state": True},
+        {"gate_form": "key", "G": 2, "gates": "none", "initial_state": True},
+        {"gate_form": "key", "G": 2, "H": 2, "K": 40, "V": 200, "dtype": torch.float32, "initial_state": True},
+        PACKED | {"gate_form": "key", "G": 3, "gates": "-inf"},
+        PACKED | {"gate_form": "key", "G": 2, "H": 2, "dtype": torch.float16},
+        {"gate_form": "key", "K": 200, "V": 72, "initial_state": True},
+        {"gate_form": "key", "R": 2, "H": 2, "K": 256, "V": 40, "gates": "-inf", "initial_state": True},
+        {"gate_form": "key", "G": 2, "H": 2, "K": 136, "V": 72, "initial_state": True},
+        PACKED | {"gate_form": "key", "R": 3, "H": 2, "K": 136, "gates": "strong"},
+        PACKED | {"gate_form": "key", "G": 2, "K": 136, "normalizer": 16},
     ],
     ids=str,
 )
@@ -206,7 +271,7 @@ def check_pool(kernels, length=None, pool_dtype=torch.float32, v_first=False, **
         recurrence = Recurrence(x.k, x.v, x.g, pool, pool, in_slots=True)
         gluon_on_cpu.run(launch_scan(plan.segments, recurrence, segments, S, D, S))
         tensors = tensors._replace(entering=S)
-    kernel = kernels.forward if x.g is not None and x.g.ndim == 4 else kernels.forward_head
+    kernel = forward_kernel(kernels, K, sizes.get("gate_form"))
     gluon_on_cpu.run(kernel.launch_outputs(plan, tensors, segments, K**-0.5, None))
     assert relative_error(actual, o) <= budget(x.q.dtype)
     allowed = max(budget(x.q.dtype), budget(pool_dtype))
@@ -225,6 +290,10 @@ def check_pool(kernels, length=None, pool_dtype=torch.float32, v_first=False, **
         (None, {"R": 2, "K": 128, "V": 40, "pool_dtype": BFLOAT16, "v_first": True, "gates": "-inf"}),
         (None, {"dtype": torch.float32, "gate_form": "key"}),
         (64, {"gate_form": "key", "H": 2, "K": 72, "V": 40, "pool_dtype": BFLOAT16}),
+        (None, {"gate_form": "key", "H": 2, "R": 2, "v_first": True}),
+        (None, {"gate_form": "key", "H": 2, "R": 2, "K": 136}),
+        (64, {"gate_form": "key", "H": 2, "R": 3, "gates": "-inf"}),
+        (64, {"gate_form": "key", "H": 2, "R": 2, "K": 136, "v_first": True}),
         (64, {"gates": "none", "v_first": True}),
         (64, {"dtype": torch.float16, "gate_form": "constant"}),
     ],
@@ -388,6 +457,11 @@ def test_gradients_of_every_gate(kernels, form, dtype, gates):
         {"K": 72, "V": 40, "H": 2, "G": 2, "dtype": torch.float32},
         {"gate_form": "constant", "dtype": torch.float32},
         PACKED | {"R": 2, "dtype": torch.float32},
+        *({"gate_form": "key"} | sizes for sizes in GROUPS),
+        {"gate_form": "key", "R": 2, "H": 2, "V": 136, "T": 100, "gates": "strong", "initial_state": True},
+        {"gate_form": "key", "R": 3, "K": 136, "V": 136, "gates": "-inf", "dstate": False},
+        {"gate_form": "key", "R": 2, "H": 2, "V": 256, "T": 70, "normalizer": 16, "gate_dtype": BFLOAT16},
+        PACKED | {"gate_form": "key", "R": 2, "H": 2, "K": 72, "V": 200, "gates": "-inf"},
     ],
     ids=str,
 )
@@ -443,6 +517,8 @@ def test_gradients_of_uniform_gates(kernels, monkeypatch, form, strength, dtype)
         {"T": 300, "gate_form": "key", "gates": "-inf", "K": 128, "V": 128},
         {"lengths": (100, 0, 200, 1), "gate_form": "key", "K": 72},
         {"T": 300, "gate_form": "key", "normalizer": 1, "gate_dtype": BFLOAT16},
+        {"T": 300, "gate_form": "key", "H": 2, "R": 2, "gates": "-inf"},
+        {"lengths": (100, 0, 200, 1), "gate_form": "key", "H": 2, "R": 3, "dtype": torch.float32},
         {"lengths": (100, 0, 200, 1), "gate_form": "key", "normalizer": 1},
         {"lengths": (100, 0, 200, 1), "normalizer": 2},
         {"T": 300, "gates": "extreme", "dtype": torch.float16},

@@ -19,7 +19,20 @@ import torch
 
 from gla_core.dispatch.backend import KnownDevice
 from tests.backends.prepared_calls import launches_on
-from tests.backends.test_offsets import attention, backward, forward, layer_step, pool, softmax, step, steps, summary
+from tests.backends.test_offsets import (
+    attention,
+    attention_backward,
+    backward,
+    forward,
+    layer_step,
+    pool,
+    softmax,
+    softmax_backward,
+    ssd_step,
+    step,
+    steps,
+    summary,
+)
 
 triton = pytest.importorskip("triton")
 
@@ -97,12 +110,43 @@ CALLS = {
     "step": (step, "triton_fused", {"B": 64, "P": 100, "G": 1}),
     "layer step": (layer_step, "triton_fused", {"B": 64, "P": 100, "H": 4, "G": 1}),
     "layer step, one row": (layer_step, "triton_fused", {"B": 1, "P": 100, "H": 4, "G": 1, "K": 256, "V": 512}),
+    "Mamba-2 step": (ssd_step, "triton_fused", {"B": 64, "P": 100, "H": 1, "R": 128, "V": 64}),
     "steps": (steps, "triton_fused", {"N": 64, "T": 4, "P": 500}),
     "attention": (attention, "triton_fused", {"B": 2, "Tq": 4096, "Tk": 4096, "H": 8}),
     "attention, wide": (attention, "triton_fused", {"B": 2, "Tq": 4096, "Tk": 4096, "H": 8, "K": 256}),
     "attention in splits": (attention, "parallel_scan", {"B": 1, "Tq": 1, "Tk": 2**17, "H": 8}),
+    "attention backward": (attention_backward, "triton_fused", {"B": 2, "Tq": 4096, "Tk": 4096, "H": 8}),
+    "attention backward, K = 64": (
+        attention_backward,
+        "triton_fused",
+        {"B": 2, "Tq": 4096, "Tk": 4096, "H": 8, "K": 64},
+    ),
+    "attention backward, wide": (
+        attention_backward,
+        "triton_fused",
+        {"B": 2, "Tq": 4096, "Tk": 4096, "H": 8, "K": 256},
+    ),
+    "attention backward, widest": (
+        attention_backward,
+        "triton_fused",
+        {"B": 2, "Tq": 4096, "Tk": 4096, "H": 8, "K": 512},
+    ),
+    "attention backward, float32": (
+        attention_backward,
+        "triton_fused",
+        {"B": 2, "Tq": 4096, "Tk": 4096, "H": 8} | FLOAT32,
+    ),
+    "attention backward, TF32": (
+        attention_backward,
+        "triton_fused",
+        {"B": 2, "Tq": 4096, "Tk": 4096, "H": 8} | FLOAT32,
+    ),
     "softmax": (softmax, "triton_fused", {"shape": (8192, 4096)}),
     "softmax of long rows": (softmax, "triton_fused", {"shape": (64, 2**17)}),
+    "softmax backward": (softmax_backward, "triton_fused", {"shape": (8192, 4096)}),
+    "softmax backward of long rows": (softmax_backward, "triton_fused", {"shape": (64, 2**17)}),
+    "softmax backward of unaligned rows": (softmax_backward, "triton_fused", {"shape": (4096, 50257)}),
+    "softmax backward in splits": (softmax_backward, "parallel_scan", {"shape": (4, 2**24)}),
     "softmax in splits": (softmax, "parallel_scan", {"shape": (4, 2**24)}),
 }
 STACK = 512
@@ -201,6 +245,20 @@ def test_gradients_are_written_eight_bytes_at_a_time(call, monkeypatch):
         narrow = re.findall(r"st\.global\.b\d+", compiled_by(launch).asm["ptx"])
         marks = launch.arguments.get("TURNS", 1)  # each gate warpgroup stores the marks of its chunks
         assert len(narrow) <= marks, launch.kernel.fn.__name__
+
+
+@pytest.mark.parametrize("v_first", [True, False])
+@pytest.mark.parametrize("target", ["A100", "H100"])
+def test_states_of_mamba2_are_read_and_written_16_bytes_at_a_time(target, v_first, monkeypatch, tmp_path):
+    """A thread holds 32 numbers of a state. With 72 registers, a multiprocessor has 112 KiB of states on their way."""
+    op, *arguments = ssd_step(B=64, P=100, H=1, R=128, V=64)
+    arguments[3] = arguments[3] if v_first else arguments[3].contiguous()
+    place = device_of(TARGETS[target])
+    (launch,) = launches_on(place, "triton_fused", "highest", op, *arguments, monkeypatch=monkeypatch)
+    compiled = compiled_by(launch)
+    for access in ("ld", "st"):
+        assert len(re.findall(rf"{access}\.global\.v4\.b32", compiled.asm["ptx"])) == 8
+    assert usage(compiled.asm, tmp_path)[0] <= 72
 
 
 @pytest.mark.thorough

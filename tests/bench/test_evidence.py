@@ -49,6 +49,21 @@ def test_it_measures_parts_into_files_of_the_device(evidence, tmp_path, capsys, 
     assert {row.call for row in evidence.record.read(path)} == {"`online_softmax` forward: 5 rows of 33"}
 
 
+def test_it_measures_calls_of_models(evidence, tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "copy_bandwidth", lambda device: 4e12)
+    (job,) = (
+        job
+        for job in evidence.jobs_of("model_calls", CPU, 4e12, 0.002, None)
+        if job.rows[0][0].startswith("GLA 1.3B: ")
+    )
+    assert job.rows == [(f"GLA 1.3B: {way}", "gla-core", None) for way in evidence.model_calls.models.WAYS]
+    fields = job.measure()
+    assert [row["error"] for row in fields] == [None] * 3
+    assert all(row["seconds"] > 0 < row["facts"]["floors"] for row in fields)
+    assert all(row["facts"]["backend"] for row in fields)
+    assert all(row["facts"]["eager"] for row in fields)  # there are no CUDA graphs here
+
+
 def test_it_measures_what_auto_picks(evidence, tmp_path, capsys, monkeypatch):
     call = OpCall(op="online_softmax", device=CPU, dtype=torch.float32, dims={"rows": 2, "columns": 3})
     monkeypatch.setattr(evidence.selection, "calls", lambda device: iter([("grid", call)]))
@@ -112,6 +127,26 @@ def test_shares_run_every_call_of_ours_once_and_compile_some_of_each_kernel_of_f
     assert max(case.workload.sizes.get("T", 0) for case in theirs) == calls.SHORT
     widths = {(c.workload.sizes["K"], c.workload.sizes["V"]) for c in calls.CALLS if c.baseline == "fla"}
     assert {(case.workload.sizes["K"], case.workload.sizes["V"]) for case in theirs} == widths
+
+
+def test_calls_of_models_have_a_row_for_the_peer_and_are_compiled_once(evidence, monkeypatch):
+    calls, ran, launched = evidence.model_calls, [], []
+    monkeypatch.setattr(
+        calls.models, "peer_of", lambda model: "mamba_ssm" if model.function == "mamba_chunk_scan_combined" else "fla"
+    )
+    rows = [row for job in evidence.jobs_of("model_calls", CUDA, 4e12, 1.0, None) for row in job.rows]
+    ours = {call for call, who, baseline in rows if who == "gla-core" and baseline in ("fla", "mamba_ssm")}
+    assert len(ours) == len(rows) / 2 == 3 * len(calls.distinct())
+    monkeypatch.setattr(calls, "attempt", lambda call: ran.append(call.args[:3]))
+    tune = SimpleNamespace(compile_only=lambda share, shares: launched.append((share, shares)))
+    monkeypatch.setitem(__import__("sys").modules, "gla_fla", SimpleNamespace())
+    monkeypatch.setitem(__import__("sys").modules, "gla_fla.tune", tune)
+    for share in range(3):
+        calls.compile_share(share, 3, CUDA)
+    assert launched == [(0, 3), (1, 3), (2, 3)]
+    run_once = [(model.name, way) for model, way, who in ran if who == "gla-core"]
+    assert len(set(run_once)) == len(run_once) == 2 * len(calls.distinct())
+    assert {model.sizes["T"] for model, _, who in ran if who == "fla"} == {calls.SHORT}
 
 
 def test_steps_of_mamba_ssm_are_ours(evidence):

@@ -20,8 +20,13 @@ def tables(script):
 
 
 def test_the_pages_hold_what_the_results_say(tables):
-    written = {tables.README: tables.headline(tables.FOLDER), tables.PAGE: tables.render(tables.FOLDER)}
-    for page, generated in written.items():
+    written = {
+        tables.README: tables.headline,
+        tables.PAGE: tables.render,
+        tables.MODELS_PAGE: tables.render_models,
+    }
+    for page, generate in written.items():
+        generated = generate(tables.FOLDER)
         assert tables.between_markers(page.read_text()) == generated, "run: python3 benchmarks/readme_tables.py --write"
 
 
@@ -51,7 +56,7 @@ def test_every_row_names_a_commit_a_device_and_versions(tables):
         assert row.commit, (part, row.call)
         assert row.device
         assert row.versions["torch"]
-        assert part in {*tables.SECTIONS, "precision"}
+        assert part in {*tables.SECTIONS, "precision", "model_calls"}
 
 
 def commits_between(older: str, newer: str) -> int | None:
@@ -239,18 +244,18 @@ def test_conformance_is_told_in_a_line(tables, tmp_path):
 
 
 def test_writing_replaces_what_stands_between_the_markers(tables, measured, monkeypatch):
-    pages = measured / "README.md", measured / "results.md"
+    pages = measured / "README.md", measured / "results.md", measured / "models.md"
     for page in pages:
         page.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
-    for name, value in (("FOLDER", measured), ("README", pages[0]), ("PAGE", pages[1])):
+    for name, value in zip(("FOLDER", "README", "PAGE", "MODELS_PAGE"), (measured, *pages), strict=True):
         monkeypatch.setattr(tables, name, value)
     drawn = []
     monkeypatch.setattr(tables, "draw", drawn.append)
     monkeypatch.setattr("sys.argv", ["readme_tables.py", "--write"])
     for _ in range(2):  # the second time changes nothing
         tables.main()
-        for page, generated in zip(pages, (tables.headline(measured), tables.render(measured)), strict=True):
-            assert page.read_text() == f"before\n{tables.BEGIN}\n{generated}{tables.END}\nafter\n"
+        for page, generate in zip(pages, (tables.headline, tables.render, tables.render_models), strict=True):
+            assert page.read_text() == f"before\n{tables.BEGIN}\n{generate(measured)}{tables.END}\nafter\n"
     assert drawn == [measured] * 2
 
 
@@ -273,6 +278,63 @@ def test_a_selection_is_told_in_a_few_lines(tables, tmp_path):
     )
     assert "| grid | 120 | 97.5% within 5% | 1.21 × |\n" in section
     assert section.endswith("(../benchmarks/results/selection-pretend/crossover.svg)\n")
+
+
+@pytest.fixture
+def models_measured(tables, measured):
+    """The made-up run, with calls of models: 4, 0.5 and 2 times as fast, one eager, and one whose peer failed."""
+
+    def pair(call, theirs, ours, floors, eager=False, error=None):
+        facts = {"eager": True} if eager else {}
+        return [
+            tables.Row(call=call, who="fla", seconds=theirs, spread=0.02, error=error, **ABOUT),
+            tables.Row(
+                call=call, who="gla-core", baseline="fla", seconds=ours, spread=0.01,
+                facts={**facts, "floors": floors, "backend": "triton"}, **ABOUT,
+            ),
+        ]  # fmt: skip
+
+    rows = [
+        *pair("GLA 1.3B: forward", 4e-4, 1e-4, 1.5),
+        *pair("RetNet 3B: forward and backward", 1e-3, 2e-3, 19.6, eager=True),
+        *pair("GLA 1.3B: step", 2e-4, 1e-4, 1.1),
+        *pair("Based 1B: step", None, 3e-4, 2.0, error="RuntimeError: no such sizes"),
+    ]
+    tables.record.write(measured / "pretend" / "model_calls.jsonl", rows)
+    return measured
+
+
+def test_the_page_of_models(tables, models_measured):
+    page = tables.render_models(models_measured).replace("\N{NO-BREAK SPACE}", " ")
+    measured, _, listed = page.partition("## The models\n")
+    lines = measured.splitlines()
+    assert lines[:3] == [
+        "## NVIDIA Pretend",
+        "",
+        "At 0123456789, 2026-01-02; torch 2.11.0, fla 0.6.0. Rows: [`model_calls.jsonl`](../model_calls.jsonl).",
+    ]
+    assert lines[4:] == [
+        "| model | call | ours | peer | times as fast | floors |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
+        "| GLA 1.3B | forward | 100 us | fla 400 us | 4.00 | 1.5 |",
+        "| RetNet 3B | forward and backward (eager) | 2.00 ms | fla 1.00 ms | 0.50 | 19.6 |",
+        "| GLA 1.3B | step | 100 us | fla 200 us | 2.00 | 1.1 |",
+        "| Based 1B | step | 300 us | fla: no such sizes | - | 2.0 |",
+        "",
+    ]
+    assert "| GLA 1.3B | `chunk_gla` | key | B4 T4096 H4 K256 V512 | fla-hub/gla-1.3B-100B: config.json |\n" in listed
+
+
+def test_the_readme_quotes_the_worst_and_the_median_model(tables, models_measured):
+    assert (
+        "Of 3 calls of published models ([table](docs/models.md)), the worst is RetNet 3B: forward and backward, 0.50 "
+        "times as fast as fla at 19.6 floors; the median is GLA 1.3B: step, 2.00 times as fast as fla at 1.1 floors."
+    ) in tables.headline(models_measured)
+
+
+def test_the_readme_is_silent_on_models_that_were_not_measured(tables, measured):
+    assert "published models (" not in tables.headline(measured)
+    assert tables.render_models(measured).startswith("## The models\n")
 
 
 def test_no_row_is_compared_across_devices(tables, measured):

@@ -41,7 +41,7 @@ def test_json_holds_every_field(run):
     assert rows["mine"] == {
         "name": "mine",
         "version": "2.5",
-        "ops": ["online_softmax"],
+        "ops": ["online_softmax", "online_softmax_bwd"],
         "devices": ["cpu", "cuda"],
         "dtypes": ["float32", "float16"],
         "gates": [],

@@ -40,7 +40,7 @@ def test_it_prints_the_explanation(run):
 def tensors_of(op: str) -> tuple[str, dict]:
     """Returns a shape, and tensors of that shape as the op receives them."""
     x = torch.empty
-    if op == "online_softmax":
+    if op.startswith("online_softmax"):
         return "5,7", {"x": x(5, 7)}
     if op in ("recurrent_gla_step", "recurrent_gla_layer_step"):
         return "2,4,16,32", {
@@ -50,6 +50,9 @@ def tensors_of(op: str) -> tuple[str, dict]:
             "g": x(2, 4, 16),
             "state": x(2, 4, 16, 32),
         }
+    if op == "recurrent_ssd_step":
+        tokens = {"q": x(2, 4, 16), "k": x(2, 4, 16), "v": x(2, 4, 32)}
+        return "2,4,16,32", {**tokens, "state": x(2, 4, 16, 32), "dt": x(2, 4), "A": x(4)}
     if op == "chunk_gla_pool":
         tokens = {"q": x(1, 64, 8, 16), "k": x(1, 64, 4, 16), "v": x(1, 64, 4, 32), "g": x(1, 64, 4, 16)}
         slots = {"cu_seqlens": torch.tensor([0, 30, 64]), "read_slots": torch.tensor([0, 1])}
@@ -65,13 +68,13 @@ def tensors_of(op: str) -> tuple[str, dict]:
     if op == "chunk_gla_summary":
         return "2,64,4,16,32", {"k": x(2, 64, 4, 16), "v": x(2, 64, 4, 32), "g": x(2, 64, 4, 16)}
     qkv = {"q": x(2, 64, 8, 16), "k": x(2, 64, 4, 16), "v": x(2, 64, 4, 32)}
-    return "2,64,4,16,32", qkv if op == "softmax_attention" else {**qkv, "g": x(2, 64, 4, 16)}
+    return "2,64,4,16,32", qkv if op.startswith("softmax_attention") else {**qkv, "g": x(2, 64, 4, 16)}
 
 
 @pytest.mark.parametrize("op", SHAPES)
 def test_numbers_describe_the_same_call_as_tensors(op):
     shape, tensors = tensors_of(op)
-    heads = None if op in ("online_softmax", "chunk_gla_summary") else 8
+    heads = None if op in ("online_softmax", "online_softmax_bwd", "chunk_gla_summary", "recurrent_ssd_step") else 8
     assert describe_call(op, shape, heads, "float32", "cpu", None) == without_layouts(gla.explain(op, **tensors).call)
 
 

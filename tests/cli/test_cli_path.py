@@ -25,6 +25,7 @@ CHUNK_GLA = ("explain", "chunk_gla", "--shape", "1,64,2,16,32")
 def call_of(op, device="cpu", assume=None):
     spec = RUNS[op][0]
     sizes = SIZES | ({"T": 4} if "slots" in spec.parameters else {})
+    sizes |= {"V": 256} if op == "softmax_attention_bwd" else {}  # no library computes it
     shape = ",".join(str(sizes[name]) for name in SHAPES[spec.name])
     return describe_call(op, shape, dtype="bfloat16", device=device, assume=assume)
 
@@ -56,7 +57,7 @@ def test_the_path_of_every_op_has_few_steps_and_ends_at_launches(op, backend):
     pytest.importorskip("triton")
     steps, launches = path_of(call_of(op, "auto", "H200"), backend, backend)
     functions = [step.function for step in steps]
-    public = [op.removesuffix("_fwd")] if op != "chunk_gla_bwd" else []
+    public = [op.removesuffix("_fwd")] if not op.endswith("_bwd") else []
     assert functions[: len(public) + 4] == public + STEPS_OF_THE_CORE
     assert functions[-1] == "Launches.start"
     assert any(step.file.startswith("gla_triton_kernels/") and "prepare" in step.function for step in steps)
@@ -68,7 +69,8 @@ def test_the_path_of_every_op_has_few_steps_and_ends_at_launches(op, backend):
 @pytest.mark.parametrize("op", sorted(RUNS))
 def test_the_path_of_a_call_in_pytorch_ends_in_the_function_that_computes_it(op):
     steps, launches = path_of(call_of(op), "reference", "reference")
-    assert steps[-1].file.startswith("gla_reference/")
+    in_core = op in ("online_softmax_bwd", "softmax_attention_bwd")
+    assert steps[-1].file.startswith("gla_core/ops/attention/" if in_core else "gla_reference/")
     assert len(steps) <= 12
     assert launches == []
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import gla_core as gla
 from gla_core.compat.mamba_ssm import mamba_chunk_scan_combined, ops, selective_state_update
 
 WIDE = torch.float64
@@ -244,13 +245,22 @@ def test_steps_equal_the_scan(heads, groups, expanded):
 
 
 def test_a_gate_for_each_head_is_recognized(monkeypatch):
-    shapes, original = [], ops.recurrent_gla_step
-    monkeypatch.setattr(ops, "recurrent_gla_step", lambda *x, **kw: shapes.append(x[3].shape) or original(*x, **kw))
+    shapes, ssd_step, step = [], ops.recurrent_ssd_step, ops.recurrent_gla_step
+    monkeypatch.setattr(ops, "recurrent_ssd_step", lambda *x, **y: shapes.append(y["dt"].shape) or ssd_step(*x, **y))
+    monkeypatch.setattr(ops, "recurrent_gla_step", lambda *x, **y: shapes.append(x[3].shape) or step(*x, **y))
     x = inputs().tensors
     for expanded in (True, False):
-        step = next(tokens(x, expanded))
-        selective_state_update(x["initial_states"].clone(), **step)
+        selective_state_update(x["initial_states"].clone(), **next(tokens(x, expanded)))
     assert [list(shape) for shape in shapes] == [[2, 4], [2, 12, 5]]
+
+
+@pytest.mark.parametrize("request_", ["reference", "parallel_scan", "batch_invariant=64"])
+def test_a_step_honours_requests(request_):
+    x = inputs(T=1).tensors
+    state, (expected, after) = x["initial_states"].clone(), recurrence(**x, dt_softplus=True)
+    with gla.use_backend(request_):
+        torch.testing.assert_close(selective_state_update(state, **next(tokens(x)), dt_softplus=True), expected[:, 0])
+    torch.testing.assert_close(state, after[:, -1])
 
 
 def mamba1(state, x, dt, A, B, C, D, z, dt_bias):
@@ -309,8 +319,7 @@ def test_a_pool_of_states(tied, dtype):
     torch.testing.assert_close(out[[0, 2]], expected[[0, 2]])
     torch.testing.assert_close(state[[3, 0]], after[[0, 2]].to(dtype))
     assert torch.equal(state[[1, 2, 4]], before[[1, 2, 4]])
-    D, x, z = step["D"], step["x"][1], step["z"][1]
-    torch.testing.assert_close(out[1], D * x * F.silu(z))
+    assert not out[1].any()  # as in mamba_ssm
 
 
 def test_states_of_half_precision():
@@ -330,5 +339,7 @@ def test_what_a_step_refuses():
         selective_state_update(state, **(step | {"dt": step["dt"][:, :2]}))
     with pytest.raises(ValueError, match=r"state has strides .*; expected heads and channels that follow each other"):
         selective_state_update(state.transpose(1, 2).contiguous().transpose(1, 2), **step)
+    with pytest.raises(ValueError, match="state has stride 0 along dimension 3 of size 5 and is written in place"):
+        selective_state_update(state[..., :1].expand_as(state), **next(tokens(inputs(batch=3).tensors)))
     with pytest.raises(RuntimeError, match="no backward"):
         selective_state_update(state, **(step | {"x": step["x"].requires_grad_()}))

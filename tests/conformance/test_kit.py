@@ -211,6 +211,7 @@ COMPUTED_BY_ANOTHER = (
     "chunk_gla_bwd",
     "chunk_gla_pool",
     "recurrent_gla_layer_step",
+    "recurrent_ssd_step",
     "recurrent_gla_steps",
     "recurrent_gla_replay",
 )
@@ -350,7 +351,7 @@ def test_every_op_has_the_cases_that_follow_from_its_description(monkeypatch):
     options = ("--gla-backend", "reference", "--gla-device", "cuda", "--collect-only", "-q")
     assert pytest.main([*options, *SETTINGS, "--pyargs", *modules], [kept]) == 0
     every, public = set(ABSTRACT_OPS), {spec.name for spec in PUBLIC_OPS.values()}
-    gradients = {"chunk_gla_bwd", "chunk_gla_summary", "online_softmax", "softmax_attention"}
+    gradients = {"chunk_gla_bwd", "chunk_gla_summary", "online_softmax_bwd", "softmax_attention_bwd"}
     covered = {"opcheck": every, "no_wait": every, "graph": every, "compiled": public, "autocast": public}
     covered |= {f"{name}_inplace": set(WRITING) for name in covered}
     covered |= {"compiled_with_backward": gradients, "autocast_of_gradients": gradients}

@@ -86,6 +86,7 @@ backward = right("chunk_gla_bwd", "dq", "dk", "dv", "dg", "dinitial_state")
 summary = right("chunk_gla_summary", "decay", "state")
 step = right("recurrent_gla_step", "o", "state")
 attention = right("softmax_attention", "o", "lse")
+attention_gradients = right("softmax_attention_bwd", "dq", "dk", "dv")
 
 
 @bug("chunk_gla_fwd", "test_values[short-float32]")
@@ -1049,6 +1050,44 @@ def rows_of_the_output_gate_taken_for_dense(x):
     return layer_stepped(x, output_gate=None if x.output_gate is None else as_if_dense(x.output_gate))
 
 
+def ssd_stepped(x, **changes):
+    """Returns o by the reference, for arguments x with changes; the state is written."""
+    return REFERENCE["recurrent_ssd_step"](*{**vars(x), **changes}.values())
+
+
+@bug("recurrent_ssd_step", "test_values[small-float32]", over={"o"})
+def skip_added_twice(x):
+    return ssd_stepped(x, D=None if x.D is None else 2 * x.D)
+
+
+@bug("recurrent_ssd_step", "test_values[small-float32]")
+def time_steps_left_out_of_values(x):
+    times = x.dt if x.dt_bias is None else x.dt + x.dt_bias
+    times = torch.nn.functional.softplus(times) if x.dt_softplus else times
+    return ssd_stepped(x, v=x.v / times[..., None])
+
+
+@bug("recurrent_ssd_step", "test_values[pool-float32]")
+def softplus_not_asked_for(x):
+    return ssd_stepped(x, dt_softplus=True)
+
+
+@bug("recurrent_ssd_step", "test_values[plain-float32]")
+def logarithms_of_rates_taken_for_rates(x):
+    return ssd_stepped(x, A_is_log=False)
+
+
+@bug("recurrent_ssd_step", "test_values[grouped_values-float32]", over={"o"})
+def query_head_of_the_value_head(x):
+    return ssd_stepped(x, q=x.q.repeat(1, x.v.shape[1] // x.q.shape[1], 1)[:, :: x.v.shape[1] // x.q.shape[1]])
+
+
+@bug("recurrent_ssd_step", "test_skipped_rows[pool-float32-torch.int32--1]", over={"o"})
+def output_gate_of_a_skipped_step_multiplied_by_0(x):
+    o = ssd_stepped(x)
+    return o if x.z is None else o + 0 * x.z
+
+
 @bug("recurrent_gla_step", "test_inplace_writes_only_addressed_rows[small-float32--1]")
 def negative_index_counts_from_the_end(x):
     rows = x.state_indices
@@ -1114,6 +1153,51 @@ def logarithm_to_base_two(x):
 def mask_aligned_at_the_first_key(x):
     Tq, Tk = x.q.shape[1], x.k.shape[1]
     return attention(x, k=x.k[:, :Tq], v=x.v[:, :Tq]) if x.causal and Tk > Tq else attention(x)
+
+
+@bug("online_softmax_bwd", "test_gradients[small-float32]")
+def mean_of_dy_not_subtracted(x):
+    y = torch.softmax(x.x.float(), x.dim)
+    return (y * x.dy).to(x.x.dtype).contiguous()
+
+
+@bug("online_softmax_bwd", "test_gradients[small-float32]")
+def plain_mean_of_dy_subtracted(x):
+    y = torch.softmax(x.x.float(), x.dim)
+    return (y * (x.dy - x.dy.mean(x.dim, keepdim=True))).to(x.x.dtype).contiguous()
+
+
+@bug("softmax_attention_bwd", "test_gradients[small-float32]", over={"dq", "dk"})
+def gradient_of_lse_left_out(x):
+    return attention_gradients(x, dlse=None)
+
+
+@bug("softmax_attention_bwd", "test_gradients[grouped-float32]", over={"dk", "dv"})
+def last_head_of_a_group_left_out(x):
+    y, groups = attention_gradients(x), x.q.shape[2] // x.k.shape[2]
+    if groups > 1:
+        last = torch.arange(x.q.shape[2]) % groups < groups - 1
+        fewer = attention_gradients(x, do=x.do * last[:, None], dlse=None if x.dlse is None else x.dlse * last)
+        y.dk, y.dv = fewer.dk, fewer.dv
+    return y
+
+
+@bug("softmax_attention_bwd", "test_gradients[small-float32]")
+def causal_gradients_one_key_off(x):
+    y = attention_gradients(x)
+    if x.causal and x.k.shape[1] > 1:
+        earlier = attention_gradients(
+            x,
+            q=x.q[:, 1:],
+            o=x.o[:, 1:],
+            lse=x.lse[:, 1:],
+            do=x.do[:, 1:],
+            dlse=None if x.dlse is None else x.dlse[:, 1:],
+            k=x.k[:, :-1],
+            v=x.v[:, :-1],
+        )
+        y.dk[:, :-1], y.dv[:, :-1] = earlier.dk, earlier.dv
+    return y
 
 
 FORMS = ("short", "last_chunk_partial", "grouped", "per_head", "per_head_grouped", "constant", "grouped_values")

@@ -63,10 +63,12 @@ def call_of(op, kind, **changes):
         "softmax_attention": {"B": 1, "Tq": 100, "Tk": 1000, "H": 4, "Hq": 4, "K": 128, "V": 128},
     }
     sizes["recurrent_gla_layer_step"] = sizes["recurrent_gla_step"]
+    sizes["recurrent_ssd_step"] = {n: size for n, size in sizes["recurrent_gla_step"].items() if n != "Hq"}
     sizes["recurrent_gla_steps"] = {**sizes["recurrent_gla_step"], "T": 4, "N": 2, "S": 4}
     sizes["recurrent_gla_replay"] = {**sizes["recurrent_gla_step"], "T": 4, "N": 2, "L": 8}
     sizes["chunk_gla_pool"] = {**sizes["chunk_gla_fwd"], "P": 4}
     sizes["chunk_gla_bwd"] = sizes["chunk_gla_summary"] = sizes["chunk_gla_fwd"]
+    sizes |= {f"{name}_bwd": sizes[name] for name in ("online_softmax", "softmax_attention")}
     dims = {name: changes.pop(name, size) for name, size in sizes[op].items()}
     if op.startswith("chunk_gla"):
         dims["N"] = changes.pop("N", dims["B"])
@@ -106,7 +108,7 @@ def test_each_constant_counts_for_some_call(name, kind, op):
         call_of(op, kind, capturing=capturing, **{**sizes, **tensors})
         for capturing in (False, True)
         for sizes in SIZES[op]
-        for tensors in TENSORS[op.partition("_gla")[0]]
+        for tensors in TENSORS[op.partition("_gla")[0].removesuffix("_bwd")]
     ]
     constants = shipped_constants(f"gla_{name}")[kind][op]
     base = [predicted(name, kind, call) for call in calls]
@@ -129,11 +131,12 @@ SIZES = {
     "online_softmax": [{"rows": rows, "columns": columns} for rows in (1, 10_000) for columns in (10, 100_000)],
     "softmax_attention": [{"Tq": 1}, {"Tq": 1000, "Tk": 1000}, {"Tq": 1, "Tk": 1_000_000}, {"B": 100, "Tq": 1}],
 }
-SIZES["recurrent_gla_layer_step"] = SIZES["recurrent_gla_step"]
+SIZES["recurrent_gla_layer_step"] = SIZES["recurrent_ssd_step"] = SIZES["recurrent_gla_step"]
 SIZES["recurrent_gla_steps"] = [{"B": B, "N": B, "T": T, "S": T} for B in (1, 1000) for T in (1, 8)]
 SIZES["recurrent_gla_replay"] = [{"B": B, "N": B, "T": T, "L": 2 * T} for B in (1, 1000) for T in (1, 8)]
 SIZES["chunk_gla_summary"] = SIZES["chunk_gla_pool"] = SIZES["chunk_gla_fwd"]
 SIZES["chunk_gla_bwd"] = [*SIZES["chunk_gla_fwd"], {"T": 1000, "H": 4, "Hq": 8, "K": 100, "V": 100}]
+SIZES |= {f"{name}_bwd": SIZES[name] for name in ("online_softmax", "softmax_attention")}
 GATED = {"gate_dtype": torch.float32, "gate_form": "key"}
 TENSORS = {
     "chunk": [
@@ -147,6 +150,7 @@ TENSORS = {
         {**GATED, "gate_form": "constant"},
     ],
     "recurrent": [{"state_dtype": torch.float32}],
+    "recurrent_ssd_step": [{"state_dtype": torch.float32}],
     "online_softmax": [{}],
     "softmax_attention": [{}, {"dtype": torch.float32}],
 }
@@ -187,6 +191,7 @@ def test_much_more_work_is_never_predicted_to_be_faster(name, kind, op, capturin
     growing = {
         "recurrent_gla_step": ("B", "H", "V"),
         "recurrent_gla_layer_step": ("B", "H", "V"),
+        "recurrent_ssd_step": ("B", "H", "V"),
         "recurrent_gla_steps": ("N", "H", "V"),
         "recurrent_gla_replay": ("N", "H", "V"),
         "online_softmax": ("rows", "columns"),

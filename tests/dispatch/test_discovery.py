@@ -38,7 +38,7 @@ def test_an_installed_plugin_is_found_and_runs(install, plugin_source, x, info):
     torch.testing.assert_close(gla.online_softmax(x, backend="mine"), torch.softmax(x, -1))
     assert sys.modules[module].softmax_calls == 1
     assert info("mine") == gla.BackendInfo(
-        "mine", "1.0", ("online_softmax",), Capabilities(), "its_entry_point", error=None
+        "mine", "1.0", ("online_softmax", "online_softmax_bwd"), Capabilities(), "its_entry_point", error=None
     )
 
 

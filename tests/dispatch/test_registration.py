@@ -8,6 +8,9 @@ import torch
 import gla_core as gla
 from gla_core.dispatch.backend import Backend, Capabilities
 
+SOFTMAX_AND_GRADIENT = ("online_softmax", "online_softmax_bwd")
+"""The ops of a backend with a softmax alone; PyTorch computes its gradient."""
+
 
 def softmax(x, dim):
     return torch.softmax(x, dim)
@@ -15,7 +18,7 @@ def softmax(x, dim):
 
 def test_register_and_unregister(own_backends, x, info):
     handle = gla.register(Backend("mine", "1.0", {"online_softmax": softmax}))
-    assert info("mine") == gla.BackendInfo("mine", "1.0", ("online_softmax",), Capabilities(), "register()")
+    assert info("mine") == gla.BackendInfo("mine", "1.0", SOFTMAX_AND_GRADIENT, Capabilities(), "register()")
     torch.testing.assert_close(gla.online_softmax(x, backend="mine"), torch.softmax(x, -1))
     handle.unregister()
     assert info("mine") is None

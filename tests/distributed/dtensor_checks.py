@@ -146,6 +146,10 @@ def check_other_ops(ranks: Ranks) -> None:
         expected = gla.recurrent_gla_layer_step(*token, before, token[2], weight)
         actual = gla.recurrent_gla_layer_step(*one, written, one[2], spread(weight, WHOLE))
         compare((actual, written), (expected, before))
+        dt = v[:, 0, :, 0].abs()
+        expected = gla.recurrent_ssd_step(*token[:3], before, dt, -dt[0])
+        actual = gla.recurrent_ssd_step(*one[:3], written, spread(dt, state_place), spread(-dt[0], WHOLE))
+        compare((actual, written), (expected, before))
 
 
 def check_rows_of_a_softmax(ranks: Ranks) -> None:

@@ -18,7 +18,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "from-mamba.md").read_text(encoding
     ("theirs", "ours"),
     [
         (mamba_ssm.mamba_chunk_scan_combined, gla.chunk_gla),
-        (mamba_ssm.selective_state_update, gla.recurrent_gla_step),
+        (mamba_ssm.selective_state_update, gla.recurrent_ssd_step),
     ],
 )
 def test_the_tables_name_the_arguments(theirs, ours):

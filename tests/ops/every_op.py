@@ -75,6 +75,17 @@ CALLS = {
         | {"state": states(5), "slots": ints(4, -1, 1), "output_gate": states(3, 1, 2)}
         | {"norm_weight": torch.ones(2)},
     ),
+    "recurrent_ssd_step": (
+        gla.recurrent_ssd_step,
+        {name: x for name, x in token(3).items() if name != "g"}
+        | {
+            "state": states(5),
+            "dt": states(3, 1).abs(),
+            "A": -torch.ones(1),
+            "z": states(3, 1, 2),
+            "slots": ints(4, -1, 1),
+        },
+    ),
     "recurrent_gla_steps": (
         gla.recurrent_gla_steps,
         tokens(4, 3) | HAS_STATE | {"pool": states(8)} | DRAFTS,

@@ -62,3 +62,11 @@ def test_gradcheck():
     x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: gla.online_softmax(x, 0), x)
     assert torch.autograd.gradgradcheck(lambda x: gla.online_softmax(x, 0), x)
+
+
+def test_a_third_derivative():
+    x = torch.randn(3, 5, dtype=torch.float64)
+    function = lambda x: gla.online_softmax(x, 0).pow(3).sum()  # noqa: E731
+    expected = lambda x: torch.softmax(x, 0).pow(3).sum()  # noqa: E731
+    third = [torch.func.jacrev(torch.func.jacrev(torch.func.jacrev(f)))(x) for f in (function, expected)]
+    torch.testing.assert_close(*third)

@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 import gla_core as gla
 from gla_core.conformance import oracle
 from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
+from gla_core.dispatch.backend import Backend, Capabilities
+from gla_core.dispatch.registry import get
+from tests.reference import function
 
 
 def attention_inputs(B=2, Tq=50, Tk=70, H=2, G=1, K=16, V=24, dtype=torch.float64, device="cpu", seed=0):
@@ -159,3 +162,46 @@ def test_a_second_derivative_is_refused_not_wrong():
     (dq,) = torch.autograd.grad(gla.softmax_attention(q.requires_grad_(), k, v)[0].sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         dq.sum().backward()
+
+
+def gradients_of(outputs, q, k, v, backend):
+    """Returns the gradients of the sum of the squares of some results, o and lse."""
+    results = gla.softmax_attention(q, k, v, causal=True, backend=backend)
+    return torch.autograd.grad(sum(results[i].square().sum() for i in outputs), (q, k, v))
+
+
+@pytest.mark.parametrize("outputs", [(0,), (1,), (0, 1)])
+def test_a_backend_without_a_backward_has_the_gradients_of_pytorch(outputs):
+    leaves = [x.requires_grad_() for x in attention_inputs()]
+    forward = {"softmax_attention": get("reference").ops["softmax_attention"]}
+    expected = gradients_of(outputs, *leaves, "reference")
+    with gla.register(Backend("mine", "1", forward, Capabilities(dtypes=frozenset({torch.float64})))):
+        actual = gradients_of(outputs, *leaves, "mine")
+        assert gla.explain("softmax_attention_bwd", *leaves, backend="mine").winner == "mine"
+    assert all(map(torch.equal, actual, expected))
+
+
+@pytest.mark.parametrize("outputs", [(0,), (1,), (0, 1)])
+def test_a_backward_receives_the_results_and_the_gradients_that_there_are(outputs):
+    """A missing gradient of o is zeros, and a missing gradient of lse is None."""
+    leaves = [x.requires_grad_() for x in attention_inputs()]
+    received = []
+
+    def softmax_attention_bwd(q, k, v, o, lse, scale, causal, do, dlse):
+        received.append((o, lse, scale, causal, do, dlse))
+        return function("softmax_attention_bwd")(q, k, v, o, lse, scale, causal, do, dlse)
+
+    ops = {
+        "softmax_attention": get("reference").ops["softmax_attention"],
+        "softmax_attention_bwd": softmax_attention_bwd,
+    }
+    with gla.register(Backend("mine", "1", ops, Capabilities(dtypes=frozenset({torch.float64})))):
+        actual = gradients_of(outputs, *leaves, "mine")
+    ((o, lse, scale, causal, do, dlse),) = received
+    results = gla.softmax_attention(*leaves, causal=True, backend="reference")
+    assert torch.equal(o, results.o)
+    assert torch.equal(lse, results.lse)
+    assert (scale, causal) == (leaves[0].shape[-1] ** -0.5, True)
+    assert torch.equal(do, 2 * o if 0 in outputs else torch.zeros_like(o))
+    assert dlse is None if 1 not in outputs else torch.equal(dlse, 2 * lse)
+    assert all(map(torch.equal, actual, gradients_of(outputs, *leaves, "reference")))

@@ -16,6 +16,7 @@ NAMES = (
     "chunk_gla_pool pad",
     "recurrent_gla_step in place",
     "recurrent_gla_layer_step",
+    "recurrent_ssd_step",
     "recurrent_gla_steps packed",
     "recurrent_gla_replay packed",
 )

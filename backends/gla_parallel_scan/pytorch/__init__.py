@@ -6,12 +6,14 @@ from gla_core.dispatch.backend import Constants, Op, OpCall
 from gla_core.dispatch.lowering import lowered
 from gla_parallel_scan.pytorch import cost, online_softmax, softmax_attention, step
 
-_LOWERED = ("recurrent_gla_layer_step", "recurrent_gla_steps", "recurrent_gla_replay")
+_LOWERED = ("recurrent_gla_layer_step", "recurrent_ssd_step", "recurrent_gla_steps", "recurrent_gla_replay")
 OPS: Mapping[str, Op] = {
     "recurrent_gla_step": step.step,
     **{op: lowered(op, step.step) for op in _LOWERED},
     "online_softmax": online_softmax.online_softmax,
+    "online_softmax_bwd": lowered("online_softmax_bwd", online_softmax.online_softmax),
     "softmax_attention": softmax_attention.softmax_attention,
+    "softmax_attention_bwd": lowered("softmax_attention_bwd", softmax_attention.softmax_attention),
 }
 """The ops that are computed in PyTorch on a CPU."""
 

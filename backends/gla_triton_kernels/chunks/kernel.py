@@ -185,6 +185,8 @@ class OutputKernel(Kernel):
             GPU runs at once.
         time: takes a call and the parameters, returns the time of a block.
         before: takes a call and constants, returns the seconds of each launch that prepares inputs of this kernel.
+        may_lack_outputs: whether the kernel can leave out the outputs, if only checkpoints are needed.
+        heads_apart: whether each query head of a group is computed separately, with a state of its own.
     """
 
     states: StateKernel
@@ -192,6 +194,8 @@ class OutputKernel(Kernel):
     blocks: Callable[[OpCall, Gpu], tuple[int, int]]
     time: Callable[[OpCall, Parameters], BlockTime]
     before: Callable[[OpCall, Constants], list[float]] = lambda call, c: []
+    may_lack_outputs: bool = False
+    heads_apart: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -62,6 +62,7 @@ class Recurrence(NamedTuple):
         scale: the factor of the products of a backward recurrence; a forward recurrence has none.
         backwards: whether the recurrence goes from the last token to the first.
         normalizer: the number by which log sigma is divided if g holds logits; None if it holds log gates.
+        factor: factors of `right` [B, T, Hv], contiguous; None stands for 1. Only with one gate for each head.
         in_slots: whether `before` and `after` are a pool [P, Hv, K, V]; `Segments.slots` then names the slots.
     """
 
@@ -74,6 +75,7 @@ class Recurrence(NamedTuple):
     backwards: bool = False
     normalizer: int | None = None
     in_slots: bool = False
+    factor: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

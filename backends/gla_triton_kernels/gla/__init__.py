@@ -48,6 +48,7 @@ def ops(cut: bool) -> dict[str, Prepared]:
         "chunk_gla_summary": op(summary.prepare, _SUMMARY, None),
         "recurrent_gla_step": step.STEP,
         "recurrent_gla_layer_step": step.LAYER_STEP,
+        "recurrent_ssd_step": step.SSD_STEP,
         "recurrent_gla_steps": step.STEPS,
         "recurrent_gla_replay": step.REPLAY,
     }
@@ -63,6 +64,7 @@ def seconds(cut: bool) -> dict[str, Callable[[OpCall, Constants], float]]:
         "chunk_gla_summary": cost.predictor(partial(summary.plan, cut=cut), cost.summary_prices),
         "recurrent_gla_step": step_cost.seconds,
         "recurrent_gla_layer_step": step_cost.seconds,
+        "recurrent_ssd_step": step_cost.seconds,
         "recurrent_gla_steps": step_cost.seconds_of_steps,
         "recurrent_gla_replay": step_cost.seconds_of_replay,
     }

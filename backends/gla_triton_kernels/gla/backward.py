@@ -224,7 +224,7 @@ def launches(plan: BackwardPlan, x: BackwardTensors, scale: float, normalizer: i
     elif plan.forward is not None:
         shape = checkpoint_shape(x.k, x.v, x.cu_seqlens, CHUNK)
         entering = x.v.new_empty(shape, dtype=checkpoint_dtype(x.q.dtype))
-        o = x.v.new_empty(x.do.shape)
+        o = None if plan.forward.outputs.may_lack_outputs else x.v.new_empty(x.do.shape)
         tensors = Tensors(x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens, o, None, entering)
         made = forward.launches(plan.forward, tensors, scale, CHUNK, normalizer)
     filled = x  # the kernel for gradients fills the results in `filled`

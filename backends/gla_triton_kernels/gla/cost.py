@@ -32,6 +32,7 @@ from gla_triton_kernels.chunks.price import (
     gate_itemsize,
     kernel_seconds,
     moved_bytes,
+    queries_of_state,
     states_seconds,
     token_bytes,
     whole,
@@ -81,12 +82,14 @@ def forward_prices(call: OpCall, plan: ForwardPlan, c: Constants) -> Prices:
     kernel, segments = plan.outputs, plan.segments
     block = kernel.time(call, plan.parameters)
     before = kernel.before(call, c)
+    through = whole(call) if segments is None else cut(call, segments.length, segments.uncut)
+    if kernel.heads_apart:
+        through = through._replace(number=through.number * queries_of_state(call))
+    outputs = kernel_seconds(call, block, through, moved_bytes(call), c)
     if segments is None:
-        outputs = kernel_seconds(call, block, whole(call), moved_bytes(call), c)
         return [*_for_packed(call, 1 + len(before), c), *before, outputs]
     # Each float32 element of a state is written, read and written by the scan, and read for outputs: 16 bytes in all.
     states = _states(call, segments, _state_heads(call), 16, bool(call.scalars.get("output_final_state")), c)
-    outputs = kernel_seconds(call, block, cut(call, segments.length, segments.uncut), moved_bytes(call), c)
     return [*_for_packed(call, 1 + len(before), c), *states, *before, outputs]
 
 
@@ -142,7 +145,7 @@ def backward_prices(call: OpCall, plan: BackwardPlan, c: Constants) -> Prices:
 def _gradients(call: OpCall, plan: BackwardPlan, c: Constants) -> Prices:
     """Returns the seconds of the kernels that compute gradients, sum partial results, add pairs and clear padding."""
     B, T, H, Hq, Hv, K, V = (call.dims[name] for name in ("B", "T", "H", "Hq", "Hv", "K", "V"))
-    kernel, heads = plan.gradients, Hq // max(Hv, 1) if plan.gradients.heads_apart and Hq > Hv else 1
+    kernel, heads = plan.gradients, queries_of_state(call) if plan.gradients.heads_apart else 1
     key_parts, value_parts = kernel.partials(call, plan.parameters)
     size, gate, group = call.dtype.itemsize, gate_itemsize(call), Hv // max(H, 1)
     gate_parts = key_parts * heads * (1 if call.gate_form in (None, "key") else value_parts)

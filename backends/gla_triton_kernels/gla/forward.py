@@ -145,8 +145,11 @@ def segments_before(
 
 
 def states_of_segments(call: OpCall, gpu: Gpu, length: int, uncut: int) -> SegmentPlan:
-    """Plans the states of segments, or the gradients of these states, for a call that computes no outputs."""
-    kernel = first_able(KERNELS, call, gpu)
+    """Plans the states of segments, or the gradients of these states, for a call that computes no outputs.
+
+    The gradient of a state that query heads share is a sum over them, which only the general kernel computes.
+    """
+    kernel = general.FORWARD if call.dims["Hq"] > call.dims["H"] else first_able(KERNELS, call, gpu)
     return segments_before(call, gpu, kernel, kernel.parameters(call, gpu, call.dims["N"]), length, uncut)
 
 
@@ -154,9 +157,12 @@ def plan_checkpoints(call: OpCall, gpu: Gpu) -> ForwardPlan | None:
     """Plans a forward that computes the checkpoints of a backward; None if states of chunks take less time.
 
     The kernels for SM90 write checkpoints as they compute the chunks of a sequence. A scan of the states of all chunks
-    would move each state three times in float32. But its bits depend neither on the batch nor on other segments.
+    would move each state three times in float32. But its bits depend neither on the batch nor on other segments, and it
+    computes a state that query heads share once.
     """
-    if call.batch_invariant is not None or _are_short(call) or first_able(KERNELS, call, gpu) is general.FORWARD:
+    if call.batch_invariant is not None or _are_short(call) or call.dims["Hq"] > call.dims["H"]:
+        return None
+    if first_able(KERNELS, call, gpu) is general.FORWARD:
         return None
     return _segments(call, gpu, KERNELS)
 
@@ -324,7 +330,7 @@ def launches(
     else:
         in_slots = x.pool is not None
         ends = (x.pool, x.pool) if in_slots else (x.initial_state, x.final_state)
-        states = Recurrence(x.k, x.v, x.g, *ends, normalizer=normalizer, in_slots=in_slots)
+        states = Recurrence(x.k, x.v, x.g, *ends, normalizer=normalizer, in_slots=in_slots, factor=x.v_factor)
         entering, segments, before = launch_entering(
             plan.segments, states, x.v.shape[2], x.cu_seqlens, skip_first=not in_slots, o=o, slots=slots
         )

@@ -56,7 +56,8 @@ def takes(call: OpCall, name: str) -> bool:
 
 def forward_of_pool(call: OpCall) -> OpCall:
     """Returns the forward between a read and a write of the pool, of a call whose states are in a pool."""
-    return OP_LOWERINGS[call.op].parts(call)[0][0]
+    forward, _ = OP_LOWERINGS[call.op].parts(call)[0]
+    return replace(forward, given=forward.given | {"pool"})
 
 
 def seen_by_kernels(call: OpCall, gpu: Gpu) -> OpCall:

@@ -31,11 +31,13 @@ class Tensors(NamedTuple):
     g: Tensor | None  # [B, T, Hv, K], [B, T, Hv] or [Hv]
     initial_state: Tensor | None  # [N, Hv, K, V]
     cu_seqlens: Tensor | None  # [N+1]
-    o: Tensor  # [B, T, Ho, V]
+    o: Tensor | None  # [B, T, Ho, V]; None if only states are needed, which not every kernel allows
     final_state: Tensor | None  # [N, Hv, K, V]
     checkpoints: Tensor | None = None  # [B, n, Hv, K, V]
     entering: Tensor | None = None  # [I, Hv, K, V]
     pool: Tensor | None = None  # [P, Hv, K, V], instead of initial_state, final_state and checkpoints
+    v_factor: Tensor | None = None  # [B, T, Hv], contiguous; multiplies v
+    skip: Tensor | None = None  # [Hv, V]; o is increased by skip v, without the factor
 
 
 class BackwardTensors(NamedTuple):
@@ -80,9 +82,8 @@ def plans_with_rows(plans: Sequence[tuple[OpCall, AnyPlan]], x: AnyTensors) -> l
 
 
 def _rows(x: AnyTensors, start: int, end: int) -> AnyTensors:
-    divided = {
-        name: y for name, y in x._asdict().items() if y is not None and y.ndim > 1
-    }  # all rows share constant gates
+    shared = {"skip"}  # and constant gates, which have one dimension
+    divided = {name: y for name, y in x._asdict().items() if y is not None and y.ndim > 1 and name not in shared}
     return x._replace(**{name: part(y, start, end) for name, y in divided.items()})
 
 

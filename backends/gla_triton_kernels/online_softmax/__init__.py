@@ -3,6 +3,7 @@
 plan.py                launch parameters
 launches.py            the launches of a call
 one_pass.py splits.py  the kernels; sweep.py has functions that both use, rows.py describes a tensor as rows
+backward.py            the kernels of the gradient
 cost.py                predicted seconds
 """
 
@@ -13,19 +14,24 @@ from collections.abc import Callable
 from gla_core.dispatch.backend import OpCall, Prepared
 
 
-def _prepare_one_pass(call: OpCall) -> Callable[..., object]:
-    from gla_triton_kernels.online_softmax.launches import prepare_one_pass
+def _op(name: str, *takes: str) -> Prepared:
+    """Returns an op that a function of launches.py prepares."""
 
-    return prepare_one_pass(call)
+    def prepare(call: OpCall) -> Callable[..., object]:
+        from gla_triton_kernels.online_softmax import launches
+
+        return getattr(launches, name)(call)
+
+    return Prepared(prepare, takes)
 
 
-def _prepare_splits(call: OpCall) -> Callable[..., object]:
-    from gla_triton_kernels.online_softmax.launches import prepare_splits
-
-    return prepare_splits(call)
-
-
-ONE_PASS = Prepared(_prepare_one_pass, ("x", "dim"))
-"""online_softmax with one block per row: the block holds the row on chip if it fits, and otherwise reads it twice."""
-SPLITS = Prepared(_prepare_splits, ("x", "dim"))
-"""online_softmax with long rows in splits: one kernel sums all splits in parallel, and a second kernel writes y."""
+ONE_PASS = {
+    "online_softmax": _op("prepare_one_pass", "x", "dim"),
+    "online_softmax_bwd": _op("prepare_gradient_one_pass", "x", "dim", "dy"),
+}
+"""The ops with one block per row: the block holds the row on chip if it fits, and otherwise reads it twice."""
+SPLITS = {
+    "online_softmax": _op("prepare_splits", "x", "dim"),
+    "online_softmax_bwd": _op("prepare_gradient_splits", "x", "dim", "dy"),
+}
+"""The ops with long rows in splits: one kernel sums all splits in parallel, and a second kernel writes the result."""

@@ -1,7 +1,7 @@
 """Plans a softmax: chooses kernels and launch parameters. Imports no Triton.
 
-one_pass.py and splits.py run a plan, and cost.py predicts the time of the same plan. Launch parameters were chosen by
-measurements on an H200.
+one_pass.py, splits.py and backward.py run a plan, and cost.py predicts the time of the same plan. Launch parameters
+were chosen by measurements on an H200.
 
 R rows   N columns of a row   BR, BN rows and columns of a tile
 """
@@ -27,7 +27,7 @@ MOST_UNALIGNED_ON_CHIP = 2**13
 
 
 class Kernel(enum.Enum):
-    """The kernels of one_pass.py."""
+    """The kernels of one_pass.py, and of the gradient in one pass."""
 
     ON_CHIP = enum.auto()
     TWO_SWEEPS = enum.auto()
@@ -66,6 +66,17 @@ def plan_one_pass(rows: Rows) -> OnePass:
     if BN > 1024:
         return OnePass(Kernel.TWO_SWEEPS, min(power_of_two(R), 32), 256, 16)
     return OnePass(Kernel.ON_CHIP, min(power_of_two(R), 128, max(16, 8192 // BN)), BN, 8)
+
+
+def plan_gradient_one_pass(rows: Rows) -> OnePass:
+    """Returns a plan in which one block computes the gradient of each row.
+
+    A tile is of two tensors, x and dy: each thread holds half as many columns as in the plan of the softmax.
+    """
+    kernel, BR, BN, warps, registers = plan_one_pass(rows)
+    if kernel is Kernel.ON_CHIP:
+        return OnePass(kernel, BR, BN, min(2 * warps, 32) if BN > 1024 else warps)
+    return OnePass(kernel, BR, BN // 2, warps, registers and 64)
 
 
 # ---- rows in splits

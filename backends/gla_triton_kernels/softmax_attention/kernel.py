@@ -8,16 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from gla_core.dispatch.backend import OpCall, Reason
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_runtime.architecture import Gpu
-
-if TYPE_CHECKING:
-    from gla_triton_runtime.launch import Launch
-
-    LaunchFunction = Callable[..., list[Launch]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,13 +20,14 @@ class Kernel:
     """A kernel that computes attention, as a value.
 
     Attributes:
-        name: the name of the kernel's file.
-        load: imports the kernel, and returns the function that describes its launch.
+        name: the name of the kernel's file, or of the library that has it.
+        load: imports the kernel, and returns the function that describes its launch; for a kernel of gradients, the
+            function that prepares a call.
         refusal: takes a call and a GPU, and returns the reason why the kernel cannot compute the call, or None.
     """
 
     name: str
-    load: Callable[[], LaunchFunction]
+    load: Callable[[], Callable[..., Any]]
     refusal: Callable[[OpCall, Gpu], Reason | None]
 
 
@@ -67,3 +63,24 @@ class Plan:
     def splits(self, Tk: int) -> int:
         """Returns the number of splits of Tk keys."""
         return 1 if self.split is None else ceil_div(Tk, self.split)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientPlan:
+    """The launch parameters of backward.py.
+
+    One kernel holds keys and passes through rows of queries; another holds rows and passes through keys.
+
+    Attributes:
+        held: number of keys, or rows, that a program holds.
+        passed: number of rows, or keys, of a block that it passes through.
+        BK, BV, warps, stages, exact: as in `Plan`.
+    """
+
+    held: int
+    passed: int
+    BK: int
+    BV: int
+    warps: int
+    stages: int
+    exact: bool

@@ -1,4 +1,7 @@
-"""Describes the launches of softmax attention: one kernel attends, and a second one merges splits of the keys."""
+"""Describes the launches of softmax attention: one kernel attends, and a second one merges splits of the keys.
+
+Those of the gradients are in backward.py.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,11 @@ import torch
 from torch import Tensor
 
 from gla_core.dispatch.backend import OpCall
+from gla_triton_kernels.softmax_attention.backward import launch_gradients
 from gla_triton_kernels.softmax_attention.kernel import Plan
 from gla_triton_kernels.softmax_attention.merge import launch_merge
+from gla_triton_kernels.softmax_attention.plan import plan_gradients
+from gla_triton_runtime.architecture import gpu_of_call
 from gla_triton_runtime.launch import Launch
 from gla_triton_runtime.prepared import Launches, rehearsed
 
@@ -56,3 +62,34 @@ def launches(plan: Plan, tensors: Tensors, scale: float, causal: bool) -> list[L
     split_lse = lse.new_empty((splits, *lse.shape))
     attended = launch_attention(plan, q, k, v, scale, causal, split_o, split_lse)
     return [*attended, *launch_merge(split_o, split_lse, o, lse)]
+
+
+def prepare_gradients(call: OpCall) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """Plans a backward, compiles its kernels, and returns the function that computes calls of the same signature.
+
+    Raises:
+        LaunchError: a kernel does not compile for this device, or does not fit it.
+    """
+    plan, launched = plan_gradients(call, gpu_of_call(call)), Launches(call.device)
+
+    def run(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        scale: float,
+        causal: bool,
+        do: Tensor,
+        dlse: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if not q.numel() or not k.numel():
+            return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+        dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+        tensors = (q, k, v, o, lse, do, dlse, dq, dk, dv)
+        if not launched.replay(tensors, scale):
+            launches = launch_gradients(plan, q, k, v, o, lse, scale, causal, do, dlse, dq, dk, dv)
+            launched.start(launches, tensors)
+        return dq, dk, dv
+
+    return rehearsed(run, call)

@@ -9,21 +9,19 @@ BR rows of queries of a program   BT keys of a block   BK, BV key and value widt
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import Any
 
 import torch
 
 from gla_core.dispatch.backend import OpCall, Reason
 from gla_core.dispatch.tensors import ceil_div
-from gla_triton_kernels.softmax_attention.kernel import Kernel, Plan
-from gla_triton_runtime.architecture import Gpu, gpu_of_call
+from gla_triton_kernels.softmax_attention.kernel import GradientPlan, Kernel, Plan
+from gla_triton_runtime.architecture import Architecture, Gpu, gpu_of_call
 from gla_triton_runtime.sizes import power_of_two
 from gla_triton_runtime.tma import addressable
-
-if TYPE_CHECKING:
-    from gla_triton_kernels.softmax_attention.kernel import LaunchFunction
 
 
 def is_causal(call: OpCall) -> bool:
@@ -44,13 +42,13 @@ WGMMA_ROWS = 64
 """Rows of a warpgroup: wgmma multiplies 64 rows. With up to 64 queries, one of two warpgroups would be idle."""
 
 
-def _load_general() -> LaunchFunction:
+def _load_general() -> Callable[..., Any]:
     from gla_triton_kernels.softmax_attention.forward import launch_attention
 
     return launch_attention
 
 
-def _load_sm90() -> LaunchFunction:
+def _load_sm90() -> Callable[..., Any]:
     from gla_triton_kernels.softmax_attention.forward_sm90 import launch_attention
 
     return launch_attention
@@ -71,8 +69,8 @@ def _sm90_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
     return None
 
 
-def are_addressable(call: OpCall, names: str) -> bool:
-    """Returns whether TMA can address the tensors in `names`, each one of q, k and v.
+def are_addressable(call: OpCall, names: Iterable[str]) -> bool:
+    """Returns whether TMA can address the tensors of these names, [B, T, H, width].
 
     A tensor with an unknown layout counts as addressable.
     """
@@ -112,9 +110,7 @@ def _sm90(K: int, V: int) -> Plan:
 
 def _general(call: OpCall, gpu: Gpu) -> Plan:
     Tq, H, Hq, K, V = (call.dims[name] for name in ("Tq", "H", "Hq", "K", "V"))
-    rows, width = Tq * (Hq // max(H, 1)), power_of_two(max(K, V), 64)
-    in_tf32 = gpu.facts.has_tf32 and call.float32_matmul_precision != "highest"
-    exact = call.dtype == torch.float32 and not in_tf32
+    rows, width, exact = Tq * (Hq // max(H, 1)), power_of_two(max(K, V), 64), _is_exact(call, gpu)
     tiles = TILES_FLOAT32 if exact else TILES_TF32 if call.dtype == torch.float32 else TILES_16_BIT
     BR, BT, warps = tiles[width]
     BR, BT = _in_shared_memory(BR, BT, width * call.dtype.itemsize, gpu)
@@ -124,6 +120,12 @@ def _general(call: OpCall, gpu: Gpu) -> Plan:
     # Triton 3.6 on Hopper miscompiles blocks of pointers with V up to 32 and K above 32, so BK equals BV there.
     BK, BV = (power_of_two(K, 16), power_of_two(V, 16)) if tma else (width, width)
     return Plan(kernel=GENERAL, BR=BR, BT=BT, BK=BK, BV=BV, warps=warps, tma=tma, exact=exact or not gpu.facts.has_tf32)
+
+
+def _is_exact(call: OpCall, gpu: Gpu) -> bool:
+    """Returns whether a call multiplies float32 as float32."""
+    in_tf32 = gpu.facts.has_tf32 and call.float32_matmul_precision != "highest"
+    return call.dtype == torch.float32 and not in_tf32
 
 
 def _in_shared_memory(BR: int, BT: int, row: int, gpu: Gpu) -> tuple[int, int]:
@@ -168,3 +170,113 @@ def plan_splits(call: OpCall, gpu: Gpu) -> Plan:
         return replace(plan, split=split)
     whole = plan_one_pass(call, gpu)
     return whole if whole.kernel is SM90 else plan
+
+
+# ---- gradients
+
+# Each width has the numbers of keys, or rows, that a program holds and passes through, and numbers of warps and stages.
+GRADIENT_TILES_16_BIT = {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2), 512: (32, 16, 8, 1)}
+GRADIENT_TILES_FLOAT32 = {64: (32, 32, 4, 2), 128: (32, 16, 8, 2), 256: (16, 16, 8, 1), 512: (16, 16, 8, 1)}
+
+
+def plan_gradients(call: OpCall, gpu: Gpu) -> GradientPlan:
+    """Returns the launch parameters of a backward by our own kernels."""
+    K, V = call.dims["K"], call.dims["V"]
+    width, size = power_of_two(max(K, V), 64), call.dtype.itemsize
+    tiles = GRADIENT_TILES_FLOAT32 if call.dtype == torch.float32 else GRADIENT_TILES_16_BIT
+    held, passed, warps, stages = tiles[width]
+    # A quarter more than tiles of q and do, and of k and v: weights p and ds pass through shared memory too.
+    while 2.5 * (held + stages * passed) * width * size > gpu.facts.shared_memory and (held, stages) != (LEAST_TILE, 1):
+        held, stages = (held, stages - 1) if stages > 1 else (held // 2, stages)
+    exact = _is_exact(call, gpu) or not gpu.facts.has_tf32
+    # Blocks of pointers have one width; see `_general`.
+    return GradientPlan(held=held, passed=passed, BK=width, BV=width, warps=warps, stages=stages, exact=exact)
+
+
+def _load_gradients() -> Callable[..., Any]:
+    from gla_triton_kernels.softmax_attention.launches import prepare_gradients
+
+    return prepare_gradients
+
+
+def _load_cudnn() -> Callable[..., Any]:
+    from gla_triton_kernels.softmax_attention import library
+
+    return partial(library.prepare, library.cudnn)
+
+
+def _load_flash() -> Callable[..., Any]:
+    from gla_triton_kernels.softmax_attention import library
+
+    return partial(library.prepare, library.flash)
+
+
+def _library_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
+    """Returns the reason why no kernel of a library computes the gradients of a call, or None."""
+    Tq, Tk, K, V = (call.dims[name] for name in ("Tq", "Tk", "K", "V"))
+    if gpu.architecture in (Architecture.INTERPRETED, Architecture.AMD):
+        return f"needs a GPU of NVIDIA; the GPU is of the kind {gpu.facts.known_as}"
+    if call.deterministic:
+        return "is not deterministic; torch.use_deterministic_algorithms is on"
+    if call.dtype not in (torch.float16, torch.bfloat16):
+        return f"computes float16 and bfloat16; q is {str(call.dtype).removeprefix('torch.')}"
+    if call.dtype == torch.float16 and "dlse" in call.given:
+        return "takes a gradient of lse in bfloat16 only"
+    if K % 8 or V % 8 or not are_addressable(call, ("q", "k", "v", "o", "do")):
+        return "needs tensors whose addresses and strides are multiples of 16 bytes"
+    if is_causal(call) and Tq != Tk:
+        return f"computes causal attention of as many queries as keys; there are {Tq} and {Tk}"
+    return None
+
+
+def _cudnn_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
+    K, V, Tk = (call.dims[name] for name in ("K", "V", "Tk"))
+    reason = _library_refusal(call, gpu)
+    if reason is not None:
+        return reason
+    if gpu.architecture not in (Architecture.SM90, Architecture.SM100):
+        return f"is faster on Hopper and Blackwell only; the GPU is of the kind {gpu.facts.known_as}"
+    if max(K, V) > 128 or Tk == 1:
+        return f"computes heads of up to 128, and more than one key; K is {K}, V is {V}, and there are {Tk} keys"
+    if call.assumed is None and (torch.backends.cudnn.version() or 0) <= LEAST_CUDNN:
+        return f"needs cuDNN after {LEAST_CUDNN}; PyTorch has {torch.backends.cudnn.version()}"
+    return None
+
+
+def _flash_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
+    K, V = call.dims["K"], call.dims["V"]
+    reason = _library_refusal(call, gpu)
+    if reason is not None:
+        return reason
+    widest = 256 if gpu.facts.shared_memory > FEW_SHARED else 192
+    if K != V or widest < K:
+        return f"computes heads of one width, up to {widest}; K is {K} and V is {V}"
+    if call.assumed is None and not torch.backends.cuda.is_flash_attention_available():
+        return "needs a PyTorch that was built with FlashAttention"
+    return None
+
+
+LEAST_CUDNN = 91500
+"""PyTorch prefers cuDNN to FlashAttention on Hopper after this version."""
+FEW_SHARED = 99 * 1024
+"""The shared memory, in bytes, with which FlashAttention's backward computes no heads of more than 192."""
+OWN_GRADIENTS = Kernel("backward", _load_gradients, lambda call, gpu: None)
+GRADIENT_KERNELS = (
+    Kernel("cudnn", _load_cudnn, _cudnn_refusal),
+    Kernel("flash", _load_flash, _flash_refusal),
+    OWN_GRADIENTS,
+)
+"""The kernels that compute gradients, best first."""
+
+
+def gradient_kernel(call: OpCall, gpu: Gpu) -> Kernel:
+    """Returns the first kernel that computes the gradients of a call."""
+    return next(kernel for kernel in GRADIENT_KERNELS if kernel.refusal(call, gpu) is None)
+
+
+def explain_gradients(call: OpCall) -> list[str]:
+    """Returns lines that name the kernel of a backward, and give the reasons why better kernels refuse it."""
+    gpu = gpu_of_call(call)
+    chosen = gradient_kernel(call, gpu)
+    better = GRADIENT_KERNELS[: GRADIENT_KERNELS.index(chosen)]
+    return [f"kernel {chosen.name}", *(f"not {kernel.name}: {kernel.refusal(call, gpu)}" for kernel in better)]

@@ -33,28 +33,6 @@ class Kernels(Protocol):
         """
         ...
 
-    def step(
-        self,
-        state: Tensor,
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        D: Tensor | None,
-        z: Tensor | None,
-        dt_bias: Tensor | None,
-        dt_softplus: bool,
-        state_batch_indices: Tensor | None,
-        A_is_log: bool,
-    ) -> Tensor | None:
-        """Returns the result of `selective_state_update`, and overwrites the state.
-
-        Args: as in `selective_state_update`, but dt [B, nheads], A and dt_bias [nheads].
-            A_is_log: whether A holds log(-A).
-        """
-        ...
-
     def norm(
         self, x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, groups: int, gate_first: bool
     ) -> Tensor | None:

@@ -14,21 +14,20 @@ Duality" (arXiv 2405.21060); the arguments are those of mamba_ssm 2.3.2.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.compiler import is_compiling
 
-from gla_core.compat.mamba_ssm import kernels
-from gla_core.dispatch.request import current_request
 from gla_core.dispatch.tensors import wide
 from gla_core.ops import checks
-from gla_core.ops.gla import chunk_gla, recurrent_gla_step
+from gla_core.ops.gla import chunk_gla, recurrent_gla_step, recurrent_ssd_step
+from gla_core.ops.gla.recurrent_ssd_step import output, rates, time_steps, without_skipped
 
 _SCAN = {
     "x": "batch seqlen nheads headdim",
@@ -139,7 +138,7 @@ def mamba_chunk_scan_combined(
     if D is None and z is None:
         out = o.to(x.dtype)
     else:
-        out = _fused(_output, o, x, D if D is None or D.ndim == 2 else D[:, None], z)
+        out = _fused(output, o, x, D if D is None or D.ndim == 2 else D[:, None], z)
     if offsets is None:
         return (out, state) if return_final_states else out
     if not return_final_states:
@@ -183,7 +182,7 @@ def selective_state_update(
         dt_bias: it is added to dt [nheads, dim].
         dt_softplus: whether to apply softplus to dt + dt_bias.
         state_batch_indices: for each row, the index of its state [batch], int32 or int64, no state twice. A row with a
-            negative index reads and writes no state.
+            negative index reads and writes no state, and its out is 0.
 
     Returns:
         out [batch, nheads, dim] with the dtype of x, without the dimension nheads if state lacks it.
@@ -191,8 +190,8 @@ def selective_state_update(
     Raises:
         ValueError, TypeError: an argument has a wrong shape, dtype or device, or the strides of state do not allow to
             write it in place.
-        RuntimeError: x, dt, A, B, C, dt_bias or state requires a gradient; call it under torch.no_grad().
-        NoBackendError, NotImplementedError: as in `gla_core.recurrent_gla_step`.
+        RuntimeError: an input requires a gradient; call it under torch.no_grad().
+        NoBackendError, NotImplementedError: as in `gla_core.recurrent_ssd_step`.
 
     Example:
         >>> A = -torch.rand(8, 1, 1).expand(8, 64, 128)
@@ -228,38 +227,38 @@ def advance(
     Args:
         A_is_log: whether A holds log(-A).
     """
-    dtype = wide(x.dtype)
     if _shared(A, 1, 2) and _shared(dt, 2) and (dt_bias is None or _shared(dt_bias, 1)):
-        dt, A, dt_bias = dt[..., 0], A[:, 0, 0], None if dt_bias is None else dt_bias[:, 0]
-        out = _by_kernel(states, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices, A_is_log)
-        if out is not None:
-            return out
-        dt = _time_steps(dt, dt_bias, dt_softplus, dtype)
-        v, g, pool = x * dt[..., None], dt * _rates(A, A_is_log, dtype), states
-    else:
-        dt = _time_steps(dt, dt_bias, dt_softplus, dtype)
-        v, g = (x * dt).flatten(1)[..., None], (dt[..., None] * _rates(A, A_is_log, dtype)).flatten(1, 2)
-        pool = _channels_as_heads(states)
+        per_head = {"dt": dt[..., 0], "A": A[:, 0, 0], "dt_bias": None if dt_bias is None else dt_bias[:, 0]}
+        skip = D is None or _shared(D, 1)  # of a head, and not of a channel
+        if skip:
+            per_head |= {"D": None if D is None else D[:, 0], "z": z}
+        per_head = {name: None if y is None else _taken(y, x.dtype) for name, y in per_head.items()}
+        options = {"scale": 1.0, "dt_softplus": dt_softplus, "A_is_log": A_is_log, "slots": state_batch_indices}
+        with _written(states, x.dtype) as pool:
+            o = recurrent_ssd_step(C.to(x.dtype), B.to(x.dtype), x, pool, **per_head, **options, state_v_first=True)
+        return o.to(x.dtype) if skip else without_skipped(output(o, x, D, z), states, state_batch_indices)
+    dtype = wide(x.dtype)
+    dt = time_steps(dt, dt_bias, dt_softplus, dtype)
+    v, g = (x * dt).flatten(1)[..., None], (dt[..., None] * rates(A, A_is_log, dtype)).flatten(1, 2)
     token = (C.to(x.dtype), B.to(x.dtype), v.to(x.dtype), g)
+    with _written(_channels_as_heads(states), x.dtype) as pool:
+        o, _ = recurrent_gla_step(*token, pool, 1.0, state_batch_indices, inplace=True, state_v_first=True)
+    return without_skipped(output(o.reshape(x.shape), x, D, z), states, state_batch_indices)
+
+
+def _taken(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns x in a dtype that an op takes with inputs of `dtype`."""
+    return x if x.dtype in (dtype, torch.float32) else x.to(wide(dtype))
+
+
+@contextlib.contextmanager
+def _written(states: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Yields states of a dtype that a step takes with inputs of `dtype`, and writes them to `states`."""
     taken = (torch.float64,) if dtype == torch.float64 else (torch.float32, torch.bfloat16, torch.float16)
-    written = pool if pool.dtype in taken else pool.to(dtype)
-    o, _ = recurrent_gla_step(*token, written, 1.0, state_batch_indices, inplace=True, state_v_first=True)
-    if written is not pool:
-        pool.copy_(written)
-    return _output(o.reshape(x.shape), x, D, z)
-
-
-def _by_kernel(*arguments: Any) -> Tensor | None:
-    """Returns the result of a step with one gate for each head by one kernel; None if there is none.
-
-    A request that names backends for the op, or asks for batch invariance, is left to the op.
-    """
-    if kernels.provided is None or is_compiling():
-        return None
-    request = current_request()
-    if request.choice("recurrent_gla_step").names or request.batch_invariant is not None:
-        return None
-    return kernels.provided.step(*arguments)
+    written = states if states.dtype in taken else states.to(wide(dtype))
+    yield written
+    if written is not states:
+        states.copy_(written)
 
 
 _compiled = functools.cache(torch.compile)
@@ -287,34 +286,12 @@ def _values_and_gates(
 ) -> tuple[Tensor, Tensor]:
     """Returns v = dt x with the dtype of x, and g = dt A, which is -inf where a sequence begins."""
     dtype = wide(x.dtype)
-    dt = _time_steps(dt, dt_bias, softplus, dtype).clamp(*limit)
+    dt = time_steps(dt, dt_bias, softplus, dtype).clamp(*limit)
     g = dt * A.to(dtype)
     if seq_idx is not None:
         before = F.pad(seq_idx[:, :-1], (1, 0))  # a row continues sequence 0
         g = g.masked_fill((seq_idx != before)[..., None], -torch.inf)
     return (x * dt[..., None]).to(x.dtype), g
-
-
-def _time_steps(dt: Tensor, bias: Tensor | None, softplus: bool, dtype: torch.dtype) -> Tensor:
-    """Returns the time steps that multiply A and x."""
-    dt = dt.to(dtype) if bias is None else dt.to(dtype) + bias.to(dtype)
-    return F.softplus(dt) if softplus else dt
-
-
-def _rates(A: Tensor, is_log: bool, dtype: torch.dtype) -> Tensor:
-    """Returns A; -exp(A) if `is_log`."""
-    A = A.to(dtype)
-    return -A.exp() if is_log else A
-
-
-def _output(o: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
-    """Returns (o + D x) silu(z) with the dtype of x."""
-    out = o.to(wide(x.dtype))
-    if D is not None:
-        out = out + x * D.to(out.dtype)
-    if z is not None:
-        out = out * F.silu(z.to(out.dtype))
-    return out.to(x.dtype)
 
 
 def _channels_as_heads(states: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from gla_core.conformance.oracle.gla import (
     recurrent_gla_step,
     recurrent_gla_step_in_pool,
     recurrent_gla_steps,
+    recurrent_ssd_step,
 )
 from gla_core.conformance.oracle.pools import tokens_of
 
@@ -32,6 +33,7 @@ ORACLES: Mapping[str, Callable[..., Any]] = {
     "chunk_gla_gradient_summary": chunk_gla_gradient_summary,
     "recurrent_gla_step": recurrent_gla_step_in_pool,
     "recurrent_gla_layer_step": recurrent_gla_layer_step,
+    "recurrent_ssd_step": recurrent_ssd_step,
     "recurrent_gla_steps": recurrent_gla_steps,
     "recurrent_gla_replay": recurrent_gla_replay,
     "online_softmax": softmax,

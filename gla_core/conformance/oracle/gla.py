@@ -227,6 +227,36 @@ def recurrent_gla_layer_step(
     return torch.where(used[:, None, None], normed(o, output_gate, norm_weight, norm_eps, activation), 0), new
 
 
+def recurrent_ssd_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    dt_bias: Tensor | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    scale: float | None = None,
+    slots: Tensor | None = None,
+    dt_softplus: bool = False,
+    A_is_log: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Computes a step of Mamba-2 in float64; the o of a skipped row is 0, whatever z holds.
+
+    Returns:
+        o [B, Hv, V] and all states [P, Hv, K, V].
+    """
+    times, rates = dt.double() + (0 if dt_bias is None else dt_bias.double()), A.double()
+    times = (1 + times.exp()).log() if dt_softplus else times
+    rates = -rates.exp() if A_is_log else rates
+    values = times[..., None] * v.double()
+    o, new = recurrent_gla_step_in_pool(q=q, k=k, v=values, g=times * rates, state=state, scale=scale, slots=slots)
+    o = o if D is None else o + D.double()[:, None] * v.double()
+    o = o if z is None else o * z.double() * z.double().sigmoid()
+    return torch.where(used_rows(q, state, slots)[:, None, None], o, 0), new
+
+
 def normed(
     o: Tensor, output_gate: Tensor | None, weight: Tensor | None, norm_eps: float = 1e-5, activation: str = "silu"
 ) -> Tensor:

@@ -1,4 +1,4 @@
-"""Computes softmax in one running pass over tiles: the abstract op online_softmax.
+"""Computes softmax in one running pass over tiles: the abstract ops online_softmax and online_softmax_bwd.
 
 Over the tiles of a row, with m the running maximum and z the running sum of exponentials:
 
@@ -8,8 +8,14 @@ and backwards dx = y * (dy - sum(y * dy)).
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv 1805.02867).
 
-A backend's function receives and returns online_softmax(x, dim) -> y, with dim from 0 to x.ndim - 1. A row that is
-all -inf gives NaN, as torch.softmax does. A tile that is all -inf does not turn a row with finite entries into NaN.
+A backend's functions receive and return
+
+    online_softmax(x, dim) -> y
+    online_softmax_bwd(x, dim, dy) -> dx
+
+with dim from 0 to x.ndim - 1. A row that is all -inf gives NaN, as torch.softmax does. A tile that is all -inf does not
+turn a row with finite entries into NaN. The backward computes y again: a saved y would be rounded to x's dtype, and
+small entries of dx would lose their digits.
 """
 
 from __future__ import annotations
@@ -23,10 +29,11 @@ from torch import Tensor
 from gla_core.dispatch.request import current_request
 from gla_core.dispatch.tensors import wide
 from gla_core.ops import autocast, checks
+from gla_core.ops._autograd import gradient, in_pytorch
 from gla_core.ops._deprecated import backend_by_position
 from gla_core.ops._run import bypasses_torch, plans_gradient, request_text, run
 from gla_core.ops._torch_op import TorchOp, refuse_tangents, torch_op_of
-from gla_core.ops.spec import INPUT, Argument, OpSpec, Result
+from gla_core.ops.spec import AS_INPUT, INPUT, Argument, OpSpec, Result
 
 
 def online_softmax(x: Tensor, dim: int = -1, *rest: str | None, backend: str | None = None) -> Tensor:
@@ -71,17 +78,20 @@ def _from_the_front(x: Any, dim: Any) -> Any:
 
 def _bind(args: Mapping[str, Any], sizes: dict[str, Any]) -> None:
     """Binds the rows and columns of x."""
-    x, dim = args["x"], args["dim"]
+    x, dim, dy = args["x"], args["dim"], args.get("dy")
     if x.ndim == 0:
         raise ValueError("x has no dimension; expected at least one")
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"dim is {dim}; x has {x.ndim} dimensions: expected {-x.ndim} to {x.ndim - 1}")
+    if dy is not None and dy.shape != x.shape:
+        raise ValueError(f"dy has shape {list(dy.shape)}; expected {list(x.shape)}, as x")
     rows = 1
     for size in (*x.shape[:dim], *x.shape[dim % x.ndim + 1 :]):
         rows = rows * size
     sizes |= {"rows": rows, "columns": x.shape[dim]}
 
 
+_SIZES = {"rows": "ROWS", "columns": "COLUMNS"}
 SOFTMAX = OpSpec(
     name="online_softmax",
     public="online_softmax",
@@ -90,30 +100,68 @@ SOFTMAX = OpSpec(
         Argument("dim", "int", default=-1),
     ),
     results=(Result("y", like="x"),),
-    sizes={"rows": "ROWS", "columns": "COLUMNS"},
+    sizes=_SIZES,
     bind=_bind,
     prepare=lambda x, dim: (x, _from_the_front(x, dim)),
+    backward="online_softmax_bwd",
     autocast_in_float32=True,
 )
 
 
+def _softmax_bwd(x: Tensor, dim: int, dy: Tensor) -> Tensor:
+    """Computes dx in PyTorch, for a backend that has no kernel for it."""
+    y = torch.softmax(x, dim, dtype=wide(x.dtype))
+    dx = y * (dy - (y * dy).sum(dim, keepdim=True))
+    return dx.to(x.dtype).contiguous()
+
+
+BACKWARD = OpSpec(
+    name="online_softmax_bwd",
+    public="online_softmax",
+    arguments=(
+        Argument("x", "Tensor", None, INPUT),
+        Argument("dim", "int", default=-1),
+        Argument("dy", "Tensor", None, AS_INPUT, None),
+    ),
+    results=(Result("dx", like="x"),),
+    sizes=_SIZES,
+    bind=_bind,
+    prepare=lambda x, dim, dy: (x, _from_the_front(x, dim), dy),
+    reads=None,  # a scaler of gradients has to see NaN in dy
+    forward=SOFTMAX.name,
+    lowering=in_pytorch(SOFTMAX, _softmax_bwd, forwards=3),
+)
+
+
 def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    ctx.save_for_backward(inputs[0])
-    ctx.dim = inputs[1]
+    x, ctx.dim, dy, _ = inputs
+    ctx.save_for_backward(x, dy)
 
 
-def _backward(ctx: Any, dy: Tensor) -> tuple:
-    # y is computed again: a saved y would be rounded to x's dtype, and small entries of dx would lose their digits.
-    (x,) = ctx.saved_tensors
+def _second_derivative(ctx: Any, ddx: Tensor) -> tuple:
+    """Differentiates dx = y * (dy - sum(y * dy)). PyTorch can differentiate its operations again.
+
+    With s = sum(y * dy) and t = sum(y * ddx), the loss sum(dx * ddx) = sum(y * dy * ddx) - s * t.
+    """
+    x, dy = ctx.saved_tensors
     y = torch.softmax(x, ctx.dim, dtype=wide(x.dtype))
-    dx = y * (dy - (y * dy).sum(ctx.dim, keepdim=True))
-    return dx.to(x.dtype), None, None, None
+
+    def mean(a: Tensor) -> Tensor:
+        return (y * a).sum(ctx.dim, keepdim=True)
+
+    t = mean(ddx)
+    dy_ = dy * ddx - mean(dy) * ddx - t * dy
+    return (y * (dy_ - mean(dy_))).to(x.dtype), None, (y * (ddx - t)).to(dy.dtype), None
 
 
 def _vmap(call: TorchOp, size: int, in_dims: tuple, args: tuple) -> tuple[Tensor, int]:
-    x, dim, *rest = args
-    x = x.movedim(in_dims[0], 0)
-    return call(x, dim % (x.ndim - 1) + 1, *rest), 0
+    joined = [
+        a if not isinstance(a, Tensor) else a.expand(size, *a.shape) if at is None else a.movedim(at, 0)
+        for a, at in zip(args, in_dims, strict=True)
+    ]
+    joined[1] = joined[1] % (joined[0].ndim - 1) + 1
+    return call(*joined), 0
 
 
-_torch_softmax = torch_op_of(SOFTMAX, _setup_context, _backward, _vmap)
+_torch_bwd = torch_op_of(BACKWARD, _setup_context, _second_derivative, _vmap)
+_torch_softmax = torch_op_of(SOFTMAX, *gradient(SOFTMAX, BACKWARD, _torch_bwd), _vmap)

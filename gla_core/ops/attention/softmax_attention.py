@@ -1,4 +1,4 @@
-"""Computes blocked softmax attention with its log-sum-exp: the abstract op softmax_attention.
+"""Computes blocked softmax attention with its log-sum-exp: the ops softmax_attention and softmax_attention_bwd.
 
 Per query head, over blocks j of keys, with m, z and o the running maximum, sum and unnormalised output:
 
@@ -12,12 +12,18 @@ and backwards, with p = exp(s - lse) and delta = rowsum(do * o) - dlse,
 
 Source: Dao et al., "FlashAttention" (arXiv 2205.14135), on the online softmax of arXiv 1805.02867.
 
-A backend's function receives and returns softmax_attention(q, k, v, scale, causal) -> (o, lse). A query with no key,
-or with scores that are all -inf, has lse = -inf and o = NaN, like torch.softmax.
+A backend's functions receive and return
+
+    softmax_attention(q, k, v, scale, causal) -> (o, lse)
+    softmax_attention_bwd(q, k, v, o, lse, scale, causal, do, dlse) -> (dq, dk, dv)
+
+A query with no key, or with scores that are all -inf, has lse = -inf and o = NaN, like torch.softmax. Its weights p are
+0 in the backward. If dlse is None, no gradient reaches lse.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -26,9 +32,10 @@ from torch import Tensor
 
 from gla_core.dispatch.request import current_request
 from gla_core.ops import autocast
+from gla_core.ops._autograd import gradient, in_pytorch
 from gla_core.ops._deprecated import backend_by_position
 from gla_core.ops._run import bypasses_torch, plans_gradient, request_text, run
-from gla_core.ops._torch_op import exportable, no_second_derivative, refuse_tangents, torch_op, torch_op_of
+from gla_core.ops._torch_op import exportable, no_second_derivative, refuse_tangents, torch_op_of
 from gla_core.ops.spec import AS_INPUT, INPUT, WIDE, Argument, OpSpec, Result, plain_number, scale_or_default
 
 _KEY_BLOCK = 512  # keys per step of the backward: bounds its memory at O(Tq * _KEY_BLOCK)
@@ -58,7 +65,9 @@ def softmax_attention(
 ) -> SoftmaxAttention:
     """Computes softmax attention, differentiable in q, k and v through both results.
 
-    Under autocast q, k and v are cast to the dtype of autocast, and o has that dtype.
+    Under autocast q, k and v are cast to the dtype of autocast, and o has that dtype. On a GPU, PyTorch's own kernels
+    may compute the gradients of 16-bit inputs. The last bits of the gradient of q may then differ from call to call,
+    unless `torch.use_deterministic_algorithms(True)` is in force.
 
     Args:
         q: queries [B, Tq, Hq, K], float64, float32, float16 or bfloat16. Query head i reads key/value head i // (Hq/H).
@@ -140,31 +149,25 @@ def _backward_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: An
     return 2 * B * Hq * Tq * k[1] * (3 * K + 2 * v[3])
 
 
+_SIZES = {"B": "B", "Tq": "T", "Tk": "T", "H": "H", "Hq": "H", "K": "K", "V": "V"}
+_INPUTS = (
+    Argument("q", "Tensor", "B Tq Hq K", INPUT, differentiable=True),
+    Argument("k", "Tensor", "B Tk H K", AS_INPUT, differentiable=True),
+    Argument("v", "Tensor", "B Tk H V", AS_INPUT, differentiable=True),
+)
+_OPTIONS = (
+    Argument("scale", "float?", default=None, in_call=False),
+    Argument("causal", "bool", default=False),
+)
 ATTENTION = OpSpec(
     name="softmax_attention",
     public="softmax_attention",
-    arguments=(
-        Argument("q", "Tensor", "B Tq Hq K", INPUT, differentiable=True),
-        Argument("k", "Tensor", "B Tk H K", AS_INPUT, differentiable=True),
-        Argument("v", "Tensor", "B Tk H V", AS_INPUT, differentiable=True),
-        Argument("scale", "float?", default=None, in_call=False),
-        Argument("causal", "bool", default=False),
-    ),
+    arguments=(*_INPUTS, *_OPTIONS),
     results=(Result("o", "B Tq Hq V"), Result("lse", "B Tq Hq", WIDE)),
-    sizes={"B": "B", "Tq": "T", "Tk": "T", "H": "H", "Hq": "H", "K": "K", "V": "V"},
+    sizes=_SIZES,
     flops=_flops,
+    backward="softmax_attention_bwd",
 )
-
-
-def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    q, k, v, scale, causal, _, _ = inputs
-    ctx.save_for_backward(q, k, v, *output)
-    ctx.scale, ctx.causal = scale, causal
-
-
-def _backward(ctx: Any, do: Tensor, dlse: Tensor) -> tuple:
-    grads = _torch_attention_bwd(*ctx.saved_tensors, ctx.scale, ctx.causal, do, dlse)
-    return *grads, None, None, None, None
 
 
 def _attention_bwd(
@@ -173,13 +176,12 @@ def _attention_bwd(
     v: Tensor,
     o: Tensor,
     lse: Tensor,
-    scale: Any,
+    scale: float,
     causal: bool,
     do: Tensor,
-    dlse: Tensor,
+    dlse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the backward over blocks of keys. It is no abstract op, because no backend has a faster one."""
-    scale = scale_or_default(q, scale)
+    """Computes dq, dk and dv in PyTorch over blocks of keys, for a backend that has no kernel for them."""
     B, Tq, Hq, _ = q.shape
     _, Tk, H, _ = k.shape
     dtype = lse.dtype
@@ -190,9 +192,9 @@ def _attention_bwd(
     empty = lse.isneginf()
     lse = torch.where(empty, torch.inf, lse).reshape(groups)
     of = torch.where(empty.reshape(*groups, 1), 0, of)
-    delta = (dof * of).sum(-1) - dlse.reshape(groups)  # [B, Tq, H, G]
+    delta = (dof * of).sum(-1) - (0 if dlse is None else dlse.reshape(groups))  # [B, Tq, H, G]
 
-    dq, dk, dv = torch.zeros_like(qf), torch.empty_like(kf), torch.empty_like(vf)
+    dq, dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v))
     last_key = torch.arange(Tq, device=q.device) + Tk - Tq  # [Tq], the last key a causal query sees
     for j in range(0, Tk, _KEY_BLOCK):
         block = slice(j, min(j + _KEY_BLOCK, Tk))
@@ -203,22 +205,30 @@ def _attention_bwd(
             p = p.masked_fill(hidden[:, None, None, :], 0)
         dp = torch.einsum("bihgv,bjhv->bihgj", dof, vf[:, block])
         ds = p * (dp - delta[..., None])
-        dq += scale * torch.einsum("bihgj,bjhk->bihgk", ds, kf[:, block])
+        dq += scale * torch.einsum("bihgj,bjhk->bihgk", ds, kf[:, block]).reshape(q.shape)
         dk[:, block] = scale * torch.einsum("bihgj,bihgk->bjhk", ds, qf)
         dv[:, block] = torch.einsum("bihgj,bihgv->bjhv", p, dof)
-    return dq.reshape(q.shape).to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 
-def _fake_attention_bwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in (q, k, v))
-
-
-_torch_attention = torch_op_of(ATTENTION, _setup_context, _backward)
-_torch_attention_bwd = torch_op(
-    "softmax_attention_bwd(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, float? scale, bool causal, "
-    "Tensor do, Tensor dlse) -> (Tensor, Tensor, Tensor)",
-    _attention_bwd,
-    _fake_attention_bwd,
-    backward=no_second_derivative("softmax_attention"),
+BACKWARD = OpSpec(
+    name="softmax_attention_bwd",
+    public="softmax_attention",
+    arguments=(
+        *(dataclasses.replace(argument, differentiable=False) for argument in _INPUTS),
+        Argument("o", "Tensor", "B Tq Hq V", AS_INPUT, None),
+        Argument("lse", "Tensor", "B Tq Hq", WIDE, None),
+        *_OPTIONS,
+        Argument("do", "Tensor", "B Tq Hq V", AS_INPUT, None),
+        Argument("dlse", "Tensor?", "B Tq Hq", WIDE, None),
+    ),
+    results=tuple(Result(f"d{name}", like=name) for name in ("q", "k", "v")),
+    sizes=_SIZES,
+    reads=None,  # a scaler of gradients has to see NaN in do
     flops=_backward_flops,
+    forward=ATTENTION.name,
+    lowering=in_pytorch(ATTENTION, _attention_bwd, forwards=3),
 )
+
+_torch_bwd = torch_op_of(BACKWARD, backward=no_second_derivative("softmax_attention"))
+_torch_attention = torch_op_of(ATTENTION, *gradient(ATTENTION, BACKWARD, _torch_bwd))

@@ -15,7 +15,8 @@ from gla_core.ops.gla.recurrent_gla_layer_step import LAYER_STEP, recurrent_gla_
 from gla_core.ops.gla.recurrent_gla_replay import REPLAY, recurrent_gla_replay
 from gla_core.ops.gla.recurrent_gla_step import STEP, RecurrentGlaStep, recurrent_gla_step
 from gla_core.ops.gla.recurrent_gla_steps import STEPS, recurrent_gla_steps
+from gla_core.ops.gla.recurrent_ssd_step import SSD_STEP, recurrent_ssd_step
 
-SPECS = (FORWARD, BACKWARD, CHUNK_POOL, SUMMARY, STEP, LAYER_STEP, STEPS, REPLAY)
+SPECS = (FORWARD, BACKWARD, CHUNK_POOL, SUMMARY, STEP, LAYER_STEP, SSD_STEP, STEPS, REPLAY)
 RUNS = {"chunk_gla_gradient_summary": (SUMMARY, {"backwards": True})}
 """Public functions that run an op with arguments that they fix."""

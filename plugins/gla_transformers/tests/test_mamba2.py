@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gla_core.compat.mamba_ssm import kernels, selective_state_update
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_transformers import causal_convolution, few_rows, gated, mamba2
 
@@ -35,7 +34,7 @@ def calls(monkeypatch):
 
     recorded: list[str] = []
     for dispatch, module, names in (
-        (mamba2, mamba2_kernel, ("convolve_token", "step")),
+        (mamba2, mamba2_kernel, ("convolve_token",)),
         (causal_convolution, causal_convolution_kernel, ("convolve", "convolve_backward")),
         (gated, gated_kernel, ("normed", "normed_backward")),
     ):
@@ -43,7 +42,6 @@ def calls(monkeypatch):
         monkeypatch.setattr(dispatch, "_kernels_of", lambda device, functions=functions: functions)
     products = SimpleNamespace(is_served=few_rows_kernel.is_served, product=noted(few_rows_kernel, "product"))
     monkeypatch.setattr(few_rows, "kernel_of", lambda device: products)
-    monkeypatch.setattr(kernels, "provided", mamba2)
     return recorded
 
 
@@ -155,117 +153,6 @@ def test_convolutions_that_are_left_to_pytorch(calls):
     assert calls == []
 
 
-def step_inputs(batch, heads, groups, V, N, dtype):
-    """Returns the arguments of a step as mamba_ssm's layer passes them; tokens are slices of a projection."""
-    x, z = (rand(batch, heads * V + 5, dtype=dtype)[:, : heads * V].unflatten(-1, (heads, V)) for _ in range(2))
-    B, C = rand(batch, 2 * groups * N, dtype=dtype).unflatten(-1, (2, groups, N)).unbind(1)
-    return {
-        "x": x,
-        "dt": (3 * rand(batch, heads, 1, dtype=dtype)).expand(-1, -1, V),
-        "A": (-rand(heads).exp())[:, None, None].expand(-1, V, N),
-        "B": B,
-        "C": C,
-        "D": rand(heads, 1, dtype=dtype).expand(-1, V),
-        "z": z,
-        "dt_bias": rand(heads, 1, dtype=dtype).expand(-1, V),
-    }
-
-
-def stepped(state, x, dt, A, B, C, D=None, z=None, dt_bias=None, softplus=True):
-    """Returns the output and the next state in float64."""
-    x, dt, A, B, C = (y.double() for y in (x, dt, A, B, C))
-    dt = dt if dt_bias is None else dt + dt_bias.double()
-    dt = (F.softplus(dt) if softplus else dt)[..., None]
-    B, C = (y.repeat_interleave(x.shape[1] // y.shape[1], 1)[:, :, None] for y in (B, C))
-    state = (dt * A).exp() * state.double() + dt * x[..., None] * B
-    y = (state * C).sum(-1)
-    y = y if D is None else y + x * D.double()
-    return (y if z is None else y * F.silu(z.double())), state
-
-
-SHAPES = [(1, 4, 2, 8, 16), (3, 3, 1, 20, 24), (2, 6, 6, 5, 130)]
-"""batch, heads, groups, V and N."""
-
-
-@runs
-@torch.no_grad()
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("swapped", [False, True])
-@pytest.mark.parametrize("wide", [False, True])
-def test_step(shape, dtype, swapped, wide, calls, monkeypatch):
-    """Several tokens; in a state in memory, N is contiguous or V. A program computes few channels or many."""
-    from gla_transformers import mamba2_kernel
-
-    monkeypatch.setattr(mamba2_kernel, "MIN_PROGRAMS_PER_SM", 0 if wide else 10**9)
-    mamba2_kernel.launches_for.cache_clear()
-    batch, heads, _, V, N = shape
-    state = rand(batch, heads, N, V).mT if swapped else rand(batch, heads, V, N)
-    exact = state.double()
-    for _ in range(3):
-        arguments = step_inputs(*shape, dtype)
-        y = selective_state_update(state, **arguments, dt_softplus=True)
-        expected, exact = stepped(exact, **arguments)
-        check(y, expected, dtype)
-        check(state, exact, torch.float32)
-    assert calls == ["step"] * 3
-
-
-@runs
-@torch.no_grad()
-@pytest.mark.parametrize("left", [(), ("D",), ("z",), ("dt_bias",), ("D", "z", "dt_bias")], ids=str)
-@pytest.mark.parametrize("softplus", [False, True])
-def test_options_of_a_step(left, softplus, calls):
-    arguments = {name: x for name, x in step_inputs(*SHAPES[1], torch.float32).items() if name not in left}
-    if "D" in arguments:
-        arguments["D"] = rand(3, 20)
-    if not softplus:
-        arguments["dt"] = arguments["dt"][..., :1].abs().expand(-1, -1, 20)
-    state = rand(3, 3, 20, 24)
-    expected, after = stepped(state, **arguments, softplus=softplus)
-    check(selective_state_update(state, **arguments, dt_softplus=softplus), expected, torch.float32)
-    check(state, after, torch.float32)
-    assert calls == ["step"]
-
-
-@runs
-@torch.no_grad()
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_states_of_half_precision_are_rounded_once(dtype, calls):
-    arguments, state = step_inputs(*SHAPES[1], torch.float32), rand(3, 3, 20, 24, dtype=dtype)
-    expected, after = stepped(state, **arguments)
-    check(selective_state_update(state, **arguments, dt_softplus=True), expected, torch.float32)
-    check(state, after, dtype)
-    assert calls == ["step"]
-
-
-@runs
-@torch.no_grad()
-@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
-def test_states_of_a_pool(index, calls):
-    """A row with a negative index reads and writes no state."""
-    arguments, pool = step_inputs(*SHAPES[1], torch.float32), rand(5, 3, 20, 24)
-    before, slots = pool.clone(), torch.tensor([4, -1, 2], dtype=index, device=DEVICE)
-    y = selective_state_update(pool, **arguments, dt_softplus=True, state_batch_indices=slots)
-    expected, after = stepped(before[[4, 0, 2]], **arguments)
-    check(y[::2], expected[::2], torch.float32)
-    check(y[1], arguments["x"][1] * arguments["D"] * F.silu(arguments["z"][1]), torch.float32)
-    check(pool[[4, 2]], after[::2], torch.float32)
-    assert torch.equal(pool[[0, 1, 3]], before[[0, 1, 3]])
-    assert calls == ["step"]
-
-
-@runs
-def test_small_time_steps_keep_their_precision(calls):
-    """softplus(-12) is 6e-6; log(1 + e) would round it to 1 %."""
-    arguments, state = step_inputs(*SHAPES[0], torch.float32), torch.zeros(1, 4, 8, 16, device=DEVICE)
-    arguments |= {"dt": torch.full((1, 4, 1), -12.0, device=DEVICE).expand(-1, -1, 8), "dt_bias": None}
-    _, after = stepped(state, **arguments)
-    selective_state_update(state, **arguments, dt_softplus=True)
-    torch.testing.assert_close(state.double(), after, rtol=1e-5, atol=1e-12)
-    assert calls == ["step"]
-
-
 def norm(x, weight, gate, groups, gate_first):
     """Returns the norm of groups by PyTorch."""
     u = x * F.silu(gate) if gate_first and gate is not None else x
@@ -371,26 +258,8 @@ def test_calls_that_are_left_to_pytorch(calls):
         assert mamba2.convolve_token(*arguments) is None
     with torch.enable_grad():
         assert mamba2.convolve_token(x.clone().requires_grad_(), state, weight, None, "silu") is None
-    arguments = step_inputs(*SHAPES[0], torch.float32)
-    with pytest.raises(ValueError, match="in place"):
-        selective_state_update(torch.zeros(1, 4, 8, 1, device=DEVICE).expand(-1, -1, -1, 16), **arguments)
-    selective_state_update(
-        torch.zeros(1, 4, 8, 16, device=DEVICE), **arguments | {"A": arguments["A"].contiguous()}
-    )  # Mamba-1
     assert mamba2.norm(rand(2, 6), weight.new_ones(6, dtype=torch.float64), None, EPS, 2, True) is None
     assert mamba2.norm(rand(2, 6), rand(6), None, EPS, 4, True) is None
-    assert calls == []
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("request_", ["reference", "batch_invariant=64"])
-def test_a_request_is_left_to_the_op(request_, calls):
-    import gla_core as gla
-
-    arguments, state = step_inputs(*SHAPES[0], torch.float32), rand(*SHAPES[0][:2], *SHAPES[0][3:])
-    expected, _ = stepped(state, **arguments)
-    with gla.use_backend(request_):
-        check(selective_state_update(state, **arguments, dt_softplus=True), expected, torch.float32)
     assert calls == []
 
 
@@ -399,10 +268,9 @@ TARGETS = {"H100": ("cuda", 90, 32), "A100": ("cuda", 80, 32), "MI300X": ("hip",
 
 @pytest.mark.skipif(INTERPRETED, reason="compiles")
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("whole", [True, False])
-def test_they_compile_for_gpus(target, whole, swapped):
-    """With all optional arguments, and without them. On NVIDIA GPUs, a thread reads 16 bytes of a state at once."""
+def test_they_compile_for_gpus(target, whole):
+    """With all optional arguments, and without them."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -411,30 +279,10 @@ def test_they_compile_for_gpus(target, whole, swapped):
     from gla_triton_runtime.architecture import Architecture, Gpu
 
     gpu = Gpu({"H100": Architecture.SM90, "A100": Architecture.SM80, "MI300X": Architecture.AMD}[target], 132)
-    step_arguments = {k: v.cpu() for k, v in step_inputs(64, 128, 8, 64, 128, torch.bfloat16).items()}
-    rest = [step_arguments[name] if whole else None for name in ("D", "z", "dt_bias")]
-    state = torch.empty(64, 128, 128, 64).mT if swapped else torch.empty(64, 128, 64, 128)
-    one = [step_arguments["dt"][..., 0], step_arguments["A"][:, 0, 0]]
-    bias = None if rest[2] is None else rest[2][:, 0]
-    slots = torch.arange(64) if whole else None
-    tensors = (
-        state,
-        step_arguments["x"],
-        *one,
-        step_arguments["B"],
-        step_arguments["C"],
-        *rest[:2],
-        bias,
-        slots,
-        torch.empty_like(step_arguments["x"]),
-    )
     x, filters = torch.empty(64, 9088, dtype=torch.bfloat16)[:, :4352], torch.empty(4352, 4, dtype=torch.bfloat16)
     history = torch.empty(64, 4352, 4, dtype=torch.bfloat16)
     convolution = (x, history, filters, filters[:, 0].contiguous() if whole else None, torch.empty_like(x))
-    launches = [
-        mamba2_kernel.state_update(tensors, gpu, whole, whole),
-        mamba2_kernel.convolution(convolution, gpu, whole),
-    ]
+    launches = [mamba2_kernel.convolution(convolution, gpu, whole)]
     u, sums = x[:, None].expand(-1, 99, -1).mT, torch.empty(64 * 4, 5, 4352)
     for kernel, rest in ((sequences._convolve, (u,)), (sequences._convolve_backward, (u, u, sums))):
         launches.append(sequences.launch(kernel, (u, *convolution[2:4], *rest), whole))
@@ -444,9 +292,6 @@ def test_they_compile_for_gpus(target, whole, swapped):
         compiled = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=dict(launch.options))
         if target == "MI300X":
             assert compiled.asm["hsaco"]
-        elif launch.kernel is mamba2_kernel._step:
-            assert "ld.global.v4.b32" in compiled.asm["ptx"]
-            assert "st.global.v4.b32" in compiled.asm["ptx"]
         elif launch.kernel in (sequences._convolve, sequences._convolve_backward):
             # A thread loads 4 channels at once, of 8 tokens and of 4, and each token once but for those beside a run.
             loads = 3 + 8 if launch.kernel is sequences._convolve else 3 + (6 if whole else 3) + 4 + 4

@@ -65,6 +65,8 @@ GRADIENT_START, GRADIENT_STEP, GRADIENT_TILE = 46e-6, 6.8e-6, 6.4e-6
 with 64 keys and 64 values."""
 SPLIT_PRODUCTS = {"bf16": 1.0, "bf16x3": 4.4, "bf16x6": 15.0}
 """Time of gradients by the precision of their products, as a multiple of the time in bfloat16."""
+WIDEST_CHUNK = 512
+"""The most keys for which the tiles of a chunk fit into shared memory. Heads with more are computed token by token."""
 SHARED = 1.1
 """Number of blocks of outputs with bfloat16 products that share a multiprocessor without slowing each other down."""
 QUERY_SHARE = 0.45
@@ -78,6 +80,11 @@ def _never(call: OpCall, gpu: Gpu) -> None:
 def _holds_operands(gpu: Gpu) -> bool:
     """Returns whether products take operands from registers. Tiles that fit on Hopper would then spill."""
     return not gpu.facts.has_wgmma and gpu.architecture is not Architecture.INTERPRETED
+
+
+def _is_exact(call: OpCall) -> bool:
+    """Returns whether a call computes in float32, without matrix units."""
+    return call.dtype == torch.float32 and call.float32_matmul_precision == "highest"
 
 
 def _float32_products(gpu: Gpu) -> str:
@@ -95,10 +102,10 @@ def _load_states() -> LaunchFunction:
 
 
 def _states(call: OpCall, gpu: Gpu, length: int, outputs: Parameters) -> Parameters:
-    BK, BV, stages, operand = 64, 64, 3, torch.float32
+    BK, BV, stages, operand, tokenwise = 64, 64, 3, torch.float32, _is_exact(call)
     if call.dtype == torch.bfloat16:
         operand = torch.bfloat16
-    elif outputs.tokenwise:
+    elif tokenwise:
         BK, stages = 128, 4
     else:
         BV = 32  # with TF32 operands; see _forward
@@ -108,7 +115,7 @@ def _states(call: OpCall, gpu: Gpu, length: int, outputs: Parameters) -> Paramet
         BV=min(BV, power_of_two(call.dims["V"], 16)),
         stages=stages,
         operand=operand,
-        tokenwise=outputs.tokenwise,
+        tokenwise=tokenwise,
         tma=outputs.tma,
         precision=outputs.precision,
     )
@@ -145,10 +152,10 @@ def _forward(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
     if call.batch_invariant is not None:  # the plan depends on this length alone, not on the batch
         blocks, length = FEW_BLOCKS + 1, call.batch_invariant
     # The rounding errors of bfloat16 do not average out over few terms.
-    in_bfloat16 = call.dtype == torch.bfloat16 and BK > 32 and (length > 16 or BK > 128)
+    in_bfloat16 = call.dtype == torch.bfloat16 and 32 < BK <= WIDEST_CHUNK and (length > 16 or BK > 128)
     if not in_bfloat16:
         # BV is at most 32: with 64 rows, wgmma would take TF32 operands from registers, which Triton 3.6 gets wrong.
-        C, BV, warps, stages = {256: (16, 32, 8, 2), 512: (16, 16, 8, 1)}.get(BK, (16, 32, 4, 2))
+        C, BV, warps, stages = {256: (16, 32, 8, 2), 512: (16, 16, 8, 1), 1024: (16, 16, 8, 1)}.get(BK, (16, 32, 4, 2))
     elif BK == 512:
         C, BV, warps, stages = 16, 32, 8, 2
     elif BK == 256:
@@ -172,7 +179,7 @@ def _forward(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
         warps=warps,
         stages=stages,
         operand=torch.bfloat16 if in_bfloat16 else torch.float32,
-        tokenwise=call.dtype == torch.float32 and call.float32_matmul_precision == "highest",
+        tokenwise=_is_exact(call) or BK > WIDEST_CHUNK,
         tma=tma and not_addressable(call) is None,
         precision=_float32_products(gpu),
         triangle=in_bfloat16 and BK <= 256,

@@ -28,14 +28,15 @@ So exp(b) is divided by exp(a), where a is the largest gate of the first token (
 
     qg = scale q exp(b - a)      dS' = exp(a) (exp(b_C - a) dS + qg^T do)
 
-B batch   T tokens   N sequences   I segments   H key/value heads, of k, v, g and S   Hq query heads
-G query heads of a group   K, V key and value width   C tokens of a chunk   D = 64 columns of a tile
+B batch   T tokens   N sequences   I segments   H key heads   Hq query heads   Hv value heads, of v, g and S
+Ho = max(Hq, Hv) heads of o   PER_Q, PER_V heads of o that share a head of q, of v; one of them is 1
+K, V key and value width   C tokens of a chunk   D = 64 columns of a tile
 PARTS parts of 64 keys of a block   HALVES parts of 64 values of a block
 SLOTS = 2 pipeline stages of q, k and g   slot   a pipeline stage in shared memory: the tiles of one chunk
 VALUE_SLOTS pipeline stages of v, do and S: 2, or 1 for 128 keys and 128 values, for which shared memory is too small
 rows   of checkpoints: one for each chunk; see common.py: `chunk_of`
 
-The grid has one block per segment (by default a whole sequence), query head, 64 PARTS keys and 64 HALVES values. The
+The grid has one block per segment (by default a whole sequence), head of o, 64 PARTS keys and 64 HALVES values. The
 warps of a block are specialised. They communicate over barriers in shared memory; common.py gives the rules.
 
     load       one warp: copies q, k, v, do, g and S of the next chunks to shared memory by TMA
@@ -123,7 +124,7 @@ def launch_gradients(
     See `launch_gradients` of general/backward.py for the other arguments.
     """
     x, units, converted = in_half(x, ("q", "k", "v", "do"), x.cu_seqlens)
-    (Hq, K), (H, V) = x.q.shape[2:], x.v.shape[2:]
+    (Hq, K), (Hv, V), Ho = x.q.shape[2:], x.v.shape[2:], x.do.shape[2]
     entering, s_units, before = as_operands(entering, x.q.dtype)
     blocks_k, blocks_v = ceil_div(K, kernel.BK), ceil_div(V, kernel.BV)
     dq, dk, dg = (partials.parts_of(y, blocks_v) for y in (x.dq, x.dk, x.dg))
@@ -144,11 +145,12 @@ def launch_gradients(
         "s_units": s_units,
         **units,
         **logits_strides(x.g, normalizer),
-        "Hq": Hq,
-        "G": Hq // H,
+        "Ho": Ho,
+        "PER_Q": Ho // Hq,
+        "PER_V": Ho // Hv,
         "NORMALIZER": normalizer,
     }
-    grid = (blocks_k * blocks_v * segments.count * Hq, 1, 1)
+    grid = (blocks_k * blocks_v * segments.count * Ho, 1, 1)
     # A block has all registers of a multiprocessor, for 12 or 16 warps: the load warp takes as many as four warps.
     options = {"num_warps": kernel.warps, "maxnreg": 168 if kernel.BK == WIDTH else 128}
     computed = Launch(_chunk_gla_bwd_kernel, grid, arguments, options)
@@ -190,7 +192,7 @@ def _masked(scores, beyond, units, part: gl.constexpr, PARTS: gl.constexpr, dtyp
 
 
 @gluon.jit
-def _load_warp(loads, PARTS: gl.constexpr, HALVES: gl.constexpr, G: gl.constexpr):
+def _load_warp(loads, PARTS: gl.constexpr, HALVES: gl.constexpr, PER_Q: gl.constexpr, PER_V: gl.constexpr):
     """Loads the inputs of all chunks, the last chunk first, ahead of the other warps."""
     descriptors, tiles, barriers, place = loads
     q_desc, k_desc, v_desc, do_desc, g_desc, s_desc = descriptors
@@ -208,23 +210,25 @@ def _load_warp(loads, PARTS: gl.constexpr, HALVES: gl.constexpr, G: gl.constexpr
             mbarrier.expect(bar, PARTS * g_desc.block_type.nbytes)
             for p in gl.static_range(PARTS):
                 x_tile = gate_tile(g_desc, x_tiles, PARTS * slot + p)
-                tma.async_copy_global_to_shared(g_desc, [b, h // G, t, key + p * D], bar, x_tile)
+                tma.async_copy_global_to_shared(g_desc, [b, h // PER_V, t, key + p * D], bar, x_tile)
         bar = qk_full.index(slot)
         mbarrier.expect(bar, 2 * PARTS * q_desc.block_type.nbytes)
         for p in gl.static_range(PARTS):
-            tma.async_copy_global_to_shared(q_desc, [b, h, t, key + p * D], bar, q_tiles.index(PARTS * slot + p))
-            tma.async_copy_global_to_shared(k_desc, [b, h // G, t, key + p * D], bar, k_tiles.index(PARTS * slot + p))
+            at = PARTS * slot + p
+            q_head, k_head = h // PER_Q, h // (PER_Q * PER_V)
+            tma.async_copy_global_to_shared(q_desc, [b, q_head, t, key + p * D], bar, q_tiles.index(at))
+            tma.async_copy_global_to_shared(k_desc, [b, k_head, t, key + p * D], bar, k_tiles.index(at))
         value_slot = i % VALUE_SLOTS
         bar = v_full.index(value_slot)
         mbarrier.wait(done.index(value_slot), (i // VALUE_SLOTS & 1) ^ 1)
         mbarrier.expect(bar, (2 + PARTS) * HALVES * q_desc.block_type.nbytes)
         for j in gl.static_range(HALVES):
             half = HALVES * value_slot + j
-            tma.async_copy_global_to_shared(v_desc, [b, h // G, t, value + j * D], bar, v_tiles.index(half))
+            tma.async_copy_global_to_shared(v_desc, [b, h // PER_V, t, value + j * D], bar, v_tiles.index(half))
             tma.async_copy_global_to_shared(do_desc, [b, h, t, value + j * D], bar, do_tiles.index(half))
         for p in gl.static_range(PARTS):
             for j in gl.static_range(HALVES):
-                at = [row + c, h // G, key + p * D, value + j * D]
+                at = [row + c, h // PER_V, key + p * D, value + j * D]
                 s_tile = s_tiles.index(max(PARTS * HALVES, 2) * value_slot + HALVES * p + j)
                 tma.async_copy_global_to_shared(s_desc, at, bar, s_tile)
 
@@ -258,16 +262,16 @@ def _write_dg(tiles, where, outputs, logits, key, K, slot, rows, NORMALIZER: gl.
     Args:
         outputs: the descriptor of dg, or None, and the pointer to dg. With a descriptor, TMA writes dg from the tile of
             w, and this function returns when the tile may be overwritten.
-        where: (batch, head, first token, T, Hq).
+        where: (batch, head, first token, T, Ho).
         logits: if NORMALIZER is given, a pointer to the logits of the head at token 0, and the stride of tokens.
     """
     _, _, x_tiles, r_tiles, _ = tiles
     dg_desc, dg_ptr = outputs
-    b, h, t, T, Hq = where
+    b, h, t, T, Ho = where
     row = gl.arange(0, C, gl.SliceLayout(1, RUNS))[:, None]  # [C, 1]
     column = gl.arange(0, D, gl.SliceLayout(0, RUNS))[None, :]  # [1, D]
-    first = dg_ptr + ((b.to(gl.int64) * T + t) * Hq + h) * K + key
-    offsets = row.to(gl.int64) * (Hq * K) + column  # [C, D]
+    first = dg_ptr + ((b.to(gl.int64) * T + t) * Ho + h) * K + key
+    offsets = row.to(gl.int64) * (Ho * K) + column  # [C, D]
     for p in range(PARTS):
         inside = (row < rows) & (column < K - key - p * D)
         if NORMALIZER is not None:
@@ -313,7 +317,7 @@ def _gate_warps(args, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, PACKED: gl.
     q_tiles, k_tiles, x_tiles, r_tiles, firsts, mild_flags = tiles
     g_full, qk_full, qk_empty, gated, w_full = barriers
     b, h, _, key, _, start, length = place
-    T, Hq, K, _ = sizes
+    T, Ho, K, _ = sizes
     HALF: gl.constexpr = q_tiles.dtype == gl.float16
     parts = (q_tiles, k_tiles, x_tiles, r_tiles, firsts)
     chunks = gl.cdiv(length, C)
@@ -361,7 +365,7 @@ def _gate_warps(args, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, PACKED: gl.
             before = (i - 1) % SLOTS
             if g_desc is not None:
                 mbarrier.wait(w_full.index(before), (i - 1) // SLOTS & 1)
-                where = (b, h, start + (c + 1) * C, T, Hq)
+                where = (b, h, start + (c + 1) * C, T, Ho)
                 rows = gl.minimum(length - (c + 1) * C, C)
                 _write_dg(parts, where, outputs, logits, key, K, before, rows, NORMALIZER, PARTS)
             mbarrier.arrive(qk_empty.index(before), count=1)
@@ -491,7 +495,7 @@ def _chunk(
         waiting: [D], a factor of each key of dS that has not been applied yet.
         factors: the factor of q (`q_factor`) and the factor of all gradients (`outer`); see `factors_of`.
         units: the units of the tiles of S, q, k, v and do; see half.py.
-        place: the number of the chunk counted from the last one, its slot, its rows, (batch, head, first token, T, Hq),
+        place: the number of the chunk counted from the last one, its slot, its rows, (batch, head, first token, T, Ho),
             the first key and value of this warpgroup, K and V.
 
     Returns:
@@ -635,7 +639,8 @@ def _gradient_warps(
     HALVES: gl.constexpr,
     HAS_GATE: gl.constexpr,
     PACKED: gl.constexpr,
-    G: gl.constexpr,
+    PER_Q: gl.constexpr,
+    PER_V: gl.constexpr,
 ):
     """Carries the rows of dS of D keys backwards through the segment, and writes the gradients.
 
@@ -651,12 +656,14 @@ def _gradient_warps(
     q_units, k_units, v_units, do_units = given_units
     UNITS: gl.constexpr = q_units is not None
     b, h, n, key, value, start, length = place
-    T, Hq, K, V = sizes
+    T, Ho, K, V = sizes
+    Hq, H, Hv = Ho // PER_Q, Ho // (PER_Q * PER_V), Ho // PER_V
+    q_head, k_head, v_head = h // PER_Q, h // (PER_Q * PER_V), h // PER_V
     blocks = gl.cdiv(K, D)  # tiles of keys, each of which has a unit
     keys = key + part * D + gl.arange(0, D, gl.SliceLayout(1, LAYOUT))[:, None]  # [D, 1]
     values = value + gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
     outer = factors[1] if HALF else None
-    dS = leaving_gradient(leaving, strides, n, h // G, held, h % G == 0, keys, values, V, outer, HALVES)
+    dS = leaving_gradient(leaving, strides, n, v_head, held, h % PER_V == 0, keys, values, V, outer, HALVES)
     waiting = gl.full([D], 1.0, gl.float32, gl.SliceLayout(1, LAYOUT))  # [D]
     chunks = gl.cdiv(length, C)
     for i in range(chunks):
@@ -675,11 +682,11 @@ def _gradient_warps(
                     clear_rows(v_tiles.index(half).reshape([C, D]), rows, LAYOUT)
             fence_async_shared()  # rows have been cleared from registers; wgmma reads the tiles
         mbarrier.wait(gated.index(slot), i // SLOTS & 1)
-        at = (i, slot, rows, (b, h, start + c * C, T, Hq), key + part * D, value, K, V)
+        at = (i, slot, rows, (b, h, start + c * C, T, Ho), key + part * D, value, K, V)
         chunk_barriers = (w_full, ready, done)
-        s_unit = gl.load(s_units + c.to(gl.int64) * (Hq // G) * blocks + (key // D + part)) if HALF else 1.0
-        q_unit, do_unit = unit_at(q_units, row + c, Hq, h), unit_at(do_units, row + c, Hq, h)
-        k_unit, v_unit = unit_at(k_units, row + c, Hq // G, h // G), unit_at(v_units, row + c, Hq // G, h // G)
+        s_unit = gl.load(s_units + c.to(gl.int64) * Hv * blocks + (key // D + part)) if HALF else 1.0
+        q_unit, do_unit = unit_at(q_units, row + c, Hq, q_head), unit_at(do_units, row + c, Ho, h)
+        k_unit, v_unit = unit_at(k_units, row + c, H, k_head), unit_at(v_units, row + c, Hv, v_head)
         units = (s_unit, q_unit, k_unit, v_unit, do_unit)
         dS, waiting = _chunk(
             dS,
@@ -699,39 +706,39 @@ def _gradient_warps(
         )
     if dinitial is not None:
         for j in gl.static_range(HALVES):
-            to = dinitial + ((n * Hq + h).to(gl.int64) * K + keys) * V + values + j * D
+            to = dinitial + ((n * Ho + h).to(gl.int64) * K + keys) * V + values + j * D
             x = dS[j] * waiting[:, None]
             gl.store(to, x * factors[1] if HALF else x, (keys < K) & (values + j * D < V))
     tma.store_wait(0)
 
 
 # K, V and the strides of logits are specialised: if they are multiples of 16, a thread moves two elements at once.
-@gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "Hq", "B"])
+@gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "Ho", "B"])
 def _chunk_gla_bwd_kernel(
     q_desc,  # [B, Hq, T, K], tiles [C, D]
     k_desc,  # [B, H, T, K], tiles [C, D]
-    v_desc,  # [B, H, T, V], tiles [C, D]
-    do_desc,  # [B, Hq, T, V], tiles [C, D]
-    g_desc,  # [B, H, T, K], tiles [C, D], or None
-    s_desc,  # states that enter chunks, [rows, H, K, V], tiles [D, D], divided by their units
-    dq_desc,  # [B, Hq, T, K], tiles [C, D]; None if there are several blocks of values
+    v_desc,  # [B, Hv, T, V], tiles [C, D]
+    do_desc,  # [B, Ho, T, V], tiles [C, D]
+    g_desc,  # [B, Hv, T, K], tiles [C, D], or None
+    s_desc,  # states that enter chunks, [rows, Hv, K, V], tiles [D, D], divided by their units
+    dq_desc,  # [B, Ho, T, K], tiles [C, D]; None if there are several blocks of values
     dk_desc,  # like dq_desc
-    dv_desc,  # [B, Hq, T, V], tiles [C, D]; None if there are several blocks of keys
-    dg_desc,  # [B, Hq, T, K], tiles [C, D]; None if there is no dg, or if it is written from registers
-    dq_ptr,  # [blocks of values, B, T, Hq, K]
-    dk_ptr,  # [blocks of values, B, T, Hq, K]
-    dv_ptr,  # [blocks of keys, B, T, Hq, V]
-    dg_ptr,  # [blocks of values, B, T, Hq, K] or None
-    g_ptr,  # [B, T, H, K] if NORMALIZER is given, else None
-    s_units,  # [rows, H, tiles of D keys], the units of the states; None for bfloat16
-    marks,  # [rows, Hq, blocks of keys], 1 if a chunk is not mild; None if g is None
-    leaving,  # gradients of leaving states, [I, H, K, V] or None
-    dinitial,  # gradients of initial states, [N, Hq, K, V] or None
+    dv_desc,  # [B, Ho, T, V], tiles [C, D]; None if there are several blocks of keys
+    dg_desc,  # [B, Ho, T, K], tiles [C, D]; None if there is no dg, or if it is written from registers
+    dq_ptr,  # [blocks of values, B, T, Ho, K]
+    dk_ptr,  # [blocks of values, B, T, Ho, K]
+    dv_ptr,  # [blocks of keys, B, T, Ho, V]
+    dg_ptr,  # [blocks of values, B, T, Ho, K] or None
+    g_ptr,  # [B, T, Hv, K] if NORMALIZER is given, else None
+    s_units,  # [rows, Hv, tiles of D keys], the units of the states; None for bfloat16
+    marks,  # [rows, Ho, blocks of keys], 1 if a chunk is not mild; None if g is None
+    leaving,  # gradients of leaving states, [I, Hv, K, V] or None
+    dinitial,  # gradients of initial states, [N, Ho, K, V] or None
     order,  # [I, 5], or None for a batch
     q_units,  # [rows, Hq] if q, k, v and do were float32, else None
     k_units,  # [rows, H] or None
-    v_units,  # [rows, H] or None
-    do_units,  # [rows, Hq] or None
+    v_units,  # [rows, Hv] or None
+    do_units,  # [rows, Ho] or None
     scale,
     state_n,  # strides of `leaving`; see `in_state`
     state_h,
@@ -743,17 +750,18 @@ def _chunk_gla_bwd_kernel(
     g_b,  # strides of logits
     g_t,
     g_h,
-    Hq,
+    Ho,
     K,
     V,
     B,
     PARTS: gl.constexpr,
     HALVES: gl.constexpr,
-    G: gl.constexpr,
+    PER_Q: gl.constexpr,
+    PER_V: gl.constexpr,
     NORMALIZER: gl.constexpr,
     LAST_LEAVE_NONE: gl.constexpr,
 ):
-    """Computes the gradients of one query head of one segment, for a block of keys and of values."""
+    """Computes the gradients of one head of o of one segment, for a block of keys and of values."""
     HAS_GATE: gl.constexpr = g_desc is not None
     PACKED: gl.constexpr = order is not None
     blocks_v = gl.cdiv(V, HALVES * D)
@@ -761,25 +769,25 @@ def _chunk_gla_bwd_kernel(
     pid = gl.program_id(0)  # neighbouring blocks read the same q, k and g, or the same v and do
     block_v = pid % blocks_v
     block_k = pid // blocks_v % blocks_k
-    h = pid // (blocks_v * blocks_k) % Hq
-    n = pid // (blocks_v * blocks_k * Hq)
+    h = pid // (blocks_v * blocks_k) % Ho
+    n = pid // (blocks_v * blocks_k * Ho)
     n, b, start, length, row, held = segment_backwards(n, T, segment, segments, order, K, LAST_LEAVE_NONE)
     chunks = gl.cdiv(length, C)
     key = block_k * (PARTS * D)
     value = block_v * (HALVES * D)
-    whole = B.to(gl.int64) * T * Hq
+    whole = B.to(gl.int64) * T * Ho
     dq_ptr += block_v * whole * K
     dk_ptr += block_v * whole * K
     dv_ptr += block_k * whole * V
     if HAS_GATE:
         dg_ptr += block_v * whole * K
-        marks += (row * Hq + h).to(gl.int64) * blocks_k + block_k
+        marks += (row * Ho + h).to(gl.int64) * blocks_k + block_k
     logits: gl.constexpr = None
     if NORMALIZER is not None:
-        logits = (g_ptr + b.to(gl.int64) * g_b + (h // G).to(gl.int64) * g_h, g_t)
+        logits = (g_ptr + b.to(gl.int64) * g_b + (h // PER_V).to(gl.int64) * g_h, g_t)
 
     if s_units is not None:
-        s_units += (row * (Hq // G) + h // G).to(gl.int64) * gl.cdiv(K, D)
+        s_units += (row * (Ho // PER_V) + h // PER_V).to(gl.int64) * gl.cdiv(K, D)
     dtype: gl.constexpr = q_desc.dtype
     exponents: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, C, D], gl.float32)
     row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -837,18 +845,18 @@ def _chunk_gla_bwd_kernel(
         row,
     )
     place = (b, h, n, key, value, start, length)
-    sizes = (T, Hq, K, V)
+    sizes = (T, Ho, K, V)
     factors = factors_of(scale, dtype)
     gate_outputs = (dg_desc, dg_ptr)
-    gate = (g_desc, gate_tiles, gate_barriers, marks, Hq * blocks_k, gate_outputs, logits, place, sizes, factors[0])
+    gate = (g_desc, gate_tiles, gate_barriers, marks, Ho * blocks_k, gate_outputs, logits, place, sizes, factors[0])
     gradients = (tiles, barriers, outputs, states, place, sizes, factors)
     # Registers of a thread: the gradient warps need most of them, and the gate warps have the remaining ones.
     if PARTS == 1:
         gl.warp_specialize(
             [
                 (_gate_warps, (gate, NORMALIZER, PARTS, PACKED)),
-                (_gradient_warps, (gradients, 0, PARTS, HALVES, HAS_GATE, PACKED, G)),
-                (_load_warp, (loads, PARTS, HALVES, G)),
+                (_gradient_warps, (gradients, 0, PARTS, HALVES, HAS_GATE, PACKED, PER_Q, PER_V)),
+                (_load_warp, (loads, PARTS, HALVES, PER_Q, PER_V)),
             ],
             [4, 1],
             [240, 24],
@@ -857,9 +865,9 @@ def _chunk_gla_bwd_kernel(
         gl.warp_specialize(
             [
                 (_gate_warps, (gate, NORMALIZER, PARTS, PACKED)),
-                (_gradient_warps, (gradients, 0, PARTS, HALVES, HAS_GATE, PACKED, G)),
-                (_gradient_warps, (gradients, 1, PARTS, HALVES, HAS_GATE, PACKED, G)),
-                (_load_warp, (loads, PARTS, HALVES, G)),
+                (_gradient_warps, (gradients, 0, PARTS, HALVES, HAS_GATE, PACKED, PER_Q, PER_V)),
+                (_gradient_warps, (gradients, 1, PARTS, HALVES, HAS_GATE, PACKED, PER_Q, PER_V)),
+                (_load_warp, (loads, PARTS, HALVES, PER_Q, PER_V)),
             ],
             [4, 4, 1],
             [192, 192, 24],

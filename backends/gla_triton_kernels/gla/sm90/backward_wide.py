@@ -20,11 +20,12 @@ be sums over blocks. Instead, the gradients of states are written to memory once
 
 If gates come from logits, a launch before these two writes the log gates to memory, and both kernels read them.
 
-B batch   T tokens   N sequences   H key/value heads, of k, v, g and S   Hq query heads   G query heads of a group
+B batch   T tokens   N sequences   H key heads   Hq query heads   Hv value heads, of v, g and S
+Ho = max(Hq, Hv) heads of o   PER_Q, PER_V heads of o that share a head of q, of v; one of them is 1
 K, V key and value width   C tokens of a chunk   D = 64 values of a tile, and keys of a part
 PARTS parts of a slice of the keys, 1 or 2   SLICES slices of the keys, PARTS D keys each
 n rows of states, one for each chunk   CHUNKS, V_SLOTS, SLOTS pipeline stages of q, k, g; of v, do; of S, P
-pair   a chunk and a query head   item   a pair of tiles of v and do, counted over all slices of a block
+pair   a chunk and a head of o   item   a pair of tiles of v and do, counted over all slices of a block
 
 The grid is persistent: a block computes every step-th pair, and the slices of a pair one after the other. dv is
 a sum over slices. The block keeps it in scratch memory of its own (`sums`), which stays in the L2 cache. The warps of a
@@ -105,10 +106,10 @@ def launch_gradients(
     See `launch_gradients` of general/backward.py for the other arguments.
     """
     B, T, Hq, K = x.q.shape
-    H, V = x.v.shape[2:]
+    (Hv, V), Ho = x.v.shape[2:], x.do.shape[2]
     g, P, marks, before = launch_state_gradients(kernel, x, entering, leaving, segments, scale, normalizer)
     chunks = cut(B, T, CHUNK, CHUNK, x.cu_seqlens, longest_first=False)
-    count, slices = len(P) * Hq, ceil_div(K, SLICE)
+    count, slices = len(P) * Ho, ceil_div(K, SLICE)
     programs, tiles_v = min(count, kernel.programs), max(2, ceil_div(V, WIDTH))
     sums = torch.empty(programs, tiles_v, CHUNK, WIDTH, dtype=torch.float32, device=x.q.device) if slices > 1 else None
     arguments = {
@@ -129,14 +130,15 @@ def launch_gradients(
         "step": programs,
         "T": T,
         **logits_strides(x.g, normalizer),
-        "Hq": Hq,
+        "Ho": Ho,
         "K": K,
         "V": V,
         "tiles_v": tiles_v,
         "PARTS": min(2, ceil_div(K, WIDTH)),
         "SLICES": slices,
         "SLOTS": 4 if K > WIDTH else 5,  # the most that fit into shared memory
-        "G": Hq // H,
+        "PER_Q": Ho // Hq,
+        "PER_V": Ho // Hv,
         "NORMALIZER": normalizer,
     }
     options = {"num_warps": kernel.warps, "maxnreg": 128}
@@ -150,7 +152,7 @@ def _filled(n, work):
     """Returns the first pair among n, n + step, n + 2 step .. that has tokens; `count` or more if there is none.
 
     Args:
-        work: T, Hq, K, the number of pairs, the order of chunks, the first pair of this block, and the number of
+        work: T, Ho, K, the number of pairs, the order of chunks, the first pair of this block, and the number of
             blocks, here and below.
     """
     _, _, _, count, order, _, step = work
@@ -184,10 +186,10 @@ def _tokens(n, work):
 @gluon.jit
 def _place(n, work):
     """Returns the row of states, the batch, the head, the first token and the number of tokens of pair n."""
-    T, Hq, _, _, order, _, _ = work
+    T, Ho, _, _, order, _, _ = work
     n = gl.to_tensor(n)
-    h = n % Hq
-    i = n // Hq
+    h = n % Ho
+    i = n // Ho
     if order is not None:
         b = gl.to_tensor(0)
         i, t, rows, _, _ = segment_at(order, i)
@@ -200,7 +202,9 @@ def _place(n, work):
 
 
 @gluon.jit
-def _load_queries(i, n, key, descriptors, tiles, barriers, work, PARTS: gl.constexpr, G: gl.constexpr):
+def _load_queries(
+    i, n, key, descriptors, tiles, barriers, work, PARTS: gl.constexpr, PER_Q: gl.constexpr, PER_V: gl.constexpr
+):
     """Starts the loads of q, k and g of a slice, once their slot is empty.
 
     Args:
@@ -219,9 +223,11 @@ def _load_queries(i, n, key, descriptors, tiles, barriers, work, PARTS: gl.const
     for p in gl.static_range(PARTS):
         if g_desc is not None:
             x_tile = gate_tile(g_desc, x_tiles, PARTS * slot + p)
-            tma.async_copy_global_to_shared(g_desc, [b, h // G, t, key + p * D], bar, x_tile)
-        tma.async_copy_global_to_shared(q_desc, [b, h, t, key + p * D], bar, q_tiles.index(PARTS * slot + p))
-        tma.async_copy_global_to_shared(k_desc, [b, h // G, t, key + p * D], bar, k_tiles.index(PARTS * slot + p))
+            tma.async_copy_global_to_shared(g_desc, [b, h // PER_V, t, key + p * D], bar, x_tile)
+        at = PARTS * slot + p
+        q_head, k_head = h // PER_Q, h // (PER_Q * PER_V)
+        tma.async_copy_global_to_shared(q_desc, [b, q_head, t, key + p * D], bar, q_tiles.index(at))
+        tma.async_copy_global_to_shared(k_desc, [b, k_head, t, key + p * D], bar, k_tiles.index(at))
 
 
 @gluon.jit
@@ -242,7 +248,14 @@ def _load_states(desc, s_tiles, full, empty, item, place, PARTS: gl.constexpr, S
 
 
 @gluon.jit
-def _load_warp(args, PARTS: gl.constexpr, SLICES: gl.constexpr, SLOTS: gl.constexpr, G: gl.constexpr):
+def _load_warp(
+    args,
+    PARTS: gl.constexpr,
+    SLICES: gl.constexpr,
+    SLOTS: gl.constexpr,
+    PER_Q: gl.constexpr,
+    PER_V: gl.constexpr,
+):
     """Loads tiles of v and do, and of S and P in turns. Before the last tiles, loads q, k and g of the next slice.
 
     The tiles of q, k and g are released when dg has been written, and the first tiles of a slice do not wait for this.
@@ -254,7 +267,7 @@ def _load_warp(args, PARTS: gl.constexpr, SLICES: gl.constexpr, SLOTS: gl.conste
     _, _, _, count, _, first, _ = work
     i, n, key = 0, _filled(first, work), 0
     if n < count:
-        _load_queries(i, n, key, descriptors, tiles, barriers, work, PARTS, G)
+        _load_queries(i, n, key, descriptors, tiles, barriers, work, PARTS, PER_Q, PER_V)
     while n < count:
         row, b, h, t, _rows = _place(n, work)
         this = key  # the first key of this slice; n and key then refer to the next slice
@@ -265,11 +278,11 @@ def _load_warp(args, PARTS: gl.constexpr, SLICES: gl.constexpr, SLOTS: gl.conste
             mbarrier.wait(v_empty.index(slot), (item // V_SLOTS & 1) ^ 1)
             mbarrier.expect(v_full.index(slot), 2 * v_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(do_desc, [b, h, t, j * D], v_full.index(slot), do_tiles.index(slot))
-            tma.async_copy_global_to_shared(v_desc, [b, h // G, t, j * D], v_full.index(slot), v_tiles.index(slot))
-            _load_states(s_desc, s_tiles, full, empty, 2 * item, (row, h // G, this, j * D), PARTS, SLOTS)
+            tma.async_copy_global_to_shared(v_desc, [b, h // PER_V, t, j * D], v_full.index(slot), v_tiles.index(slot))
+            _load_states(s_desc, s_tiles, full, empty, 2 * item, (row, h // PER_V, this, j * D), PARTS, SLOTS)
             _load_states(p_desc, s_tiles, full, empty, 2 * item + 1, (row, h, this, j * D), PARTS, SLOTS)
             if (j == gl.maximum(tiles_v - 2, 1)) & (n < count):
-                _load_queries(i + 1, n, key, descriptors, tiles, barriers, work, PARTS, G)
+                _load_queries(i + 1, n, key, descriptors, tiles, barriers, work, PARTS, PER_Q, PER_V)
         i += 1
 
 
@@ -328,7 +341,7 @@ def _decay(g_desc, tiles, slot, are_mild, rows, scale, PARTS: gl.constexpr, PACK
 
 @gluon.jit
 def _write_dg(
-    tiles, slot, place, key, dg_ptr, logits, sizes, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, G: gl.constexpr
+    tiles, slot, place, key, dg_ptr, logits, sizes, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, PER_V: gl.constexpr
 ):
     """Writes dg of a slice: the anchor, which is the value at the chunk's start, minus the sum of w before each row.
 
@@ -339,16 +352,16 @@ def _write_dg(
     """
     _, _, _, w_tiles, _, anchors, _ = tiles
     _, b, h, t, rows = place
-    T, Hq, K, _, _ = sizes
+    T, Ho, K, _, _ = sizes
     row = (gl.arange(0, C, gl.SliceLayout(1, RUNS)) + opaque_zero())[:, None]  # [C, 1]
     column = gl.arange(0, D, gl.SliceLayout(0, RUNS))[None, :]  # [1, D]
-    first = dg_ptr + ((b.to(gl.int64) * T + t) * Hq + h) * K + key
-    offsets = row.to(gl.int64) * (Hq * K) + column  # [C, D]
+    first = dg_ptr + ((b.to(gl.int64) * T + t) * Ho + h) * K + key
+    offsets = row.to(gl.int64) * (Ho * K) + column  # [C, D]
     for p in range(PARTS):
         inside = (row < rows) & (column < K - key - p * D)
         if NORMALIZER is not None:
             g_ptr, g_b, g_t, g_h = logits
-            head = g_ptr + b.to(gl.int64) * g_b + (h // G).to(gl.int64) * g_h
+            head = g_ptr + b.to(gl.int64) * g_b + (h // PER_V).to(gl.int64) * g_h
             x = gl.load(head + (t + row).to(gl.int64) * g_t + (key + p * D + column), inside, 0.0)  # [C, D], logits
         if PARTS > 1:
             w = _tile(w_tiles, PARTS * slot + p).load(RUNS)  # [C, D]
@@ -367,12 +380,12 @@ def _gate_warps(
     NORMALIZER: gl.constexpr,
     PARTS: gl.constexpr,
     SLICES: gl.constexpr,
-    G: gl.constexpr,
+    PER_V: gl.constexpr,
 ):
     """Replaces q, k by qg, kg in each slice, and writes dg of the previous slice."""
     g_desc, tiles, barriers, marks, dg_ptr, logits, work, sizes, scale = args
     qk_full, qk_empty, gated, w_full = barriers
-    _, Hq, K, count, order, first, _ = work
+    _, Ho, K, count, order, first, _ = work
     PACKED: gl.constexpr = order is not None
     mild_flags = tiles[6]
     i, n, key = 0, _filled(first, work), 0
@@ -383,7 +396,7 @@ def _gate_warps(
             row, _b, h, _t, rows = _place(n, work)
             are_mild = ()
             if g_desc is not None:
-                at = (row * Hq + h).to(gl.int64) * gl.cdiv(K, D) + key // D
+                at = (row * Ho + h).to(gl.int64) * gl.cdiv(K, D) + key // D
                 are_mild = _are_mild(marks + at, K - key, mild_flags, slot, PARTS)
             mbarrier.wait(qk_full.index(slot), i // CHUNKS & 1)
             _decay(g_desc, tiles, slot, are_mild, rows, scale, PARTS, PACKED)
@@ -394,7 +407,7 @@ def _gate_warps(
             if g_desc is not None:
                 mbarrier.wait(w_full.index(slot), (i - 1) // CHUNKS & 1)
                 place = _place(last_n, work)
-                _write_dg(tiles, slot, place, last_key, dg_ptr, logits, sizes, NORMALIZER, PARTS, G)
+                _write_dg(tiles, slot, place, last_key, dg_ptr, logits, sizes, NORMALIZER, PARTS, PER_V)
             mbarrier.arrive(qk_empty.index(slot), count=1)
         last_n, last_key = gl.where(n < count, n, -1), key
         n, key = _next(n, key, work, SLICES)
@@ -431,7 +444,7 @@ def _gradient_warps(
     q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, x_tiles, w_tiles, out_tiles, r_tiles, anchors, flags = tiles
     qk_empty, gated, w_full, full, empty, v_full, v_empty, ready = barriers
     dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr = outputs
-    T, Hq, K, V, tiles_v = sizes
+    T, Ho, K, V, tiles_v = sizes
     _, _, _, count, order, first, _ = work
     PACKED: gl.constexpr = order is not None
     WRITES_DQ: gl.constexpr = PARTS > 1 or part == 0
@@ -445,7 +458,7 @@ def _gradient_warps(
     item = 0
     while n < count:
         _row, b, h, t, rows = _place(n, work)
-        where = (b, h, t, T, Hq)
+        where = (b, h, t, T, Ho)
         slot = i % CHUNKS
         tile_number = PARTS * slot + tile_part
         q_tile, k_tile = _tile(q_tiles, tile_number), _tile(k_tiles, tile_number)
@@ -589,24 +602,24 @@ def _gradient_warps(
 
 
 # K, V and the strides of logits are specialised: if they are multiples of 16, a thread moves two elements at once.
-@gluon.jit(do_not_specialize=["scale", "count", "step", "T", "Hq", "tiles_v"])
+@gluon.jit(do_not_specialize=["scale", "count", "step", "T", "Ho", "tiles_v"])
 def _gradient_kernel(
     q_desc,  # [B, Hq, T, K], tiles [C, D]
     k_desc,  # [B, H, T, K], tiles [C, D]
-    v_desc,  # [B, H, T, V], tiles [C, D]
-    do_desc,  # [B, Hq, T, V], tiles [C, D]
-    g_desc,  # log gates, [B, H, T, K], tiles [C, D], or None
-    dq_desc,  # [B, Hq, T, K], tiles [C, D]
-    dk_desc,  # [B, Hq, T, K], tiles [C, D]
-    dv_desc,  # [B, Hq, T, V], tiles [C, D]
-    s_desc,  # S, [n, H, K, V], tiles [D, D]
-    p_desc,  # P, [n, Hq, K, V], tiles [D, D]
-    dq_ptr,  # [B, T, Hq, K]
-    dk_ptr,  # [B, T, Hq, K]
-    dv_ptr,  # [B, T, Hq, V]
-    dg_ptr,  # [B, T, Hq, K] or None
-    g_ptr,  # logits, [B, T, H, K], if NORMALIZER is given, else None
-    marks,  # [n, Hq, blocks of D keys], 1 if these keys of a chunk are not mild; None if g is None
+    v_desc,  # [B, Hv, T, V], tiles [C, D]
+    do_desc,  # [B, Ho, T, V], tiles [C, D]
+    g_desc,  # log gates, [B, Hv, T, K], tiles [C, D], or None
+    dq_desc,  # [B, Ho, T, K], tiles [C, D]
+    dk_desc,  # [B, Ho, T, K], tiles [C, D]
+    dv_desc,  # [B, Ho, T, V], tiles [C, D]
+    s_desc,  # S, [n, Hv, K, V], tiles [D, D]
+    p_desc,  # P, [n, Ho, K, V], tiles [D, D]
+    dq_ptr,  # [B, T, Ho, K]
+    dk_ptr,  # [B, T, Ho, K]
+    dv_ptr,  # [B, T, Ho, V]
+    dg_ptr,  # [B, T, Ho, K] or None
+    g_ptr,  # logits, [B, T, Hv, K], if NORMALIZER is given, else None
+    marks,  # [n, Ho, blocks of D keys], 1 if these keys of a chunk are not mild; None if g is None
     sums,  # [programs, tiles_v, C, D] float32, or None if there is one slice
     order,  # [n, 5], the chunks as segments, or None for a batch
     scale,
@@ -616,17 +629,18 @@ def _gradient_kernel(
     g_b,  # strides of logits
     g_t,
     g_h,
-    Hq,
+    Ho,
     K,
     V,
     tiles_v,  # number of tiles of values, at least two: with one, a warpgroup could fall behind by a slice
     PARTS: gl.constexpr,
     SLICES: gl.constexpr,
     SLOTS: gl.constexpr,  # pipeline stages of S and P, each with the keys of a slice
-    G: gl.constexpr,
+    PER_Q: gl.constexpr,
+    PER_V: gl.constexpr,
     NORMALIZER: gl.constexpr,
 ):
-    """Computes every step-th pair of a chunk and a query head."""
+    """Computes every step-th pair of a chunk and a head of o."""
     HAS_GATE: gl.constexpr = marks is not None
     dtype: gl.constexpr = gl.bfloat16
     exponents: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, C, D], gl.float32)
@@ -689,8 +703,8 @@ def _gradient_kernel(
     )
     barriers = (qk_empty, gated, w_full, full, empty, v_full, v_empty, ready)
     outputs = (dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr)
-    work = (T, Hq, K, count, order, gl.program_id(0), step)
-    sizes = (T, Hq, K, V, tiles_v)
+    work = (T, Ho, K, count, order, gl.program_id(0), step)
+    sizes = (T, Ho, K, V, tiles_v)
     if SLICES > 1:
         sums += gl.program_id(0) * (tiles_v * (C * D))
     logits = (g_ptr, g_b, g_t, g_h)
@@ -701,10 +715,10 @@ def _gradient_kernel(
     REGISTERS: gl.constexpr = 208 if NORMALIZER is None else 192
     gl.warp_specialize(
         [
-            (_gate_warps, (gate, NORMALIZER, PARTS, SLICES, G)),
+            (_gate_warps, (gate, NORMALIZER, PARTS, SLICES, PER_V)),
             (_gradient_warps, (gradients, 0, PARTS, SLICES, SLOTS, HAS_GATE)),
             (_gradient_warps, (gradients, 1, PARTS, SLICES, SLOTS, HAS_GATE)),
-            (_load_warp, (load, PARTS, SLICES, SLOTS, G)),
+            (_load_warp, (load, PARTS, SLICES, SLOTS, PER_Q, PER_V)),
         ],
         [4, 4, 1],
         [REGISTERS, REGISTERS, 24],

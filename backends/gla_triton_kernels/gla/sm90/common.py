@@ -126,11 +126,13 @@ def largest(x):
 
 @gluon.jit
 def magnitudes(q_tile, k_tile, layout: gl.constexpr):
-    """Returns max(|q|, |k|) [C, K] for tiles in float16, as int32.
+    """Returns max(|q|, |k|) [C, K] for tiles in float16, as int32; q_tile may be None.
 
     The integers are the bits of the numbers in float32. They have the same order as the numbers.
     """
-    most = gl.maximum(gl.abs(q_tile.load(layout)), gl.abs(k_tile.load(layout)))
+    most = gl.abs(k_tile.load(layout))
+    if q_tile is not None:
+        most = gl.maximum(gl.abs(q_tile.load(layout)), most)
     return most.to(gl.float32).to(gl.int32, bitcast=True)
 
 
@@ -492,13 +494,14 @@ def exponents_of_mild_chunk(g):
 
 @gluon.jit
 def decay_mild_chunk(q_tile, k_tile, x, end):
-    """Replaces q, k in the tiles [C, K] of a mild chunk by qg, kg, and returns exp(r) [K].
+    """Replaces q, k in the tiles [C, K] of a mild chunk by qg, kg, and returns exp(r) [K]; q_tile may be None.
 
     Args:
         x, end: the exponents [C, K] and b_C [K], from `exponents_of_mild_chunk`.
     """
     layout: gl.constexpr = x.type.layout
-    q_tile.store((as_float32(q_tile.load(layout)) * gl.exp2(x)).to(q_tile.dtype))
+    if q_tile is not None:
+        q_tile.store((as_float32(q_tile.load(layout)) * gl.exp2(x)).to(q_tile.dtype))
     minus_x = -1.0 * x  # -x would become 0 - x, one more instruction
     k_tile.store((as_float32(k_tile.load(layout)) * gl.exp2(minus_x)).to(k_tile.dtype))
     return gl.exp2(0.5 * end * LOG2E)
@@ -519,6 +522,16 @@ def decay_any_chunk(q_tile, k_tile, scratch, g):
     q_tile.store((q_tile.load(g.type.layout).to(gl.float32) * gl.exp2(b)).to(q_tile.dtype))
     k_tile.store((k_tile.load(g.type.layout).to(gl.float32) * gl.exp2(b_end[None, :] - b)).to(k_tile.dtype))
     return gl.exp2(b_end), a
+
+
+@gluon.jit
+def decay_any_keys(k_tile, g):
+    """Replaces k in the tile [C, K] of any chunk by kg, and returns exp(b_C) [K]; see `decay_any_chunk`."""
+    g = gl.maximum(g, LEAST_GATE) * LOG2E
+    b = gl.associative_scan(g, 0, plus)  # [C, K]
+    b_end = gl.sum(g, 0)  # [K]
+    k_tile.store((k_tile.load(g.type.layout).to(gl.float32) * gl.exp2(b_end[None, :] - b)).to(k_tile.dtype))
+    return gl.exp2(b_end)
 
 
 @gluon.jit

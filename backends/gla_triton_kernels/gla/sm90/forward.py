@@ -7,13 +7,15 @@ Let S be the state that enters a chunk, and S' the state that leaves it. common.
 
 The outer exp(r) of S' waits for the next chunk, which multiplies the state by a factor anyway (`waiting`).
 
-B batch   T tokens   N sequences   I segments, by default the N sequences   P slots of a pool   H heads
+B batch   T tokens   N sequences   I segments, by default the N sequences   P slots of a pool
+H key heads   Hq query heads   Hv value heads, of v, g and S   Ho = max(Hq, Hv) heads of o
 K, V key and value width   C tokens of a chunk   BK keys of a tile, K rounded up   n rows of checkpoints
 W columns of v of a warpgroup   GROUPS state warpgroups of a block   STAGES pipeline stages
 slot   a pipeline stage in shared memory: the tiles of one chunk
 
-The grid has one block per segment, head and GROUPS W columns of v. The warps of a block are specialised. They
-communicate over barriers in shared memory; common.py gives the rules.
+The grid has one block per segment, head of o and GROUPS W columns of v. If query heads share a state, each of their
+blocks computes it, and the block of the first one writes it. The warps of a block are specialised. They communicate
+over barriers in shared memory; common.py gives the rules.
 
     load    one warp: copies q, k, v, g of the next chunks to shared memory by TMA
     gate    a warpgroup: sums g and replaces q, k by qg, kg in shared memory, while the state warps process earlier
@@ -21,6 +23,8 @@ communicate over barriers in shared memory; common.py gives the rules.
     state   one or two warpgroups, each with W columns of S, v and o. S stays in their registers, and each of them
             computes A. TMA writes checkpoints from the tile that holds S as an operand, because it needs no registers
             for addresses.
+
+A backward needs the states that enter chunks, but no outputs. If there is no o, the kernel leaves out q, A and o.
 
 Sources: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635), for
 the chunked form.
@@ -54,6 +58,7 @@ from gla_triton_kernels.gla.sm90.common import (
     chunk_of,
     clear_rows,
     decay_any_chunk,
+    decay_any_keys,
     decay_mild_chunk,
     exponents_of_mild_chunk,
     first_state,
@@ -90,8 +95,14 @@ def launch_outputs(
     """
     kernel = plan.parameters
     g_desc = None if x.g is None else shared_tiles(x.g, kernel.C, kernel.BK)
-    arguments = {"g_desc": g_desc, "H": x.k.shape[2]}
+    arguments = {"g_desc": g_desc, **heads_of_outputs(x)}
     return launch_kernel(_chunk_gla_fwd_kernel, arguments, plan, x, segments, scale, every, normalizer)
+
+
+def heads_of_outputs(x: Tensors) -> dict[str, int]:
+    """Returns arguments of a kernel: the number of heads of o, and how many of them share a head of q and of v."""
+    Ho = max(x.q.shape[2], x.v.shape[2])
+    return {"Ho": Ho, "per_q": Ho // x.q.shape[2], "PER_V": Ho // x.v.shape[2]}
 
 
 def launch_kernel(
@@ -104,23 +115,25 @@ def launch_kernel(
     every: int | None,
     normalizer: int | None,
     heads: int = 1,
+    W: int = 64,
 ) -> list[Launch]:
     """Returns the launches of a kernel whose state warpgroups have W columns of v each; see `launch_outputs`.
 
     Args:
         function: the kernel, here or in forward_head.py.
         arguments: the arguments that only this kernel has.
-        heads: number of value heads of a block.
+        heads: number of heads of o of a block.
+        W: columns of v of a state warpgroup.
     """
     x, units, before = in_half(x, ("q", "k", "v"), x.cu_seqlens)
-    T, K, (Hv, V), kernel, W = x.k.shape[1], x.k.shape[3], x.v.shape[2:], plan.parameters, 64
+    T, K, V, Ho, kernel = x.k.shape[1], x.k.shape[3], x.v.shape[3], max(x.q.shape[2], x.v.shape[2]), plan.parameters
     s_desc = checkpoint_tiles(x.checkpoints, kernel.BK, W) if x.pool is None else None
     arguments = {
         **arguments,
         "q_desc": shared_tiles(x.q, kernel.C, kernel.BK),
         "k_desc": shared_tiles(x.k, kernel.C, kernel.BK),
         "v_desc": shared_tiles(x.v, kernel.C, W),
-        "o_desc": shared_tiles(x.o, kernel.C, W) if not before else None,
+        "o_desc": shared_tiles(x.o, kernel.C, W) if x.o is not None and not before else None,
         "s_desc": s_desc,
         "checkpoints": None if s_desc is not None else x.checkpoints,
         **state_arguments(x, segments, every),
@@ -134,7 +147,7 @@ def launch_kernel(
         "STAGES": kernel.stages,
         "GROUPS": kernel.BV // W,
     }
-    grid = (ceil_div(V, kernel.BV) * segments.count * (Hv // heads), 1, 1)
+    grid = (ceil_div(V, kernel.BV) * segments.count * (Ho // heads), 1, 1)
     options = {"num_warps": kernel.warps, "maxnreg": 128}
     overlaps = segments.order is not None if plan.segments is None else plan.segments.overlap
     if overlaps and not before:  # otherwise the kernel waits until q, k and v have been converted
@@ -179,16 +192,18 @@ def _gate_tile(scratch_tiles, slot, g_desc):
 
 
 @gluon.jit
-def _load_warp(args, HAS_GATE: gl.constexpr, STAGES: gl.constexpr):
+def _load_warp(args, PER_V: gl.constexpr, HAS_O: gl.constexpr, HAS_GATE: gl.constexpr, STAGES: gl.constexpr):
     """Loads q, k, v and g of all chunks, up to STAGES chunks ahead of the other warps."""
     descriptors, tiles, barriers, place = args
     q_desc, k_desc, v_desc, g_desc = descriptors
     q_tiles, k_tiles, v_tiles, scratch_tiles = tiles
     g_full, g_empty, full, empty = barriers
-    b, h, column, start, n_chunks = place
+    b, h, q_head, column, start, n_chunks = place
+    k_head, v_head = q_head // PER_V, h // PER_V
     C: gl.constexpr = q_desc.block_type.shape[2]
     W: gl.constexpr = v_desc.block_type.shape[3]
     GROUPS: gl.constexpr = v_tiles.type.shape[0] // STAGES
+    SIZE: gl.constexpr = (2 if HAS_O else 1) * k_desc.block_type.nbytes + GROUPS * v_desc.block_type.nbytes
     for i in range(n_chunks):
         slot = i % STAGES
         phase = (i // STAGES) & 1
@@ -197,19 +212,27 @@ def _load_warp(args, HAS_GATE: gl.constexpr, STAGES: gl.constexpr):
             mbarrier.wait(g_empty.index(slot), phase ^ 1)  # returns at once for the first STAGES chunks
             mbarrier.expect(g_full.index(slot), g_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(
-                g_desc, [b, h, t, 0], g_full.index(slot), _gate_tile(scratch_tiles, slot, g_desc)
+                g_desc, [b, v_head, t, 0], g_full.index(slot), _gate_tile(scratch_tiles, slot, g_desc)
             )
         mbarrier.wait(empty.index(slot), phase ^ 1)
-        mbarrier.expect(full.index(slot), 2 * q_desc.block_type.nbytes + GROUPS * v_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(q_desc, [b, h, t, 0], full.index(slot), q_tiles.index(slot))
-        tma.async_copy_global_to_shared(k_desc, [b, h, t, 0], full.index(slot), k_tiles.index(slot))
+        mbarrier.expect(full.index(slot), SIZE)
+        if HAS_O:
+            tma.async_copy_global_to_shared(q_desc, [b, q_head, t, 0], full.index(slot), q_tiles.index(slot))
+        tma.async_copy_global_to_shared(k_desc, [b, k_head, t, 0], full.index(slot), k_tiles.index(slot))
         for w in gl.static_range(GROUPS):
             v_tile = v_tiles.index(GROUPS * slot + w)
-            tma.async_copy_global_to_shared(v_desc, [b, h, t, column + w * W], full.index(slot), v_tile)
+            tma.async_copy_global_to_shared(v_desc, [b, v_head, t, column + w * W], full.index(slot), v_tile)
 
 
 @gluon.jit
-def _gate_warps(args, HAS_GATE: gl.constexpr, NORMALIZER: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr):
+def _gate_warps(
+    args,
+    HAS_O: gl.constexpr,
+    HAS_GATE: gl.constexpr,
+    NORMALIZER: gl.constexpr,
+    PACKED: gl.constexpr,
+    STAGES: gl.constexpr,
+):
     """Replaces q, k by qg, kg in each chunk, and computes A of chunks that are not mild.
 
     The gates arrive before q and k, so that they are summed while q and k are still being loaded.
@@ -217,15 +240,15 @@ def _gate_warps(args, HAS_GATE: gl.constexpr, NORMALIZER: gl.constexpr, PACKED: 
     g_desc, tiles, barriers, length = args
     q_tiles, k_tiles, scratch_tiles, a_tiles, a_units, decays, mild_flags = tiles
     g_full, g_empty, full, gated = barriers
-    C: gl.constexpr = q_tiles.type.shape[3]
-    K: gl.constexpr = q_tiles.type.shape[4]
+    C: gl.constexpr = k_tiles.type.shape[3]
+    K: gl.constexpr = k_tiles.type.shape[4]
     runs: gl.constexpr = layout_of_runs(C, K)
     columns: gl.constexpr = layout_of_columns(C, K)
-    HALF: gl.constexpr = q_tiles.dtype == gl.float16
+    HALF: gl.constexpr = k_tiles.dtype == gl.float16
     for i in range(gl.cdiv(length, C)):
         slot = i % STAGES
         phase = (i // STAGES) & 1
-        q_tile = q_tiles.index(slot).reshape([C, K])
+        q_tile = q_tiles.index(slot).reshape([C, K]) if HAS_O else None
         k_tile = k_tiles.index(slot).reshape([C, K])
         rows = length - i * C
         if HAS_GATE:
@@ -237,7 +260,8 @@ def _gate_warps(args, HAS_GATE: gl.constexpr, NORMALIZER: gl.constexpr, PACKED: 
             # The load warp has waited until the state warps have read the slot, so its decay and A may be replaced too.
             mbarrier.wait(full.index(slot), phase)
             if HALF and PACKED:  # rows of the next sequence would count in the largest number of the chunk
-                clear_rows(q_tile, rows, runs)
+                if HAS_O:
+                    clear_rows(q_tile, rows, runs)
                 clear_rows(k_tile, rows, runs)
             if HALF:
                 mild = mild & fit_mild_chunk(magnitudes(q_tile, k_tile, runs))
@@ -250,34 +274,45 @@ def _gate_warps(args, HAS_GATE: gl.constexpr, NORMALIZER: gl.constexpr, PACKED: 
                 decays.index(slot).store(decay_mild_chunk(q_tile, k_tile, x, end))
             else:
                 again = log_gates_of_tile(g_tile, rows, columns, NORMALIZER, False)  # [C, K]
-                decay, a = decay_any_chunk(q_tile, k_tile, scratch_tiles.index(slot), again)  # [K], [C, C]
-                decays.index(slot).store(decay)
-                a, a_unit = in_units(a, q_tile.dtype)
-                a_tiles.index(slot).store(a)
-                if HALF:
-                    a_units.index(slot).store(gl.full([1], a_unit, gl.float32, gl.SliceLayout(1, runs)))
+                if HAS_O:
+                    decay, a = decay_any_chunk(q_tile, k_tile, scratch_tiles.index(slot), again)  # [K], [C, C]
+                    decays.index(slot).store(decay)
+                    a, a_unit = in_units(a, q_tile.dtype)
+                    a_tiles.index(slot).store(a)
+                    if HALF:
+                        a_units.index(slot).store(gl.full([1], a_unit, gl.float32, gl.SliceLayout(1, runs)))
+                else:
+                    decays.index(slot).store(decay_any_keys(k_tile, again))
                 fence_async_shared()  # as above
                 mbarrier.arrive(g_empty.index(slot), count=1)
         else:
             mbarrier.wait(full.index(slot), phase)
             if PACKED:
                 clear_rows(k_tile, rows, runs)
-            if PACKED and HALF:
+            if PACKED and HALF and HAS_O:
                 clear_rows(q_tile, rows, runs)
         fence_async_shared()  # qg and kg have been stored from registers; wgmma reads them
         mbarrier.arrive(gated.index(slot), count=1)
 
 
 @gluon.jit
-def _state_warps(args, WARPGROUP: gl.constexpr, HAS_GATE: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr):
+def _state_warps(
+    args,
+    WARPGROUP: gl.constexpr,
+    PER_V: gl.constexpr,
+    HAS_O: gl.constexpr,
+    HAS_GATE: gl.constexpr,
+    PACKED: gl.constexpr,
+    STAGES: gl.constexpr,
+):
     """Carries W columns of the state through the segment, and writes W columns of the outputs.
 
     Args:
         args: the tuples below. `units` holds the units of q, k and v, and the number of the segment's first chunk.
             `kept` is about checkpoints: the descriptor, the pointer, the rows of a batch entry, the row of the next
-            checkpoint, the tokens until it, and the tokens between checkpoints. `place` holds batch, head, segment,
-            sequence, first token of the sequence, first column of v of the block, first token and number of tokens of
-            the segment.
+            checkpoint, the tokens until it, and the tokens between checkpoints. `place` holds batch, head of o, head of
+            q, segment, sequence, first token of the sequence, first column of v of the block, first token and number of
+            tokens of the segment.
         WARPGROUP: the number of this state warpgroup.
     """
     tiles, barriers, outputs, states, units, kept, place, sizes = args
@@ -287,8 +322,9 @@ def _state_warps(args, WARPGROUP: gl.constexpr, HAS_GATE: gl.constexpr, PACKED: 
     _, strides, _, _, pool, _ = states
     q_units, k_units, v_units, chunk = units
     s_desc, checkpoints, n_rows, checkpoint, left, every = kept
-    b, h, n, sequence, origin, column, start, length = place
-    T, H, K, V = sizes
+    b, h, q_head, n, sequence, origin, column, start, length = place
+    T, Ho, Hq, K, V = sizes
+    v_head, Hv = h // PER_V, Ho // PER_V
     C: gl.constexpr = q_tiles.type.shape[3]
     BK: gl.constexpr = q_tiles.type.shape[4]
     W: gl.constexpr = v_tiles.type.shape[4]
@@ -308,7 +344,7 @@ def _state_warps(args, WARPGROUP: gl.constexpr, HAS_GATE: gl.constexpr, PACKED: 
     S = gl.zeros([BK, W], gl.float32, layout)
     is_first = start == origin  # whether this is the first segment of its sequence
     wait_for_predecessor()  # it writes `entering`
-    S = first_state(S, states, n, sequence, h, is_first, key, value, (H, K, V))
+    S = first_state(S, states, n, sequence, v_head, is_first, key, value, (Hv, K, V))
     waiting = gl.full([BK, 1], 1.0, gl.float32, layout)  # the outer exp(r) of the previous chunk
     outer = 1.0  # the unit of S, which is the unit of kg^T v in the previous chunk
     if q_units is not None:
@@ -317,13 +353,15 @@ def _state_warps(args, WARPGROUP: gl.constexpr, HAS_GATE: gl.constexpr, PACKED: 
         if s_desc is not None or checkpoints is not None:
             if left == 0:  # this chunk begins at a checkpoint
                 if s_desc is not None:
+                    if not HAS_O:
+                        tma.store_wait(0)  # the copy of the previous checkpoint has read s_tile
                     s_tile.store((S * waiting).to(s_tile.dtype))
                     fence_async_shared()
-                    tma.async_copy_shared_to_global(s_desc, [b, checkpoint, h, 0, first], s_block)
+                    tma.async_copy_shared_to_global(s_desc, [b, checkpoint, v_head, 0, first], s_block)
                 elif pool is not None:
-                    write_slot(pool, strides, checkpoint, h, S * (waiting * outer), key, value, (K, V))
+                    write_slot(pool, strides, checkpoint, v_head, S * (waiting * outer), key, value, (K, V))
                 else:
-                    number = (b * n_rows + checkpoint) * H + h
+                    number = (b * n_rows + checkpoint) * Hv + v_head
                     write_state(checkpoints, number, S * (waiting * outer), key, value, (K, V))
                 checkpoint += 1
                 left = every  # 0 with a pool, so that no other checkpoint follows
@@ -338,68 +376,76 @@ def _state_warps(args, WARPGROUP: gl.constexpr, HAS_GATE: gl.constexpr, PACKED: 
         if PACKED:
             clear_rows(v_tile, rows, layout)  # the gate warps clear rows of k
         mbarrier.wait(gated.index(slot), phase)
-        a = gl.zeros([C, C], gl.float32, scores)  # computed while S becomes an operand
-        a = warpgroup_mma(q_tile, k_tile.permute([1, 0]), a, use_acc=False, is_async=True)
-        if s_desc is not None:
+        if HAS_O:
+            a = gl.zeros([C, C], gl.float32, scores)  # computed while S becomes an operand
+            a = warpgroup_mma(q_tile, k_tile.permute([1, 0]), a, use_acc=False, is_async=True)
+        if s_desc is not None and HAS_O:
             tma.store_wait(0)  # the copy has read s_tile
         if HAS_GATE:
             decay = decays.index(slot).load(gl.SliceLayout(1, layout))[:, None]  # [BK, 1], exp(r) or exp(b_C)
             mild = gl.max(mild_flags.index(slot).load(gl.SliceLayout(1, layout)), 0) != 0
             r = gl.where(mild, decay, 1.0)  # [BK, 1], exp(r)
-            s_unit = store_state(s_tile, S, waiting * r, outer)
+            if HAS_O:
+                s_unit = store_state(s_tile, S, waiting * r, outer)
             S = S * (waiting * decay)
             waiting = r
-        else:
+        elif HAS_O:
             s_unit = store_state(s_tile, S, None, outer)
-        q_unit = unit_at(q_units, chunk + i, H, h)
-        kv_unit = unit_at(k_units, chunk + i, H, h) * unit_at(v_units, chunk + i, H, h)
+        q_unit = unit_at(q_units, chunk + i, Hq, q_head)
+        kv_unit = unit_at(k_units, chunk + i, Hq // PER_V, q_head // PER_V) * unit_at(v_units, chunk + i, Hv, v_head)
         if q_units is not None:
             S = S * (outer / kv_unit)
             outer = kv_unit
         fence_async_shared()  # S, and cleared rows of v, have been stored from registers; wgmma reads them
-        a = gl.where(t >= s, warpgroup_mma_wait(0, [a]), 0.0)  # [C, C]
-        a, a_unit = in_units(a, q_tile.dtype)
-        if HAS_GATE:  # noqa: SIM102 -- known when this is compiled, and mild is not
-            if not mild:  # qg kg^T is not A; the gate warps have computed A
-                a = a_tiles.index(slot).load(scores)
-                if HALF:
-                    a_unit = gl.max(a_units.index(slot).load(gl.SliceLayout(1, layout)), 0)
-        a = gl.convert_layout(a, operand)  # the left operand of wgmma may stay in registers
-        o = gl.zeros([C, W], gl.float32, layout)
-        o = warpgroup_mma(q_tile, s_tile, o, use_acc=False, is_async=True)
-        if HALF:
-            o = warpgroup_mma_wait(0, [o]) * (s_unit / (a_unit * kv_unit))  # in the units of A v
-        o = warpgroup_mma(a, v_tile, o, is_async=True)
+        if HAS_O:
+            a = gl.where(t >= s, warpgroup_mma_wait(0, [a]), 0.0)  # [C, C]
+            a, a_unit = in_units(a, q_tile.dtype)
+            if HAS_GATE:  # noqa: SIM102 -- known when this is compiled, and mild is not
+                if not mild:  # qg kg^T is not A; the gate warps have computed A
+                    a = a_tiles.index(slot).load(scores)
+                    if HALF:
+                        a_unit = gl.max(a_units.index(slot).load(gl.SliceLayout(1, layout)), 0)
+            a = gl.convert_layout(a, operand)  # the left operand of wgmma may stay in registers
+            o = gl.zeros([C, W], gl.float32, layout)
+            o = warpgroup_mma(q_tile, s_tile, o, use_acc=False, is_async=True)
+            if HALF:
+                o = warpgroup_mma_wait(0, [o]) * (s_unit / (a_unit * kv_unit))  # in the units of A v
+            o = warpgroup_mma(a, v_tile, o, is_async=True)
         S = warpgroup_mma(k_tile.permute([1, 0]), v_tile, S, is_async=True)
-        o, S = warpgroup_mma_wait(0, [o, S])
+        if HAS_O:
+            o, S = warpgroup_mma_wait(0, [o, S])
+        else:
+            S = warpgroup_mma_wait(0, [S])
         mbarrier.arrive(empty.index(slot), count=1)
-        tma.store_wait(0)  # the copy has read o_tile
-        o_factor = scale * a_unit * (q_unit * kv_unit)  # factor of o
-        write(o_desc, o_ptr, o_tile, o * o_factor, first, V, (b, h, start + i * C, T, H), rows, PACKED)
-    write_last_state(S * (waiting * outer), states, n, sequence, h, key, value, (H, K, V))
+        if HAS_O:
+            tma.store_wait(0)  # the copy has read o_tile
+            o_factor = scale * a_unit * (q_unit * kv_unit)  # factor of o
+            write(o_desc, o_ptr, o_tile, o * o_factor, first, V, (b, h, start + i * C, T, Ho), rows, PACKED)
+    if h % PER_V == 0:  # the first query head that shares the state
+        write_last_state(S * (waiting * outer), states, n, sequence, v_head, key, value, (Hv, K, V))
     tma.store_wait(0)
 
 
 # V and strides are specialised: if they are multiples of 16, a thread moves two elements of a state at once.
-@gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "every", "rows", "H", "K"])
+@gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "every", "rows", "Ho", "per_q", "K"])
 def _chunk_gla_fwd_kernel(
-    q_desc,  # [B, H, T, K], tiles [C, BK]
+    q_desc,  # [B, Hq, T, K], tiles [C, BK]
     k_desc,  # [B, H, T, K], tiles [C, BK]
-    v_desc,  # [B, H, T, V], tiles [C, W]
-    g_desc,  # [B, H, T, K], tiles [C, BK], or None
-    o_desc,  # [B, H, T, V], tiles [C, W]
-    s_desc,  # checkpoints [B, n, H, K, V] in bfloat16, tiles [BK, W], or None
-    checkpoints,  # [B, n, H, K, V] in float32, or the pool, or None
-    o_ptr,  # [B, T, H, V], contiguous
-    initial_state,  # [N, H, K, V] or None
-    entering,  # [I, H, K, V] or None
-    final_state,  # [N, H, K, V], or None if sequences are cut
+    v_desc,  # [B, Hv, T, V], tiles [C, W]
+    g_desc,  # [B, Hv, T, K], tiles [C, BK], or None
+    o_desc,  # [B, Ho, T, V], tiles [C, W]
+    s_desc,  # checkpoints [B, n, Hv, K, V] in bfloat16, tiles [BK, W], or None
+    checkpoints,  # [B, n, Hv, K, V] in float32, or the pool, or None
+    o_ptr,  # [B, T, Ho, V], contiguous, or None
+    initial_state,  # [N, Hv, K, V] or None
+    entering,  # [I, Hv, K, V] or None
+    final_state,  # [N, Hv, K, V], or None if sequences are cut
     order,  # [I, 5], or None for a batch
-    pool,  # [P, H, K, V], instead of initial_state and final_state, or None
+    pool,  # [P, Hv, K, V], instead of initial_state and final_state, or None
     slots,  # [N, 4], or None without a pool
-    q_units,  # [chunks, H] if q, k and v were float32, else None
-    k_units,  # like q_units
-    v_units,  # like q_units
+    q_units,  # [chunks, Hq] if q, k and v were float32, else None
+    k_units,  # [chunks, H] or None
+    v_units,  # [chunks, Hv] or None
     scale,
     state_n,  # strides of initial_state or of the pool; see `in_state`
     state_h,
@@ -410,24 +456,27 @@ def _chunk_gla_fwd_kernel(
     segments,  # segments of a sequence of a batch
     every,  # tokens between checkpoints
     rows,  # n
-    H,
+    Ho,
+    per_q,  # heads of o that share a head of q
     K,
     V,
+    PER_V: gl.constexpr,  # heads of o that share a head of v; 1 unless per_q is 1
     NORMALIZER: gl.constexpr,
     STAGES: gl.constexpr,
     GROUPS: gl.constexpr,
 ):
-    """Computes GROUPS W columns of the outputs of one head of one segment."""
+    """Computes GROUPS W columns of the outputs of one head of o of one segment."""
     C: gl.constexpr = q_desc.block_type.shape[2]
     BK: gl.constexpr = q_desc.block_type.shape[3]
     W: gl.constexpr = v_desc.block_type.shape[3]
+    HAS_O: gl.constexpr = o_ptr is not None
     HAS_GATE: gl.constexpr = g_desc is not None
     PACKED: gl.constexpr = order is not None
     dtype: gl.constexpr = q_desc.dtype
     columns = gl.cdiv(V, GROUPS * W)
     column = gl.program_id(0) % columns * GROUPS * W
-    h = gl.program_id(0) // columns % H
-    n = gl.program_id(0) // columns // H
+    h = gl.program_id(0) // columns % Ho
+    n = gl.program_id(0) // columns // Ho
     if PACKED and entering is None:
         wait_for_predecessor()  # the predecessor writes the order
     n, b, start, length, sequence, origin, _ = tokens_of(n, T, segment, segments, order)
@@ -437,12 +486,15 @@ def _chunk_gla_fwd_kernel(
     checkpoint, left = gl.to_tensor(0), gl.to_tensor(0)  # row of the next checkpoint, and number of tokens until it
     if s_desc is not None or checkpoints is not None:
         checkpoint, left = next_checkpoint(start, sequence, origin, every, slots, PACKED)
+        left = gl.where(h % PER_V == 0, left, -1)  # only the first query head that shares a state writes it
 
     scores_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
     state_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, 1, BK, W], dtype)
     row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], q_desc.layout)  # q, then qg
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], k_desc.layout)  # k, then kg
+    q_tiles = k_tiles
+    if HAS_O:
+        q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], q_desc.layout)  # q, then qg
     v_tiles = gl.allocate_shared_memory(dtype, [GROUPS * STAGES, 1, 1, C, W], v_desc.layout)
     # Scratch holds g, then the decayed rows of `_scores_by_halving`.
     scratch_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 2, C, BK], q_desc.layout) if HAS_GATE else q_tiles
@@ -465,26 +517,36 @@ def _chunk_gla_fwd_kernel(
         mbarrier.init(gated.index(i), count=1)
         mbarrier.init(empty.index(i), count=GROUPS)  # each state warpgroup arrives once
 
+    q_head = h // per_q
     descriptors = (q_desc, k_desc, v_desc, g_desc)
-    load_place = (b, h, column, start, gl.cdiv(length, C))
+    load_place = (b, h, q_head, column, start, gl.cdiv(length, C))
     load = (descriptors, (q_tiles, k_tiles, v_tiles, scratch_tiles), (g_full, g_empty, full, empty), load_place)
     gate_tiles = (q_tiles, k_tiles, scratch_tiles, a_tiles, a_units, decays, mild_flags)
     gate = (g_desc, gate_tiles, (g_full, g_empty, full, gated), length)
     tiles = (q_tiles, k_tiles, v_tiles, a_tiles, a_units, decays, mild_flags, s_tiles, o_tiles)
     kept = (s_desc, checkpoints, rows, checkpoint, left, every)
     states = (initial_state, (state_n, state_h, state_k, state_v), entering, final_state, pool, slots)
-    place = (b, h, n, sequence, origin, column, start, length)
+    place = (b, h, q_head, n, sequence, origin, column, start, length)
     units = (q_units, k_units, v_units, chunk_of(sequence, start, T, C, PACKED))
-    state_args = (tiles, (full, gated, empty), (o_desc, o_ptr, scale), states, units, kept, place, (T, H, K, V))
+    state_args = (
+        tiles,
+        (full, gated, empty),
+        (o_desc, o_ptr, scale),
+        states,
+        units,
+        kept,
+        place,
+        (T, Ho, Ho // per_q, K, V),
+    )
     # Registers of a thread of the state warps. With fewer, the state would spill, and the assembler would then wait
     # after every wgmma. The gate warps have the remaining registers, and spill in chunks that are not mild.
     STATE: gl.constexpr = 152 if PACKED or BK <= 64 else 144
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_gate_warps, (gate, HAS_GATE, NORMALIZER, PACKED, STAGES)),
-                (_state_warps, (state_args, 0, HAS_GATE, PACKED, STAGES)),
-                (_load_warp, (load, HAS_GATE, STAGES)),
+                (_gate_warps, (gate, HAS_O, HAS_GATE, NORMALIZER, PACKED, STAGES)),
+                (_state_warps, (state_args, 0, PER_V, HAS_O, HAS_GATE, PACKED, STAGES)),
+                (_load_warp, (load, PER_V, HAS_O, HAS_GATE, STAGES)),
             ],
             [4, 1],
             [STATE, 24],
@@ -492,10 +554,10 @@ def _chunk_gla_fwd_kernel(
     else:
         gl.warp_specialize(
             [
-                (_gate_warps, (gate, HAS_GATE, NORMALIZER, PACKED, STAGES)),
-                (_state_warps, (state_args, 0, HAS_GATE, PACKED, STAGES)),
-                (_state_warps, (state_args, 1, HAS_GATE, PACKED, STAGES)),
-                (_load_warp, (load, HAS_GATE, STAGES)),
+                (_gate_warps, (gate, HAS_O, HAS_GATE, NORMALIZER, PACKED, STAGES)),
+                (_state_warps, (state_args, 0, PER_V, HAS_O, HAS_GATE, PACKED, STAGES)),
+                (_state_warps, (state_args, 1, PER_V, HAS_O, HAS_GATE, PACKED, STAGES)),
+                (_load_warp, (load, PER_V, HAS_O, HAS_GATE, STAGES)),
             ],
             [4, 4, 1],
             [STATE, STATE, 24],

@@ -7,15 +7,18 @@ leaves it. Then
     o_t  = scale * (exp(b_t) q_t S + sum over s of A_ts v_s)
     S'   = exp(b_C) S + k^T u        u_s = exp(b_C - b_s) v_s
 
+If v has factors f, as in Mamba-2's scan, A_ts and u_s have the factor f_s as well, and o_t has the term skip v_t.
+
 No exponent is above 0, so one path handles gates of any strength. A gate below `LEAST_GATE`, whose exp is 0 in float32,
 counts as `LEAST_GATE`. The sums b are computed in float64 and rounded once. The error of the difference of two sums is
 then at most 7e-4 after the strongest gates, a fifth of the rounding of bfloat16, and 1e-6 if no gate is strong.
 
 B batch   T tokens   N sequences   I segments, by default the N sequences   P slots of a pool
 H key heads   Hv value heads   R = Hv / H value heads of a key head   K, V key and value width
-C tokens of a chunk   BK keys of a tile, K rounded up   n rows of checkpoints
+C tokens of a chunk   BK keys of a tile   SLICES slices of BK keys of a head   n rows of checkpoints
 W columns of v of a warpgroup   GROUPS state warpgroups of a block   HEADS value heads of a block, 1 or 2
-STAGES pipeline stages   slot   a pipeline stage in shared memory: the tiles of one chunk
+STAGES pipeline stages of v and u   SLOTS pipeline stages of slices of q and k
+slot   a pipeline stage in shared memory
 
 The grid has one block per segment, value head and GROUPS W columns of v. If V is at most W and an even number of value
 heads shares a key head, a block has two value heads, one for each state warpgroup, and both read the same q and k. The
@@ -25,6 +28,11 @@ warps of a block are specialised. They communicate over barriers in shared memor
     gate    a warpgroup: sums the gates and computes u, while the state warps process earlier chunks
     state   one or two warpgroups, each with W columns of S, v and o. S stays in their registers, and each of them
             computes A. The tile that holds S as an operand is also the source of checkpoints.
+
+A backward needs the states that enter chunks, but no outputs. If there is no o, the kernel leaves out q, A and o.
+
+A head with K above 128 has several slices of keys. q S and the scores are sums over slices, and the slices of S are
+independent of each other. The more slices there are, the fewer columns fit into the registers of a warpgroup.
 
 Sources: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635), for
 the chunked form; Dao and Gu, "Transformers are SSMs" (arXiv 2405.21060), for one gate per head.
@@ -45,6 +53,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunks.kernel import ForwardPlan
 from gla_triton_kernels.chunks.segments import Segments
 from gla_triton_kernels.gla.sm90.common import (
@@ -54,11 +63,14 @@ from gla_triton_kernels.gla.sm90.common import (
     gate_strides,
     gates_of,
     in_units,
+    largest,
+    logits_of,
     next_checkpoint,
     plus,
     store_state,
     tokens_of,
     unit_at,
+    unit_of,
     wait_for_predecessor,
     write,
     write_last_state,
@@ -66,9 +78,13 @@ from gla_triton_kernels.gla.sm90.common import (
     write_state,
 )
 from gla_triton_kernels.gla.sm90.forward import launch_kernel
+from gla_triton_kernels.gla.sm90.kernels import warpgroup_columns
 from gla_triton_kernels.gla.tensors import Tensors
 from gla_triton_runtime.arithmetic import LOG2E
 from gla_triton_runtime.launch import Launch
+
+MOST_SLOTS = 5
+"""The most slots of slices of q and k that fit into shared memory beside v, u, S and o."""
 
 
 def launch_outputs(
@@ -79,109 +95,178 @@ def launch_outputs(
     See `launch_outputs` of general/forward.py for the arguments, and `launch_outputs` of sm90/forward.py for the
     overlap of kernels.
     """
-    (H, _), (Hv, V) = x.k.shape[2:], x.v.shape[2:]
-    heads = plan.parameters.BV // 64 if V <= 64 else 1
-    arguments = {"g_ptr": x.g, **gate_strides(x.g), "Hv": Hv, "R": Hv // H, "HEADS": heads}
-    return launch_kernel(_chunk_gla_fwd_head_kernel, arguments, plan, x, segments, scale, every, normalizer, heads)
+    (H, K), (Hv, V) = x.k.shape[2:], x.v.shape[2:]
+    slices, W = ceil_div(K, plan.parameters.BK), warpgroup_columns(K)
+    heads = plan.parameters.BV // W if V <= W else 1
+    slots = plan.parameters.stages if slices == 1 else min(slices + 1, MOST_SLOTS)
+    arguments = {
+        "g_ptr": x.g,
+        **gate_strides(x.g),
+        "Hv": Hv,
+        "R": Hv // H,
+        "v_factor": x.v_factor,
+        "skip": x.skip,
+        "skip_h": 0 if x.skip is None else x.skip.stride(0),
+        "skip_v": 0 if x.skip is None else x.skip.stride(1),
+        "HEADS": heads,
+        "SLICES": slices,
+        "SLOTS": slots,
+    }
+    return launch_kernel(_chunk_gla_fwd_head_kernel, arguments, plan, x, segments, scale, every, normalizer, heads, W)
 
 
 @gluon.jit
-def _load_warp(args, HEADS: gl.constexpr, STAGES: gl.constexpr):
-    """Loads q, k and v of all chunks, up to STAGES chunks ahead of the other warps."""
+def _load_warp(args, HAS_O: gl.constexpr, HEADS: gl.constexpr, SLICES: gl.constexpr, STAGES: gl.constexpr):
+    """Loads q, k and v of all chunks, as far ahead of the other warps as there are slots.
+
+    The tiles of v of a chunk have no barrier `empty`: their slot is free once that of the chunk's last slice is.
+    """
     descriptors, tiles, barriers, place = args
     q_desc, k_desc, v_desc = descriptors
     q_tiles, k_tiles, v_tiles = tiles
-    full, empty = barriers
+    full, v_full, empty = barriers
     b, key_head, h, column, start, n_chunks = place
     C: gl.constexpr = q_desc.block_type.shape[2]
+    BK: gl.constexpr = q_desc.block_type.shape[3]
     W: gl.constexpr = v_desc.block_type.shape[3]
     GROUPS: gl.constexpr = v_tiles.type.shape[0] // STAGES
+    SLOTS: gl.constexpr = k_tiles.type.shape[0]
+    TILES: gl.constexpr = (2 if HAS_O else 1) * k_desc.block_type.nbytes
+    COLUMNS: gl.constexpr = GROUPS * v_desc.block_type.nbytes
     for i in range(n_chunks):
-        slot = i % STAGES
+        stage = i % STAGES
         t = start + i * C
-        mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)  # returns at once for the first STAGES chunks
-        mbarrier.expect(full.index(slot), 2 * q_desc.block_type.nbytes + GROUPS * v_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(q_desc, [b, key_head, t, 0], full.index(slot), q_tiles.index(slot))
-        tma.async_copy_global_to_shared(k_desc, [b, key_head, t, 0], full.index(slot), k_tiles.index(slot))
-        for w in gl.static_range(GROUPS):
-            v_tile = v_tiles.index(GROUPS * slot + w)
-            at = [b, h + w, t, 0] if HEADS > 1 else [b, h, t, column + w * W]
-            tma.async_copy_global_to_shared(v_desc, at, full.index(slot), v_tile)
+        for j in gl.static_range(SLICES):
+            step = SLICES * i + j
+            slot = step % SLOTS
+            mbarrier.wait(empty.index(slot), ((step // SLOTS) & 1) ^ 1)  # returns at once for the first SLOTS slices
+            mbarrier.expect(full.index(slot), TILES + COLUMNS if SLICES == 1 else TILES)
+            if HAS_O:
+                tma.async_copy_global_to_shared(q_desc, [b, key_head, t, j * BK], full.index(slot), q_tiles.index(slot))
+            tma.async_copy_global_to_shared(k_desc, [b, key_head, t, j * BK], full.index(slot), k_tiles.index(slot))
+            if j == 0:
+                if SLICES > 1:
+                    mbarrier.expect(v_full.index(stage), COLUMNS)
+                for w in gl.static_range(GROUPS):
+                    v_tile = v_tiles.index(GROUPS * stage + w)
+                    at = [b, h + w, t, 0] if HEADS > 1 else [b, h, t, column + w * W]
+                    tma.async_copy_global_to_shared(v_desc, at, v_full.index(stage), v_tile)
 
 
 @gluon.jit
-def _gate_warps(gates, args, HEADS: gl.constexpr, NORMALIZER: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr):
-    """Sums the gates and computes u in each chunk.
+def _gate_warps(
+    gates,
+    factors,
+    args,
+    HAS_O: gl.constexpr,
+    HEADS: gl.constexpr,
+    SLICES: gl.constexpr,
+    NORMALIZER: gl.constexpr,
+    PACKED: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Sums the gates and computes u in each chunk, and clears the rows of the next sequence.
 
     Args:
         gates: for each head of the block, the pointer to its gate at token 0 and the stride of tokens; None without
             gates.
+        factors: the same for factors of v; None without factors.
     """
     tiles, barriers, start, length = args
     q_tiles, k_tiles, v_tiles, u_tiles, sums, decays = tiles
-    full, gated = barriers
+    full, v_full, ready, gated = barriers
     C: gl.constexpr = v_tiles.type.shape[3]
     BK: gl.constexpr = k_tiles.type.shape[4]
     W: gl.constexpr = v_tiles.type.shape[4]
     GROUPS: gl.constexpr = v_tiles.type.shape[0] // STAGES
+    SLOTS: gl.constexpr = q_tiles.type.shape[0]
     HAS_GATE: gl.constexpr = gates is not None
     line: gl.constexpr = gl.BlockedLayout([C // 32], [32], [4], [0])  # every warp holds all tokens
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     token = gl.arange(0, C, line)  # [C]
+    NUMBERS: gl.constexpr = sums.type.shape[0] // (STAGES * HEADS)  # vectors [C] of a head and stage
     if HAS_GATE:
         g_next = ()  # the gates of the next chunk, [C] for each head
+        f_next = ()  # the factors of v of the next chunk
         for j in gl.static_range(HEADS):
             g_next += (gates_of(gates[j], start, length, token, NORMALIZER),)  # [C]
+            if factors is not None:
+                f_next += (logits_of(factors[j], start, length, token),)  # [C]
     for i in range(gl.cdiv(length, C)):
-        slot = i % STAGES
+        stage = i % STAGES
         rows = length - i * C
         sums_of_heads = ()  # b [C] and b_C of each head
         arriving = ()
+        f = f_next if factors is not None else ()
+        f_next = ()
         if HAS_GATE:
             for j in gl.static_range(HEADS):
                 g = g_next[j].to(gl.float64) * LOG2E  # [C]
                 # The loads of the next gates run during this chunk.
                 arriving += (gates_of(gates[j], start + (i + 1) * C, rows - C, token, NORMALIZER),)
+                if factors is not None:
+                    f_next += (logits_of(factors[j], start + (i + 1) * C, rows - C, token),)
                 b = gl.associative_scan(g, 0, plus)  # [C]
                 sums_of_heads += ((b, gl.sum(g, 0)),)
             g_next = arriving
-        mbarrier.wait(full.index(slot), (i // STAGES) & 1)
+        mbarrier.wait(v_full.index(stage), (i // STAGES) & 1)
         if HAS_GATE:
             # The load warp has waited until the state warps have read the slot, so its sums may be replaced too.
             for j in gl.static_range(HEADS):
-                at = HEADS * slot + j
+                at = HEADS * stage + j
                 b, b_end = sums_of_heads[j]
-                sums.index(2 * at).store(b.to(gl.float32))
-                sums.index(2 * at + 1).store(gl.exp2((b_end - b).to(gl.float32)))
+                leave = gl.exp2((b_end - b).to(gl.float32))  # [C]
+                sums.index(NUMBERS * at).store(b.to(gl.float32))
+                if factors is not None:
+                    leave *= f[j]
+                    sums.index(NUMBERS * at + 2).store(f[j])
+                sums.index(NUMBERS * at + 1).store(leave)
                 decay = gl.exp2(b_end.to(gl.float32))
                 decays.index(at).store(gl.full([1], decay, gl.float32, gl.SliceLayout(1, layout)))
-        if PACKED:
-            clear_rows(k_tiles.index(slot).reshape([C, BK]), rows, layout)
-            if q_tiles.dtype == gl.float16:  # rows of the next sequence would count in the largest score
-                clear_rows(q_tiles.index(slot).reshape([C, BK]), rows, layout)
+        if PACKED and SLICES == 1:
+            clear_rows(k_tiles.index(stage).reshape([C, BK]), rows, layout)
+            if HAS_O and q_tiles.dtype == gl.float16:  # rows of the next sequence would count in the largest score
+                clear_rows(q_tiles.index(stage).reshape([C, BK]), rows, layout)
         for w in gl.static_range(GROUPS):
-            v_tile = v_tiles.index(GROUPS * slot + w).reshape([C, W])
+            v_tile = v_tiles.index(GROUPS * stage + w).reshape([C, W])
             if PACKED:
                 clear_rows(v_tile, rows, layout)
             if HAS_GATE:
-                at = HEADS * slot + (w if HEADS > 1 else 0)
-                leaving = sums.index(2 * at + 1).load(gl.SliceLayout(1, layout))[:, None]  # [C, 1], exp(b_C - b)
-                u_tile = u_tiles.index(GROUPS * slot + w)
+                at = HEADS * stage + (w if HEADS > 1 else 0)
+                leaving = sums.index(NUMBERS * at + 1).load(gl.SliceLayout(1, layout))[
+                    :, None
+                ]  # [C, 1], f exp(b_C - b)
+                u_tile = u_tiles.index(GROUPS * stage + w)
                 u_tile.store((v_tile.load(layout).to(gl.float32) * leaving).to(v_tile.dtype))
         fence_async_shared()  # u has been stored, and rows cleared, from registers; wgmma reads them
-        mbarrier.arrive(gated.index(slot), count=1)
+        mbarrier.arrive(gated.index(stage), count=1)
+        if PACKED and SLICES > 1:
+            for j in gl.static_range(SLICES):
+                step = SLICES * i + j
+                slot = step % SLOTS
+                mbarrier.wait(full.index(slot), (step // SLOTS) & 1)
+                clear_rows(k_tiles.index(slot).reshape([C, BK]), rows, layout)
+                if HAS_O and q_tiles.dtype == gl.float16:  # as above
+                    clear_rows(q_tiles.index(slot).reshape([C, BK]), rows, layout)
+                fence_async_shared()
+                mbarrier.arrive(ready.index(slot), count=1)
 
 
 @gluon.jit
 def _state_warps(
     args,
     WARPGROUP: gl.constexpr,
+    HAS_O: gl.constexpr,
     HEADS: gl.constexpr,
+    SLICES: gl.constexpr,
     HAS_GATE: gl.constexpr,
     PACKED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """Carries W columns of the state through the segment, and writes W columns of the outputs.
+
+    If there is one slice, its product k^T u runs beside A v. If there are several, each of them runs beside q S of the
+    same slice, so that the slot of the slice is soon free.
 
     Args:
         args: see `_state_warps` of forward.py.
@@ -189,8 +274,8 @@ def _state_warps(
     """
     tiles, barriers, outputs, states, units, kept, place, sizes = args
     q_tiles, k_tiles, v_tiles, u_tiles, sums, decays, s_tiles, o_tiles = tiles
-    full, gated, empty = barriers
-    o_desc, o_ptr, scale = outputs
+    ready, gated, empty = barriers
+    o_desc, o_ptr, scale, skip = outputs
     _, strides, _, _, pool, _ = states
     q_units, k_units, v_units, chunk = units
     s_desc, checkpoints, n_rows, checkpoint, left, every = kept
@@ -200,6 +285,10 @@ def _state_warps(
     BK: gl.constexpr = q_tiles.type.shape[4]
     W: gl.constexpr = v_tiles.type.shape[4]
     GROUPS: gl.constexpr = s_tiles.type.shape[0]
+    SLOTS: gl.constexpr = q_tiles.type.shape[0]
+    HAS_CHECKPOINTS: gl.constexpr = s_desc is not None or checkpoints is not None
+    NUMBERS: gl.constexpr = sums.type.shape[0] // (STAGES * HEADS)
+    HALF: gl.constexpr = q_tiles.dtype == gl.float16
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
@@ -211,82 +300,150 @@ def _state_warps(
     HEAD: gl.constexpr = WARPGROUP if HEADS > 1 else 0  # the number of the warpgroup's head in the block
     h += HEAD
     first = column + (0 if HEADS > 1 else WARPGROUP * W)
-    key = gl.arange(0, BK, gl.SliceLayout(1, layout))[:, None]  # [BK, 1]
+    keys = gl.arange(0, BK, gl.SliceLayout(1, layout))[:, None]  # [BK, 1]
     value = first + gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]  # [1, W]
+    if skip is not None:
+        skip_ptr, skip_h, skip_v = skip
+        skips = gl.load(skip_ptr + h * skip_h + value * skip_v, value < V, 0.0).to(gl.float32)  # [1, W]
     S = gl.zeros([BK, W], gl.float32, layout)
     is_first = start == origin  # whether this is the first segment of its sequence
     wait_for_predecessor()  # it writes `entering`
-    S = first_state(S, states, n, sequence, h, is_first, key, value, (Hv, K, V))
+    leaving = ()  # [BK, W] for each slice, the state that leaves the previous chunk
+    for j in gl.static_range(SLICES):
+        leaving += (first_state(S, states, n, sequence, h, is_first, keys + j * BK, value, (Hv, K, V)),)
     outer = 1.0  # the unit of S, which is the unit of k^T u in the previous chunk
     if q_units is not None:
         outer = gl.to_tensor(1.0)
     for i in range(gl.cdiv(length, C)):
-        slot = i % STAGES
+        stage = i % STAGES
         phase = (i // STAGES) & 1
-        q_tile = q_tiles.index(slot).reshape([C, BK])
-        k_tile = k_tiles.index(slot).reshape([C, BK])
-        v_tile = v_tiles.index(GROUPS * slot + WARPGROUP).reshape([C, W])
-        u_tile = u_tiles.index(GROUPS * slot + WARPGROUP) if HAS_GATE else v_tile
+        v_tile = v_tiles.index(GROUPS * stage + WARPGROUP).reshape([C, W])
+        u_tile = u_tiles.index(GROUPS * stage + WARPGROUP) if HAS_GATE else v_tile
+        at = HEADS * stage + HEAD
         rows = length - i * C
-        if s_desc is not None:
-            tma.store_wait(1)  # the copy of the checkpoint has read s_tile; the copy of o may go on
-        s_unit = store_state(s_tile, S, None, outer)
-        fence_async_shared()  # wgmma and TMA read S from the tile
-        if s_desc is not None or checkpoints is not None:
-            if left == 0:  # this chunk begins at a checkpoint
-                if s_desc is not None:
-                    tma.async_copy_shared_to_global(s_desc, [b, checkpoint, h, 0, first], s_block)
-                elif pool is not None:
-                    write_slot(pool, strides, checkpoint, h, S * outer, key, value, (K, V))
-                else:
-                    write_state(checkpoints, (b * n_rows + checkpoint) * Hv + h, S * outer, key, value, (K, V))
-                checkpoint += 1
-                left = every  # 0 with a pool, so that no other checkpoint follows
-            left -= C
-        mbarrier.wait(full.index(slot), phase)
-        if PACKED and rows < C:
-            mbarrier.wait(gated.index(slot), phase)  # rows of the next sequence have been cleared
+        if SLICES > 1:
+            q_unit = unit_at(q_units, chunk + i, Hv // R, h // R)
+            kv_unit = unit_at(k_units, chunk + i, Hv // R, h // R) * unit_at(v_units, chunk + i, Hv, h)
+            if HALF:  # the slices share a unit, because q S is their sum
+                most = largest(leaving[0])
+                for j in gl.static_range(SLICES - 1):
+                    most = gl.maximum(most, largest(leaving[j + 1]))
+                s_unit, inverse = unit_of(most * outer)
+                inverse *= outer
         a = gl.zeros([C, C], gl.float32, scores)
-        a = warpgroup_mma(q_tile, k_tile.permute([1, 0]), a, use_acc=False, is_async=True)
         o = gl.zeros([C, W], gl.float32, layout)
-        o = warpgroup_mma(q_tile, s_tile, o, use_acc=False, is_async=True)
-        mbarrier.wait(gated.index(slot), phase)
-        if HAS_GATE:
-            at = HEADS * slot + HEAD
-            b_t = sums.index(2 * at).load(gl.SliceLayout(1, scores))[:, None]  # [C, 1]
-            b_s = sums.index(2 * at).load(gl.SliceLayout(0, scores))[None, :]  # [1, C]
+        updated = ()
+        for j in gl.static_range(SLICES):
+            step = SLICES * i + j
+            slot = step % SLOTS
+            S = leaving[j]
+            q_tile = q_tiles.index(slot).reshape([C, BK])
+            k_tile = k_tiles.index(slot).reshape([C, BK])
+            if s_desc is not None:
+                # The copy of the checkpoint has read s_tile. If a copy of o follows it, that one may go on.
+                tma.store_wait(1 if SLICES == 1 and HAS_O else 0)
+            if SLICES > 1 and HALF:
+                s_tile.store((S * inverse).to(s_tile.dtype))
+            elif HAS_O or s_desc is not None:
+                s_unit = store_state(s_tile, S, None, outer)
+            fence_async_shared()  # wgmma and TMA read S from the tile
+            if HAS_CHECKPOINTS:
+                if left == 0:  # this chunk begins at a checkpoint
+                    key = keys + j * BK
+                    if s_desc is not None:
+                        tma.async_copy_shared_to_global(s_desc, [b, checkpoint, h, j * BK, first], s_block)
+                    elif pool is not None:
+                        write_slot(pool, strides, checkpoint, h, S * outer, key, value, (K, V))
+                    else:
+                        write_state(checkpoints, (b * n_rows + checkpoint) * Hv + h, S * outer, key, value, (K, V))
+                    if j == SLICES - 1:
+                        checkpoint += 1
+                        left = every  # 0 with a pool, so that no other checkpoint follows
+                if j == SLICES - 1:
+                    left -= C
+            mbarrier.wait(ready.index(slot), (step // SLOTS) & 1)
+            if PACKED and SLICES == 1:  # noqa: SIM102 -- known when this is compiled
+                if rows < C:
+                    mbarrier.wait(gated.index(stage), phase)  # rows of the next sequence have been cleared
+            if HAS_O:
+                a = warpgroup_mma(q_tile, k_tile.permute([1, 0]), a, use_acc=j > 0, is_async=True)
+                o = warpgroup_mma(q_tile, s_tile, o, use_acc=j > 0, is_async=True)
+            if j == 0:
+                mbarrier.wait(gated.index(stage), phase)
+            if SLICES > 1:
+                if HAS_GATE:
+                    S = S * gl.max(decays.index(at).load(gl.SliceLayout(1, layout)), 0)
+                if q_units is not None:
+                    S = S * (outer / kv_unit)
+                S = warpgroup_mma(k_tile.permute([1, 0]), u_tile, S, is_async=True)
+                if HAS_O:
+                    a, o, S = warpgroup_mma_wait(0, [a, o, S])
+                else:
+                    S = warpgroup_mma_wait(0, [S])
+                updated += (S,)
+                if j < SLICES - 1:
+                    mbarrier.arrive(empty.index(slot), count=1)
+        if HAS_GATE and HAS_O:
+            b_t = sums.index(NUMBERS * at).load(gl.SliceLayout(1, scores))[:, None]  # [C, 1]
+            b_s = sums.index(NUMBERS * at).load(gl.SliceLayout(0, scores))[None, :]  # [1, C]
             between = gl.exp2(b_t - b_s)  # [C, C], undefined for t < s
+            if NUMBERS > 2:
+                between *= sums.index(NUMBERS * at + 2).load(gl.SliceLayout(0, scores))[None, :]  # the factors of v
+        if HAS_GATE and SLICES == 1:
             decay = gl.max(decays.index(at).load(gl.SliceLayout(1, layout)), 0)
+        if HAS_O and SLICES == 1:
             a, o = warpgroup_mma_wait(0, [a, o])
-            a = gl.where(t >= s, a * between, 0.0)  # [C, C]
-            o = o * gl.exp2(sums.index(2 * at).load(gl.SliceLayout(1, layout)))[:, None]  # [C, W]
+        if HAS_O:
+            a = gl.where(t >= s, a * between if HAS_GATE else a, 0.0)  # [C, C]
+        if HAS_GATE and HAS_O:
+            o = o * gl.exp2(sums.index(NUMBERS * at).load(gl.SliceLayout(1, layout)))[:, None]  # [C, W]
+        if HAS_GATE and SLICES == 1:
             S = S * decay
-        else:
-            a, o = warpgroup_mma_wait(0, [a, o])
-            a = gl.where(t >= s, a, 0.0)  # [C, C]
-        a, a_unit = in_units(a, q_tile.dtype)
-        q_unit = unit_at(q_units, chunk + i, Hv // R, h // R)
-        kv_unit = unit_at(k_units, chunk + i, Hv // R, h // R) * unit_at(v_units, chunk + i, Hv, h)
+        if HAS_O:
+            a, a_unit = in_units(a, q_tile.dtype)
+        if SLICES == 1:
+            q_unit = unit_at(q_units, chunk + i, Hv // R, h // R)
+            kv_unit = unit_at(k_units, chunk + i, Hv // R, h // R) * unit_at(v_units, chunk + i, Hv, h)
+            if q_units is not None:
+                S = S * (outer / kv_unit)
         if q_units is not None:
-            S = S * (outer / kv_unit)
             outer = kv_unit
-        if q_tile.dtype == gl.float16:
-            o = o * (s_unit / (a_unit * kv_unit))  # in the units of A v
-        a = gl.convert_layout(a, operand)  # the left operand of wgmma may stay in registers
-        o = warpgroup_mma(a, v_tile, o, is_async=True)
-        S = warpgroup_mma(k_tile.permute([1, 0]), u_tile, S, is_async=True)
-        o, S = warpgroup_mma_wait(0, [o, S])
+        if HAS_O:
+            if HALF:
+                o = o * (s_unit / (a_unit * kv_unit))  # in the units of A v
+            a = gl.convert_layout(a, operand)  # the left operand of wgmma may stay in registers
+            o = warpgroup_mma(a, v_tile, o, is_async=True)
+        if SLICES == 1:
+            S = warpgroup_mma(k_tile.permute([1, 0]), u_tile, S, is_async=True)
+            if HAS_O:
+                o, S = warpgroup_mma_wait(0, [o, S])
+            else:
+                S = warpgroup_mma_wait(0, [S])
+            leaving = (S,)
+        else:
+            if HAS_O:
+                o = warpgroup_mma_wait(0, [o])
+            leaving = updated
+        if HAS_O:
+            o_factor = scale * a_unit * (q_unit * kv_unit)  # factor of o
+        if skip is not None:
+            o = o * o_factor + v_tile.load(layout).to(gl.float32) * skips
+            o_factor = 1.0
+            fence_async_shared()  # v has been loaded to registers; TMA overwrites the tile
         mbarrier.arrive(empty.index(slot), count=1)
-        tma.store_wait(0)  # the copy has read o_tile
-        o_factor = scale * a_unit * (q_unit * kv_unit)  # factor of o
-        write(o_desc, o_ptr, o_tile, o * o_factor, first, V, (b, h, start + i * C, T, Hv), rows, PACKED)
-    write_last_state(S * outer, states, n, sequence, h, key, value, (Hv, K, V))
+        if HAS_O:
+            tma.store_wait(0)  # the copy has read o_tile
+            write(o_desc, o_ptr, o_tile, o * o_factor, first, V, (b, h, start + i * C, T, Hv), rows, PACKED)
+    for j in gl.static_range(SLICES):
+        write_last_state(leaving[j] * outer, states, n, sequence, h, keys + j * BK, value, (Hv, K, V))
     tma.store_wait(0)
 
 
 # V and strides are specialised: if they are multiples of 16, a thread moves two elements of a state at once.
 @gluon.jit(
-    do_not_specialize=["scale", "g_b", "g_t", "g_h", "T", "segment", "segments", "every", "rows", "Hv", "R", "K"]
+    do_not_specialize=[
+        *("scale", "g_b", "g_t", "g_h", "skip_h", "T", "segment", "segments", "every", "rows", "Hv", "R", "K")
+    ]
 )
 def _chunk_gla_fwd_head_kernel(
     q_desc,  # [B, H, T, K], tiles [C, BK]
@@ -296,7 +453,7 @@ def _chunk_gla_fwd_head_kernel(
     s_desc,  # checkpoints [B, n, Hv, K, V] in bfloat16, tiles [BK, W], or None
     checkpoints,  # [B, n, Hv, K, V] in float32, or the pool, or None
     g_ptr,  # [B, T, Hv], or [Hv] with g_b = g_t = 0, or None
-    o_ptr,  # [B, T, Hv, V], contiguous
+    o_ptr,  # [B, T, Hv, V], contiguous, or None
     initial_state,  # [N, Hv, K, V] or None
     entering,  # [I, Hv, K, V] or None
     final_state,  # [N, Hv, K, V], or None if sequences are cut
@@ -306,10 +463,14 @@ def _chunk_gla_fwd_head_kernel(
     q_units,  # [chunks, H] if q, k and v were float32, else None
     k_units,  # like q_units
     v_units,  # [chunks, Hv] or None
+    v_factor,  # [B, T, Hv], contiguous, or None; only with gates
+    skip,  # [Hv, V] or None
     scale,
     g_b,  # strides of g
     g_t,
     g_h,
+    skip_h,  # strides of skip
+    skip_v,
     state_n,  # strides of initial_state or of the pool; see `in_state`
     state_h,
     state_k,
@@ -327,12 +488,15 @@ def _chunk_gla_fwd_head_kernel(
     STAGES: gl.constexpr,
     GROUPS: gl.constexpr,
     HEADS: gl.constexpr,
+    SLICES: gl.constexpr,
+    SLOTS: gl.constexpr,
 ):
     """Computes GROUPS W columns of the outputs of one value head of one segment, or of two value heads."""
     C: gl.constexpr = q_desc.block_type.shape[2]
     BK: gl.constexpr = q_desc.block_type.shape[3]
     W: gl.constexpr = v_desc.block_type.shape[3]
     HAS_GATE: gl.constexpr = g_ptr is not None
+    HAS_O: gl.constexpr = o_ptr is not None
     PACKED: gl.constexpr = order is not None
     dtype: gl.constexpr = q_desc.dtype
     columns = gl.cdiv(V, GROUPS * W)
@@ -352,46 +516,66 @@ def _chunk_gla_fwd_head_kernel(
     state_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, 1, BK, W], dtype)
     value_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, W], dtype)
     row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], q_desc.layout)
-    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], k_desc.layout)
+    k_tiles = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, C, BK], k_desc.layout)
+    q_tiles = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, C, BK], q_desc.layout) if HAS_O else k_tiles
     v_tiles = gl.allocate_shared_memory(dtype, [GROUPS * STAGES, 1, 1, C, W], v_desc.layout)
     u_tiles = gl.allocate_shared_memory(dtype, [GROUPS * STAGES, C, W], value_layout) if HAS_GATE else v_tiles
     s_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, 1, BK, W], state_layout)
     o_tiles = s_tiles if o_desc is None else gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, C, W], o_desc.layout)
-    sums = gl.allocate_shared_memory(gl.float32, [2 * STAGES * HEADS, C], row_layout)  # b and exp(b_C - b)
+    # b and f exp(b_C - b); then f, if v has factors
+    NUMBERS: gl.constexpr = 2 if v_factor is None else 3
+    sums = gl.allocate_shared_memory(gl.float32, [NUMBERS * STAGES * HEADS, C], row_layout)
     decays = gl.allocate_shared_memory(gl.float32, [STAGES * HEADS, 1], row_layout)  # exp(b_C)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # q, k, v have been loaded
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # q and k have been loaded
     gated = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # b and u have been computed
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # the state warpgroups have read all of a chunk
-    for i in gl.static_range(STAGES):
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # the state warpgroups have read a slice
+    # v has been loaded. If there is one slice, v and the slice are loaded together.
+    v_full = full if SLICES == 1 else gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+    # q and k can be read: they have been loaded, and rows of the next sequence cleared if there are several slices.
+    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars) if PACKED and SLICES > 1 else full
+    for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(gated.index(i), count=1)
         mbarrier.init(empty.index(i), count=GROUPS)  # each state warpgroup arrives once
+        if PACKED and SLICES > 1:
+            mbarrier.init(ready.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(gated.index(i), count=1)
+        if SLICES > 1:
+            mbarrier.init(v_full.index(i), count=1)
 
     gates: gl.constexpr = None
     if HAS_GATE:
         gates = ((g_ptr + b.to(gl.int64) * g_b + h.to(gl.int64) * g_h, g_t),)
         if HEADS == 2:
             gates += ((g_ptr + b.to(gl.int64) * g_b + (h + 1).to(gl.int64) * g_h, g_t),)
+    factors: gl.constexpr = None
+    if v_factor is not None:
+        first_factor = v_factor + b.to(gl.int64) * T * Hv + h
+        factors = ((first_factor, Hv),)
+        if HEADS == 2:
+            factors += ((first_factor + 1, Hv),)
+    skips: gl.constexpr = None
+    if skip is not None:
+        skips = (skip, skip_h, skip_v)
     load_place = (b, h // R, h, column, start, gl.cdiv(length, C))
-    load = ((q_desc, k_desc, v_desc), (q_tiles, k_tiles, v_tiles), (full, empty), load_place)
-    gate = ((q_tiles, k_tiles, v_tiles, u_tiles, sums, decays), (full, gated), start, length)
+    load = ((q_desc, k_desc, v_desc), (q_tiles, k_tiles, v_tiles), (full, v_full, empty), load_place)
+    gate = ((q_tiles, k_tiles, v_tiles, u_tiles, sums, decays), (full, v_full, ready, gated), start, length)
     tiles = (q_tiles, k_tiles, v_tiles, u_tiles, sums, decays, s_tiles, o_tiles)
     states = (initial_state, (state_n, state_h, state_k, state_v), entering, final_state, pool, slots)
     kept = (s_desc, checkpoints, rows, checkpoint, left, every)
     place = (b, h, n, sequence, origin, column, start, length)
     units = (q_units, k_units, v_units, chunk_of(sequence, start, T, C, PACKED))
     sizes = (T, Hv, R, K, V)
-    state_args = (tiles, (full, gated, empty), (o_desc, o_ptr, scale), states, units, kept, place, sizes)
+    state_args = (tiles, (ready, gated, empty), (o_desc, o_ptr, scale, skips), states, units, kept, place, sizes)
     # Registers of a thread of the state warps. The gate warps have the remaining registers.
-    STATE: gl.constexpr = 208
+    STATE: gl.constexpr = 208 if SLICES == 1 else 224
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_gate_warps, (gates, gate, HEADS, NORMALIZER, PACKED, STAGES)),
-                (_state_warps, (state_args, 0, HEADS, HAS_GATE, PACKED, STAGES)),
-                (_load_warp, (load, HEADS, STAGES)),
+                (_gate_warps, (gates, factors, gate, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES)),
+                (_state_warps, (state_args, 0, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES)),
+                (_load_warp, (load, HAS_O, HEADS, SLICES, STAGES)),
             ],
             [4, 1],
             [STATE, 24],
@@ -399,10 +583,10 @@ def _chunk_gla_fwd_head_kernel(
     else:
         gl.warp_specialize(
             [
-                (_gate_warps, (gates, gate, HEADS, NORMALIZER, PACKED, STAGES)),
-                (_state_warps, (state_args, 0, HEADS, HAS_GATE, PACKED, STAGES)),
-                (_state_warps, (state_args, 1, HEADS, HAS_GATE, PACKED, STAGES)),
-                (_load_warp, (load, HEADS, STAGES)),
+                (_gate_warps, (gates, factors, gate, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES)),
+                (_state_warps, (state_args, 0, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES)),
+                (_state_warps, (state_args, 1, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES)),
+                (_load_warp, (load, HAS_O, HEADS, SLICES, STAGES)),
             ],
             [4, 4, 1],
             [STATE, STATE, 24],

@@ -30,6 +30,7 @@ from gla_triton_kernels.chunks.price import (
     gate_itemsize,
     kernel_seconds,
     moved_bytes,
+    queries_of_state,
 )
 from gla_triton_kernels.gla.seen import not_addressable
 from gla_triton_runtime.architecture import Gpu
@@ -47,8 +48,8 @@ START = 2.5e-6
 FORWARD_STEP, FORWARD_TILE, NARROW = 0.64e-6, 1.05e-6, 0.71
 """Seconds of forward.py for 64 tokens: of a block with 128 values, a constant and a time for each 64 keys; and the time
 of a block with 64 values, as a share of the time with 128."""
-HEAD_STEP, HEAD_TILE = 0.5e-6, 0.75e-6
-"""The same for forward_head.py."""
+HEAD_STEP, HEAD_TILE, HEAD_SLICE = 0.5e-6, 0.75e-6, 1.2e-6
+"""The same for forward_head.py, and the time of each further slice of 128 keys."""
 WIDE_STEP, GATE_RATE = 3e-6, 2.8e11
 """Seconds of the second kernel of forward_wide.py for 64 tokens, and elements of k per second of its first kernel."""
 STATE_STEP, STATE_TILE = 0.12e-6, 0.65e-6
@@ -90,8 +91,8 @@ def _refuse_key_gates(call: OpCall) -> Reason | None:
     """Returns the reason why the kernels with one gate for each key cannot compute a call, or None."""
     if call.gate_form in ("constant", "head"):
         return f"computes gates {GATES['key']}; g has one {GATES[call.gate_form]}"
-    if call.dims["Hv"] > call.dims["H"]:
-        return f"computes as many value heads as key heads; v has {call.dims['Hv']} and k has {call.dims['H']}"
+    if call.gate_dtype is None and call.dims["Hv"] > call.dims["H"]:
+        return f"computes value heads in groups if each key has a gate; v has {call.dims['Hv']} and k {call.dims['H']}"
     return None
 
 
@@ -164,33 +165,45 @@ def _load_forward_wide() -> LaunchFunction:
     return launch_outputs
 
 
-def _output_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
-    H, Hq, V = (call.dims[name] for name in ("H", "Hq", "V"))
+def _rows_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
+    V = call.dims["V"]
     if (reason := _refusal(call, gpu)) is not None:
         return reason
-    if Hq != H:
-        return f"computes as many query heads as key/value heads; q has {Hq} and k has {H}"
     return None if V % 8 == 0 else f"computes V that are multiples of 8; V is {V}"  # rows of o: multiples of 16 bytes
 
 
+def _output_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
+    H, Hq = call.dims["H"], call.dims["Hq"]
+    if (reason := _rows_refusal(call, gpu)) is not None:
+        return reason
+    return None if Hq == H else f"computes as many query heads as key/value heads; q has {Hq} and k has {H}"
+
+
+def _key_output_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
+    H, Hq = call.dims["H"], call.dims["Hq"]
+    if (reason := _rows_refusal(call, gpu) or _refuse_key_gates(call)) is not None:
+        return reason
+    if Hq != H and "pool" in call.given:  # the block of one query head could write a state before another one reads it
+        return f"computes as many query heads as key/value heads if states are in a pool; q has {Hq} and k has {H}"
+    return None
+
+
 def _forward_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
-    if (reason := _output_refusal(call, gpu) or _refuse_key_gates(call)) is not None:
+    if (reason := _key_output_refusal(call, gpu)) is not None:
         return reason
     return None if call.dims["K"] <= 128 else f"computes K up to 128; K is {call.dims['K']}"
 
 
 def _forward_head_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
-    if (reason := _output_refusal(call, gpu) or _refuse_head_gates(call)) is not None:
-        return reason
-    return None if call.dims["K"] <= 128 else f"computes K up to 128; K is {call.dims['K']}"
+    return _output_refusal(call, gpu) or _refuse_head_gates(call)
 
 
 def _forward_wide_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
     K = call.dims["K"]
-    if (reason := _output_refusal(call, gpu) or _refuse_dtype(call) or _refuse_key_gates(call)) is not None:
+    if (reason := _key_output_refusal(call, gpu)) is not None:
         return reason
-    if not (128 < K <= 256 and K % 8 == 0):
-        return f"computes K from 136 to 256 in steps of 8; K is {K}"
+    if not (K > 128 and K % 8 == 0):
+        return f"computes K from 136 in steps of 8; K is {K}"
     return "computes calls with gates; there are none" if call.gate_dtype is None else None
 
 
@@ -200,26 +213,35 @@ def _forward(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
     A block with 64 columns of v takes a fifth less time than a block with 128. This pays if the device can run all
     blocks of 64 columns at once. The bits of the results are the same.
     """
-    Hv, V = call.dims["Hv"], call.dims["V"]
-    fit = sequences * Hv * ceil_div(V, 64) <= gpu.multiprocessors
-    return _output_parameters(call, 64 if V <= 64 or fit else 128)
+    fit = sequences * _heads(call) * ceil_div(call.dims["V"], 64) <= gpu.multiprocessors
+    return _output_parameters(call, 64 if call.dims["V"] <= 64 or fit else 128)
+
+
+def warpgroup_columns(K: int) -> int:
+    """Returns the most columns of v of a state warpgroup with K keys. Its registers hold K rows of so many columns."""
+    return 64 if K <= 256 else 32 if K <= 512 else 16
 
 
 def _forward_head(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
-    """Returns the launch parameters of forward_head.py. With BV = 128 and V up to 64, a block has two value heads."""
-    Hv, V = call.dims["Hv"], call.dims["V"]
-    fit = sequences * Hv * ceil_div(V, 64) <= gpu.multiprocessors
-    return _output_parameters(call, 64 if fit or (V <= 64 and not _in_pairs(call)) else 128)
+    """Returns the launch parameters of forward_head.py.
+
+    A block has two state warpgroups. They have two value heads if a warpgroup can have all values of a head.
+    """
+    Hv, V, W = call.dims["Hv"], call.dims["V"], warpgroup_columns(call.dims["K"])
+    fit = sequences * Hv * ceil_div(V, W) <= gpu.multiprocessors
+    return _output_parameters(call, W if fit or (V <= W and not _in_pairs(call)) else 2 * W)
 
 
 def _in_pairs(call: OpCall) -> bool:
     """Returns whether blocks of forward_head.py can have two value heads."""
-    return call.dims["V"] <= 64 and call.dims["Hv"] // max(call.dims["H"], 1) % 2 == 0
+    one_warpgroup = call.dims["V"] <= warpgroup_columns(call.dims["K"])
+    return one_warpgroup and call.dims["Hv"] // max(call.dims["H"], 1) % 2 == 0
 
 
 def _forward_wide(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
     """Returns the launch parameters of forward_wide.py, which divides the keys of a head into slices."""
-    return _output_parameters(call, 64 if call.dims["V"] <= 64 else 128)
+    W = warpgroup_columns(call.dims["K"])
+    return _output_parameters(call, W if call.dims["V"] <= W else 2 * W)
 
 
 def _output_parameters(call: OpCall, BV: int) -> Parameters:
@@ -228,8 +250,13 @@ def _output_parameters(call: OpCall, BV: int) -> Parameters:
     return Parameters(C=64, BK=BK, BV=BV, stages=stages, tma=True)
 
 
+def _heads(call: OpCall) -> int:
+    """Returns the number of heads of o."""
+    return max(call.dims["Hq"], call.dims["Hv"])
+
+
 def _blocks(call: OpCall, gpu: Gpu) -> tuple[int, int]:
-    return call.dims["Hv"] * ceil_div(call.dims["V"], 128), gpu.multiprocessors
+    return _heads(call) * ceil_div(call.dims["V"], 128), gpu.multiprocessors
 
 
 def _forward_time(call: OpCall, x: Parameters) -> BlockTime:
@@ -238,9 +265,14 @@ def _forward_time(call: OpCall, x: Parameters) -> BlockTime:
 
 
 def _forward_head_time(call: OpCall, x: Parameters) -> BlockTime:
-    step = HEAD_STEP + HEAD_TILE * (x.BK // 64)
-    shared = 2 if x.BV == 128 and _in_pairs(call) else 1  # value heads of a block
-    return BlockTime(x.C, x.BV, START, step * (NARROW if x.BV == 64 else 1), shared)
+    slices, W = ceil_div(call.dims["K"], x.BK), warpgroup_columns(call.dims["K"])
+    step = HEAD_STEP + HEAD_TILE * (x.BK // 64) + HEAD_SLICE * (slices - 1)
+    shared = 2 if x.BV == 2 * W and _in_pairs(call) else 1  # value heads of a block
+    return BlockTime(x.C, x.BV, START, step * (NARROW if x.BV == W else 1), shared)
+
+
+def _forward_wide_time(call: OpCall, x: Parameters) -> BlockTime:
+    return BlockTime(x.C, x.BV, START, WIDE_STEP / 2 * ceil_div(call.dims["K"], x.BK))
 
 
 def _conversions_seconds(call: OpCall, c: Constants) -> list[float]:
@@ -252,8 +284,8 @@ def _conversions_seconds(call: OpCall, c: Constants) -> list[float]:
 
 
 def _gates_seconds(call: OpCall, c: Constants) -> list[float]:
-    B, T, H, K = (call.dims[name] for name in ("B", "T", "H", "K"))
-    return [c["launch"] + B * T * H * K / GATE_RATE * c["step"]]
+    B, T, K = (call.dims[name] for name in ("B", "T", "K"))
+    return [c["launch"] + B * T * _heads(call) * K / GATE_RATE * c["step"]]
 
 
 FORWARD = OutputKernel(
@@ -265,6 +297,8 @@ FORWARD = OutputKernel(
     blocks=_blocks,
     time=_forward_time,
     before=_conversions_seconds,
+    may_lack_outputs=True,
+    heads_apart=True,
 )
 FORWARD_HEAD = OutputKernel(
     name="sm90.forward_head",
@@ -275,6 +309,7 @@ FORWARD_HEAD = OutputKernel(
     blocks=_blocks,
     time=_forward_head_time,
     before=_conversions_seconds,
+    may_lack_outputs=True,
 )
 FORWARD_WIDE = OutputKernel(
     name="sm90.forward_wide",
@@ -283,8 +318,9 @@ FORWARD_WIDE = OutputKernel(
     states=STATES,
     parameters=_forward_wide,
     blocks=_blocks,
-    time=lambda call, x: BlockTime(x.C, x.BV, START, WIDE_STEP),
-    before=_gates_seconds,
+    time=_forward_wide_time,
+    before=lambda call, c: [*_conversions_seconds(call, c), *_gates_seconds(call, c)],
+    heads_apart=True,
 )
 
 
@@ -330,8 +366,8 @@ def _backward_wide_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
     if (reason := _gradient_refusal(call, gpu) or _refuse_dtype(call) or _refuse_key_gates(call)) is not None:
         return reason
     K = call.dims["K"]
-    if not _has_several_blocks(call) or K > 256:
-        return f"computes heads with K or V above 128 and K up to 256; K is {K} and V is {call.dims['V']}"
+    if not _has_several_blocks(call):
+        return f"computes heads with K or V above 128; K is {K} and V is {call.dims['V']}"
     return None
 
 
@@ -352,10 +388,10 @@ def _wide_parameters(call: OpCall, gpu: Gpu, segments: int) -> GradientParameter
     A block of state_gradients.py has 64, 128 or 192 values. A larger block takes longer for a chunk, but may need fewer
     waves of blocks. The bits of results do not depend on it.
     """
-    Hq, K, V = (call.dims[name] for name in ("Hq", "K", "V"))
+    K, V = call.dims["K"], call.dims["V"]
 
     def chunk_seconds(BV: int) -> float:
-        blocks = segments * Hq * ceil_div(K, 64) * ceil_div(V, BV)
+        blocks = segments * _heads(call) * ceil_div(K, 64) * ceil_div(V, BV)
         return ceil_div(blocks, gpu.multiprocessors) * _state_gradient_step(BV)
 
     return GradientParameters(BK=64, BV=min((64, 128, 192), key=chunk_seconds), warps=4, programs=gpu.multiprocessors)
@@ -377,9 +413,9 @@ def _operands_seconds(call: OpCall, c: Constants) -> list[float]:
     """Returns the seconds of the launches of half.py and operands.py, which read float32 and write float16."""
     if call.dtype == torch.bfloat16:
         return []
-    B, T, Hq, Hv, V = (call.dims[name] for name in ("B", "T", "Hq", "Hv", "V"))
+    B, T, V = (call.dims[name] for name in ("B", "T", "V"))
     states = c["launch"] + 1.5 * checkpoint_bytes(call, CHUNK) / c["bandwidth"]
-    do = [c["launch"] + 6 * B * T * max(Hq, Hv) * V / c["bandwidth"]] if call.dtype == torch.float32 else []
+    do = [c["launch"] + 6 * B * T * _heads(call) * V / c["bandwidth"]] if call.dtype == torch.float32 else []
     return [*_conversions_seconds(call, c), *do, states]
 
 
@@ -392,10 +428,10 @@ def _backward_head_seconds(call: OpCall, x: GradientParameters, through: Cut, si
 def _backward_wide_seconds(call: OpCall, x: GradientParameters, through: Cut, size: float, c: Constants) -> list[float]:
     """Returns the seconds of two kernels. The first writes P, and the second reads P.
 
-    P has one state for each chunk and query head.
+    P has one state for each chunk and head of o.
     """
     K, V = call.dims["K"], call.dims["V"]
-    heads = call.dims["Hq"] // max(call.dims["H"], 1)  # query heads of a group; k and v have equally many heads here
+    heads = queries_of_state(call)
     P = heads * checkpoint_bytes(call, CHUNK)
     block = BlockTime(CHUNK, x.BV, START, _state_gradient_step(x.BV), keys=x.BK)
     states = kernel_seconds(call, block, through, moved_bytes(call) / 2 + P, c)

@@ -30,7 +30,8 @@ Loops over levels, blocks of keys and blocks of values run at run time. This kee
 stay in the cache. Each iteration loads all its inputs at once, after the previous iteration has prefetched them into
 the L2 cache.
 
-B batch   T tokens   N sequences   H key/value heads, of k, v and g   Hq query heads   G query heads of a group
+B batch   T tokens   N sequences   H key heads   Hq query heads   Hv value heads, of v and g
+Ho = max(Hq, Hv) heads of o   PER_Q, PER_V heads of o that share a head of q, of v; one of them is 1
 K, V key and value width   C tokens of a chunk   D = 64 columns of a tile   W = 64 or 128 columns of v and do
 KEYS keys that share a mark   blocks_k blocks of KEYS keys   unit   see common.py
 rows   of marks: one for each chunk, numbered like checkpoints
@@ -90,14 +91,14 @@ def new_marks(x: BackwardTensors, entering: Tensor, keys: int) -> Tensor | None:
     """Returns memory for the marks of chunks; None without gates.
 
     Args:
-        entering: the states that enter chunks, [.., H, K, V].
+        entering: the states that enter chunks, [.., Hv, K, V].
         keys: number of keys that share a mark.
     """
     if x.g is None:
         return None
-    Hq, (H, K, V) = x.q.shape[2], entering.shape[-3:]
-    rows = entering.numel() // (H * K * V)
-    return torch.empty(rows, Hq, ceil_div(K, keys), dtype=torch.int32, device=x.q.device)
+    Ho, (Hv, K, V) = x.do.shape[2], entering.shape[-3:]
+    rows = entering.numel() // (Hv * K * V)
+    return torch.empty(rows, Ho, ceil_div(K, keys), dtype=torch.int32, device=x.q.device)
 
 
 def launch_pairs(
@@ -112,10 +113,10 @@ def launch_pairs(
     """Returns the launch that completes the gradients of marked chunks.
 
     Args:
-        x: tensors in bfloat16 or float16, except for gates. The gradients are contiguous, have Hq heads, and lack the
+        x: tensors in bfloat16 or float16, except for gates. The gradients are contiguous, have Ho heads, and lack the
             terms of pairs in marked chunks.
         units: the units of q, k, v and do, if these were float32; see half.py.
-        marks: [rows, Hq, ceil(K / keys)] int32, contiguous; not 0 if a chunk is marked. Rows are numbered like
+        marks: [rows, Ho, ceil(K / keys)] int32, contiguous; not 0 if a chunk is marked. Rows are numbered like
             checkpoints every `CHUNK` tokens; rows without a chunk are not read. None without gates; then there is no
             launch, because there is nothing to add.
         scale: factor of the scores.
@@ -126,8 +127,8 @@ def launch_pairs(
     if marks is None or x.g is None:
         return []
     T, Hq, K = x.q.shape[1:]
-    H, V = x.v.shape[2:]
-    count = len(marks) * Hq
+    (Hv, V), Ho = x.v.shape[2:], x.do.shape[2]
+    count = len(marks) * Ho
     strides_t = [y.stride(1) for y in (x.q, x.k, x.v, x.g, x.do)]
     arguments = {
         "q_ptr": x.q,
@@ -145,7 +146,7 @@ def launch_pairs(
         "scale": scale,
         "T": T,
         "N": 0 if x.cu_seqlens is None else len(x.cu_seqlens) - 1,
-        "Hq": Hq,
+        "Ho": Ho,
         "count": count,
         **strides_of("q", x.q),
         **strides_of("k", x.k),
@@ -156,38 +157,39 @@ def launch_pairs(
         "stride_dvb": x.dv.stride(0),
         "K": K,
         "V": V,
-        "G": Hq // H,
+        "PER_Q": Ho // Hq,
+        "PER_V": Ho // Hv,
         "KEYS": keys,
         "TOGETHER": together,
         "NORMALIZER": normalizer,
         "MARKS": MARKS,
-        "FAR_ROWS": CHUNK * max(*strides_t, Hq * K, Hq * V) >= 2**31,
+        "FAR_ROWS": CHUNK * max(*strides_t, Ho * K, Ho * V) >= 2**31,
     }
     grid = (max(min(count, PROGRAMS), ceil_div(count, MARKS)), 1, 1)
     return [Launch(_pairs_kernel, grid, arguments, {"num_warps": 8, "maxnreg": 128})]
 
 
-@gluon.jit(do_not_specialize=["scale", "T", "N", "Hq", "count"])
+@gluon.jit(do_not_specialize=["scale", "T", "N", "Ho", "count"])
 def _pairs_kernel(
     q_ptr,  # [B, T, Hq, K]
     k_ptr,  # [B, T, H, K]
-    v_ptr,  # [B, T, H, V]
-    g_ptr,  # [B, T, H, K]
-    do_ptr,  # [B, T, Hq, V]
+    v_ptr,  # [B, T, Hv, V]
+    g_ptr,  # [B, T, Hv, K]
+    do_ptr,  # [B, T, Ho, V]
     cu_seqlens_ptr,  # [N+1] or None
-    marks_ptr,  # [rows, Hq, blocks_k]
-    dq_ptr,  # [B, T, Hq, K]
-    dk_ptr,  # [B, T, Hq, K]
-    dv_ptr,  # [B, T, Hq, V]
-    dg_ptr,  # [B, T, Hq, K]
+    marks_ptr,  # [rows, Ho, blocks_k]
+    dq_ptr,  # [B, T, Ho, K]
+    dk_ptr,  # [B, T, Ho, K]
+    dv_ptr,  # [B, T, Ho, V]
+    dg_ptr,  # [B, T, Ho, K]
     q_units,  # [rows, Hq] or None
     k_units,  # [rows, H] or None
-    v_units,  # [rows, H] or None
-    do_units,  # [rows, Hq] or None
+    v_units,  # [rows, Hv] or None
+    do_units,  # [rows, Ho] or None
     scale,
     T,
     N,
-    Hq,
+    Ho,
     count,  # number of pairs (chunk, head)
     stride_qb,
     stride_qt,
@@ -208,7 +210,8 @@ def _pairs_kernel(
     stride_dvb,
     K: gl.constexpr,
     V: gl.constexpr,
-    G: gl.constexpr,
+    PER_Q: gl.constexpr,
+    PER_V: gl.constexpr,
     KEYS: gl.constexpr,
     TOGETHER: gl.constexpr,  # adjacent marks that count as one
     NORMALIZER: gl.constexpr,
@@ -221,13 +224,13 @@ def _pairs_kernel(
     """
     pid, programs = gl.program_id(0), gl.num_programs(0)
     blocks_k: gl.constexpr = (K + KEYS - 1) // KEYS
-    # Each tuple is a tensor, its strides of batches, tokens and heads, and the number of query heads that share a head.
-    q = (q_ptr, stride_qb, _stride(stride_qt, FAR_ROWS), stride_qh, 1)
-    k = (k_ptr, stride_kb, _stride(stride_kt, FAR_ROWS), stride_kh, G)
-    v = (v_ptr, stride_vb, _stride(stride_vt, FAR_ROWS), stride_vh, G)
-    g = (g_ptr, stride_gb, _stride(stride_gt, FAR_ROWS), stride_gh, G)
+    # Each tuple is a tensor, its strides of batches, tokens and heads, and the number of heads of o that share a head.
+    q = (q_ptr, stride_qb, _stride(stride_qt, FAR_ROWS), stride_qh, PER_Q)
+    k = (k_ptr, stride_kb, _stride(stride_kt, FAR_ROWS), stride_kh, PER_Q * PER_V)
+    v = (v_ptr, stride_vb, _stride(stride_vt, FAR_ROWS), stride_vh, PER_V)
+    g = (g_ptr, stride_gb, _stride(stride_gt, FAR_ROWS), stride_gh, PER_V)
     do = (do_ptr, stride_ob, _stride(stride_ot, FAR_ROWS), stride_oh, 1)
-    tokens_k, tokens_v = _stride(Hq * K, FAR_ROWS), _stride(Hq * V, FAR_ROWS)
+    tokens_k, tokens_v = _stride(Ho * K, FAR_ROWS), _stride(Ho * V, FAR_ROWS)
     dq, dk = (dq_ptr, stride_dkb, tokens_k, K, 1), (dk_ptr, stride_dkb, tokens_k, K, 1)
     dv, dg = (dv_ptr, stride_dvb, tokens_v, V, 1), (dg_ptr, stride_dkb, tokens_k, K, 1)
     numbers = pid + programs * gl.arange(0, MARKS, MARKED)  # [MARKS]
@@ -237,7 +240,7 @@ def _pairs_kernel(
     marked = gl.associative_scan((marks != 0).to(gl.int32), 0, plus)  # [MARKS], inclusive counts of marked pairs
     for j in range(gl.max(marked, 0)):
         ih = pid + programs * gl.sum((marked <= j).to(gl.int32), 0)
-        i, h = ih // Hq, ih % Hq
+        i, h = ih // Ho, ih % Ho
         if cu_seqlens_ptr is None:
             chunks = gl.cdiv(T, C)
             b, t, end = i // chunks, i % chunks * C, T
@@ -252,8 +255,9 @@ def _pairs_kernel(
         _prefetch(q, at, 0, rows, K)
         _prefetch(k, at, 0, rows, K)
         _prefetch(g, at, 0, rows, K)
-        q_unit, do_unit = unit_at(q_units, i, Hq, h), unit_at(do_units, i, Hq, h)
-        k_unit, v_unit = unit_at(k_units, i, Hq // G, h // G), unit_at(v_units, i, Hq // G, h // G)
+        q_unit, do_unit = unit_at(q_units, i, Ho // PER_Q, h // PER_Q), unit_at(do_units, i, Ho, h)
+        k_unit = unit_at(k_units, i, Ho // (PER_Q * PER_V), h // (PER_Q * PER_V))
+        v_unit = unit_at(v_units, i, Ho // PER_V, h // PER_V)
         factor = scale * (do_unit * v_unit)
         da_tile, da_tt, da_unit = _score_gradients_in_units(do, v, at, rows, V, factor)
         a_tile = _allocate(gl.float32, [C, C], TILE_32)  # sum_K q_t e_ts k_s
@@ -319,7 +323,7 @@ def _first(x, at, column):
 
     Args:
         x: a tensor with its strides; see `_pairs_kernel`.
-        at: batch, first token of the chunk, query head.
+        at: batch, first token of the chunk, head of o.
     """
     ptr, stride_b, stride_t, stride_h, group = x
     b, t, h = at

@@ -8,12 +8,13 @@ sum of the log gates of the chunk through token t, and r = b_C / 2. Then
 The kernel goes from the last chunk of a segment to the first, and writes P of each chunk to memory. Whether a chunk is
 mild is decided for each D keys separately.
 
-B batch   T tokens   N sequences   I segments   H key/value heads   Hq query heads   G query heads of a group
+B batch   T tokens   N sequences   I segments   Hq query heads   Hv value heads, of g and S
+Ho = max(Hq, Hv) heads of o   PER_Q, PER_V heads of o that share a head of q, of g; one of them is 1
 K, V key and value width   C tokens of a chunk   D = 64 keys of a block, and values of a tile
 TILES tiles of values of a block, 1 to 3   n rows of states, one for each chunk   TURNS gate warpgroups, 2 or 3
 STAGES pipeline stages, a multiple of TURNS   slot   a pipeline stage in shared memory: the tiles of one chunk
 
-The grid has one block per segment, query head, D keys and TILES D values. The warps of a block are specialised. They
+The grid has one block per segment, head of o, D keys and TILES D values. The warps of a block are specialised. They
 communicate over barriers in shared memory; common.py gives the rules.
 
     load    one warp: copies q, do and g of the next chunks to shared memory by TMA
@@ -72,8 +73,8 @@ class StateGradients(NamedTuple):
     """Inputs of the kernel of backward_wide.py that are not tensors of the call.
 
     Attributes:
-        g: log gates [B, T, H, K], or None.
-        P: decayed gradients of the states that leave chunks, [n, Hq, K, V] bfloat16.
+        g: log gates [B, T, Hv, K], or None.
+        P: decayed gradients of the states that leave chunks, [n, Ho, K, V] bfloat16.
         marks: see `launch_pairs` of pairs.py; there is one mark for WIDTH keys.
         launches: the launches that fill these tensors.
     """
@@ -99,13 +100,13 @@ def launch_state_gradients(
         entering, leaving, segments, normalizer: see `launch_gradients` of general/backward.py; entering is bfloat16.
     """
     T, Hq, K = x.q.shape[1:]
-    H, V = x.v.shape[2:]
+    (Hv, V), Ho = x.v.shape[2:], x.do.shape[2]
     g, made = x.g, []
     if g is not None and normalizer is not None:
         g, log_gates = launch_log_gates(g, normalizer)
         made.append(log_gates)
     marks = pairs.new_marks(x, entering, WIDTH)
-    P = torch.empty(entering.numel() // (H * K * V), Hq, K, V, dtype=entering.dtype, device=x.q.device)
+    P = torch.empty(entering.numel() // (Hv * K * V), Ho, K, V, dtype=entering.dtype, device=x.q.device)
     tiles = kernel.BV // WIDTH
     turns = 2 if tiles == 2 else 3
     arguments = {
@@ -120,23 +121,24 @@ def launch_state_gradients(
         "scale": scale,
         **state_strides("state_", leaving),
         **lengths_of(T, segments),
-        "Hq": Hq,
+        "Ho": Ho,
         "K": K,
         "V": V,
-        "G": Hq // H,
+        "PER_Q": Ho // Hq,
+        "PER_V": Ho // Hv,
         "TILES": tiles,
         "TURNS": turns,
         "STAGES": turns if tiles == 3 else 2 * turns,  # the most that fit into shared memory
         "LAST_LEAVE_NONE": x.last_leave_none,
     }
-    blocks = ceil_div(K, WIDTH) * ceil_div(V, kernel.BV) * segments.count * Hq
+    blocks = ceil_div(K, WIDTH) * ceil_div(V, kernel.BV) * segments.count * Ho
     options = {"num_warps": kernel.warps, "maxnreg": 96 if turns > 2 else 128}
     made.append(Launch(_state_kernel, (blocks, 1, 1), arguments, options))
     return StateGradients(g, P, marks, made)
 
 
 @gluon.jit
-def _load_chunks(args, TILES: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr):
+def _load_chunks(args, TILES: gl.constexpr, PER_Q: gl.constexpr, PER_V: gl.constexpr, STAGES: gl.constexpr):
     """Loads q, do and g of all chunks, the last chunk first, ahead of the other warps."""
     descriptors, tiles, barriers, place = args
     q_desc, do_desc, g_desc = descriptors
@@ -152,8 +154,8 @@ def _load_chunks(args, TILES: gl.constexpr, G: gl.constexpr, STAGES: gl.constexp
         mbarrier.wait(empty.index(slot), (i // STAGES & 1) ^ 1)
         mbarrier.expect(bar, SIZE)
         if g_desc is not None:
-            tma.async_copy_global_to_shared(g_desc, [b, h // G, t, key], bar, g_tiles.index(slot))
-        tma.async_copy_global_to_shared(q_desc, [b, h, t, key], bar, q_tiles.index(slot))
+            tma.async_copy_global_to_shared(g_desc, [b, h // PER_V, t, key], bar, g_tiles.index(slot))
+        tma.async_copy_global_to_shared(q_desc, [b, h // PER_Q, t, key], bar, q_tiles.index(slot))
         for j in gl.static_range(TILES):
             tma.async_copy_global_to_shared(do_desc, [b, h, t, value + j * D], bar, do_tiles.index(TILES * slot + j))
 
@@ -167,7 +169,7 @@ def _gate_warps(
     q_tiles, do_tiles, g_tiles, end_tiles, mild_flags = tiles
     full, gated = barriers
     h, key, value, row, length = place
-    Hq, K = sizes
+    Ho, K = sizes
     chunks = gl.cdiv(length, C)
     for i in range(turn, chunks, TURNS):
         c = chunks - 1 - i
@@ -183,7 +185,7 @@ def _gate_warps(
             end_tiles.index(slot).store(end)
             mild_flags.index(slot).store(gl.full([1], mild, gl.int32, gl.SliceLayout(1, RUNS)))
             if value == 0:
-                at = ((row + c) * Hq + h).to(gl.int64) * gl.cdiv(K, D) + key // D
+                at = ((row + c) * Ho + h).to(gl.int64) * gl.cdiv(K, D) + key // D
                 gl.store(marks + at, gl.where(mild, 0, 1))
             factor = gl.exp2(gl.associative_scan(g, 0, plus)) * scale  # [C, D]
         q_tile.store((as_float32(q_tile.load(RUNS)) * factor).to(gl.bfloat16))
@@ -196,18 +198,20 @@ def _gate_warps(
 
 
 @gluon.jit
-def _state_warps(args, HAS_GATE: gl.constexpr, TILES: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr):
+def _state_warps(args, HAS_GATE: gl.constexpr, TILES: gl.constexpr, PER_V: gl.constexpr, STAGES: gl.constexpr):
     """Carries dS backwards through the segment, and writes P of each chunk."""
     tiles, barriers, p_desc, states, place, sizes = args
     q_tiles, do_tiles, p_tiles, end_tiles, mild_flags = tiles
     full, gated, empty = barriers
     leaving, held, strides, dinitial = states
     h, n, key, value, row, length = place
-    Hq, K, V = sizes
+    Ho, K, V = sizes
     line: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     keys = key + gl.arange(0, D, line)[:, None]  # [D, 1]
     values = value + gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
-    dS = leaving_gradient(leaving, strides, n, h // G, held, h % G == 0, keys, values, V, None, TILES)  # [D, D] each
+    dS = leaving_gradient(
+        leaving, strides, n, h // PER_V, held, h % PER_V == 0, keys, values, V, None, TILES
+    )  # [D, D] each
     chunks = gl.cdiv(length, C)
     for i in range(chunks):
         slot = i % STAGES
@@ -239,19 +243,19 @@ def _state_warps(args, HAS_GATE: gl.constexpr, TILES: gl.constexpr, G: gl.conste
     if dinitial is not None:
         for j in gl.static_range(TILES):
             inside = (keys < K) & (values + j * D < V)
-            gl.store(dinitial + ((n * Hq + h).to(gl.int64) * K + keys) * V + values + j * D, dS[j], inside)
+            gl.store(dinitial + ((n * Ho + h).to(gl.int64) * K + keys) * V + values + j * D, dS[j], inside)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "Hq", "K"])
+@gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "Ho", "K"])
 def _state_kernel(
     q_desc,  # [B, Hq, T, K], tiles [C, D]
-    do_desc,  # [B, Hq, T, V], tiles [C, D]
-    g_desc,  # [B, H, T, K], tiles [C, D], or None
-    p_desc,  # P, [n, Hq, K, V], tiles [D, D]
-    marks,  # [n, Hq, blocks of D], 1 if these keys of a chunk are not mild; None if g is None
-    leaving,  # gradients of leaving states, [I, H, K, V] or None
-    dinitial,  # gradients of initial states, [N, Hq, K, V] or None
+    do_desc,  # [B, Ho, T, V], tiles [C, D]
+    g_desc,  # [B, Hv, T, K], tiles [C, D], or None
+    p_desc,  # P, [n, Ho, K, V], tiles [D, D]
+    marks,  # [n, Ho, blocks of D], 1 if these keys of a chunk are not mild; None if g is None
+    leaving,  # gradients of leaving states, [I, Hv, K, V] or None
+    dinitial,  # gradients of initial states, [N, Ho, K, V] or None
     order,  # [I, 5], or None for a batch
     scale,
     state_n,  # strides of `leaving`; see `in_state`
@@ -261,24 +265,25 @@ def _state_kernel(
     T,
     segment,  # tokens of a segment
     segments,  # segments of a sequence of a batch
-    Hq,
+    Ho,
     K,
     V,
-    G: gl.constexpr,
+    PER_Q: gl.constexpr,
+    PER_V: gl.constexpr,
     TILES: gl.constexpr,
     TURNS: gl.constexpr,
     STAGES: gl.constexpr,
     LAST_LEAVE_NONE: gl.constexpr,
 ):
-    """Computes dS and P of D keys and TILES D values of one query head of one segment."""
+    """Computes dS and P of D keys and TILES D values of one head of o of one segment."""
     PACKED: gl.constexpr = order is not None
     blocks_v = gl.cdiv(V, TILES * D)
     blocks_k = gl.cdiv(K, D)
     pid = gl.program_id(0)  # neighbouring blocks read the same q and g
     value = pid % blocks_v * (TILES * D)
     key = pid // blocks_v % blocks_k * D
-    h = pid // (blocks_v * blocks_k) % Hq
-    i = pid // (blocks_v * blocks_k * Hq)
+    h = pid // (blocks_v * blocks_k) % Ho
+    i = pid // (blocks_v * blocks_k * Ho)
     i, b, start, length, row, held = segment_backwards(i, T, segment, segments, order, K, LAST_LEAVE_NONE)
 
     dtype: gl.constexpr = gl.bfloat16
@@ -306,9 +311,9 @@ def _state_kernel(
     barriers = (full, gated, empty)
     states = (leaving, held, (state_n, state_h, state_k, state_v), dinitial)
     place = (h, i, key, value, row, length)
-    sizes = (Hq, K, V)
+    sizes = (Ho, K, V)
     descriptors = (q_desc, do_desc, g_desc)
-    gate = (gate_tiles, (full, gated), marks, (h, key, value, row, length), (Hq, K), scale)
+    gate = (gate_tiles, (full, gated), marks, (h, key, value, row, length), (Ho, K), scale)
     load = (descriptors, (q_tiles, do_tiles, g_tiles), (full, empty), (b, h, key, value, start, gl.cdiv(length, C)))
     state = (tiles, barriers, p_desc, states, place, sizes)
     # Registers of a thread of a gate and of the state warpgroup. In the latter, a tile of dS takes 32, and addresses of
@@ -321,8 +326,8 @@ def _state_kernel(
             [
                 (_gate_warps, (gate, 0, TURNS, TILES, STAGES, PACKED)),
                 (_gate_warps, (gate, 1, TURNS, TILES, STAGES, PACKED)),
-                (_state_warps, (state, HAS_GATE, TILES, G, STAGES)),
-                (_load_chunks, (load, TILES, G, STAGES)),
+                (_state_warps, (state, HAS_GATE, TILES, PER_V, STAGES)),
+                (_load_chunks, (load, TILES, PER_Q, PER_V, STAGES)),
             ],
             [4, 4, 1],
             [GATE, STATE, 24],
@@ -333,8 +338,8 @@ def _state_kernel(
                 (_gate_warps, (gate, 0, TURNS, TILES, STAGES, PACKED)),
                 (_gate_warps, (gate, 1, TURNS, TILES, STAGES, PACKED)),
                 (_gate_warps, (gate, 2, TURNS, TILES, STAGES, PACKED)),
-                (_state_warps, (state, HAS_GATE, TILES, G, STAGES)),
-                (_load_chunks, (load, TILES, G, STAGES)),
+                (_state_warps, (state, HAS_GATE, TILES, PER_V, STAGES)),
+                (_load_chunks, (load, TILES, PER_Q, PER_V, STAGES)),
             ],
             [4, 4, 4, 1],
             [GATE, GATE, STATE, 24],

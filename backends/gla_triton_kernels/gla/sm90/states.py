@@ -11,7 +11,7 @@ then knows all gates that decay the token, so S is a plain sum. Let R be the sum
 first, and let b_t now be the sum of the gates of a chunk of C tokens through t:
 
     left = k_t exp(R + b_C - b_t)    from the last chunk to the first
-    left = q_t exp(R + b_t)          backwards, from the first to the last
+    left = q_t exp(R + b_t)          backwards, from the first to the last; both times the factor of the token, if any
     S += left^T right                R += b_C
 
 No exponent is above 0 and S is never decayed, so one path handles gates of any strength. With one gate for each head,
@@ -67,6 +67,7 @@ from gla_triton_kernels.gla.sm90.common import (
     gates_of,
     let_dependents_start,
     log_gates_of_tile,
+    logits_of,
     plus,
     segment_at,
     unit_at,
@@ -101,6 +102,7 @@ def launch_states(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tenso
         "right_desc": shared_tiles(x.right, kernel.C, kernel.BV),
         "g_desc": shared_tiles(x.g, kernel.C, kernel.BK) if key_gates else None,
         "g_ptr": None if key_gates else x.g,
+        "factor": x.factor,
         "S_ptr": S,
         "D_ptr": D,
         "order": segments.order,
@@ -220,7 +222,7 @@ def _state_warps(
     Args:
         part: the number of this state warpgroup.
     """
-    tiles, barriers, states, units, gates, place, sizes = args
+    tiles, barriers, states, units, gates, factors, place, sizes = args
     left_tiles, right_tiles, g_tiles, R_tiles, count_tiles = tiles
     full, empty = barriers
     S_ptr, D_ptr, scale = states
@@ -250,6 +252,8 @@ def _state_warps(
         sum_of_gates = gl.to_tensor(0.0).to(gl.float64)
         before = 0 if BACKWARDS else (n_chunks - 1) * C
         g_next = gates_of(gates, start + before, length - before, token, NORMALIZER)  # [C]
+        if factors is not None:
+            f_next = logits_of(factors, start + before, length - before, token)  # [C]
         if FROM_FIRST:
             first = gl.sum(gl.where(token == 0, g_next, 0.0), 0).to(gl.float64) * LOG2E
             sum_of_gates = -first
@@ -268,7 +272,11 @@ def _state_warps(
             end = gl.sum(wide, 0)
             x = (sum_of_gates + b if BACKWARDS else sum_of_gates + (end - b)).to(gl.float32)  # [C]
             sum_of_gates += end
-            factor = gl.convert_layout(gl.exp2(x), gl.SliceLayout(1, layout))[:, None]  # [C, 1]
+            x = gl.exp2(x)
+            if factors is not None:
+                x *= f_next
+                f_next = logits_of(factors, start + after, ahead, token)
+            factor = gl.convert_layout(x, gl.SliceLayout(1, layout))[:, None]  # [C, 1]
         left_tile = left_tiles.index(PARTS * slot + part).reshape([C, PART])
         right_tile = right_tiles.index(slot).reshape([C, BV])
         mbarrier.wait(full.index(slot), (i // STAGES) & 1)
@@ -330,6 +338,7 @@ def _build_states_kernel(
     right_desc,  # [B, Hv, T, V], tiles [C, BV]
     g_desc,  # [B, Hv, T, K], tiles [C, PART], or None
     g_ptr,  # [B, T, Hv], or [Hv] with g_b = g_t = 0, or None
+    factor,  # [B, T, Hv], contiguous, or None; only with g_ptr
     S_ptr,  # [I, Hv, K, V]
     D_ptr,  # [I, Hv, K]; None if there are no gates
     order,  # [I, 5], or None for a batch
@@ -413,12 +422,15 @@ def _build_states_kernel(
         gates = (g_ptr + b.to(gl.int64) * g_b + h.to(gl.int64) * g_h, g_t)
         count = _chunks_that_count(gates, start, length, C, NORMALIZER, BACKWARDS)
     chunk = chunk_of(i - start // segment if PACKED else b, start, T, C, PACKED)
+    factors: gl.constexpr = None
+    if factor is not None:
+        factors = (factor + b.to(gl.int64) * T * Hv + h, Hv)
     units = (left_units, right_units, h // R, Hv // R, Hv, chunk)
     place = (i, h, key, column, start, length, count)
     sizes = (Hv, K, V)
     descriptors = (left_desc, right_desc, g_desc)
     load = (descriptors, tiles, barriers, (b, h // R, h, key, column, start, chunks_of(length, C), count))
-    state_args = (tiles, barriers, states, units, gates, place, sizes)
+    state_args = (tiles, barriers, states, units, gates, factors, place, sizes)
     # Registers of a thread: the state warpgroups share the registers that the load warp does not need.
     if PARTS == 1:
         gl.warp_specialize(

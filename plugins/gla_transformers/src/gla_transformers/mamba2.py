@@ -1,6 +1,6 @@
 """Parts of a Mamba-2 layer in one kernel each: `gla_core.compat.mamba_ssm.kernels` has the meaning of the functions.
 
-`convolve_token`, `step` and `product` are for one token of each sequence, without gradients. The norm and
+`convolve_token` and `product` are for one token of each sequence, without gradients. The norm and
 `convolve_sequences` have a backward, and serve prompts and training. Compiled code is left to PyTorch's compiler.
 """
 
@@ -17,11 +17,7 @@ from gla_transformers.causal_convolution import convolve_sequences
 from gla_transformers.dispatch import is_eager, is_taken, module_of
 from gla_transformers.gated import normed
 
-__all__ = ["convolve_sequences", "convolve_token", "norm", "product", "step"]
-
-MOST_STATES = 256
-"""The greatest number of channels of B and C: registers hold all of them for each channel of a program."""
-_INDICES = (torch.int32, torch.int64)
+__all__ = ["convolve_sequences", "convolve_token", "norm", "product"]
 
 
 def convolve_token(
@@ -36,32 +32,6 @@ def convolve_token(
     if kernels is None:
         return None
     return kernels.convolve_token(x[..., 0], state, weight, bias, activation is not None).mT
-
-
-def step(
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_softplus: bool,
-    state_batch_indices: Tensor | None,
-    A_is_log: bool,
-) -> Tensor | None:
-    """Returns the step of one token, as `Kernels.step` says."""
-    slots = state_batch_indices
-    if B.shape[2] > MOST_STATES or 0 in state.stride() or not (slots is None or slots.dtype in _INDICES):
-        return None
-    kernels = _kernels(x, state, dt, A, B, C, D, z, dt_bias)
-    if kernels is None or (slots is not None and slots.device != x.device):
-        return None
-    x, B, C = _with_rows(x), _with_rows(B), _with_rows(C)
-    z = None if z is None else _with_rows(z)
-    return kernels.step(state, x, dt, A, B, C, D, z, dt_bias, slots, dt_softplus, A_is_log)
 
 
 def norm(x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, groups: int, gate_first: bool) -> Tensor | None:
@@ -94,11 +64,6 @@ def product(
         return None if normed is None else product(normed, weight, None, eps, 1, residual)
     residual = None if residual is None else residual[:, 0]
     return kernel.product(x[:, 0], weight, norm_weight=norm_weight, norm_eps=float(eps), residual=residual)[:, None]
-
-
-def _with_rows(x: Tensor) -> Tensor:
-    """Returns x with a contiguous last dimension."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _kernels(x: Tensor, *others: Tensor | None) -> ModuleType | None:
