@@ -1,4 +1,4 @@
-"""What is installed on this machine: versions of distributions, and the NVIDIA driver."""
+"""Versions of what is installed on this machine: distributions, and the NVIDIA driver."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def test_what_else_the_table_names_is_there_and_names_the_op():
 
 
 def names_in_code(path: Path) -> str:
-    """Returns the names and texts in a file of Python, one a line, without docstrings and comments; all of a data file."""
+    """Returns the names and texts in a file of Python, one a line, without docstrings and comments; else all of it."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
         return text
