@@ -32,7 +32,9 @@ def listed(title: str = "An abstract op") -> set[str]:
 
 def files_with(pattern: str, *folders: str) -> set[str]:
     """Returns the source and data files below folders that contain a pattern."""
-    files = (path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".json"))
+    files = (
+        path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".json", ".toml")
+    )
     return {str(path.relative_to(ROOT)) for path in files if re.search(pattern, path.read_text(encoding="utf-8"))}
 
 
@@ -48,7 +50,7 @@ def test_what_else_the_table_names_is_there_and_names_the_op():
 
 
 def names_in_code(path: Path) -> str:
-    """Returns the names and texts in a file of Python, one a line, without docstrings and comments; all of JSON."""
+    """Returns the names and texts in a file of Python, one a line, without docstrings and comments; else all of it."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
         return text

@@ -184,7 +184,8 @@ def cases(
     if (cuda or at_size) and device != "cuda":
         return []
     if at_size:
-        chosen = [Case(op, w, w.sizes["dtype"], device) for w in _at_size(op)]
+        large = [w for w in select(ABSTRACT_OPS[op].public) if w.tags & AT_SIZE and not w.tags & SMALL]
+        chosen = [Case(op, w, w.sizes["dtype"], device) for w in large]
     else:
         workloads = [fitted(w, can) for w in _small(op, names, tag) if not gated or w.sizes.get("gates") != "none"]
         chosen = [Case(op, w, d, device) for w, d in _with_dtypes(workloads, dtypes_of(can), dtypes, device)]
@@ -258,10 +259,6 @@ def _nearest(width: int, widths: range) -> int:
 def _small(op: str, names: Iterable[str] = (), tag: str | None = None) -> list[Workload]:
     wanted = [w for w in select(ABSTRACT_OPS[op].public) if (w.tags & SMALL if tag is None else tag in w.tags)]
     return [w for w in wanted if not names or w.name in names]
-
-
-def _at_size(op: str) -> list[Workload]:
-    return [w for w in select(ABSTRACT_OPS[op].public) if w.tags & AT_SIZE and not w.tags & SMALL]
 
 
 def _tried(backend: Backend, device: str, op: str) -> list[Case]:

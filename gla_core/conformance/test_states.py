@@ -39,15 +39,7 @@ def test_state_only_if_asked(backend, case, measure):
     compare(case.op, x, out, {"o": expected(case.op, x).results["o"]}, measure)
 
 
-@over(
-    WITH_STATES,
-    "last_chunk_partial",
-    "grouped",
-    "minus_infinity",
-    "per_head",
-    "constant",
-    dtypes="rotating",
-)
+@over(WITH_STATES, "last_chunk_partial", "grouped", "minus_infinity", "per_head", "constant", dtypes="rotating")
 @CUTS
 def test_state_hand_off(backend, case, cut, measure):
     """One call equals two calls that are joined by the state."""

@@ -101,11 +101,5 @@ def test_steps_in_a_row(backend, case, measure):
 )
 def test_chunk_equals_steps(backend, case, measure):
     x = call_arguments(case, initial_state=True)
-    compare(
-        case.op,
-        x,
-        in_a_row(relative(case.op, "state"), x, backend),
-        run(case.op, x, backend.name),
-        measure,
-        twice(FORWARD),
-    )
+    steps = in_a_row(relative(case.op, "state"), x, backend)
+    compare(case.op, x, steps, run(case.op, x, backend.name), measure, twice(FORWARD))

@@ -2,8 +2,8 @@
 
 A backend that does not honour `OpCall.batch_invariant` is called separately for each segment of `tokens` tokens. Such a
 call always returns the same bits. A segment depends on the segments before it only through the state that enters it.
-See `gla_core.batch_invariant`. `OpSpec.by_segments` is one of the functions `forward`, `backward` and `step`. They cut
-the arguments that `OpSpec.tokens` names, and carry the state.
+See `gla_core.batch_invariant`. `OpSpec.by_segments` is one of the functions `forward`, `backward` and `step`. They take
+the arguments x by name, cut those that `OpSpec.tokens` names, and carry the state.
 
 B batch   T tokens   H key heads   Hv value heads   N sequences   K, V key and value width   n rows of checkpoints
 """
@@ -161,11 +161,7 @@ def _forwards(
 
 
 def forward(compute: Compute, spec: OpSpec, tokens: int, x: Mapping[str, Any]) -> tuple[Tensor | None, ...]:
-    """Computes a forward over sequences, segment by segment.
-
-    Args:
-        x: the arguments by name.
-    """
+    """Computes a forward over sequences, segment by segment."""
     o, _, *checkpoints = _zeros(spec, x)
     states, every = _states(x, "initial_state"), x.get("checkpoint_every")
     for segment, _, part, kept in _forwards(compute, spec, _segments(tokens, x, every), x, states, every):
@@ -181,9 +177,6 @@ def backward(compute: Compute, spec: OpSpec, tokens: int, x: Mapping[str, Any]) 
 
     Tensors that all tokens share, such as a constant gate, are passed to the segments in a wide dtype, so that only the
     sums of their gradients are rounded.
-
-    Args:
-        x: the arguments by name.
     """
     dtypes = {name: y.dtype for name, y in x.items() if isinstance(y, Tensor)}
     shared = [name for result in spec.results if (name := result.like) in dtypes and is_shared(x[name])]
@@ -206,11 +199,7 @@ def backward(compute: Compute, spec: OpSpec, tokens: int, x: Mapping[str, Any]) 
 
 
 def step(compute: Compute, spec: OpSpec, tokens: int, x: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Computes a step, row by row.
-
-    Args:
-        x: the arguments by name.
-    """
+    """Computes a step, row by row."""
     state, indices, options = x["state"], x["state_indices"], _options(spec, x)
     o = _zeros(spec, x)[0]
     assert o is not None

@@ -154,7 +154,7 @@ def torch_op(
 
     torch.library.register_vmap(f"gla::{name}", batched, lib=_library)
     if backward is not None:
-        setup_context = setup_context or _keep_nothing
+        setup_context = setup_context or (lambda ctx, inputs, output: None)
         torch.library.register_autograd(f"gla::{name}", backward, setup_context=setup_context, lib=_library)
         call = _differentiable(name, run, call, setup_context, backward, batched)
     if spec is None:
@@ -221,26 +221,16 @@ def _eager(name: str, forward: Callable, op: Any, backward: Callable) -> TorchOp
         try:
             return apply(args, *tensors_of(args))
         except RuntimeError:
-            if not any(map(_has_outlived_a_transform, args)):
+            # A tensor of torch.func that has left its transform has no address; PyTorch's dispatcher unwraps it.
+            if not any(isinstance(x, Tensor) and is_functorch_wrapped_tensor(x) for x in args):
                 raise
         return op(*args[:-1], text_of(args[-1]))
 
     return call
 
 
-def _has_outlived_a_transform(x: Any) -> bool:
-    """Returns whether x is a tensor of torch.func that has left its transform. It has no address, unlike what it wraps.
-
-    PyTorch's dispatcher takes the wrapper off.
-    """
-    return isinstance(x, Tensor) and is_functorch_wrapped_tensor(x)
-
-
 def _function(name: str, **members: Callable) -> Any:
     return type(name, (torch.autograd.Function,), {key: staticmethod(f) for key, f in members.items()})
-
-
-def _keep_nothing(ctx: Any, inputs: tuple, output: Any) -> None: ...
 
 
 def no_second_derivative(op: str) -> Callable[..., tuple]:

@@ -202,10 +202,10 @@ def test_another_version_of_the_backend_is_a_miss(mine):
 @pytest.mark.parametrize("changed", ["torch", "triton", "gla-core"])
 def test_another_version_of_what_it_runs_on_is_a_miss(mine, monkeypatch, changed):
     store({"launch": 1.0, "rate": 1.0})
-    real = calibration._version_of
+    real = calibration.version_of
     if changed == "torch":
         monkeypatch.setattr(torch, "__version__", "0.0")
-    monkeypatch.setattr(calibration, "_version_of", lambda name: "0.0" if name == changed else real(name))
+    monkeypatch.setattr(calibration, "version_of", lambda name: "0.0" if name == changed else real(name))
     calibration._conditions.cache_clear()
     assert calibration.predict(mine, CALL).source == "shipped for cpu"
     monkeypatch.undo()

@@ -146,7 +146,10 @@ def mamba_chunk_scan_combined(
     out = o.to(x.dtype) if D is None and z is None else fused(output, o, x, D, z)
     if offsets is None:
         return (out, state) if return_final_states else out
-    return (out, _last(state, offsets), state) if return_final_states else (out, state)
+    if not return_final_states:
+        return out, state
+    last = (offsets[:-1] < offsets[-1]).sum() - 1  # the last sequence that has a token
+    return out, state.index_select(0, last.clamp(min=0)[None]), state
 
 
 def selective_state_update(
@@ -288,12 +291,6 @@ def _values_and_gates(
         before = F.pad(seq_idx[:, :-1], (1, 0))  # a row continues sequence 0
         g = g.masked_fill((seq_idx != before)[..., None], -torch.inf)
     return v, g
-
-
-def _last(states: Tensor, offsets: Tensor) -> Tensor:
-    """Returns the state [1, ...] of the last sequence that has a token."""
-    i = (offsets[:-1] < offsets[-1]).sum() - 1
-    return states.index_select(0, i.clamp(min=0)[None])
 
 
 def _channels_as_heads(states: Tensor) -> Tensor:

@@ -193,11 +193,7 @@ def chunk_gla_gradient_summary(
 
 
 def chunk_gla_summary(
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    backwards: bool = False,
+    k: Tensor, v: Tensor, g: Tensor | None = None, cu_seqlens: Tensor | None = None, backwards: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Returns the decay [N, Hv, K] and the state from zero [N, Hv, K, V] of each sequence, in float64.
 
