@@ -5,8 +5,8 @@ Per head, with A < 0 a number, dt_t >= 0 a number, and x_t a row of headdim chan
     S_t = exp(dt_t A) S_{t-1} + dt_t x_t^T B_t        S in R^{headdim x dstate}
     y_t = S_t C_t + D x_t                             out_t = y_t * silu(z_t)
 
-This is `gla_core.chunk_ssd` with q = C and k = B: gated linear attention with v = dt x and g = dt A. Head i reads B and C of group
-i // (nheads / ngroups). States have the channels first.
+This is `gla_core.chunk_ssd` with q = C and k = B: gated linear attention with v = dt x and g = dt A. Head i reads B and
+C of group i // (nheads / ngroups). States have the channels first.
 
 Source: Dao and Gu, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space
 Duality" (arXiv 2405.21060); the arguments are those of mamba_ssm 2.3.2.
