@@ -158,9 +158,9 @@ def counted(counts, name, function):
 @pytest.fixture
 def calls(by_kernels, monkeypatch):
     """The numbers of calls of our ops."""
-    counts = {"chunk_gla": 0, "recurrent_gla_step": 0}
-    for name in counts:
-        monkeypatch.setattr(ops, name, counted(counts, name, getattr(ops, name)))
+    counts = {"scan": 0, "recurrent_gla_step": 0}
+    for name, counter in (("chunk_ssd", "scan"), ("chunk_gla", "scan"), ("recurrent_gla_step", "recurrent_gla_step")):
+        monkeypatch.setattr(ops, name, counted(counts, counter, getattr(ops, name)))
     return counts
 
 
@@ -196,10 +196,10 @@ def states_of(out):
 def test_training(name, seed, calls, by_kernels):
     model, tokens = model_of(name, seed), tokens_of(seed)
     expected, expected_gradients = trained(model, tokens)
-    assert calls["chunk_gla"] == 0
+    assert calls["scan"] == 0
     with accelerate():
         actual, gradients = trained(model, tokens)
-    assert calls == {"chunk_gla": layers_of(model), "recurrent_gla_step": 0}
+    assert calls == {"scan": layers_of(model), "recurrent_gla_step": 0}
     if by_kernels:
         norms, layers = norms_of(model), layers_of(model)
         backward = {"normed_backward": norms, "convolve_backward": layers}
@@ -220,7 +220,7 @@ def test_generating_from_a_padded_batch(model, calls, by_kernels):
     with accelerate():
         actual = model.generate(tokens, attention_mask=mask, **options)
         n = layers_of(model)
-        assert calls == {"chunk_gla": n, "recurrent_gla_step": 0 if by_kernels else 7 * n}
+        assert calls == {"scan": n, "recurrent_gla_step": 0 if by_kernels else 7 * n}
         if by_kernels:
             norms = 8 * norms_of(model) - 7 * norms_within(model)
             forward = {"convolve": n, "convolve_token": 7 * n, "step": 7 * n, "normed": norms}
@@ -455,7 +455,7 @@ def test_a_prompt_in_two_parts(model, calls):
     expected = logits()
     with accelerate():
         assert_close([logits()], [expected])
-    assert calls["chunk_gla"] == 2 * layers_of(model)
+    assert calls["scan"] == 2 * layers_of(model)
 
 
 @torch.no_grad()
@@ -482,7 +482,7 @@ def test_packed_sequences(model, calls, monkeypatch):
         model.train()
         in_training = body(tokens, **packed).last_hidden_state
     assert_close([actual, in_training], [expected] * 2)
-    assert calls["chunk_gla"] == 2 * layers_of(model)
+    assert calls["scan"] == 2 * layers_of(model)
 
 
 @torch.no_grad()
@@ -493,12 +493,12 @@ def test_models_created_before_and_inside_run_on_the_originals_afterwards(model,
         inside = type(model)(model.config).eval()
         inside.load_state_dict(model.state_dict())
         assert torch.equal(inside(tokens).logits, model(tokens).logits)
-        assert calls["chunk_gla"] == 2 * layers_of(model)
+        assert calls["scan"] == 2 * layers_of(model)
         assert {module.__name__} <= {place for places in acceleration.replaced.values() for place in places}
     assert vars(module) == before
     assert torch.equal(inside(tokens).logits, expected)
     assert torch.equal(model(tokens).logits, expected)
-    assert calls["chunk_gla"] == 2 * layers_of(model)
+    assert calls["scan"] == 2 * layers_of(model)
 
 
 def test_a_step_that_records_gradients_runs_on_the_original(calls):
@@ -511,7 +511,7 @@ def test_a_step_that_records_gradients_runs_on_the_original(calls):
     expected = logits()
     with accelerate():
         assert_close([logits()], [expected])
-    assert calls == {"chunk_gla": layers_of(model), "recurrent_gla_step": 0}
+    assert calls == {"scan": layers_of(model), "recurrent_gla_step": 0}
 
 
 @torch.no_grad()
@@ -521,7 +521,7 @@ def test_compiled_without_a_break(calls):
     x = torch.randn(2, 40, 32)
     with accelerate():
         actual = torch.compile(layer, fullgraph=True, backend="eager")(x)
-        assert calls["chunk_gla"] > 0
+        assert calls["scan"] > 0
         torch.testing.assert_close(actual, layer(x))
 
 
@@ -561,5 +561,5 @@ def test_bfloat16(name, calls, by_kernels):
         actual = model(tokens).logits
         model.generate(tokens, max_new_tokens=4)
     steps = by_kernels["step"] if by_kernels else calls["recurrent_gla_step"]
-    assert (calls["chunk_gla"], steps) == (2 * layers_of(model), 3 * layers_of(model))
+    assert (calls["scan"], steps) == (2 * layers_of(model), 3 * layers_of(model))
     assert (actual - exact).norm() <= 1.5 * (original - exact).norm()
