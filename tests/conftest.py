@@ -6,8 +6,6 @@ own, with TRITON_INTERPRET=1, and all other tests see what users see. Tests mark
 marked `thorough` are variations of other tests, and take seconds: `pytest --thorough` and `make conformance` run them.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib

@@ -1,7 +1,5 @@
 """Another default device of PyTorch changes nothing: memory that the library makes for itself has a device by name."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """docs/design.md beside the tree: the files of a new op and of a new family, compute capabilities, who imports what."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator, Mapping

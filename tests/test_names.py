@@ -1,7 +1,5 @@
 """Identifiers are the field's standard words, as docs/contributing.md asks."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

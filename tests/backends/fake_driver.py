@@ -1,7 +1,5 @@
 """A fake device that notes its launches: tests record and replay calls on it, without a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any

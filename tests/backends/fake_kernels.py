@@ -1,7 +1,5 @@
 """Fake kernels in the place of functions of triton.jit. They note their calls, and need no device and no compiler."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

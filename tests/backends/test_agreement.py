@@ -1,7 +1,5 @@
 """The Triton backends agree within the budget on every workload that a GPU is benchmarked with."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

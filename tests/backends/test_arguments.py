@@ -1,7 +1,5 @@
 """Launches name the arguments of their kernels, compiled and interpreted."""
 
-from __future__ import annotations
-
 import importlib
 import os
 

@@ -4,8 +4,6 @@ The kernel receives the states that enter chunks. For segments, it also receives
 them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 

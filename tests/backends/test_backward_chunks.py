@@ -4,8 +4,6 @@ Plans take it on GPUs without wgmma. It multiplies narrow blocks, which Triton 3
 run interpreted or on other GPUs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """The kernels for SM90 that compute gradients, and what pairs.py adds to them, against the reference in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

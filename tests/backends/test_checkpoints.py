@@ -1,7 +1,5 @@
 """Checkpoints that the kernels of chunk_gla_fwd make, against the reference's checkpoints in float64."""
 
-from __future__ import annotations
-
 import functools
 import os
 

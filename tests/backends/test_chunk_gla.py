@@ -3,8 +3,6 @@
 They run in one pass, and on sequences that are cut into many segments.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 

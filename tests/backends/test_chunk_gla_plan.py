@@ -1,7 +1,5 @@
 """The kernels of chunk_gla by architecture; launcher and cost model read the same plan."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

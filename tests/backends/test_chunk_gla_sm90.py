@@ -1,7 +1,5 @@
 """The kernels of chunk_gla_fwd for Hopper against the float64 oracle; they run on compute capability 9.0 alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

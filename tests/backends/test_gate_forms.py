@@ -1,7 +1,5 @@
 """The kernels for every GPU on all forms of gates, and on value heads in groups, against the float64 oracle."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """The kernels of a call are compiled in parallel before its first launch; errors name the kernel that failed."""
 
-from __future__ import annotations
-
 import os
 import threading
 

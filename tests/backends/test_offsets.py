@@ -6,8 +6,6 @@ arithmetic gives the rest. If 32 bits may not hold a value, an offset may be wro
 carries from one iteration to the next have no bounds here; they are counters.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import itertools

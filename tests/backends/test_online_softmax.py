@@ -1,7 +1,5 @@
 """The kernels of online_softmax on their own: the edges of tiles and of splits, special values, every layout."""
 
-from __future__ import annotations
-
 import functools
 import os
 
@@ -121,9 +119,7 @@ def test_four_row_dimensions_that_cannot_be_merged(online_softmax, device):
 
 
 @settings(
-    max_examples=8 if INTERPRETED else 30,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    max_examples=8 if INTERPRETED else 30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     shape=st.lists(st.integers(0, 6), min_size=1, max_size=4),
@@ -140,9 +136,7 @@ def test_any_shape_order_and_dimension(online_softmax, device, shape, order, dim
 
 
 @settings(
-    max_examples=5 if INTERPRETED else 20,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    max_examples=5 if INTERPRETED else 20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(rows=st.integers(1, 4), columns=st.integers(1, 60_000), start=st.integers(0, 9), seed=st.integers(0, 2**20))
 def test_long_rows_at_any_address(online_softmax, device, rows, columns, start, seed):

@@ -1,7 +1,5 @@
 """The kernel that adds the terms of token pairs of marked chunks to gradients, against the reference on each chunk."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

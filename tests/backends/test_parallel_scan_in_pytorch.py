@@ -1,7 +1,5 @@
 """parallel_scan in PyTorch, on a CPU, against the float64 oracle: steps and softmaxes, in blocks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The kernels that softmaxes, attention and steps take, and their launch parameters: without Triton or a GPU."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

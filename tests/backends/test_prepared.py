@@ -1,7 +1,5 @@
 """Calls that are prepared once: kernels are compiled before anything is written, and later calls plan nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 
@@ -342,10 +340,7 @@ def planned(request, register, monkeypatch):
 
     for module in (step, forward):
         monkeypatch.setattr(module, "plan", noted(module.plan))
-    ops = {
-        **family.ops(cut=True),
-        "softmax_attention": softmax_attention(noted(plan_splits)),
-    }
+    ops = {**family.ops(cut=True), "softmax_attention": softmax_attention(noted(plan_splits))}
     register(request.param, ops[request.param])
     return request.param, calls
 

@@ -9,8 +9,6 @@ widths, and `draw` the rest, such as lengths and values. On a GPU five consecuti
 takes longer to compile the kernels of a case than to run it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import random
@@ -52,8 +50,7 @@ WITH_GRADIENTS = [
 ]
 
 batches = pytest.mark.parametrize(
-    ("device", "batch"),
-    [("cpu", 0), *(pytest.param("cuda", i, marks=pytest.mark.gpu) for i in range(1000 // BATCH))],
+    ("device", "batch"), [("cpu", 0), *(pytest.param("cuda", i, marks=pytest.mark.gpu) for i in range(1000 // BATCH))]
 )
 
 

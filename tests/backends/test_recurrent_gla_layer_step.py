@@ -1,7 +1,5 @@
 """The kernels of recurrent_gla_layer_step on random calls, and of heads that fill a device, against float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings

@@ -1,7 +1,5 @@
 """The kernel of recurrent_gla_replay on random calls, and over the calls of a server, against float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings

@@ -1,7 +1,5 @@
 """The kernel of recurrent_gla_step against the float64 oracle: any width, layout, pool and address."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

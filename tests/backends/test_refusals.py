@@ -1,7 +1,5 @@
 """The reasons for which kernels of chunk_gla refuse calls, as `explain` shows them: without Triton or a GPU."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 
@@ -149,11 +147,7 @@ KERNEL_REASONS = [
     (sm90.BACKWARD, {"V": 100}, "computes K and V that are multiples of 8; K is 128 and V is 100"),
     (sm90.BACKWARD_WIDE, {"V": 100}, "computes K and V that are multiples of 8; K is 256 and V is 100"),
     *(
-        (
-            sm90.BACKWARD_WIDE,
-            {"K": K},
-            f"computes heads with K or V above 128 and K up to 256; K is {K} and V is 128",
-        )
+        (sm90.BACKWARD_WIDE, {"K": K}, f"computes heads with K or V above 128 and K up to 256; K is {K} and V is 128")
         for K in (128, 264)
     ),
 ]

@@ -1,7 +1,5 @@
 """Calls that are replayed: from the second call on, results are the same, and profilers still see every launch."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 import weakref
@@ -11,17 +9,7 @@ import pytest
 import torch
 
 import gla_core as gla
-from tests.backends.fake_driver import (
-    GRID,
-    TYPES,
-    compiled,
-    install,
-    launch,
-    record,
-    record_two,
-    tensor,
-    two_launches,
-)
+from tests.backends.fake_driver import GRID, TYPES, compiled, install, launch, record, record_two, tensor, two_launches
 
 pytest.importorskip("triton")
 

@@ -1,7 +1,5 @@
 """Segments: the cuts of sequences, boundaries of packed sequences on the device, and the states before each segment."""
 
-from __future__ import annotations
-
 import itertools
 import os
 

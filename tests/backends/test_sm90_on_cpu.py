@@ -3,8 +3,6 @@
 Left out is the forward for wide heads.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import threading

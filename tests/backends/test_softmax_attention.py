@@ -1,7 +1,5 @@
 """The kernels of softmax_attention on their own: the edges of blocks and of splits of the keys, masks, layouts."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import os
@@ -251,9 +249,7 @@ def test_the_same_bits_every_run(prepare, dtype):
 
 @as_called
 @settings(
-    max_examples=6 if INTERPRETED else 25,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    max_examples=6 if INTERPRETED else 25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     Tq=st.integers(1, 40 if INTERPRETED else 140),

@@ -1,7 +1,5 @@
 """Hopper's kernel for the states of segments, and the op with it, against float64; only on compute capability 9.0."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -7,8 +7,6 @@ launched. One that keeps many values on the stack is slow. `make targets` runs t
 B batch   T tokens   H heads   N sequences   K, V key and value width
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

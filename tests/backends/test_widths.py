@@ -1,7 +1,5 @@
 """Heads of widths that TMA cannot move: tensors are padded with zeros, and results are copied back."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """gla bench."""
 
-from __future__ import annotations
-
 import io
 import re
 import sys

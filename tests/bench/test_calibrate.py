@@ -1,7 +1,5 @@
 """Measuring and fitting, with backends whose calls take time on a fake clock."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,7 +1,5 @@
 """Calls of abstract ops: the tensors match their OpCall."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

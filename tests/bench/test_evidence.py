@@ -1,7 +1,5 @@
 """The command that measures the committed results, and the parts that it measures."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Constants fitted to times: known constants are found again."""
 
-from __future__ import annotations
-
 import math
 import random
 import statistics
@@ -83,11 +81,7 @@ def test_without_samples_the_start_stays():
 
 
 @settings(max_examples=25, deadline=None)
-@given(
-    launch=st.floats(1e-6, 1e-3),
-    rate=st.floats(1e6, 1e12),
-    off=st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)),
-)
+@given(launch=st.floats(1e-6, 1e-3), rate=st.floats(1e6, 1e12), off=st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)))
 def test_a_launch_and_a_rate(launch, rate, off):
     def formula(call, c):
         return c["launch"] + call.dims["T"] / c["rate"]

@@ -1,7 +1,5 @@
 """The numbers of the README and of docs/results.md equal the results files, and agree with each other."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Cases, rows and baselines on a CPU."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import subprocess

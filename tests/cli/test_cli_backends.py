@@ -1,7 +1,5 @@
 """gla backends, gla --version, help, and a gla without its extra. Commands that do not import torch are quick."""
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

@@ -1,7 +1,5 @@
 """gla demo as a command; the demo itself is tested in tests/demo."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

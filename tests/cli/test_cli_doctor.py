@@ -1,7 +1,5 @@
 """gla doctor."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import platform

@@ -1,7 +1,5 @@
 """gla generate as a command; generation is tested in plugins/gla_transformers/tests, which need transformers."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace

@@ -3,8 +3,6 @@
 python tests/compat/fsdp_units_of_models.py FOLDER
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 from pathlib import Path

@@ -5,8 +5,6 @@ where nothing goes past a module. transformers' models are compared with themsel
 their modules as they like.
 """
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys

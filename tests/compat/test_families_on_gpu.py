@@ -1,7 +1,5 @@
 """The drop-ins beside the kernels that they replace, in bfloat16 on a GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Replacing functions of flash-linear-attention, in fake modules with its structure."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import logging

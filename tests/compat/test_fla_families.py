@@ -3,8 +3,6 @@
 Each is compared, in float64, with its recurrence, one token after the other.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import itertools

@@ -1,7 +1,5 @@
 """The CPU versions of flash-linear-attention's Triton functions, against their definitions."""
 
-from __future__ import annotations
-
 import math
 import sys
 import types

@@ -1,7 +1,5 @@
 """The functions of `fla.ops.gla`, called as in flash-linear-attention."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

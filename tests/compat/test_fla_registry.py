@@ -1,7 +1,5 @@
 """Registration with flash-linear-attention 0.6.0's own backends: `make test-fla`, on a CPU too."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """States of flash-linear-attention's layers, converted in both directions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

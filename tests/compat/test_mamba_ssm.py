@@ -1,7 +1,5 @@
 """mamba_ssm's functions against Mamba-2's recurrence, token by token in float64."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

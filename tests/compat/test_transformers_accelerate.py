@@ -1,7 +1,5 @@
 """Replacing functions of transformers, in fake modules with its structure."""
 
-from __future__ import annotations
-
 import sys
 import types
 

@@ -3,8 +3,6 @@
 On a CPU, FLA's norm is replaced for the test, because it exists only in Triton. All other code is FLA's own.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -7,8 +7,6 @@ results when the last bit of the parameters changes: over 30 seeds, at most 4e-6
 the same seeds, accelerated models differ by at most 1.5e-6 in logits and states, and by at most 1e-5 in gradients.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 from types import SimpleNamespace

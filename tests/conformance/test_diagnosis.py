@@ -1,7 +1,5 @@
 """The diagnosis of a failed run of the kit: from recorded cases, from tensors, and once from a run."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -73,11 +71,7 @@ def test_nothing_is_said_where_nothing_failed():
         (["last_chunk_partial", "one_more_than_a_chunk"], ["short", "one_chunk"], "with more than 64 tokens"),
         (["odd_widths"], ["short", "last_chunk_partial"], "with K or V that is no multiple of 16"),
         (["ungated"], ["short", "one_chunk", "no_token"], "without g"),
-        (
-            ["one_more_than_a_chunk", "one_token"],
-            ["width_one", "no_token"],
-            "with K > 1",
-        ),
+        (["one_more_than_a_chunk", "one_token"], ["width_one", "no_token"], "with K > 1"),
     ],
 )
 def test_what_all_failed_cases_have_and_no_passed_one(failed, passed, says):

@@ -1,7 +1,5 @@
 """The kit as users run it: from another folder, on the reference and on a partial backend of a plugin."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect
@@ -335,10 +333,7 @@ def test_the_few_workloads_of_a_property_are_workloads_of_its_op():
 def test_a_case_for_every_function_of_an_op():
     few = {"chunk_gla_summary": "short"}
     chosen = cases(get("reference"), "cpu", "chunk_gla_summary", few=few, functions=True, dtypes="one")
-    assert list(map(str, chosen)) == [
-        "chunk_gla_summary-short-float32",
-        "chunk_gla_gradient_summary-short-float32",
-    ]
+    assert list(map(str, chosen)) == ["chunk_gla_summary-short-float32", "chunk_gla_gradient_summary-short-float32"]
 
 
 def test_every_op_has_the_cases_that_follow_from_its_description(monkeypatch):

@@ -1,7 +1,5 @@
 """Deliberately wrong backends: each is the reference with one bug, which the kit must name."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The workloads of the kit: which arguments their calls give together, and whether the calls are legal."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

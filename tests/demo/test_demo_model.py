@@ -1,7 +1,5 @@
 """The model in both forms, its training and its generation."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

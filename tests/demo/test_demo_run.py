@@ -1,7 +1,5 @@
 """The demo from beginning to end, with tiny sizes."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 from pathlib import Path

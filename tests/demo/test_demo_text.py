@@ -1,7 +1,5 @@
 """The corpus, the models that count, and the windows for their evaluation."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Spy backends, installed plugins, and a registry that every test finds as a fresh process would."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import sys

@@ -1,7 +1,5 @@
 """The backward of a forward: the request that it runs under, and the backend that runs it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

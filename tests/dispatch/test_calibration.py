@@ -1,7 +1,5 @@
 """Predicted times: the constants that a cost model receives, and the file of constants that were measured here."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """The discovery of backends: once, at first use, from the entry points of installed packages."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import subprocess

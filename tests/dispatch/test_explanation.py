@@ -1,7 +1,5 @@
 """`explain`: the backend that would run a call, the refusals of the others, measured times beside predicted ones."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 
@@ -265,10 +263,7 @@ def test_a_right_prediction(sleeper, x):
     assert (fast, slow) == pytest.approx((0.005, 0.02), rel=0.01)
     assert [line.split(" measured ")[1].split()[1:] for line in str(explanation).splitlines() if "measured " in line][
         :2
-    ] == [
-        ["ms", "<-", "the", "fastest"],
-        ["ms"],
-    ]
+    ] == [["ms", "<-", "the", "fastest"], ["ms"]]
     assert str(explanation).endswith(
         "fast: the first of the list that can run, by backend=\nmeasured: fast is the fastest"
     )

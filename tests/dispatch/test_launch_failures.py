@@ -1,7 +1,5 @@
 """A backend that cannot launch: `auto` skips it, with one warning."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

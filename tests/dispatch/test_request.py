@@ -1,7 +1,5 @@
 """Requests: the grammar, and the precedence of their sources."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

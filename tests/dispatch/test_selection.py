@@ -1,7 +1,5 @@
 """Selection: the ranking of `auto`, and the needs of a call."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

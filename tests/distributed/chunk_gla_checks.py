@@ -1,7 +1,5 @@
 """`chunk_gla` over ranks beside one process that has all tokens."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import datetime
@@ -435,13 +433,7 @@ def check_ranks_that_differ(ranks: Ranks) -> None:
     refused(ValueError, "max_seqlen is 7; the longest sequence", *tokens, cu_seqlens=x.cu_seqlens, max_seqlen=7)
     narrow = [y[..., : 8 + ranks.rank] for y in (x.q, x.k)]
     gates = x.g[..., : 8 + ranks.rank]
-    refused(
-        ValueError,
-        "K is 9 on rank 1 of the group and 8 on rank 0",
-        *narrow,
-        x.v,
-        gates,
-    )
+    refused(ValueError, "K is 9 on rank 1 of the group and 8 on rank 0", *narrow, x.v, gates)
     gates = x.g[:, :6] if ranks.rank == 0 else x.g[:, :6, :, 0]
     refused(ValueError, "form of g is head on rank 1 of the group and key on rank 0", *tokens[:3], gates)
     agreeing = gla_inputs(lengths=(4, 8), dtype=torch.float64, device=ranks.device)

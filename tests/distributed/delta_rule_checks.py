@@ -1,7 +1,5 @@
 """An op with dense transitions and one more tensor of tokens over ranks: a delta rule, written as its recurrence."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from typing import Any

@@ -1,7 +1,5 @@
 """The plain ops on DTensors of two ranks, compared with the same ops on whole tensors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from ranks import Ranks

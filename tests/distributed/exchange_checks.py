@@ -1,7 +1,5 @@
 """The exchange of summaries over ranks beside products of matrices in one process, for each form of transition."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

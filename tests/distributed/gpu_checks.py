@@ -1,7 +1,5 @@
 """Checks for two GPUs: compiled kernels in bfloat16, steps in a CUDA graph, and a host that never waits."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable

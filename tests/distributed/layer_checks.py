@@ -1,7 +1,5 @@
 """Layers whose sequences are spread over ranks, compared with the same layers in one process that has all tokens."""
 
-from __future__ import annotations
-
 import copy
 import os
 import re

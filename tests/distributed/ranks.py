@@ -1,7 +1,5 @@
 """Code that the checks of several processes share; `start.py` starts the processes, the ranks of a group."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Sequence

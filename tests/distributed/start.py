@@ -8,8 +8,6 @@ A check is a function of a `Ranks`. All ranks call the same checks in the same o
 processes, and its traceback is shown.
 """
 
-from __future__ import annotations
-
 import datetime
 import sys
 import time

@@ -1,7 +1,5 @@
 """A layer whose heads are spread over two ranks, compared with the same layer in one process."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """The tables of docs/from-mamba.md name every argument of mamba_ssm's functions, and arguments of ours that exist."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from pathlib import Path
@@ -16,10 +14,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "from-mamba.md").read_text(encoding
 
 @pytest.mark.parametrize(
     ("theirs", "ours"),
-    [
-        (mamba_ssm.mamba_chunk_scan_combined, gla.chunk_gla),
-        (mamba_ssm.selective_state_update, gla.recurrent_gla_step),
-    ],
+    [(mamba_ssm.mamba_chunk_scan_combined, gla.chunk_gla), (mamba_ssm.selective_state_update, gla.recurrent_gla_step)],
 )
 def test_the_tables_name_the_arguments(theirs, ours):
     section = PAGE.split(f"\n### `{theirs.__name__}`\n")[1].split("\n#")[0]

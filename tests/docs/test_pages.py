@@ -1,7 +1,5 @@
 """The pages of the documentation: every Python block runs, code fits the site, and all names and links exist."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Damaged checkpoints, checkpoints that cannot be written, and changed texts: each gives an error of one sentence."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

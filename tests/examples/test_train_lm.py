@@ -1,7 +1,5 @@
 """The example that trains a language model: it learns; its options, its files, its errors."""
 
-from __future__ import annotations
-
 import functools
 import io
 import statistics

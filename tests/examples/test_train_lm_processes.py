@@ -1,7 +1,5 @@
 """Trainings that are killed and resumed, and trainings on two processes, have the losses of an undisturbed training."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

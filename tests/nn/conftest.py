@@ -1,7 +1,5 @@
 """Small layers of every kind, and the comparison of their states."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -35,10 +33,7 @@ KINDS = {
         HGRN2,
         {"hidden_size": 16, "expand_ratio": 4, "use_short_conv": True, "conv_bias": True, "conv_size": 3},
     ),
-    "hgrn2_not_affine": (
-        HGRN2,
-        {"hidden_size": 16, "expand_ratio": 8, "elementwise_affine": False, "norm_eps": 0.1},
-    ),
+    "hgrn2_not_affine": (HGRN2, {"hidden_size": 16, "expand_ratio": 8, "elementwise_affine": False, "norm_eps": 0.1}),
     "retention": (Retention, {"hidden_size": 16, "num_heads": 2}),
     "retention_grouped": (
         Retention,

@@ -3,8 +3,6 @@
 python tests/nn/fsdp_units.py FOLDER gla,hgrn2
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Activations by name, and the layer's arguments that take them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The layer against a direct evaluation in float64: the convolution and the recurrence one token at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

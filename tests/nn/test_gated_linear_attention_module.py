@@ -1,7 +1,5 @@
 """The layer as a module: other projections, sharded, compiled, on any device; its request; bad options and inputs."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Packed sequences in a layer, and a layer without tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

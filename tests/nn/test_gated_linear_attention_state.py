@@ -1,7 +1,5 @@
 """The state of a layer: prefill followed by steps, several calls in a row, saved and loaded."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The HGRN2 layer against a direct evaluation in float64, one token at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

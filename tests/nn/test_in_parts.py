@@ -1,7 +1,5 @@
 """Layers of every kind in parts: token by token, packed, with padding, in a pool and compiled, against whole calls."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -1,7 +1,5 @@
 """The Mamba-2 layer against its recurrence in float64, one token at a time."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The memory that layers keep for the backward, in bfloat16, per token. It does not depend on the processor."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Weights that lie behind one another: one product where they do, the layers' own products where they do not."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

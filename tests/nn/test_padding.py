@@ -1,7 +1,5 @@
 """Rows with padding, given by a mask: a layer's results for the tokens do not depend on the padding."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

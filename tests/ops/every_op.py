@@ -1,7 +1,5 @@
 """Small calls of every op: packed and not, with slots that are skipped, new sequences, drafts, and rows of none."""
 
-from __future__ import annotations
-
 import torch
 
 import gla_core as gla
@@ -61,10 +59,7 @@ CALLS = {
         tokens() | PACKED | {"pool": states(8), "read_slots": ints(1, 2, 1, 3), "write_slots": ints(4, 5, 6, -1)},
     ),
     "recurrent_gla_step": (gla.recurrent_gla_step, token(3) | {"state": states(3)}),
-    "recurrent_gla_step pool": (
-        gla.recurrent_gla_step,
-        token(3) | {"state": states(5), "slots": ints(4, -1, 1)},
-    ),
+    "recurrent_gla_step pool": (gla.recurrent_gla_step, token(3) | {"state": states(5), "slots": ints(4, -1, 1)}),
     "recurrent_gla_step in place": (
         gla.recurrent_gla_step,
         token(3) | {"state": states(5), "slots": ints(4, -1, 1), "inplace": True},
@@ -75,10 +70,7 @@ CALLS = {
         | {"state": states(5), "slots": ints(4, -1, 1), "output_gate": states(3, 1, 2)}
         | {"norm_weight": torch.ones(2)},
     ),
-    "recurrent_gla_steps": (
-        gla.recurrent_gla_steps,
-        tokens(4, 3) | HAS_STATE | {"pool": states(8)} | DRAFTS,
-    ),
+    "recurrent_gla_steps": (gla.recurrent_gla_steps, tokens(4, 3) | HAS_STATE | {"pool": states(8)} | DRAFTS),
     "recurrent_gla_steps packed": (
         gla.recurrent_gla_steps,
         tokens() | PACKED | DRAFTS | {"pool": states(8), "num_accepted": ints(2, 1, 9, 2)},

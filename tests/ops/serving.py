@@ -1,7 +1,5 @@
 """Calls of the ops that write states in place: their arguments, the values that the oracle expects, and comparisons."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

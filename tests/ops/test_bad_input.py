@@ -1,7 +1,5 @@
 """Bad arguments are refused before anything runs: the message names the argument, what it was, what was expected."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect
@@ -118,17 +116,9 @@ BAD_STEP = [
     ),
     ({"state": ones(2, 2, 4, 3).double()}, TypeError, "state is float64; expected float32 or bfloat16 or float16"),
     ({"state": None}, TypeError, "state is NoneType; expected a tensor [P, Hv, K, V]"),
-    (
-        {"slots": torch.zeros(3, dtype=torch.int64)},
-        ValueError,
-        "slots has shape [3]; expected [B] with B=2",
-    ),
+    ({"slots": torch.zeros(3, dtype=torch.int64)}, ValueError, "slots has shape [3]; expected [B] with B=2"),
     ({"slots": torch.zeros(2)}, TypeError, "slots is float32; expected int32 or int64"),
-    (
-        {"slots": ones(2, dtype=torch.int64, device="meta")},
-        ValueError,
-        "slots is on meta and q is on cpu",
-    ),
+    ({"slots": ones(2, dtype=torch.int64, device="meta")}, ValueError, "slots is on meta and q is on cpu"),
     ({"inplace": "yes"}, TypeError, "inplace is str; expected True or False"),
     (
         {"inplace": True, "state": ones(2, 2, 4, 6)[..., ::2]},
@@ -325,11 +315,7 @@ BAD_VALUES = [
         "max_seqlen is 4; the longest sequence of cu_seqlens has 5 tokens",
     ),
     (gla.recurrent_gla_step, step_arguments(g=ones(2, 2, 4)), "g has values up to 1.0"),
-    (
-        gla.recurrent_gla_step,
-        step_arguments(slots=torch.tensor([0, 2])),
-        "slots holds 2; the pool has 2",
-    ),
+    (gla.recurrent_gla_step, step_arguments(slots=torch.tensor([0, 2])), "slots holds 2; the pool has 2"),
     (gla.recurrent_gla_step, step_arguments(slots=torch.tensor([1, 1])), "expected no state twice"),
     (gla.online_softmax, {"x": torch.tensor([torch.nan])}, "x holds NaN in 1 of 1 places"),
     (gla.softmax_attention, attention_arguments(k=torch.full((2, 5, 2, 8), torch.nan)), "k holds NaN"),

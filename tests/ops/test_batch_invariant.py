@@ -1,7 +1,5 @@
 """`gla.batch_invariant`: the bits of a sequence do not depend on the batch, nor on the number of calls."""
 
-from __future__ import annotations
-
 import itertools
 import os
 

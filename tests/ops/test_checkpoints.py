@@ -1,7 +1,5 @@
 """Checkpoints of chunk_gla: their values, their rows, and their treatment by PyTorch."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

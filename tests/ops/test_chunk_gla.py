@@ -1,7 +1,5 @@
 """Values and gradients of chunk_gla against the float64 oracle."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 

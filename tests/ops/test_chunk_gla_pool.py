@@ -1,7 +1,5 @@
 """chunk_gla_pool: any call, and what a backend may lack. tests/ops/test_serving.py has what it shares with others."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """chunk_gla_summary and chunk_gla_gradient_summary: their purpose, gradient, refusals, torch.func, compiled graphs."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

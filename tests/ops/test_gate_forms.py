@@ -1,7 +1,5 @@
 """Gates of every form, and groups of queries and of values, against the float64 oracle and against expanded gates."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Tensors of any strides: if the last dimension is not contiguous the op takes a copy, with the same result."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

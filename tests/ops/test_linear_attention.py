@@ -1,7 +1,5 @@
 """linear_attention against its defining sums in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

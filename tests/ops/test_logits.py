@@ -1,7 +1,5 @@
 """Gates given as logits: the results are those of log gates that torch.nn.functional.logsigmoid computes."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import io
@@ -59,16 +57,8 @@ def derivatives(x, number=4):
 def check(x, backend, number=4):
     """Compares results and gradients with the results and gradients of the oracle, which receives log gates."""
     options = {"gate": "logsigmoid", "gate_normalizer": number}
-    compare(
-        run("chunk_gla", x, backend, **options),
-        values(x, number),
-        FORWARD[x.q.dtype],
-    )
-    compare(
-        gradients("chunk_gla", x, backend, **options),
-        derivatives(x, number),
-        GRADIENT[x.q.dtype],
-    )
+    compare(run("chunk_gla", x, backend, **options), values(x, number), FORWARD[x.q.dtype])
+    compare(gradients("chunk_gla", x, backend, **options), derivatives(x, number), GRADIENT[x.q.dtype])
 
 
 def compare(actual, expected, tolerance):
@@ -440,10 +430,7 @@ def test_its_summary(mine):
 def test_its_other_arguments(mine):
     """Checkpoints, packed sequences with NaN after the last one, repeated logits, and batch invariance."""
     x = inputs_of("key", **PACKED, dtype=torch.float32)
-    expected, dexpected = (
-        values(x),
-        derivatives(x),
-    )
+    expected, dexpected = (values(x), derivatives(x))
     end = without_sequence(x)
     with gla.batch_invariant(64):
         compare(run("chunk_gla", x, "mine", **LOGITS), expected, FORWARD[torch.float32])

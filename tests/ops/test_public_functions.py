@@ -1,7 +1,5 @@
 """Tests what public ops share: results with names, and arguments with the names and places of the version before."""
 
-from __future__ import annotations
-
 import inspect
 import io
 import warnings

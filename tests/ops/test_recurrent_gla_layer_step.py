@@ -1,7 +1,5 @@
 """recurrent_gla_layer_step: autocast, and the step of a backend. tests/ops/test_serving.py has what others share."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """recurrent_gla_replay: any call, and servers. tests/ops/test_serving.py has what it shares with other ops."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

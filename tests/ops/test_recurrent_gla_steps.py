@@ -1,7 +1,5 @@
 """recurrent_gla_steps: any call, and slots of one token. tests/ops/test_serving.py has what it shares with others."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Properties of the ops that write states in place: messages, checks of values, PyTorch, and backends of others."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

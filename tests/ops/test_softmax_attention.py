@@ -1,7 +1,5 @@
 """Values and gradients of softmax_attention and merge_attention against attention in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """The description of an op, and everything that is derived from it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The torch.library ops: opcheck, torch.compile static and dynamic, forward and backward, fake tensors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -1,7 +1,5 @@
 """torch.func's transforms and forward-mode AD work, or an error of one sentence names the one that does not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.autograd import forward_ad

@@ -1,7 +1,5 @@
 """Plugins on the path as if installed, and a registry that is fresh in every test."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The backend gla_fla, with FLA replaced by the float64 recurrence behind FLA's signatures."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import itertools

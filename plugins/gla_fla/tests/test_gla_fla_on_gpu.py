@@ -1,7 +1,5 @@
 """FLA's kernels, called through the backend, against the float64 recurrence."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

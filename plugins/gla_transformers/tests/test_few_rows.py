@@ -1,7 +1,5 @@
 """Products of few rows in one kernel with what stands around them, and layers that are computed by them."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """The activation of the MLP, norms, and the gates of HGRN2, in one kernel each, and models that run them."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle

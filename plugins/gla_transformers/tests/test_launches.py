@@ -1,7 +1,5 @@
 """The number of kernels of a decoding step and of a prompt, counted as operators that compute something."""
 
-from __future__ import annotations
-
 from collections import Counter
 from types import SimpleNamespace
 

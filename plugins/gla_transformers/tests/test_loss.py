@@ -1,7 +1,5 @@
 """The kernels of the loss of logits. test_training.py has the loss by PyTorch's operators, and models."""
 
-from __future__ import annotations
-
 import os
 from types import SimpleNamespace
 

@@ -3,8 +3,6 @@
 tests/compat/test_with_transformers.py has transformers' models that run in these kernels.
 """
 
-from __future__ import annotations
-
 import os
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The models on a GPU: decoding in a CUDA graph, and training, its loss too; and transformers' Mamba-2."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Many requests share few states: none is mixed up with another, and none is lost."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
