@@ -22,6 +22,12 @@ from tests.backends.prepared_calls import call_prepared
 
 pytest.importorskip("triton")
 
+from gla_triton_kernels.chunks import partials
+from gla_triton_kernels.chunks.segments import cut, whole
+from gla_triton_kernels.gla import groups
+from gla_triton_kernels.gla.tensors import BackwardTensors
+from gla_triton_runtime.launch import start
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
 PRECISIONS = {torch.float32: "bf16x6", torch.float16: "bf16x3", torch.bfloat16: "bf16"}
@@ -76,10 +82,6 @@ def gradients(x, entering, *, precision=None, BK=16, BV=16, warps=4, segments=No
     Before the launch, the results and the inputs' rows of no sequence are filled with NaN. In the gradients that are
     returned, rows of no sequence are set to 0.
     """
-    from gla_triton_kernels.chunks.segments import whole
-    from gla_triton_kernels.gla.tensors import BackwardTensors
-    from gla_triton_runtime.launch import start
-
     if not INTERPRETED:  # as plans choose them for compiled kernels
         BK, BV = max(BK, general.LEAST_BLOCK), max(BV, general.LEAST_BLOCK)
         warps = 8 if x.q.dtype == torch.bfloat16 else 4
@@ -222,9 +224,6 @@ def test_states_in_bfloat16(device, dtype):
 )
 @pytest.mark.parametrize(("length", "uncut"), [pytest.param(64, 64, marks=pytest.mark.thorough), (64, 128), (128, 128)])
 def test_segments(device, sizes, length, uncut, gates, dstate, initial_state):
-    from gla_triton_kernels.chunks.segments import cut
-    from gla_triton_runtime.launch import start
-
     x = case(device, **sizes, gates=gates, dstate=dstate, initial_state=initial_state)
     segments = cut(*x.q.shape[:2], length, uncut, x.cu_seqlens)
     start(segments.launches)
@@ -261,9 +260,6 @@ def test_strides(device):
 
 
 def test_partial_results_are_summed_in_order(device):
-    from gla_triton_kernels.chunks import partials
-    from gla_triton_runtime.launch import start
-
     parts, out = torch.randn(3, 5, 700, device=device), torch.empty(5, 700, dtype=torch.float16, device=device)
     start(partials.launch_sum(parts, out, 1))
     assert torch.equal(out, (parts[0] + parts[1] + parts[2]).half())
@@ -295,10 +291,6 @@ def test_a_forward_computes_the_checkpoints(device, sizes, monkeypatch):
 
 @pytest.mark.parametrize("initial_state", [False, True])
 def test_gradients_of_query_heads_are_summed_over_groups(device, initial_state):
-    from gla_triton_kernels.gla import groups
-    from gla_triton_kernels.gla.tensors import BackwardTensors
-    from gla_triton_runtime.launch import start
-
     x = case(device, B=2, T=7, H=2, G=3, K=16, V=24, initial_state=initial_state)
     inputs = (x.q, x.k, x.v, x.g, x.initial_state)
     results = [None if y is None else torch.empty_like(y) for y in inputs]

@@ -15,6 +15,9 @@ from tests.backends.prepared_calls import described
 
 pytest.importorskip("triton")
 
+from gla_triton_kernels.gla.tensors import BackwardTensors
+from gla_triton_runtime.launch import start
+
 BFLOAT16, SCALE = torch.bfloat16, 0.1
 BUDGET = {BFLOAT16: GRADIENT[BFLOAT16], torch.float16: GRADIENT[torch.float16], torch.float32: 1e-3}
 """The allowed errors; float32 is computed under the matmul precision "high"."""
@@ -48,9 +51,6 @@ def expected(x, do, dstate):
 
 def computed(x, do, dstate, checkpoints):
     """Returns the kernel's gradients. Results are filled with NaN first, and rows of no sequence stay NaN."""
-    from gla_triton_kernels.gla.tensors import BackwardTensors
-    from gla_triton_runtime.launch import start
-
     arguments = (x.q, x.k, x.v, x.g, SCALE, x.initial_state, x.cu_seqlens, checkpoints, CHUNK, do, dstate)
     call = described("chunk_gla_bwd", *arguments)
     # If all kernels refuse the call, this fails.

@@ -23,6 +23,13 @@ from gla_core.dispatch.tensors import new_checkpoints
 from tests.backends.prepared_calls import launches_on
 
 pytest.importorskip("triton")
+
+import triton
+from triton._C.libtriton import ir, passes
+from triton.compiler.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime.jit import JITFunction
+
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels are not compiled"
 )
@@ -237,8 +244,6 @@ def modules():
 
 def kernels():
     """Returns the names of all kernels: Triton functions that a plain function of the same module refers to."""
-    from triton.runtime.jit import JITFunction
-
     kernels = set()
     for module in modules():
         local = [x for x in vars(module).values() if getattr(x, "__module__", None) == module.__name__]
@@ -258,10 +263,6 @@ class Compiled(Exception):
 @pytest.fixture
 def ir_of(monkeypatch, tmp_path):
     """Returns a function from a launch to the IR of its kernel and the types of the kernel's arguments by name."""
-    import triton
-    from triton._C.libtriton import ir, passes
-    from triton.compiler.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
 
     def leave_early(make_ir):
         def made(source, *rest):

@@ -12,6 +12,11 @@ from gla_reference.chunk_gla import chunk_gla_bwd
 
 pytest.importorskip("triton")
 
+from gla_triton_kernels.gla.sm90 import pairs
+from gla_triton_kernels.gla.sm90.half import NO_UNITS
+from gla_triton_kernels.gla.tensors import BackwardTensors
+from gla_triton_runtime.launch import start
+
 CHUNK, KEYS, SCALE = 64, 128, 0.3
 BUDGET, ROUNDED = 5e-4, 2e-3
 """The tolerances of float32 sums, and of results that are rounded to bfloat16."""
@@ -32,9 +37,9 @@ def chunks(inputs, cu_seqlens):
     B, T = inputs[0].shape[:2]
     offsets = [0, T] if cu_seqlens is None else cu_seqlens.tolist()
     for b in range(B):
-        for n, (start, end) in enumerate(itertools.pairwise(offsets)):
-            row = b * -(-T // CHUNK) + n + start // CHUNK
-            for j, t in enumerate(range(start, end, CHUNK)):
+        for n, (first, end) in enumerate(itertools.pairwise(offsets)):
+            row = b * -(-T // CHUNK) + n + first // CHUNK
+            for j, t in enumerate(range(first, end, CHUNK)):
                 yield row + j, b, slice(t, min(t + CHUNK, end))
 
 
@@ -74,11 +79,6 @@ def expected(inputs, gradients, cu_seqlens, marks):
 
 def completed(inputs, gradients, cu_seqlens, marks):
     """Returns the kernel's gradients. The kernel adds to copies of the given ones."""
-    from gla_triton_kernels.gla.sm90 import pairs
-    from gla_triton_kernels.gla.sm90.half import NO_UNITS
-    from gla_triton_kernels.gla.tensors import BackwardTensors
-    from gla_triton_runtime.launch import start
-
     q, k, v, g, do = inputs
     results = [y.clone() for y in gradients]
     x = BackwardTensors(q, k, v, g, None, cu_seqlens, None, do, None, *results, None)
@@ -173,8 +173,6 @@ def test_a_block_of_keys_that_is_not_marked():
 
 @pytest.mark.parametrize("sizes", [{"B": 2, "T": 200, "H": 5}, {"lengths": (70, 0, 129), "H": 3}])
 def test_many_chunks_a_program(sizes, monkeypatch):
-    from gla_triton_kernels.gla.sm90 import pairs
-
     monkeypatch.setattr(pairs, "PROGRAMS", 2)
     check(*case(**sizes))
 

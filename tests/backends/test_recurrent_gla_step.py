@@ -15,6 +15,8 @@ from tests.backends.prepared_calls import call_prepared, described
 
 pytest.importorskip("triton")
 
+from gla_triton_kernels.gla.step.step import prepare
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Where a device rounds to the nearest bfloat16, Triton's interpreter rounds towards zero.
 STATE_BUDGET = {**FORWARD, torch.bfloat16: (2 if INTERPRETED else 1) * FORWARD[torch.bfloat16]}
@@ -24,15 +26,11 @@ pytestmark = pytest.mark.kernels
 
 
 def step(q, k, v, g, state, scale=0.3, state_indices=None, inplace=False):
-    from gla_triton_kernels.gla.step.step import prepare
-
     return call_prepared("recurrent_gla_step", prepare, q, k, v, g, state, scale, state_indices, None, inplace)
 
 
 def prepared_step(q, k, v, g, state, inplace=False):
     """Prepares a step, and returns the function that computes steps like it, in place or not."""
-    from gla_triton_kernels.gla.step.step import prepare
-
     run = prepare(described("recurrent_gla_step", q, k, v, g, state, 0.3, None, None, inplace))
     return lambda q, k, v, g, state: run(q, k, v, g, state, 0.3, None, None, inplace)
 

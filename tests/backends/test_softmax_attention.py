@@ -20,6 +20,9 @@ from tests.backends.prepared_calls import call_prepared, described, preparing
 
 pytest.importorskip("triton")
 
+from gla_triton_kernels.softmax_attention import launches
+from gla_triton_runtime.prepared import Launches
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 WIDTHS = [(16, 16), (128, 128), (300, 24)]
 WIDTHS += [] if INTERPRETED else [(64, 64), (256, 256), (512, 512), (40, 512)]
@@ -43,8 +46,6 @@ def prepare(request):
         return preparing(backend, "softmax_attention")
 
     def in_splits(call):
-        from gla_triton_kernels.softmax_attention import launches
-
         plan, Tk = plan_splits(call, gpu_of_call(call)), call.dims["Tk"]
         keys = max(1, -(-Tk // (splits * plan.BT))) * plan.BT
         return launches.prepare(call, dataclasses.replace(plan, split=keys if keys < Tk else None))
@@ -184,8 +185,6 @@ def test_scales_of_either_sign_of_a_call_that_is_prepared_once(prepare, device, 
 
 
 def test_negated_queries_have_the_strides_that_launches_were_described_for(prepare, device, monkeypatch):
-    from gla_triton_runtime.prepared import Launches
-
     taken, replay = [], Launches.replay
 
     def noted(launches, tensors, *floats):

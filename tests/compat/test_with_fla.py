@@ -12,6 +12,11 @@ from gla_core.compat.fla import accelerate, ops, state_from_fla
 from gla_core.nn import HGRN2, GatedLinearAttention
 
 layers = pytest.importorskip("fla.layers.gla", reason="needs flash-linear-attention 0.6.0: make test-fla")
+
+from fla import models
+from fla.layers import hgrn2, linear_attn, multiscale_retention, simple_gla
+from fla.models.utils import Cache
+
 SMALL = {"hidden_size": 32, "num_heads": 4, "gate_low_rank_dim": 3}
 
 
@@ -80,8 +85,6 @@ def test_compiled_without_a_break(pair):
 
 @torch.no_grad()
 def test_decoding_from_its_cache(pair):
-    from fla.models.utils import Cache
-
     theirs, ours = pair
     x = torch.randn(2, 72, 32)
     whole, _ = ours(x)
@@ -93,8 +96,6 @@ def test_decoding_from_its_cache(pair):
 
 
 def test_hgrn2(monkeypatch):
-    from fla.layers import hgrn2
-
     monkeypatch.setattr(
         hgrn2, "rms_norm_linear", lambda x, w, b, lw, lb: F.linear(F.rms_norm(x, x.shape[-1:], w, 1e-5), lw)
     )
@@ -107,8 +108,6 @@ def test_hgrn2(monkeypatch):
 
 def layer_of(name):
     """Returns a small layer; its rotary embedding, which exists only in Triton, is left out."""
-    from fla.layers import linear_attn, multiscale_retention, simple_gla
-
     sizes = {"hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "layer_idx": 0}
     if name == "simple_gla":
         return simple_gla.SimpleGatedLinearAttention(**sizes)
@@ -127,8 +126,6 @@ class Rotary(torch.nn.Module):
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["simple_gla", "retention", "linear_attn"])
 def test_layers_with_a_gate_for_each_head_or_none(name):
-    from fla.models.utils import Cache
-
     torch.manual_seed(0)
     x, offsets = torch.randn(1, 80, 32), torch.tensor([0, 9, 80])
     with accelerate(cpu=True):
@@ -155,8 +152,6 @@ MODELS = [
 
 @pytest.mark.parametrize(("name", "options"), MODELS, ids=str)
 def test_models_train_and_decode_on_a_cpu(name, options):
-    from fla import models
-
     with accelerate(cpu=True):
         torch.manual_seed(0)
         config = getattr(models, f"{name}Config")(

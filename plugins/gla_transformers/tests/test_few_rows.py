@@ -11,6 +11,12 @@ from gla_transformers import GLACache, few_rows
 
 triton = pytest.importorskip("triton")
 
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from gla_transformers import few_rows_kernel
+from gla_transformers.few_rows_kernel import FEW, launches, product
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 runs = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a GPU, or TRITON_INTERPRET=1")
@@ -63,8 +69,6 @@ def expected(x, weight, norm_weight, norm_eps, bias, residual, gated):
     ids=str,
 )
 def test_a_product(M, K, N, form, dtype):
-    from gla_transformers.few_rows_kernel import product
-
     x, weight, options = inputs(M, K, N, dtype, **FORMS[form])
     y = product(x, weight, **options)
     residual = options["residual"]
@@ -78,8 +82,6 @@ def test_a_product(M, K, N, form, dtype):
 @runs
 @pytest.mark.parametrize("form", FORMS)
 def test_bits_of_a_row_do_not_depend_on_the_others(form):
-    from gla_transformers.few_rows_kernel import FEW, product
-
     x, weight, options = inputs(FEW, 1024, 96, **FORMS[form])
     together, residual = product(x, weight, **options), options["residual"]
     for i in range(FEW):
@@ -92,11 +94,6 @@ def test_bits_of_a_row_do_not_depend_on_the_others(form):
 @pytest.mark.parametrize(("M", "K", "N"), [(1, 1024, 2816), (64, 1024, 2816), (64, 2816, 1024)], ids=str)
 @pytest.mark.parametrize("capability", [90, 80])
 def test_they_compile_for_an_h100_and_an_a100(capability, M, K, N, form):
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from gla_transformers.few_rows_kernel import launches
-
     x, weight, options = inputs(M, K, N, torch.bfloat16, **FORMS[form])
     residual = options["residual"]
     y = (weight if residual is None else residual).new_empty(M, N)
@@ -126,8 +123,6 @@ def type_of(value):
 @pytest.fixture
 def calls(monkeypatch):
     """A list to which every product by the kernel adds its number of rows. On a CPU, its kernels are interpreted."""
-    from gla_transformers import few_rows_kernel
-
     recorded = []
     product = few_rows_kernel.product
     monkeypatch.setattr(few_rows_kernel, "product", lambda x, *a, **o: recorded.append(len(x)) or product(x, *a, **o))

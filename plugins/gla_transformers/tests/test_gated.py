@@ -17,6 +17,11 @@ from gla_transformers.gated import forgetting, gated, normed
 
 triton = pytest.importorskip("triton")
 
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from gla_transformers import gated_kernel
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 runs = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a GPU, or TRITON_INTERPRET=1")
@@ -27,7 +32,6 @@ EPS = 1e-5
 @pytest.fixture
 def calls(monkeypatch):
     """A list to which every call of a kernel adds its name. On a CPU, kernels are interpreted."""
-    from gla_transformers import gated_kernel
 
     def noted(name):
         return lambda *args, **options: recorded.append(name) or getattr(gated_kernel, name)(*args, **options)
@@ -230,9 +234,6 @@ def test_gates_that_are_left_to_pytorch(calls):
 @pytest.mark.parametrize("whole", [True, False])
 def test_they_compile_for_an_h100(whole, gate_first):
     """With a weight and a gate, and without both. Each thread reads 16 bytes at once."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from gla_transformers import gated_kernel as kernels
 
     head = {"H": 4, "G": 4 if gate_first else 1, "V": 256, "BN": kernels.TILE // 256, "ALL": 256}

@@ -14,6 +14,12 @@ from gla_transformers import loss, loss_pytorch
 
 triton = pytest.importorskip("triton")
 
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from gla_transformers import loss_kernel
+from gla_transformers import loss_kernel as kernels
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 runs = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a GPU, or TRITON_INTERPRET=1")
@@ -24,7 +30,6 @@ IGNORED = loss.IGNORED
 @pytest.fixture
 def calls(monkeypatch):
     """A list to which every call of a kernel adds its name. On a CPU, kernels are interpreted."""
-    from gla_transformers import loss_kernel
 
     def noted(name):
         return lambda *args: recorded.append(name) or getattr(loss_kernel, name)(*args)
@@ -64,8 +69,6 @@ def loss_and_gradient(logits, targets, ignored=IGNORED):
 )
 def test_the_kernels(n, D, dtype, scale, last, seed):
     """Rows of one tile and of several, equal logits, huge ones, and those of -inf, against float64."""
-    from gla_transformers import loss_kernel
-
     torch.manual_seed(seed)
     ignored = D - 1 if last else IGNORED
     logits, targets = made(n, D, dtype, scale, ignored)
@@ -98,8 +101,6 @@ def test_the_loss_and_its_gradient(dtype, calls, monkeypatch):
 
 @runs
 def test_the_bits_of_a_row_do_not_depend_on_the_others():
-    from gla_transformers import loss_kernel
-
     logits, targets = made(9, 5000)
     one, all_ = (loss_kernel.losses(logits[rows], targets[rows], IGNORED) for rows in (slice(4, 5), slice(None)))
     assert all(torch.equal(a, b[4:5]) for a, b in zip(one, all_, strict=True))
@@ -204,11 +205,6 @@ def test_they_compile_for_gpus(D, target):
     """A thread reads 16 bytes at once if rows are aligned. In the loop over the tiles of a row no thread waits for
     another one: all shuffles and barriers belong to the two reductions over 8 warps that follow the loop.
     """
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from gla_transformers import loss_kernel as kernels
-
     x, rows = torch.empty(2, D, dtype=torch.bfloat16), torch.empty(2)
     targets = torch.zeros(2, dtype=torch.int64)
     for kernel, rest in ((kernels._losses, (rows, rows)), (kernels._gradient, (rows, rows[0], x))):

@@ -16,6 +16,14 @@ from gla_transformers import causal_convolution, few_rows, gated, mamba2
 
 triton = pytest.importorskip("triton")
 
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import gla_core as gla
+from gla_transformers import causal_convolution_kernel, few_rows_kernel, gated_kernel, mamba2_kernel
+from gla_transformers import causal_convolution_kernel as sequences
+from gla_triton_runtime.architecture import Architecture, Gpu
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 runs = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a GPU, or TRITON_INTERPRET=1")
@@ -26,7 +34,6 @@ EPS = 1e-5
 @pytest.fixture(autouse=True)
 def calls(monkeypatch):
     """A list to which every call of a kernel adds its name. On a CPU, kernels are interpreted."""
-    from gla_transformers import causal_convolution_kernel, few_rows_kernel, gated_kernel, mamba2_kernel
 
     def noted(module, name):
         return lambda *args, **options: recorded.append(name) or getattr(module, name)(*args, **options)
@@ -115,8 +122,6 @@ def test_convolution_of_runs(T, width, many, calls, monkeypatch):
 
     Channels end behind a tile, and dy has every second one of its memory.
     """
-    from gla_transformers import causal_convolution_kernel
-
     monkeypatch.setattr(causal_convolution_kernel, "MANY", 0 if many else 2**22)
     x, weight, bias = (y.requires_grad_() for y in (rand(1, T, 129).mT, rand(129, width), rand(129)))
     dy = rand(1, T, 258).mT[:, ::2]
@@ -193,8 +198,6 @@ SHAPES = [(1, 4, 2, 8, 16), (3, 3, 1, 20, 24), (2, 6, 6, 5, 130)]
 @pytest.mark.parametrize("wide", [False, True])
 def test_step(shape, dtype, swapped, wide, calls, monkeypatch):
     """Several tokens; in a state in memory, N is contiguous or V. A program computes few channels or many."""
-    from gla_transformers import mamba2_kernel
-
     monkeypatch.setattr(mamba2_kernel, "MIN_PROGRAMS_PER_SM", 0 if wide else 10**9)
     mamba2_kernel.launches_for.cache_clear()
     batch, heads, _, V, N = shape
@@ -383,8 +386,6 @@ def test_calls_that_are_left_to_pytorch(calls):
 @torch.no_grad()
 @pytest.mark.parametrize("request_", ["reference", "batch_invariant=64"])
 def test_a_request_is_left_to_the_op(request_, calls):
-    import gla_core as gla
-
     arguments, state = step_inputs(*SHAPES[0], torch.float32), rand(*SHAPES[0][:2], *SHAPES[0][3:])
     expected, _ = stepped(state, **arguments)
     with gla.use_backend(request_):
@@ -401,13 +402,6 @@ TARGETS = {"H100": ("cuda", 90, 32), "A100": ("cuda", 80, 32), "MI300X": ("hip",
 @pytest.mark.parametrize("whole", [True, False])
 def test_they_compile_for_gpus(target, whole, swapped):
     """With all optional arguments, and without them. On NVIDIA GPUs, a thread reads 16 bytes of a state at once."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from gla_transformers import causal_convolution_kernel as sequences
-    from gla_transformers import mamba2_kernel
-    from gla_triton_runtime.architecture import Architecture, Gpu
-
     gpu = Gpu({"H100": Architecture.SM90, "A100": Architecture.SM80, "MI300X": Architecture.AMD}[target], 132)
     step_arguments = {k: v.cpu() for k, v in step_inputs(64, 128, 8, 64, 128, torch.bfloat16).items()}
     rest = [step_arguments[name] if whole else None for name in ("D", "z", "dt_bias")]
