@@ -19,6 +19,7 @@ from gla_triton_kernels.chunks.kernel import GradientParameters
 from gla_triton_kernels.gla import backward, forward
 from gla_triton_kernels.gla.general import kernels as general
 from tests.backends.prepared_calls import call_prepared
+from tests.grid import grid, thorough
 
 pytest.importorskip("triton")
 
@@ -32,6 +33,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
 PRECISIONS = {torch.float32: "bf16x6", torch.float16: "bf16x3", torch.bfloat16: "bf16"}
 SCALE = 0.3
+TOKENS = [1, 2, 63, 64, 65, 129]
 
 pytestmark = pytest.mark.kernels
 
@@ -122,25 +124,26 @@ def check(x, *, budget=None, entering_dtype=torch.float32, **options):
     return actual
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("gates", GATES)
-def test_gates(device, gates, dtype):
-    check(case(device, T=150, gates=gates, dtype=dtype, initial_state=True))
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        *grid(T=150, gates=[*GATES], dtype=DTYPES, initial_state=True),
+        *grid(T=70, H=2, G=3, gates=["none", "mild", "-inf"], dtype=DTYPES, initial_state=True),
+        *grid(B=2, T=TOKENS, gates="-inf", initial_state=False, dstate=False),
+        *grid(B=2, T=TOKENS, gates="-inf", initial_state=True, dstate=True),
+        *thorough(grid(B=2, T=TOKENS, gates="-inf", initial_state=False, dstate=True)),
+        *thorough(grid(B=2, T=TOKENS, gates="-inf", initial_state=True, dstate=False)),
+    ],
+    ids=str,
+)
+def test_gradients(device, sizes):
+    check(case(device, **sizes))
 
 
 @pytest.mark.parametrize("gates", GATES)
 def test_tf32(device, gates):
     """Float32 values are split into two bfloat16 parts, as when TF32 is allowed."""
     check(case(device, T=150, gates=gates, initial_state=True), precision="bf16x3", budget=1e-3)
-
-
-@pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 129])
-@pytest.mark.parametrize(
-    ("initial_state", "dstate"),
-    [(False, False), (True, True), *(pytest.param(x, not x, marks=pytest.mark.thorough) for x in (False, True))],
-)
-def test_lengths(device, T, initial_state, dstate):
-    check(case(device, B=2, T=T, gates="-inf", initial_state=initial_state, dstate=dstate))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -159,12 +162,6 @@ def test_widths(device, K, V, BK, BV, gates, dtype):
 def test_wide_blocks(gates):
     x = case("cuda", T=200, H=2, K=128, V=256, gates=gates, dtype=torch.bfloat16, initial_state=True)
     check(x, BK=128, BV=128, warps=8)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("gates", ["none", "mild", "-inf"])
-def test_grouped_queries(device, gates, dtype):
-    check(case(device, T=70, H=2, G=3, gates=gates, dtype=dtype, initial_state=True))
 
 
 @pytest.mark.parametrize("lengths", [(0,), (0, 0, 5), (130, 0, 1, 64, 70)])

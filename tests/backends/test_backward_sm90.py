@@ -12,6 +12,7 @@ from gla_triton_kernels.gla import backward
 from gla_triton_kernels.gla.sm90 import kernels as sm90
 from gla_triton_runtime.architecture import gpu_of
 from tests.backends.prepared_calls import described
+from tests.grid import grid
 
 pytest.importorskip("triton")
 
@@ -22,6 +23,8 @@ BFLOAT16, SCALE = torch.bfloat16, 0.1
 BUDGET = {BFLOAT16: GRADIENT[BFLOAT16], torch.float16: GRADIENT[torch.float16], torch.float32: 1e-3}
 """The allowed errors; float32 is computed under the matmul precision "high"."""
 LENGTHS = (70, 0, 3, 200, 64)
+PACKED = {"lengths": LENGTHS, "padding": 5}
+FIVE, THREE = ["none", "mild", "strong", "extreme", "-inf"], ["none", "mild", "-inf"]
 SIZES = [(128, 128), (64, 64), (64, 128), (128, 64), (104, 72), (64, 200), (128, 256), (200, 320), (256, 64), (264, 72)]
 """Keys and values; from (64, 200) to (256, 64) those of the kernel for wide heads."""
 
@@ -78,10 +81,20 @@ def check(**sizes):
     return x, first
 
 
-@pytest.mark.parametrize("gates", ["none", "mild", "strong", "extreme", "-inf"])
-@pytest.mark.parametrize(("K", "V"), SIZES)
-def test_widths(gates, K, V):
-    check(gates=gates, K=K, V=V)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        *(sizes for K, V in SIZES for sizes in grid(gates=FIVE, K=K, V=V)),
+        *grid(T=[1, 40, 64, 65, 128, 512], K=[128, 256], gates=["mild", "-inf"], initial_state=False, dstate=False),
+        *grid(**PACKED, gates=THREE, K=[64, 128, 200]),
+        *grid(K=[128, 256], gates=["mild", "-inf"], gate_dtype=BFLOAT16),
+        *grid(G=4, H=2, K=[64, 128, 256], gates=THREE),
+        *grid(G=4, H=2, K=[64, 128, 256], gates=THREE, **PACKED),
+    ],
+    ids=str,
+)
+def test_gradients(sizes):
+    check(**sizes)
 
 
 # On 132 multiprocessors, blocks of state_gradients.py have 64, 128 and 192 values.
@@ -94,7 +107,7 @@ def test_a_part_of_the_keys_is_mild(lengths, mild, H, V):
 
 @pytest.mark.usefixtures("tf32_allowed")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("gates", ["none", "mild", "strong", "extreme", "-inf"])
+@pytest.mark.parametrize("gates", FIVE)
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -102,40 +115,14 @@ def test_a_part_of_the_keys_is_mild(lengths, mild, H, V):
         {"K": 64, "V": 64},
         {"K": 72, "V": 200},
         {"G": 2, "initial_state": False},
-        {"lengths": LENGTHS, "padding": 5},
+        PACKED,
         {"gate_form": "head"},
-        {"gate_form": "head", "K": 64, "V": 64, "lengths": LENGTHS, "padding": 5},
+        {"gate_form": "head", "K": 64, "V": 64, **PACKED},
     ],
     ids=str,
 )
 def test_other_dtypes(dtype, gates, sizes):
     check(dtype=dtype, gates=gates, **sizes)
-
-
-@pytest.mark.parametrize("T", [1, 40, 64, 65, 128, 512])
-@pytest.mark.parametrize("gates", ["mild", "-inf"])
-@pytest.mark.parametrize("K", [128, 256])
-def test_lengths(T, gates, K):
-    check(T=T, K=K, gates=gates, initial_state=False, dstate=False)
-
-
-@pytest.mark.parametrize("K", [64, 128, 200])
-@pytest.mark.parametrize("gates", ["none", "mild", "-inf"])
-def test_packed(gates, K):
-    check(lengths=LENGTHS, padding=5, gates=gates, K=K)
-
-
-@pytest.mark.parametrize("gates", ["mild", "-inf"])
-@pytest.mark.parametrize("K", [128, 256])
-def test_gates_in_bfloat16(gates, K):
-    check(K=K, gates=gates, gate_dtype=BFLOAT16)
-
-
-@pytest.mark.parametrize("sizes", [{}, {"lengths": LENGTHS, "padding": 5}], ids=["dense", "packed"])
-@pytest.mark.parametrize("gates", ["none", "mild", "-inf"])
-@pytest.mark.parametrize("K", [64, 128, 256])
-def test_grouped_queries(sizes, gates, K):
-    check(G=4, H=2, K=K, gates=gates, **sizes)
 
 
 @pytest.mark.parametrize("gates", ["mild", "strong", "-inf"])
