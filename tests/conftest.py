@@ -33,7 +33,8 @@ if INTERPRETED:
     runpy.run_path(str(TESTS / "quick_interpreter.py"))
 
 
-hypothesis.settings.register_profile("any speed", deadline=None)  # a slow machine fails no test
+ANY = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.function_scoped_fixture]}
+hypothesis.settings.register_profile("any speed", **ANY)  # a slow machine fails no test
 hypothesis.settings.load_profile("any speed")
 
 

@@ -187,9 +187,8 @@ def _loads_are_done() -> None:
 def _overwritten(memory: torch.Tensor) -> bool:
     """Returns whether a load of a part of this memory is under way."""
     addresses = _addresses(memory)
-    return any(
-        x.start < addresses.stop and addresses.start < x.stop for loads in list(_loads.values()) for x in list(loads)
-    )
+    read = (x for loads in list(_loads.values()) for x in list(loads))
+    return any(x.start < addresses.stop and addresses.start < x.stop for x in read)
 
 
 Knowledge = dict[object, int]

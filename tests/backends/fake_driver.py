@@ -80,9 +80,8 @@ def compiled(gpu: Device, *types: str) -> SimpleNamespace:
         gsan_enabled=False,
     )
     run.launch = driver.wrap_handle_tensordesc(gpu.launch, dict(enumerate(types)), boxes)
-    return SimpleNamespace(
-        run=run, function="kernel", packed_metadata=(4, 1, 0), metadata=SimpleNamespace(tensordesc_meta=boxes)
-    )
+    metadata = SimpleNamespace(tensordesc_meta=boxes)
+    return SimpleNamespace(run=run, function="kernel", packed_metadata=(4, 1, 0), metadata=metadata)
 
 
 class Kernel:

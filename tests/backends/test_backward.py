@@ -5,7 +5,6 @@ them.
 """
 
 import dataclasses
-import os
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from gla_triton_kernels.gla import backward, forward
 from gla_triton_kernels.gla.general import kernels as general
 from tests.backends.prepared_calls import call_prepared
 from tests.grid import grid, thorough
+from tests.kernels import DTYPES, INTERPRETED
 
 pytest.importorskip("triton")
 
@@ -29,8 +29,6 @@ from gla_triton_kernels.gla import groups
 from gla_triton_kernels.gla.tensors import BackwardTensors
 from gla_triton_runtime.launch import start
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
 PRECISIONS = {torch.float32: "bf16x6", torch.float16: "bf16x3", torch.bfloat16: "bf16"}
 SCALE = 0.3
 TOKENS = [1, 2, 63, 64, 65, 129]
@@ -282,8 +280,7 @@ def test_a_forward_computes_the_checkpoints(device, sizes, monkeypatch):
     _, _, kept = call_prepared("chunk_gla_fwd", lambda c: forward.prepare(c, cut=False), *arguments)
     expected = gradients(kept, CHUNK)
     monkeypatch.setattr(backward, "plan", plan_again)
-    for y, wanted in zip(gradients(None, None), expected, strict=True):
-        assert torch.equal(y, wanted)
+    assert all(torch.equal(y, wanted) for y, wanted in zip(gradients(None, None), expected, strict=True))
 
 
 @pytest.mark.parametrize("initial_state", [False, True])

@@ -44,9 +44,8 @@ def case(dstate=True, mild=None, **sizes):
 
 def expected(x, do, dstate):
     """Returns the checkpoints in the dtype that kernels read, and the gradients in float64."""
-    q, k, v, g, initial, do, dstate = (
-        None if y is None else y.double() for y in (x.q, x.k, x.v, x.g, x.initial_state, do, dstate)
-    )
+    inputs = (x.q, x.k, x.v, x.g, x.initial_state, do, dstate)
+    q, k, v, g, initial, do, dstate = (None if y is None else y.double() for y in inputs)
     checkpoints = chunk_gla_fwd(q, k, v, g, SCALE, initial, False, x.cu_seqlens, CHUNK)[2]
     gradients = chunk_gla_bwd(q, k, v, g, SCALE, initial, x.cu_seqlens, None, None, do, dstate)
     return checkpoints.to(checkpoint_dtype(x.q.dtype)), gradients
@@ -57,9 +56,8 @@ def computed(x, do, dstate, checkpoints):
     arguments = (x.q, x.k, x.v, x.g, SCALE, x.initial_state, x.cu_seqlens, checkpoints, CHUNK, do, dstate)
     call = described("chunk_gla_bwd", *arguments)
     # If all kernels refuse the call, this fails.
-    ((_, plan),) = backward.plan(
-        call, gpu_of(call.device), False, (sm90.BACKWARD_WIDE, sm90.BACKWARD, sm90.BACKWARD_HEAD)
-    )
+    kernels = (sm90.BACKWARD_WIDE, sm90.BACKWARD, sm90.BACKWARD_HEAD)
+    ((_, plan),) = backward.plan(call, gpu_of(call.device), False, kernels)
     assert plan.entering is None
     inputs = (x.q, x.k, x.v, x.g, x.initial_state)
     results = [None if y is None else torch.full_like(y, torch.nan) for y in inputs]

@@ -34,9 +34,8 @@ def inputs(**sizes):
 
 def prepared(arguments, cut=False):
     """Prepares a call by the kernels for SM90; fails if all of them refuse it."""
-    return launcher.prepare(
-        described("chunk_gla_fwd", *arguments), cut, (sm90.FORWARD, sm90.FORWARD_WIDE, sm90.FORWARD_HEAD)
-    )
+    kernels = (sm90.FORWARD, sm90.FORWARD_WIDE, sm90.FORWARD_HEAD)
+    return launcher.prepare(described("chunk_gla_fwd", *arguments), cut, kernels)
 
 
 def forward(q, k, v, g, scale, initial_state, cu_seqlens):

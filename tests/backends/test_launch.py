@@ -17,9 +17,7 @@ from triton.runtime.errors import OutOfResources
 from gla_triton_runtime import launch
 from gla_triton_runtime.launch import Launch, compile_launches, start
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels are not compiled"
-)
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels are not built")
 
 
 @pytest.fixture(autouse=True)

@@ -1,10 +1,8 @@
 """The kernel of recurrent_gla_step against the float64 oracle: any width, layout, pool and address."""
 
-import os
-
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gla_core as gla
@@ -12,12 +10,12 @@ from gla_core.conformance import oracle
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.workloads.inputs import GATES, gla_inputs
 from tests.backends.prepared_calls import call_prepared, described
+from tests.kernels import INTERPRETED
 
 pytest.importorskip("triton")
 
 from gla_triton_kernels.gla.step.step import prepare
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Where a device rounds to the nearest bfloat16, Triton's interpreter rounds towards zero.
 STATE_BUDGET = {**FORWARD, torch.bfloat16: (2 if INTERPRETED else 1) * FORWARD[torch.bfloat16]}
 WIDTHS = [(512, 1), (1, 512), (129, 31)] + ([] if INTERPRETED else [(512, 512), (300, 257), (128, 128)])
@@ -73,9 +71,7 @@ def strided(x, spare):
     return view.copy_(x)
 
 
-@settings(
-    max_examples=15 if INTERPRETED else 60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=15 if INTERPRETED else 60)
 @given(
     B=st.integers(0, 4),
     H=st.integers(1, 3),

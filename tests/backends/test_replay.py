@@ -484,9 +484,8 @@ def test_tensor_maps_follow_their_tensors(backend, monkeypatch):
         assert encoded_maps(*{recorded for recorded, *_ in replay._prepared}) > 0
         monkeypatch.setattr(prepared, "replay", lambda *_: False)
         for i, call in enumerate(calls):
-            for once, twice, new in zip(
-                actual[i], actual[i + len(calls)], gla.chunk_gla(*chunk_inputs(*call)), strict=True
-            ):
+            new_results = gla.chunk_gla(*chunk_inputs(*call))
+            for once, twice, new in zip(actual[i], actual[i + len(calls)], new_results, strict=True):
                 assert torch.equal(once, new)
                 assert torch.equal(twice, new)
 

@@ -1,27 +1,23 @@
 """Segments: the cuts of sequences, boundaries of packed sequences on the device, and the states before each segment."""
 
 import itertools
-import os
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.workloads.inputs import gla_inputs
 from gla_triton_kernels.chunks.kernel import Parameters, SegmentPlan
 from gla_triton_kernels.gla.general import kernels as general
+from tests.kernels import DTYPES, INTERPRETED
 
 pytest.importorskip("triton")
 
 from gla_triton_kernels.chunks import scan, segments
 from gla_triton_kernels.chunks.segments import Recurrence, cut
 from gla_triton_runtime.launch import start
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
-
 
 # ---- boundaries
 
@@ -87,7 +83,7 @@ def test_more_sequences_than_a_program_sees_at_a_time(check, device):
 
 
 @pytest.mark.kernels
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20)
 @given(
     lengths=st.lists(st.integers(0, 200), min_size=1, max_size=300 if torch.cuda.is_available() else 30),
     length=st.sampled_from([16, 64, 128]),
@@ -99,7 +95,7 @@ def test_any_boundaries(check, lengths, length, around, more):
 
 
 @pytest.mark.kernels
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20)
 @given(
     lengths=st.lists(st.integers(0, 200), min_size=1, max_size=700 if torch.cuda.is_available() else 300),
     length=st.sampled_from([64, None]),

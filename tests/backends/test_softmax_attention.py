@@ -2,11 +2,10 @@
 
 import dataclasses
 import functools
-import os
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gla_core.conformance import oracle
@@ -17,13 +16,13 @@ from gla_core.workloads.inputs import normal
 from gla_triton_kernels.softmax_attention.plan import plan_splits
 from gla_triton_runtime.architecture import gpu_of_call
 from tests.backends.prepared_calls import call_prepared, described, preparing
+from tests.kernels import INTERPRETED
 
 pytest.importorskip("triton")
 
 from gla_triton_kernels.softmax_attention import launches
 from gla_triton_runtime.prepared import Launches
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 WIDTHS = [(16, 16), (128, 128), (300, 24)]
 WIDTHS += [] if INTERPRETED else [(64, 64), (256, 256), (512, 512), (40, 512)]
 UNLIKE = [(38, 9), (24, 120)] + ([] if INTERPRETED else [(46, 8), (66, 17), (120, 24), (8, 256)])
@@ -247,9 +246,7 @@ def test_the_same_bits_every_run(prepare, dtype):
 
 
 @as_called
-@settings(
-    max_examples=6 if INTERPRETED else 25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=6 if INTERPRETED else 25)
 @given(
     Tq=st.integers(1, 40 if INTERPRETED else 140),
     Tk=st.integers(1, 300 if INTERPRETED else 600),

@@ -115,7 +115,7 @@ def test_an_unknown_command_is_a_usage_error(run):
     assert run("backend").exit_code == 2
 
 
-def python(code: str) -> subprocess.CompletedProcess:
+def python(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 

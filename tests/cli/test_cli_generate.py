@@ -9,7 +9,7 @@ import torch
 
 
 @pytest.fixture
-def asked(monkeypatch) -> list:
+def asked(monkeypatch):
     """The arguments of each run, which does not generate."""
     options: list = []
     text = SimpleNamespace(Options=lambda *arguments: arguments, run_generate=options.append)

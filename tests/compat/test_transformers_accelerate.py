@@ -234,9 +234,8 @@ def test_every_argument_has_an_effect(fakes):
         scan = fakes["mamba2"].mamba2_chunk_scan
         with_all = scan(*arguments, **options, return_final_states=False, position_ids=None)
         for name in options:
-            assert not torch.allclose(scan(*arguments, **{k: v for k, v in options.items() if k != name}), with_all), (
-                name
-            )
+            others = {k: v for k, v in options.items() if k != name}
+            assert not torch.allclose(scan(*arguments, **others), with_all), name
 
 
 def test_every_argument_of_a_step_has_an_effect(fakes):

@@ -53,8 +53,7 @@ def test_values_and_gradients(pair):
         y, names = layer(x)[0], [name for name, _ in pair[1].named_parameters()]
         wanted = [x, *(layer.get_parameter(name) for name in names)]
         results.append((y, *torch.autograd.grad(y.sum(), wanted)))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
 def test_key_value_heads_are_not_repeated(pair, monkeypatch):

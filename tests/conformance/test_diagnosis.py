@@ -18,12 +18,12 @@ from gla_core.dispatch.registry import get
 from gla_core.workloads.named import select
 
 
-def case(name: str, op: str = "chunk_gla_fwd", dtype: torch.dtype = torch.float32) -> Case:
+def case(name, op="chunk_gla_fwd", dtype=torch.float32):
     (workload,) = (w for w in select(op.removesuffix("_fwd").removesuffix("_bwd")) if w.name == name)
     return Case(op, workload, dtype, "cpu")
 
 
-def wrong(quantity="o", *, finite=True, ratio=None, everywhere=True, hint=None) -> dict:
+def wrong(quantity="o", *, finite=True, ratio=None, everywhere=True, hint=None):
     place = {"at": "batch row 0, token 3, head 0", "found": "0.5", "expected": "0.25"}
     return {"quantity": quantity, "finite": finite, **place, "ratio": ratio, "everywhere": everywhere, "hint": hint}
 
@@ -47,7 +47,7 @@ def row(name, failed=True, test="values", op="chunk_gla_fwd", dtype=torch.float3
     }
 
 
-def lines(*rows) -> dict[str, str]:
+def lines(*rows):
     report = diagnosis(rows, "gla conformance mine")
     assert len(report) <= 5
     return {line[:10].strip(): line[12:] for line in report}
@@ -208,7 +208,7 @@ def test_three_failures_a_property_are_listed_and_all_on_request():
 # ---- the places where a result is wrong
 
 
-def outputs(B: int, T: int, H: int) -> torch.Tensor:
+def outputs(B, T, H):
     return torch.randn(B, T, H, 16, dtype=torch.float64)
 
 

@@ -2,5 +2,5 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def isolated(fresh_registry: None, plain_terminal: None) -> None:
+def isolated(fresh_registry, plain_terminal):
     """Isolates every test here from the environment."""

@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gla_core as gla
@@ -272,7 +272,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40)
 @given(value=json_values, depth=st.integers(0, 4))
 def test_no_content_is_an_error(mine, value, depth):
     """The file may hold any value at any depth. The rest of the file is correct."""
@@ -285,7 +285,7 @@ def test_no_content_is_an_error(mine, value, depth):
     assert calibration.predict(mine, CALL).seconds == 2.0
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30)
 @given(
     launch=st.floats(0, exclude_min=True, allow_infinity=False), rate=st.floats(0, exclude_min=True, max_value=1e300)
 )

@@ -65,9 +65,8 @@ def test_equal_predictions_go_by_devices_then_name(spy, x):
         spy(name, cost=lambda call: 1.0, devices=devices)
     explanation = gla.explain("online_softmax", x)
     assert [c.name for c in explanation.candidates][:3] == ["b", "c", "a"]
-    assert explanation.why.startswith(
-        "b: c and a predict the same time; the one written for the fewest types of device is"
-    )
+    why = "b: c and a predict the same time; the one written for the fewest types of device is"
+    assert explanation.why.startswith(why)
 
 
 def test_the_order_of_registration_does_not_matter(spy, x):

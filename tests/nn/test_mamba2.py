@@ -114,9 +114,8 @@ def test_parameters_have_the_names_of_mamba_ssm():
         "out_proj.bias": [16],
     }
     fewer = make(rmsnorm=False, conv_bias=False, headdim=8, D_has_hdim=True, chunk_size=64, use_mem_eff_path=False)
-    assert layer.state_dict().keys() - fewer.state_dict().keys() == {
-        *("in_proj.bias", "out_proj.bias", "conv1d.bias", "norm.weight")
-    }
+    more = {"in_proj.bias", "out_proj.bias", "conv1d.bias", "norm.weight"}
+    assert layer.state_dict().keys() - fewer.state_dict().keys() == more
     assert fewer.D.shape == (32,)
 
 

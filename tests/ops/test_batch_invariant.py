@@ -79,9 +79,8 @@ def test_alone_and_packed(device, backend, gates, width):
             together = [final[n : n + 1], *(y[:, first:last] for y in tokens), dinitial[n : n + 1]]
             for actual, expected in zip([o[:, first:last], *together], alone, strict=True):
                 assert torch.equal(actual, expected)
-    without, final_without = gla.chunk_gla(
-        x.q, x.k, x.v, x.g, 0.3, x.initial_state, True, x.cu_seqlens, backend="reference"
-    )
+    arguments = (x.q, x.k, x.v, x.g, 0.3, x.initial_state, True, x.cu_seqlens)
+    without, final_without = gla.chunk_gla(*arguments, backend="reference")
     assert relative_error(o, without) <= 2 * FORWARD[x.q.dtype]
     assert relative_error(final, final_without) <= 2 * FORWARD[x.q.dtype]
 
@@ -263,9 +262,8 @@ def test_a_block_around_a_backward_alone_changes_nothing(way):
 
     backward = Prepared(prepare, BACKWARD.contract)
     q, k, v = (torch.randn(1, 70, 1, 4, requires_grad=True) for _ in range(3))
-    with gla.register(
-        Backend("mine", "0", {**reference.ops, "chunk_gla_bwd": backward}, reference.can("chunk_gla_bwd"))
-    ):
+    mine = Backend("mine", "0", {**reference.ops, "chunk_gla_bwd": backward}, reference.can("chunk_gla_bwd"))
+    with gla.register(mine):
         with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
             o, _ = gla.chunk_gla(q, k, v, backend="mine")
         with gla.batch_invariant(TOKENS):

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 import gla_core as gla
 from gla_core.conformance import oracle
 from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
-from gla_core.workloads.inputs import GATES, GlaInputs, gla_inputs
+from gla_core.workloads.inputs import GATES, gla_inputs
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 
-def run(inputs: GlaInputs, scale=None, function=gla.chunk_gla, **kwargs):
+def run(inputs, scale=None, function=gla.chunk_gla, **kwargs):
     """Returns outputs, final state and the gradient of every differentiable input, for a fixed random loss."""
     arguments = {f.name: getattr(inputs, f.name) for f in dataclasses.fields(inputs)}
     offsets = arguments.pop("cu_seqlens")
@@ -32,7 +32,7 @@ def run(inputs: GlaInputs, scale=None, function=gla.chunk_gla, **kwargs):
     return o, state, dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
 
 
-def check(inputs: GlaInputs, scale=None, **kwargs):
+def check(inputs, scale=None, **kwargs):
     dtype = inputs.q.dtype
     o, state, grads = run(inputs, scale, output_final_state=True, **kwargs)
     ref_o, ref_state, ref_grads = run(inputs, scale, function=oracle.chunk_gla)
@@ -127,21 +127,17 @@ def test_strided_views_give_the_same_as_copies(device):
     padded_state = torch.nn.functional.pad(inputs.initial_state, (0, 0, 1, 2))[:, :, 1:-2]
     views = dataclasses.replace(inputs, **heads_first, initial_state=padded_state)
     assert not views.q.is_contiguous()
-    for got, expected in zip(
-        run(views, output_final_state=True)[:2], run(inputs, output_final_state=True)[:2], strict=True
-    ):
-        assert torch.equal(got, expected)
+    results = (run(y, output_final_state=True)[:2] for y in (views, inputs))
+    assert all(torch.equal(got, expected) for got, expected in zip(*results, strict=True))
 
 
 def test_inputs_are_left_alone(device):
     # One chunk in the dtype of the computation, so that the backend need not copy the inputs.
     inputs = gla_inputs(T=64, H=1, dtype=torch.float32, initial_state=True, device=device)
-    before = dataclasses.replace(
-        inputs, **{n: getattr(inputs, n).clone() for n in ("q", "k", "v", "g", "initial_state")}
-    )
+    before = {name: getattr(inputs, name).clone() for name in ("q", "k", "v", "g", "initial_state")}
     run(inputs, output_final_state=True)
-    for name in ("q", "k", "v", "g", "initial_state"):
-        assert torch.equal(getattr(inputs, name), getattr(before, name)), name
+    for name, x in before.items():
+        assert torch.equal(getattr(inputs, name), x), name
 
 
 def test_one_call_equals_two_joined(device):
@@ -264,16 +260,14 @@ def test_gradient_of_one_of_the_results(used, every, way):
     leaves = [y.requires_grad_() for y in (x.q, x.k, x.v, x.g, x.initial_state)]
 
     def losses(q, k, v, g, state):
-        actual = gla.chunk_gla(
-            q, k, v, g, initial_state=state, output_final_state=True, checkpoint_every=every, backend="reference"
-        )
+        arguments = (q, k, v, g, None, state, True)
+        actual = gla.chunk_gla(*arguments, checkpoint_every=every, backend="reference")
         return actual[used].pow(3).sum(), 0 * actual[1 - used].sum()
 
     expected = torch.autograd.grad(sum(losses(*leaves)), leaves)
     torch._dynamo.reset()
     actual = WAYS[way](lambda *x: losses(*x)[0])(*leaves)
-    for a, b in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_a_second_derivative_is_refused_not_wrong():

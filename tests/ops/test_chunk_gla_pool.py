@@ -96,9 +96,8 @@ def test_a_backend_that_takes_no_swapped_states_is_not_given_a_copy_of_the_pool(
     swapped = x["pool"].mT.contiguous()
     wanted, before = expected(POOL, x), swapped.clone()
     with gla.register(backend_of(FORWARD_OP)):
-        with pytest.raises(
-            gla.NoBackendError, match="values are contiguous; pool has keys contiguous: request another"
-        ):
+        message = "values are contiguous; pool has keys contiguous: request another"
+        with pytest.raises(gla.NoBackendError, match=message):
             call(POOL, {**x, "pool": swapped}, state_v_first=True, backend="mine")
         assert torch.equal(swapped, before)
         call(POOL, x, backend="mine")

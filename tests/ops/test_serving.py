@@ -143,9 +143,7 @@ BAD[LAYER_STEP] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("op", "changes", "error", "message"), by_op(BAD), ids=lambda x: x if isinstance(x, str) else ""
-)
+@pytest.mark.parametrize(("op", "changes", "error", "message"), by_op(BAD), ids=named)
 def test_refused_with_a_message_before_anything_is_written(op, changes, error, message):
     x = arguments(op, **changes)
     before = {name: y.clone() for name, y in memory(op, x).items()}
@@ -249,9 +247,8 @@ INPUTS = {
 def test_it_has_no_backward(op, name):
     x = arguments(op)
     x[name].requires_grad_()
-    with pytest.raises(
-        RuntimeError, match=f"{op} has no backward and an input requires a gradient; train with chunk_gla"
-    ):
+    message = f"{op} has no backward and an input requires a gradient; train with chunk_gla"
+    with pytest.raises(RuntimeError, match=message):
         call(op, x)
     with torch.no_grad():
         call(op, x)
@@ -282,9 +279,7 @@ def test_vmap_is_refused(op):
         torch.vmap(lambda q: call(op, {**x, "q": q}))(x["q"][None])
 
 
-@pytest.mark.parametrize(
-    ("op", "has_out"), [(op, has_out) for op in OPS for has_out in (False, True) if op in OUTS or not has_out]
-)
+@pytest.mark.parametrize(("op", "has_out"), [*((op, False) for op in OPS), *((op, True) for op in OUTS)])
 def test_one_graph_writes_its_memory(op, has_out):
     def function(y, x):
         return call(op, {**x, "q": y * 1.0}) + 1

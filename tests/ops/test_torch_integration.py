@@ -110,8 +110,7 @@ def test_compiled_equals_eager(function, args, dynamic):
         outs = outs if isinstance(outs, tuple) else (outs,)
         grads = torch.autograd.grad([o.square().sum() for o in outs], leaves)
         results.append([*outs, *grads])
-    for eager, fast in zip(*results, strict=True):
-        torch.testing.assert_close(fast, eager, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("inplace", [False, True])

@@ -315,9 +315,8 @@ CASES = {
 @pytest.mark.parametrize("wants_state", [False, True])
 def test_forward(module, fake_fla, sizes, wants_state):
     x = gla_inputs(**sizes)
-    o, state, _ = module("chunk_gla").chunk_gla_fwd(
-        x.q, x.k, x.v, x.g, 0.3, x.initial_state, wants_state, x.cu_seqlens, None
-    )
+    arguments = (x.q, x.k, x.v, x.g, 0.3, x.initial_state, wants_state, x.cu_seqlens, None)
+    o, state, _ = module("chunk_gla").chunk_gla_fwd(*arguments)
     o_ref, state_ref = oracle.chunk_gla(x.q, x.k, x.v, x.g, 0.3, x.initial_state, x.cu_seqlens)
     assert relative_error(o, o_ref) < 1e-6
     assert fake_fla.calls == ["chunk_gla"]
@@ -334,9 +333,8 @@ def test_backward(module, fake_fla, sizes, with_dstate):
     do = torch.randn_like(x.v).transpose(1, 2).contiguous().transpose(1, 2)
     N = x.q.shape[0] if x.cu_seqlens is None else len(x.cu_seqlens) - 1
     dstate = torch.randn(N, *x.k.shape[2:], x.v.shape[-1]) if with_dstate else None
-    gradients = module("chunk_gla").chunk_gla_bwd(
-        x.q, x.k, x.v, x.g, 0.3, x.initial_state, x.cu_seqlens, None, None, do, dstate
-    )
+    arguments = (x.q, x.k, x.v, x.g, 0.3, x.initial_state, x.cu_seqlens, None, None, do, dstate)
+    gradients = module("chunk_gla").chunk_gla_bwd(*arguments)
     for out, ref in zip(gradients, expected_gradients(x, 0.3, do, dstate), strict=True):
         assert (out is None) == (ref is None)
         assert out is None or (out.is_contiguous() and relative_error(out, ref) < 1e-5)
@@ -358,9 +356,8 @@ def test_calls_without_a_token_never_reach_fla(module, fake_fla, sizes, initial_
     assert o.shape == x.v.shape
     assert torch.equal(state.double(), state_ref)
     assert state is not x.initial_state
-    *gradients, dinitial = chunk.chunk_gla_bwd(
-        x.q, x.k, x.v, x.g, 1.0, x.initial_state, x.cu_seqlens, None, None, o, state
-    )
+    arguments = (x.q, x.k, x.v, x.g, 1.0, x.initial_state, x.cu_seqlens, None, None, o, state)
+    *gradients, dinitial = chunk.chunk_gla_bwd(*arguments)
     assert [t.shape for t in gradients] == [t.shape for t in (x.q, x.k, x.v, x.g)]
     assert torch.equal(dinitial, state) if initial_state else dinitial is None
     assert fake_fla.calls == []

@@ -1,8 +1,5 @@
 """The kernels of the loss of logits. test_training.py has the loss by PyTorch's operators, and models."""
 
-import os
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,31 +8,20 @@ from hypothesis import strategies as st
 
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_transformers import loss, loss_pytorch
+from tests.kernels import DEVICE, DTYPES, INTERPRETED, compiled, noted, runs
 
-triton = pytest.importorskip("triton")
-
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+pytest.importorskip("triton")
 
 from gla_transformers import loss_kernel
-from gla_transformers import loss_kernel as kernels
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-runs = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a GPU, or TRITON_INTERPRET=1")
-DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (not INTERPRETED)
 IGNORED = loss.IGNORED
 
 
 @pytest.fixture
 def calls(monkeypatch):
     """A list to which every call of a kernel adds its name. On a CPU, kernels are interpreted."""
-
-    def noted(name):
-        return lambda *args: recorded.append(name) or getattr(loss_kernel, name)(*args)
-
-    recorded: list[str] = []
-    kernels = SimpleNamespace(losses=noted("losses"), gradient=noted("gradient"))
+    recorded = []
+    kernels = noted(recorded, loss_kernel, "losses", "gradient")
     monkeypatch.setattr(loss, "_kernels_of", lambda device: kernels)
     return recorded
 
@@ -207,22 +193,12 @@ def test_they_compile_for_gpus(D, target):
     """
     x, rows = torch.empty(2, D, dtype=torch.bfloat16), torch.empty(2)
     targets = torch.zeros(2, dtype=torch.int64)
-    for kernel, rest in ((kernels._losses, (rows, rows)), (kernels._gradient, (rows, rows[0], x))):
-        launch = kernels.launch(kernel, (2, 8, 1), (x, targets, *rest), D, D, IGNORED)
-        names = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64"}
-        signature, constants, attributes = {}, {}, {}
-        for i, (parameter, value) in enumerate(zip(kernel.params, launch.arguments.values(), strict=True)):
-            name = parameter.name
-            signature[name] = names[value.dtype] if isinstance(value, torch.Tensor) else "i32"
-            if parameter.is_constexpr:
-                signature[name], constants[name] = "constexpr", value
-            elif value % 16 == 0 if isinstance(value, int) else not parameter.do_not_specialize_on_alignment:
-                attributes[(i,)] = [["tt.divisibility", 16]]
-        source = ASTSource(kernel, signature, constants, attributes)
-        compiled = triton.compile(source, target=GPUTarget(*target), options=dict(launch.options))
+    for kernel, rest in ((loss_kernel._losses, (rows, rows)), (loss_kernel._gradient, (rows, rows[0], x))):
+        launch = loss_kernel.launch(kernel, (2, 8, 1), (x, targets, *rest), D, D, IGNORED)
+        asm = compiled(launch, target).asm
         if target[0] == "hip":
-            assert compiled.asm["hsaco"]
+            assert asm["hsaco"]
             continue
-        ptx = compiled.asm["ptx"]
+        ptx = asm["ptx"]
         assert ("ld.global.v4" in ptx) == (D == 32000)
         assert ptx.count("shfl.sync") <= 2 * (5 + 3)
