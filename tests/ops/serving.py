@@ -69,6 +69,12 @@ def assert_computed(op, o, x, wanted, budget=FORWARD[torch.float32]):
     assert {name: error for name in wanted if (error := relative_error(results[name], wanted[name])) > budget} == {}
 
 
+def check(op, x, budget=FORWARD[torch.float32], **options):
+    """Calls an op, and compares o, and all that it writes, with the oracle."""
+    wanted = expected(op, x, gate_normalizer=options.get("gate_normalizer"))
+    assert_computed(op, call(op, x, **options), x, wanted, budget)
+
+
 # ---- functions of third parties
 
 _REFERENCE = get("reference").ops

@@ -18,6 +18,7 @@ from tests.ops.serving import (
     arguments,
     assert_computed,
     call,
+    check,
     expected,
     ints,
     keyword_only_forward,
@@ -220,9 +221,7 @@ GOOD_VALUES = {
 
 @pytest.mark.parametrize(("op", "changes"), [(op, changes) for op, rows in GOOD_VALUES.items() for changes in rows])
 def test_good_values_pass_the_checks(op, changes, check_values):
-    x = arguments(op, **(SIZES_OF_VALUES.get(op, {}) | changes))
-    wanted = expected(op, x)
-    assert_computed(op, call(op, x), x, wanted)
+    check(op, arguments(op, **(SIZES_OF_VALUES.get(op, {}) | changes)))
 
 
 # ---- PyTorch
@@ -267,9 +266,7 @@ def test_what_it_writes_is_seen_by_autograd(op, name):
 @pytest.mark.parametrize("op", OPS)
 def test_it_runs_in_inference_mode(op):
     with torch.inference_mode():
-        x = arguments(op)
-        wanted = expected(op, x)
-        assert_computed(op, call(op, x), x, wanted)
+        check(op, arguments(op))
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -311,13 +308,9 @@ def test_any_implementation_of_its_part_computes_it(op, kind):
     changes = kept((2, 64), (0, 2)) if op == POOL else {}
     with gla.register(Backend("mine", "1", {part: implementation}, Capabilities())):
         for options in ({}, LOGITS):
-            x = arguments(op, **changes)
-            wanted = expected(op, x, gate_normalizer=options.get("gate_normalizer"))
-            assert_computed(op, call(op, x, **options, backend="mine"), x, wanted)
-        x = arguments(op)
-        wanted = expected(op, x)
+            check(op, arguments(op, **changes), **options, backend="mine")
         with gla.batch_invariant(64):
-            assert_computed(op, call(op, x, backend="mine"), x, wanted)
+            check(op, arguments(op), backend="mine")
 
 
 DESCRIBED = [

@@ -184,18 +184,13 @@ assert "gla_fla" in new and not new & {"fla", "triton", "transformers"}, new
 INSTALL_FLA = r"pip install 'flash-linear-attention==0\.6\.0'"
 
 
-def test_without_fla_a_forward_says_what_to_install(module, monkeypatch):
-    monkeypatch.setitem(sys.modules, "fla.ops.gla", None)
+@pytest.mark.parametrize(("op", "missing"), [("chunk_gla_fwd", "fla.ops.gla"), ("chunk_gla_bwd", "fla.ops.gla.chunk")])
+def test_without_fla_it_says_what_to_install(module, monkeypatch, op, missing):
+    monkeypatch.setitem(sys.modules, missing, None)
     x = gla_inputs(B=1, T=1)
+    rest = {"chunk_gla_fwd": (False, None, None), "chunk_gla_bwd": (None, None, None, x.v, None)}[op]
     with pytest.raises(LaunchError, match=INSTALL_FLA):
-        module("chunk_gla").chunk_gla_fwd(x.q, x.k, x.v, x.g, 1.0, None, False, None, None)
-
-
-def test_without_fla_a_backward_says_what_to_install(module, monkeypatch):
-    monkeypatch.setitem(sys.modules, "fla.ops.gla.chunk", None)
-    x = gla_inputs(B=1, T=1)
-    with pytest.raises(LaunchError, match=INSTALL_FLA):
-        module("chunk_gla").chunk_gla_bwd(x.q, x.k, x.v, x.g, 1.0, None, None, None, None, x.v, None)
+        getattr(module("chunk_gla"), op)(x.q, x.k, x.v, x.g, 1.0, None, *rest)
 
 
 def test_without_fla_a_step_says_what_to_install(module, monkeypatch):
@@ -211,73 +206,42 @@ def test_a_cpu_is_refused(module):
     assert candidate.refusal == "needs a cuda device; q is on cpu"
 
 
+def cuda_call(op="chunk_gla_fwd", dtype=torch.bfloat16, **facts):
+    dims = STEP_DIMS if op == "recurrent_gla_step" else DIMS
+    return OpCall(**{"op": op, "dims": dims, "device": torch.device("cuda"), "dtype": dtype, **facts})
+
+
 REFUSED = {
-    "grouped queries": (
-        OpCall(op="chunk_gla_fwd", dims={**DIMS, "Hq": 4}, device=torch.device("cuda"), dtype=torch.bfloat16),
-        "has no grouped queries; q has 4 heads and k has 2",
-    ),
-    "float64": (
-        OpCall(op="chunk_gla_fwd", dims=DIMS, device=torch.device("cuda"), dtype=torch.float64),
-        "computes bfloat16, float16 or float32; q is float64",
-    ),
+    "grouped queries": (cuda_call(dims={**DIMS, "Hq": 4}), "has no grouped queries; q has 4 heads and k has 2"),
+    "float64": (cuda_call(dtype=torch.float64), "computes bfloat16, float16 or float32; q is float64"),
     "float32 without TF32": (
-        OpCall(op="chunk_gla_fwd", dims=DIMS, device=torch.device("cuda"), dtype=torch.float32),
+        cuda_call(dtype=torch.float32),
         "multiplies float32 in TF32, and torch.get_float32_matmul_precision() is 'highest'; "
         "allow TF32 by torch.set_float32_matmul_precision('high')",
     ),
     "narrow values with gradients": (
-        OpCall(op="chunk_gla_bwd", dims={**DIMS, "V": 8}, device=torch.device("cuda"), dtype=torch.bfloat16),
+        cuda_call("chunk_gla_bwd", dims={**DIMS, "V": 8}),
         "computes gradients for V from 9; V is 8",
     ),
     "packed sequences in a graph": (
-        OpCall(
-            op="chunk_gla_fwd",
-            dims=DIMS,
-            device=torch.device("cuda"),
-            dtype=torch.bfloat16,
-            variable_length=True,
-            capturing=True,
-        ),
+        cuda_call(variable_length=True, capturing=True),
         "waits for the host with cu_seqlens, so it cannot be captured into a CUDA graph",
     ),
     "a pool": (
-        OpCall(
-            op="recurrent_gla_step",
-            dims=STEP_DIMS,
-            device=torch.device("cuda"),
-            dtype=torch.bfloat16,
-            state_dtype=torch.float32,
-            indexed=True,
-        ),
+        cuda_call("recurrent_gla_step", state_dtype=torch.float32, indexed=True),
         "has no pool of states; leave out slots",
     ),
     "a bfloat16 state": (
-        OpCall(
-            op="recurrent_gla_step",
-            dims=STEP_DIMS,
-            device=torch.device("cuda"),
-            dtype=torch.bfloat16,
-            state_dtype=torch.bfloat16,
-        ),
+        cuda_call("recurrent_gla_step", state_dtype=torch.bfloat16),
         "writes float32 states; state is bfloat16",
     ),
 }
 ACCEPTED = {
-    "bfloat16": OpCall(op="chunk_gla_fwd", dims=DIMS, device=torch.device("cuda"), dtype=torch.bfloat16),
-    "packed": OpCall(
-        op="chunk_gla_bwd", dims=DIMS, device=torch.device("cuda"), dtype=torch.float16, variable_length=True
-    ),
-    "in a graph": OpCall(
-        op="chunk_gla_fwd", dims=DIMS, device=torch.device("cuda"), dtype=torch.bfloat16, capturing=True
-    ),
-    "V of 9": OpCall(op="chunk_gla_bwd", dims={**DIMS, "V": 9}, device=torch.device("cuda"), dtype=torch.bfloat16),
-    "a step in float32": OpCall(
-        op="recurrent_gla_step",
-        dims=STEP_DIMS,
-        device=torch.device("cuda"),
-        dtype=torch.float32,
-        state_dtype=torch.float32,
-    ),
+    "bfloat16": cuda_call(),
+    "packed": cuda_call("chunk_gla_bwd", dtype=torch.float16, variable_length=True),
+    "in a graph": cuda_call(capturing=True),
+    "V of 9": cuda_call("chunk_gla_bwd", dims={**DIMS, "V": 9}),
+    "a step in float32": cuda_call("recurrent_gla_step", dtype=torch.float32, state_dtype=torch.float32),
 }
 
 
