@@ -277,9 +277,8 @@ def _check_writes(memory: torch.Tensor) -> None:
     block = _addresses(memory)
     for addresses, (by, at) in list(_writes.items()):
         if addresses.start < block.stop and block.start < addresses.stop:
-            assert _thread.known.get(by, 0) >= at, (
-                "a tile is read by a thread that does not know that it has been written"
-            )
+            message = "a tile is read by a thread that does not know that it has been written"
+            assert _thread.known.get(by, 0) >= at, message
 
 
 def _wait(bar: Barrier, phase: Any) -> None:

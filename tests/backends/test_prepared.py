@@ -332,9 +332,8 @@ def test_later_calls_plan_nothing(planned, device):
     contract, run = ABSTRACT_OPS[op].contract, getattr(gla, op.removesuffix("_fwd"))
 
     def call(seed, rows=1):
-        arguments = [
-            x.repeat_interleave(rows, 0) if isinstance(x, Tensor) else x for x in arguments_of(op, device, seed)
-        ]
+        each = arguments_of(op, device, seed)
+        arguments = [x.repeat_interleave(rows, 0) if isinstance(x, Tensor) else x for x in each]
         run(**{**dict(zip(contract, arguments, strict=True)), "scale": 0.1 * seed - 0.1}, backend="counted")
 
     for seed in range(4):

@@ -154,9 +154,8 @@ def faults(launch, target, folder):
 def usage(asm, folder):
     """Returns the registers and the bytes of stack of a thread of a compiled kernel."""
     if "amdgcn" in asm:
-        usages = [
-            re.search(rf"\.{name}:\s+(\d+)", asm["amdgcn"]) for name in ("vgpr_count", "private_segment_fixed_size")
-        ]
+        names = ("vgpr_count", "private_segment_fixed_size")
+        usages = [re.search(rf"\.{name}:\s+(\d+)", asm["amdgcn"]) for name in names]
         return tuple(int(each[1]) for each in usages)
     path = Path(folder) / "kernel.cubin"
     path.write_bytes(asm["cubin"])

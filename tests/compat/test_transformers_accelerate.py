@@ -256,24 +256,21 @@ def test_every_argument_of_a_step_has_an_effect(fakes):
 
 
 def test_a_name_that_is_not_known(fakes):
-    with pytest.raises(
-        ValueError, match=r"unknown model 'mamba3'; did you mean 'mamba2'\? \(there are bamba, falcon_h1,"
-    ):
+    message = r"unknown model 'mamba3'; did you mean 'mamba2'\? \(there are bamba, falcon_h1,"
+    with pytest.raises(ValueError, match=message):
         accelerate("mamba3")
 
 
 def test_models_that_the_installed_version_does_not_have(fakes):
     before = originals(fakes)
-    with pytest.raises(
-        ImportError, match=r"transformers 5.0 has no mamba2_chunk_scan or .* for zamba2; install transformers 5"
-    ):
+    message = r"transformers 5.0 has no mamba2_chunk_scan or .* for zamba2; install transformers 5"
+    with pytest.raises(ImportError, match=message):
         accelerate("mamba2", "zamba2")
     assert originals(fakes) == before
     for model in PRESENT:
         del vars(fakes[model])[STEP]
-    with pytest.raises(
-        ImportError, match="for bamba, falcon_h1, granitemoehybrid, mamba2, nemotron_h, zamba2; install"
-    ):
+    message = "for bamba, falcon_h1, granitemoehybrid, mamba2, nemotron_h, zamba2; install"
+    with pytest.raises(ImportError, match=message):
         accelerate()
 
 

@@ -133,9 +133,8 @@ def test_a_constant_factor(known, says):
 
 
 CHANGED = row("short", test="inputs_unchanged", wrong=[wrong("q", ratio=0.25)])
-ANOTHER_DTYPE = row(
-    "short", reason="gla_core.dispatch.errors.BackendError: chunk_gla_fwd: returned o as bfloat16", wrong=[]
-)
+REASON = "gla_core.dispatch.errors.BackendError: chunk_gla_fwd: returned o as bfloat16"
+ANOTHER_DTYPE = row("short", reason=REASON, wrong=[])
 NAN = row("short", wrong=[wrong(finite=False)])
 RAISES = row("short", reason="IndexError: too many indices", wrong=[])
 VALUES = row("grouped", test="scale")
@@ -192,9 +191,8 @@ def test_inputs_that_are_changed_have_a_factor_of_their_own():
 def test_the_first_op_that_fails_is_told_of():
     backward = row("short", op="chunk_gla_bwd", test="gradients")
     report = lines(backward, backward, row("short"))
-    assert (
-        report["begin with"] == "chunk_gla_fwd gives wrong values (1 case); the other failures (2) may follow from this"
-    )
+    first = "chunk_gla_fwd gives wrong values (1 case); the other failures (2) may follow from this"
+    assert report["begin with"] == first
 
 
 def test_three_failures_a_property_are_listed_and_all_on_request():

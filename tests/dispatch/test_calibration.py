@@ -59,9 +59,8 @@ def mine():
 def another_gpu(monkeypatch):
     """Makes cuda:0 a kind of device without shipped constants."""
     real, facts = calibration._device, {"multiprocessors": 108.0, "compute_capability": 8.0}
-    monkeypatch.setattr(
-        calibration, "_device", lambda device: ("NVIDIA A100", facts) if device == CUDA else real(device)
-    )
+    a100 = ("NVIDIA A100", facts)
+    monkeypatch.setattr(calibration, "_device", lambda device: a100 if device == CUDA else real(device))
     return facts
 
 

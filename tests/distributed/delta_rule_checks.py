@@ -112,9 +112,8 @@ def check_an_op_with_dense_transitions(ranks: Ranks) -> None:
 
             local = [rows(y).detach().requires_grad_() for y in tokens]
             where = (None, x.cu_seqlens, None, None, layout)
-            y, last = over_ranks(
-                OP, tuple(local), 0.3, initial if states else None, states, False, *where, None, 16, None
-            )
+            state = initial if states else None
+            y, last = over_ranks(OP, tuple(local), 0.3, state, states, False, *where, None, 16, None)
             torch.testing.assert_close(y, rows(0.3 * o))
             outs, seeds = ((y, last), (rows(do), dfinal)) if states else ((y,), (rows(do),))
             actual = torch.autograd.grad(outs, [*local, initial] if states else local, seeds)

@@ -194,7 +194,6 @@ def test_a_state_of_another_layer():
     state = layer.initial_state(2)
     with pytest.raises(ValueError, match=r"state\.conv has 0 tensors; expected 1"):
         layer.step(x, state._replace(conv=None))
-    with pytest.raises(
-        ValueError, match=r"state\.conv\[0\] has shape \[2, 2, 38\]; .* with N=2, conv_size-1=3, width=38"
-    ):
+    message = r"state\.conv\[0\] has shape \[2, 2, 38\]; .* with N=2, conv_size-1=3, width=38"
+    with pytest.raises(ValueError, match=message):
         layer.step(x, state._replace(conv=(state.conv[0][:, 1:],)))

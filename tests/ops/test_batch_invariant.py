@@ -105,9 +105,8 @@ def test_every_form_of_gate(form, device, backend):
         for n, (first, last) in enumerate(itertools.pairwise(x.cu_seqlens.tolist())):
             q, k, v, g, seed = (oracle.tokens_of(y, first, last).contiguous() for y in (x.q, x.k, x.v, x.g, do))
             alone = run(q, k, v, g, seed, x.initial_state[n : n + 1], dstate[n : n + 1], backend=backend)
-            parts = [
-                y[n : n + 1] if y.shape == x.initial_state.shape else oracle.tokens_of(y, first, last) for y in whole
-            ]
+            states = x.initial_state.shape
+            parts = [y[n : n + 1] if y.shape == states else oracle.tokens_of(y, first, last) for y in whole]
             shares.append(alone[5])
             for actual, expected in zip(parts, alone, strict=True):
                 assert actual.ndim == 1 or torch.equal(actual, expected)

@@ -24,9 +24,8 @@ def inputs_of(form, groups=(2, 1, 1), gates="strong", **changes):
     """Returns float64 arguments of chunk_gla with gates of a form, and an initial state."""
     H, G, R = groups
     gate = {"gates": "none"} if form == "none" else {"gates": gates, "gate_form": form}
-    return gla_inputs(
-        **{"H": H, "G": G, "R": R, "K": 5, "V": 3, "dtype": WIDE, "initial_state": True, **gate, **changes}
-    )
+    sizes = {"H": H, "G": G, "R": R, "K": 5, "V": 3, "dtype": WIDE, "initial_state": True}
+    return gla_inputs(**sizes | gate | changes)
 
 
 def leaves_of(x):
