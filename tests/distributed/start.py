@@ -30,7 +30,7 @@ NUMBERS = chunk_gla_checks.NUMBERS | layer_checks.NUMBERS | tensor_parallel_chec
 """Checks for a fixed number of ranks; the others work with any number."""
 
 
-def be(rank: int, number: int, folder: str, kind: str) -> None:
+def be(rank, number, folder, kind):
     torch.set_num_threads(1)
     where = {
         "init_method": f"file://{folder}/{kind}-{number}",
