@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_transformers import GLACache, few_rows
-from tests.kernels import DEVICE, DTYPES, INTERPRETED, compiled, runs
+from plugins.gla_transformers.tests.kernels import DEVICE, DTYPES, INTERPRETED, compiled, runs
 
 pytest.importorskip("triton")
 

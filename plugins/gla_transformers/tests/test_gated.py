@@ -12,7 +12,7 @@ from gla_core.nn.hgrn2 import log_gate
 from gla_transformers import GLACache, causal_convolution
 from gla_transformers import gated as dispatch
 from gla_transformers.gated import forgetting, gated, normed
-from tests.kernels import DEVICE, DTYPES, INTERPRETED, noted, runs
+from plugins.gla_transformers.tests.kernels import DEVICE, DTYPES, INTERPRETED, noted, runs
 
 triton = pytest.importorskip("triton")
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_transformers import loss, loss_pytorch
-from tests.kernels import DEVICE, DTYPES, INTERPRETED, compiled, noted, runs
+from plugins.gla_transformers.tests.kernels import DEVICE, DTYPES, INTERPRETED, compiled, noted, runs
 
 pytest.importorskip("triton")
 

@@ -11,7 +11,7 @@ import gla_core as gla
 from gla_core.compat.mamba_ssm import kernels, selective_state_update
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_transformers import causal_convolution, few_rows, gated, mamba2
-from tests.kernels import DEVICE, DTYPES, INTERPRETED, compiled, noted, runs
+from plugins.gla_transformers.tests.kernels import DEVICE, DTYPES, INTERPRETED, compiled, noted, runs
 
 pytest.importorskip("triton")
 
