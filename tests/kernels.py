@@ -1,4 +1,4 @@
-"""Whether kernels are interpreted, and the dtypes that they are tested in."""
+"""The dtypes that kernels are tested in, which depend on whether they are interpreted."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What tests of kernels share: the device and the dtypes, notes of calls, and kernels compiled for any GPU."""
+"""The device and the dtypes of the tests of kernels, notes of calls, and kernels compiled for any GPU."""
 
 import os
 from types import SimpleNamespace
