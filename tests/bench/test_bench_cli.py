@@ -1,7 +1,5 @@
 """gla bench."""
 
-from __future__ import annotations
-
 import io
 import re
 import sys
@@ -83,9 +81,8 @@ SHORT = ("--workload", "chunk_gla/short", "--no-baselines")
 @pytest.fixture
 def half():
     """A backend that implements only chunk_gla_fwd, with a predicted time below all others."""
-    backend = Backend(
-        "half", "1", {"chunk_gla_fwd": registry.get("reference").ops["chunk_gla_fwd"]}, cost=lambda _: 0.0
-    )
+    forward = registry.get("reference").ops["chunk_gla_fwd"]
+    backend = Backend("half", "1", {"chunk_gla_fwd": forward}, cost=lambda _: 0.0)
     with gla.register(backend):
         yield
 
@@ -202,9 +199,8 @@ def printed(monkeypatch):
     monkeypatch.delenv("NO_COLOR")
 
     def printed(device, terminal):
-        console = Console(
-            file=io.StringIO(), force_terminal=terminal, color_system="standard" if terminal else None, width=200
-        )
+        colors = "standard" if terminal else None
+        console = Console(file=io.StringIO(), force_terminal=terminal, color_system=colors, width=200)
         bench_run.print_rows(suite.with_ratios(ROWS), console, torch.device(device))
         return console.file.getvalue()
 

@@ -7,8 +7,6 @@ results when the last bit of the parameters changes: over 30 seeds, at most 4e-6
 the same seeds, accelerated models differ by at most 1.5e-6 in logits and states, and by at most 1e-5 in gradients.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 from types import SimpleNamespace
@@ -21,6 +19,9 @@ from gla_core.compat.transformers import accelerate
 from gla_core.compat.transformers.one_token import groups_of
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: make test-fla")
+
+from gla_transformers import causal_convolution, few_rows, few_rows_kernel, gated, mamba2
+from gla_triton_runtime import prepared
 
 COMMON = {"vocab_size": 61, "hidden_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_chunk_size": 16}
@@ -127,8 +128,6 @@ def by_kernels(request, monkeypatch):
     counts: dict[str, int] = {}
     if request.param == "PyTorch":
         return counts
-    from gla_transformers import causal_convolution, few_rows, few_rows_kernel, gated, mamba2
-
     for dispatch, names in (
         (mamba2, ("convolve_token", "step")),
         (causal_convolution, ("convolve", "convolve_backward")),
@@ -301,8 +300,6 @@ def test_large_gates_in_half_precision(name, options, by_kernels):
 
 def launches_of_a_step(name, batch, monkeypatch, **options):
     """Returns the number of Triton kernels of a step; interpreted products of many rows are wrong in bfloat16."""
-    from gla_triton_runtime import prepared
-
     dtype = torch.bfloat16 if batch <= 2 else torch.float16
     model, launched, start = model_of(name, **options).to(dtype), [], prepared.start
     out = model(torch.ones(batch, 5, dtype=torch.long), use_cache=True)
@@ -387,8 +384,6 @@ def test_blocks_that_compute_part_by_part(change, by_kernels):
 
 def test_a_product_that_is_refused_after_the_step(by_kernels, monkeypatch):
     """The state has been advanced, so the parts of the layer that remain are computed apart."""
-    from gla_transformers import mamba2
-
     model, product, calls = model_of("Mamba2"), mamba2.product, []
 
     def first_alone(*arguments):

@@ -1,7 +1,5 @@
 """The kit as users run it: from another folder, on the reference and on a partial backend of a plugin."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -46,7 +44,7 @@ def gla_register_backends():
 """
 
 
-def kit(folder: Path, *arguments: str, module: str = "", path: Path | None = None) -> subprocess.CompletedProcess:
+def kit(folder, *arguments, module="", path=None):
     """Runs the kit in `folder`, by pytest's own command line."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("GLA_", "PYTEST_"))}
     environment["OMP_NUM_THREADS"] = "1"  # at these sizes threads cost more than they gain
@@ -56,7 +54,7 @@ def kit(folder: Path, *arguments: str, module: str = "", path: Path | None = Non
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
-def read_cases(path: Path) -> list[dict]:
+def read_cases(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -92,9 +90,8 @@ def sample(path):
     """Runs some tests of the kit on the reference, and returns what it printed and the text of the report."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        code = run(
-            "reference", report=str(path), select="[chunk_gla_bwd-grouped-", module="test_gradients", commit="a1"
-        )
+        case = {"module": "test_gradients", "select": "[chunk_gla_bwd-grouped-"}
+        code = run("reference", report=str(path), commit="a1", **case)
     assert code == 0
     return printed.getvalue(), path.read_text()
 
@@ -338,10 +335,7 @@ def test_the_few_workloads_of_a_property_are_workloads_of_its_op():
 def test_a_case_for_every_function_of_an_op():
     few = {"chunk_gla_summary": "short"}
     chosen = cases(get("reference"), "cpu", "chunk_gla_summary", few=few, functions=True, dtypes="one")
-    assert list(map(str, chosen)) == [
-        "chunk_gla_summary-short-float32",
-        "chunk_gla_gradient_summary-short-float32",
-    ]
+    assert list(map(str, chosen)) == ["chunk_gla_summary-short-float32", "chunk_gla_gradient_summary-short-float32"]
 
 
 def test_every_op_has_the_cases_that_follow_from_its_description(monkeypatch):
@@ -365,7 +359,7 @@ def test_every_op_has_the_cases_that_follow_from_its_description(monkeypatch):
             assert forms_of(made) == forms_of(computed), (test, op)
 
 
-def forms_of(made: list[Case]) -> set[str]:
+def forms_of(made):
     return {form for case in made for form in forms(case.describe(), case.workload.sizes)}
 
 
@@ -415,7 +409,7 @@ def test_large_workloads_are_judged_by_what_the_oracle_says_of_small_ones(op, na
 # ---- the summary, of made-up cases
 
 
-def case(name: str, outcome: str = "passed", reason: str | None = None, **errors: float) -> dict:
+def case(name, outcome="passed", reason=None, **errors):
     listed = [{"quantity": quantity, "error": error, "budget": 0.01} for quantity, error in errors.items()]
     test = {"op": "online_softmax", "test": "test_x.py::test_values", "id": f"test_values[{name}]"}
     return {**test, "outcome": outcome, "reason": reason, "errors": listed}

@@ -1,14 +1,12 @@
 """Predicted times: the constants that a cost model receives, and the file of constants that were measured here."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gla_core as gla
@@ -61,9 +59,8 @@ def mine():
 def another_gpu(monkeypatch):
     """Makes cuda:0 a kind of device without shipped constants."""
     real, facts = calibration._device, {"multiprocessors": 108.0, "compute_capability": 8.0}
-    monkeypatch.setattr(
-        calibration, "_device", lambda device: ("NVIDIA A100", facts) if device == CUDA else real(device)
-    )
+    a100 = ("NVIDIA A100", facts)
+    monkeypatch.setattr(calibration, "_device", lambda device: a100 if device == CUDA else real(device))
     return facts
 
 
@@ -274,7 +271,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40)
 @given(value=json_values, depth=st.integers(0, 4))
 def test_no_content_is_an_error(mine, value, depth):
     """The file may hold any value at any depth. The rest of the file is correct."""
@@ -287,7 +284,7 @@ def test_no_content_is_an_error(mine, value, depth):
     assert calibration.predict(mine, CALL).seconds == 2.0
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30)
 @given(
     launch=st.floats(0, exclude_min=True, allow_infinity=False), rate=st.floats(0, exclude_min=True, max_value=1e300)
 )

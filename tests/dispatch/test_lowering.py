@@ -1,7 +1,5 @@
 """Implementations of an op that compute some calls themselves, and all others by another op."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

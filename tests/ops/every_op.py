@@ -1,7 +1,5 @@
 """Small calls of every op: packed and not, with slots that are skipped, new sequences, drafts, and rows of none."""
 
-from __future__ import annotations
-
 import torch
 
 import gla_core as gla

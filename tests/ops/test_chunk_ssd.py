@@ -1,7 +1,5 @@
 """chunk_ssd beside chunk_gla and operations around it, and what mamba_chunk_scan_combined computes by it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
