@@ -6,7 +6,7 @@
 # make test-vllm    models in vLLM's engine on a CPU, which is installed in .vllm; 3 GB, a few minutes
 # make check        format, lint, types, direction of imports, links of the documentation
 # make docs         the documentation as a site, in site/
-# make bench        the benchmarks; writes .benchmarks/
+# make bench        `gla bench`, and the costs of a call besides its work; writes .benchmarks/
 #
 # All of them install the versions of constraints.txt. `make CONSTRAINTS= targets`, in a new clone, installs the newest.
 PYTHON ?= python3
@@ -84,6 +84,8 @@ docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(INSTALLED)
+	mkdir -p .benchmarks
+	$(BIN)/gla bench --json .benchmarks/ops.json
 	$(BIN)/pytest benchmarks --benchmark-autosave
 
 format: $(INSTALLED)

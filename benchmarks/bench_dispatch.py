@@ -1,4 +1,4 @@
-"""Measures costs of a call besides its work: dispatch, host time per call, import, first call of a process."""
+"""Measures costs of a call besides its work: dispatch and import. `gla bench` has host time and first calls."""
 
 from __future__ import annotations
 
@@ -10,13 +10,7 @@ import pytest
 import torch
 
 import gla_core as gla
-from gla_core.bench import suite
 from gla_core.dispatch.backend import Backend
-from gla_core.workloads.named import select
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SMALL = [w for w in select() if (w.op, w.name) in {("chunk_gla", "one_chunk"), ("recurrent_gla_step", "small")}]
-HOST_AND_FIRST_CALL = suite.cases(SMALL, DEVICE, None, ["host", "first_call"], with_baselines=DEVICE.type == "cuda")
 
 B, T, H, K = 1, 64, 16, 128
 O_STEP, O_CHUNK, STATE = torch.empty(B, H, K), torch.empty(B, T, H, K), torch.empty(B, H, K, K)
@@ -71,12 +65,3 @@ def bench_import(benchmark):
     times = sorted(added() for _ in range(9))
     benchmark.extra_info["added_seconds_median"] = times[4]
     benchmark.pedantic(added, rounds=1)
-
-
-@pytest.mark.parametrize("small", HOST_AND_FIRST_CALL, ids=str)
-def bench_host_time_and_first_call(benchmark, small):
-    """Measures host time per eager call, and the first call in a fresh process with an empty Triton cache."""
-    row = benchmark.pedantic(suite.measure_case, (small, DEVICE), rounds=1)
-    benchmark.extra_info["backend"] = row.backend
-    benchmark.extra_info["seconds"] = row.seconds
-    benchmark.extra_info["error"] = row.error

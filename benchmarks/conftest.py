@@ -1,8 +1,4 @@
-"""The benchmarks that `make bench` runs; numbers that are not times are in `extra_info` of each row.
-
-bench_ops       the ops, on every backend       bench_dispatch   costs of a call besides its work
-bench_memory    the reference's peak memory as T grows
-"""
+"""The benchmarks that `make bench` runs beside `gla bench`; numbers that are not times are in `extra_info` of a row."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         most = longest(options.heads[0], options.width, device)
         if speaks:
             facts = {"on one rank": most["one_rank"], "on all ranks": most["all_ranks"]}
-            call = f"most tokens of a sequence that trains, H{most['heads']}, {dist.get_world_size()} ranks"
+            call = f"most tokens of a sequence that trains, H{options.heads[0]}, {dist.get_world_size()} ranks"
             rows.append(record.Row(call=call, who="gla-core", facts=facts, **about))
             record.write(path, rows)
             print(f"{call}: {facts}")
@@ -137,8 +137,7 @@ def longest(H: int, K: int, device: torch.device) -> Row:
     alone = _most(lambda T: whole(T, sizes), device) if dist.get_rank() == 0 else 0
     shortest = -int(_largest(-_most(lambda T: shared(T, sizes, _itself()), device), device))
     fine = _all(seconds_of(lambda: shared(shortest, sizes), device, graphs=False, every=True) is not None, device)
-    longest_of = {"one_rank": int(_largest(alone, device)), "all_ranks": ranks * shortest if fine else None}
-    return {"heads": H, "width": K, **longest_of}
+    return {"one_rank": int(_largest(alone, device)), "all_ranks": ranks * shortest if fine else None}
 
 
 def _most(prepare: Callable[[int], Callable[[], Any]], device: torch.device) -> int:
@@ -284,12 +283,9 @@ def gathers(sizes: Sizes) -> Callable[[], Any]:
 
 def _pass_of(forward: Callable[..., torch.Tensor], T: int, sizes: Sizes) -> Callable[[], Any]:
     H, K, kind, direction, device = sizes
-    types: dict[str, Any] = {
-        "gate_dtype": torch.float32,
-        "dtype": torch.bfloat16 if device.type == "cuda" else torch.float32,
-    }
-    form = "head" if kind == "head" else "key"
-    x = gla_inputs(B=1, T=T, H=H, K=K, V=K, gates="mild", gate_form=form, device=device, **types)
+    sizes_of_x: dict[str, Any] = {"B": 1, "T": T, "H": H, "K": K, "V": K, "gate_dtype": torch.float32}
+    dtype, form = torch.bfloat16 if device.type == "cuda" else torch.float32, "head" if kind == "head" else "key"
+    x = gla_inputs(**sizes_of_x, dtype=dtype, gates="mild", gate_form=form, device=device)
     tokens = [y for y in (x.q, x.k, x.v, x.g) if y is not None]
     if direction == "forward":
         return lambda: forward(*tokens)
@@ -307,12 +303,8 @@ def predicted(row: Row) -> dict[str, float] | None:
     shard_alone = max(row["all_ranks"] - row["gather"], 0.0)
     one = row["one_rank"] / row["ranks"]  # for as many tokens as a shard has
     per_summary = row["gather"] / (row["ranks"] - 1)
-    return {str(R): one / (shard_alone + per_summary * _received(R)) for R in PREDICTED}
-
-
-def _received(R: int) -> int:
-    """Returns the number of summaries that one of R ranks receives."""
-    return R - 1 if R <= MOST_GATHERED else math.ceil(math.log2(R)) + 1
+    received = {R: R - 1 if R <= MOST_GATHERED else math.ceil(math.log2(R)) + 1 for R in PREDICTED}  # summaries
+    return {str(R): one / (shard_alone + per_summary * number) for R, number in received.items()}
 
 
 def as_rows(row: Row, about: Row) -> list[record.Row]:

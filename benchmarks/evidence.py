@@ -126,14 +126,7 @@ def measure_selection(options: argparse.Namespace) -> None:
         path = selection.pick_again(options.picks)
     else:
         path = selection.run(
-            options.out,
-            device,
-            options.seconds,
-            options.minutes,
-            options.commit,
-            say,
-            options.passes,
-            options.again,
+            options.out, device, options.seconds, options.minutes, options.commit, say, options.passes, options.again
         )
     for part, summed in json.loads(path.read_text())["summary"].items():
         say(selection.in_words(part, summed))

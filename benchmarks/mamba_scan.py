@@ -94,15 +94,12 @@ def _measure(
 
 
 def _time(who: str, way: str, sizes: Scan, device: torch.device, seconds: float) -> dict[str, Any]:
-    calls = [make_call(who, way, sizes, device, seed) for seed in range(measure.rotations(_bytes(sizes), device))]
+    _, B, T, G, H, N, P = sizes
+    size = 4 * B * H * N * P if T == 1 else 4 * B * T * (H * P + G * N)
+    calls = [make_call(who, way, sizes, device, seed) for seed in range(measure.rotations(size, device))]
     timer = measure.time_graph if "graph" in way else measure.time_calls
     timing = timer(calls, device, seconds)
     return {"seconds": timing.seconds, "spread": timing.spread}
-
-
-def _bytes(sizes: Scan) -> int:
-    _, B, T, G, H, N, P = sizes
-    return 4 * B * H * N * P if T == 1 else 4 * B * T * (H * P + G * N)
 
 
 def make_call(who: str, way: str, sizes: Scan, device: torch.device, seed: int = 0) -> Callable[[], Any]:

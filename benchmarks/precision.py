@@ -68,7 +68,8 @@ def _errors_of_gla(
     )
     inputs = [made.q, made.k, made.v, made.g]
     do = torch.randn_like(made.v)
-    exact = _results(_float64, [x.double() for x in inputs if x is not None], do.double())
+    reference = functools.partial(gla.chunk_gla, backend="reference")
+    exact = _results(reference, [x.double() for x in inputs if x is not None], do.double())
 
     def errors(who: str) -> dict[str, Any]:
         with tf32(), first_configurations():
@@ -81,12 +82,10 @@ def _errors_of_gla(
 @contextlib.contextmanager
 def first_configurations() -> Iterator[None]:
     """Makes Triton's autotuners take the first configuration of a kernel."""
-    autotuner: Any = (
-        importlib.import_module("triton.runtime.autotuner").Autotuner if torch.cuda.is_available() else None
-    )
-    if autotuner is None:
+    if not torch.cuda.is_available():
         yield
         return
+    autotuner: Any = importlib.import_module("triton.runtime.autotuner").Autotuner
     prune = autotuner.prune_configs
     autotuner.prune_configs = lambda tuner, arguments: prune(tuner, arguments)[:1]
     try:
@@ -100,10 +99,6 @@ def _results(function: Callable[..., Any], inputs: Sequence[Tensor], do: Tensor)
     leaves = [x.detach().requires_grad_() for x in inputs]
     o, state = function(*leaves, initial_state=None, output_final_state=True, cu_seqlens=None)
     return [o.detach(), state.detach(), *torch.autograd.grad(o, leaves, do)]
-
-
-def _float64(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    return gla.chunk_gla(q, k, v, g, **options, backend="reference")
 
 
 def _in_float32(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Any) -> tuple[Tensor, Tensor]:

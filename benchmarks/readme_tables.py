@@ -13,6 +13,7 @@ import argparse
 import json
 import re
 import statistics
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,79 +47,8 @@ class Section(NamedTuple):
 
 
 SECTIONS = {
-    "op": Section(
-        "The ops at the sizes of models",
-        "The ops beside flash-linear-attention (fla) and PyTorch (torch). Tensors are bfloat16, gates float32 and one "
-        "per key, heads 128 wide (K = V = 128), unless a call says otherwise. Float32 is multiplied in TF32. FLA tunes "
-        "for each call by itself. 'Of floor' is the time to move each input and output once, at the speed of a copy, "
-        "divided by the time.",
-        ("backend", "of floor"),
-    ),
-    "mamba2_scan": Section(
-        "Mamba-2's scan and step",
-        "`gla_core.compat.mamba_ssm` beside mamba_ssm's Triton kernels, at the sizes of published models: bfloat16, "
-        "with D, dt_bias and softplus. States have one row per channel.",
-    ),
-    "models": Section(
-        "A whole model",
-        "FLA's GLA model with 374M parameters (hidden size 1024, 24 layers, 4 heads, 32,000 words) in bfloat16, with "
-        "random weights. A training step is forward, backward and a fused AdamW; its time is that of all kernels, and"
-        " the wall time, which the host may limit, stands beside it. The first step includes compilation and tuning, "
-        "from a cache of compiled kernels. Decoding is greedy after a prompt of 512 tokens; the time is that of a "
-        "step. In a CUDA graph of eight steps, FLA's states are copied once per graph to where its first step reads "
-        "them.",
-        ("wall, s", "GiB", "first step, s", "of GLA, s", "first token, s", "tokens/s", "same words"),
-    ),
-    "hgrn2": Section(
-        "HGRN2",
-        "HGRN2 of gla_transformers with 374M parameters (hidden size 1024, 24 layers, expand ratio 128), bfloat16. "
-        "Times of training and of first tokens are those of all kernels.",
-        ("wall, s", "kernels", "GiB"),
-    ),
-    "mamba2_steps": Section(
-        "Decoding with Mamba-2 models of transformers",
-        "A step of a whole model in a CUDA graph, and products of few rows in a graph of 48 layers, bfloat16.",
-        ("eager, s", "first token, s", "kernels"),
-    ),
-    "serving": Section(
-        "Serving",
-        "A layer of lightning attention as in Ling-2.5 (64 heads, K = V = 128, bfloat16, float32 states in a pool) "
-        "beside the functions that vLLM and SGLang run for it. 'Decode' is one token of each sequence, 'verify' and "
-        "'replay' are four drafts of each, in a CUDA graph. 'Prefill' and 'mixed' are eager.",
-        ("of floor",),
-    ),
-    "ranks": Section(
-        "One row of tokens over several GPUs",
-        "`gla_core.distributed.chunk_gla` beside `gla_core.chunk_gla` on one GPU, in CUDA graphs: one sequence with a"
-        " gate for each key, one with a gate for each head, or 65 packed sequences. Efficiency is the time on one "
-        "GPU, divided by the number of GPUs and by the time on all. The last columns predict it for other numbers of "
-        "GPUs with as many tokens each; they are not measured.",
-        ("efficiency", "gathers, s", "predicted of 8", "predicted of 64", "on one rank", "on all ranks"),
-    ),
-    "train_340m_ranks": Section(
-        "Training over several GPUs", "`examples/train_lm.py --preset 340m`.", ("tokens/s of a rank", "efficiency")
-    ),
-    "train_30m_ranks": Section(
-        "Training that was killed and resumed",
-        "`examples/train_lm.py --preset 30m`.",
-        ("largest difference of a loss",),
-    ),
-    "batch_invariant": Section(
-        "The price of batch invariance",
-        "Calls in CUDA graphs under `gla.batch_invariant` beside the fastest backend without it. The workloads are "
-        "those of `gla_core/workloads/named.py`.",
-    ),
-    "giants": Section(
-        "A giant among packed sequences",
-        "Forward calls of packed sequences of which one is long, beside the time of that sequence alone plus the time"
-        " of the others.",
-    ),
-    "odd_shapes": Section(
-        "Shapes that tuning did not use",
-        "Calls of `chunk_gla` in CUDA graphs, bfloat16 with float32 gates per key. 'Over the floor' is the time "
-        "divided by the time to move each input and output once.",
-        ("over the floor", "backend"),
-    ),
+    part: Section(**fields)
+    for part, fields in tomllib.loads(Path(__file__).with_name("sections.toml").read_text()).items()
 }
 """The sections by the name of their files, in the order of the page."""
 TRAINING, DECODING = "training step, 8 x 2048 tokens", "decoding in a CUDA graph, 8 sequences"
@@ -172,13 +102,14 @@ def headline(folder: Path) -> str:
         ),
     ]
     every = [row for rows in measured.values() for row in rows]
+    run = every[0]
     told = [
-        _run(every[0]),
+        f"One run at commit {run.commit:.10}, {run.date:.10}: {_versions(run)}; medians.",
         _ranges(every),
         _models_in_words(every),
         _left_out(every),
         _precision_in_words(every),
-        _kit_in_words(folder, every[0].commit),
+        _kit_in_words(folder, run.commit),
     ]
     return "\n".join(lines) + "\n\n" + " ".join(filter(None, told)) + "\n"
 
@@ -220,10 +151,6 @@ def _times(row: Row) -> str:
     ).replace(" GiB", "\N{NO-BREAK SPACE}GiB")
 
 
-def _run(row: Row) -> str:
-    return f"One run at commit {row.commit:.10}, {row.date:.10}: {_versions(row)}; medians."
-
-
 def _versions(row: Row) -> str:
     return ", ".join(
         f"{name} {version}" for name, version in row.versions.items() if name not in ("python", "gla_core")
@@ -261,7 +188,7 @@ def _models_in_words(rows: Sequence[Row]) -> str:
         return ""
     compared.sort(key=lambda pair: pair[0])
     worst, median = (
-        f"{row.call}, {ratio:.2f} times as fast as {row.baseline} at {_fact(row, 'floors')} floors"
+        f"{row.call}, {ratio:.2f} times as fast as {row.baseline} at {_number('floors', row.facts['floors'])} floors"
         for ratio, row in (compared[0], compared[(len(compared) - 1) // 2])
     )
     return (
@@ -304,19 +231,16 @@ def _precision_in_words(rows: Sequence[Row]) -> str:
 
 def _kit_in_words(folder: Path, commit: str | None) -> str:
     """Returns a sentence about the kit's cases at a commit; '' if the kit did not run there."""
-    reports = [json.loads(path.read_text()) for path in sorted(folder.glob("conformance-*.json"))]
     parts = []
-    for report in (report for report in reports if commit and _same(report["commit"], commit)):
-        counts = report["counts"]
+    for path in sorted(folder.glob("conformance-*.json")):
+        report = json.loads(path.read_text())
+        other, counts = report["commit"], report["counts"]
+        if not (commit and other and (commit.startswith(other) or other.startswith(commit))):  # they may be shortened
+            continue
         others = ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("failed", "open") if counts[outcome])
         name = f"`{report['backend']['name']}` on {report['device']['name']}"
         parts.append(f"{name} {counts['passed']}" + (f" ({others})" if others else ""))
     return f"Cases of the conformance kit passed at this commit: {', '.join(parts)}." if parts else ""
-
-
-def _same(one: str | None, other: str) -> bool:
-    """Returns whether two hashes, which may be shortened, name the same commit."""
-    return one is not None and (one.startswith(other) or other.startswith(one))
 
 
 # ---- the page of results
@@ -384,7 +308,10 @@ def _table(rows: Sequence[Row], facts: Sequence[str]) -> list[str]:
         *([("time", "---:", lambda row: row.error or _time(row.seconds))] if timed else []),
         *([("peer", "---", lambda row: _peer(row, calls))] if peers else []),
         *([("spread", "---:", _spread)] if any(row.spread for row in rows) else []),
-        *((name.removesuffix(", s"), "---:", lambda row, name=name: _fact(row, name)) for name in facts),
+        *(
+            (name.removesuffix(", s"), "---:", lambda row, name=name: _number(name, row.facts.get(name)))
+            for name in facts
+        ),
         *([("commit", "---", lambda row: f"{row.commit:.7}")] if commits else []),
     ]
     lines = [f"| {' | '.join(name for name, _, _ in columns)} |", f"| {' | '.join(rule for _, rule, _ in columns)} |"]
@@ -411,20 +338,15 @@ def _spread(row: Row) -> str:
     return "" if row.spread is None else f"{row.spread:.0%}" + ("" if row.steady else ", unsteady")
 
 
-def _fact(row: Row, name: str) -> str:
-    return "" if row.facts.get(name) is None else _number(name, row.facts[name])
-
-
 def _number(name: str, value: Any) -> str:
+    if value is None:
+        return ""
     if name.endswith(", s"):
         return _time(value)
     if isinstance(value, bool) or name == "same words":
         return "yes" if value else "no"
-    return (
-        value
-        if isinstance(value, str)
-        else UNITS.get(name, "{:,}" if isinstance(value, int) else "{:.2f}").format(value)
-    )
+    plain = {str: "{}", int: "{:,}"}.get(type(value), "{:.2f}")
+    return UNITS.get(name, plain).format(value) if not isinstance(value, str) else value
 
 
 def _time(seconds: float | None) -> str:
@@ -552,7 +474,9 @@ def _model_calls(rows: Sequence[Row]) -> list[str]:
         model, _, way = row.call.rpartition(": ")
         way += " (eager)" if row.facts.get("eager") else ""
         cells = [model, way, row.error or _time(row.seconds), _peer(row, calls), _ratio(row, rows)]
-        lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in [*cells, _fact(row, 'floors')])} |")
+        lines.append(
+            f"| {' | '.join(cell.replace('|', '/') for cell in [*cells, _number('floors', row.facts.get('floors'))])} |"
+        )
     return lines
 
 

@@ -14,8 +14,6 @@ import dataclasses
 import functools
 import gc
 import importlib
-import importlib.metadata
-import importlib.util
 import json
 import multiprocessing
 import os
@@ -28,12 +26,13 @@ from typing import Any, NamedTuple
 import torch
 
 from gla_core.bench import results
+from gla_core.installed import version_of
 
 STEADY = 0.1
 """The spread above which a time is measured again, and is compared with nothing."""
 LONGEST = 240.0
 """The longest time in seconds of a job, including tuning."""
-PEERS = ("flash-linear-attention", "transformers", "mamba_ssm")
+PEERS = {"fla": "flash-linear-attention", "transformers": "transformers", "mamba_ssm": "mamba_ssm"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,21 +90,12 @@ class Job(NamedTuple):
 def conditions(device: torch.device, commit: str | None = None) -> dict[str, Any]:
     """Returns the commit, date, device, driver and versions of a run that begins now, as fields of `Row`."""
     about = results.conditions(device, commit)
-    versions = {name: about[name] for name in ("python", "gla_core", "torch", "triton")} | _peers()
+    versions = {name: about[name] for name in ("python", "gla_core", "torch", "triton")}
+    versions |= {name: version_of(distribution) for name, distribution in PEERS.items()}
     return {
         **{name: about[name] for name in ("commit", "date", "device", "driver")},
         "versions": {name: version for name, version in versions.items() if version is not None},
     }
-
-
-def _peers() -> dict[str, str]:
-    names = {}
-    for name in PEERS:
-        try:
-            names["fla" if name == "flash-linear-attention" else name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return names
 
 
 def path_of(folder: Path, device: str, part: str) -> Path:
@@ -124,16 +114,14 @@ def write(path: Path, rows: Iterable[Row]) -> None:
     """Writes a file in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.write_text("".join(json.dumps(_written(row)) + "\n" for row in rows))
+    # the fields that are set
+    set_fields = [{name: x for name, x in dataclasses.asdict(row).items() if x not in (None, {}, "")} for row in rows]
+    unfinished.write_text("".join(json.dumps(_short(fields)) + "\n" for fields in set_fields))
     unfinished.replace(path)
 
 
-def _written(row: Row) -> dict[str, Any]:
-    """Returns the fields of a row that are set, with five digits of each number."""
-    return {name: _short(value) for name, value in dataclasses.asdict(row).items() if value not in (None, {}, "")}
-
-
 def _short(value: Any) -> Any:
+    """Returns a value with five digits of each number."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     return {name: _short(x) for name, x in value.items()} if isinstance(value, dict) else value
@@ -155,7 +143,9 @@ class Record:
 
     def __init__(self, path: Path, about: dict[str, Any]) -> None:
         self.path, self.about = path, about
-        self.rows = [row for row in read(path) if row.steady and _is_like(row, about)]
+        same = ("commit", "device", "driver", "versions")
+        steady = [row for row in read(path) if row.steady]
+        self.rows = [row for row in steady if all(getattr(row, name) == about[name] for name in same)]
 
     def holds(self, job: Job) -> bool:
         """Returns whether the file has every row of a job."""
@@ -171,10 +161,6 @@ class Record:
         self.rows = [row for row in self.rows if (row.call, row.who) not in new] + rows
         write(self.path, self.rows)
         return rows
-
-
-def _is_like(row: Row, about: dict[str, Any]) -> bool:
-    return all(getattr(row, name) == about[name] for name in ("commit", "device", "driver", "versions"))
 
 
 class Apart:

@@ -120,7 +120,8 @@ def chunk_call(device: torch.device, B: int, H: int, T: int, K: int, V: int, N: 
 
 
 def _call(op: str, device: torch.device, sizes: dict[str, int], **facts: Any) -> OpCall:
-    return ABSTRACT_OPS[op].call(sizes, device, _dtype(device), **facts)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return ABSTRACT_OPS[op].call(sizes, device, dtype, **facts)
 
 
 def backward_of(call: OpCall) -> OpCall:
@@ -203,19 +204,13 @@ def other_calls(device: torch.device) -> Iterator[OpCall]:
         yield _call("softmax_attention", device, sizes)
 
 
-def _dtype(device: torch.device) -> torch.dtype:
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
 # ---- measuring
 
 
 def measure_row(part: str, call: OpCall, seconds: float) -> Row:
     """Times every backend that can run the call, with `seconds` of timed calls each."""
-    explanation = explain(call)
-    times, left_out = time_backends(
-        call, arguments_of(call, _lengths_of(part, call)), *_worth_timing(explanation), seconds
-    )
+    explanation, arguments = explain(call), arguments_of(call, _lengths_of(part, call))
+    times, left_out = time_backends(call, arguments, *_worth_timing(explanation), seconds)
     measured = {name: rounded(time) for name, time in times.items()}
     return judged({"part": part, **as_json(call), **_picked(explanation), "measured": measured, "left_out": left_out})
 
@@ -223,12 +218,6 @@ def measure_row(part: str, call: OpCall, seconds: float) -> Row:
 def _picked(explanation: Explanation) -> Row:
     predicted = {c.name: rounded(c.seconds) for c in explanation.candidates if c.refusal is None}
     return {"predicted": predicted, "pick": explanation.winner}
-
-
-def _lengths_of(part: str, call: OpCall) -> list[int] | None:
-    """Returns the lengths of the packed sequences of a call, if its part names a kind of lengths."""
-    _, _, kind = part.partition(", ")
-    return lengths(kind, call.dims["T"], call.dims["N"]) if kind else None
 
 
 def arguments_of(call: OpCall, tokens: Sequence[int] | None) -> tuple[Any, ...]:
@@ -239,6 +228,12 @@ def arguments_of(call: OpCall, tokens: Sequence[int] | None) -> tuple[Any, ...]:
     at = ABSTRACT_OPS[call.op].parameters.index("cu_seqlens")
     ends = torch.tensor([0, *tokens]).cumsum(0)
     return (*arguments[:at], ends.to(arguments[at]), *arguments[at + 1 :])
+
+
+def _lengths_of(part: str, call: OpCall) -> list[int] | None:
+    """Returns the lengths of the packed sequences of a call, if its part names a kind of lengths."""
+    _, _, kind = part.partition(", ")
+    return lengths(kind, call.dims["T"], call.dims["N"]) if kind else None
 
 
 def judged(row: Row) -> Row:

@@ -17,7 +17,7 @@ four kernels on float32 tensors. `Vllm.prefill` is this loop, written anew.
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -119,16 +119,14 @@ class Vllm:
         outputs = []
         for n in range(x.decodes, len(x.slots)):
             start, end, slot = x.cu_seqlens[n], x.cu_seqlens[n + 1], x.slots[n]
-            q, k, v = (self._heads_first(y[0, start:end]) for y in (x.q, x.k, x.v))  # [1, H, T, 128]
+            # Copies [1, H, T, 128] in float32, the only dtype that the functions compile for
+            rows = (y[0, start:end].transpose(0, 1) for y in (x.q, x.k, x.v))
+            q, k, v = (y.new_empty(1, *y.shape, dtype=torch.float32).copy_(y) for y in rows)
             state = x.pool[slot]
             o, after = self.module.lightning_attention(q, k, v, -x.g, 256, state[None].contiguous())
             state.copy_(after[0, :, -1])
             outputs.append(o[0].transpose(0, 1).flatten(1).contiguous())
         return torch.cat(outputs)
-
-    def _heads_first(self, x: Tensor) -> Tensor:
-        """Returns a copy [1, H, T, 128] of x [T, H, 128] in float32, the only dtype that the functions compile for."""
-        return x.new_empty(1, H, len(x), x.shape[-1], dtype=torch.float32).copy_(x.transpose(0, 1))
 
     def mixed(self, x: Batch) -> Tensor:
         return torch.cat([self.decode(x), self.prefill(x)])
@@ -167,13 +165,11 @@ def others(folder: Path | None) -> dict[str, Any]:
 
 
 def _load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    sys.path.insert(0, str(path.parent))
+    try:
+        return importlib.import_module(path.stem)
+    finally:
+        sys.path.remove(str(path.parent))
 
 
 # ---- measurements
@@ -181,12 +177,9 @@ def _load(path: Path) -> ModuleType:
 
 def batches(device: torch.device) -> Iterator[tuple[str, str, Callable[[], Batch]]]:
     """Yields the method to measure, its batch in words, and a function that makes the batch."""
-    for N in DECODES:
-        yield "decode", counted(N, "sequence"), functools.partial(batch, device, N)
-    for N in DECODES:
-        yield "verify", counted(N, "sequence"), functools.partial(batch, device, DRAFTS * N)
-    for N in DECODES:
-        yield "replay", counted(N, "sequence"), functools.partial(drafts, device, N)
+    for what, make, tokens in (("decode", batch, 1), ("verify", batch, DRAFTS), ("replay", drafts, 1)):
+        for N in DECODES:
+            yield what, counted(N, "sequence"), functools.partial(make, device, tokens * N)
     for N, T in PREFILLS:
         yield "prefill", f"{counted(N, 'sequence')}, {T} tokens", functools.partial(batch, device, 0, N, T)
     for N, prefills, T in MIXED:

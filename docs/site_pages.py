@@ -40,6 +40,7 @@ API: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "ChunkGlaWithCheckpoints",
             "linear_attention",
             "LinearAttention",
+            "chunk_ssd",
         ),
         "Decoding and serving": (
             "recurrent_gla_step",
@@ -69,10 +70,7 @@ API: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "Tokens over ranks": ("chunk_gla", "shard", "Shard"),
         "Heads over ranks": ("tensor_parallel_plan",),
     },
-    "gla_core.compat.fla": {
-        "Models": ("accelerate", "Acceleration"),
-        "States": ("state_from_fla", "state_to_fla"),
-    },
+    "gla_core.compat.fla": {"Models": ("accelerate", "Acceleration"), "States": ("state_from_fla", "state_to_fla")},
     "gla_core.compat.mamba_ssm": {},
     "gla_core.compat.transformers": {},
     "gla_core.extension": {},

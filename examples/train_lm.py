@@ -121,13 +121,7 @@ def precision(options: Options, device: torch.device) -> str:
 
 
 def take_steps(
-    options: Options,
-    corpus: Corpus,
-    training: Training,
-    run: Run,
-    group: Processes,
-    speed: Speed,
-    console: Console,
+    options: Options, corpus: Corpus, training: Training, run: Run, group: Processes, speed: Speed, console: Console
 ) -> None:
     """Trains until `run` has the losses of all steps; prints, evaluates and saves on the way."""
     began, report_every = len(run.losses), max(1, options.steps // REPORTS)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from gla_core.dispatch.backend import OpCall
-from gla_core.dispatch.errors import UnknownOpError, attempt, nearest
+from gla_core.dispatch.errors import UnknownOpError, attempt, check_known
 from gla_core.dispatch.request import current_request
 from gla_core.dispatch.selection import Candidate, Explanation, explain_call
 from gla_core.ops import RUNS, OpSpec, checks
@@ -42,8 +42,7 @@ def explain(
     Example:
         >>> print(gla.explain("chunk_gla", q, k, v, g))
     """
-    if op not in RUNS:
-        raise UnknownOpError(f"unknown op {op!r}{nearest(op, RUNS)} (there are {', '.join(RUNS)})")
+    check_known("op", op, RUNS, UnknownOpError)
     needs_grad = needs_gradient(*(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)))
     request = current_request(backend)
     spec, decided = RUNS[op]
@@ -78,8 +77,7 @@ def with_measured_times(explanation: Explanation, arguments: tuple) -> Explanati
         arguments: arguments of the call, in the order in which a backend receives them; they are not changed.
     """
     return dataclasses.replace(
-        explanation,
-        candidates=tuple(_measured(c, explanation.call, arguments) for c in explanation.candidates),
+        explanation, candidates=tuple(_measured(c, explanation.call, arguments) for c in explanation.candidates)
     )
 
 

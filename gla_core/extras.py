@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 
-_NAME = re.compile(r"[A-Za-z0-9._-]+")
+from gla_core.installed import version_of
 
 
 def extras() -> dict[str, list[str]]:
@@ -25,20 +25,11 @@ def extras() -> dict[str, list[str]]:
 
 def missing(extra: str) -> list[str]:
     """Returns the requirements of an extra whose packages are not installed; their versions are not compared."""
-    return [requirement for requirement in extras().get(extra, ()) if not _is_installed(requirement)]
+    needed = {requirement: re.match(r"[A-Za-z0-9._-]+", requirement) for requirement in extras().get(extra, ())}
+    return [requirement for requirement, name in needed.items() if name is None or version_of(name[0]) is None]
 
 
 def how_to_install(extra: str) -> str:
     """Returns the commands that install an extra: in a clone of gla-core, and in any other folder."""
     anywhere = " ".join(f"'{requirement}'" for requirement in extras().get(extra, ()))
     return f"pip install '.[{extra}]' in a clone of gla-core, or pip install {anywhere}"
-
-
-def _is_installed(requirement: str) -> bool:
-    name = _NAME.match(requirement)
-    assert name is not None
-    try:
-        importlib.metadata.version(name[0])
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True

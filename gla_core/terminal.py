@@ -125,14 +125,9 @@ def print_table(
         names.remove(name)
     shared = _shared([widths[name] for name in names], console.width - _FRAME * len(names))
     # The terminal folds what is still too wide, so no text is lost.
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-        title=title,
-        title_justify="left",
-        width=sum(shared) + _FRAME * len(names),
-    )
+    width = sum(shared) + _FRAME * len(names)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left", width=width)
+    table.title = title
     for name, width in zip(names, shared, strict=True):
         table.add_column(name, width=width, justify="right" if name in numbers else "left")
     for row, style in zip(rows, styles or [""] * len(rows), strict=True):

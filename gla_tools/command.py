@@ -97,8 +97,7 @@ Version = Annotated[bool, typer.Option("--version", help="Print the version.", c
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for other programs.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1; auto is cuda where there is one.")]
 Seconds = Annotated[
-    float | None,
-    typer.Option(min=0.001, callback=_finite, help="Time to spend on each measurement, such as 0.1."),
+    float | None, typer.Option(min=0.001, callback=_finite, help="Time to spend on each measurement, such as 0.1.")
 ]
 
 
@@ -191,10 +190,11 @@ def explain(
     Nothing is run, except with --measure.
 
     --shape takes B,T,H,K,V (batch, tokens, heads, key width, value width) for chunk_gla_fwd (chunk_gla for short),
-    chunk_gla_bwd, chunk_gla_summary, recurrent_gla_steps, softmax_attention and softmax_attention_bwd; 1,T,H,K,V,N for
-    N sequences of chunk_gla_pool; B,T,H,K,V,L for recurrent_gla_replay with rings of L tokens; B,H,K,V for
-    recurrent_gla_step, recurrent_gla_layer_step and recurrent_ssd_step; ROWS,COLUMNS for online_softmax and
-    online_softmax_bwd. Gates and states are float32, or float64 with --dtype float64. Logits have the dtype of q.
+    chunk_gla_bwd, chunk_gla_summary, chunk_ssd_fwd, chunk_ssd_bwd, recurrent_gla_steps, softmax_attention and
+    softmax_attention_bwd; 1,T,H,K,V,N for N sequences of chunk_gla_pool; B,T,H,K,V,L for recurrent_gla_replay with
+    rings of L tokens; B,H,K,V for recurrent_gla_step, recurrent_gla_layer_step and recurrent_ssd_step; ROWS,COLUMNS for
+    online_softmax and online_softmax_bwd. Gates and states are float32, or float64 with --dtype float64. Logits have
+    the dtype of q.
 
     Exits with 0 if a backend can run the call, 1 if none can, 2 if an argument is wrong.
     """
@@ -356,8 +356,7 @@ def calibrate(
 def demo(
     steps: Annotated[int | None, typer.Option(min=1, help="Train for this many steps instead of by time.")] = None,
     seconds: Annotated[
-        float | None,
-        typer.Option(min=0.1, callback=_finite, help="Train for this long (default: 100, on a GPU 40)."),
+        float | None, typer.Option(min=0.1, callback=_finite, help="Train for this long (default: 100, on a GPU 40).")
     ] = None,
     seed: Annotated[
         int, typer.Option(min=0, max=2**63 - 1, help="Seed of the weights, the batches and the text generated.")
@@ -446,8 +445,7 @@ def conformance(
         str | None, typer.Option(help="cpu or cuda (default: cpu, or cuda if the backend cannot run on a CPU).")
     ] = None,
     report: Annotated[
-        str | None,
-        typer.Option(help="Write a JSON summary to this file; if it ends in .jsonl, a line for every case."),
+        str | None, typer.Option(help="Write a JSON summary to this file; if it ends in .jsonl, a line for every case.")
     ] = None,
     select: Annotated[
         str | None, typer.Option("-k", help="Only matching tests, workloads and dtypes, as pytest's -k.")
@@ -471,9 +469,7 @@ def conformance(
 
 
 @app.command("new-backend", short_help="Start a backend of your own.", epilog="Example: gla new-backend my_softmax")
-def new_backend(
-    name: Annotated[str, typer.Argument(help="Name of the backend, its package and its folder.")],
-) -> None:
+def new_backend(name: Annotated[str, typer.Argument(help="Name of the backend, its package and its folder.")]) -> None:
     """Copy the template of a backend into a new folder here, renamed: a complete package with one op.
 
     The folder's README.md shows how to install it, test it and make it yours.

@@ -5,8 +5,6 @@ evaluation, a prompt and steps) with one that may not (a forward with gradients)
 module computes, so that a call which is left out shows in the results as well as in the number of calls.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import warnings

@@ -6,8 +6,6 @@ own, with TRITON_INTERPRET=1, and all other tests see what users see. Tests mark
 marked `thorough` are variations of other tests, and take seconds: `pytest --thorough` and `make conformance` run them.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib
@@ -35,7 +33,8 @@ if INTERPRETED:
     runpy.run_path(str(TESTS / "quick_interpreter.py"))
 
 
-hypothesis.settings.register_profile("any speed", deadline=None)  # a slow machine fails no test
+ANY = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.function_scoped_fixture]}
+hypothesis.settings.register_profile("any speed", **ANY)  # a slow machine fails no test
 hypothesis.settings.load_profile("any speed")
 
 

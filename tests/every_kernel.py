@@ -11,8 +11,6 @@ Run it without a checker first, so that it compiles undisturbed. The calls of ch
 compile.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -260,16 +258,7 @@ def attentions() -> None:
         differentiated(lambda q: gla.softmax_attention(q, k, k, causal=causal), q)  # noqa: B023
 
 
-KINDS = (
-    general_chunks,
-    hopper_chunks,
-    general_backwards,
-    hopper_backwards,
-    summaries,
-    steps,
-    softmaxes,
-    attentions,
-)
+KINDS = (general_chunks, hopper_chunks, general_backwards, hopper_backwards, summaries, steps, softmaxes, attentions)
 PARTS = {run.__name__: run for run in KINDS}
 
 

@@ -187,9 +187,8 @@ def _loads_are_done() -> None:
 def _overwritten(memory: torch.Tensor) -> bool:
     """Returns whether a load of a part of this memory is under way."""
     addresses = _addresses(memory)
-    return any(
-        x.start < addresses.stop and addresses.start < x.stop for loads in list(_loads.values()) for x in list(loads)
-    )
+    read = (x for loads in list(_loads.values()) for x in list(loads))
+    return any(x.start < addresses.stop and addresses.start < x.stop for x in read)
 
 
 Knowledge = dict[object, int]
@@ -278,9 +277,8 @@ def _check_writes(memory: torch.Tensor) -> None:
     block = _addresses(memory)
     for addresses, (by, at) in list(_writes.items()):
         if addresses.start < block.stop and block.start < addresses.stop:
-            assert _thread.known.get(by, 0) >= at, (
-                "a tile is read by a thread that does not know that it has been written"
-            )
+            message = "a tile is read by a thread that does not know that it has been written"
+            assert _thread.known.get(by, 0) >= at, message
 
 
 def _wait(bar: Barrier, phase: Any) -> None:

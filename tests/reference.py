@@ -1,7 +1,5 @@
 """The reference's functions, for tests that wrap them in backends of their own."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Random calls of recurrent_gla_replay."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 
 from gla_core.dispatch.backend import GATES

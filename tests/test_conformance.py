@@ -3,8 +3,6 @@
 tests/conformance runs it on the reference; `make conformance` runs all of it on all backends.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

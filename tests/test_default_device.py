@@ -1,10 +1,7 @@
 """Another default device of PyTorch changes nothing: memory that the library makes for itself has a device by name."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,7 +20,7 @@ FACTORIES = {factory.__name__ for factory in _device_constructors()}
 """The functions of torch that make tensors on the default device."""
 
 
-def without_a_device(source: str) -> Iterator[int]:
+def without_a_device(source):
     """Yields the line of every call of a factory without `device`, unless it makes a parameter, as `nn.Linear` does."""
     nodes = list(ast.walk(ast.parse(source)))
     calls = [node for node in nodes if isinstance(node, ast.Call)]

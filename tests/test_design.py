@@ -1,10 +1,7 @@
 """docs/design.md beside the tree: the files of a new op and of a new family, compute capabilities, who imports what."""
 
-from __future__ import annotations
-
 import ast
 import re
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from gla_core.ops import gla
@@ -17,22 +14,24 @@ TREE = ("backends", "benchmarks", "examples", "gla_core", "gla_tools", "plugins"
 FAMILY, OP_OF_FAMILY = "gla", "chunk_gla_pool"
 
 
-def section(title: str) -> str:
+def section(title):
     """Returns the text below a heading of docs/design.md, up to the next heading."""
     page = (ROOT / "docs/design.md").read_text(encoding="utf-8")
     return re.split(r"^#+ ", page.split(f"# {title}\n")[1], flags=re.MULTILINE)[0]
 
 
-def listed(title: str = "An abstract op") -> set[str]:
+def listed(title="An abstract op"):
     """Returns the files and folders in the table below a heading, for an op and a family that exist."""
     rows = [line.split("|")[1] for line in section(title).splitlines() if line.startswith("| `")]
     names = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
     return {name.replace("<op>", OP).replace("<family>", FAMILY) for name in names}
 
 
-def files_with(pattern: str, *folders: str) -> set[str]:
+def files_with(pattern, *folders):
     """Returns the source and data files below folders that contain a pattern."""
-    files = (path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".json"))
+    files = (
+        path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".json", ".toml")
+    )
     return {str(path.relative_to(ROOT)) for path in files if re.search(pattern, path.read_text(encoding="utf-8"))}
 
 
@@ -47,8 +46,8 @@ def test_what_else_the_table_names_is_there_and_names_the_op():
     assert [name for name in others if OP not in (ROOT / name).read_text(encoding="utf-8")] == []
 
 
-def names_in_code(path: Path) -> str:
-    """Returns the names and texts in a file of Python, one a line, without docstrings and comments; all of JSON."""
+def names_in_code(path):
+    """Returns the names and texts in a file of Python, one a line, without docstrings and comments; else all of it."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
         return text
@@ -83,7 +82,7 @@ def test_the_files_that_know_compute_capabilities_are_named():
     assert all(f"`{folder}`" in text for folder in unnamed)
 
 
-def imports(path: Path) -> Iterator[str]:
+def imports(path):
     """Yields the full names that a file imports."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -92,7 +91,7 @@ def imports(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def private_imports(folder: str) -> list[str]:
+def private_imports(folder):
     """Returns the imports of private modules, in files below a folder that are outside the modules' package."""
     private_names = []
     for path in sorted((ROOT / folder).rglob("*.py")):
@@ -116,7 +115,7 @@ def test_an_import_of_a_private_module_would_be_found(tmp_path, monkeypatch):
     assert private_imports("gla_core") == ["gla_core/nn/layer.py: gla_core.ops._run"]
 
 
-def modules() -> dict[str, Path]:
+def modules():
     """Returns the file of every module of the package, the backends and the plugins, by its full name."""
     files = {}
     for folder in (ROOT, ROOT / "backends", *sorted((ROOT / "plugins").glob("*/src"))):
@@ -127,7 +126,7 @@ def modules() -> dict[str, Path]:
     return files
 
 
-def circles(files: Mapping[str, Path]) -> list[list[str]]:
+def circles(files):
     """Returns the groups of modules that import each other, also inside functions or for type checkers alone."""
     above: dict[str, set[str]] = {name: set() for name in files}  # the modules that a module reaches by its imports
     for name, path in files.items():

@@ -1,7 +1,5 @@
 """Importing gla_core is light: no plugin, no command line, no device."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,9 +1,6 @@
 """Identifiers are the field's standard words, as docs/contributing.md asks."""
 
-from __future__ import annotations
-
 import ast
-from collections.abc import Iterator
 
 import pytest
 
@@ -14,7 +11,7 @@ FIELDS = {("gla_core/dispatch/backend.py", "given")}
 """Fields of the contract with backends: `OpCall.given`."""
 
 
-def identifiers(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def identifiers(tree):
     """Yields line and name of each function, class, argument, variable, attribute and alias that a module defines."""
     for node in ast.walk(tree):
         match node:
@@ -28,7 +25,7 @@ def identifiers(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield node.lineno, name
 
 
-def is_vague(name: str) -> bool:
+def is_vague(name):
     return name.lower().lstrip("_").startswith("of_") or name in FORBIDDEN
 
 

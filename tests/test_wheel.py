@@ -3,8 +3,6 @@
 There, the commands of the template's README make a plugin in an empty folder.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

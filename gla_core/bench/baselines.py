@@ -33,19 +33,16 @@ def loop_chunk_gla(
     alpha, scale = _alpha(g, v), q.shape[-1] ** -0.5
     outputs, states = [], []
     for i, (start, end) in enumerate(itertools.pairwise(ends)):
-        state = _entering(initial_state, i, packed=cu_seqlens is not None)
-        if state is None:
+        if initial_state is None:
             state = k.new_zeros(q.shape[0], *k.shape[2:], v.shape[-1])
+        else:
+            state = initial_state if cu_seqlens is None else initial_state[i : i + 1]
         for t in range(start, end):
             o, state = _step(q[:, t], k[:, t], v[:, t], alpha[:, t], state, scale)
             outputs.append(o)
         states.append(state)
     o = torch.stack(outputs, dim=1) if outputs else v.new_empty(*q.shape[:3], v.shape[-1])
     return (o, torch.cat(states)) if output_final_state else (o,)
-
-
-def _entering(initial_state: Tensor | None, sequence: int, packed: bool) -> Tensor | None:
-    return initial_state[sequence : sequence + 1] if packed and initial_state is not None else initial_state
 
 
 def _per_value_head(x: Tensor, v: Tensor) -> Tensor:
@@ -118,15 +115,8 @@ def fla_chunk_gla(
 ) -> tuple[Tensor, ...]:
     """Calls FLA's chunk_gla, or chunk_simple_gla if the gate is one per head; each has its own backward."""
     function, gate = _fla("chunk", q, k, v, g)
-    o, state = function(
-        q=q,
-        k=k,
-        v=v,
-        **{gate: g},
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-    )
+    sequences = {"initial_state": initial_state, "output_final_state": output_final_state, "cu_seqlens": cu_seqlens}
+    o, state = function(q=q, k=k, v=v, **{gate: g}, **sequences)
     return (o, state) if output_final_state else (o,)
 
 

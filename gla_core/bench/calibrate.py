@@ -24,7 +24,7 @@ from gla_core.bench.fit import error, fit
 from gla_core.bench.measure import how_busy
 from gla_core.dispatch import calibration, registry
 from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Constants, CostModel, OpCall
-from gla_core.dispatch.errors import UnknownOpError, attempt, nearest
+from gla_core.dispatch.errors import UnknownOpError, attempt, check_known
 from gla_core.files import check_writable, write_json
 from gla_core.terminal import DOUBTFUL, print_table, print_text, progress
 from gla_core.workloads.calibration import shapes
@@ -86,10 +86,7 @@ def plan(device: torch.device, backends: Sequence[str] = (), ops: Sequence[str] 
         UnknownBackendError, UnknownOpError: a name does not exist. ValueError: a backend has no `CostModel`.
     """
     for op in ops:
-        if op not in OP_PARAMETERS:
-            raise UnknownOpError(
-                f"unknown op {op!r}{nearest(op, OP_PARAMETERS)} (there are {', '.join(OP_PARAMETERS)})"
-            )
+        check_known("op", op, OP_PARAMETERS, UnknownOpError)
     for name in backends:
         if not isinstance(registry.get(name).cost, CostModel):
             raise ValueError(f"backend {name!r} has no cost model whose constants could be measured")
@@ -100,12 +97,9 @@ def plan(device: torch.device, backends: Sequence[str] = (), ops: Sequence[str] 
         if not ops or op in ops
         for call in shapes(op, device)
         for backend in chosen
-        if _can_be_calibrated(backend, call) and backend.refusal(call) is None
+        if isinstance(backend.cost, CostModel) and calibration.start_constants(backend, op, device)
+        if backend.refusal(call) is None
     ]
-
-
-def _can_be_calibrated(backend: Backend, call: OpCall) -> bool:
-    return isinstance(backend.cost, CostModel) and bool(calibration.start_constants(backend, call.op, call.device))
 
 
 def measure_task(task: Task, budget: float = 0.1) -> Sample:
@@ -169,7 +163,9 @@ def _fits(samples: list[Timed], device: torch.device) -> Iterator[Fit]:
     for backend in {backend.name: backend for (backend, _), _ in samples}.values():
         mine = [s for s in samples if s[0][0] is backend]
         constants = {name: fitted[name] for name in starts[backend.name]}
-        before, after = ([_factor({**c, **facts}, s) for s in mine] for c in (starts[backend.name], constants))
+        before, after = (
+            [math.exp(abs(error(_formula, {**c, **facts}, s))) for s in mine] for c in (starts[backend.name], constants)
+        )
         worst, worst_call = max(zip(after, (call for (_, call), _ in mine), strict=True), key=lambda pair: pair[0])
         medians = statistics.median(before), statistics.median(after)
         yield Fit(backend.name, op, constants, len(mine), *medians, worst, worst_call)
@@ -179,10 +175,6 @@ def _formula(work: tuple[Backend, OpCall], constants: Constants) -> float | None
     backend, call = work
     assert isinstance(backend.cost, CostModel)
     return backend.cost.formula(call, constants)
-
-
-def _factor(constants: Constants, sample: Timed) -> float:
-    return math.exp(abs(error(_formula, constants, sample)))
 
 
 # ---- files
@@ -200,16 +192,12 @@ def write_constants(fits: Sequence[Fit], device: torch.device, target: Path) -> 
         assert isinstance(cost, CostModel)
         content = {kind: dict(ops) for kind, ops in cost.constants.items()}
         constants_here = content.setdefault(calibration.device_kind(device), {})
-        constants_here.update(
-            (f.op, {c: _rounded(x) for c, x in f.constants.items()}) for f in fits if f.backend == name
-        )
+        for f in fits:
+            if f.backend == name:
+                constants_here[f.op] = {constant: float(f"{x:.4g}") for constant, x in f.constants.items()}
         written.append(target if target.suffix == ".json" else target / f"{name}.json")
         write_json(written[-1], content)
     return written
-
-
-def _rounded(x: float) -> float:
-    return float(f"{x:.4g}")
 
 
 def samples_to_json(samples: Iterable[Sample]) -> list[dict[str, Any]]:
@@ -276,13 +264,10 @@ def run_calibrate(options: Options, console: Console) -> bool:
     busy = how_busy()
     if busy is not None:
         print_text(console, busy, DOUBTFUL)
-    passes = [
-        [
-            measure_task(task, (options.seconds or 0.1) / _PASSES)
-            for task in progress(console, tasks, functools.partial(_in_progress, i))
-        ]
-        for i in range(1, _PASSES + 1)
-    ]
+    passes = []
+    for i in range(1, _PASSES + 1):
+        bar = progress(console, tasks, functools.partial(_in_progress, i))
+        passes.append([measure_task(task, (options.seconds or 0.1) / _PASSES) for task in bar])
     samples = [quickest(times) for times in zip(*passes, strict=True)]
     fits = fit_samples(samples, options.device)
     _print(fits, samples, console)

@@ -18,11 +18,7 @@ PROCESS = "gla_core.bench.first_call_process"
 
 
 def first_call(
-    workload: Workload,
-    backend: str,
-    device: torch.device,
-    cache: Path | None = None,
-    timeout: float | None = None,
+    workload: Workload, backend: str, device: torch.device, cache: Path | None = None, timeout: float | None = None
 ) -> dict[str, float]:
     """Measures the first call in a fresh process, and the first backward after it if there is one.
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import importlib.metadata
 import json
 import platform
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +17,7 @@ import gla_core as gla
 from gla_core.bench.baselines import BASELINES
 from gla_core.bench.suite import Row, with_ratios
 from gla_core.files import write_json
+from gla_core.installed import driver, first_line, version_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +55,11 @@ def describe_run(device: torch.device, copy_bandwidth: float | None, commit: str
     cuda = device.type == "cuda"
     return Results(
         device=torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine(),
-        driver=_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else None,
+        driver=driver() if cuda else None,
         python=platform.python_version(),
         torch=torch.__version__,
-        triton=_version_of("triton"),
-        fla=_version_of("flash-linear-attention"),
+        triton=version_of("triton"),
+        fla=version_of("flash-linear-attention"),
         gla_core=gla.__version__,
         commit=commit or _commit(),
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -108,7 +107,8 @@ def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
         [
             *(row.workload, row.direction, row.backend, time_text(row.seconds)),
             *(["" if row.spread is None else f"{row.spread:.0%}"] if spreads else []),
-            *("" if x is None else text(x) for x, text in _rates(row)),
+            _three_digits(row.gigabytes_per_second),
+            "" if row.floor_fraction is None else f"{row.floor_fraction:.1%}",
             *(f"{row.ratio_to[name]:.2f}" if name in row.ratio_to else "" for name in compared),
             *([row.error or ""] if errors else []),
         ]
@@ -150,31 +150,11 @@ def time_text(seconds: float | None) -> str:
     return f"{value:.{max(0, 2 - len(str(int(value))) + 1)}f} {unit}"
 
 
-def _rates(row: Row) -> list:
-    return [(row.gigabytes_per_second, _three_digits), (row.floor_fraction, "{:.1%}".format)]
-
-
-def _version_of(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _commit() -> str | None:
     here = str(Path(__file__).parent)
-    commit = _output("git", "-C", here, "rev-parse", "HEAD")
-    return commit and commit + ("+" if _output("git", "-C", here, "status", "--porcelain", "-uno") else "")
+    commit = first_line("git", "-C", here, "rev-parse", "HEAD")
+    return commit and commit + ("+" if first_line("git", "-C", here, "status", "--porcelain", "-uno") else "")
 
 
-def _output(*command: str) -> str | None:
-    """Returns the first line that a program prints; None if it is missing, fails or prints nothing."""
-    try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return next(iter(run.stdout.splitlines()), None) if run.returncode == 0 else None
-
-
-def _three_digits(x: float) -> str:
-    return f"{x:.0f}" if x >= 100 else f"{x:.3g}"
+def _three_digits(x: float | None) -> str:
+    return "" if x is None else f"{x:.0f}" if x >= 100 else f"{x:.3g}"

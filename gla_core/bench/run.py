@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from rich.console import Console
 from gla_core.bench import measure, plots, results, suite
 from gla_core.bench.baselines import BASELINES
 from gla_core.bench.suite import DIRECTIONS, TIMED, Case, Row
-from gla_core.dispatch.errors import UnknownOpError, nearest
+from gla_core.dispatch.errors import UnknownOpError, check_known, nearest
 from gla_core.dispatch.request import check
 from gla_core.files import check_writable
 from gla_core.ops import PUBLIC_OPS
@@ -95,16 +95,12 @@ def choose(options: Options) -> list[Case]:
     """Returns the cases that the options ask for. Raises the same errors as `run_bench`."""
     _known("tag", options.tags, TAGS)
     _known("direction", options.directions, DIRECTIONS)
-    if options.op is not None and options.op not in PUBLIC_OPS:
-        raise UnknownOpError(
-            f"unknown op {options.op!r}{nearest(options.op, PUBLIC_OPS)} (there are {', '.join(PUBLIC_OPS)})"
-        )
+    if options.op is not None:
+        check_known("op", options.op, PUBLIC_OPS, UnknownOpError)
     for request in options.backends:
         check(request, "--backend")
-    chosen = _workloads(options)
-    cases = suite.cases(
-        chosen, options.device, options.backends or None, options.directions or TIMED, options.baselines
-    )
+    wanted = (options.backends or None, options.directions or TIMED, options.baselines)
+    cases = suite.cases(_workloads(options), options.device, *wanted)
     if not cases:
         raise ValueError("there is nothing to measure: no workload of this op has these tags and directions")
     return cases
@@ -130,37 +126,25 @@ def _known(what: str, wanted: Sequence[str], known: Sequence[str] | dict) -> Non
             raise ValueError(f"unknown {what} {name!r}{nearest(name, known)}{few}")
 
 
-def by_op(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
-    """Yields the ops in the order of `PUBLIC_OPS`, each with its rows."""
-    for op in PUBLIC_OPS:
-        op_rows = [row for row in rows if row.op == op]
-        if op_rows:
-            yield op, op_rows
-
-
 def print_rows(rows: Sequence[Row], console: Console, device: torch.device) -> None:
     """Prints a table for each op and direction, then the meaning of the columns, and what could not be measured."""
     timed = [row for row in rows if row.error is None]
     shown: dict[str, None] = {}
-    for op, op_rows in by_op(timed):
-        for direction in dict.fromkeys(row.direction for row in op_rows):
-            table = [row for row in op_rows if row.direction == direction]
-            lines = _lines(table, device, repeat=not console.is_terminal)
-            numbers = list(lines[0])[2:]
-            styles = [GOOD if row in _fastest(table) else "" for row in table]
-            spare = [name for name in numbers if name != "time"]
-            print_table(console, lines, f"{op}, {direction}", spare=spare, numbers=numbers, styles=styles)
-            shown |= dict.fromkeys(name for name in numbers if any(line[name] for line in lines))
+    tables = sorted(dict.fromkeys((row.op, row.direction) for row in timed), key=lambda x: list(PUBLIC_OPS).index(x[0]))
+    for op, direction in tables:
+        table = [row for row in timed if (row.op, row.direction) == (op, direction)]
+        lines = _lines(table, device, repeat=not console.is_terminal)
+        numbers = list(lines[0])[2:]
+        styles = [GOOD if row in _fastest(table) else "" for row in table]
+        spare = [name for name in numbers if name != "time"]
+        print_table(console, lines, f"{op}, {direction}", spare=spare, numbers=numbers, styles=styles)
+        shown |= dict.fromkeys(name for name in numbers if any(line[name] for line in lines))
     for name in filter(COLUMNS.__contains__, shown):
         print_text(console, f"{name}: {COLUMNS[name]}")
     unsteady = sum(row.spread is not None and row.spread > UNSTEADY for row in timed)
     if unsteady:
-        print_text(
-            console,
-            f"{unsteady} of {len(timed)} times have a spread above {UNSTEADY:.0%}: "
-            "other programs kept this machine busy, or --seconds is too short",
-            DOUBTFUL,
-        )
+        why = "other programs kept this machine busy, or --seconds is too short"
+        print_text(console, f"{unsteady} of {len(timed)} times have a spread above {UNSTEADY:.0%}: {why}", DOUBTFUL)
     for line in results.failures(rows):
         print_text(console, line)
 

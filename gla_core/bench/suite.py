@@ -116,9 +116,9 @@ def cases(
     cases = []
     for workload in chosen:
         names = baselines(workload.op, device) if with_baselines else []
-        for direction in _directions(workload.op, device, directions):
-            for name in (*names, *(backends if backends is not None else implementing(workload.op))):
-                cases.append(Case(workload, name, direction))
+        names += backends if backends is not None else implementing(workload.op)
+        possible = _directions(workload.op, device, directions)
+        cases += [Case(workload, name, direction) for direction in possible for name in names]
     return cases
 
 
@@ -158,15 +158,18 @@ def measure_case(case: Case, device: torch.device, bandwidth: float | None = Non
         captured = case.direction.endswith("_graph") and "+" not in row.backend
         timed = dataclasses.replace(case, backend=row.backend) if captured else case
         timing = _time(timed, device, budget)
-    except gla.NoBackendError as error:
-        return dataclasses.replace(row, error=_refusals(error))
+    except gla.NoBackendError as error:  # it lists refusals, as "name: reason"
+        first, *reasons = (line.strip() for line in str(error).splitlines())
+        return dataclasses.replace(row, error="; ".join(reasons) or first)
     except Exception as error:  # out of memory, a kernel that cannot be built, or a baseline that cannot run this case
         lines = str(error).strip().splitlines() or [""]
         row = dataclasses.replace(row, error=f"{type(error).__name__}: {' '.join(lines)[:300]}")
         gc.collect()  # frees tensors that the error still held
         return row
     finally:
-        _free(device)
+        if device.type == "cuda":  # so that one case does not starve the next
+            gc.collect()
+            torch.cuda.empty_cache()
     row = dataclasses.replace(row, seconds=timing.seconds, calls=timing.calls, spread=timing.spread)
     return row if case.direction not in TIMED else _against_the_floor(row, case, bandwidth)
 
@@ -181,25 +184,14 @@ def _against_the_floor(row: Row, case: Case, bandwidth: float | None) -> Row:
 def with_ratios(rows: Sequence[Row]) -> list[Row]:
     """Returns the rows, each with its ratio to every baseline of the same workload and direction."""
     references = {(row.key, row.backend): row.seconds for row in rows if row.backend in BASELINES and row.seconds}
-    return [
-        row
-        if row.seconds is None
-        else dataclasses.replace(
-            row,
-            ratio_to={
-                name: references[row.key, name] / row.seconds
-                for name in BASELINES
-                if name != row.backend and (row.key, name) in references
-            },
-        )
-        for row in rows
-    ]
 
+    def compared(row: Row) -> Row:
+        if row.seconds is None:
+            return row
+        others = [name for name in BASELINES if name != row.backend and (row.key, name) in references]
+        return dataclasses.replace(row, ratio_to={name: references[row.key, name] / row.seconds for name in others})
 
-def _refusals(error: gla.NoBackendError) -> str:
-    """Returns the refusals that an error lists, as "name: reason", in one line."""
-    first, *reasons = (line.strip() for line in str(error).splitlines())
-    return "; ".join(reasons) or first
+    return list(map(compared, rows))
 
 
 def resolve(case: Case, device: torch.device) -> str:
@@ -296,10 +288,3 @@ def _time(case: Case, device: torch.device, budget: float) -> measure.Timing:
 def leaves(arguments: dict[str, Any]) -> list[Tensor]:
     """Returns the floating-point tensors among the arguments, in order."""
     return [x for x in arguments.values() if isinstance(x, Tensor) and x.is_floating_point()]
-
-
-def _free(device: torch.device) -> None:
-    """Gives a CUDA device's memory back, so that one case does not starve the next."""
-    if device.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()

@@ -20,7 +20,9 @@ def backends(as_json: bool) -> bool:
         print_json(rows)
     else:
         console = new_console()
-        print_table(console, [_shown(row) for row in rows if row not in broken], spare=("plugin", "version", "devices"))
+        # A narrow terminal has no room for the forms of gates.
+        shown = [{name: value for name, value in row.items() if name != "gates"} for row in rows if row not in broken]
+        print_table(console, shown, spare=("plugin", "version", "devices"))
         for row in broken:
             print_text(console, f"plugin {row['name']!r} failed to load: {row['load error']}", BAD)
     return not broken
@@ -28,27 +30,17 @@ def backends(as_json: bool) -> bool:
 
 def backend_row(info: gla.BackendInfo) -> dict[str, Any]:
     """Returns the row of a backend in the table: column name to value."""
-    can = info.capabilities
+    can, gated = info.capabilities, any(ABSTRACT_OPS[op].has(Role.GATE) is not None for op in info.ops)
     return {
         "name": info.name,
         "version": info.version,
         "ops": list(info.ops),
         "devices": [] if can is None else sorted(can.devices) if can.devices is not None else ["any"],
         "dtypes": [] if can is None else [str(dtype).removeprefix("torch.") for dtype in FLOATS if dtype in can.dtypes],
-        "gates": [] if can is None or not _gated(info) else [form for form in GATES if form in can.gates],
+        "gates": [] if can is None or not gated else [form for form in GATES if form in can.gates],
         "plugin": info.plugin,
         "load error": None if info.error is None else last_line(info.error),
     }
-
-
-def _shown(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns the columns of the table: all but the forms of gates, for which a narrow terminal has no room."""
-    return {name: value for name, value in row.items() if name != "gates"}
-
-
-def _gated(info: gla.BackendInfo) -> bool:
-    """Returns whether an op of the backend takes gates."""
-    return any(ABSTRACT_OPS[op].has(Role.GATE) is not None for op in info.ops)
 
 
 def last_line(traceback: str) -> str:

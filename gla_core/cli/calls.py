@@ -11,7 +11,7 @@ import torch
 import gla_core as gla
 from gla_core.dispatch.backend import KnownDevice, OpCall, any_of
 from gla_core.dispatch.calibration import KNOWN_DEVICES
-from gla_core.dispatch.errors import nearest
+from gla_core.dispatch.errors import check_known
 from gla_core.ops import ABSTRACT_OPS, RUNS
 from gla_core.ops.spec import WIDTHS, Role
 
@@ -34,8 +34,7 @@ def abstract_ops(op: str) -> list[str]:
     Raises:
         UnknownOpError: no op has this name.
     """
-    if op not in RUNS:
-        raise gla.UnknownOpError(f"unknown op {op!r}{nearest(op, RUNS)} (there are {', '.join(RUNS)})")
+    check_known("op", op, RUNS, gla.UnknownOpError)
     return [name for name, spec in ABSTRACT_OPS.items() if spec.public == op] or [RUNS[op][0].name]
 
 
@@ -80,10 +79,14 @@ def describe_call(
     packed = varlen is not None or ABSTRACT_OPS[op].requires(Role.OFFSETS)
     if max_seqlen is not None and (not packed or max_seqlen < 0):
         raise ValueError(f"--max-seqlen {max_seqlen} bounds packed sequences: expected --varlen, and a length")
+    if assume is not None and device not in ("auto", "cuda"):
+        raise ValueError(f"--assume names a CUDA device; leave out --device {device}")
     sizes |= heads | ({} if varlen is None else {"N": varlen})
+    if "S" in ABSTRACT_OPS[op].sizes:  # columns of slots: the tokens of a sequence
+        sizes["S"] = max(1, math.ceil(sizes["B"] * sizes["T"] / max(1, sizes.get("N", sizes["B"]))))
     call = ABSTRACT_OPS[op].call(
-        sizes | _columns(op, sizes),
-        device_of(device) if assume is None else _assumed_place(device),
+        sizes,
+        device_of(device) if assume is None else torch.device("cuda", 0),
         precision,
         assumed=None if assume is None else _assumed(assume),
         variable_length=packed,
@@ -93,13 +96,6 @@ def describe_call(
     )
     ABSTRACT_OPS[op].limit(call.dims, packed)
     return call
-
-
-def _columns(op: str, sizes: dict[str, int]) -> dict[str, int]:
-    """Returns the number of columns of slots, S, if the op has slots for each token: the tokens of a sequence."""
-    if "S" not in ABSTRACT_OPS[op].sizes:
-        return {}
-    return {"S": max(1, math.ceil(sizes["B"] * sizes["T"] / max(1, sizes.get("N", sizes["B"]))))}
 
 
 def _assumed(name: str) -> KnownDevice:
@@ -114,18 +110,9 @@ def _assumed(name: str) -> KnownDevice:
     return matching[0]
 
 
-def _assumed_place(device: str) -> torch.device:
-    if device not in ("auto", "cuda"):
-        raise ValueError(f"--assume names a CUDA device; leave out --device {device}")
-    return torch.device("cuda", 0)
-
-
 def _sizes(op: str, shape: str) -> dict[str, int]:
-    names = SHAPES[op]
-    parts = shape.split(",")
-    wrong = [
-        f"{name} is {part.strip()!r}" for name, part in zip(names, parts, strict=False) if not part.strip().isdecimal()
-    ]
+    names, parts = SHAPES[op], [part.strip() for part in shape.split(",")]
+    wrong = [f"{name} is {part!r}" for name, part in zip(names, parts, strict=False) if not part.isdecimal()]
     if len(parts) != len(names) or wrong:
         problem = f"has {len(parts)} values" if len(parts) != len(names) else wrong[0]
         expected = f"{op} expects {len(names)} whole numbers: {','.join(names)}"
@@ -160,10 +147,7 @@ def _gate(op: str, gate: str | None) -> dict[str, Any]:
     taken = ABSTRACT_OPS[op].has(Role.GATE)
     if taken is None:
         raise ValueError(f"--gate does not go with {op}, which has no gates")
-    if gate not in GATE_FORMS:
-        raise ValueError(
-            f"unknown form of gates {gate!r}{nearest(gate, GATE_FORMS)} (there are {', '.join(GATE_FORMS)})"
-        )
+    check_known("form of gates", gate, GATE_FORMS)
     forms = [*(["none"] if taken.default is None else []), *(taken.forms or {})]
     if gate not in forms:
         raise ValueError(f"--gate {gate} does not go with {op}; expected {any_of(forms)}")
@@ -200,8 +184,7 @@ def device_of(name: str) -> torch.device:
 
 def dtype_of(name: str) -> torch.dtype:
     """Returns the dtype of this name, one of `DTYPES`."""
-    if name not in DTYPES:
-        raise ValueError(f"unknown dtype {name!r}{nearest(name, DTYPES)} (there are {', '.join(DTYPES)})")
+    check_known("dtype", name, DTYPES)
     return DTYPES[name]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import warnings
@@ -18,8 +17,10 @@ from gla_core.dispatch.environment import VARIABLES, Environment, environment
 from gla_core.dispatch.errors import nearest
 from gla_core.dispatch.request import INVARIANT, check, current_request
 from gla_core.extras import extras, how_to_install, missing
+from gla_core.installed import version_of
 from gla_core.terminal import BAD, DOUBTFUL, GOOD, message, new_console, print_json, print_table, print_text
 
+NOT_RUN = "the kernels are compiled for such a GPU in tests, and were not run on one"
 WANTED = (
     "Please open an issue with the files of `gla conformance triton_fused --device cuda --report kit.json` "
     "and `gla bench --json bench.json`"
@@ -45,28 +46,23 @@ def _print(report: dict[str, Any]) -> None:
     variables = [{**row, "value": row["value"] or "unset"} for row in report["variables"]]
     print_table(console, variables, prose=("value", "effect"))
     print_table(console, report["request"])
-    shown = ("name", "version", "ops", "devices", "plugin")
-    print_table(
-        console, [{name: row[name] for name in shown} for row in report["backends"]], spare=("plugin", "version")
-    )
+    columns = ("name", "version", "ops", "devices", "plugin")
+    backends = [{name: row[name] for name in columns} for row in report["backends"]]
+    print_table(console, backends, spare=("plugin", "version"))
     print_table(console, report["calibration"])
     for row in report["notes"]:
         print_text(console, f"{row['backend']}: {row['note']}")
-    for sentence in report["reports wanted"]:
+    for sentence in report["reports wanted"] + report["limits"]:
         print_text(console, sentence, DOUBTFUL)
-    for limit in report["limits"]:
-        print_text(console, limit, DOUBTFUL)
     for extra, requirements in report["missing extras"].items():
-        print_text(
-            console, f"extra {extra!r}: {', '.join(requirements)} not installed; {how_to_install(extra)}", DOUBTFUL
-        )
+        lacking = f"extra {extra!r}: {', '.join(requirements)} not installed; {how_to_install(extra)}"
+        print_text(console, lacking, DOUBTFUL)
     for name, error in report["quarantine"].items():
         print_text(console, f"plugin {name!r} failed to load:\n{error}", BAD)
     for problem in report["problems"]:
         print_text(console, f"problem: {problem}", BAD)
-    print_text(
-        console, "something is wrong" if report["problems"] else "all is well", BAD if report["problems"] else GOOD
-    )
+    verdict = ("something is wrong", BAD) if report["problems"] else ("all is well", GOOD)
+    print_text(console, *verdict)
 
 
 def examine() -> dict[str, Any]:
@@ -93,10 +89,17 @@ def examine() -> dict[str, Any]:
     problems += [f"plugin {name!r} failed to load: {last_line(error)}" for name, error in broken.items()]
     if settings is not None and len(backends) == len(broken):
         problems.append("no backend works; reinstall gla-core, which carries some, and look at GLA_BLOCK_PLUGINS")
+    devices = _devices()
+    names = dict.fromkeys(device["name"] for device in devices if device.get("kernels") == "compiled, not run")
     return {
-        "versions": _versions(),
-        "devices": (devices := _devices()),
-        "reports wanted": _reports_wanted(devices),
+        "versions": {
+            "python": platform.python_version(),
+            "gla_core": gla.__version__,
+            "torch": torch.__version__,
+            "triton": version_of("triton") or "not installed",
+        },
+        "devices": devices,
+        "reports wanted": [f"{name}: {NOT_RUN}. {WANTED}" for name in names],
         "variables": _variables(settings),
         "request": request,
         "backends": [backend_row(info) for info in backends if info.error is None],
@@ -109,44 +112,18 @@ def examine() -> dict[str, Any]:
     }
 
 
-def _versions() -> dict[str, str]:
-    return {
-        "python": platform.python_version(),
-        "gla_core": gla.__version__,
-        "torch": torch.__version__,
-        "triton": _version_of("triton"),
-    }
-
-
-def _version_of(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
 def _devices() -> list[dict[str, Any]]:
     devices: list[dict[str, Any]] = [{"device": "cpu", "threads": torch.get_num_threads()}]
     for index in range(torch.cuda.device_count()):
         properties, known = torch.cuda.get_device_properties(index), known_device(torch.device("cuda", index))
-        devices.append(
-            {
-                "device": f"cuda:{index}",
-                "name": properties.name,
-                "compute capability": f"{properties.major}.{properties.minor}",
-                "memory": f"{properties.total_memory / 2**30:.0f} GiB",
-                "kernels": "measured" if calibration.is_measured(known) else "compiled, not run",
-            }
-        )
+        facts = {
+            "name": properties.name,
+            "compute capability": f"{properties.major}.{properties.minor}",
+            "memory": f"{properties.total_memory / 2**30:.0f} GiB",
+            "kernels": "measured" if calibration.is_measured(known) else "compiled, not run",
+        }
+        devices.append({"device": f"cuda:{index}", **facts})
     return devices
-
-
-def _reports_wanted(devices: list[dict[str, Any]]) -> list[str]:
-    """Returns a sentence for each kind of GPU here on which the project has not run its kernels."""
-    names = dict.fromkeys(device["name"] for device in devices if device.get("kernels") == "compiled, not run")
-    return [
-        f"{name}: the kernels are compiled for such a GPU in tests, and were not run on one. {WANTED}" for name in names
-    ]
 
 
 def _devices_here() -> list[torch.device]:
@@ -234,7 +211,6 @@ def request_in_force() -> list[dict[str, str]]:
     request = current_request()
     choices = check(request.spec, "GLA_BACKEND")
     rows = [{"op": op, "request": str(choice), "source": choice.source} for op, choice in choices.items()]
-    tokens = request.batch_invariant
-    return (
-        rows if tokens is None else [*rows, {"op": INVARIANT, "request": str(tokens), "source": "GLA_BATCH_INVARIANT"}]
-    )
+    if request.batch_invariant is not None:
+        rows.append({"op": INVARIANT, "request": str(request.batch_invariant), "source": "GLA_BATCH_INVARIANT"})
+    return rows

@@ -128,7 +128,7 @@ def _without_values(argument: Argument, spec: OpSpec, call: OpCall) -> Any:
     if argument.hint:
         return call.longest
     if argument.dtype is None:
-        return call.scalars.get(argument.name)
+        return call.scalars.get(argument.name, argument.default)
     if argument.name in spec.places or (argument.is_optional_input and argument.name not in call.given):
         return None
     has_integers = {Role.OFFSETS: call.variable_length, Role.SLOTS: call.indexed}.get(argument.role, False)

@@ -195,12 +195,7 @@ def is_replaced(owner: type) -> bool:
 
 
 def replacement(
-    module: ModuleType,
-    name: str,
-    function: Callable,
-    serves: Callable[[dict[str, Any]], bool],
-    within: str,
-    how: str,
+    module: ModuleType, name: str, function: Callable, serves: Callable[[dict[str, Any]], bool], within: str, how: str
 ) -> Replacement:
     """Returns the replacement of a module's function: the current one, an earlier one that layers hold, or a new one.
 

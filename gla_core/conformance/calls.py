@@ -311,8 +311,9 @@ def reference_results(name: str, x: Arguments | GlaInputs) -> Named:
         return results(name, _in_float64(x), "reference")
     rows = [results(name, _in_float64(alone(name, x, b)), "reference") for b in range(B)]
     joined = {n: torch.cat([row[n] for row in rows]) for n in rows[0]}
-    if "dg" in joined and x["g"].ndim == 1:  # all rows share a constant gate, and its gradient is a sum
-        joined["dg"] = torch.stack([row["dg"] for row in rows]).sum(0)
+    for n, dims in dims_of(name, joined).items():
+        if dims[0] not in ("B", "N"):  # all rows share the argument, such as a constant gate, and its gradient is a sum
+            joined[n] = torch.stack([row[n] for row in rows]).sum(0)
     return joined
 
 

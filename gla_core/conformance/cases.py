@@ -43,9 +43,9 @@ WRITING = tuple(name for name, spec in ABSTRACT_OPS.items() if any(result.writte
 """The ops with an argument `inplace`."""
 
 
-def having(*names: str) -> tuple[str, ...]:
-    """Returns the ops that public functions run and that have all of these arguments."""
-    return tuple(op for op in FORWARDS if set(names) <= set(ABSTRACT_OPS[op].parameters))
+def having(*names: str, among: tuple[str, ...] = FORWARDS) -> tuple[str, ...]:
+    """Returns the ops among some, by default those that public functions run, that have all of these arguments."""
+    return tuple(op for op in among if set(names) <= set(ABSTRACT_OPS[op].parameters))
 
 
 SERVING = having("pool")
@@ -86,6 +86,8 @@ PAIRS = tuple(op for op in WITH_STATES if differentiated(op) != op)
 """The ops on sequences that begin with a state, with a backward op of their own."""
 GRADIENTS_OF_STATES = tuple(differentiated(op) for op in PAIRS)
 """The backward ops of `PAIRS`."""
+GATED_BACKWARDS = having("g", among=BACKWARDS)
+"""The ops that compute the gradients of a gate."""
 DIFFERENTIATED = tuple(differentiated(op) for op in FORWARDS if ABSTRACT_OPS[op].differentiable)
 
 
@@ -182,7 +184,8 @@ def cases(
     if (cuda or at_size) and device != "cuda":
         return []
     if at_size:
-        chosen = [Case(op, w, w.sizes["dtype"], device) for w in _at_size(op)]
+        large = [w for w in select(ABSTRACT_OPS[op].public) if w.tags & AT_SIZE and not w.tags & SMALL]
+        chosen = [Case(op, w, w.sizes["dtype"], device) for w in large]
     else:
         workloads = [fitted(w, can) for w in _small(op, names, tag) if not gated or w.sizes.get("gates") != "none"]
         chosen = [Case(op, w, d, device) for w, d in _with_dtypes(workloads, dtypes_of(can), dtypes, device)]
@@ -256,10 +259,6 @@ def _nearest(width: int, widths: range) -> int:
 def _small(op: str, names: Iterable[str] = (), tag: str | None = None) -> list[Workload]:
     wanted = [w for w in select(ABSTRACT_OPS[op].public) if (w.tags & SMALL if tag is None else tag in w.tags)]
     return [w for w in wanted if not names or w.name in names]
-
-
-def _at_size(op: str) -> list[Workload]:
-    return [w for w in select(ABSTRACT_OPS[op].public) if w.tags & AT_SIZE and not w.tags & SMALL]
 
 
 def _tried(backend: Backend, device: str, op: str) -> list[Case]:

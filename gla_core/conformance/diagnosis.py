@@ -45,9 +45,11 @@ def diagnosis(rows: Sequence[Row], command: str) -> list[str]:
     failed = [row for row in rows if row["outcome"] == "failed"]
     if not failed:
         return []
-    op = min((row["op"] for row in failed), key=_place)
+    op = min((row["op"] for row in failed), key=lambda op: [*ABSTRACT_OPS, op].index(op))
     op_rows = [row for row in rows if row["op"] == op]
-    worst = _root(Counter(kind(row) for row in failed if row["op"] == op))
+    kinds = Counter(kind(row) for row in failed if row["op"] == op)
+    # If more cases have wrong values, NaN is their consequence: some tests put NaN where a wrong kernel reads.
+    worst = min((name for name in kinds if name != "NaN" or kinds["NaN"] >= kinds["values"]), key=KINDS.index)
     culprits = [row for row in failed if row["op"] == op and kind(row) == worst]
     examined, passed = experiment(op_rows, culprits)
     smallest = min(examined, key=lambda row: (row["size"], row["dtype"] != "float32", row["id"]))
@@ -60,14 +62,6 @@ def diagnosis(rows: Sequence[Row], command: str) -> list[str]:
         "to see it": f'{command} -k "{file} and {smallest["id"]}" -- --tb=short',
     }
     return [f"{label:<10}  {text}" for label, text in lines.items() if text]
-
-
-def _root(kinds: Counter[str]) -> str:
-    """Returns the kind of failure to mend first, given the number of failures of each kind.
-
-    If more cases have wrong values, NaN is their consequence: some tests put NaN where a wrong kernel reads.
-    """
-    return min((name for name in kinds if name != "NaN" or kinds["NaN"] >= kinds["values"]), key=KINDS.index)
 
 
 def experiment(rows: Iterable[Row], culprits: Iterable[Row]) -> tuple[list[Row], list[Row]]:
@@ -110,10 +104,6 @@ def distinct(failed: Sequence[Row], passed: Sequence[Row]) -> tuple[list[str], i
     return [rarest], number[rarest]
 
 
-def _place(op: str | None) -> int:
-    return [*ABSTRACT_OPS, op].index(op)
-
-
 def _cause(op: str, worst: str, culprits: Sequence[Row], failed: Sequence[Row]) -> str:
     """Returns the fault to mend first, or an empty text if wrong values of this op are the only failures."""
     quantities = ", ".join(dict.fromkeys(wrong["quantity"] for row in culprits for wrong in row["wrong"]))
@@ -129,7 +119,8 @@ def _cause(op: str, worst: str, culprits: Sequence[Row], failed: Sequence[Row]) 
     rest = len(failed) - len(culprits)
     if worst == "values" and not rest:
         return ""
-    return f"{text} ({_cases(culprits)})" + (f"; the other failures ({rest}) may follow from this" if rest else "")
+    cases = f"{len(culprits)} case{'s' * (len(culprits) != 1)}"
+    return f"{text} ({cases})" + (f"; the other failures ({rest}) may follow from this" if rest else "")
 
 
 def _in_common(rows: Sequence[Row], failed: Sequence[Row], passed: Sequence[Row]) -> str:
@@ -169,7 +160,3 @@ def _factor(row: Row, worst: str) -> str:
     where = "everywhere" if wrong["everywhere"] else "where it is wrong"
     hint = f": {wrong['hint']}" if wrong["hint"] else ""
     return f"{quantity} is {times} what is expected, {where}{hint}" if times else f"{quantity} is 0 {where}"
-
-
-def _cases(rows: Sequence[Row]) -> str:
-    return f"{len(rows)} case{'s' * (len(rows) != 1)}"

@@ -40,7 +40,10 @@ def divergence(quantity: str, out: Tensor, ref: Tensor, budget: float, case: Cas
     first = int(wrong.flatten().to(torch.uint8).argmax())
     index = tuple(first // math.prod(out.shape[i + 1 :]) % size for i, size in enumerate(out.shape))
     ratio = _ratio(out[wrong], ref[wrong])
-    numbers = _told_apart(float(out.flatten()[first]), float(ref.flatten()[first]))
+    here = float(out.flatten()[first]), float(ref.flatten()[first])
+    # with as many digits as show that they differ, at least three
+    texts = (tuple(number(x, digits) for x in here) for digits in range(3, 18))
+    numbers = next((pair for pair in texts if pair[0] != pair[1]), tuple(map(number, here)))
     counted = ref.isfinite() & (ref != 0)
     return {
         "quantity": quantity,
@@ -62,12 +65,6 @@ def _wrong(out: Tensor, ref: Tensor, budget: float) -> Tensor:
     size = torch.maximum(finite.abs(), finite.square().mean().sqrt())
     wrong = difference > CLEARLY * budget * size
     return wrong if wrong.any() else difference == difference.max()
-
-
-def _told_apart(out: float, ref: float) -> tuple[str, str]:
-    """Returns both numbers with as many digits as show that they differ, at least three."""
-    both = ((number(out, digits), number(ref, digits)) for digits in range(3, 18))
-    return next((pair for pair in both if pair[0] != pair[1]), (number(out), number(ref)))
 
 
 def _ratio(out: Tensor, ref: Tensor) -> float | None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import json
 import platform
 import re
-import subprocess
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +31,7 @@ from gla_core.conformance.summary import (
 )
 from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Capabilities
 from gla_core.files import check_writable, write_json
+from gla_core.installed import driver, version_of
 
 FORMAT = 2
 """Version of the summary's layout."""
@@ -107,14 +106,12 @@ class Report:
             yield from ((f"ERROR {broken}", RED) for broken in self._broken)
         yield from _plain(_not_declared_in_short(self._backend))
         yield from _plain(f"open: {why['reason']} ({why['cases']} cases)" for why in reasons(self.rows, "open"))
-        yield from _plain(table([row for row in self.rows if not self._is_of_no_interest(row)]))
+        # A passed case of an undeclared op only shows that it is refused.
+        rows = [row for row in self.rows if row["op"] in self._backend.ops or row["outcome"] != "passed"]
+        yield from _plain(table(rows))
         on = " --device cuda" if self._device == "cuda" else ""
         yield from _plain(diagnosis(self.rows, f"gla conformance {self._backend.name}{on}"))
         yield self._verdict(), {"bold": True, "red" if failed or self._broken else "green": True}
-
-    def _is_of_no_interest(self, row: dict[str, Any]) -> bool:
-        """Returns whether a case only shows that an undeclared op is refused."""
-        return row["op"] not in self._backend.ops and row["outcome"] == "passed"
 
     def _verdict(self) -> str:
         total, name = counts(self.rows), self._backend.name
@@ -127,15 +124,24 @@ class Report:
 
     def summary(self) -> dict[str, Any]:
         """Returns the summary of the run; `gla_core/conformance/README.md` explains its keys."""
+        backend = self._backend
+        differing = {op: _capabilities(can) for op, can in backend.op_capabilities.items()}
+        declared = {"ops": list(backend.ops), **_capabilities(backend.capabilities), "op_capabilities": differing}
         return {
             "format": FORMAT,
-            "backend": {"name": self._backend.name, "version": self._backend.version},
-            "versions": _versions(),
+            "backend": {"name": backend.name, "version": backend.version},
+            "versions": {
+                "gla_core": gla.__version__,
+                "torch": torch.__version__,
+                "triton": version_of("triton"),
+                "cuda": torch.version.cuda,
+                "python": platform.python_version(),
+            },
             "device": _device(self._device),
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "commit": self._commit,
-            "declared": _declared(self._backend),
-            "not_declared": not_declared(self._backend),
+            "declared": declared,
+            "not_declared": not_declared(backend),
             "counts": counts(self.rows),
             "failed": reasons(self.rows, "failed"),
             "open": reasons(self.rows, "open"),
@@ -182,11 +188,6 @@ def _left_out(can: Capabilities, ops: Iterable[str]) -> list[str]:
     ]
 
 
-def _declared(backend: Backend) -> dict[str, Any]:
-    differing = {op: _capabilities(can) for op, can in backend.op_capabilities.items()}
-    return {"ops": list(backend.ops), **_capabilities(backend.capabilities), "op_capabilities": differing}
-
-
 def _capabilities(can: Capabilities) -> dict[str, Any]:
     return {
         "devices": None if can.devices is None else sorted(can.devices),
@@ -208,14 +209,9 @@ def _failures(failed: Sequence[dict[str, Any]], verbose: bool) -> Iterator[str]:
     """Yields failed cases, a line each, root causes first; only the first few of each property unless `verbose`."""
     for group in by_property(sorted(failed, key=lambda row: KINDS.index(kind(row)))):
         shown = group if verbose else group[:NAMED]
-        yield from map(_failure, shown)
+        yield from (f"FAILED {case_name(row)}: {complaint(row)}" for row in shown)
         if len(shown) < len(group):
             yield f"       and {len(group) - len(shown)} more of {property_of(group[0])} (-v shows all)"
-
-
-def _failure(row: dict[str, Any]) -> str:
-    """Returns a failed case in a line."""
-    return f"FAILED {case_name(row)}: {complaint(row)}"
 
 
 def _reason(report: pytest.TestReport | pytest.CollectReport) -> str | None:
@@ -231,32 +227,9 @@ def _reason(report: pytest.TestReport | pytest.CollectReport) -> str | None:
     return re.sub(r"(?:/[^\s/'\":]+)+/([^\s/'\":]+)", r"\1", first)[:300]
 
 
-def _versions() -> dict[str, str | None]:
-    try:
-        triton = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        triton = None
-    return {
-        "gla_core": gla.__version__,
-        "torch": torch.__version__,
-        "triton": triton,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-    }
-
-
 def _device(kind: str) -> dict[str, str | None]:
     if kind != "cuda":
         return {"type": kind, "name": platform.machine()}
     major, minor = torch.cuda.get_device_capability()
     name = torch.cuda.get_device_name()
-    return {"type": kind, "name": name, "compute_capability": f"{major}.{minor}", "driver": _driver()}
-
-
-def _driver() -> str | None:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        lines = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return lines[0] if lines else None
+    return {"type": kind, "name": name, "compute_capability": f"{major}.{minor}", "driver": driver()}

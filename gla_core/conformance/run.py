@@ -40,13 +40,8 @@ def run(
         UnknownBackendError: no backend has this name.
     """
     registry.get(name)
-    asked = {
-        "--gla-backend": name,
-        "--gla-device": device,
-        "--gla-report": report,
-        "--gla-commit": commit,
-        "-k": select,
-    }
+    asked = {"--gla-backend": name, "--gla-device": device, "--gla-report": report}
+    asked |= {"--gla-commit": commit, "-k": select}
     arguments = [text for option, value in asked.items() if value for text in (option, value)]
     # The kit's own settings and its path: settings and a conftest.py of the current folder have no effect. If pytest is
     # given the name of a package, it loads test*/conftest.py of the current folder.

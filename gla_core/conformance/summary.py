@@ -26,17 +26,14 @@ def counts(rows: list[Row]) -> dict[str, int]:
 
 def properties(rows: list[Row]) -> list[dict[str, Any]]:
     """Returns, per op and property, the cases, failures, open cases, and the worst error relative to its budget."""
-    return [
-        {
-            "op": group[0]["op"],
-            "property": property_of(group[0]),
-            "cases": len(group),
-            "failed": sum(row["outcome"] == "failed" for row in group),
-            "open": sum(row["outcome"] == "open" for row in group),
-            "worst": _worst(group),
-        }
-        for group in by_property(rows)
-    ]
+    judged = []
+    for group in by_property(rows):
+        errors = [{"case": case_name(row), **error} for row in group for error in row["errors"]]
+        numbers = {outcome: sum(row["outcome"] == outcome for row in group) for outcome in ("failed", "open")}
+        worst = finite(max(errors, key=_ratio)) if errors else None
+        named = {"op": group[0]["op"], "property": property_of(group[0])}
+        judged.append({**named, "cases": len(group), **numbers, "worst": worst})
+    return judged
 
 
 def by_property(rows: Iterable[Row]) -> list[list[Row]]:
@@ -95,11 +92,6 @@ def finite(error: dict[str, Any]) -> dict[str, Any]:
     """Returns the error as JSON values: its number is None if it is infinite or NaN."""
     value = error["error"]
     return {**error, "error": value if value is not None and math.isfinite(value) else None}
-
-
-def _worst(rows: list[Row]) -> dict[str, Any] | None:
-    errors = [{"case": case_name(row), **error} for row in rows for error in row["errors"]]
-    return finite(max(errors, key=_ratio)) if errors else None
 
 
 def _ratio(error: dict[str, Any]) -> float:

@@ -20,7 +20,7 @@ from gla_core.conformance.calls import (
     run,
     training_request,
 )
-from gla_core.conformance.cases import GRADIENTS_OF_STATES, PAIRS, SEQUENCES, WITH_STATES, having, over
+from gla_core.conformance.cases import GATED_BACKWARDS, PAIRS, SEQUENCES, having, over
 
 WITH_LOGITS = having("gate_normalizer")
 DIVIDED_BY_4 = tuple(op for op in WITH_LOGITS if op in having("pool") or op in having("norm_eps"))
@@ -42,7 +42,7 @@ def test_float32_gates(backend, case, measure):
     check(case.call, call_arguments(case, gate_dtype=torch.float32), backend.name, measure)
 
 
-@over(GRADIENTS_OF_STATES, "short", "packed", "extreme", "per_head", "constant")
+@over(GATED_BACKWARDS, "short", "packed", "extreme", "per_head", "constant")
 def test_gradients_of_float32_gates(backend, case, measure):
     x = inputs(case, gate_dtype=torch.float32)
     out = gradients(case.op, x, training_request(backend))
@@ -61,7 +61,7 @@ def test_gates_from_logits(backend, case, measure):
     check(case.call, as_logits(case.op, x, 4 if case.op in DIVIDED_BY_4 else None), backend.name, measure)
 
 
-@over(PAIRS, "last_chunk_partial", "per_head", dtypes="rotating")
+@over(having("g", among=PAIRS), "last_chunk_partial", "per_head", dtypes="rotating")
 @NORMALIZERS
 def test_every_logit(backend, case, normalizer, measure):
     x = call_arguments(case)
@@ -69,14 +69,14 @@ def test_every_logit(backend, case, normalizer, measure):
     check(case.call, as_logits(case.op, x, normalizer), backend.name, measure)
 
 
-@over(GRADIENTS_OF_STATES, gated=True, dtypes="rotating")
+@over(GATED_BACKWARDS, gated=True, dtypes="rotating")
 def test_gradients_of_logits(backend, case, measure):
     x = inputs(case)
     x = as_logits("chunk_gla", {**x, "g": random_logits(x["g"])}, 16)
     compare(case.op, x, gradients(case.op, x, training_request(backend)), oracle_gradients(case.op, x), measure)
 
 
-@over(GRADIENTS_OF_STATES, "last_chunk_partial", "per_head", dtypes="rotating")
+@over(GATED_BACKWARDS, "last_chunk_partial", "per_head", dtypes="rotating")
 @NORMALIZERS
 def test_gradients_of_every_logit(backend, case, normalizer, measure):
     x = inputs(case)
@@ -88,7 +88,15 @@ def test_gradients_of_every_logit(backend, case, normalizer, measure):
 # ---- gates of -inf
 
 
-@over(WITH_STATES, "one_chunk", "last_chunk_partial", "odd_widths", "grouped", "per_head", dtypes="rotating")
+@over(
+    having("initial_state", "g"),
+    "one_chunk",
+    "last_chunk_partial",
+    "odd_widths",
+    "grouped",
+    "per_head",
+    dtypes="rotating",
+)
 @pytest.mark.parametrize("cut", [1, 41, 63])
 def test_nothing_crosses_a_gate_of_minus_infinity(backend, case, cut, measure):
     """After alpha = 0 nothing depends on earlier tokens, not even the last bit."""
@@ -104,7 +112,7 @@ def test_nothing_crosses_a_gate_of_minus_infinity(backend, case, cut, measure):
     compare(case.op, x, outs[0], expected(case.op, x).results, measure)
 
 
-@over(GRADIENTS_OF_STATES, "one_chunk", "last_chunk_partial", "grouped", "per_head", dtypes="rotating")
+@over(GATED_BACKWARDS, "one_chunk", "last_chunk_partial", "grouped", "per_head", dtypes="rotating")
 @pytest.mark.parametrize("cut", [1, 41, 63])
 def test_no_gradient_crosses_a_gate_of_minus_infinity(backend, case, cut, measure):
     x = call_arguments(case, initial_state=True)
@@ -122,7 +130,7 @@ def first_tokens(x):
     return [start for start, end in itertools.pairwise(x["cu_seqlens"].tolist()) if start < end]
 
 
-@over(GRADIENTS_OF_STATES, "short", "last_chunk_partial", "grouped", "packed", "padded", "per_head", dtypes="rotating")
+@over(GATED_BACKWARDS, "short", "last_chunk_partial", "grouped", "packed", "padded", "per_head", dtypes="rotating")
 def test_gradient_of_g_is_zero_where_nothing_passes(backend, case, measure):
     """The gradient of g is exactly 0 at a gate of -inf, and at the first token of a sequence that starts from zero."""
     x = call_arguments(case, gates="-inf", initial_state=False)
@@ -143,9 +151,7 @@ GATES = {
 }
 
 
-@over(
-    GRADIENTS_OF_STATES, "short", "last_chunk_partial", "grouped", "packed", "per_head", "constant", dtypes="rotating"
-)
+@over(GATED_BACKWARDS, "short", "last_chunk_partial", "grouped", "packed", "per_head", "constant", dtypes="rotating")
 @pytest.mark.parametrize("gates", GATES)
 def test_gradients_of_every_gate(backend, case, gates, measure):
     """Checks gates of one strength everywhere, and gates of mixed strengths.
@@ -157,7 +163,7 @@ def test_gradients_of_every_gate(backend, case, gates, measure):
     check(case.op, x, backend.name, measure)
 
 
-@over(GRADIENTS_OF_STATES, "last_chunk_partial", "per_head")
+@over(GATED_BACKWARDS, "last_chunk_partial", "per_head")
 def test_gradient_of_strong_gates_before_open_ones(backend, case, measure):
     """The large q * dq and k * dk of the later tokens must leave no error in the small dg of the first tokens."""
     x = call_arguments(case, T=300)

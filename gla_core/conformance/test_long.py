@@ -30,7 +30,7 @@ def with_ends(out):
 
     A forward goes wrong at the last tokens, and a backward also at the first ones.
     """
-    along = {n: y for n, y in out.items() if not any(word in n for word in ("state", "pool", "decay"))}
+    along = {n: y for n, y in out.items() if y.ndim > 1 and not any(word in n for word in ("state", "pool", "decay"))}
     ends = {f"first of {n}": y[:, :50] for n, y in along.items()}
     return out | ends | {f"last of {n}": y[:, -50:] for n, y in along.items()}
 

@@ -5,35 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gla_core.conformance.calls import (
-    call_arguments,
-    check,
-    compare,
-    described,
-    expected,
-    fill_freed_memory,
-    gradients,
-    heads_first,
-    inputs,
-    last_two_swapped,
-    loss_gradients,
-    oracle_gradients,
-    output_shape,
-    poisoned,
-    repeated,
-    results,
-    run,
-    tensors,
-    three_runs,
-    tokens,
-    training_request,
-    with_room,
-    written_tensors,
-)
+from gla_core.conformance import calls
 from gla_core.conformance.cases import (
     DRAFTS,
     EVERY_OP,
     FORWARDS,
+    GATED_BACKWARDS,
     GRADIENTS_OF_STATES,
     PROMPTS,
     WITH_STATES,
@@ -58,16 +35,16 @@ PER_SEQUENCE = ("read_slots", "slots", "ring_start", "num_accepted")
 def strided(name, x):
     """Returns the arguments as views: heads before tokens, rows amid others, and room between the heads of states."""
     views = {n: torch.stack([x[n], -x[n]], -1)[..., 0] for n in PER_SEQUENCE if x.get(n) is not None}
-    for n, argument in described(name).items():
+    for n, argument in calls.described(name).items():
         if not isinstance(y := x.get(n), torch.Tensor) or y.ndim < 2 or n in views:
             continue
         dims = argument.dims(y)
         if not dims:  # a tensor of any shape
             views[n] = torch.nn.functional.pad(y, (3, 2))[..., 3:-2]
         elif dims[0] == "B":
-            views[n] = heads_first(y) if dims[1].startswith("T") else second_of_three(y)
+            views[n] = calls.heads_first(y) if dims[1].startswith("T") else second_of_three(y)
         elif n == "initial_state":
-            views[n] = with_room(y)
+            views[n] = calls.with_room(y)
         elif n == "state":
             views[n] = y.transpose(0, 1).contiguous().transpose(0, 1)
     return {**x, **views}
@@ -86,17 +63,17 @@ def second_of_three(y):
 )
 def test_strided_views(backend, case, measure):
     for options in ({}, {"inplace": True}) if case.op in WRITING else ({},):
-        x = call_arguments(case)
-        check(case.call, strided(case.call, x), backend.name, measure, expected(case.call, x), **options)
+        x = calls.call_arguments(case)
+        calls.check(case.call, strided(case.call, x), backend.name, measure, calls.expected(case.call, x), **options)
 
 
 @over(WITH_STATES, dtypes="rotating")
 def test_initial_states_with_values_first(backend, case, measure):
-    x = call_arguments(case)
-    views = {n: heads_first(y) for n, y in tokens(case.op, x).items()}
+    x = calls.call_arguments(case)
+    views = {n: calls.heads_first(y) for n, y in calls.tokens(case.op, x).items()}
     if x["initial_state"] is not None:
-        views["initial_state"] = last_two_swapped(x["initial_state"])
-    check(case.op, {**x, **views}, backend.name, measure, expected(case.op, x))
+        views["initial_state"] = calls.last_two_swapped(x["initial_state"])
+    calls.check(case.op, {**x, **views}, backend.name, measure, calls.expected(case.op, x))
 
 
 @over(
@@ -109,37 +86,37 @@ def test_initial_states_with_values_first(backend, case, measure):
     dtypes="rotating",
 )
 def test_written_states_with_values_first(backend, case, measure):
-    x = call_arguments(case)
-    ref, name = expected(case.op, x), "pool" if "pool" in x else "state"
-    x[name] = last_two_swapped(x[name])
+    x = calls.call_arguments(case)
+    ref, name = calls.expected(case.op, x), "pool" if "pool" in x else "state"
+    x[name] = calls.last_two_swapped(x[name])
     swapped = {name: x[name].mT}
     assert swapped[name].is_contiguous() or case.workload.sizes.get("page")
-    check(case.op, x, backend.name, measure, ref, **swapped, state_v_first=True)
+    calls.check(case.op, x, backend.name, measure, ref, **swapped, state_v_first=True)
 
 
 @over(GRADIENTS_OF_STATES, dtypes="rotating")
-@pytest.mark.parametrize("states", [with_room, last_two_swapped], ids=["with_room", "values_first"])
+@pytest.mark.parametrize("states", [calls.with_room, calls.last_two_swapped], ids=["with_room", "values_first"])
 def test_gradients_of_strided_views(backend, case, states, measure):
     """Inputs and incoming gradients may be strided views."""
-    x = inputs(case)
-    views = {n: heads_first(y) for n, y in tokens(case.op, x).items()}
+    x = calls.inputs(case)
+    views = {n: calls.heads_first(y) for n, y in calls.tokens(case.op, x).items()}
     if x["initial_state"] is not None:
         views["initial_state"] = states(x["initial_state"])
-    do, dstate = loss_gradients(case.op, x).values()
-    loss = {"o": heads_first(do), "state": states(dstate)}
-    out = gradients(case.op, {**x, **views}, training_request(backend), loss=loss)
-    compare(case.op, x, out, oracle_gradients(case.op, x), measure)
+    do, dstate = calls.loss_gradients(case.op, x).values()
+    loss = {"o": calls.heads_first(do), "state": states(dstate)}
+    out = calls.gradients(case.op, {**x, **views}, calls.training_request(backend, case.op), loss=loss)
+    calls.compare(case.op, x, out, calls.oracle_gradients(case.op, x), measure)
 
 
-@over(GRADIENTS_OF_STATES, "short", "grouped", "packed", "per_head", dtypes="rotating")
+@over(GATED_BACKWARDS, "short", "grouped", "packed", "per_head", dtypes="rotating")
 @pytest.mark.parametrize("dimensions", [(0,), (1,), (0, 1, 2, 3)], ids=["first", "second", "all"])
 def test_gradients_of_repeated_values(backend, case, dimensions, measure):
     """Gates and incoming gradients may have strides of 0; the gradient of a sum has stride 0 in all dimensions."""
-    x = inputs(case)
-    x["g"] = repeated(x["g"], *dimensions[: x["g"].ndim])
-    loss = {n: repeated(d, *dimensions) for n, d in loss_gradients(case.op, x).items()}
-    out = gradients(case.op, x, training_request(backend), loss=loss)
-    compare(case.op, x, out, oracle_gradients(case.op, x, loss), measure)
+    x = calls.inputs(case)
+    x["g"] = calls.repeated(x["g"], *dimensions[: x["g"].ndim])
+    loss = {n: calls.repeated(d, *dimensions) for n, d in calls.loss_gradients(case.op, x).items()}
+    out = calls.gradients(case.op, x, calls.training_request(backend, case.op), loss=loss)
+    calls.compare(case.op, x, out, calls.oracle_gradients(case.op, x, loss), measure)
 
 
 # ---- memory of results
@@ -147,16 +124,16 @@ def test_gradients_of_repeated_values(backend, case, dimensions, measure):
 
 @over(EVERY_OP, functions=True, dtypes="rotating")
 def test_no_uninitialised_output(backend, case, measure):
-    x = call_arguments(case)
-    ref = expected(case.call, x)
-    with poisoned(backend.can(case.op), case.device):
-        check(case.call, x, backend.name, measure, ref)
+    x = calls.call_arguments(case)
+    ref = calls.expected(case.call, x)
+    with calls.poisoned(backend.can(case.op), case.device):
+        calls.check(case.call, x, backend.name, measure, ref)
 
 
 @over(EVERY_OP, few=FEW, functions=True, dtypes="rotating", requires="deterministic")
 def test_same_bits(backend, case, measure):
-    x = call_arguments(case)
-    first, *again = three_runs(lambda: results(case.call, x, backend.name), case.device)
+    x = calls.call_arguments(case)
+    first, *again = calls.three_runs(lambda: calls.results(case.call, x, backend.name), case.device)
     for out in again:
         measure(out, first, 0)
 
@@ -174,9 +151,9 @@ def test_same_bits(backend, case, measure):
 )
 def test_results_can_be_changed_in_place(backend, case):
     """In-place changes work with autograd, too."""
-    x = call_arguments(case)
-    next(iter(tensors(x).values())).requires_grad_()
-    for y in run(case.call, x, training_request(backend, case.op)).values():
+    x = calls.call_arguments(case)
+    next(iter(calls.tensors(x).values())).requires_grad_()
+    for y in calls.run(case.call, x, calls.training_request(backend, case.op)).values():
         y.mul_(2)
 
 
@@ -190,11 +167,11 @@ def test_results_can_be_changed_in_place(backend, case):
 )
 def test_out(backend, case, measure):
     """The result may be rows of a larger tensor, whose other rows keep their bits."""
-    x = call_arguments(case)
-    B, T, *rest = output_shape(x["q"], x["v"])
+    x = calls.call_arguments(case)
+    B, T, *rest = calls.output_shape(x["q"], x["v"])
     larger = normal((B * T + 5, *rest), case.dtype, torch.Generator(case.device).manual_seed(2))
     before, out = larger.clone(), larger[2:-3].unflatten(0, (B, T))
-    returned = check(case.op, x, backend.name, measure, out=out)
+    returned = calls.check(case.op, x, backend.name, measure, out=out)
     assert returned["o"] is out, f"{case.op} must return the tensor `out` that it was given"
     for rows in (slice(None, 2), slice(-3, None)):
         measure({"rows beside out": larger[rows]}, {"rows beside out": before[rows]}, 0)
@@ -221,8 +198,8 @@ def test_inputs_unchanged_inplace(backend, case, measure):
 
 
 def check_inputs_unchanged(backend, case, measure, written, **options):
-    x, before = call_arguments(case), call_arguments(case)
-    fill_freed_memory(float("nan"), case.device)
-    run(case.call, x, backend.name, **options)
-    kept = [n for n in tensors(x) if n not in {*written, *written_tensors(case.call, x)}]
+    x, before = calls.call_arguments(case), calls.call_arguments(case)
+    calls.fill_freed_memory(float("nan"), case.device)
+    calls.run(case.call, x, backend.name, **options)
+    kept = [n for n in calls.tensors(x) if n not in {*written, *calls.written_tensors(case.call, x)}]
     measure({n: x[n] for n in kept}, {n: before[n] for n in kept}, 0)

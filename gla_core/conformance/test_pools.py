@@ -79,11 +79,7 @@ def test_new_sequences_in_pad_slots(backend, case, measure):
     check(case.op, x, backend.name, measure)
 
 
-@over(
-    (*PROMPTS, *DRAFTS),
-    few={PROMPTS: "small per_head checkpoints", DRAFTS: "small per_head"},
-    dtypes="rotating",
-)
+@over((*PROMPTS, *DRAFTS), few={PROMPTS: "small per_head checkpoints", DRAFTS: "small per_head"}, dtypes="rotating")
 def test_sequences_may_read_one_slot(backend, case, measure):
     """Two requests with one cached prefix."""
     x = call_arguments(case, pool=16)

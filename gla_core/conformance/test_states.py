@@ -26,7 +26,7 @@ from gla_core.conformance.calls import (
     tokens,
     training_request,
 )
-from gla_core.conformance.cases import GRADIENTS_OF_STATES, PAIRS, WITH_STATES, over
+from gla_core.conformance.cases import GATED_BACKWARDS, GRADIENTS_OF_STATES, PAIRS, WITH_STATES, having, over
 
 CUTS = pytest.mark.parametrize("cut", [1, 63, 64, 77])
 
@@ -39,15 +39,7 @@ def test_state_only_if_asked(backend, case, measure):
     compare(case.op, x, out, {"o": expected(case.op, x).results["o"]}, measure)
 
 
-@over(
-    WITH_STATES,
-    "last_chunk_partial",
-    "grouped",
-    "minus_infinity",
-    "per_head",
-    "constant",
-    dtypes="rotating",
-)
+@over(WITH_STATES, "last_chunk_partial", "grouped", "minus_infinity", "per_head", "constant", dtypes="rotating")
 @CUTS
 def test_state_hand_off(backend, case, cut, measure):
     """One call equals two calls that are joined by the state."""
@@ -95,7 +87,7 @@ def test_gradient_hand_off(backend, case, cut, measure):
     x, forward = call_arguments(case), public_op(case.op).name
     (_, first), _ = in_two(forward, inputs(case), cut)
     (early_rows, early), (late_rows, late) = in_two(case.op, x, cut)
-    state = run(forward, first, training_request(backend))["state"]
+    state = run(forward, first, training_request(backend, case.op))["state"]
     after = run(case.op, {**late, "initial_state": state}, backend.name)
     before = run(case.op, {**early, "dstate": after.pop("dinitial_state")}, backend.name)
     order = torch.cat([early_rows, late_rows]).argsort()
@@ -126,16 +118,16 @@ def test_checkpoints(backend, case, every, measure, layout):
     layout(out, {"checkpoints": (states.shape, checkpoint_dtype(case.dtype))}, case.device, tensors(x))
 
 
-@over(PAIRS, *FORMS, dtypes="rotating", requires="checkpoints")
+@over(having("g", among=PAIRS), *FORMS, dtypes="rotating", requires="checkpoints")
 def test_checkpoints_of_logits(backend, case, measure):
     x = call_arguments(case)
     x = as_logits(case.op, {**x, "g": random_logits(x["g"]), "checkpoint_every": 128}, 16)
     check(case.op, x, backend.name, measure)
 
 
-def with_checkpoints(case, x, every, **logits):
+def with_checkpoints(case, x, every, **changes):
     """Returns the arguments of a backward with the checkpoints of the oracle."""
-    states = oracle_results(public_op(case.op).name, inputs(case), checkpoint_every=every, g=x["g"], **logits)
+    states = oracle_results(public_op(case.op).name, inputs(case), checkpoint_every=every, **changes)
     return {**x, "checkpoints": states["checkpoints"].to(checkpoint_dtype(case.dtype)), "checkpoint_every": every}
 
 
@@ -146,8 +138,8 @@ def test_gradients_from_checkpoints(backend, case, every, measure):
     check(case.op, with_checkpoints(case, call_arguments(case), every), backend.name, measure)
 
 
-@over(GRADIENTS_OF_STATES, *FORMS, dtypes="rotating")
+@over(GATED_BACKWARDS, *FORMS, dtypes="rotating")
 def test_gradients_of_logits_from_checkpoints(backend, case, measure):
     x = call_arguments(case)
     x = as_logits(case.op, {**x, "g": random_logits(x["g"])}, 16)
-    check(case.op, with_checkpoints(case, x, 128, gate_normalizer=16), backend.name, measure)
+    check(case.op, with_checkpoints(case, x, 128, g=x["g"], gate_normalizer=16), backend.name, measure)

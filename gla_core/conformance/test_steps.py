@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gla_core.conformance.calls import call_arguments, check, compare, expected, oracle_results, public_op, run, twice
-from gla_core.conformance.cases import STEPS, WITH_STATES, over, relative
+from gla_core.conformance.cases import STEPS, having, over, relative
 from gla_core.conformance.tolerances import FORWARD
 from gla_core.workloads.inputs import token_of
 
@@ -94,18 +94,12 @@ def test_steps_in_a_row(backend, case, measure):
 
 
 @over(
-    WITH_STATES,
+    having("initial_state", "g"),
     *("short", "one_more_than_a_chunk", "grouped", "minus_infinity", "per_head_closed", "constant", "grouped_values"),
     also="state",
     dtypes="rotating",
 )
 def test_chunk_equals_steps(backend, case, measure):
     x = call_arguments(case, initial_state=True)
-    compare(
-        case.op,
-        x,
-        in_a_row(relative(case.op, "state"), x, backend),
-        run(case.op, x, backend.name),
-        measure,
-        twice(FORWARD),
-    )
+    steps = in_a_row(relative(case.op, "state"), x, backend)
+    compare(case.op, x, steps, run(case.op, x, backend.name), measure, twice(FORWARD))

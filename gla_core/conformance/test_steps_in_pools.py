@@ -37,12 +37,7 @@ def test_slots_outside_the_pool(backend, case, which, pad, measure):
     check(case.op, x, backend.name, measure)
 
 
-@over(
-    DRAFTS,
-    *("small", "accepted", "grouped", "per_head", "constant", "ungated"),
-    dtypes="rotating",
-    also="state",
-)
+@over(DRAFTS, *("small", "accepted", "grouped", "per_head", "constant", "ungated"), dtypes="rotating", also="state")
 def test_equals_steps_one_by_one(backend, case, measure):
     """The tokens of a call equal steps one by one, from states that are gathered before."""
     x = call_arguments(case, pool_dtype=torch.float32)

@@ -10,7 +10,6 @@ Entries of another version or with other names of constants are ignored, and so 
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import json
 import threading
 from collections.abc import Mapping
@@ -33,6 +32,7 @@ from gla_core.dispatch.backend import (
 )
 from gla_core.dispatch.environment import environment
 from gla_core.files import write_json
+from gla_core.installed import version_of
 
 STAND_IN = "NVIDIA H200"
 """The device whose constants are used on a CUDA device that has not been measured."""
@@ -198,12 +198,5 @@ def _versioned(backend: Backend) -> str:
 
 @functools.cache
 def _conditions(kind: str) -> str:
-    triton, gla_core = (_version_of(name) for name in ("triton", registry.OWN_DISTRIBUTION))
+    triton, gla_core = (version_of(name) or "none" for name in ("triton", registry.OWN_DISTRIBUTION))
     return f"{kind}, torch {torch.__version__}, triton {triton}, gla_core {gla_core}"
-
-
-def _version_of(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"

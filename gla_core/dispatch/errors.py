@@ -49,6 +49,12 @@ def said(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def check_known(what: str, name: str, known: Iterable[str], kind: type[Exception] = ValueError) -> None:
+    """Raises an error of a kind for a name that is not among the known ones; it says which one is near, and all."""
+    if name not in known:
+        raise kind(f"unknown {what} {name!r}{nearest(name, known)} (there are {', '.join(known)})")
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Returns "; did you mean 'x'?" with the known name that is spelled most like `name`, or '' if none is close."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)

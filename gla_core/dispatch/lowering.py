@@ -17,6 +17,7 @@ from gla_core.dispatch.backend import (
     Op,
     OpCall,
     Prepared,
+    Reason,
     arguments_of,
     as_received,
     by_keyword,
@@ -35,11 +36,18 @@ def completed(backend: Backend) -> Backend:
     return dataclasses.replace(backend, ops={**backend.ops, **ops}, op_capabilities={**can, **backend.op_capabilities})
 
 
-def lowered(op: str, part: Op) -> Prepared:
+def lowered(
+    op: str, part: Op, direct: Prepared | None = None, refusal: Callable[[OpCall], Reason | None] = lambda call: None
+) -> Prepared:
     """Returns an implementation of an op that computes by `part`, an implementation of the op in its lowering.
 
     A backend that is registered gets it without asking. A backend with a kernel for some devices alone may call it for
-    the others.
+    the others. For each call it is refused, and its time is predicted, as the part is.
+
+    Args:
+        direct: an implementation of the op itself, for the calls that `refusal` does not refuse. It takes all arguments
+            of the op, in order.
+        refusal: takes a call, returns why `direct` cannot compute it, so that `part` does; None if it can.
 
     Example:
         >>> pool = lowered("chunk_gla_pool", chunk_gla_fwd)
@@ -49,17 +57,27 @@ def lowered(op: str, part: Op) -> Prepared:
     lowering, takes = OP_LOWERINGS[op], arguments_of(part)
 
     def prepare(call: OpCall) -> Callable[..., Any]:
+        """Returns the function that computes calls of one signature, directly or by the other op."""
+        if direct is not None and refusal(call) is None:
+            return direct.prepare(call)
         if not isinstance(part, Prepared):
             return lowering.function(_by_name(part, takes, by_keyword(part)))
         functions = (prepared(part, as_received(part, each)) for each, _ in lowering.parts(call))
         return lowering.function(*(_by_name(function, takes, False) for function in functions))
 
     def kernels(call: OpCall) -> list[str]:
-        if not isinstance(part, Prepared) or part.kernels is None:
-            return []
-        return part.kernels(as_received(part, lowering.parts(call)[0][0]))
+        reason = None if direct is None else refusal(call)
+        if direct is not None and reason is None:
+            return _lines(direct, call)
+        by_part = _lines(part, as_received(part, lowering.parts(call)[0][0]))
+        return by_part if reason is None else [*by_part, f"by {lowering.by}: {reason}"]
 
     return Prepared(prepare, OP_PARAMETERS[op], kernels, lowering.parts)
+
+
+def _lines(op: Op, call: OpCall) -> list[str]:
+    """Returns the lines of an implementation for `explain`; see `Prepared.kernels`."""
+    return op.kernels(call) if isinstance(op, Prepared) and op.kernels is not None else []
 
 
 def _by_name(function: Callable[..., Any], takes: tuple[str, ...], keywords: bool) -> Callable[..., Any]:

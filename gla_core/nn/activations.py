@@ -8,22 +8,16 @@ from collections.abc import Callable, Mapping
 import torch.nn.functional as F
 from torch import Tensor
 
-from gla_core.dispatch.errors import nearest
+from gla_core.dispatch.errors import check_known
 
 Activation = Callable[[Tensor], Tensor]
-
-
-def _squared_relu(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
 ACTIVATIONS: Mapping[str, Activation] = {
     "relu": F.relu,
     "sigmoid": F.sigmoid,
     "logsigmoid": F.logsigmoid,
     "silu": F.silu,
     "swish": F.silu,
-    "sqrelu": _squared_relu,
+    "sqrelu": lambda x: F.relu(x).square(),
     "gelu": functools.partial(F.gelu, approximate="tanh"),
 }
 
@@ -40,8 +34,5 @@ def activation(argument: str, name: str | Activation) -> Activation:
     """
     if not isinstance(name, str):
         return name
-    if name not in ACTIVATIONS:
-        raise ValueError(
-            f"unknown {argument} {name!r}{nearest(name, ACTIVATIONS)} (there are {', '.join(ACTIVATIONS)})"
-        )
+    check_known(argument, name, ACTIVATIONS)
     return ACTIVATIONS[name]

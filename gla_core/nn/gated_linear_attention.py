@@ -134,13 +134,9 @@ class GatedLinearAttention(Recurrent, Merging):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        hidden_size, num_heads, num_kv_heads, conv_size, gate_low_rank_dim = positive(
-            hidden_size=hidden_size,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            conv_size=conv_size,
-            gate_low_rank_dim=gate_low_rank_dim,
-        )
+        hidden_size, num_heads = positive(hidden_size=hidden_size, num_heads=num_heads)
+        num_kv_heads, conv_size = positive(num_kv_heads=num_kv_heads, conv_size=conv_size)
+        (gate_low_rank_dim,) = positive(gate_low_rank_dim=gate_low_rank_dim)
         if num_heads % num_kv_heads != 0:
             raise ValueError(f"num_heads is {num_heads}; expected a multiple of num_kv_heads = {num_kv_heads}")
         if not 0 < gate_logit_normalizer < math.inf:

@@ -193,7 +193,7 @@ class HGRN2(Recurrent, Merging):
         def op_inputs(_x: Tensor, convolve: Convolve) -> tuple[Tensor, ...]:
             return self._op_inputs(made, convolve, lower_bound)
 
-        return recurrence.read_tokens(self, op_inputs, _heads_together, x, state, inplace, state_indices)
+        return recurrence.read_tokens(self, op_inputs, lambda o, _x: o.flatten(-2), x, state, inplace, state_indices)
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
@@ -252,10 +252,6 @@ class HGRN2(Recurrent, Merging):
         o = self.g_norm(o.flatten(-2))
         with not_kept(o):
             return self.o_proj(o) if residual is None else added(residual, self.o_proj, o)
-
-
-def _heads_together(o: Tensor, _x: Tensor) -> Tensor:
-    return o.flatten(-2)
 
 
 def _key(g: Tensor) -> Tensor:

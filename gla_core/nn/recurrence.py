@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from gla_core.dispatch import request
-from gla_core.dispatch.errors import nearest
+from gla_core.dispatch.errors import check_known
 from gla_core.dispatch.tensors import wide
 from gla_core.nn.gates import gate_options
 from gla_core.nn.interface import Histories, OpInputs, Output, RecurrentLayer
@@ -204,10 +204,13 @@ class Step(NamedTuple):
         layer, slots, options = self.layer, self.state_indices, gate_options(self.layer)
         layer_step, options = layer.ops.layer_step, {**options, "backend": layer.backend}
         activation = norm.activation_in_op(gate) if isinstance(norm, RMSNormGated) else None
-        if activation is not None and layer_step is not None and _fit(self.token[0], gate, norm.weight):
+        q, weight = self.token[0], norm.weight if activation is not None else None
+        fits = gate is None or gate.dtype == q.dtype
+        fits = fits and (weight is None or (weight.dtype in (q.dtype, torch.float32) and not is_dtensor(q)))
+        if activation is not None and layer_step is not None and fits:
             options |= {"norm_eps": norm.eps, "activation": activation}
             gate = None if gate is None else gate.squeeze(1)
-            args = (self.state, gate, norm.weight, layer.scale, slots)
+            args = (self.state, gate, weight, layer.scale, slots)
             return layer_step(*self.token, *args, **options).unsqueeze(1)
         o, _ = layer.ops.step(*self.token, self.state, layer.scale, slots, True, **options)
         return norm(o.unsqueeze(1), gate)
@@ -216,13 +219,6 @@ class Step(NamedTuple):
 def normed(o: Tensor | Step, norm: nn.Module, gate: Tensor | None) -> Tensor:
     """Returns the op's o [B, T, Ho, V], or that of a step that has not run, after a norm and an output gate."""
     return norm(o, gate) if isinstance(o, Tensor) else o.normed(norm, gate)
-
-
-def _fit(q: Tensor, gate: Tensor | None, weight: Any) -> bool:
-    """Returns whether the op of a step and a norm takes an output gate and a weight of the norm together with q."""
-    if gate is not None and gate.dtype != q.dtype:
-        return False
-    return weight is None or (weight.dtype in (q.dtype, torch.float32) and not is_dtensor(q))
 
 
 class _Convolved:
@@ -335,8 +331,7 @@ def _with_rows(pool: Tensor, new: Tensor, indices: Tensor | None, inplace: bool)
 
 def check_computation(mode: str, backend: str | None) -> None:
     """Raises ValueError for an unknown mode, and the errors of `request.check` for an invalid backend."""
-    if mode not in MODES:
-        raise ValueError(f"unknown mode {mode!r}{nearest(mode, MODES)} (there are {', '.join(MODES)})")
+    check_known("mode", mode, MODES)
     if backend is not None:
         request.check(backend, "backend=")
 

@@ -76,27 +76,11 @@ class Retention(GatedLinearAttention):
         mode: str = "chunk",
         layer_idx: int | None = None,
     ) -> None:
-        where: dict[str, Any] = {"device": device, "dtype": dtype}
-        super().__init__(
-            hidden_size,
-            expand_k,
-            expand_v,
-            num_heads,
-            num_kv_heads,
-            feature_map,
-            use_short_conv,
-            conv_size,
-            conv_bias,
-            use_output_gate,
-            gate_fn,
-            elementwise_affine,
-            norm_eps,
-            backend=backend,
-            fuse_norm=fuse_norm,
-            mode=mode,
-            layer_idx=layer_idx,
-            **where,
-        )
+        sizes = (hidden_size, expand_k, expand_v, num_heads, num_kv_heads)
+        parts = (feature_map, use_short_conv, conv_size, conv_bias, use_output_gate, gate_fn)
+        options: dict[str, Any] = {"backend": backend, "device": device, "dtype": dtype}
+        options |= {"fuse_norm": fuse_norm, "mode": mode, "layer_idx": layer_idx}
+        super().__init__(*sizes, *parts, elementwise_affine, norm_eps, **options)
         if self.head_k_dim % 2 != 0:
             raise ValueError(
                 f"hidden_size * expand_k / num_heads is {self.head_k_dim}; expected an even number, as the rotary "

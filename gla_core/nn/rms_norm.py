@@ -104,7 +104,8 @@ class RMSNormGated(nn.Module):
         return activation if self.norm_before_gate else None
 
     def _computed(self, x: Tensor, weight: Tensor | None, gate: Tensor | None) -> Tensor:
-        if gate is None and self.groups == 1 and self.mean_over_ranks is None and _alike(x, weight):
+        alike = weight is None or weight.dtype == x.dtype
+        if gate is None and self.groups == 1 and self.mean_over_ranks is None and alike:
             # In float32 within one kernel. Autocast makes the result float32.
             return F.rms_norm(x, (self.width,), weight, self.eps).to(x.dtype)
         dtype = wide(x.dtype)
@@ -134,7 +135,3 @@ class RMSNormGated(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.width}, eps={self.eps}, elementwise_affine={self.weight is not None}"
-
-
-def _alike(x: Tensor, weight: Tensor | None) -> bool:
-    return weight is None or weight.dtype == x.dtype

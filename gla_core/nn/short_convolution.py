@@ -110,11 +110,7 @@ class ShortConvolution(nn.Module):
             nn.init.uniform_(parameter, -(self.kernel_size**-0.5), self.kernel_size**-0.5)
 
     def forward(
-        self,
-        x: Tensor,
-        history: Tensor | None = None,
-        packing: Packing | None = None,
-        lengths: Tensor | None = None,
+        self, x: Tensor, history: Tensor | None = None, packing: Packing | None = None, lengths: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Convolves x.
 

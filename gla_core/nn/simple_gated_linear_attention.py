@@ -68,27 +68,12 @@ class SimpleGatedLinearAttention(GatedLinearAttention):
         layer_idx: int | None = None,
         context_parallel: ProcessGroup | DeviceMesh | None = None,
     ) -> None:
+        sizes = (hidden_size, expand_k, expand_v, num_heads, None)
+        parts = (feature_map, use_short_conv, conv_size, conv_bias, True, gate_fn)
         where: dict[str, Any] = {"device": device, "dtype": dtype}
-        super().__init__(
-            hidden_size,
-            expand_k,
-            expand_v,
-            num_heads,
-            feature_map=feature_map,
-            use_short_conv=use_short_conv,
-            conv_size=conv_size,
-            conv_bias=conv_bias,
-            gate_fn=gate_fn,
-            elementwise_affine=elementwise_affine,
-            norm_eps=norm_eps,
-            gate_logit_normalizer=gate_logit_normalizer,
-            backend=backend,
-            fuse_norm=fuse_norm,
-            mode=mode,
-            layer_idx=layer_idx,
-            context_parallel=context_parallel,
-            **where,
-        )
+        options: dict[str, Any] = {"backend": backend, "fuse_norm": fuse_norm, "mode": mode, "layer_idx": layer_idx}
+        options |= {"gate_logit_normalizer": gate_logit_normalizer, "context_parallel": context_parallel}
+        super().__init__(*sizes, *parts, elementwise_affine, norm_eps, **options, **where)
         self.gk_proj = nn.Linear(self.hidden_size, self.num_heads, **where)
 
     def gates(self, logits: Tensor) -> Tensor:

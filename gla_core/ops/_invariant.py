@@ -2,8 +2,8 @@
 
 A backend that does not honour `OpCall.batch_invariant` is called separately for each segment of `tokens` tokens. Such a
 call always returns the same bits. A segment depends on the segments before it only through the state that enters it.
-See `gla_core.batch_invariant`. `OpSpec.by_segments` is one of the functions `forward`, `backward` and `step`. They cut
-the arguments that `OpSpec.tokens` names, and carry the state.
+See `gla_core.batch_invariant`. `OpSpec.by_segments` is one of the functions `forward`, `backward` and `step`. They take
+the arguments x by name, cut those that `OpSpec.tokens` names, and carry the state.
 
 B batch   T tokens   H key heads   Hv value heads   N sequences   K, V key and value width   n rows of checkpoints
 """
@@ -21,7 +21,7 @@ from gla_core.dispatch.backend import Backend, OpCall
 from gla_core.dispatch.errors import NoBackendError
 from gla_core.dispatch.request import current_request
 from gla_core.dispatch.tensors import new_state, number_of_sequences, wide
-from gla_core.ops.spec import OpSpec, batch_invariant_ops, part_of, spec_of
+from gla_core.ops.spec import OpSpec, Role, batch_invariant_ops, part_of, spec_of
 
 Compute = Callable[..., Any]
 """Takes a spec and the arguments of its op by name, and returns the results of the backend."""
@@ -37,18 +37,23 @@ class Segment(NamedTuple):
     row: int
 
     def part(self, x: Tensor | None) -> Tensor | None:
-        """Returns these tokens of x [B, T, ...]; a constant gate [Hv] has none, and is returned itself."""
+        """Returns these tokens of x [B, T, ...]; one without tokens, such as a constant gate, is returned itself."""
         rows = slice(self.b, self.b + 1), slice(self.start, self.end)
-        return x if x is None or x.ndim == 1 else x[rows].contiguous()
+        return x if x is None or is_shared(x) else x[rows].contiguous()
 
     def write(self, x: Tensor | None, part: Tensor | None) -> None:
-        """Writes `part` to these tokens of x [B, T, ...]; adds it to the gradient x of a constant gate [Hv]."""
+        """Writes `part` to these tokens of x [B, T, ...]; adds it to the gradient x of a tensor without tokens."""
         if x is None or part is None:
             return
-        if x.ndim == 1:
+        if is_shared(x):
             x += part
         else:
             x[self.b : self.b + 1, self.start : self.end] = part
+
+
+def is_shared(x: Tensor) -> bool:
+    """Returns whether all tokens share a tensor, such as a constant gate [Hv], or a skip [Hv, V]."""
+    return x.ndim < 3
 
 
 def function_of(spec: OpSpec, backend: Backend, call: OpCall, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,7 +68,7 @@ def function_of(spec: OpSpec, backend: Backend, call: OpCall, run: Callable[...,
         NotImplementedError: batch invariance is not defined for the op.
         NoBackendError: the backend lacks the op by which the parts of the call are computed.
     """
-    part = part_of(spec)
+    part = part_of(spec) if spec.by_segments is None else spec
     by_segments = part.by_segments
     if by_segments is None:
         raise NotImplementedError(
@@ -85,7 +90,7 @@ def function_of(spec: OpSpec, backend: Backend, call: OpCall, run: Callable[...,
     def function(**x: Any) -> Any:
         return by_segments(compute, part, tokens, x)
 
-    if spec.lowering is not None:
+    if spec.lowering is not None and part is not spec:
         return spec.lowering.function(function)
     return lambda *args: function(**dict(zip(spec.contract, args, strict=True)))
 
@@ -112,14 +117,19 @@ def _states(x: Mapping[str, Any], name: str) -> Tensor:
     """
     if x[name] is not None:
         return x[name].clone(memory_format=torch.contiguous_format)
-    k, v = x["k"], x["v"]
+    k, v = x["k"], x["v"] if "v" in x else x["x"]
     N = number_of_sequences(len(k), x["cu_seqlens"])
     return k.new_zeros(N, v.shape[2], k.shape[3], v.shape[3], dtype=wide(k.dtype))
 
 
-def _options(x: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of a call that every segment has too."""
-    return {name: x[name] for name in ("scale", "gate_normalizer") if name in x}
+_PER_CALL = ("output_final_state", "checkpoint_every", "inplace")
+"""The scalars that the segments of a call do not take from it."""
+
+
+def _options(spec: OpSpec, x: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a call that every segment has too: scalars, and tensors that all tokens share."""
+    taken = (a.name for a in spec.arguments if a.name in x and a.role is Role.INPUT)
+    return {name: x[name] for name in taken if name not in spec.tokens and name not in _PER_CALL}
 
 
 def _zeros(spec: OpSpec, x: Mapping[str, Any]) -> list[Tensor | None]:
@@ -140,7 +150,8 @@ def _forwards(
 
     At the end `states` holds the final states.
     """
-    options = _options(x) if checkpoint_every is None else {**_options(x), "checkpoint_every": checkpoint_every}
+    options = _options(spec, x)
+    options = options if checkpoint_every is None else {**options, "checkpoint_every": checkpoint_every}
     for segment in segments:
         state = states[segment.n : segment.n + 1]
         entering, parts = state.clone(), {name: segment.part(x[name]) for name in spec.tokens}
@@ -150,11 +161,7 @@ def _forwards(
 
 
 def forward(compute: Compute, spec: OpSpec, tokens: int, x: Mapping[str, Any]) -> tuple[Tensor | None, ...]:
-    """Computes a forward over sequences, segment by segment.
-
-    Args:
-        x: the arguments by name.
-    """
+    """Computes a forward over sequences, segment by segment."""
     o, _, *checkpoints = _zeros(spec, x)
     states, every = _states(x, "initial_state"), x.get("checkpoint_every")
     for segment, _, part, kept in _forwards(compute, spec, _segments(tokens, x, every), x, states, every):
@@ -168,19 +175,17 @@ def forward(compute: Compute, spec: OpSpec, tokens: int, x: Mapping[str, Any]) -
 def backward(compute: Compute, spec: OpSpec, tokens: int, x: Mapping[str, Any]) -> tuple[Tensor | None, ...]:
     """Computes a backward over sequences, segment by segment. The forward computes the entering states again.
 
-    A constant gate is passed to the segments in a wide dtype, so that only the sum of its gradients is rounded.
-
-    Args:
-        x: the arguments by name.
+    Tensors that all tokens share, such as a constant gate, are passed to the segments in a wide dtype, so that only the
+    sums of their gradients are rounded.
     """
-    gates, dtypes = x["g"], {name: y.dtype for name, y in x.items() if isinstance(y, Tensor)}
-    if gates is not None and gates.ndim == 1:
-        x = {**x, "g": gates.to(wide(x["q"].dtype))}
+    dtypes = {name: y.dtype for name, y in x.items() if isinstance(y, Tensor)}
+    shared = [name for result in spec.results if (name := result.like) in dtypes and is_shared(x[name])]
+    x = {**x, **{name: x[name].to(wide(x["q"].dtype)) for name in shared}}
     *gradients, _ = _zeros(spec, x)
     segments, states = _segments(tokens, x), _states(x, "initial_state")
     computed = _forwards(compute, spec_of(spec.forward), segments, x, states, None)
     entered = [(segment, state) for segment, state, *_ in computed]
-    dstates, options = _states(x, "dstate"), _options(x)
+    dstates, options = _states(x, "dstate"), _options(spec, x)
     for segment, state in reversed(entered):
         leaving = dstates[segment.n : segment.n + 1]
         inputs = {name: segment.part(x[name]) for name in spec.tokens}
@@ -194,12 +199,8 @@ def backward(compute: Compute, spec: OpSpec, tokens: int, x: Mapping[str, Any]) 
 
 
 def step(compute: Compute, spec: OpSpec, tokens: int, x: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Computes a step, row by row.
-
-    Args:
-        x: the arguments by name.
-    """
-    state, indices, options = x["state"], x["state_indices"], _options(x)
+    """Computes a step, row by row."""
+    state, indices, options = x["state"], x["state_indices"], _options(spec, x)
     o = _zeros(spec, x)[0]
     assert o is not None
     new = state if x["inplace"] else new_state(state).copy_(state)

@@ -12,7 +12,7 @@ def reads(args: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the rows of sequences, and the states of those with tokens; all states if final states are asked for."""
     cu_seqlens, T = args["cu_seqlens"], args["q"].shape[1]
     checks.offset_values(cu_seqlens, T, args["max_seqlen"])
-    rows = {"B T": checks.rows_of(cu_seqlens)}
+    rows = {"B T": checks.rows_of(cu_seqlens), **({} if T else {"Hv": slice(0)})}  # of what tokens share, if any
     if args["output_final_state"]:
         return rows
     return rows | {"N": slice(None if T else 0) if cu_seqlens is None else cu_seqlens.diff() > 0}

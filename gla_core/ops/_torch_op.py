@@ -24,7 +24,7 @@ from gla_core.ops import _flops, autocast
 from gla_core.ops._over_mesh import taking_dtensors, taking_dtensors_of_rows
 from gla_core.ops._run import bypasses_torch, transformed
 from gla_core.ops._run import run as run_op
-from gla_core.ops.spec import OpSpec, picker, trailing_optional
+from gla_core.ops.spec import HEADS, Argument, OpSpec, Result, picker, trailing_optional
 
 _library = torch.library.Library("gla", "DEF")
 
@@ -154,7 +154,7 @@ def torch_op(
 
     torch.library.register_vmap(f"gla::{name}", batched, lib=_library)
     if backward is not None:
-        setup_context = setup_context or _keep_nothing
+        setup_context = setup_context or (lambda ctx, inputs, output: None)
         torch.library.register_autograd(f"gla::{name}", backward, setup_context=setup_context, lib=_library)
         call = _differentiable(name, run, call, setup_context, backward, batched)
     if spec is None:
@@ -221,26 +221,16 @@ def _eager(name: str, forward: Callable, op: Any, backward: Callable) -> TorchOp
         try:
             return apply(args, *tensors_of(args))
         except RuntimeError:
-            if not any(map(_has_outlived_a_transform, args)):
+            # A tensor of torch.func that has left its transform has no address; PyTorch's dispatcher unwraps it.
+            if not any(isinstance(x, Tensor) and is_functorch_wrapped_tensor(x) for x in args):
                 raise
         return op(*args[:-1], text_of(args[-1]))
 
     return call
 
 
-def _has_outlived_a_transform(x: Any) -> bool:
-    """Returns whether x is a tensor of torch.func that has left its transform. It has no address, unlike what it wraps.
-
-    PyTorch's dispatcher takes the wrapper off.
-    """
-    return isinstance(x, Tensor) and is_functorch_wrapped_tensor(x)
-
-
 def _function(name: str, **members: Callable) -> Any:
     return type(name, (torch.autograd.Function,), {key: staticmethod(f) for key, f in members.items()})
-
-
-def _keep_nothing(ctx: Any, inputs: tuple, output: Any) -> None: ...
 
 
 def no_second_derivative(op: str) -> Callable[..., tuple]:
@@ -288,16 +278,19 @@ def tell_autograd(*written: Tensor | None) -> None:
             torch.autograd.graph.increment_version(x)
 
 
+_NO_VMAP = (
+    "torch.vmap goes over neither packed sequences (cu_seqlens) nor a pool of states (slots); give them a batch "
+    "dimension, or call the op once for each"
+)
+
+
 def _join_batch(spec: OpSpec | None, call: TorchOp, size: int, in_dims: tuple, args: tuple) -> tuple[Any, Any]:
     """Computes the rule of torch.vmap: the new dimension, of `size`, joins the batch."""
     constant = _constant_gate(spec, in_dims, args)
     joined = []
     for i, (x, dim) in enumerate(zip(args, in_dims, strict=True)):
         if isinstance(x, Tensor) and not x.is_floating_point():
-            raise NotImplementedError(
-                "torch.vmap goes over neither packed sequences (cu_seqlens) nor a pool of states (slots); "
-                "give them a batch dimension, or call the op once for each"
-            )
+            raise NotImplementedError(_NO_VMAP)
         if isinstance(x, Tensor):
             x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
             if i == constant:  # it has no batch, and becomes a gate of each token and head
@@ -316,6 +309,31 @@ def _join_batch(spec: OpSpec | None, call: TorchOp, size: int, in_dims: tuple, a
             for result, x in zip(spec.results, parts, strict=False)
         ]
     return tuple(parts), tuple(None if x.ndim == 1 else 0 for x in results)
+
+
+def join_heads(spec: OpSpec, call: TorchOp, size: int, in_dims: tuple, args: tuple) -> tuple[Any, Any]:
+    """Computes the rule of torch.vmap for an op whose tensors all have heads: the new dimension joins the heads."""
+
+    def place(x: Argument | Result, ndim: int) -> int:
+        like = arguments[x.like] if isinstance(x, Result) and x.like else x
+        shapes = (like.shape, *(like.forms or {}).values()) if isinstance(like, Argument) else (like.shape,)
+        names = next(shape.split() for shape in shapes if shape is not None and len(shape.split()) == ndim)
+        return next(i for i, name in enumerate(names) if name in HEADS)
+
+    arguments = {argument.name: argument for argument in spec.arguments}
+    joined = list(args)
+    for i, (argument, x, dim) in enumerate(zip(spec.arguments, args, in_dims, strict=False)):
+        if isinstance(x, Tensor) and x.is_floating_point():
+            x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+            at = place(argument, x.ndim - 1)
+            joined[i] = x.movedim(0, at).flatten(at, at + 1)
+        elif dim is not None:
+            raise NotImplementedError(_NO_VMAP)
+    results = _without_none(joined[0], call(*joined))
+    is_absent = [x.ndim == 1 and not x.numel() for x in results]  # an empty tensor stands for a result that is None
+    at = [None if a else place(r, x.ndim) for r, x, a in zip(spec.results, results, is_absent, strict=True)]
+    parts = [x if i is None else x.unflatten(i, (size, -1)) for x, i in zip(results, at, strict=True)]
+    return tuple(parts), tuple(at)
 
 
 def _constant_gate(spec: OpSpec | None, in_dims: tuple, args: tuple) -> int | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import numbers
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -62,6 +62,26 @@ def dtype(name: str, x: Tensor, allowed: Iterable[torch.dtype], why: str = "") -
         raise TypeError(f"{name} is {str(x.dtype).removeprefix('torch.')}; expected {expected}{why}")
 
 
+_WHOLE: tuple[Callable[[Any], bool], str] = (lambda x: isinstance(x, int | torch.SymInt), "an integer")
+_SCALARS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "float": (lambda x: isinstance(x, numbers.Real | torch.SymFloat | torch.SymInt), "a number"),
+    "int": _WHOLE,
+    "SymInt": _WHOLE,
+    "bool": (lambda x: isinstance(x, bool), "True or False"),
+    "str": (lambda x: isinstance(x, str), "a name"),
+}
+
+
+def scalar(name: str, type_in_schema: str, x: Any) -> None:
+    """Raises TypeError unless x has the type of an argument that is no tensor, such as "int?"."""
+    kind = type_in_schema.removesuffix("?")
+    is_right, expected = _SCALARS[kind]
+    optional = type_in_schema.endswith("?")
+    if (x is None and optional) or (is_right(x) and (kind == "bool" or not isinstance(x, bool))):
+        return
+    raise TypeError(f"{name} is {type(x).__name__}; expected {expected}{' or None' if optional else ''}")
+
+
 def as_backends_take(x: Tensor, swapped_states: bool) -> bool:
     """Returns whether a backend receives x itself and not a copy, because its last dimension is contiguous.
 
@@ -69,6 +89,27 @@ def as_backends_take(x: Tensor, swapped_states: bool) -> bool:
         swapped_states: whether x is a state, and the backend takes states with their last two dimensions swapped.
     """
     return x.is_contiguous() or x.stride(-1) == 1 or (swapped_states and swapped(x))
+
+
+def writable(name: str, x: Tensor, is_state: bool, is_ring: bool) -> None:
+    """Raises ValueError unless a tensor that is written in place has elements of their own, in a layout for backends.
+
+    One of the last two dimensions of a state has to be contiguous, and the last dimension of a ring; any other tensor
+    has to be contiguous as a whole.
+    """
+    strides = tuple(x.stride())
+    for i, (size, stride) in enumerate(zip(x.shape, strides, strict=True)):
+        if stride == 0 and size > 1:
+            raise ValueError(
+                f"{name} has stride 0 along dimension {i} of size {size} and is written in place; "
+                "expected memory of its own for each element: call it with a clone()"
+            )
+    if is_state or is_ring:
+        if not as_backends_take(x, swapped_states=is_state):
+            which = "last dimension, or the one before," if is_state else "last dimension"
+            raise ValueError(f"{name} has strides {strides} and is written in place; its {which} must be contiguous")
+    elif not x.is_contiguous():
+        raise ValueError(f"{name} has strides {strides} and is written in place; expected a contiguous tensor")
 
 
 def transposed(states: Any) -> Any:

@@ -30,6 +30,8 @@ from gla_core.ops.checks import FLOATS, INTEGERS
 
 WIDTHS = ("H", "Hq", "Hv", "K", "V")
 """The names of the sizes that have to be at least 1; all others may be 0."""
+HEADS = ("H", "Hq", "Hv", "Ho")
+"""The names of the dimensions that count heads."""
 
 
 class Role(enum.Enum):
@@ -471,14 +473,15 @@ class OpSpec:
                 self._check_sizes(sizes)  # first, because a gate has the heads of v
             x = passed[argument.name]
             if argument.dtype is None:
-                _check_scalar(argument, x)
+                checks.scalar(argument.name, argument.type, x)
             elif x is not None or argument.default is not None:
                 _check_tensor(argument, x, sizes, self.arguments[0].shown, passed[first])
         if not bound:
             self._bind(passed, sizes)
         roles = {argument.name: argument.role for argument in self.arguments}
         for name in self.written_by(passed):
-            _check_writable(name, passed[name], roles[name])
+            is_ring = roles[name] in (Role.RING, Role.GATE_RING)
+            checks.writable(name, passed[name], roles[name] is Role.STATE, is_ring)
         return sizes
 
     def _bind(self, passed: Mapping[str, Any], sizes: dict[str, Any]) -> None:
@@ -730,49 +733,6 @@ def _check_tensor(argument: Argument, x: Any, sizes: dict[str, Any], first: str,
     checks.dtype(name, x, argument.dtype.allowed(first_value.dtype), reason)
     if x.device != first_value.device:
         raise ValueError(f"{name} is on {x.device} and {first} is on {first_value.device}; move them to one device")
-
-
-def _check_writable(name: str, x: Tensor, role: Role) -> None:
-    """Raises ValueError unless a tensor that is written in place has elements of their own, in a layout for backends.
-
-    One of the last two dimensions of a state has to be contiguous, and the last dimension of a ring; any other tensor
-    has to be contiguous as a whole.
-
-    Args:
-        role: what the tensor is to the op.
-    """
-    strides = tuple(x.stride())
-    for i, (size, stride) in enumerate(zip(x.shape, strides, strict=True)):
-        if stride == 0 and size > 1:
-            raise ValueError(
-                f"{name} has stride 0 along dimension {i} of size {size} and is written in place; "
-                "expected memory of its own for each element: call it with a clone()"
-            )
-    if role in (Role.STATE, Role.RING, Role.GATE_RING):
-        if not checks.as_backends_take(x, swapped_states=role is Role.STATE):
-            which = "last dimension, or the one before," if role is Role.STATE else "last dimension"
-            raise ValueError(f"{name} has strides {strides} and is written in place; its {which} must be contiguous")
-    elif not x.is_contiguous():
-        raise ValueError(f"{name} has strides {strides} and is written in place; expected a contiguous tensor")
-
-
-_WHOLE: tuple[Callable[[Any], bool], str] = (lambda x: isinstance(x, int | torch.SymInt), "an integer")
-_SCALARS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "float": (lambda x: isinstance(x, numbers.Real | torch.SymFloat | torch.SymInt), "a number"),
-    "int": _WHOLE,
-    "SymInt": _WHOLE,
-    "bool": (lambda x: isinstance(x, bool), "True or False"),
-    "str": (lambda x: isinstance(x, str), "a name"),
-}
-
-
-def _check_scalar(argument: Argument, x: Any) -> None:
-    kind = argument.type.removesuffix("?")
-    is_right, expected = _SCALARS[kind]
-    optional = argument.type.endswith("?")
-    if (x is None and optional) or (is_right(x) and (kind == "bool" or not isinstance(x, bool))):
-        return
-    raise TypeError(f"{argument.name} is {type(x).__name__}; expected {expected}{' or None' if optional else ''}")
 
 
 def _expected(

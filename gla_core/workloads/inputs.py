@@ -15,10 +15,16 @@ A workload's sizes hold the dimensions of its op (B, T, H, K ..). They may also 
     pool            number of states in the pool
     shape, dim      shape of x and dimension of the softmax, in online_softmax
     masked          whether whole tiles of x, and most of a row, are -inf
-    without         names of the optional inputs that are left out: output_gate, norm_weight
-    weight_dtype    dtype of norm_weight, by default the dtype of q
+    without         names of the optional inputs that are left out: output_gate, norm_weight; D, dt_bias
+    weight_dtype    dtype of norm_weight, or of D and dt_bias, by default the dtype of q
     norm_eps, activation   the arguments of these names
     initial_state   whether there is an initial state
+
+Of chunk_ssd, of which gate_dtype is the dtype of dt, they may also hold:
+
+    rate            factor of A, by default 1/8
+    D_form          "channel" for D [Hv, V]; by default D is [Hv]
+    dt_softplus, dt_min, dt_max   the arguments of these names
 
 Of the ops on a pool of slots they may also hold pool, and:
 
@@ -180,6 +186,33 @@ def layer_step_inputs(workload: Workload, **changes: object) -> dict[str, Any]:
     return {**x, **{name: None if name in without else y for name, y in norm.items()}, **options}
 
 
+def ssd_inputs(workload: Workload, **changes: object) -> dict[str, Any]:
+    """Returns the arguments of `chunk_ssd` by name."""
+    sizes = {**workload.sizes, **changes}
+    without, weight_dtype = sizes.pop("without", ()), sizes.pop("weight_dtype", None)
+    rate, per_channel = sizes.pop("rate", 1 / 8), sizes.pop("D_form", None) == "channel"
+    options = {name: sizes.pop(name) for name in ("dt_softplus", "dt_min", "dt_max") if name in sizes}
+    x, generator = gla_inputs(**sizes), _generator({**sizes, "seed": sizes.get("seed", 0) + 1})
+    B, T, Hv, V = x.v.shape
+    weight_dtype = weight_dtype or x.q.dtype
+    optional = {
+        "D": normal((Hv, V) if per_channel else (Hv,), weight_dtype, generator),
+        "dt_bias": normal((Hv,), weight_dtype, generator),
+    }
+    return {
+        "q": x.q,
+        "k": x.k,
+        "x": x.v,
+        "dt": normal((B, T, Hv), sizes.get("gate_dtype") or x.q.dtype, generator),
+        "A": -rate * normal((Hv,), wide(x.q.dtype), generator).exp(),
+        **{name: None if name in without else y for name, y in optional.items()},
+        "initial_state": x.initial_state,
+        "cu_seqlens": x.cu_seqlens,
+        "output_final_state": x.initial_state is not None,
+        **options,
+    }
+
+
 def ssd_step_inputs(workload: Workload, **changes: object) -> dict[str, Any]:
     """Returns the arguments of `recurrent_ssd_step` by name, without the scale."""
     sizes = {**workload.sizes, **changes}
@@ -327,6 +360,7 @@ def _summary_arguments(workload: Workload, **changes: object) -> dict[str, Any]:
 _ARGUMENTS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "chunk_gla": _chunk_arguments,
     "chunk_gla_pool": pool_inputs,
+    "chunk_ssd": ssd_inputs,
     "chunk_gla_summary": _summary_arguments,
     "recurrent_gla_step": step_inputs,
     "recurrent_gla_layer_step": layer_step_inputs,

@@ -173,6 +173,27 @@ CHUNK_GLA_POOL = _workloads(
         for N, T in ((1, 512), (1, 8192), (16, 8192))
     ),
 )
+CHUNK_SSD = _workloads(
+    "chunk_ssd",
+    # of several heads, as constant gates are: the gradients of A and dt_bias are a number a head
+    _row("short", "ci", "B2 T17 H8 K16 V16", dt_softplus=True, initial_state=True),
+    _row("no_token", "ci odd", "B2 T0 H2 R4 K16 V16", dt_softplus=True, initial_state=True),
+    _row("last_chunk_partial", "ci odd", "B2 T203 H1 R8 K32 V16", dt_softplus=True, weight_dtype=torch.float32,
+         initial_state=True),
+    _row("odd_widths", "ci odd", "B1 T77 H3 R3 K19 V37", dt_softplus=True, dt_min=0.3, dt_max=0.9),
+    _row("grouped", "odd", "B2 T100 H4 R2 K16 V32", without=("D",), initial_state=True),
+    _row("without_bias", "odd", "B1 T70 H8 K16 V16", dt_softplus=True, dt_max=1.0, D_form="channel",
+         without=("dt_bias",)),
+    _row("extreme", "ci extreme", "B1 T150 H1 R8 K16 V16", rate=100.0, dt_softplus=True, initial_state=True),
+    _row("packed", "ci packed odd", "H2 R4 K16 V16", lengths=(0, 65, 1, 130, 3, 0), dt_softplus=True,
+         dt_min=0.2, dt_max=1.5, initial_state=True),
+    _row("many_sequences", "packed odd", "H2 R4 K16 V16", lengths=(3, 0, 1, 5) * 5, leading=3, padding=2),
+    _row("padded", "packed odd", "H8 K16 V16", lengths=(20, 0, 66), leading=9, padding=40, dt_softplus=True,
+         D_form="channel", initial_state=True),
+    _row("narrow_mild", "narrow", "B1 T2600 H1 K8 V8", dt_softplus=True, initial_state=True),
+    _row("mamba2_b2_t4096", "train", "B2 T4096 H1 R48 K128 V64", dt_softplus=True, weight_dtype=torch.float32,
+         dtype=torch.bfloat16),
+)
 RECURRENT_GLA_STEP = _workloads(
     "recurrent_gla_step",
     _row("small", "ci", "B3 H2 K16 V16"),
@@ -347,6 +368,7 @@ WORKLOADS = (
     *CHUNK_GLA,
     *CHUNK_GLA_POOL,
     *CHUNK_GLA_SUMMARY,
+    *CHUNK_SSD,
     *RECURRENT_GLA_STEP,
     *RECURRENT_GLA_LAYER_STEP,
     *RECURRENT_SSD_STEP,

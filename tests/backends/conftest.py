@@ -1,7 +1,5 @@
 """Fixtures for the tests of the Triton backends."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

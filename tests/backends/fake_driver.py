@@ -1,7 +1,5 @@
 """A fake device that notes its launches: tests record and replay calls on it, without a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -82,9 +80,8 @@ def compiled(gpu: Device, *types: str) -> SimpleNamespace:
         gsan_enabled=False,
     )
     run.launch = driver.wrap_handle_tensordesc(gpu.launch, dict(enumerate(types)), boxes)
-    return SimpleNamespace(
-        run=run, function="kernel", packed_metadata=(4, 1, 0), metadata=SimpleNamespace(tensordesc_meta=boxes)
-    )
+    metadata = SimpleNamespace(tensordesc_meta=boxes)
+    return SimpleNamespace(run=run, function="kernel", packed_metadata=(4, 1, 0), metadata=metadata)
 
 
 class Kernel:

@@ -1,7 +1,5 @@
 """Calls of prepared ops of our own backends, without gla_core's selection and its cache of plans."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib

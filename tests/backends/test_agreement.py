@@ -1,7 +1,5 @@
 """The Triton backends agree within the budget on every workload that a GPU is benchmarked with."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -18,8 +16,7 @@ AT_SIZE = [w for w in WORKLOADS if w.tags.intersection(CUDA_TAGS) and "ci" not i
 @pytest.mark.parametrize("workload", AT_SIZE, ids=lambda w: f"{w.op}-{w.name}")
 def test_agreement(workload):
     cuda = torch.device("cuda")
-    first, second = (
-        bound(workload.op, backend, make_arguments(workload, cuda))() for backend in ("triton_fused", "parallel_scan")
-    )
+    arguments = make_arguments(workload, cuda)
+    first, second = (bound(workload.op, name, arguments)() for name in ("triton_fused", "parallel_scan"))
     for x, y in zip(first, second, strict=True):
         assert relative_error(x, y) <= FORWARD[workload.sizes["dtype"]]

@@ -1,7 +1,5 @@
 """Launches name the arguments of their kernels, compiled and interpreted."""
 
-from __future__ import annotations
-
 import importlib
 import os
 
@@ -9,6 +7,10 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+
+from gla_triton_kernels.chunks.segments import state_strides
+from gla_triton_runtime.launch import Launch, strides_of
+
 interpreted = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -22,8 +24,6 @@ def kernel(request):
 
 
 def test_arguments_are_kept_in_the_order_of_the_parameters(kernel):
-    from gla_triton_runtime.launch import Launch
-
     arguments = {name: i for i, name in enumerate(kernel.arg_names)}
     backwards = dict(reversed(arguments.items()))
     assert list(Launch(kernel, (1, 1, 1), backwards).arguments.items()) == list(arguments.items())
@@ -31,8 +31,6 @@ def test_arguments_are_kept_in_the_order_of_the_parameters(kernel):
 
 @pytest.mark.parametrize("named", ["missing", "unknown", "misspelt"])
 def test_arguments_that_are_no_parameters_of_the_kernel_are_named(kernel, named):
-    from gla_triton_runtime.launch import Launch
-
     arguments, name = dict.fromkeys(kernel.arg_names), kernel.arg_names[1]
     said = []
     if named != "unknown":
@@ -48,8 +46,6 @@ def test_arguments_that_are_no_parameters_of_the_kernel_are_named(kernel, named)
 
 
 def test_strides_of_tokens():
-    from gla_triton_runtime.launch import strides_of
-
     x = torch.empty(2, 5, 4, 8)
     assert strides_of("q", x) == {"stride_qb": 160, "stride_qt": 32, "stride_qh": 8}
     assert strides_of("g", None) == {"stride_gb": 0, "stride_gt": 0, "stride_gh": 0}
@@ -57,8 +53,6 @@ def test_strides_of_tokens():
 
 def test_strides_of_states():
     """The dimension that is contiguous has the stride None."""
-    from gla_triton_kernels.chunks.segments import state_strides
-
     x = torch.empty(3, 2, 8, 4)
     assert state_strides("state_", x) == {"state_n": 64, "state_h": 32, "state_k": 4, "state_v": None}
     assert state_strides("s_", x.mT.contiguous().mT) == {"s_n": 64, "s_h": 32, "s_k": None, "s_v": 8}

@@ -4,10 +4,7 @@ The kernel receives the states that enter chunks. For segments, it also receives
 them.
 """
 
-from __future__ import annotations
-
 import dataclasses
-import os
 
 import pytest
 import torch
@@ -21,13 +18,20 @@ from gla_triton_kernels.chunks.kernel import GradientParameters
 from gla_triton_kernels.gla import backward, forward
 from gla_triton_kernels.gla.general import kernels as general
 from tests.backends.prepared_calls import call_prepared
+from tests.grid import grid, thorough
+from tests.kernels import DTYPES, INTERPRETED
 
 pytest.importorskip("triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
+from gla_triton_kernels.chunks import partials
+from gla_triton_kernels.chunks.segments import cut, whole
+from gla_triton_kernels.gla import groups
+from gla_triton_kernels.gla.tensors import BackwardTensors
+from gla_triton_runtime.launch import start
+
 PRECISIONS = {torch.float32: "bf16x6", torch.float16: "bf16x3", torch.bfloat16: "bf16"}
 SCALE = 0.3
+TOKENS = [1, 2, 63, 64, 65, 129]
 
 pytestmark = pytest.mark.kernels
 
@@ -78,10 +82,6 @@ def gradients(x, entering, *, precision=None, BK=16, BV=16, warps=4, segments=No
     Before the launch, the results and the inputs' rows of no sequence are filled with NaN. In the gradients that are
     returned, rows of no sequence are set to 0.
     """
-    from gla_triton_kernels.chunks.segments import whole
-    from gla_triton_kernels.gla.tensors import BackwardTensors
-    from gla_triton_runtime.launch import start
-
     if not INTERPRETED:  # as plans choose them for compiled kernels
         BK, BV = max(BK, general.LEAST_BLOCK), max(BV, general.LEAST_BLOCK)
         warps = 8 if x.q.dtype == torch.bfloat16 else 4
@@ -122,25 +122,26 @@ def check(x, *, budget=None, entering_dtype=torch.float32, **options):
     return actual
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("gates", GATES)
-def test_gates(device, gates, dtype):
-    check(case(device, T=150, gates=gates, dtype=dtype, initial_state=True))
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        *grid(T=150, gates=[*GATES], dtype=DTYPES, initial_state=True),
+        *grid(T=70, H=2, G=3, gates=["none", "mild", "-inf"], dtype=DTYPES, initial_state=True),
+        *grid(B=2, T=TOKENS, gates="-inf", initial_state=False, dstate=False),
+        *grid(B=2, T=TOKENS, gates="-inf", initial_state=True, dstate=True),
+        *thorough(grid(B=2, T=TOKENS, gates="-inf", initial_state=False, dstate=True)),
+        *thorough(grid(B=2, T=TOKENS, gates="-inf", initial_state=True, dstate=False)),
+    ],
+    ids=str,
+)
+def test_gradients(device, sizes):
+    check(case(device, **sizes))
 
 
 @pytest.mark.parametrize("gates", GATES)
 def test_tf32(device, gates):
     """Float32 values are split into two bfloat16 parts, as when TF32 is allowed."""
     check(case(device, T=150, gates=gates, initial_state=True), precision="bf16x3", budget=1e-3)
-
-
-@pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 129])
-@pytest.mark.parametrize(
-    ("initial_state", "dstate"),
-    [(False, False), (True, True), *(pytest.param(x, not x, marks=pytest.mark.thorough) for x in (False, True))],
-)
-def test_lengths(device, T, initial_state, dstate):
-    check(case(device, B=2, T=T, gates="-inf", initial_state=initial_state, dstate=dstate))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -159,12 +160,6 @@ def test_widths(device, K, V, BK, BV, gates, dtype):
 def test_wide_blocks(gates):
     x = case("cuda", T=200, H=2, K=128, V=256, gates=gates, dtype=torch.bfloat16, initial_state=True)
     check(x, BK=128, BV=128, warps=8)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("gates", ["none", "mild", "-inf"])
-def test_grouped_queries(device, gates, dtype):
-    check(case(device, T=70, H=2, G=3, gates=gates, dtype=dtype, initial_state=True))
 
 
 @pytest.mark.parametrize("lengths", [(0,), (0, 0, 5), (130, 0, 1, 64, 70)])
@@ -224,9 +219,6 @@ def test_states_in_bfloat16(device, dtype):
 )
 @pytest.mark.parametrize(("length", "uncut"), [pytest.param(64, 64, marks=pytest.mark.thorough), (64, 128), (128, 128)])
 def test_segments(device, sizes, length, uncut, gates, dstate, initial_state):
-    from gla_triton_kernels.chunks.segments import cut
-    from gla_triton_runtime.launch import start
-
     x = case(device, **sizes, gates=gates, dstate=dstate, initial_state=initial_state)
     segments = cut(*x.q.shape[:2], length, uncut, x.cu_seqlens)
     start(segments.launches)
@@ -263,9 +255,6 @@ def test_strides(device):
 
 
 def test_partial_results_are_summed_in_order(device):
-    from gla_triton_kernels.chunks import partials
-    from gla_triton_runtime.launch import start
-
     parts, out = torch.randn(3, 5, 700, device=device), torch.empty(5, 700, dtype=torch.float16, device=device)
     start(partials.launch_sum(parts, out, 1))
     assert torch.equal(out, (parts[0] + parts[1] + parts[2]).half())
@@ -291,16 +280,11 @@ def test_a_forward_computes_the_checkpoints(device, sizes, monkeypatch):
     _, _, kept = call_prepared("chunk_gla_fwd", lambda c: forward.prepare(c, cut=False), *arguments)
     expected = gradients(kept, CHUNK)
     monkeypatch.setattr(backward, "plan", plan_again)
-    for y, wanted in zip(gradients(None, None), expected, strict=True):
-        assert torch.equal(y, wanted)
+    assert all(torch.equal(y, wanted) for y, wanted in zip(gradients(None, None), expected, strict=True))
 
 
 @pytest.mark.parametrize("initial_state", [False, True])
 def test_gradients_of_query_heads_are_summed_over_groups(device, initial_state):
-    from gla_triton_kernels.gla import groups
-    from gla_triton_kernels.gla.tensors import BackwardTensors
-    from gla_triton_runtime.launch import start
-
     x = case(device, B=2, T=7, H=2, G=3, K=16, V=24, initial_state=initial_state)
     inputs = (x.q, x.k, x.v, x.g, x.initial_state)
     results = [None if y is None else torch.empty_like(y) for y in inputs]

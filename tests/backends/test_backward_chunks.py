@@ -4,8 +4,6 @@ Plans take it on GPUs without wgmma. It multiplies narrow blocks, which Triton 3
 run interpreted or on other GPUs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -18,11 +16,15 @@ from gla_triton_kernels.gla.general import kernels as general
 from gla_triton_runtime.architecture import gpu_of
 from tests.backends.prepared_calls import call_prepared
 from tests.backends.test_backward import DTYPES, SCALE, case, expected, states
+from tests.grid import grid, thorough
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.kernels
 
 KERNEL = dataclasses.replace(general.BACKWARD_CHUNKS, refusal=lambda call, gpu: None)
+ONE_GATE_A_HEAD = {"T": 70, "R": 2, "K": 20, "V": 16, "gates": ["mild", "-inf"], "gate_form": ["head", "constant"]}
+ANYWHERE = {"lengths": (66, 0, 1, 64), "padding": 12, "offset": 5, "K": 16, "V": 16, "gates": "-inf"}
+"""Packed sequences whose rows begin and end anywhere."""
 
 
 @pytest.fixture(autouse=True)
@@ -50,32 +52,20 @@ def check(x):
     return actual
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("gates", ["none", "mild", "-inf"])
-def test_several_blocks_of_keys_and_values(device, gates, dtype):
-    check(case(device, T=70, K=20, V=35, gates=gates, dtype=dtype, initial_state=True))
-
-
 @pytest.mark.parametrize(
-    "dtype", [DTYPES[0], *(pytest.param(x, marks=pytest.mark.thorough) for x in DTYPES[1:])], ids=str
+    "sizes",
+    [
+        *grid(T=70, K=20, V=35, gates=["none", "mild", "-inf"], dtype=DTYPES, initial_state=True),
+        *grid(**ONE_GATE_A_HEAD, dtype=DTYPES[0], initial_state=True),
+        *thorough(grid(**ONE_GATE_A_HEAD, dtype=DTYPES[1:], initial_state=True)),
+        *grid(B=2, T=70, H=2, G=3, K=16, V=16, gates=["none", "-inf"], dstate=False),
+        *grid(**ANYWHERE, gate_form=["key", "constant"], initial_state=False, dstate=False),
+        *grid(**ANYWHERE, gate_form=["key", "constant"], initial_state=True, dstate=True),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("gate_form", ["head", "constant"])
-@pytest.mark.parametrize("gates", ["mild", "-inf"])
-def test_gates_that_keys_share(device, gates, gate_form, dtype):
-    sizes = {"T": 70, "R": 2, "K": 20, "V": 16}
-    check(case(device, **sizes, gates=gates, gate_form=gate_form, dtype=dtype, initial_state=True))
-
-
-@pytest.mark.parametrize("gates", ["none", "-inf"])
-def test_grouped_queries(device, gates):
-    check(case(device, B=2, T=70, H=2, G=3, K=16, V=16, gates=gates, dstate=False))
-
-
-@pytest.mark.parametrize("gate_form", ["key", "constant"])
-@pytest.mark.parametrize(("initial_state", "dstate"), [(False, False), (True, True)])
-def test_packed_sequences_whose_rows_begin_and_end_anywhere(device, initial_state, dstate, gate_form):
-    sizes = {"lengths": (66, 0, 1, 64), "padding": 12, "offset": 5, "K": 16, "V": 16}
-    check(case(device, **sizes, gates="-inf", gate_form=gate_form, initial_state=initial_state, dstate=dstate))
+def test_gradients(device, sizes):
+    check(case(device, **sizes))
 
 
 def test_the_same_bits_every_run(device):

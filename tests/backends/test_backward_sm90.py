@@ -1,7 +1,5 @@
 """The kernels for SM90 that compute gradients, and what pairs.py adds to them, against the reference in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -14,13 +12,19 @@ from gla_triton_kernels.gla import backward
 from gla_triton_kernels.gla.sm90 import kernels as sm90
 from gla_triton_runtime.architecture import gpu_of
 from tests.backends.prepared_calls import described
+from tests.grid import grid
 
 pytest.importorskip("triton")
+
+from gla_triton_kernels.gla.tensors import BackwardTensors
+from gla_triton_runtime.launch import start
 
 BFLOAT16, SCALE = torch.bfloat16, 0.1
 BUDGET = {BFLOAT16: GRADIENT[BFLOAT16], torch.float16: GRADIENT[torch.float16], torch.float32: 1e-3}
 """The allowed errors; float32 is computed under the matmul precision "high"."""
 LENGTHS = (70, 0, 3, 200, 64)
+PACKED = {"lengths": LENGTHS, "padding": 5}
+FIVE, THREE = ["none", "mild", "strong", "extreme", "-inf"], ["none", "mild", "-inf"]
 SIZES = [(128, 128), (64, 64), (64, 128), (128, 64), (104, 72), (64, 200), (128, 256), (200, 320), (256, 64), (264, 72)]
 """Keys and values; from (64, 200) to (256, 64) those of the kernel for wide heads."""
 
@@ -41,9 +45,8 @@ def case(dstate=True, mild=None, **sizes):
 
 def expected(x, do, dstate):
     """Returns the checkpoints in the dtype that kernels read, and the gradients in float64."""
-    q, k, v, g, initial, do, dstate = (
-        None if y is None else y.double() for y in (x.q, x.k, x.v, x.g, x.initial_state, do, dstate)
-    )
+    inputs = (x.q, x.k, x.v, x.g, x.initial_state, do, dstate)
+    q, k, v, g, initial, do, dstate = (None if y is None else y.double() for y in inputs)
     checkpoints = chunk_gla_fwd(q, k, v, g, SCALE, initial, False, x.cu_seqlens, CHUNK)[2]
     gradients = chunk_gla_bwd(q, k, v, g, SCALE, initial, x.cu_seqlens, None, None, do, dstate)
     return checkpoints.to(checkpoint_dtype(x.q.dtype)), gradients
@@ -51,15 +54,11 @@ def expected(x, do, dstate):
 
 def computed(x, do, dstate, checkpoints):
     """Returns the kernel's gradients. Results are filled with NaN first, and rows of no sequence stay NaN."""
-    from gla_triton_kernels.gla.tensors import BackwardTensors
-    from gla_triton_runtime.launch import start
-
     arguments = (x.q, x.k, x.v, x.g, SCALE, x.initial_state, x.cu_seqlens, checkpoints, CHUNK, do, dstate)
     call = described("chunk_gla_bwd", *arguments)
     # If all kernels refuse the call, this fails.
-    ((_, plan),) = backward.plan(
-        call, gpu_of(call.device), False, (sm90.BACKWARD_WIDE, sm90.BACKWARD, sm90.BACKWARD_HEAD)
-    )
+    kernels = (sm90.BACKWARD_WIDE, sm90.BACKWARD, sm90.BACKWARD_HEAD)
+    ((_, plan),) = backward.plan(call, gpu_of(call.device), False, kernels)
     assert plan.entering is None
     inputs = (x.q, x.k, x.v, x.g, x.initial_state)
     results = [None if y is None else torch.full_like(y, torch.nan) for y in inputs]
@@ -81,10 +80,22 @@ def check(**sizes):
     return x, first
 
 
-@pytest.mark.parametrize("gates", ["none", "mild", "strong", "extreme", "-inf"])
-@pytest.mark.parametrize(("K", "V"), SIZES)
-def test_widths(gates, K, V):
-    check(gates=gates, K=K, V=V)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        *(sizes for K, V in SIZES for sizes in grid(gates=FIVE, K=K, V=V)),
+        *grid(T=[1, 40, 64, 65, 128, 512], K=[128, 256], gates=["mild", "-inf"], initial_state=False, dstate=False),
+        *grid(**PACKED, gates=THREE, K=[64, 128, 200]),
+        *grid(K=[128, 256], gates=["mild", "-inf"], gate_dtype=BFLOAT16),
+        *grid(G=4, H=2, K=[64, 128, 256], gates=THREE),
+        *grid(G=4, H=2, K=[64, 128, 256], gates=THREE, **PACKED),
+        *grid(R=4, H=2, K=[64, 128, 256], gates=THREE),
+        *grid(R=4, H=2, K=[64, 128, 256], gates=THREE, **PACKED),
+    ],
+    ids=str,
+)
+def test_gradients(sizes):
+    check(**sizes)
 
 
 # On 132 multiprocessors, blocks of state_gradients.py have 64, 128 and 192 values.
@@ -97,7 +108,7 @@ def test_a_part_of_the_keys_is_mild(lengths, mild, H, V):
 
 @pytest.mark.usefixtures("tf32_allowed")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("gates", ["none", "mild", "strong", "extreme", "-inf"])
+@pytest.mark.parametrize("gates", FIVE)
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -106,41 +117,14 @@ def test_a_part_of_the_keys_is_mild(lengths, mild, H, V):
         {"K": 72, "V": 200},
         {"G": 2, "initial_state": False},
         {"R": 2, "initial_state": False},
-        {"lengths": LENGTHS, "padding": 5},
+        PACKED,
         {"gate_form": "head"},
-        {"gate_form": "head", "K": 64, "V": 64, "lengths": LENGTHS, "padding": 5},
+        {"gate_form": "head", "K": 64, "V": 64, **PACKED},
     ],
     ids=str,
 )
 def test_other_dtypes(dtype, gates, sizes):
     check(dtype=dtype, gates=gates, **sizes)
-
-
-@pytest.mark.parametrize("T", [1, 40, 64, 65, 128, 512])
-@pytest.mark.parametrize("gates", ["mild", "-inf"])
-@pytest.mark.parametrize("K", [128, 256])
-def test_lengths(T, gates, K):
-    check(T=T, K=K, gates=gates, initial_state=False, dstate=False)
-
-
-@pytest.mark.parametrize("K", [64, 128, 200])
-@pytest.mark.parametrize("gates", ["none", "mild", "-inf"])
-def test_packed(gates, K):
-    check(lengths=LENGTHS, padding=5, gates=gates, K=K)
-
-
-@pytest.mark.parametrize("gates", ["mild", "-inf"])
-@pytest.mark.parametrize("K", [128, 256])
-def test_gates_in_bfloat16(gates, K):
-    check(K=K, gates=gates, gate_dtype=BFLOAT16)
-
-
-@pytest.mark.parametrize("sizes", [{}, {"lengths": LENGTHS, "padding": 5}], ids=["dense", "packed"])
-@pytest.mark.parametrize("gates", ["none", "mild", "-inf"])
-@pytest.mark.parametrize("K", [64, 128, 256])
-@pytest.mark.parametrize("groups", [{"G": 4}, {"R": 4}], ids=["queries", "values"])
-def test_groups(groups, sizes, gates, K):
-    check(H=2, K=K, gates=gates, **groups, **sizes)
 
 
 @pytest.mark.parametrize("gates", ["mild", "strong", "-inf"])

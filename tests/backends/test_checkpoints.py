@@ -1,9 +1,6 @@
 """Checkpoints that the kernels of chunk_gla_fwd make, against the reference's checkpoints in float64."""
 
-from __future__ import annotations
-
 import functools
-import os
 
 import pytest
 import torch
@@ -15,11 +12,10 @@ from gla_triton_kernels.gla import forward as launcher
 from gla_triton_kernels.gla.general import kernels as general
 from gla_triton_kernels.gla.sm90 import kernels as sm90
 from tests.backends.prepared_calls import call_prepared, described, preparing
+from tests.kernels import DTYPES, INTERPRETED
 
 pytest.importorskip("triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
 DTYPE = DTYPES[-1]  # the interpreter is slow for float32, which is computed token by token
 LENGTHS = (70, 0, 65, 1, 0, 200, 3)
 

@@ -3,14 +3,11 @@
 They run in one pass, and on sequences that are cut into many segments.
 """
 
-from __future__ import annotations
-
 import itertools
-import os
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gla_core.conformance import oracle
@@ -20,11 +17,10 @@ from gla_core.workloads.inputs import GATES, gla_inputs
 from gla_triton_kernels.gla import forward as launcher
 from gla_triton_kernels.gla.general import kernels as general
 from tests.backends.prepared_calls import call_prepared
+from tests.kernels import DTYPES, INTERPRETED
 
 pytest.importorskip("triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
 CHUNK = 16 if INTERPRETED else 64  # tokens of the longest chunk, and of a segment
 DTYPE = torch.float16 if INTERPRETED else torch.float32  # the interpreter is slow for float32, token by token
 WIDTHS = [(1, 1, 1), (19, 37, 2), (256, 40, 1)]
@@ -215,13 +211,10 @@ def test_the_same_bits_every_run(forward, gates, dtype):
     x = inputs("cuda", T=2 * CHUNK + 2, K=64, V=64, gates=gates, dtype=dtype)
     first = forward(*x)
     for _ in range(3):
-        for a, b in zip(forward(*x), first, strict=True):
-            assert torch.equal(a, b)
+        assert all(torch.equal(a, b) for a, b in zip(forward(*x), first, strict=True))
 
 
-@settings(
-    max_examples=4 if INTERPRETED else 15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=4 if INTERPRETED else 15)
 @given(
     K=st.integers(1, 40 if INTERPRETED else 70),
     V=st.integers(1, 40 if INTERPRETED else 70),

@@ -1,7 +1,5 @@
 """The kernels of chunk_gla by architecture; launcher and cost model read the same plan."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 
@@ -272,9 +270,7 @@ def test_the_gradient_of_a_state_that_query_heads_share_takes_the_general_kernel
     assert (plan.outputs, plan.segments.states) == (sm90.FORWARD, sm90.STATES)
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"K": 256}, {"dtype": float32}, {"T": 64, "B": 1}, {"T": 0}, {"B": 0}], ids=str
-)
+@pytest.mark.parametrize("changes", [{}, {"K": 256}, {"dtype": float32}, {"T": 64, "B": 1}, {"T": 0}, {"B": 0}])
 def test_sequences_that_stay_whole_take_one_pass(changes):
     assert cut(call_of(**changes)) == one_pass(**changes)
 

@@ -1,7 +1,5 @@
 """The kernels of chunk_gla_fwd for Hopper against the float64 oracle; they run on compute capability 9.0 alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -12,10 +10,13 @@ from gla_core.workloads.inputs import GATES, gla_inputs
 from gla_triton_kernels.gla import forward as launcher
 from gla_triton_kernels.gla.sm90 import kernels as sm90
 from tests.backends.prepared_calls import described
+from tests.grid import grid
 
 BUDGET = FORWARD[torch.bfloat16]
 BUDGETS = {torch.bfloat16: BUDGET, torch.float16: FORWARD[torch.float16], torch.float32: 1e-3}
 """The allowed errors; float32 is computed under the matmul precision "high"."""
+GATED = [gates for gates in GATES if gates != "none"]
+LENGTHS = [(0, 65, 1, 0, 130, 3, 0), (64, 64), (0, 0, 5), (5, 0, 0), (200,)]
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_sm90", "poisoned")]
 
 
@@ -33,9 +34,8 @@ def inputs(**sizes):
 
 def prepared(arguments, cut=False):
     """Prepares a call by the kernels for SM90; fails if all of them refuse it."""
-    return launcher.prepare(
-        described("chunk_gla_fwd", *arguments), cut, (sm90.FORWARD, sm90.FORWARD_WIDE, sm90.FORWARD_HEAD)
-    )
+    kernels = (sm90.FORWARD, sm90.FORWARD_WIDE, sm90.FORWARD_HEAD)
+    return launcher.prepare(described("chunk_gla_fwd", *arguments), cut, kernels)
 
 
 def forward(q, k, v, g, scale, initial_state, cu_seqlens):
@@ -56,11 +56,32 @@ def check(q, k, v, g=None, initial_state=None, cu_seqlens=None, scale=0.3, cut=F
     return o, state
 
 
-@pytest.mark.parametrize("gate_dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("gates", GATES)
-@pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128)])
-def test_gates(K, V, gates, gate_dtype):
-    check(*inputs(T=300, K=K, V=V, gates=gates, gate_dtype=gate_dtype, initial_state=True))
+def each(pairs, **axes):
+    """Returns every combination of values with each pair of K and V."""
+    return [sizes for K, V in pairs for sizes in grid(K=K, V=V, **axes)]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        *each([(64, 64), (128, 128)], T=300, gates=[*GATES], gate_dtype=[torch.float32, torch.bfloat16]),
+        *each([(8, 8), (16, 64), (40, 200), (64, 512), (96, 72), (128, 24), (120, 256)], T=130, gates=["mild", "-inf"]),
+        *each(
+            [(256, 512), (256, 64), (136, 128), (200, 40)],
+            T=300,
+            H=3,
+            gates=GATED,
+            gate_dtype=[torch.float32, torch.bfloat16],
+        ),
+        *grid(T=[1, 63, 64, 65, 129], K=256, V=256, initial_state=False),
+        *grid(T=[1, 2, 63, 64, 65, 127, 128, 129, 1000], K=128, V=128),
+        *grid(lengths=LENGTHS, K=128, V=128, gates=[*GATES]),
+        *grid(lengths=LENGTHS, H=3, K=256, V=[72, 256], gates=GATED),
+    ],
+    ids=str,
+)
+def test_sizes(sizes):
+    check(*inputs(**{"initial_state": True, **sizes}))
 
 
 OTHERS = [
@@ -99,53 +120,19 @@ def test_groups(change_plans, K, groups, sizes, gates):
 
 
 @pytest.mark.usefixtures("tf32_allowed")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("form", ["key", "head"])
-def test_a_packed_sequence_in_another_dtype_sees_nothing_of_the_next(form, dtype):
-    sizes = {"lengths": (70, 70), "K": 64, "V": 64, "gate_form": form, "initial_state": True, "dtype": dtype}
-    q, k, v, g, state, offsets = inputs(**sizes)
+@pytest.mark.parametrize(
+    "sizes",
+    [*grid(K=64, dtype=[torch.float16, torch.float32], gate_form=["key", "head"]), {"K": 64}, {"K": 256}],
+    ids=str,
+)
+def test_a_packed_sequence_sees_nothing_of_the_next(sizes):
+    q, k, v, g, state, offsets = inputs(lengths=(70, 70), V=64, initial_state=True, **sizes)
     for x in (q, k, v, g):
         x[:, 70:] = torch.nan
     o, states = forward(q, k, v, g, 0.3, state, offsets)
     ref_o, ref_state = oracle.chunk_gla(*(x[:, :70] for x in (q, k, v, g)), 0.3, state[:1])
-    assert relative_error(o[:, :70], ref_o) <= BUDGETS[dtype]
-    assert relative_error(states[:1], ref_state) <= BUDGETS[dtype]
-
-
-@pytest.mark.parametrize(("K", "V"), [(8, 8), (16, 64), (40, 200), (64, 512), (96, 72), (128, 24), (120, 256)])
-@pytest.mark.parametrize("gates", ["mild", "-inf"])
-def test_widths(K, V, gates):
-    check(*inputs(T=130, K=K, V=V, gates=gates, initial_state=True))
-
-
-@pytest.mark.parametrize(("K", "V"), [(256, 512), (256, 64), (136, 128), (200, 40)])
-@pytest.mark.parametrize("gates", ["mild", "strong", "-inf", "extreme"])
-@pytest.mark.parametrize("gate_dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_wide(K, V, gates, gate_dtype):
-    check(*inputs(T=300, H=3, K=K, V=V, gates=gates, gate_dtype=gate_dtype, initial_state=True))
-
-
-@pytest.mark.parametrize("T", [1, 63, 64, 65, 129])
-def test_lengths_of_wide_heads(T):
-    check(*inputs(T=T, K=256, V=256))
-
-
-@pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 127, 128, 129, 1000])
-def test_lengths(T):
-    check(*inputs(T=T, K=128, V=128, initial_state=True))
-
-
-@pytest.mark.parametrize("gates", GATES)
-@pytest.mark.parametrize("lengths", [(0, 65, 1, 0, 130, 3, 0), (64, 64), (0, 0, 5), (5, 0, 0), (200,)])
-def test_packed(lengths, gates):
-    check(*inputs(lengths=lengths, K=128, V=128, gates=gates, initial_state=True))
-
-
-@pytest.mark.parametrize("gates", [gates for gates in GATES if gates != "none"])
-@pytest.mark.parametrize("lengths", [(0, 65, 1, 0, 130, 3, 0), (64, 64), (0, 0, 5), (5, 0, 0), (200,)])
-@pytest.mark.parametrize("V", [72, 256])
-def test_packed_wide_heads(lengths, gates, V):
-    check(*inputs(lengths=lengths, H=3, K=256, V=V, gates=gates, initial_state=True))
+    assert relative_error(o[:, :70], ref_o) <= BUDGETS[q.dtype]
+    assert relative_error(states[:1], ref_state) <= BUDGETS[q.dtype]
 
 
 @pytest.mark.parametrize("initial_state", [False, True])
@@ -155,17 +142,6 @@ def test_segments(change_plans, K, sizes, initial_state):
     change_plans("segment_length", lambda *_: 128)
     x = inputs(H=3, K=K, V=136, gates="-inf", initial_state=initial_state, **sizes)
     check(*x, cut=True)
-
-
-@pytest.mark.parametrize("K", [64, 256])
-def test_a_packed_sequence_sees_nothing_of_the_next(K):
-    q, k, v, g, state, offsets = inputs(lengths=(70, 70), K=K, V=64, initial_state=True)
-    for x in (q, k, v, g):
-        x[:, 70:] = torch.nan
-    o, states = forward(q, k, v, g, 0.3, state, offsets)
-    ref_o, ref_state = oracle.chunk_gla(*(x[:, :70] for x in (q, k, v, g)), 0.3, state[:1])
-    assert relative_error(o[:, :70], ref_o) <= BUDGET
-    assert relative_error(states[:1], ref_state) <= BUDGET
 
 
 def test_mild_and_other_chunks_by_turns():

@@ -1,7 +1,5 @@
 """chunk_gla_summary by the kernels that build states, on whole sequences and on segments of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

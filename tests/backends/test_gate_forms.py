@@ -1,7 +1,5 @@
 """The kernels for every GPU on all forms of gates, and on value heads in groups, against the float64 oracle."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -18,6 +16,9 @@ from gla_triton_kernels.gla.seen import copied_for_invariance, not_addressable, 
 from gla_triton_runtime.architecture import Architecture, Gpu
 
 pytest.importorskip("triton")
+
+from gla_triton_kernels.chunks.partials import launch_sum_of_rows
+from gla_triton_runtime.launch import start
 
 H200 = Gpu(Architecture.SM90, 132)
 QUERIES, VALUES = {"H": 1, "G": 2}, {"H": 1, "R": 2}
@@ -117,9 +118,6 @@ def test_steps(backend, device, form, heads):
 
 @pytest.mark.kernels
 def test_sums_of_many_rows(device):
-    from gla_triton_kernels.chunks.partials import launch_sum_of_rows
-    from gla_triton_runtime.launch import start
-
     parts, actual = torch.randn(2500, 40, device=device), torch.empty(40, device=device)
     start([launch_sum_of_rows(parts, actual)])
     assert relative_error(actual, parts.double().sum(0)) <= 1e-6

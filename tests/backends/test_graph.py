@@ -1,7 +1,5 @@
 """CUDA graphs of launches: the same results, on any stream and by any thread, however many are made and dropped."""
 
-from __future__ import annotations
-
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 

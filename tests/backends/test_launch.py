@@ -1,7 +1,5 @@
 """The kernels of a call are compiled in parallel before its first launch; errors name the kernel that failed."""
 
-from __future__ import annotations
-
 import os
 import threading
 
@@ -12,16 +10,19 @@ from gla_core.dispatch.backend import LaunchError
 from tests.backends.fake_kernels import Compiled, Kernel
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels are not compiled"
-)
+
+import triton.runtime._async_compile as mode
+from triton.runtime.errors import OutOfResources
+
+from gla_triton_runtime import launch
+from gla_triton_runtime.launch import Launch, compile_launches, start
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels are not built")
 
 
 @pytest.fixture(autouse=True)
 def prepared(monkeypatch):
     """Returns a list of the requests to Triton before it compiles. They are faked, because there may be no device."""
-    from gla_triton_runtime import launch
-
     asked = []
     monkeypatch.setattr(launch, "triton_key", lambda: asked.append("key"))
     monkeypatch.setattr(launch, "driver", type("driver", (), {"active": property(lambda _: asked.append("driver"))})())
@@ -31,8 +32,6 @@ def prepared(monkeypatch):
 
 
 def launches(*kernels):
-    from gla_triton_runtime.launch import Launch
-
     arguments = {"x_ptr": "x", "y_ptr": None, "scale": 0.5}
     return [Launch(kernel, (i, 1, 1), {**arguments, "T": i}, {"num_warps": 4}) for i, kernel in enumerate(kernels)]
 
@@ -40,14 +39,10 @@ def launches(*kernels):
 @pytest.fixture(params=["start", "compile_launches"])
 def act(request):
     """Starts launches, or compiles them."""
-    from gla_triton_runtime import launch
-
     return getattr(launch, request.param)
 
 
 def test_what_takes_long_once_is_begun_first(prepared):
-    from gla_triton_runtime.launch import compile_launches
-
     for _ in range(2):
         compile_launches(launches(Kernel("a", [])))
     assert sorted(prepared) == ["driver", "key"]
@@ -55,8 +50,6 @@ def test_what_takes_long_once_is_begun_first(prepared):
 
 def test_all_are_compiled_before_the_first_is_launched():
     """All kernels are compiled in parallel. Once all are compiled, each is loaded on the device."""
-    from gla_triton_runtime.launch import compile_launches, start
-
     told = []
     made = launches(Kernel("a", told), Kernel("b", told))
     compile_launches(made)
@@ -70,16 +63,12 @@ def test_all_are_compiled_before_the_first_is_launched():
 
 
 def test_one_is_compiled_as_it_is_launched():
-    from gla_triton_runtime.launch import start
-
     told = []
     start(launches(Kernel("a", told)))
     assert [what for what, *_ in told] == ["launch"]
 
 
 def test_one_that_is_compiled_by_itself_needs_no_threads(monkeypatch):
-    from gla_triton_runtime import launch
-
     told = []
     monkeypatch.setattr(launch, "_compile_side_by_side", lambda made: told.append("threads"))
     launch.compile_launches(launches(Kernel("a", told)))
@@ -87,8 +76,6 @@ def test_one_that_is_compiled_by_itself_needs_no_threads(monkeypatch):
 
 
 def test_a_kernel_that_does_not_fit_is_named(act):
-    from triton.runtime.errors import OutOfResources
-
     error = OutOfResources(300_000, 232_448, "shared memory")
     with pytest.raises(LaunchError, match=r"^b cannot be launched on this device: OutOfResources: .*300000"):
         act(launches(Kernel("a", []), Kernel("b", [], error)))
@@ -98,7 +85,6 @@ def test_a_kernel_that_does_not_fit_is_named(act):
 @pytest.mark.parametrize("beside", [[], ["a"]])
 def test_whatever_the_compiler_raises_is_a_failed_launch(error, beside, act):
     """The kernel is compiled alone, or in a thread beside others; the thread's error is raised later, in the caller."""
-    import triton.runtime._async_compile as mode
 
     class Uncompiled(Kernel):
         def warmup(self, *_, **__):
@@ -111,8 +97,6 @@ def test_whatever_the_compiler_raises_is_a_failed_launch(error, beside, act):
 
 
 def test_without_a_driver_there_is_no_launch(monkeypatch):
-    from gla_triton_runtime import launch
-
     class NoDriver:
         @property
         def active(self):
@@ -142,10 +126,6 @@ def test_errors_of_the_device_are_no_failed_launch(error, act):
 
 def test_triton_compiles_side_by_side_and_keeps_errors_for_later():
     """Two kernels each wait until the other is being compiled. A kernel that cannot be compiled delays no other one."""
-    import triton.runtime._async_compile as mode
-
-    from gla_triton_runtime.launch import compile_launches
-
     both, told = threading.Barrier(2, timeout=20), []
 
     class Compiling(Kernel):

@@ -6,8 +6,6 @@ arithmetic gives the rest. If 32 bits may not hold a value, an offset may be wro
 carries from one iteration to the next have no bounds here; they are counters.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import itertools
@@ -25,9 +23,14 @@ from gla_core.dispatch.tensors import new_checkpoints
 from tests.backends.prepared_calls import launches_on
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels are not compiled"
-)
+
+import triton
+from triton._C.libtriton import ir, passes
+from triton.compiler.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime.jit import JITFunction
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels are not built")
 
 
 # ---- calls with large tensors, without memory
@@ -281,8 +284,6 @@ def modules():
 
 def kernels():
     """Returns the names of all kernels: Triton functions that a plain function of the same module refers to."""
-    from triton.runtime.jit import JITFunction
-
     kernels = set()
     for module in modules():
         local = [x for x in vars(module).values() if getattr(x, "__module__", None) == module.__name__]
@@ -302,10 +303,6 @@ class Compiled(Exception):
 @pytest.fixture
 def ir_of(monkeypatch, tmp_path):
     """Returns a function from a launch to the IR of its kernel and the types of the kernel's arguments by name."""
-    import triton
-    from triton._C.libtriton import ir, passes
-    from triton.compiler.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
 
     def leave_early(make_ir):
         def made(source, *rest):

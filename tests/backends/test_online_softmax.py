@@ -1,26 +1,23 @@
 """The kernels of online_softmax on their own: the edges of tiles and of splits, special values, every layout."""
 
-from __future__ import annotations
-
 import functools
-import os
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gla_core.conformance import oracle
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.workloads.inputs import normal
 from tests.backends.prepared_calls import call_prepared, described, preparing
+from tests.kernels import INTERPRETED
 
 pytest.importorskip("triton")
 
 from gla_triton_kernels.online_softmax.plan import MOST_ON_CHIP as MOST
 from gla_triton_kernels.online_softmax.plan import MOST_UNALIGNED_ON_CHIP as ODD
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 COLUMNS = [1, 2, 31, 1023, 1024, 1025, 4096, 4097, ODD, ODD + 1, MOST, MOST + 1, MOST + 16, 2 * MOST, 70001, 81921]
 
 pytestmark = pytest.mark.kernels
@@ -120,11 +117,7 @@ def test_four_row_dimensions_that_cannot_be_merged(online_softmax, device):
     check(online_softmax, random(4, 4, 4, 4, 6, device=device)[::2, ::2, ::2, ::2].permute(3, 2, 1, 0, 4), 4)
 
 
-@settings(
-    max_examples=8 if INTERPRETED else 30,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=8 if INTERPRETED else 30)
 @given(
     shape=st.lists(st.integers(0, 6), min_size=1, max_size=4),
     order=st.randoms(use_true_random=False),
@@ -139,11 +132,7 @@ def test_any_shape_order_and_dimension(online_softmax, device, shape, order, dim
     check(online_softmax, x.permute(axes), dim % x.ndim)
 
 
-@settings(
-    max_examples=5 if INTERPRETED else 20,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=5 if INTERPRETED else 20)
 @given(rows=st.integers(1, 4), columns=st.integers(1, 60_000), start=st.integers(0, 9), seed=st.integers(0, 2**20))
 def test_long_rows_at_any_address(online_softmax, device, rows, columns, start, seed):
     x = random(rows, start + columns, device=device, dtype=torch.float16, seed=seed)

@@ -1,7 +1,5 @@
 """The kernel that adds the terms of token pairs of marked chunks to gradients, against the reference on each chunk."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -11,8 +9,14 @@ from gla_core.conformance.calls import heads_first
 from gla_core.conformance.tolerances import relative_error
 from gla_core.workloads.inputs import gla_inputs
 from gla_reference.chunk_gla import chunk_gla_bwd
+from tests.grid import grid
 
 pytest.importorskip("triton")
+
+from gla_triton_kernels.gla.sm90 import pairs
+from gla_triton_kernels.gla.sm90.half import NO_UNITS
+from gla_triton_kernels.gla.tensors import BackwardTensors
+from gla_triton_runtime.launch import start
 
 CHUNK, KEYS, SCALE = 64, 128, 0.3
 BUDGET, ROUNDED = 5e-4, 2e-3
@@ -34,9 +38,9 @@ def chunks(inputs, cu_seqlens):
     B, T = inputs[0].shape[:2]
     offsets = [0, T] if cu_seqlens is None else cu_seqlens.tolist()
     for b in range(B):
-        for n, (start, end) in enumerate(itertools.pairwise(offsets)):
-            row = b * -(-T // CHUNK) + n + start // CHUNK
-            for j, t in enumerate(range(start, end, CHUNK)):
+        for n, (first, end) in enumerate(itertools.pairwise(offsets)):
+            row = b * -(-T // CHUNK) + n + first // CHUNK
+            for j, t in enumerate(range(first, end, CHUNK)):
                 yield row + j, b, slice(t, min(t + CHUNK, end))
 
 
@@ -76,11 +80,6 @@ def expected(inputs, gradients, cu_seqlens, marks):
 
 def completed(inputs, gradients, cu_seqlens, marks):
     """Returns the kernel's gradients. The kernel adds to copies of the given ones."""
-    from gla_triton_kernels.gla.sm90 import pairs
-    from gla_triton_kernels.gla.sm90.half import NO_UNITS
-    from gla_triton_kernels.gla.tensors import BackwardTensors
-    from gla_triton_runtime.launch import start
-
     q, k, v, g, do = inputs
     results = [y.clone() for y in gradients]
     x = BackwardTensors(q, k, v, g, None, cu_seqlens, None, do, None, *results, None)
@@ -102,9 +101,20 @@ def check(inputs, gradients, cu_seqlens, marks=None):
     return results
 
 
-@pytest.mark.parametrize("gates", ["mild", "strong", "extreme", "-inf"])
-def test_gates(gates):
-    check(*case(T=150, H=2, gates=gates))
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        *grid(T=150, H=2, gates=["mild", "strong", "extreme", "-inf"]),
+        *grid(B=2, T=[1, 64, 65], H=3),
+        {"T": 70, "K": 7, "V": 5},
+        {"T": 70, "K": 40, "V": 100},
+        {"T": 70, "gate_dtype": torch.bfloat16},
+        *grid(B=2, T=300, H=2, K=256, V=192, gates=["extreme", "-inf"]),
+    ],
+    ids=str,
+)
+def test_sizes(sizes):
+    check(*case(**sizes))
 
 
 @pytest.mark.parametrize("gate", [-2.0, -8.0, -50.0, -85.0, -90.0])
@@ -156,16 +166,6 @@ def test_channels_and_rows_of_small_magnitude():
         assert relative_error(y[:, ::7], ref[:, ::7]) <= 1.5 * ROUNDED
 
 
-@pytest.mark.parametrize("T", [1, 64, 65])
-def test_lengths(T):
-    check(*case(B=2, T=T, H=3))
-
-
-@pytest.mark.parametrize(("K", "V"), [(7, 5), (40, 100)])
-def test_widths(K, V):
-    check(*case(T=70, K=K, V=V))
-
-
 def test_a_block_of_keys_that_is_not_marked():
     inputs, gradients, _ = case(T=64, K=200)
     dq, dk, _, dg = check(inputs, gradients, None, marks_of(inputs, None, lambda i, h, block: block == 1))
@@ -175,8 +175,6 @@ def test_a_block_of_keys_that_is_not_marked():
 
 @pytest.mark.parametrize("sizes", [{"B": 2, "T": 200, "H": 5}, {"lengths": (70, 0, 129), "H": 3}])
 def test_many_chunks_a_program(sizes, monkeypatch):
-    from gla_triton_kernels.gla.sm90 import pairs
-
     monkeypatch.setattr(pairs, "PROGRAMS", 2)
     check(*case(**sizes))
 
@@ -202,10 +200,6 @@ def test_gates_whose_gradient_is_exactly_0():
     assert torch.equal(dg[:, CHUNK:], gradients[3][:, CHUNK:])
 
 
-def test_gates_in_bfloat16():
-    check(*case(T=70, gate_dtype=torch.bfloat16))
-
-
 def test_strides():
     """Tensors are heads-first, a slice of a wider tensor, or expanded gates."""
     inputs, gradients, _ = case(B=2, T=70, H=2)
@@ -215,8 +209,3 @@ def test_strides():
     inputs = [heads_first(q), torch.nn.functional.pad(k, (3, 3))[..., 3:-3], heads_first(v), g, do]
     again = completed(inputs, gradients, None, marks_of(inputs, None))
     assert all(torch.equal(a, b) for a, b in zip(again, results, strict=True))
-
-
-@pytest.mark.parametrize("gates", ["extreme", "-inf"])
-def test_wide_heads(gates):
-    check(*case(B=2, T=300, H=2, K=256, V=192, gates=gates))

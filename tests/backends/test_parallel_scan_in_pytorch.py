@@ -1,7 +1,5 @@
 """parallel_scan in PyTorch, on a CPU, against the float64 oracle: steps and softmaxes, in blocks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -97,9 +95,8 @@ def test_softmax_of_minus_infinities(small_blocks):
 
 
 def check_attention(q, k, v, causal, scale=0.3):
-    for x, ref in zip(
-        softmax_attention(q, k, v, scale, causal), oracle.softmax_attention(q, k, v, scale, causal), strict=True
-    ):
+    arguments = (q, k, v, scale, causal)
+    for x, ref in zip(softmax_attention(*arguments), oracle.softmax_attention(*arguments), strict=True):
         assert relative_error(x, ref) <= FORWARD[q.dtype]
         assert x.is_contiguous()
 

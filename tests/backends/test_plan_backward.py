@@ -1,7 +1,5 @@
 """The kernels of a backward of chunk_gla and their launch parameters, without Triton or a GPU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The kernels that softmaxes, attention and steps take, and their launch parameters: without Triton or a GPU."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -160,9 +158,8 @@ def test_causal_as_the_call_says_else_by_the_number_of_queries():
 def step_plan(B, gpu=H200, dtype=torch.float32, K=128, V=128, **facts):
     dims = {"B": B, "H": 16, "Hq": 16, "Hv": 16, "K": K, "V": V, "P": B}
     device, q = torch.device("cuda"), torch.bfloat16
-    return step.plan(
-        OpCall(op="recurrent_gla_step", device=device, dtype=q, dims=dims, state_dtype=dtype, **facts), gpu
-    )
+    call = OpCall(op="recurrent_gla_step", device=device, dtype=q, dims=dims, state_dtype=dtype, **facts)
+    return step.plan(call, gpu)
 
 
 def test_many_states_take_wide_blocks_and_few_take_narrow_ones():

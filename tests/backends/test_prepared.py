@@ -1,7 +1,5 @@
 """Calls that are prepared once: kernels are compiled before anything is written, and later calls plan nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 
@@ -22,12 +20,21 @@ from tests.backends.prepared_calls import described, preparing
 
 pytest.importorskip("triton")
 
+from triton.runtime.errors import OutOfResources
+
+from gla_triton_kernels import gla as family
+from gla_triton_kernels.gla import forward
+from gla_triton_kernels.gla.step import step
+from gla_triton_kernels.online_softmax import splits
+from gla_triton_kernels.softmax_attention import softmax_attention
+from gla_triton_kernels.softmax_attention.plan import plan_splits
+from gla_triton_runtime import launch, prepared, replay
+from gla_triton_runtime.prepared import Launches, rehearsed
+
 
 @pytest.fixture
 def absent_gpu(monkeypatch):
     """Returns a function that turns a call into a call on an H200, which need not exist here."""
-    from gla_triton_runtime import launch, prepared
-
     monkeypatch.setattr(launch, "_prepare_compiler", lambda: None)
     monkeypatch.setattr(prepared, "on_device", lambda _: contextlib.nullcontext())
     device = KnownDevice("NVIDIA H200", 132, (9, 0))
@@ -44,10 +51,6 @@ def fake(monkeypatch, module, name, told, error=None):
 
 
 def test_a_second_kernel_that_does_not_fit_is_found_before_the_first_is_launched(absent_gpu, monkeypatch):
-    from triton.runtime.errors import OutOfResources
-
-    from gla_triton_kernels.online_softmax import splits
-
     told, error = [], OutOfResources(300_000, 232_448, "shared memory")
     fake(monkeypatch, splits, "_sum_splits", told)
     fake(monkeypatch, splits, "_write", told, error)
@@ -65,8 +68,6 @@ def test_a_second_kernel_that_does_not_fit_is_found_before_the_first_is_launched
 @pytest.mark.parametrize("backend", ["triton_fused", "parallel_scan"])
 def test_all_kernels_of_a_call_are_compiled_when_it_is_prepared(op, backend, absent_gpu, monkeypatch):
     """For this, the launches of the call are described with tensors without values."""
-    from gla_triton_runtime import launch, prepared
-
     made = []
     monkeypatch.setattr(prepared, "compile_launches", made.extend)
     monkeypatch.setattr(prepared, "start", lambda launches: pytest.fail("launched"))
@@ -126,8 +127,6 @@ def strided_step(inplace):
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_a_rehearsal_is_given_what_a_call_is_given_but_values(inplace):
-    from gla_triton_runtime.prepared import rehearsed
-
     calls = []
 
     def run(q, k, v, g, state, scale, state_indices, gate_normalizer, inplace):
@@ -148,8 +147,6 @@ def test_a_rehearsal_is_given_what_a_call_is_given_but_values(inplace):
 
 
 def test_scalars_of_a_rehearsal_are_those_of_the_call():
-    from gla_triton_runtime.prepared import rehearsed
-
     calls = []
 
     def run(q, initial_state, output_final_state, cu_seqlens, checkpoint_every, scale):
@@ -163,8 +160,6 @@ def test_scalars_of_a_rehearsal_are_those_of_the_call():
 
 
 def test_nothing_is_rehearsed_on_a_cpu():
-    from gla_triton_runtime.prepared import rehearsed
-
     def run(**_):
         pytest.fail("called")
 
@@ -172,8 +167,6 @@ def test_nothing_is_rehearsed_on_a_cpu():
 
 
 def test_nothing_is_rehearsed_for_the_interpreter(monkeypatch):
-    from gla_triton_runtime.prepared import rehearsed
-
     def run(**_):
         pytest.fail("called")
 
@@ -193,8 +186,6 @@ class Described:
     """Describes the launches of calls of two kernels, and notes the floats of these calls."""
 
     def __init__(self, gpu):
-        from gla_triton_runtime.prepared import Launches
-
         self.gpu, self.floats = gpu, []
         self.launches = Launches(torch.device("cpu"))
 
@@ -226,8 +217,6 @@ def test_launches_are_recorded_at_the_first_call_and_replayed_from_the_second_on
 
 
 def test_a_call_that_writes_the_slots_it_reads_replays_no_launches_of_calls_that_write_others(absent_gpu, monkeypatch):
-    from gla_triton_runtime import prepared
-
     started = []
     monkeypatch.setattr(prepared.Launches, "start", lambda self, _, tensors: started.append((self, tensors)))
     arguments = arguments_of("chunk_gla_pool", "cpu")
@@ -244,8 +233,6 @@ def test_a_call_that_writes_the_slots_it_reads_replays_no_launches_of_calls_that
 
 @pytest.mark.parametrize("why", ["profiled", "unaligned", "one tensor twice", "scratch that is not contiguous"])
 def test_launches_that_cannot_be_recorded_are_described_by_every_call(gpu, monkeypatch, why):
-    from gla_triton_runtime import replay
-
     described, x, y = Described(gpu), fake_driver.tensor(), fake_driver.tensor()
     if why == "profiled":
         monkeypatch.setattr(replay, "_profiled", lambda: True)
@@ -270,8 +257,6 @@ def test_launches_that_are_not_replayed_are_recorded_anew(gpu):
 
 
 def test_tensors_without_values_are_compiled_for_and_nothing_is_launched(gpu, monkeypatch):
-    from gla_triton_runtime import prepared
-
     compiled = []
     monkeypatch.setattr(prepared, "compile_launches", compiled.append)
     described, x, y = Described(gpu), fake_driver.tensor(), fake_driver.tensor()
@@ -342,12 +327,6 @@ def test_calls_with_unaligned_tensors_are_prepared_apart(op, moved, backend, dev
 @pytest.fixture(params=["recurrent_gla_step", "softmax_attention", "chunk_gla_fwd"])
 def planned(request, register, monkeypatch):
     """Registers an op, and returns its name and a list of the calls that have been planned."""
-    from gla_triton_kernels import gla as family
-    from gla_triton_kernels.gla import forward
-    from gla_triton_kernels.gla.step import step
-    from gla_triton_kernels.softmax_attention import softmax_attention
-    from gla_triton_kernels.softmax_attention.plan import plan_splits
-
     calls = []
 
     def noted(plan):
@@ -355,10 +334,7 @@ def planned(request, register, monkeypatch):
 
     for module in (step, forward):
         monkeypatch.setattr(module, "plan", noted(module.plan))
-    ops = {
-        **family.ops(cut=True),
-        "softmax_attention": softmax_attention(noted(plan_splits)),
-    }
+    ops = {**family.ops(cut=True), "softmax_attention": softmax_attention(noted(plan_splits))}
     register(request.param, ops[request.param])
     return request.param, calls
 
@@ -369,9 +345,8 @@ def test_later_calls_plan_nothing(planned, device):
     contract, run = ABSTRACT_OPS[op].contract, getattr(gla, op.removesuffix("_fwd"))
 
     def call(seed, rows=1):
-        arguments = [
-            x.repeat_interleave(rows, 0) if isinstance(x, Tensor) else x for x in arguments_of(op, device, seed)
-        ]
+        each = arguments_of(op, device, seed)
+        arguments = [x.repeat_interleave(rows, 0) if isinstance(x, Tensor) else x for x in each]
         run(**{**dict(zip(contract, arguments, strict=True)), "scale": 0.1 * seed - 0.1}, backend="counted")
 
     for seed in range(4):

@@ -9,10 +9,7 @@ widths, and `draw` the rest, such as lengths and values. On a GPU five consecuti
 takes longer to compile the kernels of a case than to run it.
 """
 
-from __future__ import annotations
-
 import dataclasses
-import os
 import random
 
 import pytest
@@ -32,15 +29,14 @@ from gla_core.conformance.calls import (
 from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
 from gla_core.dispatch import registry
 from gla_core.workloads.inputs import GATES, gla_inputs, normal, token_of
+from tests.kernels import DTYPES, INTERPRETED
 
 pytest.importorskip("triton")
 SMALLEST = 1e-30  # below it, products with exp of a gate may be numbers of float32 with few bits
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 LONGEST = 20 if INTERPRETED else 300
 ENOUGH = 10 if INTERPRETED else 16  # tokens of some sequence: the error of fewer is the rounding of single scores
 WIDTHS = [(16, 16), (19, 37), (64, 64), (128, 128), (40, 200), (96, 8), (256, 64)]
-DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
 FORMS = ["key", "key", "head", "constant", "none"]
 STRENGTHS = [gates for gates in GATES if gates != "none"]
 OPS = ["chunk_gla"] * 7 + ["recurrent_gla_step", "softmax_attention", "online_softmax"]
@@ -52,8 +48,7 @@ WITH_GRADIENTS = [
 ]
 
 batches = pytest.mark.parametrize(
-    ("device", "batch"),
-    [("cpu", 0), *(pytest.param("cuda", i, marks=pytest.mark.gpu) for i in range(1000 // BATCH))],
+    ("device", "batch"), [("cpu", 0), *(pytest.param("cuda", i, marks=pytest.mark.gpu) for i in range(1000 // BATCH))]
 )
 
 

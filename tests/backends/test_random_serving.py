@@ -5,8 +5,6 @@ that were accepted, and checkpoints. There are a thousand calls on a GPU for eac
 kernels are interpreted. Memory that no sequence writes keeps its bits.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 Shapes, dtypes, gates and packing are drawn from a seed. `make test` draws a few calls, `make conformance` many.
 """
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,10 +1,8 @@
 """The kernels of recurrent_gla_layer_step on random calls, and of heads that fill a device, against float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gla_core.conformance.calls import oracle_results, run
@@ -27,7 +25,7 @@ def check(device, dtype, state_dtype=torch.float32, **sizes):
     assert {name: error for name, error in errors.items() if not error <= budgets[name]} == {}
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15)
 @given(
     dtype=st.sampled_from([torch.float32, torch.float16]),
     state_dtype=st.sampled_from([torch.float32, torch.float16]),

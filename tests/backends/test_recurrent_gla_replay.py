@@ -1,10 +1,8 @@
 """The kernel of recurrent_gla_replay on random calls, and over the calls of a server, against float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gla_core as gla
@@ -17,7 +15,7 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.kernels
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15)
 @given(data=st.data(), dtype=st.sampled_from([torch.float32, torch.float16]))
 def test_any_call(device, data, dtype):
     x = data.draw(replay_calls(dtype=dtype, device=device))

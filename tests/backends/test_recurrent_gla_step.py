@@ -1,12 +1,8 @@
 """The kernel of recurrent_gla_step against the float64 oracle: any width, layout, pool and address."""
 
-from __future__ import annotations
-
-import os
-
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gla_core as gla
@@ -14,10 +10,12 @@ from gla_core.conformance import oracle
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.workloads.inputs import GATES, gla_inputs
 from tests.backends.prepared_calls import call_prepared, described
+from tests.kernels import INTERPRETED
 
 pytest.importorskip("triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+from gla_triton_kernels.gla.step.step import prepare
+
 # Where a device rounds to the nearest bfloat16, Triton's interpreter rounds towards zero.
 STATE_BUDGET = {**FORWARD, torch.bfloat16: (2 if INTERPRETED else 1) * FORWARD[torch.bfloat16]}
 WIDTHS = [(512, 1), (1, 512), (129, 31)] + ([] if INTERPRETED else [(512, 512), (300, 257), (128, 128)])
@@ -26,15 +24,11 @@ pytestmark = pytest.mark.kernels
 
 
 def step(q, k, v, g, state, scale=0.3, state_indices=None, inplace=False):
-    from gla_triton_kernels.gla.step.step import prepare
-
     return call_prepared("recurrent_gla_step", prepare, q, k, v, g, state, scale, state_indices, None, inplace)
 
 
 def prepared_step(q, k, v, g, state, inplace=False):
     """Prepares a step, and returns the function that computes steps like it, in place or not."""
-    from gla_triton_kernels.gla.step.step import prepare
-
     run = prepare(described("recurrent_gla_step", q, k, v, g, state, 0.3, None, None, inplace))
     return lambda q, k, v, g, state: run(q, k, v, g, state, 0.3, None, None, inplace)
 
@@ -77,9 +71,7 @@ def strided(x, spare):
     return view.copy_(x)
 
 
-@settings(
-    max_examples=15 if INTERPRETED else 60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=15 if INTERPRETED else 60)
 @given(
     B=st.integers(0, 4),
     H=st.integers(1, 3),

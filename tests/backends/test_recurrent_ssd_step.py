@@ -1,7 +1,5 @@
 """The kernel of recurrent_ssd_step on random calls, and of heads that fill a device, against float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings

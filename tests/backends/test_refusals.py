@@ -1,7 +1,5 @@
 """The reasons for which kernels of chunk_gla refuse calls, as `explain` shows them: without Triton or a GPU."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 
@@ -247,9 +245,8 @@ def test_no_kernel_for_sm90_is_chosen_on_another_gpu(op, architecture):
     }[op]
     for_sm90 = kernels | {f"{name}_{more}" for name in kernels - {"states"} for more in ("wide", "head")}
     by_chunks = architecture is not Architecture.INTERPRETED
-    assert chosen == {
-        f"general.{name}_chunks" if name == "backward" and by_chunks else f"general.{name}" for name in kernels
-    }
+    suffix = {"backward": "_chunks" if by_chunks else ""}
+    assert chosen == {f"general.{name}{suffix.get(name, '')}" for name in kernels}
     assert on_hopper == {f"general.{name}" for name in kernels} | {f"sm90.{name}" for name in for_sm90}
 
 

@@ -1,7 +1,5 @@
 """Calls that are replayed: from the second call on, results are the same, and profilers still see every launch."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 import weakref
@@ -11,19 +9,19 @@ import pytest
 import torch
 
 import gla_core as gla
-from tests.backends.fake_driver import (
-    GRID,
-    TYPES,
-    compiled,
-    install,
-    launch,
-    record,
-    record_two,
-    tensor,
-    two_launches,
-)
+from tests.backends.fake_driver import GRID, TYPES, compiled, install, launch, record, record_two, tensor, two_launches
 
 pytest.importorskip("triton")
+
+import triton
+from triton import knobs
+from triton.backends.nvidia import driver
+
+import gla_triton_kernels
+from gla_core.workloads.inputs import gla_inputs
+from gla_triton_runtime import prepared, replay
+from gla_triton_runtime.prepared import Launches
+from gla_triton_runtime.tma import tiles
 
 
 @pytest.fixture
@@ -32,9 +30,7 @@ def gpu(monkeypatch):
 
 
 def again(recorded, x, y):
-    from gla_triton_runtime.replay import replay
-
-    return replay(recorded, (x, None, y), (0.5,))
+    return replay.replay(recorded, (x, None, y), (0.5,))
 
 
 # ---- records, on a fake device that only notes launches
@@ -78,8 +74,6 @@ def test_maps_of_other_shapes_at_the_same_address_are_others(gpu):
 
 
 def test_maps_are_few_and_hold_no_tensors(gpu, monkeypatch):
-    from gla_triton_runtime import replay
-
     monkeypatch.setattr(replay, "_MOST_MAPS", 3)
     x, y = tensor(), tensor()
     recorded, _ = record(gpu, x, y)
@@ -103,8 +97,6 @@ def test_what_is_not_launched_again(gpu):
 
 
 def test_an_index_may_lie_at_any_address(gpu):
-    from gla_triton_runtime import replay
-
     def called(x, index):
         made = [launch(GRID, {"x_ptr": x, "index_ptr": index, "T": 1}, compiled(gpu, "*fp32", "*i32", "i32"))]
         return replay.record((x, index), made)
@@ -118,10 +110,6 @@ def test_an_index_may_lie_at_any_address(gpu):
 
 
 def test_a_triton_that_launches_otherwise(gpu, monkeypatch):
-    from triton.backends.nvidia import driver
-
-    from gla_triton_runtime import replay
-
     def encoding(launch, *_):
         return lambda *args: launch(*args)
 
@@ -138,10 +126,6 @@ def test_a_triton_that_launches_otherwise(gpu, monkeypatch):
     ("version", "known"), [("3.6.1", True), ("3.7.1+git", True), ("3.8.0", True), ("3.5.0", False), ("3.10", False)]
 )
 def test_launchers_are_known_by_the_version_of_triton(monkeypatch, version, known):
-    import triton
-
-    from gla_triton_runtime import replay
-
     monkeypatch.setattr(triton, "__version__", version)
     for cached in (replay._launcher, replay._launchers_are_known):
         cached.cache_clear()
@@ -154,8 +138,6 @@ def test_launchers_are_known_by_the_version_of_triton(monkeypatch, version, know
 
 @pytest.mark.parametrize(("setting", "on"), [(None, True), ("1", True), ("0", False), (" Off ", False)])
 def test_graphs_may_be_turned_off(monkeypatch, setting, on):
-    from gla_triton_runtime import replay
-
     monkeypatch.delenv("GLA_GRAPHS", raising=False)
     if setting is not None:
         monkeypatch.setenv("GLA_GRAPHS", setting)
@@ -167,8 +149,6 @@ def test_graphs_may_be_turned_off(monkeypatch, setting, on):
 
 
 def test_what_is_said_of_interpreted_kernels(monkeypatch):
-    import gla_triton_kernels
-
     assert gla_triton_kernels.notes() == []
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     (note,) = gla_triton_kernels.notes()
@@ -182,11 +162,9 @@ def encoded_maps(*recorded):
 
 
 def test_a_call_of_several_launches(gpu):
-    from gla_triton_runtime.replay import replay
-
     x, y, scratch = tensor(), tensor(), torch.empty(3, 5, dtype=torch.float64)
     recorded = record_two(gpu, x, y, scratch)
-    assert replay(recorded, (y, x), (0.25,))
+    assert replay.replay(recorded, (y, x), (0.25,))
     (first_grid, *first), (second_grid, *second) = gpu.launched
     handed_over = first[-3]
     assert handed_over not in (0, x.data_ptr(), y.data_ptr(), scratch.data_ptr())
@@ -196,14 +174,12 @@ def test_a_call_of_several_launches(gpu):
 
 def test_launches_are_told_of_the_addresses_and_floats_of_their_call(gpu, monkeypatch):
     """A replay uses nothing of earlier calls. Each call allocates scratch, here at one of two addresses in turn."""
-    from gla_triton_runtime.replay import replay
-
     x, y, z = (tensor() for _ in range(3))
     recorded = record_two(gpu, x, y, tensor())
     calls = [(x, y, 0.5), (y, x, 0.5), (x, y, 0.25), (x, z, 0.25), (z, y, 0.5)]
     for memory, (a, b, scale) in zip(itertools.cycle([tensor(), tensor()]), 4 * calls, strict=False):
         monkeypatch.setattr(torch, "UntypedStorage", lambda *_, memory=memory, **__: memory)
-        assert replay(recorded, (a, b), (scale,))
+        assert replay.replay(recorded, (a, b), (scale,))
         first, second = gpu.launched[-2:]
         assert first[-4:] == [a.data_ptr(), memory.data_ptr(), 1, 2]
         assert second[-4:] == [memory.data_ptr(), b.data_ptr(), scale, 3]
@@ -212,10 +188,8 @@ def test_launches_are_told_of_the_addresses_and_floats_of_their_call(gpu, monkey
 
 def replay_two(recorded, x, y, scratch, monkeypatch):
     """Replays a call of two launches. The memory for scratch is always the given tensor."""
-    from gla_triton_runtime.replay import replay
-
     monkeypatch.setattr(torch, "UntypedStorage", lambda *_, **__: scratch)
-    assert replay(recorded, (x, y), (0.5,))
+    assert replay.replay(recorded, (x, y), (0.5,))
 
 
 def test_launches_that_are_made_again_and_again_become_a_graph(gpu, monkeypatch):
@@ -238,8 +212,6 @@ def test_one_launch_needs_no_graph(gpu):
 
 
 def test_where_no_graph_can_be_made_launches_go_on_one_by_one(gpu, monkeypatch):
-    from gla_triton_runtime import replay
-
     def out_of_memory(launch):
         raise RuntimeError
 
@@ -264,8 +236,6 @@ def test_a_capture_is_told_of_every_launch(gpu, monkeypatch):
 
 
 def test_graphs_are_bounded(gpu, monkeypatch):
-    from gla_triton_runtime import replay
-
     monkeypatch.setattr(replay, "_MOST_GRAPHS", 3)
     x, y, *others = (tensor() for _ in range(7))
     recorded = record_two(gpu, x, y, tensor())
@@ -279,8 +249,6 @@ def test_graphs_are_bounded(gpu, monkeypatch):
 
 
 def test_launches_of_a_graph_that_the_driver_refuses_go_on_one_by_one(gpu, monkeypatch):
-    from gla_triton_runtime import replay
-
     x, y, scratch = (tensor() for _ in range(3))
     recorded = record_two(gpu, x, y, scratch)
     for _ in range(5):
@@ -301,7 +269,6 @@ def test_launches_of_a_graph_that_the_driver_refuses_go_on_one_by_one(gpu, monke
 
 def test_a_graph_that_is_made_while_others_are_dropped_is_not_lost(gpu, monkeypatch):
     """One thread makes one graph too many and drops old ones. Before it clears its list, another makes a graph."""
-    from gla_triton_runtime import replay
 
     def made(prepared):
         while prepared.graph is None:
@@ -327,8 +294,6 @@ def test_a_graph_that_is_made_while_others_are_dropped_is_not_lost(gpu, monkeypa
 
 def test_nothing_is_replayed_on_an_amd_gpu(gpu, monkeypatch):
     """An AMD GPU has other launchers, and the code does not even look at them."""
-    from gla_triton_runtime import replay
-
     monkeypatch.setattr(torch.version, "hip", "6.4.0")
     assert replay.why_not_replayed() == "launches are replayed on NVIDIA GPUs alone"
     x, y = tensor(), tensor()
@@ -337,9 +302,6 @@ def test_nothing_is_replayed_on_an_amd_gpu(gpu, monkeypatch):
 
 
 def test_a_call_that_is_recorded_anew_forgets_what_was_told(gpu):
-    from gla_triton_runtime.prepared import Launches
-    from gla_triton_runtime.tma import tiles
-
     def call():
         if launches.replay((x, y), 0.5):
             return
@@ -368,8 +330,6 @@ def test_the_stream_is_asked_for_by_every_call(gpu, monkeypatch):
 
 
 def test_a_kept_call_is_not_launched_on_another_device_or_past_a_profiler(gpu, monkeypatch):
-    from gla_triton_runtime import replay
-
     x, y = tensor(), tensor()
     recorded, _ = record(gpu, x, y)
     assert again(recorded, x, y)
@@ -389,8 +349,6 @@ def test_addresses_that_are_not_aligned_are_refused_every_time(gpu):
 
 
 def test_what_is_kept_of_launches_is_bounded(gpu, monkeypatch):
-    from gla_triton_runtime import replay
-
     monkeypatch.setattr(replay, "_MOST_PREPARED", 3)
     tensors = [tensor() for _ in range(8)]
     x, y, *_ = tensors
@@ -404,8 +362,6 @@ def test_what_is_kept_of_launches_is_bounded(gpu, monkeypatch):
 @pytest.mark.parametrize("launcher", ["TRITON_3_6", "TRITON_3_7", "TRITON_3_8"])
 def test_either_form_of_launchers(gpu, monkeypatch, launcher):
     """Triton's launcher in C takes the kernel's arguments one by one in version 3.6, and as a tuple later."""
-    from gla_triton_runtime import replay
-
     monkeypatch.setattr(replay, "_launcher", lambda: getattr(replay, launcher))
     launched = []
     gpu.launch = lambda *args: launched.append(args)
@@ -422,20 +378,17 @@ def test_either_form_of_launchers(gpu, monkeypatch, launcher):
 
 
 def test_parts_of_tensors_are_where_they_were(gpu):
-    from gla_triton_runtime.replay import part, record, replay
-    from gla_triton_runtime.tma import tiles
-
     x, y, scratch = tensor(), tensor(), torch.empty(2, 8, dtype=torch.float64)
     kernel = compiled(gpu, *TYPES)
-    tensors = (tiles(part(x, 1, 2), 8, 8), part(y, 1, 2), part(scratch, 1, 2))
+    tensors = (tiles(replay.part(x, 1, 2), 8, 8), replay.part(y, 1, 2), replay.part(scratch, 1, 2))
     first_arguments = {"x_desc": tensors[0], "absent": None, "y_ptr": tensors[1], "scale": 0.5, "T": 9}
     made = launch(GRID, first_arguments, kernel)
     other_arguments = {"scratch_ptr": tensors[2], "y_ptr": tensors[1], "scale": 0.5, "T": 9}
     other = launch(GRID, other_arguments, compiled(gpu, "*fp64", "*fp32"))
-    recorded = record((x, y), [made, other])
+    recorded = replay.record((x, y), [made, other])
     gpu.encoded.clear()
     new = tensor(), tensor()
-    assert replay(recorded, new, (0.25,))
+    assert replay.replay(recorded, new, (0.25,))
     row_bytes = x[0].nbytes
     assert gpu.encoded == [new[0].data_ptr() + row_bytes]
     (_, *first), (_, *second) = gpu.launched
@@ -446,20 +399,15 @@ def test_parts_of_tensors_are_where_they_were(gpu):
 
 def test_calls_that_cannot_be_told_apart_are_not_recorded(gpu):
     """It must be clear which of the call's tensors a launch takes, and that other tensors may be allocated again."""
-    from gla_triton_runtime.replay import replay
-
     x, y = tensor(), tensor()
     assert record_two(gpu, x, x, tensor()) is None
     assert record_two(gpu, x, y, tensor().mT) is None
-    assert replay(record_two(gpu, x, y, tensor()), (x, x), (0.5,))
+    assert replay.replay(record_two(gpu, x, y, tensor()), (x, x), (0.5,))
 
 
 @pytest.mark.parametrize("last", ["a tensor", "a descriptor", "a float"])
 def test_kernels_that_end_with_tensors_or_floats_are_not_recorded(gpu, last):
     """Their values differ from call to call, but the record would treat them as fixed."""
-    from gla_triton_runtime import replay
-    from gla_triton_runtime.tma import tiles
-
     x, y = tensor(), tensor()
     value = {"a tensor": y, "a descriptor": tiles(y, 8, 8), "a float": 0.25}[last]
     for arguments, recorded in (({"x_ptr": x, "T": 9}, True), ({"x_ptr": x, "T": 9, "last": value}, False)):
@@ -471,8 +419,6 @@ def test_kernels_that_end_with_tensors_or_floats_are_not_recorded(gpu, last):
 @pytest.fixture
 def heard():
     """Listens to Triton's launches, as a profiler does, and returns a list with an entry for each."""
-    from triton import knobs
-
     calls = []
 
     def note(*_):
@@ -484,9 +430,7 @@ def heard():
 
 
 def test_nothing_is_launched_past_a_profiler(gpu, heard):
-    from gla_triton_runtime.replay import why_not_replayed
-
-    assert why_not_replayed() == "a profiler listens to Triton's launches"
+    assert replay.why_not_replayed() == "a profiler listens to Triton's launches"
     assert record(gpu, tensor(), tensor())[0] is None
 
 
@@ -525,8 +469,6 @@ def test_profilers_hear_of_every_launch(heard):
 
 
 def chunk_inputs(T, seed):
-    from gla_core.workloads.inputs import gla_inputs
-
     torch.manual_seed(seed)
     x = gla_inputs(B=2, T=T, H=2, K=128, V=128, dtype=torch.bfloat16, device="cuda", initial_state=True)
     return x.q, x.k, x.v, x.g, None, x.initial_state, True
@@ -536,17 +478,14 @@ def chunk_inputs(T, seed):
 @pytest.mark.parametrize("backend", ["triton_fused", "parallel_scan"])
 def test_tensor_maps_follow_their_tensors(backend, monkeypatch):
     """Freed memory is reused by tensors of other shapes. Replayed launches give the same results as new launches."""
-    from gla_triton_runtime import prepared, replay
-
     calls = [(T, seed) for T in (1024, 640, 1024, 512) for seed in range(3)]
     with gla.use_backend(backend):
         actual = [gla.chunk_gla(*chunk_inputs(*call)) for call in calls * 2]
         assert encoded_maps(*{recorded for recorded, *_ in replay._prepared}) > 0
         monkeypatch.setattr(prepared, "replay", lambda *_: False)
         for i, call in enumerate(calls):
-            for once, twice, new in zip(
-                actual[i], actual[i + len(calls)], gla.chunk_gla(*chunk_inputs(*call)), strict=True
-            ):
+            new_results = gla.chunk_gla(*chunk_inputs(*call))
+            for once, twice, new in zip(actual[i], actual[i + len(calls)], new_results, strict=True):
                 assert torch.equal(once, new)
                 assert torch.equal(twice, new)
 

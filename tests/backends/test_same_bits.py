@@ -1,7 +1,5 @@
 """Calls that fill a GPU give the same bits every time: TMA overwrites no tile that warps are still loading."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -8,8 +8,6 @@ not here, and compares which terms of each fma are products.
 K, V key and value width
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections import Counter

@@ -1,25 +1,23 @@
 """Segments: the cuts of sequences, boundaries of packed sequences on the device, and the states before each segment."""
 
-from __future__ import annotations
-
 import itertools
-import os
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.workloads.inputs import gla_inputs
 from gla_triton_kernels.chunks.kernel import Parameters, SegmentPlan
 from gla_triton_kernels.gla.general import kernels as general
+from tests.kernels import DTYPES, INTERPRETED
 
 pytest.importorskip("triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
-
+from gla_triton_kernels.chunks import scan, segments
+from gla_triton_kernels.chunks.segments import Recurrence, cut
+from gla_triton_runtime.launch import start
 
 # ---- boundaries
 
@@ -31,8 +29,6 @@ def offsets_of(lengths, device, dtype=torch.int64, first=0):
 @pytest.fixture
 def check(device):
     """Compares with the definition, also with rows before the first sequence and behind the last."""
-    from gla_triton_kernels.chunks import segments
-    from gla_triton_runtime.launch import start
 
     def check(lengths, length, dtype=torch.int64, around=0, uncut=None):
         offsets, T = offsets_of(lengths, device, dtype, around), sum(lengths) + 2 * around
@@ -56,18 +52,18 @@ def expected(offsets, length, uncut):
     Segment m of sequence n has the number n + c_n // length + m. Checkpoints have the same numbers.
     """
     places = {}
-    for n, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
-        for m, (t, behind) in enumerate(rows_of(start, end, length, uncut)):
-            i = n + start // length + m
+    for n, (first, end) in enumerate(itertools.pairwise(offsets.tolist())):
+        for m, (t, behind) in enumerate(rows_of(first, end, length, uncut)):
+            i = n + first // length + m
             assert i not in places
-            places[i] = [t, behind, start, end]
+            places[i] = [t, behind, first, end]
     return places
 
 
-def rows_of(start, end, length, uncut):
+def rows_of(first, end, length, uncut):
     """Returns the rows of a sequence's segments."""
-    step = length if end - start > uncut else max(end - start, 1)
-    return [(t, min(t + step, end)) for t in range(start, end, step)]
+    step = length if end - first > uncut else max(end - first, 1)
+    return [(t, min(t + step, end)) for t in range(first, end, step)]
 
 
 @pytest.mark.kernels
@@ -87,7 +83,7 @@ def test_more_sequences_than_a_program_sees_at_a_time(check, device):
 
 
 @pytest.mark.kernels
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20)
 @given(
     lengths=st.lists(st.integers(0, 200), min_size=1, max_size=300 if torch.cuda.is_available() else 30),
     length=st.sampled_from([16, 64, 128]),
@@ -99,7 +95,7 @@ def test_any_boundaries(check, lengths, length, around, more):
 
 
 @pytest.mark.kernels
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20)
 @given(
     lengths=st.lists(st.integers(0, 200), min_size=1, max_size=700 if torch.cuda.is_available() else 300),
     length=st.sampled_from([64, None]),
@@ -108,9 +104,6 @@ def test_any_boundaries(check, lengths, length, around, more):
 )
 def test_the_longest_first(device, lengths, length, more, dtype):
     """The order has every segment of whole and of cut sequences once. Followed segments come first."""
-    from gla_triton_kernels.chunks import segments
-    from gla_triton_runtime.launch import start
-
     offsets, T = offsets_of(lengths, device, dtype, 3), sum(lengths) + 6
     layout = segments.cut(1, T, length, length + more, offsets) if length else segments.whole(1, T, offsets)
     start(layout.launches)
@@ -126,8 +119,6 @@ def test_the_longest_first(device, lengths, length, more, dtype):
 
 
 def test_equal_sequences_are_cut_on_the_host():
-    from gla_triton_kernels.chunks.segments import cut
-
     segments = cut(3, 130, 64, 64, None)
     assert (segments.per_sequence, segments.count, segments.order, segments.cu_seqlens) == (3, 9, None, None)
 
@@ -143,8 +134,6 @@ def recurrence(backwards, *, G=1, around=0, carried=True, **sizes):
 
     If `carried`, there are initial and final states, and the initial ones are strided.
     """
-    from gla_triton_kernels.chunks.segments import Recurrence
-
     if "lengths" in sizes:
         sizes["lengths"] = (around, *sizes["lengths"], around)
     x = gla_inputs(**sizes, H=H, G=G if backwards else 1, gate_dtype=torch.float32, initial_state=True)
@@ -171,9 +160,6 @@ def planned(x, length, uncut):
 
 def own_states(x, length, uncut, offsets):
     """Returns the segments, their states from zero, and their decays. Elements that were not written are NaN."""
-    from gla_triton_kernels.chunks import segments
-    from gla_triton_runtime.launch import start
-
     B, T, _, K = x.left.shape
     cut, plan = segments.cut(B, T, length, uncut, offsets), planned(x, length, uncut)
     S = torch.full((cut.count, H, K, x.right.shape[3]), torch.nan, device=x.left.device)
@@ -188,10 +174,10 @@ def segments_of(x, length, uncut, offsets):
     sequences = [(b, 0, T, b * -(-T // length)) for b in range(B)]
     if offsets is not None:
         bounds = itertools.pairwise(offsets.tolist())
-        sequences = [(0, start, end, n + start // length) for n, (start, end) in enumerate(bounds)]
-    for b, start, end, first in sequences:
-        rows = rows_of(start, end, length, length if offsets is None else uncut)
-        numbered = [(i, b, range(*each)) for i, each in enumerate(rows, first)]
+        sequences = [(0, first, end, n + first // length) for n, (first, end) in enumerate(bounds)]
+    for b, first, end, number in sequences:
+        rows = rows_of(first, end, length, length if offsets is None else uncut)
+        numbered = [(i, b, range(*each)) for i, each in enumerate(rows, number)]
         yield numbered[::-1] if x.backwards else numbered
 
 
@@ -212,9 +198,6 @@ def check_states(backwards, length=32, more=0, skip_first=False, **sizes):
         more: packed sequences of up to length + more tokens are not cut.
         skip_first: whether the state before each sequence is left out.
     """
-    from gla_triton_kernels.chunks import scan
-    from gla_triton_runtime.launch import start
-
     x, offsets = recurrence(backwards, **sizes)
     cut, S, D = own_states(x, length, length + more, offsets)
     start(scan.launch_scan(planned(x, length, length + more), x, cut, S, D, S, skip_first))
@@ -267,8 +250,6 @@ def test_packed_sequences_that_are_a_little_longer_than_a_segment_stay_whole(dev
 @both_directions
 @pytest.mark.parametrize("programs", [1, pytest.param(5, marks=pytest.mark.thorough)])
 def test_a_few_programs_scan_all_that_is_cut(device, programs, backwards, monkeypatch):
-    from gla_triton_kernels.chunks import scan
-
     monkeypatch.setattr(scan, "PROGRAMS", programs)
     lengths = (0, 70, 5, 0, 33, 32, 1, 129)
     check_states(backwards, lengths=lengths, around=40, carried=False, skip_first=True, K=4, V=70, device=device)
@@ -311,9 +292,6 @@ def test_states_that_nobody_reads_are_not_built(device, sizes, backwards):
 @pytest.mark.parametrize("sizes", [{"B": 2, "T": 70}, {"lengths": (0, 70, 32, 0, 1), "around": 40}], ids=str)
 def test_dense_transitions(device, sizes, backwards):
     """A transition [K, K] mixes keys, so the order of products matters; no kernel builds such transitions yet."""
-    from gla_triton_kernels.chunks import scan, segments
-    from gla_triton_runtime.launch import start
-
     x, offsets = recurrence(backwards, **sizes, K=20, V=19, device=device)
     cut = segments.cut(*x.left.shape[:2], 32, 32, offsets)
     S = torch.randn(cut.count, *x.before.shape[1:], device=device)

@@ -1,7 +1,5 @@
 """Hopper's kernels of chunk_gla, emulated on a CPU, against the oracle: see tests/gluon_on_cpu.py."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import threading

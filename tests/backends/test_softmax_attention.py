@@ -1,14 +1,11 @@
 """The kernels of softmax_attention on their own: the edges of blocks and of splits of the keys, masks, layouts."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
-import os
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gla_core.conformance import oracle
@@ -19,10 +16,13 @@ from gla_core.workloads.inputs import normal
 from gla_triton_kernels.softmax_attention.plan import plan_splits
 from gla_triton_runtime.architecture import gpu_of_call
 from tests.backends.prepared_calls import call_prepared, described, preparing
+from tests.kernels import INTERPRETED
 
 pytest.importorskip("triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+from gla_triton_kernels.softmax_attention import launches
+from gla_triton_runtime.prepared import Launches
+
 WIDTHS = [(16, 16), (128, 128), (300, 24)]
 WIDTHS += [] if INTERPRETED else [(64, 64), (256, 256), (512, 512), (40, 512)]
 UNLIKE = [(38, 9), (24, 120)] + ([] if INTERPRETED else [(46, 8), (66, 17), (120, 24), (8, 256)])
@@ -45,8 +45,6 @@ def prepare(request):
         return preparing(backend, "softmax_attention")
 
     def in_splits(call):
-        from gla_triton_kernels.softmax_attention import launches
-
         plan, Tk = plan_splits(call, gpu_of_call(call)), call.dims["Tk"]
         keys = max(1, -(-Tk // (splits * plan.BT))) * plan.BT
         return launches.prepare(call, dataclasses.replace(plan, split=keys if keys < Tk else None))
@@ -186,8 +184,6 @@ def test_scales_of_either_sign_of_a_call_that_is_prepared_once(prepare, device, 
 
 
 def test_negated_queries_have_the_strides_that_launches_were_described_for(prepare, device, monkeypatch):
-    from gla_triton_runtime.prepared import Launches
-
     taken, replay = [], Launches.replay
 
     def noted(launches, tensors, *floats):
@@ -250,11 +246,7 @@ def test_the_same_bits_every_run(prepare, dtype):
 
 
 @as_called
-@settings(
-    max_examples=6 if INTERPRETED else 25,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=6 if INTERPRETED else 25)
 @given(
     Tq=st.integers(1, 40 if INTERPRETED else 140),
     Tk=st.integers(1, 300 if INTERPRETED else 600),

@@ -1,7 +1,5 @@
 """The kernels of the gradients of the softmax ops on their own: the edges of tiles, groups, layouts, special values."""
 
-from __future__ import annotations
-
 import functools
 import os
 

@@ -1,7 +1,5 @@
 """Hopper's kernel for the states of segments, and the op with it, against float64; only on compute capability 9.0."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -9,21 +7,20 @@ from gla_core.conformance import oracle
 from gla_core.conformance.calls import heads_first
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.dispatch.backend import OpCall
-from gla_core.workloads.inputs import GATES, gla_inputs
+from gla_core.workloads.inputs import GATES
 from gla_triton_kernels.gla import forward
 from gla_triton_kernels.gla.sm90 import kernels as sm90
 from gla_triton_runtime.architecture import Architecture, Gpu
 from tests.backends.prepared_calls import described
+from tests.backends.test_chunk_gla_sm90 import each, inputs
+from tests.grid import grid
 
 BUDGET = FORWARD[torch.bfloat16]
 DECAYS = 2e-4  # exp of a float32 sum of up to -100
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_sm90", "poisoned")]
+KV = [(64, 64), (128, 128)]
+LENGTHS = [(0, 65, 1, 0, 130, 300), (64, 64), (0, 0, 5), (200,)]
 both_directions = pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
-
-
-def inputs(**sizes):
-    x = gla_inputs(**{"dtype": torch.bfloat16, "gate_dtype": torch.float32, "device": "cuda", **sizes})
-    return [x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens]
 
 
 def cut(B, T, length, cu_seqlens=None):
@@ -91,12 +88,18 @@ def check(left, right, g, length, cu_seqlens=None, backwards=False):
 
 
 @both_directions
-@pytest.mark.parametrize("gate_dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("gates", GATES)
-@pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128)])
-def test_gates(K, V, gates, gate_dtype, backwards):
-    _, k, v, g, *_ = inputs(T=500, K=K, V=V, gates=gates, gate_dtype=gate_dtype)
-    check(k, v, g, 192, backwards=backwards)
+@pytest.mark.parametrize(
+    ("length", "sizes"),
+    [
+        *((192, sizes) for sizes in each(KV, T=500, gates=[*GATES], gate_dtype=[torch.float32, torch.bfloat16])),
+        *((length, sizes) for length in (64, 256, 1024) for sizes in grid(T=[1, 63, 64, 65, 1000], K=128, V=128)),
+        *((128, sizes) for sizes in grid(lengths=LENGTHS, K=[128, 200], V=128, gates=["none", "strong", "-inf"])),
+    ],
+    ids=str,
+)
+def test_sizes(length, sizes, backwards):
+    _, k, v, g, _, offsets = inputs(**sizes)
+    check(k, v, g, length, offsets, backwards)
 
 
 @pytest.mark.parametrize(
@@ -114,23 +117,6 @@ def test_blocks_of_fewer_columns_give_the_same_bits():
     segments, _ = cut(2, 500, 192)
     narrow, wide = (build(k, v, g, segments, multiprocessors=number) for number in (132, 1))
     assert all(torch.equal(a, b) for a, b in zip(narrow, wide, strict=True))
-
-
-@both_directions
-@pytest.mark.parametrize("T", [1, 63, 64, 65, 1000])
-@pytest.mark.parametrize("length", [64, 256, 1024])
-def test_lengths(T, length, backwards):
-    _, k, v, g, *_ = inputs(T=T, K=128, V=128)
-    check(k, v, g, length, backwards=backwards)
-
-
-@both_directions
-@pytest.mark.parametrize("gates", ["none", "strong", "-inf"])
-@pytest.mark.parametrize("lengths", [(0, 65, 1, 0, 130, 300), (64, 64), (0, 0, 5), (200,)])
-@pytest.mark.parametrize("K", [128, 200])
-def test_packed(K, lengths, gates, backwards):
-    _, k, v, g, _, offsets = inputs(lengths=lengths, K=K, V=128, gates=gates)
-    check(k, v, g, 128, offsets, backwards)
 
 
 @pytest.mark.parametrize(("backwards", "last"), [(False, 4), (True, 0)], ids=["forwards", "backwards"])

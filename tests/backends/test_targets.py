@@ -7,8 +7,6 @@ launched. One that keeps many values on the stack is slow. `make targets` runs t
 B batch   T tokens   H heads   N sequences   K, V key and value width
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path
@@ -182,9 +180,8 @@ def faults(launch, target, folder):
 def usage(asm, folder):
     """Returns the registers and the bytes of stack of a thread of a compiled kernel."""
     if "amdgcn" in asm:
-        usages = [
-            re.search(rf"\.{name}:\s+(\d+)", asm["amdgcn"]) for name in ("vgpr_count", "private_segment_fixed_size")
-        ]
+        names = ("vgpr_count", "private_segment_fixed_size")
+        usages = [re.search(rf"\.{name}:\s+(\d+)", asm["amdgcn"]) for name in names]
         return tuple(int(each[1]) for each in usages)
     path = Path(folder) / "kernel.cubin"
     path.write_bytes(asm["cubin"])

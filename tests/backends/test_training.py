@@ -1,7 +1,5 @@
 """Training with the Triton backends: the choice of the forward and the backward, and the results of both together."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,22 +1,23 @@
 """Heads of widths that TMA cannot move: tensors are padded with zeros, and results are copied back."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
+
+from gla_triton_kernels.gla.seen import seen_shape, seen_width
+from gla_triton_kernels.gla.tensors import WRITTEN, Tensors
+from gla_triton_runtime.architecture import Architecture, Gpu
+from gla_triton_runtime.launch import start
+
 pytestmark = pytest.mark.kernels
 
 
 @pytest.fixture
 def widened():
     from gla_triton_kernels.chunks.widths import widened
-    from gla_triton_kernels.gla.seen import seen_shape, seen_width
-    from gla_triton_kernels.gla.tensors import WRITTEN
-    from gla_triton_runtime.architecture import Architecture, Gpu
 
     gpu = Gpu(Architecture.SM90, 132)
 
@@ -29,7 +30,6 @@ def widened():
 
 def forward(device, K=20, V=9):
     """Returns a call with all tensors. q is a slice of another tensor; checkpoints are 0, and other results are NaN."""
-    from gla_triton_kernels.gla.tensors import Tensors
 
     def random(*shape, dtype=torch.bfloat16):
         return torch.randn(shape, device=device).to(dtype)
@@ -49,8 +49,6 @@ def padded(x, *widths):
 
 
 def test_zeros_stand_behind_what_kernels_read(widened, device):
-    from gla_triton_runtime.launch import start
-
     x = forward(device)
     wide, read, _ = widened(x)
     start(read)
@@ -61,8 +59,6 @@ def test_zeros_stand_behind_what_kernels_read(widened, device):
 
 
 def test_results_are_copied_back(widened, device):
-    from gla_triton_runtime.launch import start
-
     x = forward(device)
     wide, _, back = widened(x)
     for name in ("o", "final_state", "checkpoints"):

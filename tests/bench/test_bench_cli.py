@@ -1,7 +1,5 @@
 """gla bench."""
 
-from __future__ import annotations
-
 import io
 import re
 import sys
@@ -83,9 +81,8 @@ SHORT = ("--workload", "chunk_gla/short", "--no-baselines")
 @pytest.fixture
 def half():
     """A backend that implements only chunk_gla_fwd, with a predicted time below all others."""
-    backend = Backend(
-        "half", "1", {"chunk_gla_fwd": registry.get("reference").ops["chunk_gla_fwd"]}, cost=lambda _: 0.0
-    )
+    forward = registry.get("reference").ops["chunk_gla_fwd"]
+    backend = Backend("half", "1", {"chunk_gla_fwd": forward}, cost=lambda _: 0.0)
     with gla.register(backend):
         yield
 
@@ -107,7 +104,7 @@ def test_a_refusal_stands_once_below_the_tables(half):
     refused = [line for line in result.output.splitlines() if line.startswith(("nobody", "half: does"))]
     assert refused == [
         "nobody: is out of order (chunk_gla forward, forward+backward; 2 workloads)",
-        "half: does not implement chunk_gla_bwd; it implements chunk_gla_fwd, chunk_gla_pool "
+        "half: does not implement chunk_gla_bwd; it implements chunk_gla_fwd, chunk_gla_pool, chunk_ssd_fwd "
         "(chunk_gla forward+backward; 2 workloads)",
     ]
 
@@ -202,9 +199,8 @@ def printed(monkeypatch):
     monkeypatch.delenv("NO_COLOR")
 
     def printed(device, terminal):
-        console = Console(
-            file=io.StringIO(), force_terminal=terminal, color_system="standard" if terminal else None, width=200
-        )
+        colors = "standard" if terminal else None
+        console = Console(file=io.StringIO(), force_terminal=terminal, color_system=colors, width=200)
         bench_run.print_rows(suite.with_ratios(ROWS), console, torch.device(device))
         return console.file.getvalue()
 

@@ -1,7 +1,5 @@
 """Measuring and fitting, with backends whose calls take time on a fake clock."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 
@@ -103,9 +101,8 @@ def test_a_shape_that_fails_is_a_sample_with_its_error(made_up):
 def test_a_call_that_would_take_too_long_by_the_shipped_constants_is_left_out(made_up):
     made_up()
     budget = 2**16 / SHIPPED["rate"]  # ten of these are less than a call of 2**20 elements takes
-    errors = {
-        sample.call.dims["rows"] * sample.call.dims["columns"]: sample.error for sample in measured(budget=budget)
-    }
+    each = measured(budget=budget)
+    errors = {x.call.dims["rows"] * x.call.dims["columns"]: x.error for x in each}
     assert errors.pop(2**20) == f"predicted to take over {10 * budget:.2g} s a call"
     assert set(errors.values()) == {None}
 

@@ -1,7 +1,5 @@
 """Calls of abstract ops: the tensors match their OpCall."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -56,7 +54,7 @@ def op_calls(draw):
         sizes["T"] = sizes["T"] if "N" in sizes else min(sizes["T"], most)
     if "checkpoint_every" in spec.parameters:
         scalars["checkpoint_every"] = draw(st.sampled_from([None, 64]))
-        facts["checkpoints"] = spec.name == "chunk_gla_fwd" and scalars["checkpoint_every"] is not None
+        facts["checkpoints"] = spec.name.endswith("_fwd") and scalars["checkpoint_every"] is not None
     return spec.call(sizes, CPU, dtype, scalars=scalars, **facts)
 
 
@@ -67,7 +65,7 @@ def described(call, arguments):
     return dataclasses.replace(call_of_tensors, layouts={}, scalars=scalars)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(op_calls())
 def test_arguments_are_what_the_call_says(call):
     arguments = random_arguments(call)
@@ -75,7 +73,7 @@ def test_arguments_are_what_the_call_says(call):
     assert len(arguments) == len(ABSTRACT_OPS[call.op].parameters)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(op_calls())
 def test_the_reference_runs_them_and_leaves_them(call):
     arguments = random_arguments(call)

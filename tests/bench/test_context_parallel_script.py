@@ -1,7 +1,5 @@
 """benchmarks/context_parallel.py: its results from given times, and a small run on two processes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The picture of the crossover, drawn from made-up results."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

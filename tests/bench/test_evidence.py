@@ -1,7 +1,5 @@
 """The command that measures the committed results, and the parts that it measures."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 
@@ -161,9 +159,8 @@ def test_steps_of_mamba_ssm_are_ours(evidence):
     assert state.shape == (3, 2, 4, 8)
     made = [scan.make_call("gla-core", way, sizes._replace(T=5), CPU) for way in scan.DIRECTIONS]
     assert made[0]().shape == (3, 5, 2, 4)
-    assert [tuple(x.shape) for x in made[1]()] == [
-        tuple(x.shape) for x in scan.scan_inputs(sizes._replace(T=5), CPU).values()
-    ]
+    expected = scan.scan_inputs(sizes._replace(T=5), CPU).values()
+    assert [tuple(x.shape) for x in made[1]()] == [tuple(x.shape) for x in expected]
 
 
 def test_calls_in_words_differ(evidence):

@@ -1,7 +1,5 @@
 """Constants fitted to times: known constants are found again."""
 
-from __future__ import annotations
-
 import math
 import random
 import statistics
@@ -82,12 +80,8 @@ def test_without_samples_the_start_stays():
     assert fit(kernel, TRUE, [], FIXED) == pytest.approx(TRUE)
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    launch=st.floats(1e-6, 1e-3),
-    rate=st.floats(1e6, 1e12),
-    off=st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)),
-)
+@settings(max_examples=25)
+@given(launch=st.floats(1e-6, 1e-3), rate=st.floats(1e6, 1e12), off=st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)))
 def test_a_launch_and_a_rate(launch, rate, off):
     def formula(call, c):
         return c["launch"] + call.dims["T"] / c["rate"]

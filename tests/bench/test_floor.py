@@ -1,7 +1,5 @@
 """The memory floor against counts by hand and the table of docs/results.md."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

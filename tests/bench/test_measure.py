@@ -1,7 +1,5 @@
 """Timing on a CPU, against a clock that only moves when a call moves it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The table of published models: its rows, their arguments, floors and predictions, and `gla bench --models`."""
 
-from __future__ import annotations
-
 import statistics
 
 import pytest

@@ -1,7 +1,5 @@
 """The numbers of the README and of docs/results.md equal the results files, and agree with each other."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import subprocess
@@ -169,9 +167,8 @@ def test_a_device_of_another_commit_has_no_column(tables, measured):
     other = [dataclasses.replace(row, **older) for row in rows]
     tables.record.write(measured / "older" / "op.jsonl", other)
     assert tables.headline(measured).startswith("| call | NVIDIA Pretend |\n")
-    tables.record.write(
-        measured / "older" / "op.jsonl", [dataclasses.replace(row, commit=ABOUT["commit"]) for row in other]
-    )
+    rows = [dataclasses.replace(row, commit=ABOUT["commit"]) for row in other]
+    tables.record.write(measured / "older" / "op.jsonl", rows)
     assert tables.headline(measured).startswith("| call | NVIDIA Pretend | NVIDIA Older |\n")
 
 

@@ -1,7 +1,5 @@
 """benchmarks/record.py: the schema of results, runs that resume, and the process that measures."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

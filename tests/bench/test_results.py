@@ -1,7 +1,5 @@
 """Results files, tables and plots, from made-up results."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import sys

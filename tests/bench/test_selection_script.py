@@ -1,7 +1,5 @@
 """The script that judges the picks of `auto`, on made-up backends, and its committed results."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """benchmarks/serving.py: batches, and the calls of other engines, whose functions are recurrences here."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The script that measures shapes that were not used for tuning, on small shapes."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Cases, rows and baselines on a CPU."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import subprocess
@@ -69,29 +67,25 @@ def test_rows_are_frozen():
         row_of("a", "b", "forward").seconds = 1.0
 
 
-def test_a_refusal_is_the_rows_error():
-    narrow = Backend("narrow", "1", {"chunk_gla_fwd": _fwd}, Capabilities(value_widths=range(1, 8)))
-    with gla.register(narrow):
-        row = suite.measure_case(Case(SHORT, "narrow", "forward"), CPU)
-    assert (row.backend, row.seconds) == ("narrow", None)
-    assert "narrow: computes V from 1 to 7; V is 16" in row.error
-
-
-def test_an_exception_is_the_rows_error():
-    with gla.register(Backend("faulty", "1", {"chunk_gla_fwd": _fwd})):
-        row = suite.measure_case(Case(SHORT, "faulty", "forward"), CPU)
-    assert row.error == "MemoryError: there is not enough"
-    assert row.seconds is None
+@pytest.mark.parametrize(
+    ("name", "capabilities", "direction", "message"),
+    [
+        ("narrow", {"value_widths": range(1, 8)}, "forward", "narrow: computes V from 1 to 7; V is 16"),
+        ("faulty", {}, "forward", "MemoryError: there is not enough"),
+        ("half", {}, "forward+backward", "half: does not implement chunk_gla_bwd"),
+        ("eager", {}, "step_graph", "eager: cannot be captured into a CUDA graph"),
+    ],
+)
+def test_a_refusal_or_an_exception_is_the_rows_error(name, capabilities, direction, message):
+    ops = {"chunk_gla_fwd": _fwd, "recurrent_gla_step": _step}
+    with gla.register(Backend(name, "1", ops, Capabilities(**capabilities))):
+        row = suite.measure_case(Case(STEP if direction == "step_graph" else SHORT, name, direction), CPU)
+    assert (row.backend, row.seconds) == (name, None)
+    assert message in row.error
 
 
 def _fwd(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
     raise MemoryError("there is not enough")
-
-
-def test_a_backend_without_a_backward_is_refused_one():
-    with gla.register(Backend("half", "1", {"chunk_gla_fwd": _fwd})):
-        row = suite.measure_case(Case(SHORT, "half", "forward+backward"), CPU)
-    assert "half: does not implement chunk_gla_bwd" in row.error
 
 
 def test_an_unknown_backend_is_the_rows_error():
@@ -103,13 +97,6 @@ def test_a_graph_needs_a_gpu():
     pair = Case(SHORT, "reference", "forward+backward_graph")
     for case in (Case(STEP, "reference", "step_graph"), Case(SHORT, "reference", "forward_graph"), pair):
         assert suite.measure_case(case, CPU).error == "RuntimeError: a CUDA graph needs a CUDA device, not cpu"
-
-
-def test_a_backend_that_cannot_be_captured_is_refused_a_graph():
-    step = Backend("eager", "1", {"recurrent_gla_step": _step})
-    with gla.register(step):
-        row = suite.measure_case(Case(STEP, "eager", "step_graph"), CPU)
-    assert "eager: cannot be captured into a CUDA graph" in row.error
 
 
 def _step(q, k, v, g, state, scale, state_indices, inplace):

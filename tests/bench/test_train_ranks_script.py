@@ -1,7 +1,5 @@
 """benchmarks/train_ranks.py: its rows from given speeds, and a small run."""
 
-from __future__ import annotations
-
 import pytest
 
 TINY = ["--width=16", "--layers=2", "--heads=2", "--window=32"]

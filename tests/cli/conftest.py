@@ -1,11 +1,7 @@
-from __future__ import annotations
-
 import importlib.metadata
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 import gla_core as gla
 from gla_tools.command import app
@@ -14,24 +10,24 @@ ENTRY_POINTS = "gla_core.backends"
 
 
 @pytest.fixture(autouse=True)
-def isolated(fresh_registry: None, plain_terminal: None, set_environment: Callable[..., None], tmp_path: Path) -> None:
+def isolated(fresh_registry, plain_terminal, set_environment, tmp_path):
     """Isolates every test here from the environment, without calibration."""
     set_environment(GLA_CACHE_DIR=str(tmp_path / "cache"))
 
 
 @pytest.fixture
-def run() -> Callable[..., Result]:
+def run():
     """A function that runs `gla` with its arguments."""
     return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture
-def broken_plugin(monkeypatch: pytest.MonkeyPatch) -> str:
+def broken_plugin(monkeypatch):
     """The name of an installed plugin that cannot be imported."""
     broken = importlib.metadata.EntryPoint("broken", "module_that_does_not_exist", ENTRY_POINTS)
     real = importlib.metadata.entry_points
 
-    def entry_points(**select: str) -> list[importlib.metadata.EntryPoint]:
+    def entry_points(**select):
         return [*real(**select), broken] if select.get("group") == ENTRY_POINTS else list(real(**select))
 
     monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)

@@ -1,7 +1,5 @@
 """gla backends, gla --version, help, and a gla without its extra. Commands that do not import torch are quick."""
 
-from __future__ import annotations
-
 import json
 import os
 import runpy
@@ -117,7 +115,7 @@ def test_an_unknown_command_is_a_usage_error(run):
     assert run("backend").exit_code == 2
 
 
-def python(code: str) -> subprocess.CompletedProcess:
+def python(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 

@@ -1,7 +1,5 @@
 """gla calibrate, and gla explain --measure."""
 
-from __future__ import annotations
-
 import gc
 import json
 

@@ -1,7 +1,5 @@
 """gla conformance: its output. The results of the kit are tested in tests/conformance."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """gla demo as a command; the demo itself is tested in tests/demo."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -10,7 +8,7 @@ from gla_core.demo import run as demo_run
 
 
 @pytest.fixture
-def asked(monkeypatch) -> list[demo_run.Options]:
+def asked(monkeypatch):
     """The options of each run of the demo, which does not train."""
     options: list[demo_run.Options] = []
     monkeypatch.setattr(demo_run, "run_demo", lambda o, console: options.append(o) or True)

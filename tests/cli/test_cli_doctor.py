@@ -1,7 +1,5 @@
 """gla doctor."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import platform
@@ -17,7 +15,7 @@ from gla_core.dispatch.backend import Backend, Capabilities
 from gla_core.dispatch.environment import VARIABLES
 
 
-def examine(run, exit_code: int) -> dict:
+def examine(run, exit_code):
     result = run("doctor", "--json")
     assert result.exit_code == exit_code, result.output
     return json.loads(result.stdout)

@@ -1,7 +1,5 @@
 """gla generate as a command; generation is tested in plugins/gla_transformers/tests, which need transformers."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -11,7 +9,7 @@ import torch
 
 
 @pytest.fixture
-def asked(monkeypatch) -> list:
+def asked(monkeypatch):
     """The arguments of each run, which does not generate."""
     options: list = []
     text = SimpleNamespace(Options=lambda *arguments: arguments, run_generate=options.append)

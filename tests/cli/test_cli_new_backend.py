@@ -1,7 +1,5 @@
 """gla new-backend: the template of a backend, copied and renamed."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

@@ -1,7 +1,5 @@
 """gla explain --path: the functions that a call enters, and its launches."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files of results are checked before the work, and written in one step."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """Tables fit their terminal, and no name in them is cut."""
 
-from __future__ import annotations
-
 import io
 import re
 

@@ -1,7 +1,5 @@
 """flash-linear-attention's kernels without their tuning."""
 
-from __future__ import annotations
-
 import pytest
 
 

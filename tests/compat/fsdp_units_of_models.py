@@ -3,8 +3,6 @@
 python tests/compat/fsdp_units_of_models.py FOLDER
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 from pathlib import Path
@@ -21,7 +19,7 @@ from tests.compat.test_changed_modules import CLOSE, OWN, RUNS, made
 from tests.compat.test_with_transformers import model_of
 
 
-def check(model: torch.nn.Module, classes: list[str]) -> None:
+def check(model, classes):
     """Compares a model of which the modules of these classes are units with itself."""
     other = copy.deepcopy(model)
     for module in reversed(list(other.modules())):
@@ -38,7 +36,7 @@ def check(model: torch.nn.Module, classes: list[str]) -> None:
         torch.testing.assert_close(a.grad.full_tensor(), b.grad, **CLOSE)
 
 
-def main(folder: str) -> None:
+def main(folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
     norms, attention = ["RMSNormGated"], ["GatedLinearAttention", "HGRN2"]

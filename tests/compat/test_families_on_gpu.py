@@ -1,7 +1,5 @@
 """The drop-ins beside the kernels that they replace, in bfloat16 on a GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -72,9 +70,8 @@ def test_scan_in_bfloat16_is_near_the_scan_in_float64(optional):
 
 
 def test_scan_of_mamba_ssm():
-    theirs = pytest.importorskip(
-        "mamba_ssm.ops.triton.ssd_combined", reason="needs mamba_ssm"
-    ).mamba_chunk_scan_combined
+    combined = pytest.importorskip("mamba_ssm.ops.triton.ssd_combined", reason="needs mamba_ssm")
+    theirs = combined.mamba_chunk_scan_combined
     arguments = {name: x.detach() for name, x in scan_inputs().items()}
     seq_idx = (torch.arange(T, device="cuda") >= 77).int().expand(B, T).contiguous()
     options = {"chunk_size": 64, "dt_softplus": True, "return_final_states": True, "seq_idx": seq_idx}

@@ -1,7 +1,5 @@
 """The CPU versions of flash-linear-attention's Triton functions, against their definitions."""
 
-from __future__ import annotations
-
 import math
 import sys
 import types
@@ -109,9 +107,8 @@ def test_losses(reduction):
     for actual, expected in zip(criterion(logits, target), (plain + squares, squares), strict=True):
         torch.testing.assert_close(actual, reduce(expected))
     if reduction != "none":
-        actual = on_cpu.fused_linear_cross_entropy_loss(
-            logits, target, torch.eye(7, **WIDE), reduction=reduction, **options
-        )
+        arguments = (logits, target, torch.eye(7, **WIDE))
+        actual = on_cpu.fused_linear_cross_entropy_loss(*arguments, reduction=reduction, **options)
         torch.testing.assert_close(actual, reduce(plain))
     with pytest.raises(NotImplementedError, match="l2warp"):
         on_cpu.fused_linear_cross_entropy_loss(logits, target, torch.eye(7, **WIDE), use_l2warp=True)

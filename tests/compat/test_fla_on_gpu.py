@@ -1,7 +1,5 @@
 """flash-linear-attention's own models on a GPU, with its kernels and accelerated."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

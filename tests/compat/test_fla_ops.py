@@ -1,7 +1,5 @@
 """The functions of `fla.ops.gla`, called as in flash-linear-attention."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -17,8 +15,7 @@ def inputs(T=9, Hq=2, dtype=torch.float64):
 
 
 def close(actual, expected):
-    for x, y in zip(actual, expected, strict=True):
-        torch.testing.assert_close(x, y, check_dtype=False)
+    torch.testing.assert_close(actual, expected, check_dtype=False)
 
 
 @pytest.mark.parametrize("v_first", [False, True])
@@ -114,10 +111,9 @@ def test_from_the_last_token_to_the_first():
 
 def test_what_is_deprecated_or_not_computed():
     q, k, v, g, state = inputs(9)
+    options = {"output_final_state": True, "transpose_state_layout": True}
     with pytest.warns(DeprecationWarning, match="pass state_v_first"):
-        _, final = fla.fused_recurrent_gla(
-            q, k, v, g, initial_state=state.mT, output_final_state=True, transpose_state_layout=True
-        )
+        _, final = fla.fused_recurrent_gla(q, k, v, g, initial_state=state.mT, **options)
     close([final], [oracle.chunk_gla(q, k, v, g, None, state)[1].mT])
     with pytest.raises(ValueError, match="both state_v_first and transpose_state_layout"):
         fla.fused_recurrent_gla(q, k, v, g, state_v_first=True, transpose_state_layout=True)

@@ -1,7 +1,5 @@
 """Registration with flash-linear-attention 0.6.0's own backends: `make test-fla`, on a CPU too."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from pathlib import Path
@@ -14,6 +12,9 @@ from gla_core.compat.fla.accelerate import HOMES
 from gla_core.compat.fla.on_cpu import REPLACED
 
 backends = pytest.importorskip("fla.backends", reason="needs flash-linear-attention 0.6.0: make test-fla")
+
+from fla.modules.activations import swiglu_linear
+
 GUIDE = Path(__file__).parents[2] / "docs" / "from-fla.md"
 SIMPLE = ("fused_chunk_simple_gla", "fused_recurrent_simple_gla", "parallel_simple_gla")
 
@@ -87,8 +88,6 @@ def test_calls_that_are_not_computed_here_go_to_the_next_backend(kept):
 
 
 def test_functions_for_tensors_on_a_cpu():
-    from fla.modules.activations import swiglu_linear
-
     x, y, weight = torch.randn(2, 4), torch.randn(2, 4), torch.randn(3, 4)
     with accelerate(cpu=True):
         torch.testing.assert_close(swiglu_linear(x, y, weight, None), (torch.nn.functional.silu(x) * y) @ weight.T)

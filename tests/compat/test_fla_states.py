@@ -1,7 +1,5 @@
 """States of flash-linear-attention's layers, converted in both directions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -19,9 +17,8 @@ def layer_there(options, tokens):
     x = torch.randn(2, tokens + 1, 16, dtype=torch.float64)
     inputs = [projection(x[:, :tokens]) for projection in (layer.q_proj, layer.k_proj, layer.v_proj)]
     caches = [torch.nn.functional.pad(y.mT, (3, 0))[..., -3:].detach() for y in inputs]  # the last W inputs
-    _, k, v, g = layer.op_inputs(
-        x[:, :tokens], lambda *ys: [c(y)[0] for c, y in zip(layer.convolutions, ys, strict=True)]
-    )
+    convolutions = layer.convolutions
+    _, k, v, g = layer.op_inputs(x[:, :tokens], lambda *ys: [c(y)[0] for c, y in zip(convolutions, ys, strict=True)])
     groups = 4 // layer.num_kv_heads
     g = log_gates(g, layer.gate_normalizer, torch.float64)
     k, v, g = (y.repeat_interleave(groups, 2).detach() for y in (k, v, g))

@@ -1,7 +1,5 @@
 """Retention and Mamba-2 layers beside flash-linear-attention's and transformers' own: `make test-fla`, on a CPU too."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 

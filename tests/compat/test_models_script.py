@@ -1,7 +1,5 @@
 """benchmarks/models.py with a small model on a CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The arguments of published models' calls are those that FLA's own functions take."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

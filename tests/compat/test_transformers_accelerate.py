@@ -1,7 +1,5 @@
 """Replacing functions of transformers, in fake modules with its structure."""
 
-from __future__ import annotations
-
 import sys
 import types
 
@@ -236,9 +234,8 @@ def test_every_argument_has_an_effect(fakes):
         scan = fakes["mamba2"].mamba2_chunk_scan
         with_all = scan(*arguments, **options, return_final_states=False, position_ids=None)
         for name in options:
-            assert not torch.allclose(scan(*arguments, **{k: v for k, v in options.items() if k != name}), with_all), (
-                name
-            )
+            others = {k: v for k, v in options.items() if k != name}
+            assert not torch.allclose(scan(*arguments, **others), with_all), name
 
 
 def test_every_argument_of_a_step_has_an_effect(fakes):
@@ -259,24 +256,21 @@ def test_every_argument_of_a_step_has_an_effect(fakes):
 
 
 def test_a_name_that_is_not_known(fakes):
-    with pytest.raises(
-        ValueError, match=r"unknown model 'mamba3'; did you mean 'mamba2'\? \(there are bamba, falcon_h1,"
-    ):
+    message = r"unknown model 'mamba3'; did you mean 'mamba2'\? \(there are bamba, falcon_h1,"
+    with pytest.raises(ValueError, match=message):
         accelerate("mamba3")
 
 
 def test_models_that_the_installed_version_does_not_have(fakes):
     before = originals(fakes)
-    with pytest.raises(
-        ImportError, match=r"transformers 5.0 has no mamba2_chunk_scan or .* for zamba2; install transformers 5"
-    ):
+    message = r"transformers 5.0 has no mamba2_chunk_scan or .* for zamba2; install transformers 5"
+    with pytest.raises(ImportError, match=message):
         accelerate("mamba2", "zamba2")
     assert originals(fakes) == before
     for model in PRESENT:
         del vars(fakes[model])[STEP]
-    with pytest.raises(
-        ImportError, match="for bamba, falcon_h1, granitemoehybrid, mamba2, nemotron_h, zamba2; install"
-    ):
+    message = "for bamba, falcon_h1, granitemoehybrid, mamba2, nemotron_h, zamba2; install"
+    with pytest.raises(ImportError, match=message):
         accelerate()
 
 

@@ -3,8 +3,6 @@
 On a CPU, FLA's norm is replaced for the test, because it exists only in Triton. All other code is FLA's own.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +12,11 @@ from gla_core.compat.fla import accelerate, ops, state_from_fla
 from gla_core.nn import HGRN2, GatedLinearAttention
 
 layers = pytest.importorskip("fla.layers.gla", reason="needs flash-linear-attention 0.6.0: make test-fla")
+
+from fla import models
+from fla.layers import hgrn2, linear_attn, multiscale_retention, simple_gla
+from fla.models.utils import Cache
+
 SMALL = {"hidden_size": 32, "num_heads": 4, "gate_low_rank_dim": 3}
 
 
@@ -50,8 +53,7 @@ def test_values_and_gradients(pair):
         y, names = layer(x)[0], [name for name, _ in pair[1].named_parameters()]
         wanted = [x, *(layer.get_parameter(name) for name in names)]
         results.append((y, *torch.autograd.grad(y.sum(), wanted)))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
 def test_key_value_heads_are_not_repeated(pair, monkeypatch):
@@ -82,8 +84,6 @@ def test_compiled_without_a_break(pair):
 
 @torch.no_grad()
 def test_decoding_from_its_cache(pair):
-    from fla.models.utils import Cache
-
     theirs, ours = pair
     x = torch.randn(2, 72, 32)
     whole, _ = ours(x)
@@ -95,8 +95,6 @@ def test_decoding_from_its_cache(pair):
 
 
 def test_hgrn2(monkeypatch):
-    from fla.layers import hgrn2
-
     monkeypatch.setattr(
         hgrn2, "rms_norm_linear", lambda x, w, b, lw, lb: F.linear(F.rms_norm(x, x.shape[-1:], w, 1e-5), lw)
     )
@@ -109,8 +107,6 @@ def test_hgrn2(monkeypatch):
 
 def layer_of(name):
     """Returns a small layer; its rotary embedding, which exists only in Triton, is left out."""
-    from fla.layers import linear_attn, multiscale_retention, simple_gla
-
     sizes = {"hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "layer_idx": 0}
     if name == "simple_gla":
         return simple_gla.SimpleGatedLinearAttention(**sizes)
@@ -129,8 +125,6 @@ class Rotary(torch.nn.Module):
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["simple_gla", "retention", "linear_attn"])
 def test_layers_with_a_gate_for_each_head_or_none(name):
-    from fla.models.utils import Cache
-
     torch.manual_seed(0)
     x, offsets = torch.randn(1, 80, 32), torch.tensor([0, 9, 80])
     with accelerate(cpu=True):
@@ -157,8 +151,6 @@ MODELS = [
 
 @pytest.mark.parametrize(("name", "options"), MODELS, ids=str)
 def test_models_train_and_decode_on_a_cpu(name, options):
-    from fla import models
-
     with accelerate(cpu=True):
         torch.manual_seed(0)
         config = getattr(models, f"{name}Config")(

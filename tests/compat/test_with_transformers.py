@@ -7,8 +7,6 @@ results when the last bit of the parameters changes: over 30 seeds, at most 4e-6
 the same seeds, accelerated models differ by at most 1.5e-6 in logits and states, and by at most 1e-5 in gradients.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 from types import SimpleNamespace
@@ -21,6 +19,9 @@ from gla_core.compat.transformers import accelerate
 from gla_core.compat.transformers.one_token import groups_of
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: make test-fla")
+
+from gla_transformers import causal_convolution, few_rows, few_rows_kernel, gated, mamba2
+from gla_triton_runtime import prepared
 
 COMMON = {"vocab_size": 61, "hidden_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_chunk_size": 16}
@@ -127,8 +128,6 @@ def by_kernels(request, monkeypatch):
     counts: dict[str, int] = {}
     if request.param == "PyTorch":
         return counts
-    from gla_transformers import causal_convolution, few_rows, few_rows_kernel, gated, mamba2
-
     for dispatch, names in (
         (mamba2, ("convolve_token", "step")),
         (causal_convolution, ("convolve", "convolve_backward")),
@@ -158,9 +157,9 @@ def counted(counts, name, function):
 @pytest.fixture
 def calls(by_kernels, monkeypatch):
     """The numbers of calls of our ops."""
-    counts = {"chunk_gla": 0, "recurrent_gla_step": 0}
-    for name in counts:
-        monkeypatch.setattr(ops, name, counted(counts, name, getattr(ops, name)))
+    counts = {"scan": 0, "recurrent_gla_step": 0}
+    for name, counter in (("chunk_ssd", "scan"), ("chunk_gla", "scan"), ("recurrent_gla_step", "recurrent_gla_step")):
+        monkeypatch.setattr(ops, name, counted(counts, counter, getattr(ops, name)))
     return counts
 
 
@@ -196,10 +195,10 @@ def states_of(out):
 def test_training(name, seed, calls, by_kernels):
     model, tokens = model_of(name, seed), tokens_of(seed)
     expected, expected_gradients = trained(model, tokens)
-    assert calls["chunk_gla"] == 0
+    assert calls["scan"] == 0
     with accelerate():
         actual, gradients = trained(model, tokens)
-    assert calls == {"chunk_gla": layers_of(model), "recurrent_gla_step": 0}
+    assert calls == {"scan": layers_of(model), "recurrent_gla_step": 0}
     if by_kernels:
         norms, layers = norms_of(model), layers_of(model)
         backward = {"normed_backward": norms, "convolve_backward": layers}
@@ -220,7 +219,7 @@ def test_generating_from_a_padded_batch(model, calls, by_kernels):
     with accelerate():
         actual = model.generate(tokens, attention_mask=mask, **options)
         n = layers_of(model)
-        assert calls == {"chunk_gla": n, "recurrent_gla_step": 0 if by_kernels else 7 * n}
+        assert calls == {"scan": n, "recurrent_gla_step": 0 if by_kernels else 7 * n}
         if by_kernels:
             norms = 8 * norms_of(model) - 7 * norms_within(model)
             forward = {"convolve": n, "convolve_token": 7 * n, "step": 7 * n, "normed": norms}
@@ -301,8 +300,6 @@ def test_large_gates_in_half_precision(name, options, by_kernels):
 
 def launches_of_a_step(name, batch, monkeypatch, **options):
     """Returns the number of Triton kernels of a step; interpreted products of many rows are wrong in bfloat16."""
-    from gla_triton_runtime import prepared
-
     dtype = torch.bfloat16 if batch <= 2 else torch.float16
     model, launched, start = model_of(name, **options).to(dtype), [], prepared.start
     out = model(torch.ones(batch, 5, dtype=torch.long), use_cache=True)
@@ -387,8 +384,6 @@ def test_blocks_that_compute_part_by_part(change, by_kernels):
 
 def test_a_product_that_is_refused_after_the_step(by_kernels, monkeypatch):
     """The state has been advanced, so the parts of the layer that remain are computed apart."""
-    from gla_transformers import mamba2
-
     model, product, calls = model_of("Mamba2"), mamba2.product, []
 
     def first_alone(*arguments):
@@ -455,7 +450,7 @@ def test_a_prompt_in_two_parts(model, calls):
     expected = logits()
     with accelerate():
         assert_close([logits()], [expected])
-    assert calls["chunk_gla"] == 2 * layers_of(model)
+    assert calls["scan"] == 2 * layers_of(model)
 
 
 @torch.no_grad()
@@ -482,7 +477,7 @@ def test_packed_sequences(model, calls, monkeypatch):
         model.train()
         in_training = body(tokens, **packed).last_hidden_state
     assert_close([actual, in_training], [expected] * 2)
-    assert calls["chunk_gla"] == 2 * layers_of(model)
+    assert calls["scan"] == 2 * layers_of(model)
 
 
 @torch.no_grad()
@@ -493,12 +488,12 @@ def test_models_created_before_and_inside_run_on_the_originals_afterwards(model,
         inside = type(model)(model.config).eval()
         inside.load_state_dict(model.state_dict())
         assert torch.equal(inside(tokens).logits, model(tokens).logits)
-        assert calls["chunk_gla"] == 2 * layers_of(model)
+        assert calls["scan"] == 2 * layers_of(model)
         assert {module.__name__} <= {place for places in acceleration.replaced.values() for place in places}
     assert vars(module) == before
     assert torch.equal(inside(tokens).logits, expected)
     assert torch.equal(model(tokens).logits, expected)
-    assert calls["chunk_gla"] == 2 * layers_of(model)
+    assert calls["scan"] == 2 * layers_of(model)
 
 
 def test_a_step_that_records_gradients_runs_on_the_original(calls):
@@ -511,7 +506,7 @@ def test_a_step_that_records_gradients_runs_on_the_original(calls):
     expected = logits()
     with accelerate():
         assert_close([logits()], [expected])
-    assert calls == {"chunk_gla": layers_of(model), "recurrent_gla_step": 0}
+    assert calls == {"scan": layers_of(model), "recurrent_gla_step": 0}
 
 
 @torch.no_grad()
@@ -521,7 +516,7 @@ def test_compiled_without_a_break(calls):
     x = torch.randn(2, 40, 32)
     with accelerate():
         actual = torch.compile(layer, fullgraph=True, backend="eager")(x)
-        assert calls["chunk_gla"] > 0
+        assert calls["scan"] > 0
         torch.testing.assert_close(actual, layer(x))
 
 
@@ -561,5 +556,5 @@ def test_bfloat16(name, calls, by_kernels):
         actual = model(tokens).logits
         model.generate(tokens, max_new_tokens=4)
     steps = by_kernels["step"] if by_kernels else calls["recurrent_gla_step"]
-    assert (calls["chunk_gla"], steps) == (2 * layers_of(model), 3 * layers_of(model))
+    assert (calls["scan"], steps) == (2 * layers_of(model), 3 * layers_of(model))
     assert (actual - exact).norm() <= 1.5 * (original - exact).norm()

@@ -1,7 +1,5 @@
 """The diagnosis of a failed run of the kit: from recorded cases, from tensors, and once from a run."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -20,12 +18,12 @@ from gla_core.dispatch.registry import get
 from gla_core.workloads.named import select
 
 
-def case(name: str, op: str = "chunk_gla_fwd", dtype: torch.dtype = torch.float32) -> Case:
+def case(name, op="chunk_gla_fwd", dtype=torch.float32):
     (workload,) = (w for w in select(op.removesuffix("_fwd").removesuffix("_bwd")) if w.name == name)
     return Case(op, workload, dtype, "cpu")
 
 
-def wrong(quantity="o", *, finite=True, ratio=None, everywhere=True, hint=None) -> dict:
+def wrong(quantity="o", *, finite=True, ratio=None, everywhere=True, hint=None):
     place = {"at": "batch row 0, token 3, head 0", "found": "0.5", "expected": "0.25"}
     return {"quantity": quantity, "finite": finite, **place, "ratio": ratio, "everywhere": everywhere, "hint": hint}
 
@@ -49,7 +47,7 @@ def row(name, failed=True, test="values", op="chunk_gla_fwd", dtype=torch.float3
     }
 
 
-def lines(*rows) -> dict[str, str]:
+def lines(*rows):
     report = diagnosis(rows, "gla conformance mine")
     assert len(report) <= 5
     return {line[:10].strip(): line[12:] for line in report}
@@ -73,11 +71,7 @@ def test_nothing_is_said_where_nothing_failed():
         (["last_chunk_partial", "one_more_than_a_chunk"], ["short", "one_chunk"], "with more than 64 tokens"),
         (["odd_widths"], ["short", "last_chunk_partial"], "with K or V that is no multiple of 16"),
         (["ungated"], ["short", "one_chunk", "no_token"], "without g"),
-        (
-            ["one_more_than_a_chunk", "one_token"],
-            ["width_one", "no_token"],
-            "with K > 1",
-        ),
+        (["one_more_than_a_chunk", "one_token"], ["width_one", "no_token"], "with K > 1"),
     ],
 )
 def test_what_all_failed_cases_have_and_no_passed_one(failed, passed, says):
@@ -139,9 +133,8 @@ def test_a_constant_factor(known, says):
 
 
 CHANGED = row("short", test="inputs_unchanged", wrong=[wrong("q", ratio=0.25)])
-ANOTHER_DTYPE = row(
-    "short", reason="gla_core.dispatch.errors.BackendError: chunk_gla_fwd: returned o as bfloat16", wrong=[]
-)
+REASON = "gla_core.dispatch.errors.BackendError: chunk_gla_fwd: returned o as bfloat16"
+ANOTHER_DTYPE = row("short", reason=REASON, wrong=[])
 NAN = row("short", wrong=[wrong(finite=False)])
 RAISES = row("short", reason="IndexError: too many indices", wrong=[])
 VALUES = row("grouped", test="scale")
@@ -198,9 +191,8 @@ def test_inputs_that_are_changed_have_a_factor_of_their_own():
 def test_the_first_op_that_fails_is_told_of():
     backward = row("short", op="chunk_gla_bwd", test="gradients")
     report = lines(backward, backward, row("short"))
-    assert (
-        report["begin with"] == "chunk_gla_fwd gives wrong values (1 case); the other failures (2) may follow from this"
-    )
+    first = "chunk_gla_fwd gives wrong values (1 case); the other failures (2) may follow from this"
+    assert report["begin with"] == first
 
 
 def test_three_failures_a_property_are_listed_and_all_on_request():
@@ -214,7 +206,7 @@ def test_three_failures_a_property_are_listed_and_all_on_request():
 # ---- the places where a result is wrong
 
 
-def outputs(B: int, T: int, H: int) -> torch.Tensor:
+def outputs(B, T, H):
     return torch.randn(B, T, H, 16, dtype=torch.float64)
 
 

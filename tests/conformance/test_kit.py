@@ -1,8 +1,7 @@
 """The kit as users run it: from another folder, on the reference and on a partial backend of a plugin."""
 
-from __future__ import annotations
-
 import contextlib
+import dataclasses
 import functools
 import inspect
 import io
@@ -27,7 +26,7 @@ from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Capabilities
 from gla_core.dispatch.registry import get
 from gla_core.ops import ABSTRACT_OPS, PUBLIC_OPS
 from gla_core.ops.spec import Role
-from gla_core.workloads.inputs import chunk_inputs
+from gla_core.workloads.inputs import arguments
 from gla_core.workloads.named import select
 from tests.reference import function
 
@@ -45,7 +44,7 @@ def gla_register_backends():
 """
 
 
-def kit(folder: Path, *arguments: str, module: str = "", path: Path | None = None) -> subprocess.CompletedProcess:
+def kit(folder, *arguments, module="", path=None):
     """Runs the kit in `folder`, by pytest's own command line."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("GLA_", "PYTEST_"))}
     environment["OMP_NUM_THREADS"] = "1"  # at these sizes threads cost more than they gain
@@ -55,7 +54,7 @@ def kit(folder: Path, *arguments: str, module: str = "", path: Path | None = Non
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
-def read_cases(path: Path) -> list[dict]:
+def read_cases(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -91,9 +90,8 @@ def sample(path):
     """Runs some tests of the kit on the reference, and returns what it printed and the text of the report."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        code = run(
-            "reference", report=str(path), select="[chunk_gla_bwd-grouped-", module="test_gradients", commit="a1"
-        )
+        case = {"module": "test_gradients", "select": "[chunk_gla_bwd-grouped-"}
+        code = run("reference", report=str(path), commit="a1", **case)
     assert code == 0
     return printed.getvalue(), path.read_text()
 
@@ -210,6 +208,7 @@ def test_a_wrong_question_is_a_usage_error(arguments, message, own_backends, tmp
 COMPUTED_BY_ANOTHER = (
     "chunk_gla_bwd",
     "chunk_gla_pool",
+    "chunk_ssd_bwd",
     "recurrent_gla_layer_step",
     "recurrent_ssd_step",
     "recurrent_gla_steps",
@@ -336,10 +335,7 @@ def test_the_few_workloads_of_a_property_are_workloads_of_its_op():
 def test_a_case_for_every_function_of_an_op():
     few = {"chunk_gla_summary": "short"}
     chosen = cases(get("reference"), "cpu", "chunk_gla_summary", few=few, functions=True, dtypes="one")
-    assert list(map(str, chosen)) == [
-        "chunk_gla_summary-short-float32",
-        "chunk_gla_gradient_summary-short-float32",
-    ]
+    assert list(map(str, chosen)) == ["chunk_gla_summary-short-float32", "chunk_gla_gradient_summary-short-float32"]
 
 
 def test_every_op_has_the_cases_that_follow_from_its_description(monkeypatch):
@@ -351,7 +347,7 @@ def test_every_op_has_the_cases_that_follow_from_its_description(monkeypatch):
     options = ("--gla-backend", "reference", "--gla-device", "cuda", "--collect-only", "-q")
     assert pytest.main([*options, *SETTINGS, "--pyargs", *modules], [kept]) == 0
     every, public = set(ABSTRACT_OPS), {spec.name for spec in PUBLIC_OPS.values()}
-    gradients = {"chunk_gla_bwd", "chunk_gla_summary", "online_softmax_bwd", "softmax_attention_bwd"}
+    gradients = {"chunk_gla_bwd", "chunk_gla_summary", "chunk_ssd_bwd", "online_softmax_bwd", "softmax_attention_bwd"}
     covered = {"opcheck": every, "no_wait": every, "graph": every, "compiled": public, "autocast": public}
     covered |= {f"{name}_inplace": set(WRITING) for name in covered}
     covered |= {"compiled_with_backward": gradients, "autocast_of_gradients": gradients}
@@ -363,7 +359,7 @@ def test_every_op_has_the_cases_that_follow_from_its_description(monkeypatch):
             assert forms_of(made) == forms_of(computed), (test, op)
 
 
-def forms_of(made: list[Case]) -> set[str]:
+def forms_of(made):
     return {form for case in made for form in forms(case.describe(), case.workload.sizes)}
 
 
@@ -376,6 +372,7 @@ def test_widths_that_no_workload_has_are_fitted():
 
 def test_cases_and_refusals_do_not_meet():
     can = Capabilities(dtypes=frozenset({torch.float16}), variable_length=False, key_widths=range(16, 65, 16))
+    can = dataclasses.replace(can, gates=frozenset({"key", "head"}))
     backend = Backend("limited", "0", dict(get("reference").ops), can)
     for op in OP_PARAMETERS:
         allowed = cases(backend, "cpu", op)
@@ -388,13 +385,22 @@ def test_cases_and_refusals_do_not_meet():
     assert {case.dtype for case in refused} == {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 
 
-@pytest.mark.parametrize("name", ["grouped", "packed", "padded", "ungated", "per_head", "constant", "grouped_values"])
-def test_large_workloads_are_judged_by_what_the_oracle_says_of_small_ones(name):
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        *(
+            ("chunk_gla", name)
+            for name in ("grouped", "packed", "padded", "ungated", "per_head", "constant", "grouped_values")
+        ),
+        *(("chunk_ssd", name) for name in ("packed", "grouped", "odd_widths")),
+    ],
+)
+def test_large_workloads_are_judged_by_what_the_oracle_says_of_small_ones(op, name):
     """Large workloads are judged by the reference in float64, which equals the oracle on small ones."""
-    (workload,) = (w for w in select("chunk_gla") if w.name == name)
-    x = chunk_inputs(workload, dtype=torch.bfloat16)
-    results = reference_results("chunk_gla", x) | reference_results("chunk_gla_bwd", with_loss("chunk_gla_bwd", x))
-    expected = oracle_results("chunk_gla", x) | oracle_gradients("chunk_gla", x)
+    (workload,) = (w for w in select(op) if w.name == name)
+    x = arguments(workload, dtype=torch.bfloat16) | {"output_final_state": True}
+    results = reference_results(op, x) | reference_results(f"{op}_bwd", with_loss(f"{op}_bwd", x))
+    expected = oracle_results(op, x) | oracle_gradients(op, x)
     assert results.keys() == expected.keys()
     errors = {name: relative_error(results[name], ref) for name, ref in expected.items()}
     assert max(errors.values()) <= FORWARD[torch.float64], errors
@@ -403,7 +409,7 @@ def test_large_workloads_are_judged_by_what_the_oracle_says_of_small_ones(name):
 # ---- the summary, of made-up cases
 
 
-def case(name: str, outcome: str = "passed", reason: str | None = None, **errors: float) -> dict:
+def case(name, outcome="passed", reason=None, **errors):
     listed = [{"quantity": quantity, "error": error, "budget": 0.01} for quantity, error in errors.items()]
     test = {"op": "online_softmax", "test": "test_x.py::test_values", "id": f"test_values[{name}]"}
     return {**test, "outcome": outcome, "reason": reason, "errors": listed}

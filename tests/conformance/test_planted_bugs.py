@@ -1,7 +1,5 @@
 """Deliberately wrong backends: each is the reference with one bug, which the kit must name."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json
@@ -21,6 +19,7 @@ from gla_core.conformance.run import run
 from gla_core.dispatch.backend import GATES, Backend, Capabilities, arguments_of
 from gla_core.dispatch.registry import get
 from gla_core.dispatch.tensors import log_gates
+from gla_core.ops.gla.chunk_ssd import values_and_gates
 from tests.reference import function
 
 REFERENCE = {op: function(op) for op in get("reference").ops}
@@ -49,54 +48,81 @@ class Bug(NamedTuple):
 BUGS: list[Bug] = []
 
 
-def bug(op, case, over=None, call=None, **claims):
-    """Returns a decorator that plants a bug: the function maps a namespace of the op's arguments to its results.
+class Op:
+    """An op of the reference: it returns the right results for arguments x with changes, and bugs are planted in it.
 
-    Args:
-        case: the beginning of the name of the case that must name the bug, without the name of the call.
-        call: the name of the call, by default that of the op.
+    Several results are a namespace. Pools and rings are written.
     """
-    case = case.replace("[", f"[{call or op}-", 1)
 
-    def plant(wrong):
-        @functools.wraps(REFERENCE[op])
-        def function(*args):
-            x = SimpleNamespace(**dict(zip(arguments_of(REFERENCE[op]), args, strict=True)))
-            results = wrong(x)
-            return tuple(vars(results).values()) if isinstance(results, SimpleNamespace) else results
+    def __init__(self, name, *results):
+        self.name, self.results = name, results
 
-        BUGS.append(Bug(wrong.__name__, op, function, case, over, claims))
-        return wrong
+    def __call__(self, x, **changes):
+        computed = REFERENCE[self.name](**{**vars(x), **changes})
+        return SimpleNamespace(**dict(zip(self.results, computed, strict=True))) if self.results else computed
 
-    return plant
+    def bug(self, case, over=None, call=None, **claims):
+        """Returns a decorator that plants a bug: a function that maps a namespace of the op's arguments to its results.
+
+        A function with a second argument receives the right results there, and changes them in place.
+
+        Args:
+            case: the beginning of the name of the case that must name the bug, without the name of the call.
+            call: the name of the call, by default that of the op.
+        """
+        case = case.replace("[", f"[{call or self.name}-", 1)
+
+        def plant(wrong):
+            changes_results = wrong.__code__.co_argcount == 2
+
+            @functools.wraps(REFERENCE[self.name])
+            def function(*args):
+                x = SimpleNamespace(**dict(zip(arguments_of(REFERENCE[self.name]), args, strict=True)))
+                if changes_results:
+                    wrong(x, results := self(x))
+                else:
+                    results = wrong(x)
+                return tuple(vars(results).values()) if isinstance(results, SimpleNamespace) else results
+
+            BUGS.append(Bug(wrong.__name__, self.name, function, case, over, claims))
+            return wrong
+
+        return plant
+
+    def bugs(self, case, over=None, **bugs):
+        """Plants bugs that one case must name, each of one expression, by their names."""
+        for name, wrong in bugs.items():
+            wrong.__name__ = name
+            self.bug(case, over)(wrong)
 
 
-def right(op, *results):
-    """Returns a function that computes an op by the reference for arguments x with changes, and names the results."""
-
-    def compute(x, **changes):
-        computed = REFERENCE[op](**{**vars(x), **changes})
-        return SimpleNamespace(**dict(zip(results, computed, strict=True)))
-
-    return compute
-
-
-forward = right("chunk_gla_fwd", "o", "state", "checkpoints")
-backward = right("chunk_gla_bwd", "dq", "dk", "dv", "dg", "dinitial_state")
-summary = right("chunk_gla_summary", "decay", "state")
-step = right("recurrent_gla_step", "o", "state")
-attention = right("softmax_attention", "o", "lse")
-attention_gradients = right("softmax_attention_bwd", "dq", "dk", "dv")
-
-
-@bug("chunk_gla_fwd", "test_values[short-float32]")
-def wrong_scale(x):
-    return forward(x, scale=1.01 * x.scale)
+forward = Op("chunk_gla_fwd", "o", "state", "checkpoints")
+backward = Op("chunk_gla_bwd", "dq", "dk", "dv", "dg", "dinitial_state")
+summary = Op("chunk_gla_summary", "decay", "state")
+pooled = Op("chunk_gla_pool")
+step = Op("recurrent_gla_step", "o", "state")
+stepped = Op("recurrent_gla_steps")
+replayed = Op("recurrent_gla_replay")
+layer_stepped = Op("recurrent_gla_layer_step")
+ssd = Op("chunk_ssd_fwd", "o", "state", "checkpoints")
+ssd_backward = Op("chunk_ssd_bwd", "dq", "dk", "dx", "ddt", "dA", "dD", "ddt_bias", "dinitial_state")
+ssd_stepped = Op("recurrent_ssd_step")
+softmax = Op("online_softmax")
+softmax_gradient = Op("online_softmax_bwd")
+attention = Op("softmax_attention", "o", "lse")
+attention_gradients = Op("softmax_attention_bwd", "dq", "dk", "dv")
 
 
-@bug("chunk_gla_fwd", "test_scale[short-float32-1.0]")
-def default_scale_always(x):
-    return forward(x, scale=x.q.shape[-1] ** -0.5)
+forward.bugs(
+    "test_values[short-float32]",
+    wrong_scale=lambda x: forward(x, scale=1.01 * x.scale),
+    no_state_returned=lambda x: (forward(x).o, None, None),
+)
+forward.bugs("test_scale[short-float32-1.0]", default_scale_always=lambda x: forward(x, scale=x.q.shape[-1] ** -0.5))
+forward.bugs(
+    "test_state_hand_off[last_chunk_partial-float32-64]", initial_state_ignored=lambda x: forward(x, initial_state=None)
+)
+forward.bugs("test_strided_views[short-float32]", strides_ignored=lambda x: forward(x, q=as_if_dense(x.q)))
 
 
 def pair(q, k, v, scale):
@@ -106,40 +132,34 @@ def pair(q, k, v, scale):
     return scale * (q * k).sum(-1, keepdim=True) * v
 
 
-@bug("chunk_gla_fwd", "test_values[short-float32]")
-def current_token_excluded(x):
-    y = forward(x)
+@forward.bug("test_values[short-float32]")
+def current_token_excluded(x, y):
     y.o = y.o - pair(x.q, x.k, x.v, x.scale)
-    return y
 
 
-@bug("chunk_gla_fwd", "test_values[short-float32]")
-def next_token_included(x):
-    y = forward(x)
+@forward.bug("test_values[short-float32]")
+def next_token_included(x, y):
     y.o[:, :-1] += pair(x.q[:, :-1], x.k[:, 1:], x.v[:, 1:], x.scale)
-    return y
 
 
-@bug("chunk_gla_fwd", "test_values[short-float32]")
+@forward.bug("test_values[short-float32]")
 def gate_one_step_late(x):
     late = None if x.g is None else torch.cat([torch.zeros_like(x.g[:, :1]), x.g[:, :-1]], 1)[:, : x.g.shape[1]]
     return forward(x, g=late)
 
 
-@bug("chunk_gla_fwd", "test_gates_from_logits[short-float32]")
+@forward.bug("test_gates_from_logits[short-float32]")
 def logits_not_divided_by_the_normalizer(x):
     return forward(x, gate_normalizer=None if x.gate_normalizer is None else 1)
 
 
-@bug("chunk_gla_fwd", "test_gates_from_logits[last_chunk_partial-", over={"state"})
-def logits_of_0_past_the_end_decay_the_state(x):
-    y = forward(x)
+@forward.bug("test_gates_from_logits[last_chunk_partial-", over={"state"})
+def logits_of_0_past_the_end_decay_the_state(x, y):
     if x.gate_normalizer is not None and y.state is not None:
         y.state *= 0.5 ** (-x.q.shape[1] % 64 / x.gate_normalizer)
-    return y
 
 
-@bug("chunk_gla_fwd", "test_every_logit[last_chunk_partial-float32-200]")
+@forward.bug("test_every_logit[last_chunk_partial-float32-200]")
 def log_of_sigmoid(x):
     """The log gates of logits below -104 are -inf, because their sigmoid in float32 is 0."""
     if x.g is None or x.gate_normalizer is None:
@@ -147,7 +167,7 @@ def log_of_sigmoid(x):
     return forward(x, g=(x.g.float().sigmoid().log() / x.gate_normalizer).to(x.g.dtype), gate_normalizer=None)
 
 
-@bug("chunk_gla_fwd", "test_values[one_more_than_a_chunk-float32]")
+@forward.bug("test_values[one_more_than_a_chunk-float32]")
 def last_partial_chunk_dropped(x):
     T = x.q.shape[1] // 64 * 64
     if x.cu_seqlens is not None or not T:
@@ -158,7 +178,7 @@ def last_partial_chunk_dropped(x):
     return y
 
 
-@bug("chunk_gla_fwd", "test_packed_equals_separate[packed-float32]")
+@forward.bug("test_packed_equals_separate[packed-float32]")
 def state_not_reset(x):
     if x.cu_seqlens is None:
         return forward(x, checkpoint_every=None)
@@ -168,32 +188,26 @@ def state_not_reset(x):
     return y
 
 
-@bug("chunk_gla_fwd", "test_values[packed-float32]", over={"state"})
-def state_of_the_sequence_before(x):
-    y = forward(x)
+@forward.bug("test_values[packed-float32]", over={"state"})
+def state_of_the_sequence_before(x, y):
     if x.cu_seqlens is not None and y.state is not None and x.initial_state is not None:
         last = x.cu_seqlens[:-1] == x.q.shape[1]  # sequences that begin where all tokens end
         y.state = torch.where(last[:, None, None, None], x.initial_state.roll(1, 0), y.state)
-    return y
 
 
-@bug("chunk_gla_fwd", "test_no_uninitialised_output[short-float32]")
-def row_not_written(x):
-    y = forward(x)
+@forward.bug("test_no_uninitialised_output[short-float32]")
+def row_not_written(x, y):
     out = torch.empty(y.o.shape, dtype=y.o.dtype)
     out[:, :-1] = y.o[:, :-1]
     y.o = out
-    return y
 
 
 runs = itertools.count()
 
 
-@bug("chunk_gla_fwd", "test_same_bits[short-float32]")
-def last_bit_changes(x):
-    y = forward(x)
+@forward.bug("test_same_bits[short-float32]")
+def last_bit_changes(x, y):
     y.o *= 1 + (next(runs) % 2) * 2**-22
-    return y
 
 
 def scale_in_company(x):
@@ -201,12 +215,12 @@ def scale_in_company(x):
     return x.scale * (1 + 1e-6 * (x.cu_seqlens is not None and len(x.cu_seqlens) > 2))
 
 
-@bug("chunk_gla_fwd", "test_batch_invariance[packed-float32]", batch_invariant=frozenset({"cpu"}))
+@forward.bug("test_batch_invariance[packed-float32]", batch_invariant=frozenset({"cpu"}))
 def other_bits_in_company(x):
     return forward(x, scale=scale_in_company(x))
 
 
-@bug("chunk_gla_fwd", "test_values[grouped-float32]")
+@forward.bug("test_values[grouped-float32]")
 def wrong_head_grouping(x):
     H, Hq = x.k.shape[2], x.q.shape[2]
     order = torch.arange(Hq).view(Hq // H, H).T.flatten()  # query head h reads key head h % H
@@ -222,12 +236,12 @@ def gate_form(x):
     return None if x.g is None else {1: "constant", 3: "head", 4: "key"}[x.g.ndim]
 
 
-@bug("chunk_gla_fwd", "test_values[per_head-float32]")
+@forward.bug("test_values[per_head-float32]")
 def gate_of_the_head_before(x):
     return forward(x, g=x.g.roll(1, -1) if gate_form(x) == "head" else x.g)
 
 
-@bug("chunk_gla_fwd", "test_values[constant-float32]")
+@forward.bug("test_values[constant-float32]")
 def constant_gate_once_a_chunk(x):
     """The gate of a chunk's first token counts; the gates of its other tokens count as 0."""
     if gate_form(x) != "constant":
@@ -243,26 +257,19 @@ def key_heads(x, head_of):
     return {"q": x.q[:, :, heads], "k": x.k[:, :, heads]}
 
 
-@bug("chunk_gla_fwd", "test_values[grouped_values-float32]")
+@forward.bug("test_values[grouped_values-float32]")
 def value_heads_read_key_heads_in_turn(x):
     if x.v.shape[2] == x.k.shape[2]:
         return forward(x)
     return forward(x, **key_heads(x, lambda i, H, R: i % H))
 
 
-@bug("chunk_gla_fwd", "test_values[short-float32]", over={"state"})
-def state_in_bfloat16(x):
-    y = forward(x)
+@forward.bug("test_values[short-float32]", over={"state"})
+def state_in_bfloat16(x, y):
     y.state = None if y.state is None else y.state.bfloat16().float()
-    return y
 
 
-@bug("chunk_gla_fwd", "test_state_hand_off[last_chunk_partial-float32-64]")
-def initial_state_ignored(x):
-    return forward(x, initial_state=None)
-
-
-@bug("chunk_gla_fwd", "test_values[short-float32]")
+@forward.bug("test_values[short-float32]")
 def computed_in_half(x):
     g = None if x.g is None else x.g.half()
     y = forward(x, q=x.q.half(), k=x.k.half(), v=x.v.half(), g=g)
@@ -270,16 +277,14 @@ def computed_in_half(x):
     return y
 
 
-@bug("chunk_gla_fwd", "test_nothing_crosses_a_gate_of_minus_infinity[one_chunk-float32-41]")
+@forward.bug("test_nothing_crosses_a_gate_of_minus_infinity[one_chunk-float32-41]")
 def gate_clamped(x):
     return forward(x, g=None if x.g is None else x.g.clamp(min=-16))
 
 
-@bug("chunk_gla_fwd", "test_inputs_unchanged[short-float32]")
-def input_scaled_in_place(x):
-    y = forward(x)
+@forward.bug("test_inputs_unchanged[short-float32]")
+def input_scaled_in_place(x, y):
     x.q.mul_(x.scale)
-    return y
 
 
 def as_if_dense(x):
@@ -287,31 +292,22 @@ def as_if_dense(x):
     return x.as_strided(x.shape, torch.empty(x.shape).stride())
 
 
-@bug("chunk_gla_fwd", "test_strided_views[short-float32]")
-def strides_ignored(x):
-    return forward(x, q=as_if_dense(x.q))
-
-
-@bug("chunk_gla_fwd", "test_initial_states_with_values_first[short-float32]", swapped_states=True)
+@forward.bug("test_initial_states_with_values_first[short-float32]", swapped_states=True)
 def swapped_state_read_as_any(x):
     return forward(x, initial_state=as_if_dense(x.initial_state))
 
 
-@bug("chunk_gla_fwd", "test_values[short-float32]")
-def output_not_contiguous(x):
-    y = forward(x)
+@forward.bug("test_values[short-float32]")
+def output_not_contiguous(x, y):
     y.o = y.o.transpose(1, 2).contiguous().transpose(1, 2)
-    return y
 
 
-@bug("chunk_gla_fwd", "test_long_sequences[narrow_mild-")
-def output_wrong_from_late(x):
-    y = forward(x)
+@forward.bug("test_long_sequences[narrow_mild-")
+def output_wrong_from_late(x, y):
     y.o[:, LATE:] *= 1.1
-    return y
 
 
-@bug("chunk_gla_fwd", "test_long_sequences[narrow_strong-")
+@forward.bug("test_long_sequences[narrow_strong-")
 def state_not_decayed_from_late(x):
     g = None if x.g is None else x.g.clone()
     if g is not None:
@@ -319,90 +315,66 @@ def state_not_decayed_from_late(x):
     return forward(x, g=g)
 
 
-@bug("chunk_gla_fwd", "test_values[short-float32]")
-def output_is_a_view(x):
-    y = forward(x)
+@forward.bug("test_values[short-float32]")
+def output_is_a_view(x, y):
     y.o = torch.cat([y.o, y.o])[: len(y.o)]
-    return y
 
 
-@bug("chunk_gla_fwd", "test_values[short-float32]")
-def results_share_memory(x):
-    y = forward(x)
+@forward.bug("test_values[short-float32]")
+def results_share_memory(x, y):
     memory = torch.cat([y.o.flatten(), y.state.flatten()]).untyped_storage()
     o, state = y.o, y.state
     y.o, y.state = o.new_empty(0).set_(memory, 0, o.shape), o.new_empty(0).set_(memory, o.numel(), state.shape)
-    return y
 
 
-@bug("chunk_gla_fwd", "test_values[no_token-float32]")
-def initial_state_returned_without_tokens(x):
-    y = forward(x)
+@forward.bug("test_values[no_token-float32]")
+def initial_state_returned_without_tokens(x, y):
     if x.q.shape[1] == 0 and x.output_final_state:
         y.state = x.initial_state
-    return y
 
 
-@bug("chunk_gla_fwd", "test_values[short-float32]")
-def no_state_returned(x):
-    return forward(x).o, None, None
-
-
-@bug("chunk_gla_fwd", "test_values[short-float32]")
-def output_in_another_dtype(x):
-    y = forward(x)
+@forward.bug("test_values[short-float32]")
+def output_in_another_dtype(x, y):
     y.o = y.o.double()
-    return y
 
 
-@bug("chunk_gla_fwd", "test_values_under_autocast[ungated-bfloat16]")
+@forward.bug("test_values_under_autocast[ungated-bfloat16]")
 def products_in_half_precision(x):
     with torch.autocast("cpu", torch.bfloat16, enabled=x.q.dtype == torch.bfloat16):
         return forward(x)
 
 
-@bug("chunk_gla_fwd", "test_padding[padded-float32]", over={"o of the padding"})
-def padding_not_written(x):
-    y = forward(x)
+@forward.bug("test_padding[padded-float32]", over={"o of the padding"})
+def padding_not_written(x, y):
     if x.cu_seqlens is not None:
         y.o[:, x.cu_seqlens[-1] :] = x.v[:, x.cu_seqlens[-1] :]
-    return y
 
 
-@bug("chunk_gla_fwd", "test_padding[padded-float32]", over={"o of the padding"})
-def rows_before_the_first_sequence_not_written(x):
-    y = forward(x)
+@forward.bug("test_padding[padded-float32]", over={"o of the padding"})
+def rows_before_the_first_sequence_not_written(x, y):
     if x.cu_seqlens is not None:
         y.o[:, : x.cu_seqlens[0]] = x.v[:, : x.cu_seqlens[0]]
-    return y
 
 
-@bug("chunk_gla_fwd", "test_values[many_sequences-float32]")
-def sequences_after_the_16th_left_out(x):
-    y = forward(x)
+@forward.bug("test_values[many_sequences-float32]")
+def sequences_after_the_16th_left_out(x, y):
     if x.cu_seqlens is not None and len(x.cu_seqlens) > 17:
         y.o[:, x.cu_seqlens[16] :] = 0
-    return y
 
 
-@bug("chunk_gla_fwd", "test_checkpoints[last_chunk_partial-bfloat16-192]", over={"checkpoints"})
-def checkpoints_of_an_interval_above_128_one_late(x):
-    y = forward(x)
+@forward.bug("test_checkpoints[last_chunk_partial-bfloat16-192]", over={"checkpoints"})
+def checkpoints_of_an_interval_above_128_one_late(x, y):
     if y.checkpoints is not None and x.checkpoint_every > 128:
         y.checkpoints = y.checkpoints.roll(1, 1)
-    return y
 
 
-@bug("chunk_gla_fwd", "test_checkpoints[last_chunk_partial-")
-def checkpoints_of_the_next_interval(x):
-    y = forward(x)
+@forward.bug("test_checkpoints[last_chunk_partial-")
+def checkpoints_of_the_next_interval(x, y):
     y.checkpoints = None if y.checkpoints is None else y.checkpoints.roll(-1, 1)
-    return y
 
 
-@bug("chunk_gla_fwd", "test_checkpoints[packed-")
-def checkpoints_of_packed_sequences_in_a_row(x):
-    y = forward(x)
+@forward.bug("test_checkpoints[packed-")
+def checkpoints_of_packed_sequences_in_a_row(x, y):
     if y.checkpoints is not None and x.cu_seqlens is not None:  # no unused rows between two sequences
         used = [
             i + int(a) // x.checkpoint_every + j
@@ -411,52 +383,41 @@ def checkpoints_of_packed_sequences_in_a_row(x):
         ]
         rows = torch.cat([y.checkpoints[:, used], torch.zeros_like(y.checkpoints)], 1)
         y.checkpoints = rows[:, : y.checkpoints.shape[1]].contiguous()
-    return y
 
 
-@bug("chunk_gla_bwd", "test_long_sequences[narrow_mild-")
-def gradients_wrong_from_late(x):
-    d = backward(x)
+@backward.bug("test_long_sequences[narrow_mild-")
+def gradients_wrong_from_late(x, d):
     d.dk[:, LATE:] *= 1.1
-    return d
 
 
-@bug("chunk_gla_bwd", "test_padding[padded-float32]")
-def gradient_of_padding_not_written(x):
-    d = backward(x)
+@backward.bug("test_padding[padded-float32]")
+def gradient_of_padding_not_written(x, d):
     if x.cu_seqlens is not None:
         d.dq[:, x.cu_seqlens[-1] :] = 1
-    return d
 
 
-@bug("chunk_gla_bwd", "test_gradient_layout[no_token-")
-def gradient_is_the_gradient_of_the_state(x):
-    d = backward(x)
+@backward.bug("test_gradient_layout[no_token-")
+def gradient_is_the_gradient_of_the_state(x, d):
     if x.q.shape[1] == 0:
         d.dinitial_state = x.dstate
-    return d
 
 
-@bug("chunk_gla_bwd", "test_gradients_from_checkpoints[last_chunk_partial-")
+@backward.bug("test_gradients_from_checkpoints[last_chunk_partial-")
 def checkpoints_taken_for_twice_as_many_tokens(x):
     if x.checkpoints is None or x.cu_seqlens is not None:
         return backward(x)
     return backward(x, checkpoints=x.checkpoints.repeat_interleave(2, 1)[:, : x.checkpoints.shape[1]])
 
 
-@bug("chunk_gla_bwd", "test_gradients[short-float32]")
-def gradient_of_state_ignored(x):
-    return backward(x, dstate=None)
+backward.bugs("test_gradients[short-float32]", gradient_of_state_ignored=lambda x: backward(x, dstate=None))
 
 
-@bug("chunk_gla_bwd", "test_gradient_hand_off[last_chunk_partial-float32-64]")
-def gradient_of_state_left_out_of_the_initial_state(x):
-    d = backward(x)
+@backward.bug("test_gradient_hand_off[last_chunk_partial-float32-64]")
+def gradient_of_state_left_out_of_the_initial_state(x, d):
     d.dinitial_state = backward(x, dstate=None).dinitial_state
-    return d
 
 
-@bug("chunk_gla_bwd", "test_gradients[one_more_than_a_chunk-float32]")
+@backward.bug("test_gradients[one_more_than_a_chunk-float32]")
 def rows_of_a_partial_chunk_dropped(x):
     T = x.q.shape[1] // 64 * 64
     if x.cu_seqlens is not None or not T:
@@ -467,14 +428,14 @@ def rows_of_a_partial_chunk_dropped(x):
     return SimpleNamespace(**gradients | {name: torch.cat([gradients[name], rest], 1) for name, rest in zeros.items()})
 
 
-@bug("chunk_gla_bwd", "test_gradients[grouped-float32]", over={"dk"})
+@backward.bug("test_gradients[grouped-float32]", over={"dk"})
 def dk_of_a_head_by_one_of_its_query_heads(x):
     d, groups = backward(x), x.q.shape[2] // x.k.shape[2]
     d.dk[:, :, 0] = backward(x, q=x.q[:, :, ::groups], do=x.do[:, :, ::groups]).dk[:, :, 0]
     return d
 
 
-@bug("chunk_gla_bwd", "test_gradients[grouped_values-float32]", over={"dk"})
+@backward.bug("test_gradients[grouped_values-float32]", over={"dk"})
 def dk_of_a_head_by_one_of_its_value_heads(x):
     d, R = backward(x), x.v.shape[2] // x.k.shape[2]
     if R > 1:
@@ -483,47 +444,39 @@ def dk_of_a_head_by_one_of_its_value_heads(x):
     return d
 
 
-@bug("chunk_gla_bwd", "test_gradients[per_head-float32]", over={"dg"})
-def gradient_of_a_gate_per_head_by_one_key(x):
-    d = backward(x)
+@backward.bug("test_gradients[per_head-float32]", over={"dg"})
+def gradient_of_a_gate_per_head_by_one_key(x, d):
     if gate_form(x) == "head":
         per_key = x.g[..., None].expand(*x.g.shape, x.k.shape[3])
         d.dg.copy_(backward(x, g=per_key).dg[..., 0])
-    return d
 
 
-@bug("chunk_gla_bwd", "test_gradients[constant-float32]", over={"dg"})
-def gradient_of_a_constant_gate_by_the_last_row_of_the_batch(x):
-    d = backward(x)
+@backward.bug("test_gradients[constant-float32]", over={"dg"})
+def gradient_of_a_constant_gate_by_the_last_row_of_the_batch(x, d):
     if gate_form(x) == "constant":
         d.dg = backward(x, g=x.g.expand(*x.v.shape[:3])).dg[-1].sum(0)
-    return d
 
 
-@bug("chunk_gla_bwd", "test_padding[constant_packed-float32]", over={"dg"})
-def gradient_of_a_constant_gate_with_the_padding(x):
-    d = backward(x)
+@backward.bug("test_padding[constant_packed-float32]", over={"dg"})
+def gradient_of_a_constant_gate_with_the_padding(x, d):
     if gate_form(x) == "constant" and x.cu_seqlens is not None:
         end = x.cu_seqlens.new_full((1,), x.q.shape[1])
         d.dg = backward(x, cu_seqlens=torch.cat([x.cu_seqlens[:-1], end])).dg
-    return d
 
 
-@bug("chunk_gla_bwd", "test_gradients_of_logits[short-float32]", over={"dg"})
+@backward.bug("test_gradients_of_logits[short-float32]", over={"dg"})
 def gradient_of_log_gates_for_logits(x):
     g = None if x.g is None else log_gates(x.g, x.gate_normalizer, torch.float64).to(x.g.dtype)
     return backward(x, g=g, gate_normalizer=None)
 
 
-@bug("chunk_gla_bwd", "test_gradients_of_every_logit[last_chunk_partial-float32-200]", over={"dg"})
-def gradient_of_logits_divided_by_16_at_most(x):
-    d = backward(x)
+@backward.bug("test_gradients_of_every_logit[last_chunk_partial-float32-200]", over={"dg"})
+def gradient_of_logits_divided_by_16_at_most(x, d):
     if x.g is not None and (x.gate_normalizer or 0) > 16:
         d.dg = d.dg * (x.gate_normalizer / 16)
-    return d
 
 
-@bug("chunk_gla_bwd", "test_gradients[many_sequences-float32]", over={"dinitial_state"})
+@backward.bug("test_gradients[many_sequences-float32]", over={"dinitial_state"})
 def gradient_of_ungated_states_by_the_first_value_head_of_a_group(x):
     d, R = backward(x), x.v.shape[2] // x.k.shape[2]
     if x.g is None and x.initial_state is not None:
@@ -531,34 +484,27 @@ def gradient_of_ungated_states_by_the_first_value_head_of_a_group(x):
     return d
 
 
-@bug("chunk_gla_bwd", "test_gradients[short-float32]", over={"dg"})
-def gradient_of_g_missing(x):
-    d = backward(x)
+@backward.bug("test_gradients[short-float32]", over={"dg"})
+def gradient_of_g_missing(x, d):
     d.dg = None if x.g is None else torch.zeros_like(d.dg)
-    return d
 
 
-@bug("chunk_gla_bwd", "test_gradients[short-float32]", over={"dg"})
-def gradient_of_g_without_the_state(x):
-    d = backward(x)
+@backward.bug("test_gradients[short-float32]", over={"dg"})
+def gradient_of_g_without_the_state(x, d):
     if x.g is not None and x.cu_seqlens is None:
         d.dg -= through_the_end(x)
-    return d
 
 
-@bug("chunk_gla_bwd", "test_gradient_of_strong_gates_before_open_ones[last_chunk_partial-")
-def gradient_of_g_from_the_end(x):
+@backward.bug("test_gradient_of_strong_gates_before_open_ones[last_chunk_partial-")
+def gradient_of_g_from_the_end(x, d):
     """Computes dg by one suffix sum over all tokens. It sums gradients that were rounded before."""
-    d = backward(x)
     if x.g is not None and x.cu_seqlens is None:
         d.dg = (suffix_sums(given_and_taken(x, d)) + through_the_end(x)).to(x.g.dtype)
-    return d
 
 
-@bug("chunk_gla_bwd", "test_gradients_of_every_gate[short-float32-strong]", over={"dg"})
-def gradient_of_g_with_the_diagonal(x):
+@backward.bug("test_gradients_of_every_gate[short-float32-strong]", over={"dg"})
+def gradient_of_g_with_the_diagonal(x, d):
     """Computes dg by suffix sums per chunk of float32 gradients that include pairs s = t. Chunk ends are exact."""
-    d = backward(x)
     if x.g is not None and x.cu_seqlens is None:
         wide = in_float32(x)
         exact = backward(wide)
@@ -566,7 +512,6 @@ def gradient_of_g_with_the_diagonal(x):
         chunks = given_and_taken(wide, exact).split(64, 1)
         sums = [suffix_sums(chunk) + rest for chunk, rest in zip(chunks, after, strict=True)]
         d.dg = torch.cat(sums, 1).to(x.g.dtype).contiguous()
-    return d
 
 
 def given_and_taken(x, d):
@@ -588,71 +533,63 @@ def in_float32(x):
     return SimpleNamespace(**{name: y.float() if torch.is_tensor(y) else y for name, y in vars(x).items()})
 
 
-@bug("chunk_gla_bwd", "test_gradient_of_g_is_zero_where_nothing_passes[short-float32]")
+@backward.bug("test_gradient_of_g_is_zero_where_nothing_passes[short-float32]")
 def gate_clamped_backwards(x):
     return backward(x, g=None if x.g is None else x.g.clamp(min=-16))
 
 
-@bug("chunk_gla_bwd", "test_gradients_of_strided_views[short-float32-with_room]")
+@backward.bug("test_gradients_of_strided_views[short-float32-with_room]")
 def strides_of_do_ignored(x):
     return backward(x, do=as_if_dense(x.do))
 
 
-@bug("chunk_gla_bwd", "test_no_uninitialised_output[short-float32]")
-def gradient_row_not_written(x):
-    d = backward(x)
+@backward.bug("test_no_uninitialised_output[short-float32]")
+def gradient_row_not_written(x, d):
     out = torch.empty(d.dv.shape, dtype=d.dv.dtype)
     out[:, 1:] = d.dv[:, 1:]
     d.dv = out
-    return d
 
 
-@bug("chunk_gla_bwd", "test_same_bits[short-float32]")
-def gradient_last_bit_changes(x):
-    d = backward(x)
+@backward.bug("test_same_bits[short-float32]")
+def gradient_last_bit_changes(x, d):
     d.dq *= 1 + (next(runs) % 2) * 2**-22
-    return d
 
 
-@bug("chunk_gla_bwd", "test_batch_invariance[packed-float32]", batch_invariant=frozenset({"cpu"}))
+@backward.bug("test_batch_invariance[packed-float32]", batch_invariant=frozenset({"cpu"}))
 def other_gradient_bits_in_company(x):
     return backward(x, scale=scale_in_company(x))
 
 
-@bug("chunk_gla_summary", "test_values[short-float32]")
-def decay_without_the_last_gate(x):
-    y = summary(x)
+@summary.bug("test_values[short-float32]")
+def decay_without_the_last_gate(x, y):
     y.decay = summary(x, left=x.left[:, :-1], right=x.right[:, :-1], g=None if x.g is None else x.g[:, :-1]).decay
-    return y
 
 
-@bug("chunk_gla_summary", "test_values[short-float32]", call="chunk_gla_gradient_summary")
-def own_gate_left_out_backwards(x):
-    y = summary(x)
+@summary.bug("test_values[short-float32]", call="chunk_gla_gradient_summary")
+def own_gate_left_out_backwards(x, y):
     if x.backwards and x.g is not None and x.g.shape[1]:
         late = torch.cat([torch.zeros_like(x.g[:, :1]), x.g[:, :-1]], 1)
         y.state = summary(x, g=late).state
-    return y
 
 
-@bug("chunk_gla_summary", "test_grouped_queries_backwards[short-float32]")
+@summary.bug("test_grouped_queries_backwards[short-float32]")
 def one_query_head_of_a_group(x):
     groups = 1 if x.g is None else x.left.shape[2] // x.g.shape[2]
     return summary(x, left=x.left[:, :, ::groups], right=x.right[:, :, ::groups])
 
 
-@bug("chunk_gla_summary", "test_values[per_head-float32]")
+@summary.bug("test_values[per_head-float32]")
 def gate_of_the_head_before_in_a_summary(x):
     return summary(x, g=x.g.roll(1, -1) if x.g is not None and x.g.ndim == 3 else x.g)
 
 
-@bug("chunk_gla_summary", "test_values[grouped_values-float32]")
+@summary.bug("test_values[grouped_values-float32]")
 def summary_of_key_heads_in_turn(x):
     H, Hv = x.left.shape[2], x.right.shape[2]
     return summary(x, left=x.left[:, :, torch.arange(Hv) % H]) if Hv > H else summary(x)
 
 
-@bug("chunk_gla_summary", "test_padding[padded-float32]")
+@summary.bug("test_padding[padded-float32]")
 def summary_of_padding(x):
     if x.cu_seqlens is None:
         return summary(x)
@@ -660,64 +597,54 @@ def summary_of_padding(x):
     return summary(x, cu_seqlens=torch.cat([x.cu_seqlens[:-1], end]))
 
 
-def pooled(x, **changes):
-    """Returns o of a call in a pool by the reference, for arguments x with changes; the pool is written."""
-    return REFERENCE["chunk_gla_pool"](**{**vars(x), **changes})
+pooled.bugs(
+    "test_values[scattered_slots-float32]",
+    flags_of_new_sequences_ignored=lambda x: pooled(x, has_state=None),
+    state_written_to_the_slot_that_was_read=lambda x: pooled(x, write_slots=None),
+)
+pooled.bugs("test_the_pad_slot[small-float32]", pad_slot_written=lambda x: pooled(x, pad_slot=-1))
+pooled.bugs("test_pages[small-float32-3]", pages_taken_for_dense=lambda x: pooled(x, pool=as_if_dense(x.pool)))
+pooled.bugs("test_out[small-float32]", out_ignored=lambda x: pooled(x, out=None))
 
 
-@bug("chunk_gla_pool", "test_values[scattered_slots-float32]")
-def flags_of_new_sequences_ignored(x):
-    return pooled(x, has_state=None)
-
-
-@bug("chunk_gla_pool", "test_new_sequences_in_slots_of_nan[small-float32]")
+@pooled.bug("test_new_sequences_in_slots_of_nan[small-float32]")
 def new_sequences_multiply_their_slot_by_0(x):
     if x.has_state is not None:
         x.pool[x.read_slots[~x.has_state & (x.read_slots >= 0)]] *= 0
     return pooled(x, has_state=None)
 
 
-@bug("chunk_gla_pool", "test_values[scattered_slots-float32]")
-def state_written_to_the_slot_that_was_read(x):
-    return pooled(x, write_slots=None)
-
-
-@bug("chunk_gla_pool", "test_the_pad_slot[small-float32]")
-def pad_slot_written(x):
-    return pooled(x, pad_slot=-1)
-
-
-@bug("chunk_gla_pool", "test_slots_outside_the_pool[small-float32--1-")
+@pooled.bug("test_slots_outside_the_pool[small-float32--1-")
 def slot_counts_from_the_end(x):
     slots = x.read_slots
     return pooled(x, read_slots=torch.where(slots < 0, slots + len(x.pool), slots))
 
 
-@bug("chunk_gla_pool", "test_slots_outside_the_pool[small-float32-P-")
+@pooled.bug("test_slots_outside_the_pool[small-float32-P-")
 def slot_clamped_into_the_pool(x):
     return pooled(x, read_slots=x.read_slots.clamp(max=len(x.pool) - 1))
 
 
-@bug("chunk_gla_pool", "test_values[small-float32]")
+@pooled.bug("test_values[small-float32]")
 def slot_of_the_sequence_before(x):
     to = x.read_slots if x.write_slots is None else x.write_slots
     return pooled(x, read_slots=x.read_slots.roll(1), write_slots=to)
 
 
-@bug("chunk_gla_pool", "test_values[no_token-float32]", over={"states"})
+@pooled.bug("test_values[no_token-float32]", over={"states"})
 def state_of_an_empty_sequence_not_copied(x):
     to = x.read_slots if x.write_slots is None else x.write_slots
     return pooled(x, write_slots=torch.where(x.cu_seqlens.diff() > 0, to, -1))
 
 
-@bug("chunk_gla_pool", "test_values[small-float32]")
+@pooled.bug("test_values[small-float32]")
 def state_written_before_it_is_read(x):
     """The outputs of a second pass start from the states that the first pass has written."""
     pooled(x)
     return pooled(x, pool=x.pool.clone())
 
 
-@bug("chunk_gla_pool", "test_pool_dtypes[checkpoints-float32-torch.bfloat16]", over={"o"})
+@pooled.bug("test_pool_dtypes[checkpoints-float32-torch.bfloat16]", over={"o"})
 def state_rounded_after_64_tokens(x):
     """Each sequence continues from its state after 64 tokens, in the dtype of the pool."""
     cuts = torch.minimum(x.cu_seqlens[:-1] + 64, x.cu_seqlens[1:])
@@ -733,39 +660,30 @@ def state_rounded_after_64_tokens(x):
     return torch.cat(o, 1)
 
 
-@bug("chunk_gla_pool", "test_pages[small-float32-3]")
-def pages_taken_for_dense(x):
-    return pooled(x, pool=as_if_dense(x.pool))
-
-
-@bug("chunk_gla_pool", "test_pages[small-float32-1]", over=set())
-def memory_after_a_slot_written(x):
-    o = pooled(x)
+@pooled.bug("test_pages[small-float32-1]", over=set())
+def memory_after_a_slot_written(x, o):
     size = x.pool[0].numel()
     if x.pool.stride(0) > size:
         x.pool.as_strided((len(x.pool), 1), (x.pool.stride(0), 1), size).zero_()
-    return o
 
 
-@bug("chunk_gla_pool", "test_written_states_with_values_first[scattered_slots-float32]", swapped_states=True)
+@pooled.bug("test_written_states_with_values_first[scattered_slots-float32]", swapped_states=True)
 def swapped_pool_taken_for_any(x):
     return pooled(x, pool=as_if_dense(x.pool))
 
 
-@bug("chunk_gla_pool", "test_values[checkpoints-float32]", over={"states"})
+@pooled.bug("test_values[checkpoints-float32]", over={"states"})
 def checkpoint_of_the_next_token(x):
     return pooled(x, checkpoint_offsets=None if x.checkpoint_offsets is None else x.checkpoint_offsets + 1)
 
 
-@bug("chunk_gla_pool", "test_values[checkpoints-float32]", over={"states"})
-def checkpoint_in_bfloat16(x):
-    o = pooled(x)
+@pooled.bug("test_values[checkpoints-float32]", over={"states"})
+def checkpoint_in_bfloat16(x, o):
     if x.checkpoint_slots is not None:
         x.pool[x.checkpoint_slots] = x.pool[x.checkpoint_slots].bfloat16().to(x.pool.dtype)
-    return o
 
 
-@bug("chunk_gla_pool", "test_snapshot_offsets[checkpoints-float32-0]", over=set())
+@pooled.bug("test_snapshot_offsets[checkpoints-float32-0]", over=set())
 def checkpoint_before_the_first_token(x):
     if x.checkpoint_offsets is not None:
         first = (x.checkpoint_offsets == 0) & (x.checkpoint_slots >= 0)
@@ -773,29 +691,22 @@ def checkpoint_before_the_first_token(x):
     return pooled(x)
 
 
-@bug("chunk_gla_pool", "test_same_bits_in_calls_in_a_row[checkpoints-float32]", batch_invariant=frozenset({"cpu"}))
+@pooled.bug("test_same_bits_in_calls_in_a_row[checkpoints-float32]", batch_invariant=frozenset({"cpu"}))
 def other_bits_of_a_part(x):
     return pooled(x, scale=x.scale * (1 + 1e-6 * (x.q.shape[1] == 64)))
 
 
-@bug("chunk_gla_pool", "test_rows_of_no_sequence[padded-float32]", over={"o"})
-def padding_pool_results_call_not_cleared(x):
-    o = pooled(x)
+@pooled.bug("test_rows_of_no_sequence[padded-float32]", over={"o"})
+def padding_pool_results_call_not_cleared(x, o):
     o[:, x.cu_seqlens[-1] :] = 1
-    return o
 
 
-@bug("chunk_gla_pool", "test_out[small-float32]")
-def out_ignored(x):
-    return pooled(x, out=None)
-
-
-@bug("chunk_gla_pool", "test_gates_from_logits[small-float32]")
+@pooled.bug("test_gates_from_logits[small-float32]")
 def logits_taken_for_log_gates_in_a_pool(x):
     return pooled(x, gate_normalizer=None)
 
 
-@bug("chunk_gla_pool", "test_numbers_beyond_float16[checkpoints-float32]", over={"states"})
+@pooled.bug("test_numbers_beyond_float16[checkpoints-float32]", over={"states"})
 def states_clamped_to_float16(x):
     return clamped(x, pooled(x))
 
@@ -807,48 +718,43 @@ def clamped(x, o):
     return o
 
 
-def stepped(x, **changes):
-    """Returns o of several steps by the reference, for arguments x with changes; the pool is written."""
-    return REFERENCE["recurrent_gla_steps"](*{**vars(x), **changes}.values())
-
-
-@bug("recurrent_gla_steps", "test_values[accepted-float32]")
+@stepped.bug("test_values[accepted-float32]")
 def accepted_drafts_counted_from_0(x):
     return stepped(x, num_accepted=None if x.num_accepted is None else x.num_accepted + 1)
 
 
-@bug("recurrent_gla_steps", "test_values[accepted-float32]")
-def accepted_drafts_ignored(x):
-    return stepped(x, num_accepted=None)
+stepped.bugs("test_values[accepted-float32]", accepted_drafts_ignored=lambda x: stepped(x, num_accepted=None))
+stepped.bugs(
+    "test_pages[small-float32-3]", pages_of_steps_taken_for_dense=lambda x: stepped(x, pool=as_if_dense(x.pool))
+)
+stepped.bugs("test_out[small-float32]", out_of_steps_ignored=lambda x: stepped(x, out=None))
 
 
-@bug("recurrent_gla_steps", "test_values[many_sequences-float32]")
+@stepped.bug("test_values[many_sequences-float32]")
 def accepted_drafts_before_slots_to_read(x):
     return stepped(x, read_slots=x.read_slots if x.num_accepted is None else None)
 
 
-@bug("recurrent_gla_steps", "test_numbers_beyond_float16[small-float32]", over={"states"})
+@stepped.bug("test_numbers_beyond_float16[small-float32]", over={"states"})
 def states_of_steps_clamped_to_float16(x):
     return clamped(x, stepped(x))
 
 
-@bug("recurrent_gla_steps", "test_accepted_drafts[accepted-float32-0]")
+@stepped.bug("test_accepted_drafts[accepted-float32-0]")
 def no_accepted_draft_read_from_the_end(x):
     S = x.slots.shape[1]
     return stepped(x, num_accepted=torch.where(x.num_accepted == 0, S, x.num_accepted))
 
 
-@bug("recurrent_gla_steps", "test_values[packed-float32]")
-def states_after_the_last_token_written(x):
+@stepped.bug("test_values[packed-float32]")
+def states_after_the_last_token_written(x, o):
     """The columns of slots beyond the tokens of a sequence receive its last state."""
-    o = stepped(x)
     for n, (a, b) in enumerate(itertools.pairwise(x.cu_seqlens.tolist())):
         for j in range(b - a, x.slots.shape[1]):
             x.pool[x.slots[n, j]] = x.pool[x.slots[n, max(b - a - 1, 0)]]
-    return o
 
 
-@bug("recurrent_gla_steps", "test_pool_dtypes[small-float32-torch.bfloat16]", over={"o"})
+@stepped.bug("test_pool_dtypes[small-float32-torch.bfloat16]", over={"o"})
 def state_rounded_between_tokens(x):
     """Each token continues from the state that was written."""
     o = []
@@ -860,48 +766,31 @@ def state_rounded_between_tokens(x):
     return torch.cat(o, 1)
 
 
-@bug("recurrent_gla_steps", "test_values[small-float32]", over={"states"})
+@stepped.bug("test_values[small-float32]", over={"states"})
 def every_state_written_to_the_first_slot(x):
     return stepped(x, slots=x.slots[:, :1].expand_as(x.slots))
 
 
-@bug("recurrent_gla_steps", "test_new_sequences_in_slots_of_nan[small-float32]")
+@stepped.bug("test_new_sequences_in_slots_of_nan[small-float32]")
 def new_sequences_of_steps_read_their_slot(x):
     return stepped(x, has_state=None)
 
 
-@bug("recurrent_gla_steps", "test_new_sequences_in_pad_slots[small-float32]")
+@stepped.bug("test_new_sequences_in_pad_slots[small-float32]")
 def new_sequence_in_a_pad_slot_computed(x):
     slots = x.slots.clone()
     slots[:, 0] = torch.where(slots[:, 0] < 0, x.slots[:, 1], slots[:, 0])
     return stepped(x, slots=slots)
 
 
-@bug("recurrent_gla_steps", "test_slots_outside_the_pool[small-float32-first--1]")
+@stepped.bug("test_slots_outside_the_pool[small-float32-first--1]")
 def slots_of_steps_count_from_the_end(x):
     return stepped(x, slots=torch.where(x.slots < 0, x.slots + len(x.pool), x.slots))
 
 
-@bug("recurrent_gla_steps", "test_pages[small-float32-3]")
-def pages_of_steps_taken_for_dense(x):
-    return stepped(x, pool=as_if_dense(x.pool))
-
-
-@bug("recurrent_gla_steps", "test_rows_of_no_sequence[packed-float32]", over={"o"})
-def padding_of_steps_not_cleared(x):
-    o = stepped(x)
+@stepped.bug("test_rows_of_no_sequence[packed-float32]", over={"o"})
+def padding_of_steps_not_cleared(x, o):
     o[:, x.cu_seqlens[-1] :] = 1
-    return o
-
-
-@bug("recurrent_gla_steps", "test_out[small-float32]")
-def out_of_steps_ignored(x):
-    return stepped(x, out=None)
-
-
-def replayed(x, **changes):
-    """Returns o by the reference, for arguments x with changes; the pool and the rings are written."""
-    return REFERENCE["recurrent_gla_replay"](*{**vars(x), **changes}.values())
 
 
 def without_tokens(x):
@@ -910,45 +799,47 @@ def without_tokens(x):
     return {**none, "cu_seqlens": None if x.cu_seqlens is None else torch.zeros_like(x.cu_seqlens), "out": None}
 
 
-@bug("recurrent_gla_replay", "test_values[small-float32]")
-def accepted_tokens_counted_from_0(x):
-    return replayed(x, num_accepted=x.num_accepted + 1)
+replayed.bugs(
+    "test_values[small-float32]", accepted_tokens_counted_from_0=lambda x: replayed(x, num_accepted=x.num_accepted + 1)
+)
+replayed.bugs(
+    "test_pages[small-float32-3]", rings_in_pages_taken_for_dense=lambda x: replayed(x, ring_v=as_if_dense(x.ring_v))
+)
+replayed.bugs("test_out[small-float32]", out_of_replay_ignored=lambda x: replayed(x, out=None))
 
 
-@bug("recurrent_gla_replay", "test_numbers_beyond_float16[small-float32]", over={"states"})
+@replayed.bug("test_numbers_beyond_float16[small-float32]", over={"states"})
 def states_of_replay_clamped_to_float16(x):
     return clamped(x, replayed(x))
 
 
-@bug("recurrent_gla_replay", "test_ring_start[small-float32-5]")
+@replayed.bug("test_ring_start[small-float32-5]")
 def ring_not_wrapped(x):
     """No call reads or writes past the end of a ring."""
     L = x.ring_k.shape[1]
     return replayed(x, ring_start=torch.minimum(x.ring_start % L, L - x.num_accepted - x.q.shape[1]))
 
 
-@bug("recurrent_gla_replay", "test_values[small-float32]", over={"states"})
-def state_written_with_drafts_included(x):
-    o = replayed(x)
+@replayed.bug("test_values[small-float32]", over={"states"})
+def state_written_with_drafts_included(x, o):
     drafts = torch.full_like(x.num_accepted, x.q.shape[1])
     replayed(x, **without_tokens(x), ring_start=x.ring_start + x.num_accepted, num_accepted=drafts)
-    return o
 
 
-@bug("recurrent_gla_replay", "test_values[small-float32]", over={"ring_k"})
+@replayed.bug("test_values[small-float32]", over={"ring_k"})
 def new_tokens_written_over_accepted_ones(x):
     replayed(x, **without_tokens(x))
     return replayed(x, num_accepted=torch.zeros_like(x.num_accepted))
 
 
-@bug("recurrent_gla_replay", "test_pool_dtypes[small-float32-torch.bfloat16]", over={"o"})
+@replayed.bug("test_pool_dtypes[small-float32-torch.bfloat16]", over={"o"})
 def state_rounded_before_the_new_tokens(x):
     replayed(x, **without_tokens(x))
     none = torch.zeros_like(x.num_accepted)
     return replayed(x, ring_start=x.ring_start + x.num_accepted, num_accepted=none, has_state=None)
 
 
-@bug("recurrent_gla_replay", "test_values[packed-float32]", over={"states"})
+@replayed.bug("test_values[packed-float32]", over={"states"})
 def new_sequence_without_accepted_tokens_not_written(x):
     before = x.pool.clone()
     o = replayed(x)
@@ -958,27 +849,22 @@ def new_sequence_without_accepted_tokens_not_written(x):
     return o
 
 
-@bug("recurrent_gla_replay", "test_only_accepted_tokens_are_read[small-float32]")
+@replayed.bug("test_only_accepted_tokens_are_read[small-float32]")
 def tokens_not_accepted_multiplied_by_0(x):
     return replayed(x) + 0 * x.ring_v.sum()
 
 
-@bug("recurrent_gla_replay", "test_new_sequences_in_slots_of_nan[small-float32]")
+@replayed.bug("test_new_sequences_in_slots_of_nan[small-float32]")
 def new_sequences_of_replay_read_their_slot(x):
     return replayed(x, has_state=None)
 
 
-@bug("recurrent_gla_replay", "test_slots_outside_the_pool[small-float32--1]")
+@replayed.bug("test_slots_outside_the_pool[small-float32--1]")
 def slots_of_replay_count_from_the_end(x):
     return replayed(x, slots=torch.where(x.slots < 0, x.slots + len(x.pool), x.slots))
 
 
-@bug("recurrent_gla_replay", "test_pages[small-float32-3]")
-def rings_in_pages_taken_for_dense(x):
-    return replayed(x, ring_v=as_if_dense(x.ring_v))
-
-
-@bug("recurrent_gla_replay", "test_gates_from_logits[small-float32]", over={"ring_g"})
+@replayed.bug("test_gates_from_logits[small-float32]", over={"ring_g"})
 def log_sigma_kept_without_its_normalizer(x):
     before = x.ring_g.clone()
     o = replayed(x)
@@ -987,24 +873,61 @@ def log_sigma_kept_without_its_normalizer(x):
     return o
 
 
-@bug("recurrent_gla_replay", "test_rows_of_no_sequence[packed-float32]", over={"o"})
-def padding_of_replay_not_cleared(x):
-    o = replayed(x)
+@replayed.bug("test_rows_of_no_sequence[packed-float32]", over={"o"})
+def padding_of_replay_not_cleared(x, o):
     o[:, x.cu_seqlens[-1] :] = 1
-    return o
 
 
-@bug("recurrent_gla_replay", "test_out[small-float32]")
-def out_of_replay_ignored(x):
-    return replayed(x, out=None)
+@ssd.bug("test_values[short-float32]", over={"o"})
+def skip_added_twice(x):
+    return ssd(x, D=None if x.D is None else 2 * x.D)
 
 
-def layer_stepped(x, **changes):
-    """Returns o by the reference, for arguments x with changes; the state is written."""
-    return REFERENCE["recurrent_gla_layer_step"](*{**vars(x), **changes}.values())
+def ssd_by_chunk_gla(x, v_of=lambda v: v, bias_of_gates=True):
+    """Returns the results of chunk_ssd_fwd by chunk_gla_fwd, with other values or gates."""
+    steps = (x.dt_softplus, x.dt_min, x.dt_max)
+    v, g = values_and_gates(x.x, x.dt, x.A, x.dt_bias, *steps)
+    g = g if bias_of_gates else values_and_gates(x.x, x.dt, x.A, None, *steps)[1]
+    sequences = {name: getattr(x, name) for name in ("initial_state", "output_final_state", "cu_seqlens")}
+    options = {"scale": 1.0, "checkpoint_every": x.checkpoint_every, "gate_normalizer": None}
+    y = forward(SimpleNamespace(q=x.q, k=x.k, v=v_of(v), g=g, **sequences, **options))
+    skip = ssd(x).o - ssd(x, D=None).o  # 0 in rows of no sequence
+    y.o = y.o + skip.to(y.o.dtype)
+    return y
 
 
-@bug("recurrent_gla_layer_step", "test_values[small-float32]", over={"o"})
+@ssd.bug("test_values[short-float32]", over={"o", "state"})
+def time_step_left_out_of_values(x):
+    return ssd_by_chunk_gla(x, v_of=lambda v: x.x.contiguous())
+
+
+@ssd.bug("test_values[short-float32]", over={"o", "state"})
+def bias_left_out_of_the_gates(x):
+    return ssd_by_chunk_gla(x, bias_of_gates=False)
+
+
+@ssd.bug("test_padding[padded-float32]")
+def skip_of_padding(x):
+    y = ssd(x, D=None)
+    y.o = y.o if x.D is None else y.o + (x.x * (x.D[:, None] if x.D.ndim == 1 else x.D)).to(y.o.dtype)
+    return y
+
+
+@ssd_backward.bug("test_gradients[odd_widths-float32]", over={"ddt", "ddt_bias"})
+def gradient_of_clamped_time_steps(x):
+    d, unlimited = ssd_backward(x), ssd_backward(x, dt_min=0.0, dt_max=float("inf"))
+    d.ddt, d.ddt_bias = unlimited.ddt, unlimited.ddt_bias
+    return d
+
+
+@ssd_backward.bug("test_gradients[short-float32]", over={"dx"})
+def skip_left_out_of_the_gradient(x):
+    d = ssd_backward(x)
+    d.dx = ssd_backward(x, D=None).dx
+    return d
+
+
+@layer_stepped.bug("test_values[small-float32]", over={"o"})
 def mean_over_all_heads(x):
     token = (x.q, x.k, x.v, x.g, x.state.clone(), x.scale, x.state_indices, x.gate_normalizer, True)
     u, _ = REFERENCE["recurrent_gla_step"](*token)
@@ -1012,116 +935,95 @@ def mean_over_all_heads(x):
     return layer_stepped(x) * (per_head / over_all).sqrt()
 
 
-@bug("recurrent_gla_layer_step", "test_scale_and_eps[small-float32-0.001-1e-05]", over={"o"})
-def eps_ignored(x):
-    return layer_stepped(x, norm_eps=0.0)
+layer_stepped.bugs(
+    "test_scale_and_eps[small-float32-0.001-1e-05]",
+    over={"o"},
+    eps_ignored=lambda x: layer_stepped(x, norm_eps=0.0),
+    scale_before_the_norm_ignored=lambda x: layer_stepped(x, scale=1.0),
+)
+layer_stepped.bugs(
+    "test_values[small-float32]", over={"o"}, weight_of_the_norm_ignored=lambda x: layer_stepped(x, norm_weight=None)
+)
 
 
-@bug("recurrent_gla_layer_step", "test_scale_and_eps[small-float32-0.001-1e-05]", over={"o"})
-def scale_before_the_norm_ignored(x):
-    return layer_stepped(x, scale=1.0)
-
-
-@bug("recurrent_gla_layer_step", "test_values[small-float32]", over={"o"})
-def weight_of_the_norm_ignored(x):
-    return layer_stepped(x, norm_weight=None)
-
-
-@bug("recurrent_gla_layer_step", "test_values[grouped-float32]", over={"o"})
+@layer_stepped.bug("test_values[grouped-float32]", over={"o"})
 def every_activation_taken_for_silu(x):
     return layer_stepped(x, activation="silu")
 
 
-@bug("recurrent_gla_layer_step", "test_state_dtypes[small-float32-torch.bfloat16]", over={"o"})
+@layer_stepped.bug("test_state_dtypes[small-float32-torch.bfloat16]", over={"o"})
 def output_of_the_rounded_state(x):
     o, state = layer_stepped(x), x.state.clone()
     none = {"k": torch.zeros_like(x.k), "g": None, "gate_normalizer": None}
     return layer_stepped(x, **none, state=state) if x.state.dtype == torch.bfloat16 else o
 
 
-@bug("recurrent_gla_layer_step", "test_skipped_rows[pool-float32-torch.int32--1]", over={"o"})
+@layer_stepped.bug("test_skipped_rows[pool-float32-torch.int32--1]", over={"o"})
 def output_gate_of_a_skipped_row_multiplied_by_0(x):
     o = layer_stepped(x)
     return o if x.output_gate is None else o + 0 * x.output_gate
 
 
-@bug("recurrent_gla_layer_step", "test_strided_views[small-float32]", over={"o"})
+@layer_stepped.bug("test_strided_views[small-float32]", over={"o"})
 def rows_of_the_output_gate_taken_for_dense(x):
     return layer_stepped(x, output_gate=None if x.output_gate is None else as_if_dense(x.output_gate))
 
 
-def ssd_stepped(x, **changes):
-    """Returns o by the reference, for arguments x with changes; the state is written."""
-    return REFERENCE["recurrent_ssd_step"](*{**vars(x), **changes}.values())
-
-
-@bug("recurrent_ssd_step", "test_values[small-float32]", over={"o"})
-def skip_added_twice(x):
+@ssd_stepped.bug("test_values[small-float32]", over={"o"})
+def skip_of_a_step_added_twice(x):
     return ssd_stepped(x, D=None if x.D is None else 2 * x.D)
 
 
-@bug("recurrent_ssd_step", "test_values[small-float32]")
+@ssd_stepped.bug("test_values[small-float32]")
 def time_steps_left_out_of_values(x):
     times = x.dt if x.dt_bias is None else x.dt + x.dt_bias
     times = torch.nn.functional.softplus(times) if x.dt_softplus else times
     return ssd_stepped(x, v=x.v / times[..., None])
 
 
-@bug("recurrent_ssd_step", "test_values[pool-float32]")
+@ssd_stepped.bug("test_values[pool-float32]")
 def softplus_not_asked_for(x):
     return ssd_stepped(x, dt_softplus=True)
 
 
-@bug("recurrent_ssd_step", "test_values[plain-float32]")
+@ssd_stepped.bug("test_values[plain-float32]")
 def logarithms_of_rates_taken_for_rates(x):
     return ssd_stepped(x, A_is_log=False)
 
 
-@bug("recurrent_ssd_step", "test_values[grouped_values-float32]", over={"o"})
+@ssd_stepped.bug("test_values[grouped_values-float32]", over={"o"})
 def query_head_of_the_value_head(x):
     return ssd_stepped(x, q=x.q.repeat(1, x.v.shape[1] // x.q.shape[1], 1)[:, :: x.v.shape[1] // x.q.shape[1]])
 
 
-@bug("recurrent_ssd_step", "test_skipped_rows[pool-float32-torch.int32--1]", over={"o"})
+@ssd_stepped.bug("test_skipped_rows[pool-float32-torch.int32--1]", over={"o"})
 def output_gate_of_a_skipped_step_multiplied_by_0(x):
     o = ssd_stepped(x)
     return o if x.z is None else o + 0 * x.z
 
 
-@bug("recurrent_gla_step", "test_inplace_writes_only_addressed_rows[small-float32--1]")
+@step.bug("test_inplace_writes_only_addressed_rows[small-float32--1]")
 def negative_index_counts_from_the_end(x):
     rows = x.state_indices
     return step(x, state_indices=None if rows is None else torch.where(rows < 0, rows + len(x.state), rows))
 
 
-@bug("recurrent_gla_step", "test_values[per_head-float32]")
+@step.bug("test_values[per_head-float32]")
 def gate_of_the_row_before(x):
     return step(x, g=x.g.roll(1, 0) if x.g is not None and x.g.ndim == 2 else x.g)
 
 
-@bug("recurrent_gla_step", "test_gates_from_logits[small-float32]")
-def logits_taken_for_log_gates(x):
-    return step(x, gate_normalizer=None)
+step.bugs("test_gates_from_logits[small-float32]", logits_taken_for_log_gates=lambda x: step(x, gate_normalizer=None))
+step.bugs("test_inplace[small-float32]", never_in_place=lambda x: step(x, inplace=False))
+step.bugs("test_inputs_unchanged[small-float32]", always_in_place=lambda x: step(x, inplace=True))
 
 
-@bug("recurrent_gla_step", "test_inplace[small-float32]")
-def never_in_place(x):
-    return step(x, inplace=False)
-
-
-@bug("recurrent_gla_step", "test_inputs_unchanged[small-float32]")
-def always_in_place(x):
-    return step(x, inplace=True)
-
-
-@bug("online_softmax", "test_many_columns_keys_or_queries[many_columns-float32]")
-def last_columns_left_out(x):
-    y = REFERENCE["online_softmax"](x.x, x.dim)
+@softmax.bug("test_many_columns_keys_or_queries[many_columns-float32]")
+def last_columns_left_out(x, y):
     y.narrow(x.dim, min(LATE, y.shape[x.dim]), max(0, y.shape[x.dim] - LATE)).zero_()
-    return y
 
 
-@bug("online_softmax", "test_values[minus_infinity-float32]")
+@softmax.bug("test_values[minus_infinity-float32]")
 def nan_for_a_tile_of_minus_infinity(x):
     rows = x.x.movedim(x.dim, -1)
     m, z = rows.new_full((*rows.shape[:-1], 1), -torch.inf), rows.new_zeros(*rows.shape[:-1], 1)
@@ -1132,47 +1034,45 @@ def nan_for_a_tile_of_minus_infinity(x):
     return (torch.exp(rows - m) / z).movedim(-1, x.dim).contiguous()
 
 
-@bug("online_softmax", "test_large_values[small-float32-30000.0]")
+@softmax.bug("test_large_values[small-float32-30000.0]")
 def no_maximum_taken_off(x):
     return (x.x.exp() / x.x.exp().sum(x.dim, keepdim=True)).contiguous()
 
 
-@bug("softmax_attention", "test_many_columns_keys_or_queries[many_keys-float32]")
+@attention.bug("test_many_columns_keys_or_queries[many_keys-float32]")
 def late_keys_left_out(x):
     return attention(x, k=x.k[:, :LATE], v=x.v[:, :LATE], causal=x.causal and x.k.shape[1] <= LATE)
 
 
-@bug("softmax_attention", "test_values[small-float32]", over={"lse"})
-def logarithm_to_base_two(x):
-    y = attention(x)
+@attention.bug("test_values[small-float32]", over={"lse"})
+def logarithm_to_base_two(x, y):
     y.lse = y.lse / torch.log(torch.tensor(2.0))
-    return y
 
 
-@bug("softmax_attention", "test_values[odd-float32]")
+@attention.bug("test_values[odd-float32]")
 def mask_aligned_at_the_first_key(x):
     Tq, Tk = x.q.shape[1], x.k.shape[1]
     return attention(x, k=x.k[:, :Tq], v=x.v[:, :Tq]) if x.causal and Tk > Tq else attention(x)
 
 
-@bug("online_softmax_bwd", "test_gradients[small-float32]")
+@softmax_gradient.bug("test_gradients[small-float32]")
 def mean_of_dy_not_subtracted(x):
     y = torch.softmax(x.x.float(), x.dim)
     return (y * x.dy).to(x.x.dtype).contiguous()
 
 
-@bug("online_softmax_bwd", "test_gradients[small-float32]")
+@softmax_gradient.bug("test_gradients[small-float32]")
 def plain_mean_of_dy_subtracted(x):
     y = torch.softmax(x.x.float(), x.dim)
     return (y * (x.dy - x.dy.mean(x.dim, keepdim=True))).to(x.x.dtype).contiguous()
 
 
-@bug("softmax_attention_bwd", "test_gradients[small-float32]", over={"dq", "dk"})
+@attention_gradients.bug("test_gradients[small-float32]", over={"dq", "dk"})
 def gradient_of_lse_left_out(x):
     return attention_gradients(x, dlse=None)
 
 
-@bug("softmax_attention_bwd", "test_gradients[grouped-float32]", over={"dk", "dv"})
+@attention_gradients.bug("test_gradients[grouped-float32]", over={"dk", "dv"})
 def last_head_of_a_group_left_out(x):
     y, groups = attention_gradients(x), x.q.shape[2] // x.k.shape[2]
     if groups > 1:
@@ -1182,7 +1082,7 @@ def last_head_of_a_group_left_out(x):
     return y
 
 
-@bug("softmax_attention_bwd", "test_gradients[small-float32]")
+@attention_gradients.bug("test_gradients[small-float32]")
 def causal_gradients_one_key_off(x):
     y = attention_gradients(x)
     if x.causal and x.k.shape[1] > 1:

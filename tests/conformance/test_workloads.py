@@ -1,14 +1,12 @@
 """The workloads of the kit: which arguments their calls give together, and whether the calls are legal."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
 
 import gla_core as gla
 from gla_core.conformance.calls import call_arguments, results
-from gla_core.conformance.cases import FORWARDS, Case, cases
+from gla_core.conformance.cases import FORWARDS, cases
 from gla_core.conformance.facts import forms, is_empty
 from gla_core.dispatch.registry import get
 from gla_core.ops import ABSTRACT_OPS
@@ -21,11 +19,11 @@ ALTERNATIVES = (
 """Forms of which a call has one at most."""
 
 
-def cases_of(op: str) -> list[Case]:
+def cases_of(op):
     return [case for case in cases(get("reference"), "cpu", op, dtypes="one") if not is_empty(case.describe())]
 
 
-def combined(case: Case) -> set[str]:
+def combined(case):
     """Returns what a call gives: optional arguments, groups of heads, and gates of a form, or none."""
     each = forms(case.describe(), case.workload.sizes)
     return {form for form in each if form == "without g" or (form.startswith("with ") and form != "with g")}

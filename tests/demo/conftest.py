@@ -1,8 +1,6 @@
-from __future__ import annotations
-
 import pytest
 
 
 @pytest.fixture(autouse=True)
-def isolated(fresh_registry: None, plain_terminal: None) -> None:
+def isolated(fresh_registry, plain_terminal):
     """Isolates every test here from the environment."""

@@ -1,7 +1,5 @@
 """The model in both forms, its training and its generation."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 
@@ -18,7 +16,7 @@ TEXT = torch.tensor(list(b"for x in range(10):\n    print(x)\n" * 20), dtype=tor
 
 
 @pytest.fixture
-def model() -> LanguageModel:
+def model():
     torch.manual_seed(0)
     return LanguageModel(width=16, blocks=2, heads=2)
 

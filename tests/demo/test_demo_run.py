@@ -1,7 +1,5 @@
 """The demo from beginning to end, with tiny sizes."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 from pathlib import Path
@@ -19,14 +17,14 @@ TINY = Settings(width=16, blocks=1, heads=2, window=16, batch=4, learning_rate=1
 CPU = torch.device("cpu")
 
 
-def text(n: int) -> torch.Tensor:
+def text(n):
     return torch.tensor(list(b"def f(x):\n    return x\n" * n), dtype=torch.uint8)
 
 
 CORPUS = Corpus(text(50), text(10), (Path("a.py"), Path("b.py")), (Path("c.py"),))
 
 
-def demo(options: Options, settings: Settings = TINY) -> tuple[bool, str]:
+def demo(options, settings=TINY):
     out = io.StringIO()
     good = run_demo(options, Console(file=out, width=200, markup=False, highlight=False), CORPUS, settings)
     return good, out.getvalue()
@@ -48,7 +46,7 @@ def test_it_shows_everything():
 def test_the_same_seed_writes_the_same_text():
     first, again, other = (demo(Options(CPU, steps=2, seed=seed, tokens=40))[1] for seed in (0, 0, 1))
 
-    def written(out: str) -> str:
+    def written(out):
         return out.split("in the recurrent form:")[1].split("held-out bytes")[0]
 
     assert written(first) == written(again) != written(other)

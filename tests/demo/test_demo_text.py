@@ -1,10 +1,7 @@
 """The corpus, the models that count, and the windows for their evaluation."""
 
-from __future__ import annotations
-
 import hashlib
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,12 +11,12 @@ from gla_core.demo.evaluate import bits_of, held_out_windows
 from gla_core.demo.train import sample
 
 
-def bytes_of(text: bytes) -> torch.Tensor:
+def bytes_of(text):
     return torch.tensor(list(text), dtype=torch.uint8)
 
 
 @pytest.fixture
-def library(tmp_path: Path) -> Path:
+def library(tmp_path):
     """41 modules, and folders that have to be skipped."""
     for i in range(41):
         (tmp_path / f"module{i:02}.py").write_bytes(b"%02d\n" % i)

@@ -1,19 +1,15 @@
 """Spy backends, installed plugins, and a registry that every test finds as a fresh process would."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 import gla_core as gla
 import gla_parallel_scan
@@ -24,7 +20,7 @@ from tests.reference import function
 
 
 @pytest.fixture(autouse=True)
-def isolated(fresh_registry: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def isolated(fresh_registry, monkeypatch, tmp_path):
     """Isolates every test here: nothing is calibrated, our own backends predict no time, no kernel is interpreted."""
     monkeypatch.setenv("GLA_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -49,13 +45,11 @@ class Spy:
 
 
 @pytest.fixture
-def spy() -> Iterator[Callable[..., Spy]]:
+def spy():
     """`spy(name, ops=..., error=..., supports=..., cost=..., **capabilities)` registers a `Spy`."""
     made: list[Spy] = []
 
-    def make(
-        name: str, ops: Iterable[str] = tuple(OP_PARAMETERS), error: BaseException | None = None, **fields: object
-    ) -> Spy:
+    def make(name, ops=tuple(OP_PARAMETERS), error=None, **fields):
         others = {key: fields.pop(key) for key in ("supports", "cost") if key in fields}
         functions: dict[str, Callable] = {}
         backend = Backend(name, "1.0", functions, Capabilities(**fields), **others)
@@ -70,11 +64,11 @@ def spy() -> Iterator[Callable[..., Spy]]:
         each.handle.unregister()
 
 
-def _recording(op: str, spy: Spy) -> Callable:
+def _recording(op, spy):
     reference = function(op)
 
     @functools.wraps(reference)
-    def run(*args: object) -> object:
+    def run(*args):
         spy.calls.append(op)
         if spy.error is not None:
             raise spy.error
@@ -84,7 +78,7 @@ def _recording(op: str, spy: Spy) -> Callable:
 
 
 @pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
+def install(tmp_path, monkeypatch):
     """`install(plugin, source)` installs a distribution with one module and one entry point, as pip would.
 
     Returns the module's name. The registry sees it, unless `seen` is False: then it does after a reload.
@@ -92,7 +86,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     modules: list[str] = []
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
-    def write(plugin: str, source: str, distribution: str = "", seen: bool = True) -> str:
+    def write(plugin, source, distribution="", seen=True):
         distribution = distribution or f"dist_{plugin}"
         module = f"module_of_{distribution}"
         (tmp_path / f"{module}.py").write_text(source)
@@ -112,14 +106,14 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
 
 @pytest.fixture
-def plugin_source() -> Callable[..., str]:
+def plugin_source():
     """`plugin_source(backends)` is the text of a plugin whose hook evaluates `backends`, a Python expression.
 
     The module has `softmax`, a correct implementation of online_softmax that counts its calls in `softmax_calls`. It
     counts the calls of its hook in `hook_calls`.
     """
 
-    def source(backends: str) -> str:
+    def source(backends):
         return f"""
 import torch
 from gla_core.dispatch.backend import Backend, Capabilities, hookimpl
@@ -142,10 +136,10 @@ def gla_register_backends():
 
 
 @pytest.fixture
-def in_time() -> Callable[[Callable], object]:
+def in_time():
     """`in_time(work)` runs `work` in another thread and returns its result. After a deadlock it fails within 10 s."""
 
-    def run(work: Callable) -> object:
+    def run(work):
         returned: list[object] = []
         thread = threading.Thread(target=lambda: returned.append(work()), daemon=True)
         thread.start()
@@ -157,10 +151,10 @@ def in_time() -> Callable[[Callable], object]:
 
 
 @pytest.fixture
-def warnings_of() -> Callable[[Callable], list[str]]:
+def warnings_of():
     """`warnings_of(action)` is the text of the warnings of an action, of each as often as it comes."""
 
-    def texts(action: Callable) -> list[str]:
+    def texts(action):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             action()
@@ -170,10 +164,10 @@ def warnings_of() -> Callable[[Callable], list[str]]:
 
 
 @pytest.fixture
-def at_once() -> Callable[..., None]:
+def at_once():
     """`at_once(work, each)` runs `work` in a thread for each argument, all at the same time, until all have ended."""
 
-    def run(work: Callable, each: Iterable) -> None:
+    def run(work, each):
         threads = [threading.Thread(target=work, args=(argument,)) for argument in each]
         for thread in threads:
             thread.start()
@@ -184,15 +178,15 @@ def at_once() -> Callable[..., None]:
 
 
 @pytest.fixture
-def x() -> Tensor:
+def x():
     return torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]])
 
 
 @pytest.fixture
-def qkvg() -> Callable[..., tuple[Tensor, ...]]:
+def qkvg():
     """`qkvg(K=..., T=..., ...)` makes small inputs of chunk_gla."""
 
-    def make(B: int = 1, T: int = 5, H: int = 2, Hq: int = 0, K: int = 4, V: int = 3, grad: bool = False):
+    def make(B=1, T=5, H=2, Hq=0, K=4, V=3, grad=False):
         generator = torch.Generator().manual_seed(0)
         shapes = ((B, T, Hq or H, K), (B, T, H, K), (B, T, H, V))
         q, k, v = (torch.randn(*shape, generator=generator) for shape in shapes)
@@ -203,15 +197,15 @@ def qkvg() -> Callable[..., tuple[Tensor, ...]]:
 
 
 @pytest.fixture
-def spies(spy: Callable[..., Spy]) -> dict[str, Spy]:
+def spies(spy):
     return {name: spy(name) for name in "abcd"}
 
 
 @pytest.fixture
-def ran(spies: dict[str, Spy], x: Tensor) -> Callable[..., str]:
+def ran(spies, x):
     """`ran(call)` is the name of the spy that ran online_softmax during `call`, "reference" if none did."""
 
-    def run(call: Callable = lambda: gla.online_softmax(x)) -> str:
+    def run(call=lambda: gla.online_softmax(x)):
         for each in spies.values():
             each.calls.clear()
         call()
@@ -223,17 +217,17 @@ def ran(spies: dict[str, Spy], x: Tensor) -> Callable[..., str]:
 
 
 @pytest.fixture
-def flaky(spy: Callable[..., Spy]) -> tuple[Spy, Spy]:
+def flaky(spy):
     """A backend that auto prefers but that cannot launch, and the backend that auto tries next."""
     cannot = LaunchError("needs 300 KB of shared memory")
     return spy("flaky", cost=lambda call: 1.0, error=cannot), spy("sound", cost=lambda call: 2.0)
 
 
 @pytest.fixture
-def info() -> Callable[[str], gla.BackendInfo | None]:
+def info():
     """`info(name)` is the entry of `gla.backends()` with this name, or None if there is none."""
 
-    def find(name: str) -> gla.BackendInfo | None:
+    def find(name):
         actual = [b for b in gla.backends() if b.name == name]
         assert len(actual) <= 1
         return actual[0] if actual else None

@@ -1,7 +1,5 @@
 """The contract: a backend's data becomes refusals, predictions and errors at registration."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re
@@ -66,16 +64,8 @@ def gla_backend(supports=lambda call: None, cost=None, **capabilities):
             {"variable_length": True},
             "has no packed sequences; call it per sequence, without cu_seqlens",
         ),
-        (
-            {"grouped_queries": False},
-            {"dims": {**DIMS, "Hq": 8}},
-            "has no grouped queries; q has 8 heads and k has 2",
-        ),
-        (
-            {},
-            {"dims": {**DIMS, "Hv": 8}},
-            "has no groups of value heads; v has 8 heads and k has 2",
-        ),
+        ({"grouped_queries": False}, {"dims": {**DIMS, "Hq": 8}}, "has no grouped queries; q has 8 heads and k has 2"),
+        ({}, {"dims": {**DIMS, "Hv": 8}}, "has no groups of value heads; v has 8 heads and k has 2"),
         (
             {},
             {"gate_form": "head"},
@@ -326,9 +316,8 @@ def test_a_backend_that_breaks_the_contract_is_refused(fields, message):
 def test_an_unknown_op_is_an_error_with_the_nearest_spelling():
     with pytest.raises(gla.UnknownOpError, match=r"'mine'.*'online_sofmax'.*did you mean 'online_softmax'"):
         gla.register(Backend("mine", "1.0", {"online_sofmax": softmax}))
-    with pytest.raises(
-        gla.UnknownOpError, match=r"constants of an unknown op 'softmax'; did you mean 'online_softmax'"
-    ):
+    message = "constants of an unknown op 'softmax'; did you mean 'online_softmax'"
+    with pytest.raises(gla.UnknownOpError, match=message):
         gla.register(gla_backend(cost=CostModel(len, {"cpu": {"softmax": {}}})))
 
 

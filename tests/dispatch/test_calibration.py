@@ -1,14 +1,12 @@
 """Predicted times: the constants that a cost model receives, and the file of constants that were measured here."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gla_core as gla
@@ -61,9 +59,8 @@ def mine():
 def another_gpu(monkeypatch):
     """Makes cuda:0 a kind of device without shipped constants."""
     real, facts = calibration._device, {"multiprocessors": 108.0, "compute_capability": 8.0}
-    monkeypatch.setattr(
-        calibration, "_device", lambda device: ("NVIDIA A100", facts) if device == CUDA else real(device)
-    )
+    a100 = ("NVIDIA A100", facts)
+    monkeypatch.setattr(calibration, "_device", lambda device: a100 if device == CUDA else real(device))
     return facts
 
 
@@ -202,10 +199,10 @@ def test_another_version_of_the_backend_is_a_miss(mine):
 @pytest.mark.parametrize("changed", ["torch", "triton", "gla-core"])
 def test_another_version_of_what_it_runs_on_is_a_miss(mine, monkeypatch, changed):
     store({"launch": 1.0, "rate": 1.0})
-    real = calibration._version_of
+    real = calibration.version_of
     if changed == "torch":
         monkeypatch.setattr(torch, "__version__", "0.0")
-    monkeypatch.setattr(calibration, "_version_of", lambda name: "0.0" if name == changed else real(name))
+    monkeypatch.setattr(calibration, "version_of", lambda name: "0.0" if name == changed else real(name))
     calibration._conditions.cache_clear()
     assert calibration.predict(mine, CALL).source == "shipped for cpu"
     monkeypatch.undo()
@@ -274,7 +271,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40)
 @given(value=json_values, depth=st.integers(0, 4))
 def test_no_content_is_an_error(mine, value, depth):
     """The file may hold any value at any depth. The rest of the file is correct."""
@@ -287,7 +284,7 @@ def test_no_content_is_an_error(mine, value, depth):
     assert calibration.predict(mine, CALL).seconds == 2.0
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30)
 @given(
     launch=st.floats(0, exclude_min=True, allow_infinity=False), rate=st.floats(0, exclude_min=True, max_value=1e300)
 )

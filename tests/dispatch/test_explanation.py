@@ -1,7 +1,5 @@
 """`explain`: the backend that would run a call, the refusals of the others, measured times beside predicted ones."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 
@@ -129,17 +127,15 @@ def test_explain_runs_nothing_and_warns_of_nothing(flaky, x, qkvg):
     [("chunk_gla_fw", "chunk_gla_fwd"), ("chunk_glaa", "chunk_gla"), ("sofmax_attention", "softmax_")],
 )
 def test_explain_an_unknown_op_is_an_error_with_the_nearest_spelling(op, nearest, qkvg):
-    with pytest.raises(
-        gla.UnknownOpError, match=f"unknown op '{op}'; did you mean '{nearest}.*there are .*online_softmax"
-    ):
+    message = f"unknown op '{op}'; did you mean '{nearest}.*there are .*online_softmax"
+    with pytest.raises(gla.UnknownOpError, match=message):
         gla.explain(op, *qkvg())
 
 
 def test_explain_takes_public_names(qkvg):
     q, k, v, g = qkvg()
-    by_public, by_abstract = (
-        gla.explain(op, q, k, v, g, output_final_state=True) for op in ("chunk_gla", "chunk_gla_fwd")
-    )
+    names = ("chunk_gla", "chunk_gla_fwd")
+    by_public, by_abstract = (gla.explain(name, q, k, v, g, output_final_state=True) for name in names)
     assert by_public == by_abstract
     assert gla.explain("chunk_gla_summary", k, v, g).call == gla.explain("chunk_gla_summary", k=k, v=v, g=g).call
     forwards, backwards = (gla.explain(f"chunk_gla_{name}", q, v, g) for name in ("summary", "gradient_summary"))
@@ -265,13 +261,9 @@ def test_a_right_prediction(sleeper, x):
     assert (fast, slow) == pytest.approx((0.005, 0.02), rel=0.01)
     assert [line.split(" measured ")[1].split()[1:] for line in str(explanation).splitlines() if "measured " in line][
         :2
-    ] == [
-        ["ms", "<-", "the", "fastest"],
-        ["ms"],
-    ]
-    assert str(explanation).endswith(
-        "fast: the first of the list that can run, by backend=\nmeasured: fast is the fastest"
-    )
+    ] == [["ms", "<-", "the", "fastest"], ["ms"]]
+    last = "fast: the first of the list that can run, by backend=\nmeasured: fast is the fastest"
+    assert str(explanation).endswith(last)
 
 
 def test_one_backend_is_measured_and_not_called_the_fastest(sleeper, spy, x):

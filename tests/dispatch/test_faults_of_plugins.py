@@ -1,7 +1,5 @@
 """Whatever a plugin raises, wherever the core calls it, takes nothing else down; KeyboardInterrupt passes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A backend that cannot launch: `auto` skips it, with one warning."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -30,26 +28,6 @@ OTHER_FAILURES = [
     type("OutOfResources", (Exception,), {"__module__": "triton.runtime.errors"})("a backend has to say so"),
     KeyboardInterrupt(),
 ]
-
-
-@pytest.mark.parametrize("failure", LAUNCH_FAILURES, ids=lambda e: type(e).__name__)
-def test_auto_skips_a_backend_that_cannot_launch_with_one_warning(flaky, failure, x, warnings_of):
-    cannot, sound = flaky
-    cannot.error = failure
-    caught = warnings_of(lambda: [gla.online_softmax(x) for _ in range(3)])
-    assert caught == [f"online_softmax: backend 'flaky' could not launch and is skipped: {failure}"]
-    assert (len(cannot.calls), len(sound.calls)) == (1, 3)
-
-
-@pytest.mark.parametrize("failure", OTHER_FAILURES, ids=lambda e: f"{type(e).__module__}.{type(e).__name__}")
-def test_any_other_failure_reaches_the_user_every_time(flaky, failure, x):
-    faulty, sound = flaky
-    faulty.error = failure
-    for _ in range(2):
-        with pytest.raises(type(failure)) as error:
-            gla.online_softmax(x)
-        assert error.value is failure
-    assert (len(faulty.calls), len(sound.calls)) == (2, 0)
 
 
 def test_a_wrong_result_is_not_papered_over(flaky, x, warnings_of):
@@ -110,21 +88,6 @@ def test_a_launch_failure_is_forgotten_when_the_backends_change(flaky, change, x
     assert len(cannot.calls) == 2
 
 
-def test_when_none_can_launch_the_error_holds_every_failure(spy, x, set_environment, own_backends, warnings_of):
-    one, two = spy("one", error=LaunchError("no one")), spy("two", error=ImportError("no two"))
-    set_environment(GLA_BLOCK_PLUGINS=",".join(own_backends))
-
-    def call():
-        with pytest.raises(gla.NoBackendError) as error:
-            gla.online_softmax(x)
-        assert "one: could not launch: LaunchError: no one" in str(error.value)
-        assert "two: could not launch: ImportError: no two" in str(error.value)
-
-    assert len(warnings_of(call)) == 2
-    assert warnings_of(call) == []
-    assert (len(one.calls), len(two.calls)) == (1, 1)
-
-
 def test_a_backward_that_cannot_launch_falls_back_too(spy, qkvg, warnings_of):
     inputs = qkvg(grad=True)
     flaky, sound = spy("flaky", cost=lambda call: 1.0), spy("sound", cost=lambda call: 2.0)
@@ -140,11 +103,11 @@ def test_a_backward_that_cannot_launch_falls_back_too(spy, qkvg, warnings_of):
 
 
 class Preparing:
-    """Registers a backend whose online_softmax raises `error` when it is prepared, or when it is run."""
+    """Registers a backend whose online_softmax raises `error` when it is prepared, when it is run, or as a function."""
 
     def __init__(self, name, seconds, error=None, when="prepared"):
         self.error, self.when, self.prepared, self.run = error, when, 0, 0
-        op = Prepared(self.prepare, ("x", "dim"))
+        op = self.softmax if when == "a function" else Prepared(self.prepare, ("x", "dim"))
         self.handle = gla.register(Backend(name, "1.0", {"online_softmax": op}, cost=lambda call: seconds))
 
     def prepare(self, call):
@@ -166,7 +129,7 @@ def preparing():
     made = []
 
     def registered(error, when="prepared"):
-        made.extend([Preparing("flaky", 1.0, error, when), Preparing("sound", 2.0)])
+        made.extend([Preparing("flaky", 1.0, error, when), Preparing("sound", 2.0, when=when)])
         return made
 
     yield registered
@@ -174,15 +137,15 @@ def preparing():
         each.handle.unregister()
 
 
-@pytest.mark.parametrize("when", ["prepared", "run"])
+@pytest.mark.parametrize("when", ["prepared", "run", "a function"])
 @pytest.mark.parametrize("failure", LAUNCH_FAILURES, ids=lambda e: type(e).__name__)
-def test_auto_skips_a_backend_that_cannot_prepare_with_one_warning(preparing, failure, when, x, warnings_of):
+def test_auto_skips_a_backend_that_cannot_launch_with_one_warning(preparing, failure, when, x, warnings_of):
     cannot, sound = preparing(failure, when)
     results = []
     caught = warnings_of(lambda: results.extend(gla.online_softmax(x) for _ in range(3)))
     assert caught == [f"online_softmax: backend 'flaky' could not launch and is skipped: {failure}"]
-    assert (cannot.prepared, cannot.run) == (1, 0 if when == "prepared" else 1)
-    assert (sound.prepared, sound.run) == (1, 3)
+    assert (cannot.prepared, cannot.run) == {"prepared": (1, 0), "run": (1, 1), "a function": (0, 1)}[when]
+    assert (sound.prepared, sound.run) == (0 if when == "a function" else 1, 3)
     assert all(torch.equal(y, torch.softmax(x, -1)) for y in results)
 
 
@@ -212,18 +175,23 @@ def test_a_failure_to_prepare_is_a_refusal_and_an_explicit_request_shows_it(prep
     assert torch.equal(gla.online_softmax(x, backend="flaky"), torch.softmax(x, -1))
 
 
+@pytest.mark.parametrize("when", ["prepared", "a function"])
 @pytest.mark.parametrize("failure", OTHER_FAILURES, ids=lambda e: f"{type(e).__module__}.{type(e).__name__}")
-def test_any_other_failure_to_prepare_reaches_the_user_every_time(preparing, failure, x):
-    faulty, sound = preparing(failure)
+def test_any_other_failure_reaches_the_user_every_time(preparing, failure, when, x):
+    faulty, sound = preparing(failure, when)
     for _ in range(2):
         with pytest.raises(type(failure)) as error:
             gla.online_softmax(x)
         assert error.value is failure
-    assert (faulty.prepared, faulty.run, sound.prepared) == (2, 0, 0)
+    assert (faulty.prepared, faulty.run) == ((2, 0) if when == "prepared" else (0, 2))
+    assert (sound.prepared, sound.run) == (0, 0)
 
 
-def test_when_none_can_prepare_the_error_holds_every_failure(preparing, x, set_environment, own_backends, warnings_of):
-    one, two = preparing(LaunchError("no one"))
+@pytest.mark.parametrize("when", ["prepared", "a function"])
+def test_when_none_can_launch_the_error_holds_every_failure(
+    preparing, when, x, set_environment, own_backends, warnings_of
+):
+    one, two = preparing(LaunchError("no one"), when)
     two.error = ImportError("no two")
     set_environment(GLA_BLOCK_PLUGINS=",".join(own_backends))
 
@@ -235,7 +203,7 @@ def test_when_none_can_prepare_the_error_holds_every_failure(preparing, x, set_e
 
     assert len(warnings_of(call)) == 2
     assert warnings_of(call) == []
-    assert (one.prepared, two.prepared) == (1, 1)
+    assert (one.prepared + one.run, two.prepared + two.run) == (1, 1)
 
 
 # ---- AMD GPUs

@@ -1,7 +1,5 @@
 """Broken plugins are put in quarantine, and blocked plugins are not imported; everything else works."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 

@@ -1,7 +1,5 @@
 """Backends that are registered at run time, and plans, which change with the set of backends."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

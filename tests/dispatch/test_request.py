@@ -1,13 +1,11 @@
 """Requests: the grammar, and the precedence of their sources."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
 import torch
 import torch.utils.checkpoint
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import gla_core as gla
@@ -322,7 +320,6 @@ def request_texts(draw):
     return ";".join(clauses) + draw(st.sampled_from(["", ";", " ; "]))
 
 
-@settings(deadline=None)
 @given(text=request_texts())
 def test_the_text_of_a_request_says_the_same_as_the_request(text):
     request = current_request(text)
@@ -336,7 +333,6 @@ def test_the_text_of_a_request_says_the_same_as_the_request(text):
         assert request.choice(op).names == (parsed.get(op) or parsed.get("*") or request.choices["*"]).names
 
 
-@settings(deadline=None)
 @given(outer=request_texts(), inner=request_texts())
 def test_the_text_of_a_request_outweighs_all_others(outer, inner):
     spec = current_request(outer).spec

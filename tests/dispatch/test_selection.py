@@ -1,7 +1,5 @@
 """Selection: the ranking of `auto`, and the needs of a call."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest
@@ -67,9 +65,8 @@ def test_equal_predictions_go_by_devices_then_name(spy, x):
         spy(name, cost=lambda call: 1.0, devices=devices)
     explanation = gla.explain("online_softmax", x)
     assert [c.name for c in explanation.candidates][:3] == ["b", "c", "a"]
-    assert explanation.why.startswith(
-        "b: c and a predict the same time; the one written for the fewest types of device is"
-    )
+    why = "b: c and a predict the same time; the one written for the fewest types of device is"
+    assert explanation.why.startswith(why)
 
 
 def test_the_order_of_registration_does_not_matter(spy, x):
@@ -103,16 +100,17 @@ def test_of_packed_sequences_the_least_regret_decides(spy):
     assert "predicts 1.00 s, 9.00 s at worst" in str(explanation)
 
 
-def test_a_small_risk_is_taken(spy):
-    spy("serial", cost=seconds_of(uneven=3.3, even=1.0))
-    spy("cut", cost=seconds_of(uneven=3.0, even=1.2))
+@pytest.mark.parametrize(
+    ("serial", "cut"),
+    [
+        ((3.3, 1.0), (3.0, 1.2)),  # a small risk is taken
+        ((2.3, 1.0), (1.0, 1.6)),  # the expected lengths count twice: 1.6 ** 2 is more than 2.3
+    ],
+)
+def test_what_regret_is_least(spy, serial, cut):
+    spy("serial", cost=seconds_of(*serial))
+    spy("cut", cost=seconds_of(*cut))
     assert packed().winner == "serial"
-
-
-def test_the_expected_lengths_count_twice(spy):
-    spy("serial", cost=seconds_of(uneven=2.3, even=1.0))
-    spy("cut", cost=seconds_of(uneven=1.0, even=1.6))
-    assert packed().winner == "serial"  # 1.6 ** 2 is more than 2.3
 
 
 def test_a_bound_of_the_lengths_ends_the_doubt(spy):
@@ -154,7 +152,7 @@ def test_auto_that_none_can_serve_is_an_error_with_every_refusal(spy, x, set_env
         "no backend can run online_softmax (request: auto, from default):\n"
         "  gpu: needs a cuda device; x is on cpu\n"
         "  half: computes float16; x is float32\n"
-        "  other: does not implement online_softmax; it implements chunk_gla_fwd, chunk_gla_pool"
+        "  other: does not implement online_softmax; it implements chunk_gla_fwd, chunk_gla_pool, chunk_ssd_fwd"
     )
 
 

@@ -1,7 +1,5 @@
 """States that are read from the slots of a pool and written into slots."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

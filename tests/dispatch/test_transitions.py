@@ -1,7 +1,5 @@
 """Both forms of a transition beside products of matrices in float64, and in the scans of the reference."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

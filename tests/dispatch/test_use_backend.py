@@ -1,7 +1,5 @@
 """`use_backend`: blocks, decorators, generators, threads and tasks, recomputation."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import contextvars

@@ -1,7 +1,5 @@
 """`chunk_gla` over ranks beside one process that has all tokens."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import datetime
@@ -11,15 +9,12 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks, rows_of_rank
-from torch import Tensor
+from ranks import rows_of_rank
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -49,7 +44,7 @@ class Batch:
     final_state: bool = True
     gate_normalizer: int | None = None
 
-    def rows(self, y: Tensor, rank: int) -> Tensor:
+    def rows(self, y, rank):
         """Returns the rows of y [B, T, ...] that a rank holds; a constant gate [Hv] has no rows, and is whole."""
         return y if y.ndim == 1 else rows_of_rank(y, rank, self.lengths, self.layout)
 
@@ -57,11 +52,11 @@ class Batch:
 LEAVES = ("q", "k", "v", "g", "initial_state")
 
 
-def leaves(x: GlaInputs) -> dict[str, Tensor]:
+def leaves(x):
     return {name: y for name in LEAVES if (y := getattr(x, name)) is not None}
 
 
-def results(x: GlaInputs, o: Tensor, state: Tensor | None, do: Tensor, dstate: Tensor | None) -> dict[str, Tensor]:
+def results(x, o, state, do, dstate):
     """Returns the outputs, and the gradients of all inputs that are given."""
     outs, seeds = ((o,), (do,)) if state is None else ((o, state), (do, dstate))
     actual = torch.autograd.grad(outs, list(leaves(x).values()), seeds)
@@ -69,22 +64,15 @@ def results(x: GlaInputs, o: Tensor, state: Tensor | None, do: Tensor, dstate: T
     return named | {f"d{name}": d for name, d in zip(leaves(x), actual, strict=True)}
 
 
-def with_leaves(x: GlaInputs) -> GlaInputs:
+def with_leaves(x):
     return dataclasses.replace(x, **{name: y.detach().clone().requires_grad_() for name, y in leaves(x).items()})
 
 
-def in_float64(x: GlaInputs) -> GlaInputs:
+def in_float64(x):
     return dataclasses.replace(x, **{name: y.double() for name, y in leaves(x).items()})
 
 
-def compare(
-    ranks: Ranks,
-    batch: Batch,
-    tolerance: float,
-    exact: bool = False,
-    alone: Callable[..., tuple[Tensor, Tensor | None]] = gla.chunk_gla,
-    **options: object,
-) -> None:
+def compare(ranks, batch, tolerance, exact=False, alone=gla.chunk_gla, **options):
     """Compares this rank's values and gradients with one process that has all tokens, in the same dtype or float64.
 
     Args:
@@ -118,14 +106,14 @@ def compare(
         assert error <= tolerance, f"{name} is off by {error:.3g}: {batch}"
 
 
-def drawn(ranks: Ranks, seed: int) -> Batch:
+def drawn(ranks, seed):
     """Returns a random batch: one in two packed, one in two zigzag, and one rank in four without tokens.
 
     Two in three of those that have gates give them as logits.
     """
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(low: int, high: int) -> int:
+    def draw(low, high):
         return int(torch.randint(low, high + 1, (1,), generator=generator))
 
     layout, is_packed = ("contiguous", "zigzag")[draw(0, 1)], draw(0, 1)
@@ -146,12 +134,12 @@ def drawn(ranks: Ranks, seed: int) -> Batch:
 # ---- checks for any number of ranks
 
 
-def check_random_batches(ranks: Ranks) -> None:
+def check_random_batches(ranks):
     for seed in range(DRAWN):
         compare(ranks, drawn(ranks, 100 * ranks.number + seed), 1e-12)
 
 
-def check_random_batches_by_a_scan(ranks: Ranks) -> None:
+def check_random_batches_by_a_scan(ranks):
     """The scan over many ranks is used. In half of the batches, the gradient of an initial state uses the gather."""
     with mock.patch.object(exchange, "MOST_GATHERED", 0):
         for seed in range(DRAWN):
@@ -159,10 +147,10 @@ def check_random_batches_by_a_scan(ranks: Ranks) -> None:
             compare(ranks, dataclasses.replace(batch, final_state=False), 1e-12)
 
 
-def check_pieces_in_segments(ranks: Ranks) -> None:
+def check_pieces_in_segments(ranks):
     """Pieces are cut into segments, as on a GPU, where this fills the device."""
 
-    def segments(heads: int, tokens: int, device: torch.device) -> int:
+    def segments(heads, tokens, device):
         return next((n for n in (5, 4, 3, 2) if tokens % n == 0), 1)
 
     with mock.patch.object(over_ranks, "segments_of_a_piece", segments):
@@ -170,10 +158,10 @@ def check_pieces_in_segments(ranks: Ranks) -> None:
             compare(ranks, drawn(ranks, 300 * ranks.number + seed), 1e-12)
 
 
-def check_the_recurrence(ranks: Ranks) -> None:
+def check_the_recurrence(ranks):
     """Every form of gate, and groups of queries and of values, agree with the recurrence, token by token."""
 
-    def recurrence(*args: Any) -> tuple[Tensor, Tensor | None]:
+    def recurrence(*args):
         *tokens, final_state, cu_seqlens = args
         o, state = oracle.chunk_gla(*tokens, cu_seqlens)
         return o, state if final_state else None
@@ -186,7 +174,7 @@ def check_the_recurrence(ranks: Ranks) -> None:
         compare(ranks, batch, 1e-12, alone=recurrence)
 
 
-def check_a_sequence_over_all_ranks(ranks: Ranks) -> None:
+def check_a_sequence_over_all_ranks(ranks):
     """A sequence covers all ranks, among other sequences, and a rank in the middle has no token."""
     lengths = tuple(0 if rank == 1 and ranks.number > 3 else 20 for rank in range(ranks.number))
     T = sum(lengths)
@@ -199,7 +187,7 @@ def check_a_sequence_over_all_ranks(ranks: Ranks) -> None:
         compare(ranks, Batch(x, lengths, final_state=final_state), 1e-12)
 
 
-def check_states_with_values_first(ranks: Ranks) -> None:
+def check_states_with_values_first(ranks):
     T = 10 * ranks.number
     for packed in ({}, {"lengths": (T - 3, 0, 3)}):
         sizes = {"T": T, "K": 5, "V": 7, "dtype": torch.float64, "initial_state": True, "device": ranks.device}
@@ -213,11 +201,11 @@ def check_states_with_values_first(ranks: Ranks) -> None:
         assert distributed.chunk_gla(*tokens, **where, state_v_first=True).state is None
 
 
-def with_logits(x: GlaInputs) -> GlaInputs:
+def with_logits(x):
     return dataclasses.replace(x, g=random_logits(x.g))
 
 
-def check_bfloat16(ranks: Ranks) -> None:
+def check_bfloat16(ranks):
     x = gla_inputs(B=2, T=40 * ranks.number, dtype=torch.bfloat16, gate_dtype=torch.float32, initial_state=True)
     lengths = (40,) * ranks.number
     compare(ranks, Batch(x, lengths), 2 * GRADIENT[torch.bfloat16])
@@ -226,7 +214,7 @@ def check_bfloat16(ranks: Ranks) -> None:
     compare(ranks, Batch(x, lengths, gate_normalizer=16), 2 * GRADIENT[torch.bfloat16])
 
 
-def check_autocast(ranks: Ranks) -> None:
+def check_autocast(ranks):
     """q, k and v are cast; gates and states stay float32."""
     x = gla_inputs(T=8 * ranks.number, initial_state=True)
     local = slice(8 * ranks.rank, 8 * ranks.rank + 8)
@@ -240,7 +228,7 @@ def check_autocast(ranks: Ranks) -> None:
     assert relative_error(o, expected[:, local]) <= 2 * FORWARD[torch.bfloat16]
 
 
-def check_one_gather_each_way(ranks: Ranks) -> None:
+def check_one_gather_each_way(ranks):
     """A layer with a shard makes one gather per direction; whether lengths were given does not change results."""
     lengths = (10,) * ranks.number
     x = gla_inputs(lengths=(4, 10 * ranks.number - 4), dtype=torch.float64)
@@ -274,7 +262,7 @@ COMMUNICATING = (
 )
 
 
-def collectives(function: Callable, *args: object, **kwargs: object) -> tuple[Any, list[str]]:
+def collectives(function, *args, **kwargs):
     """Returns the function's result, and the names of the torch.distributed functions that it calls to communicate."""
     called = []
 
@@ -290,7 +278,7 @@ def collectives(function: Callable, *args: object, **kwargs: object) -> tuple[An
     return actual, called
 
 
-def check_nothing_waits_for_offsets(ranks: Ranks) -> None:
+def check_nothing_waits_for_offsets(ranks):
     """The host reads no tensor of a shard: tensors without values work, too."""
     lengths = (10,) * ranks.number
     for layout in ("contiguous", "zigzag"):
@@ -300,7 +288,7 @@ def check_nothing_waits_for_offsets(ranks: Ranks) -> None:
         assert len(cut.packed.parts) == 3 * len(cut.places) + 1
 
 
-def check_one_state_is_sent_for_packed_sequences(ranks: Ranks) -> None:
+def check_one_state_is_sent_for_packed_sequences(ranks):
     """One state is sent for any number of packed sequences, unless initial or final states are asked for."""
     x = gla_inputs(lengths=(2,) * 5 * ranks.number, H=2, K=4, V=3)
     local = slice(10 * ranks.rank, 10 * ranks.rank + 10)
@@ -313,7 +301,7 @@ def check_one_state_is_sent_for_packed_sequences(ranks: Ranks) -> None:
     assert [call.args[1].numel() for call in gather.call_args_list] == [one, 5 * ranks.number * one]
 
 
-def check_the_longest_sequence_is_known(ranks: Ranks) -> None:
+def check_the_longest_sequence_is_known(ranks):
     """The op learns that no part of a sequence is longer than `max_seqlen`, nor than this rank's tokens."""
     x = gla_inputs(lengths=(5, 2 * ranks.number, 5), dtype=torch.float64, device=ranks.device)
     T = x.q.shape[1]
@@ -323,7 +311,7 @@ def check_the_longest_sequence_is_known(ranks: Ranks) -> None:
     for name in ("forward", "backward"):
         function, place = getattr(op, name), getattr(op, f"{name}_spec").parameters.index("max_seqlen")
 
-        def noted(*args: Any, function: Callable = function, place: int = place) -> tuple:
+        def noted(*args, function=function, place=place):
             hints.append(args[place])
             return function(*args)
 
@@ -332,7 +320,7 @@ def check_the_longest_sequence_is_known(ranks: Ranks) -> None:
     assert hints == 2 * [min(longest, lengths[ranks.rank])]
 
 
-def check_nothing_passes_between_sequences(ranks: Ranks) -> None:
+def check_nothing_passes_between_sequences(ranks):
     """Infinities and NaN of one sequence stay in it, forwards and backwards."""
     each = 12 if ranks.number > 1 else 16
     T = each * ranks.number
@@ -348,7 +336,7 @@ def check_nothing_passes_between_sequences(ranks: Ranks) -> None:
         assert all(y[inside].isfinite().all() for y in (o, q.grad, k.grad, v.grad, g.grad))
 
 
-def check_groups(ranks: Ranks) -> None:
+def check_groups(ranks):
     """A one-dimensional mesh and a group of some ranks work; a group without this rank is refused."""
     x = gla_inputs(T=6 * ranks.number, dtype=torch.float64)
     compare(ranks, Batch(x, (6,) * ranks.number), 1e-12, group=init_device_mesh("cpu", (ranks.number,)))
@@ -360,12 +348,12 @@ def check_groups(ranks: Ranks) -> None:
         refused(TypeError, "that this rank is in", y.q, y.k, y.v, group=few)
 
 
-def refused(error: type[Exception], message: str, *args: object, **kwargs: object) -> None:
+def refused(error, message, *args, **kwargs):
     with pytest.raises(error, match=re.escape(message)):
         distributed.chunk_gla(*args, **kwargs)
 
 
-def check_bad_arguments(ranks: Ranks) -> None:
+def check_bad_arguments(ranks):
     """Every rank refuses bad arguments by itself, before anything is sent."""
     x = gla_inputs(lengths=(4, 6), H=2, K=4, V=3)
     q, k, v, g = x.q, x.k, x.v, x.g
@@ -380,14 +368,14 @@ def check_bad_arguments(ranks: Ranks) -> None:
     refused(ValueError, "N of at least 1", q, k, v, cu_seqlens=torch.tensor([0]))
 
 
-def check_compiled(ranks: Ranks) -> None:
+def check_compiled(ranks):
     """A compiled function may call the op, which runs eagerly between two graphs."""
     if ranks.number > 1:  # compiling takes seconds
         return
     x = gla_inputs(lengths=(4, 6), dtype=torch.float64)
     cut = distributed.shard(10, x.cu_seqlens, lengths=(10,))
 
-    def function(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    def function(q, k, v, g):
         return distributed.chunk_gla(2 * q, k, v, g, shard=cut)[0].square().sum()
 
     tokens = [y.requires_grad_() for y in (x.q, x.k, x.v, x.g)]
@@ -400,7 +388,7 @@ def check_compiled(ranks: Ranks) -> None:
 # ---- checks for two ranks that do not agree
 
 
-def check_one_rank_that_fails(ranks: Ranks) -> None:
+def check_one_rank_that_fails(ranks):
     """The other rank waits no longer than the timeout of the group."""
     dist.barrier()  # the timeout also limits the making of the group
     group = dist.new_group(timeout=datetime.timedelta(seconds=2))
@@ -414,7 +402,7 @@ def check_one_rank_that_fails(ranks: Ranks) -> None:
     dist.barrier()
 
 
-def check_ranks_that_differ(ranks: Ranks) -> None:
+def check_ranks_that_differ(ranks):
     """With GLA_CHECK=1 all ranks raise."""
     os.environ["GLA_CHECK"] = "1"
     gla.reload_environment()
@@ -435,13 +423,7 @@ def check_ranks_that_differ(ranks: Ranks) -> None:
     refused(ValueError, "max_seqlen is 7; the longest sequence", *tokens, cu_seqlens=x.cu_seqlens, max_seqlen=7)
     narrow = [y[..., : 8 + ranks.rank] for y in (x.q, x.k)]
     gates = x.g[..., : 8 + ranks.rank]
-    refused(
-        ValueError,
-        "K is 9 on rank 1 of the group and 8 on rank 0",
-        *narrow,
-        x.v,
-        gates,
-    )
+    refused(ValueError, "K is 9 on rank 1 of the group and 8 on rank 0", *narrow, x.v, gates)
     gates = x.g[:, :6] if ranks.rank == 0 else x.g[:, :6, :, 0]
     refused(ValueError, "form of g is head on rank 1 of the group and key on rank 0", *tokens[:3], gates)
     agreeing = gla_inputs(lengths=(4, 8), dtype=torch.float64, device=ranks.device)

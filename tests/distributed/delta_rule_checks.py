@@ -1,13 +1,10 @@
 """An op with dense transitions and one more tensor of tokens over ranks: a delta rule, written as its recurrence."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
-from typing import Any
 
 import torch
-from ranks import Ranks, rows_of_rank
+from ranks import rows_of_rank
 from torch import Tensor
 
 from gla_core.dispatch.tensors import number_of_sequences
@@ -18,7 +15,7 @@ from gla_core.ops.spec import AS_INPUT, Argument, Result
 from gla_core.workloads.inputs import gla_inputs
 
 
-def recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
+def recurrence(q, k, v, g, beta, S):
     """Computes S <- (1 - beta k^T k) diag(exp g) S + beta k^T v and o = q S from S [H, K, V], for tokens [T, H, ..]."""
     rows = [q.new_zeros(0, *v.shape[1:])]
     for t in range(len(q)):
@@ -28,7 +25,7 @@ def recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tens
     return torch.cat(rows), S
 
 
-def sequences(tokens: Any, state: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+def sequences(tokens, state, cu_seqlens):
     """Computes the recurrence of every sequence, from state [N, H, K, V]; o is 0 outside of them."""
     v = tokens[2]
     if cu_seqlens is None:
@@ -42,12 +39,12 @@ def sequences(tokens: Any, state: Tensor, cu_seqlens: Tensor | None) -> tuple[Te
     return o, torch.stack(ends)
 
 
-def zero_state(tokens: Any, cu_seqlens: Tensor | None, V: int) -> Tensor:
+def zero_state(tokens, cu_seqlens, V):
     k = tokens[1]
     return k.new_zeros(number_of_sequences(len(k), cu_seqlens), *k.shape[2:], V)
 
 
-def summary(tokens: Any, cu_seqlens: Tensor | None, _backend: str) -> tuple[Tensor, Tensor]:
+def summary(tokens, cu_seqlens, _backend):
     """Returns P [N, H, K, K], the map of the identity without values, and the states from zero [N, H, K, V]."""
     q, k, v, g, beta = tokens
     identity = zero_state(tokens, cu_seqlens, k.shape[3]) + torch.eye(k.shape[3], dtype=k.dtype)
@@ -55,7 +52,7 @@ def summary(tokens: Any, cu_seqlens: Tensor | None, _backend: str) -> tuple[Tens
     return P, sequences(tokens, zero_state(tokens, cu_seqlens, v.shape[3]), cu_seqlens)[1]
 
 
-def gradient_summary(tokens: Any, scale: float, cu_seqlens: Tensor | None, do: Tensor, backend: str) -> tuple:
+def gradient_summary(tokens, scale, cu_seqlens, do, backend):
     state = zero_state(tokens, cu_seqlens, do.shape[3])
     with torch.enable_grad():
         o, _ = sequences(tokens, state.requires_grad_(), cu_seqlens)
@@ -63,12 +60,12 @@ def gradient_summary(tokens: Any, scale: float, cu_seqlens: Tensor | None, do: T
     return summary(tokens, cu_seqlens, backend)[0].mT, dstate
 
 
-def forward(*args: Any) -> tuple:
+def forward(*args):
     *tokens, scale, state, _, cu_seqlens, _, _, _, _, _ = args
     return scale * sequences(tokens, state, cu_seqlens)[0], None, None
 
 
-def backward(*args: Any) -> tuple:
+def backward(*args):
     *inputs, cu_seqlens, _, _, do, dstate, _, _, _ = args
     with torch.enable_grad():
         *tokens, scale, state = [x.detach().requires_grad_() if isinstance(x, Tensor) else x for x in inputs]
@@ -93,7 +90,7 @@ OP = OpOverRanks(
 )
 
 
-def check_an_op_with_dense_transitions(ranks: Ranks) -> None:
+def check_an_op_with_dense_transitions(ranks):
     """Outputs, final states and gradients equal those of one process that has all tokens."""
     T, lengths = 6 * ranks.number, (6,) * ranks.number
     for layout in LAYOUTS:
@@ -109,14 +106,13 @@ def check_an_op_with_dense_transitions(ranks: Ranks) -> None:
             wanted = [*tokens, initial] if states else tokens
             gradients = torch.autograd.grad((0.3 * o, final), wanted, (do, dfinal))
 
-            def rows(y: Tensor, layout: str = layout) -> Tensor:
+            def rows(y, layout=layout):
                 return rows_of_rank(y, ranks.rank, lengths, layout)
 
             local = [rows(y).detach().requires_grad_() for y in tokens]
             where = (None, x.cu_seqlens, None, None, layout)
-            y, last = over_ranks(
-                OP, tuple(local), 0.3, initial if states else None, states, False, *where, None, 16, None
-            )
+            state = initial if states else None
+            y, last = over_ranks(OP, tuple(local), 0.3, state, states, False, *where, None, 16, None)
             torch.testing.assert_close(y, rows(0.3 * o))
             outs, seeds = ((y, last), (rows(do), dfinal)) if states else ((y,), (rows(do),))
             actual = torch.autograd.grad(outs, [*local, initial] if states else local, seeds)

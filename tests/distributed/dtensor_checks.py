@@ -1,13 +1,9 @@
 """The plain ops on DTensors of two ranks, compared with the same ops on whole tensors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from ranks import Ranks
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import gla_core as gla
 from gla_core.conformance.tolerances import relative_error
@@ -17,20 +13,20 @@ MESH = (2,)
 BATCH, HEADS, WIDTH, WHOLE = Shard(0), Shard(2), Shard(3), Replicate()  # of [B, T, H, ..]
 
 
-def spread(x: Tensor | None, placement: Placement) -> DTensor | None:
+def spread(x, placement):
     if x is None:
         return None
     actual = distribute_tensor(x.detach().clone(), init_device_mesh("cpu", MESH), [placement])
     return actual.requires_grad_(x.requires_grad)
 
 
-def compare(actual: tuple, expected: tuple) -> None:
+def compare(actual, expected):
     for x, reference in zip(actual, expected, strict=True):
         assert (x is None) == (reference is None)
         assert x is None or relative_error(x.full_tensor(), reference) <= 1e-12
 
 
-def check_sequences_and_heads(ranks: Ranks) -> None:
+def check_sequences_and_heads(ranks):
     """Results stay where q is. Other arguments are moved there, and their gradients go back."""
     for place, gate_place, there in (
         (BATCH, BATCH, BATCH),
@@ -51,7 +47,7 @@ def check_sequences_and_heads(ranks: Ranks) -> None:
             compare(torch.autograd.grad(actual[0].square().sum(), spread_out), wanted)
 
 
-def check_forms_of_gates_and_groups_of_values(ranks: Ranks) -> None:
+def check_forms_of_gates_and_groups_of_values(ranks):
     """A constant gate has no batch: if the batch is spread, its gradient is the sum of the ranks' shares.
 
     All gates are given as logits, too.
@@ -83,7 +79,7 @@ def check_forms_of_gates_and_groups_of_values(ranks: Ranks) -> None:
             compare(actual, gla.recurrent_gla_step(*token, state, **gates))
 
 
-def check_packed_sequences(ranks: Ranks) -> None:
+def check_packed_sequences(ranks):
     """Offsets may be a plain tensor; a row of packed sequences is not cut."""
     x = gla_inputs(lengths=(7, 0, 13), H=2, dtype=torch.float64)
     expected = gla.chunk_gla(x.q, x.k, x.v, x.g, cu_seqlens=x.cu_seqlens, output_final_state=True)
@@ -92,7 +88,7 @@ def check_packed_sequences(ranks: Ranks) -> None:
         compare(gla.chunk_gla(*spread_out, cu_seqlens=x.cu_seqlens, output_final_state=True), expected)
 
 
-def check_a_pool(ranks: Ranks) -> None:
+def check_a_pool(ranks):
     """Only heads are spread, because slots count the states of the whole pool. The pool and `out` are written."""
     x = gla_inputs(lengths=(7, 0, 13), H=2, dtype=torch.float64)
     states = torch.randn(5, 2, x.k.shape[-1], x.v.shape[-1], dtype=torch.float64)
@@ -118,7 +114,7 @@ def check_a_pool(ranks: Ranks) -> None:
     compare((actual, *written), (expected, *pools))
 
 
-def check_other_ops(ranks: Ranks) -> None:
+def check_other_ops(ranks):
     """A decoding step, in place too; a summary; softmax attention."""
     x = gla_inputs(B=2, T=6, H=2, dtype=torch.float64)
     q, k, v, g = x.q, x.k, x.v, x.g
@@ -152,7 +148,7 @@ def check_other_ops(ranks: Ranks) -> None:
         compare((actual, written), (expected, before))
 
 
-def check_rows_of_a_softmax(ranks: Ranks) -> None:
+def check_rows_of_a_softmax(ranks):
     x = torch.randn(4, 3, 6, dtype=torch.float64, requires_grad=True)
     dy = torch.randn_like(x)
     y = gla.online_softmax(x, 1)
@@ -166,7 +162,7 @@ def check_rows_of_a_softmax(ranks: Ranks) -> None:
         compare((gla.online_softmax(spread_out.detach(), 1),), (y,))
 
 
-def check_a_mesh_of_two_dimensions(ranks: Ranks) -> None:
+def check_a_mesh_of_two_dimensions(ranks):
     """Sequences are spread along one dimension, and heads along the other."""
     mesh = init_device_mesh("cpu", (2, 2))
     x = gla_inputs(B=2, T=20, H=2, G=2, dtype=torch.float64)
@@ -176,7 +172,7 @@ def check_a_mesh_of_two_dimensions(ranks: Ranks) -> None:
     compare((o, state), gla.chunk_gla(x.q, x.k, x.v, x.g, output_final_state=True))
 
 
-def check_what_dtensors_are_refused(ranks: Ranks) -> None:
+def check_what_dtensors_are_refused(ranks):
     x = gla_inputs(B=2, T=6, H=3, dtype=torch.float64)
     tokens = [spread(y, Shard(1)) for y in (x.q, x.k, x.v, x.g)]
     with pytest.raises(ValueError, match=r"q is sharded along its tokens.*gla_core\.distributed\.chunk_gla"):

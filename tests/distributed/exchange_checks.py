@@ -1,12 +1,8 @@
 """The exchange of summaries over ranks beside products of matrices in one process, for each form of transition."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch
-from ranks import Ranks
-from torch import Tensor
 
 from gla_core import distributed
 from gla_core.distributed import exchange
@@ -15,9 +11,7 @@ from gla_core.distributed.shard import LAYOUTS
 M, H, K, V = 2, 2, 3, 4
 
 
-def recurrence(
-    transition: Tensor, update: Tensor, start: Tensor, passed: Tensor | None, backwards: bool
-) -> tuple[dict[int, Tensor], Tensor]:
+def recurrence(transition, update, start, passed, backwards):
     """Returns the state that enters each of n pieces, and the last state, from [n, ..] of all pieces."""
     matrices = transition if transition.ndim == update.ndim else transition.diag_embed()
     entering, state = {}, start
@@ -28,7 +22,7 @@ def recurrence(
     return entering, state
 
 
-def check_every_form_of_transition(ranks: Ranks) -> None:
+def check_every_form_of_transition(ranks):
     """The gather and the scan give every rank the states that enter its pieces."""
     generator = torch.Generator().manual_seed(0)
     forms, flags = ((K,), (K, K)), (False, True)

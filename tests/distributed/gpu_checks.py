@@ -1,10 +1,7 @@
 """Checks for two GPUs: compiled kernels in bfloat16, steps in a CUDA graph, and a host that never waits."""
 
-from __future__ import annotations
-
 import copy
 import itertools
-from collections.abc import Callable
 from unittest import mock
 
 import chunk_gla_checks
@@ -12,8 +9,7 @@ import layer_checks
 import torch
 import torch.distributed as dist
 from chunk_gla_checks import Batch
-from ranks import Ranks, rows_of_rank
-from torch import Tensor
+from ranks import rows_of_rank
 from torch.distributed.device_mesh import init_device_mesh
 
 from gla_core import distributed
@@ -21,18 +17,18 @@ from gla_core.conformance.test_cuda import without_waiting
 from gla_core.conformance.tolerances import GRADIENT, relative_error
 from gla_core.distributed import exchange
 from gla_core.nn import GatedLinearAttention
-from gla_core.workloads.inputs import GlaInputs, gla_inputs
+from gla_core.workloads.inputs import gla_inputs
 
 BF16 = GRADIENT[torch.bfloat16]
 
 
-def inputs(ranks: Ranks, **sizes: object) -> GlaInputs:
+def inputs(ranks, **sizes):
     """Returns inputs in bfloat16, with gates in float32."""
     types = {"dtype": torch.bfloat16, "gate_dtype": torch.float32, "device": ranks.device}
     return gla_inputs(H=2, G=2, K=64, V=64, **types, **sizes)
 
 
-def check_kernels(ranks: Ranks) -> None:
+def check_kernels(ranks):
     """Kernels agree with one GPU that has all tokens, and with the reference in float64; a rank may have no token."""
     rows, packed, long = {"B": 2, "T": 400}, {"lengths": (90, 0, 270, 40)}, {"B": 1, "T": 4096}
     for sizes, lengths, layout in (
@@ -53,7 +49,7 @@ def check_kernels(ranks: Ranks) -> None:
         chunk_gla_checks.compare(ranks, batch, 2 * BF16, exact=True)
 
 
-def check_a_layer(ranks: Ranks) -> None:
+def check_a_layer(ranks):
     """With bfloat16 parameters, the error over ranks is not much larger than the error on one GPU."""
     torch.manual_seed(0)
     sizes = {"num_heads": 2, "expand_k": 1.0, "use_short_conv": True}
@@ -64,8 +60,8 @@ def check_a_layer(ranks: Ranks) -> None:
     x, dy = torch.randn(2, 1, 400, 128, device=ranks.device, dtype=torch.bfloat16)
     cu_seqlens = torch.tensor([0, 90, 90, 360, 400], device=ranks.device)
 
-    def results(layer: GatedLinearAttention, sharded: bool) -> dict[str, Tensor]:
-        def local(z: Tensor) -> Tensor:
+    def results(layer, sharded):
+        def local(z):
             return rows_of_rank(z, ranks.rank, (130, 270), "contiguous")
 
         z = (local(x) if sharded else x).detach().to(layer.o_proj.weight.dtype).requires_grad_()
@@ -85,7 +81,7 @@ def check_a_layer(ranks: Ranks) -> None:
         assert error <= bound < 0.1, f"{name}: {error:.3g}, bound {bound:.3g}"
 
 
-def check_steps_in_a_graph(ranks: Ranks) -> None:
+def check_steps_in_a_graph(ranks):
     """Making a shard, the forward and the backward never wait, and a replay takes other tokens and offsets."""
     lengths = (200, 200)
     batches = [inputs(ranks, lengths=cut, seed=seed) for seed, cut in enumerate(((90, 0, 270, 40), (10, 290, 20, 80)))]
@@ -97,9 +93,7 @@ def check_steps_in_a_graph(ranks: Ranks) -> None:
         static, offsets = [y.clone() for y in tokens[0]], batches[0].cu_seqlens.clone()
         leaves, do = [y.requires_grad_() for y in static[:4]], static[4]
 
-        def step(
-            offsets: Tensor = offsets, leaves: list[Tensor] = leaves, do: Tensor = do, layout: str = layout
-        ) -> tuple[Tensor, ...]:
+        def step(offsets=offsets, leaves=leaves, do=do, layout=layout):
             cut = distributed.shard(200, offsets, layout=layout, lengths=lengths)
             o, _ = distributed.chunk_gla(*leaves, shard=cut)
             return o.detach(), *torch.autograd.grad(o, leaves, do)
@@ -117,7 +111,7 @@ def check_steps_in_a_graph(ranks: Ranks) -> None:
                 assert relative_error(y, ref) <= BF16
 
 
-def captured(step: Callable[[], tuple[Tensor, ...]]) -> Callable[[], list[Tensor]]:
+def captured(step):
     """Captures a step in a CUDA graph; returns a function that replays it once, copies its results, and frees it.
 
     A process group cannot end while a graph holds its collectives.
@@ -131,7 +125,7 @@ def captured(step: Callable[[], tuple[Tensor, ...]]) -> Callable[[], list[Tensor
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         results = step()
 
-    def again() -> list[Tensor]:
+    def again():
         graph.replay()
         actual = [y.clone() for y in results]
         torch.cuda.synchronize()

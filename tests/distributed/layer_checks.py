@@ -1,20 +1,17 @@
 """Layers whose sequences are spread over ranks, compared with the same layers in one process that has all tokens."""
 
-from __future__ import annotations
-
 import copy
 import os
 import re
 import warnings
-from collections.abc import Callable
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from chunk_gla_checks import GATHER, collectives
-from ranks import Ranks, rows_of_rank
-from torch import Tensor, nn
+from ranks import rows_of_rank
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
@@ -29,7 +26,7 @@ DRAWN = 5
 """Number of random batches for each group of ranks."""
 
 
-def layers(ranks: Ranks) -> nn.ModuleList:
+def layers(ranks):
     """Returns four different layers in float64; every parameter is random, so that none can be ignored unnoticed."""
     torch.manual_seed(0)
     made = nn.ModuleList(
@@ -45,22 +42,14 @@ def layers(ranks: Ranks) -> nn.ModuleList:
     return made.double().to(ranks.device)
 
 
-def through(model: nn.ModuleList, x: Tensor, **where: object) -> Tensor:
+def through(model, x, **where):
     """Runs the layers as in a residual network."""
     for layer in model:
         x = x + layer(x, **where)[0]
     return x
 
 
-def compare(
-    ranks: Ranks,
-    model: nn.ModuleList,
-    x: Tensor,
-    cu_seqlens: Tensor | None,
-    lengths: tuple[int, ...],
-    layout: str = "contiguous",
-    forward: Callable[..., Tensor] = through,
-) -> None:
+def compare(ranks, model, x, cu_seqlens, lengths, layout="contiguous", forward=through):
     """Compares outputs and gradients with one process; parameters' gradients are summed over ranks."""
     x = x.detach().requires_grad_()
     alone = copy.deepcopy(model)
@@ -69,7 +58,7 @@ def compare(
     (dx,) = torch.autograd.grad(y, x, dy, retain_graph=True)
     y.backward(dy)
 
-    def local(z: Tensor) -> Tensor:
+    def local(z):
         return rows_of_rank(z, ranks.rank, lengths, layout)
 
     model.zero_grad()
@@ -85,13 +74,13 @@ def compare(
         assert relative_error(parameter.grad, reference.grad) <= 1e-12, f"d{name}: {lengths}, {layout}, {cu_seqlens}"
 
 
-def check_layers_of_random_batches(ranks: Ranks) -> None:
+def check_layers_of_random_batches(ranks):
     """Batches are packed or not, in either layout; shards may be shorter than a convolution, or empty."""
     model = layers(ranks)
     for seed in range(DRAWN):
         generator = torch.Generator().manual_seed(100 * ranks.number + seed)
 
-        def draw(low: int, high: int, generator: torch.Generator = generator) -> int:
+        def draw(low, high, generator=generator):
             return int(torch.randint(low, high + 1, (1,), generator=generator))
 
         longest, layout = (2, 2, 20)[draw(0, 2)], ("contiguous", "zigzag")[draw(0, 1)]
@@ -106,7 +95,7 @@ def check_layers_of_random_batches(ranks: Ranks) -> None:
         compare(ranks, model, x.to(ranks.device), cu_seqlens, lengths, layout)
 
 
-def check_a_layer_with_a_mesh(ranks: Ranks) -> None:
+def check_a_layer_with_a_mesh(ranks):
     """The layer makes contiguous shards; its convolutions send once per direction, and no rows of other sequences."""
     model, mesh = layers(ranks), init_device_mesh(ranks.device.type, (ranks.number,))
     spread = layers(ranks)
@@ -130,7 +119,7 @@ def check_a_layer_with_a_mesh(ranks: Ranks) -> None:
         assert y[0, max(0, 3 - local.start) :].isfinite().all()
 
 
-def check_how_often_mamba2_communicates(ranks: Ranks) -> None:
+def check_how_often_mamba2_communicates(ranks):
     """Its one convolution and its op communicate once per direction, and packed sequences cost one more gather."""
     layer, x = layers(ranks)[3], torch.randn(1, 5, 16, dtype=torch.float64, device=ranks.device)
     layer.context_parallel = dist.group.WORLD
@@ -141,18 +130,18 @@ def check_how_often_mamba2_communicates(ranks: Ranks) -> None:
         assert backward == [GATHER, REDUCE_SCATTER]
 
 
-def check_checkpointed_and_compiled_layers(ranks: Ranks) -> None:
+def check_checkpointed_and_compiled_layers(ranks):
     """A forward that runs again in a backward sends again, in the same order on all ranks.
 
     Graphs end where ranks exchange, and compilation warns of no cached function that it would trace.
     """
 
-    def again(model: nn.ModuleList, x: Tensor, **where: object) -> Tensor:
+    def again(model, x, **where):
         for layer in model:
             x = x + checkpoint(layer, x, use_reentrant=False, **where)[0]
         return x
 
-    def compiled(model: nn.ModuleList, x: Tensor, **where: object) -> Tensor:
+    def compiled(model, x, **where):
         return x + torch.compile(model[0], backend="aot_eager")(x, **where)[0]
 
     x = torch.randn(1, 20, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -164,7 +153,7 @@ def check_checkpointed_and_compiled_layers(ranks: Ranks) -> None:
     assert [text for text in (str(warning.message) for warning in caught) if "lru_cache" in text] == []
 
 
-def check_what_a_layer_over_ranks_refuses(ranks: Ranks) -> None:
+def check_what_a_layer_over_ranks_refuses(ranks):
     layer = GatedLinearAttention(16, use_short_conv=True, context_parallel=dist.group.WORLD)
     x, mask = torch.randn(1, 4, 16), torch.ones(1, 4)
     state, cut = layer.initial_state(1), distributed.shard(4)
@@ -183,7 +172,7 @@ def check_what_a_layer_over_ranks_refuses(ranks: Ranks) -> None:
         layer.step(x[:, 0], state)
 
 
-def check_layers_that_differ(ranks: Ranks) -> None:
+def check_layers_that_differ(ranks):
     """With GLA_CHECK=1 all ranks raise, before a convolution sends."""
     os.environ["GLA_CHECK"] = "1"
     gla.reload_environment()

@@ -1,13 +1,9 @@
 """Code that the checks of several processes share; `start.py` starts the processes, the ranks of a group."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
-from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +15,7 @@ class Ranks:
     device: torch.device
 
 
-def rows_of_rank(y: Tensor, rank: int, lengths: Sequence[int], layout: str) -> Tensor:
+def rows_of_rank(y, rank, lengths, layout):
     """Returns the rows of y [B, T, ...] that a rank holds, given the number of tokens of each rank."""
     halves = [n // 2 for n in lengths]
     pieces = [*halves, *reversed(halves)] if layout == "zigzag" else lengths

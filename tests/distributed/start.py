@@ -8,8 +8,6 @@ A check is a function of a `Ranks`. All ranks call the same checks in the same o
 processes, and its traceback is shown.
 """
 
-from __future__ import annotations
-
 import datetime
 import sys
 import time
@@ -32,7 +30,7 @@ NUMBERS = chunk_gla_checks.NUMBERS | layer_checks.NUMBERS | tensor_parallel_chec
 """Checks for a fixed number of ranks; the others work with any number."""
 
 
-def be(rank: int, number: int, folder: str, kind: str) -> None:
+def be(rank, number, folder, kind):
     torch.set_num_threads(1)
     where = {
         "init_method": f"file://{folder}/{kind}-{number}",

@@ -1,14 +1,11 @@
 """A layer whose heads are spread over two ranks, compared with the same layer in one process."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
-from ranks import Ranks
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from gla_core import distributed
@@ -16,13 +13,13 @@ from gla_core.conformance.tolerances import relative_error
 from gla_core.nn import HGRN2, GatedLinearAttention, Mamba2, Retention, SimpleGatedLinearAttention
 
 
-def spread(alone: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def spread(alone, mesh):
     layer = copy.deepcopy(alone)
     parallelize_module(layer, mesh, distributed.tensor_parallel_plan(layer))
     return layer
 
 
-def new_layer(kind: type[nn.Module] = GatedLinearAttention, **options: object) -> nn.Module:
+def new_layer(kind=GatedLinearAttention, **options):
     """Returns a layer whose parameters are random and equal on all ranks."""
     torch.manual_seed(0)
     local = {GatedLinearAttention: {"gate_low_rank_dim": 3}, HGRN2: {"expand_ratio": 3}}
@@ -32,7 +29,7 @@ def new_layer(kind: type[nn.Module] = GatedLinearAttention, **options: object) -
     return layer
 
 
-def check_heads_over_ranks(ranks: Ranks) -> None:
+def check_heads_over_ranks(ranks):
     """Outputs, states, steps, and the gradients of x and of all parameters agree; with packed sequences, too."""
     for options in (
         {"num_kv_heads": 2, "use_short_conv": True, "conv_bias": True, "feature_map": "relu"},
@@ -66,7 +63,7 @@ def check_heads_over_ranks(ranks: Ranks) -> None:
             assert relative_error(layer.step(token, start)[0], alone(token[:, None])[0][:, 0]) <= 1e-12
 
 
-def check_heads_and_tokens_over_ranks(ranks: Ranks) -> None:
+def check_heads_and_tokens_over_ranks(ranks):
     """Two ranks share the heads, and two share the tokens."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tokens", "heads"))
     for kind in (GatedLinearAttention, HGRN2, SimpleGatedLinearAttention):
@@ -81,7 +78,7 @@ def check_heads_and_tokens_over_ranks(ranks: Ranks) -> None:
         assert relative_error(dx_actual[:, local], dx[:, local]) <= 1e-12
 
 
-def check_a_bound_of_own_heads(ranks: Ranks) -> None:
+def check_a_bound_of_own_heads(ranks):
     alone = new_layer(HGRN2)
     layer = spread(alone, init_device_mesh("cpu", (ranks.number,)))
     x, bound = torch.randn(2, 5, 16, dtype=torch.float64), torch.rand(12, dtype=torch.float64)
@@ -89,7 +86,7 @@ def check_a_bound_of_own_heads(ranks: Ranks) -> None:
     assert relative_error(layer(x, lower_bound=local)[0], alone(x, lower_bound=bound)[0]) <= 1e-12
 
 
-def check_what_cannot_be_spread(ranks: Ranks) -> None:
+def check_what_cannot_be_spread(ranks):
     for layer in (nn.Linear(16, 16), Mamba2(16, headdim=8)):
         with pytest.raises(TypeError, match=rf"layer is {type(layer).__name__}; expected .* make a plan for each"):
             distributed.tensor_parallel_plan(layer)

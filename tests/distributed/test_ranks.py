@@ -1,7 +1,5 @@
 """gla_core.distributed on 1 to 4 processes and on two GPUs; start.py lists the modules of the checks."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

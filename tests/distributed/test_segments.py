@@ -1,7 +1,5 @@
 """The number of segments into which a rank cuts its piece of a sequence."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The tables of docs/from-fla.md name every argument of flash-linear-attention's functions and of ours."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from pathlib import Path
@@ -50,10 +48,7 @@ def test_every_function_is_in_the_table():
 
 @pytest.mark.parametrize(
     ("heading", "layer"),
-    [
-        ("`GatedLinearAttention`", "GatedLinearAttention"),
-        ("`HGRN2Attention`, here `HGRN2`", "HGRN2Attention"),
-    ],
+    [("`GatedLinearAttention`", "GatedLinearAttention"), ("`HGRN2Attention`, here `HGRN2`", "HGRN2Attention")],
 )
 def test_every_argument_of_its_layers_is_there(heading, layer):
     layers = pytest.importorskip("fla.layers")

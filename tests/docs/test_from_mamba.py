@@ -1,7 +1,5 @@
 """The tables of docs/from-mamba.md name every argument of mamba_ssm's functions, and arguments of ours that exist."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The pages of the documentation: every Python block runs, code fits the site, and all names and links exist."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -86,9 +84,8 @@ def test_examples_of_docstrings_fit():
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_files_it_names_exist(page):
-    named = re.findall(
-        r"(?<![\w/])((?:gla_core|backends|benchmarks|tests|plugins)/[\w/]+(?:\.py|\.jsonl?|/))", PAGES[page]
-    )
+    folders = "gla_core|backends|benchmarks|tests|plugins"
+    named = re.findall(rf"(?<![\w/])((?:{folders})/[\w/]+(?:\.py|\.jsonl?|/))", PAGES[page])
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 

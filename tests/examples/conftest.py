@@ -1,8 +1,5 @@
-from __future__ import annotations
-
 import json
 import sysconfig
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +10,7 @@ SIZES = ("--width=16", "--layers=2", "--heads=2", "--window=32", "--batch=4", "-
 
 
 @pytest.fixture(autouse=True)
-def isolated(fresh_registry: None, plain_terminal: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def isolated(fresh_registry, plain_terminal, monkeypatch):
     """Runs every test here on one thread, as the number of threads affects rounding, and restores global state."""
     monkeypatch.syspath_prepend(EXAMPLES)  # as when a script of it runs
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -26,7 +23,7 @@ def isolated(fresh_registry: None, plain_terminal: None, monkeypatch: pytest.Mon
 
 
 @pytest.fixture
-def texts(tmp_path: Path) -> Path:
+def texts(tmp_path):
     """A folder with one file: 47,500 bytes for training and 2500 held out."""
     folder = tmp_path / "texts"
     folder.mkdir()
@@ -36,17 +33,17 @@ def texts(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def arguments(texts: Path) -> list[str]:
+def arguments(texts):
     """The arguments for a tiny model on little text."""
     return [*SIZES, f"--data={texts}"]
 
 
 @pytest.fixture
-def train(arguments: list[str]) -> Callable[..., list[float]]:
+def train(arguments):
     """A function: `train(out, ...)` trains in this process, with more arguments, and returns the losses."""
     import train_lm
 
-    def run(out: Path, *more: str) -> list[float]:
+    def run(out, *more):
         train_lm.main([*arguments, f"--out={out}", *more])
         return read_losses(out)
 
@@ -54,12 +51,12 @@ def train(arguments: list[str]) -> Callable[..., list[float]]:
 
 
 @pytest.fixture
-def losses() -> Callable[[Path], list[float]]:
+def losses():
     """A function: `losses(out)` returns the losses of all steps up to the last checkpoint."""
     return read_losses
 
 
-def read_losses(out: Path) -> list[float]:
+def read_losses(out):
     import checkpoints
 
     last = checkpoints.newest(out)

@@ -1,12 +1,9 @@
 """Damaged checkpoints, checkpoints that cannot be written, and changed texts: each gives an error of one sentence."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
 import resource
-from pathlib import Path
 
 import pytest
 
@@ -110,7 +107,7 @@ def test_a_record_that_cannot_be_written(train, losses, tmp_path, ended, monkeyp
     assert len(losses(tmp_path)) == 1
 
 
-def train_to_step_1(train, out: Path) -> None:
+def train_to_step_1(train, out):
     """Trains until an interruption in the second step, after the checkpoint of the first."""
     import train_lm
 
@@ -121,7 +118,7 @@ def train_to_step_1(train, out: Path) -> None:
             train(out, "--steps=2", "--save-every=1")
 
 
-def interrupt() -> float:
+def interrupt():
     raise KeyboardInterrupt
 
 

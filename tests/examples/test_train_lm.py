@@ -1,7 +1,5 @@
 """The example that trains a language model: it learns; its options, its files, its errors."""
 
-from __future__ import annotations
-
 import functools
 import io
 import statistics
@@ -30,7 +28,7 @@ def test_it_learns(capsys):
     assert "tokens/s" in find(out, "Speed")
 
 
-def find(out: str, text: str) -> str:
+def find(out, text):
     return next(line for line in out.splitlines() if text in line)
 
 
@@ -149,23 +147,22 @@ def test_the_share_of_gla_ops(autocast):
     q = torch.randn(1, 1024, 4, 32, requires_grad=True)  # long enough that the rest of the step does not matter
     other = torch.randn(1024, 1024)
 
-    def gla_alone() -> float:
+    def gla_alone():
         with torch.autocast("cpu", enabled=autocast):
             o, _ = gla.chunk_gla(q, q, q, logsigmoid(q))
         o.sum().backward()
         return 3.0
 
-    def nothing_of_gla() -> float:
+    def nothing_of_gla():
         return float(sum((other @ other).sum() for _ in range(10)))
 
-    def half() -> float:
+    def half():
         return gla_alone() + nothing_of_gla()
 
     for step in (gla_alone, nothing_of_gla):  # the first time takes longer
         step()
-    shares = [
-        statistics.median(speed.profiled(s, q.device)[1] for _ in range(3)) for s in (gla_alone, half, nothing_of_gla)
-    ]
+    steps = (gla_alone, half, nothing_of_gla)
+    shares = [statistics.median(speed.profiled(s, q.device)[1] for _ in range(3)) for s in steps]
     assert speed.profiled(gla_alone, q.device)[0] == 3
     assert 0.6 < shares[0] <= 1
     assert shares[0] > shares[1] > shares[2] == 0

@@ -1,7 +1,5 @@
 """Trainings that are killed and resumed, and trainings on two processes, have the losses of an undisturbed training."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket
@@ -21,10 +19,10 @@ Start = Callable[..., list[subprocess.Popen]]
 
 
 @pytest.fixture
-def start(arguments: list[str]) -> Start:
+def start(arguments):
     """A function: `start(number, ...)` starts the example in new processes; two and more as torchrun does."""
 
-    def begin(number: int, *more: str) -> list[subprocess.Popen]:
+    def begin(number, *more):
         environments = in_group(number) if number > 1 else [{}]
         command = [sys.executable, str(SCRIPT), *arguments, *more]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -33,7 +31,7 @@ def start(arguments: list[str]) -> Start:
     return begin
 
 
-def in_group(number: int) -> list[dict[str, str]]:
+def in_group(number):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -41,7 +39,7 @@ def in_group(number: int) -> list[dict[str, str]]:
     return [{**group, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(number)]
 
 
-def wait(processes: list[subprocess.Popen]) -> str:
+def wait(processes):
     """Waits for the processes, and returns their output."""
     outs = []
     for process in processes:
@@ -50,7 +48,7 @@ def wait(processes: list[subprocess.Popen]) -> str:
     return "".join(outs)
 
 
-def kill_when(processes: list[subprocess.Popen], there: Callable[[], bool]) -> None:
+def kill_when(processes, there):
     """Kills processes as soon as `there` returns True; they have to run until then."""
     end = time.monotonic() + SECONDS
     while not there() and processes[0].poll() is None and time.monotonic() < end:
@@ -62,12 +60,12 @@ def kill_when(processes: list[subprocess.Popen], there: Callable[[], bool]) -> N
 
 
 @pytest.mark.slow
-def test_killed_while_a_checkpoint_is_written(train, start: Start, losses, tmp_path, capfd):
+def test_killed_while_a_checkpoint_is_written(train, start, losses, tmp_path, capfd):
     whole = train(tmp_path / "whole", "--steps=8", "--save-every=2")
     out = tmp_path / "killed"
     common = ("--steps=8", "--save-every=2", f"--out={out}")
 
-    def half_written() -> bool:
+    def half_written():
         return any(out.glob("*.unfinished")) and any(out.glob("step-*[0-9]"))
 
     while not half_written():  # once more if it was complete before the kill
@@ -81,7 +79,7 @@ def test_killed_while_a_checkpoint_is_written(train, start: Start, losses, tmp_p
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_two_processes_read_each_window_together(train, start: Start, losses, tmp_path):
+def test_two_processes_read_each_window_together(train, start, losses, tmp_path):
     common = ("--steps=3", "--save-every=3", "--activation-checkpointing")
     out = wait(start(2, *common, "--context-parallel=2", f"--out={tmp_path / 'together'}"))
     assert "sharded by FSDP2 over 2 processes, 2 to a window" in out
@@ -91,15 +89,14 @@ def test_two_processes_read_each_window_together(train, start: Start, losses, tm
 
 
 @pytest.mark.thorough
-def test_two_processes(train, start: Start, losses, arguments, tmp_path):
+def test_two_processes(train, start, losses, arguments, tmp_path):
     common = ("--steps=4", "--save-every=1")
     alone = train(tmp_path / "alone", *common)
 
     together, killed = tmp_path / "together", tmp_path / "killed"
     command = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(SCRIPT), *arguments, *common]
-    done = subprocess.run(
-        [sys.executable, *command, f"--out={together}"], capture_output=True, text=True, timeout=SECONDS
-    )
+    command = [sys.executable, *command, f"--out={together}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stderr
     assert "sharded by FSDP2 over 2 processes" in done.stdout
     assert losses(together) == pytest.approx(alone, rel=1e-4)

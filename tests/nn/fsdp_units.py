@@ -3,8 +3,6 @@
 python tests/nn/fsdp_units.py FOLDER gla,hgrn2
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 from pathlib import Path
@@ -19,7 +17,7 @@ from tests.changes import places
 from tests.nn.test_changed_modules import CLOSE, RUNS, layer_of
 
 
-def check(layer: torch.nn.Module, units: list[str]) -> None:
+def check(layer, units):
     """Compares a layer of which these modules are units with itself: values, gradients, a prompt and steps."""
     other = copy.deepcopy(layer)
     for path in units:
@@ -35,7 +33,7 @@ def check(layer: torch.nn.Module, units: list[str]) -> None:
         torch.testing.assert_close(a.grad.full_tensor(), b.grad, **CLOSE)
 
 
-def main(folder: str, names: str) -> None:
+def main(folder, names):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
     for name in names.split(","):

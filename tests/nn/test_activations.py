@@ -1,7 +1,5 @@
 """Activations by name, and the layer's arguments that take them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -23,19 +21,19 @@ FORMULAS = {
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_values(name: str) -> None:
+def test_values(name):
     x = torch.linspace(-3, 3, 13, dtype=torch.float64)
     expected = torch.tensor([FORMULAS[name](float(value)) for value in x], dtype=torch.float64)
     torch.testing.assert_close(activation("gate_fn", name)(x), expected, rtol=1e-7, atol=1e-7)
 
 
 @pytest.mark.parametrize("argument", ["gate_fn", "feature_map"])
-def test_a_name_that_is_not_known(argument: str) -> None:
+def test_a_name_that_is_not_known(argument):
     with pytest.raises(ValueError, match=rf"unknown {argument} 'swisch'; did you mean 'swish'\? \(there are relu, "):
         GatedLinearAttention(16, **{argument: "swisch"})
 
 
-def test_a_function_stands_for_itself() -> None:
+def test_a_function_stands_for_itself():
     x = torch.randn(2, 9, 16)
     torch.manual_seed(0)
     named = GatedLinearAttention(16, feature_map="relu", gate_fn="sigmoid")
@@ -44,7 +42,7 @@ def test_a_function_stands_for_itself() -> None:
     torch.testing.assert_close(layer(x)[0], named(x)[0])
 
 
-def test_a_convolution_without() -> None:
+def test_a_convolution_without():
     convolution, x = ShortConvolution(4, 3, activation=None), torch.randn(2, 9, 4)
     expected = torch.nn.functional.conv1d(x.mT, convolution.weight, padding=2, groups=4)[..., :9].mT
     torch.testing.assert_close(convolution(x)[0], expected)
@@ -61,7 +59,7 @@ def test_a_convolution_without() -> None:
         ({"use_output_gate": False}, "g_norm", "g_norm_swish_gate"),
     ],
 )
-def test_a_checkpoint_is_read_under_either_name_of_the_norm(options: dict, name: str, other: str) -> None:
+def test_a_checkpoint_is_read_under_either_name_of_the_norm(options, name, other):
     model = torch.nn.Sequential(GatedLinearAttention(16, **options))
     weights = model.state_dict()
     assert f"0.{name}.weight" in weights

@@ -1,7 +1,5 @@
 """Layers of which one module is hooked, patched, wrapped, parametrized, offloaded or sharded: the module is called."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

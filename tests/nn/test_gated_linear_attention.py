@@ -1,20 +1,15 @@
 """The layer against a direct evaluation in float64: the convolution and the recurrence one token at a time."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from gla_core.conformance import oracle
 from gla_core.dispatch.tensors import log_gates
 from gla_core.nn import GatedLinearAttention
 
 
-def evaluate(layer: GatedLinearAttention, options: dict, x: Tensor) -> Tensor:
+def evaluate(layer, options, x):
     """Returns the layer's output for x [B, T, hidden], from its parameters by their names in flash-linear-attention."""
     p = {name: parameter.double() for name, parameter in layer.named_parameters()}
     heads = options["num_heads"]
@@ -28,9 +23,8 @@ def evaluate(layer: GatedLinearAttention, options: dict, x: Tensor) -> Tensor:
     g = -torch.log(1 + torch.exp(-g)) / options.get("gate_logit_normalizer", 16)
     if "clamp_min" in options:
         g = torch.maximum(g, torch.tensor(options["clamp_min"], dtype=g.dtype))
-    q, k, v, g = (
-        t.unflatten(-1, (n, t.shape[-1] // n)) for t, n in ((q, heads), (k, kv_heads), (v, kv_heads), (g, kv_heads))
-    )
+    numbers = (heads, kv_heads, kv_heads, kv_heads)
+    q, k, v, g = (t.unflatten(-1, (n, t.shape[-1] // n)) for t, n in zip((q, k, v, g), numbers, strict=True))
     if options.get("feature_map"):
         q, k = (F.relu(t) ** 2 for t in (q, k))
     o, _ = oracle.chunk_gla(q, k, v, g)
@@ -46,7 +40,7 @@ def evaluate(layer: GatedLinearAttention, options: dict, x: Tensor) -> Tensor:
     return o @ p["o_proj.weight"].T
 
 
-def evaluate_convolution(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def evaluate_convolution(x, weight, bias):
     """Computes silu(bias + sum over i of weight[:, 0, W-1-i] x[t-i]), one output and one input token at a time."""
     if weight is None:
         return x
@@ -61,7 +55,7 @@ def evaluate_convolution(x: Tensor, weight: Tensor | None, bias: Tensor | None) 
 
 
 @pytest.mark.parametrize("T", [1, 2, 70])
-def test_values(name: str, T: int, options: dict, make_layer: Callable) -> None:
+def test_values(name, T, options, make_layer):
     layer = make_layer(name)
     x = torch.randn(2, T, 16, dtype=torch.float64)
     y, state = layer(x)
@@ -69,7 +63,7 @@ def test_values(name: str, T: int, options: dict, make_layer: Callable) -> None:
     torch.testing.assert_close(y, evaluate(layer, options, x), rtol=1e-10, atol=1e-10)
 
 
-def test_clamp_min_bounds_the_gate(make_layer: Callable) -> None:
+def test_clamp_min_bounds_the_gate(make_layer):
     layer = make_layer("other_gate")
     x = torch.randn(2, 20, 16, dtype=torch.float64)
     bounded, _ = layer(x)
@@ -78,7 +72,7 @@ def test_clamp_min_bounds_the_gate(make_layer: Callable) -> None:
     assert (bounded - free).abs().max() > 0.01
 
 
-def test_gradients(name: str, options: dict, make_layer: Callable) -> None:
+def test_gradients(name, options, make_layer):
     layer = make_layer(name)
     x = torch.randn(2, 40, 16, dtype=torch.float64, requires_grad=True)
     dy = torch.randn(2, 40, 16, dtype=torch.float64)
@@ -91,7 +85,7 @@ def test_gradients(name: str, options: dict, make_layer: Callable) -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "conv_bias"])
-def test_gradients_reach_the_state(name: str, make_layer: Callable) -> None:
+def test_gradients_reach_the_state(name, make_layer):
     layer = make_layer(name)
     x = torch.randn(2, 11, 16, dtype=torch.float64, requires_grad=True)
     (whole,) = torch.autograd.grad(layer(x)[0][:, 5:].sum(), x)
@@ -101,12 +95,12 @@ def test_gradients_reach_the_state(name: str, make_layer: Callable) -> None:
     torch.testing.assert_close(in_two, whole, rtol=1e-10, atol=1e-10)
 
 
-def shapes(**options: object) -> dict[str, list[int]]:
+def shapes(**options):
     layer = GatedLinearAttention(hidden_size=32, num_heads=4, gate_low_rank_dim=3, **options)
     return {name: list(value.shape) for name, value in layer.state_dict().items()}
 
 
-def test_parameters() -> None:
+def test_parameters():
     assert shapes() == {
         "q_proj.weight": [16, 32],
         "k_proj.weight": [16, 32],
@@ -120,7 +114,7 @@ def test_parameters() -> None:
     }
 
 
-def test_parameters_of_every_option() -> None:
+def test_parameters_of_every_option():
     assert shapes(num_kv_heads=2, expand_v=2, use_short_conv=True, conv_size=5, conv_bias=True) == {
         "q_proj.weight": [16, 32],
         "k_proj.weight": [8, 32],
@@ -140,7 +134,7 @@ def test_parameters_of_every_option() -> None:
     }
 
 
-def test_parameters_without_output_gate() -> None:
+def test_parameters_without_output_gate():
     assert shapes(use_output_gate=False, use_short_conv=True) == {
         "q_proj.weight": [16, 32],
         "k_proj.weight": [16, 32],
@@ -158,14 +152,14 @@ def test_parameters_without_output_gate() -> None:
     assert affine.keys() - shapes(use_output_gate=False, elementwise_affine=False).keys() == {"g_norm.weight"}
 
 
-def test_default_sizes() -> None:
+def test_default_sizes():
     with torch.device("meta"):
         layer = GatedLinearAttention()
     expected = {"q_proj": [512, 1024], "v_proj": [1024, 1024], "gk_proj.0": [16, 1024], "g_norm_swish_gate": [256]}
     assert {name: list(layer.get_submodule(name).weight.shape) for name in expected} == expected
 
 
-def test_bfloat16(name: str, options: dict, make_layer: Callable) -> None:
+def test_bfloat16(name, options, make_layer):
     layer = make_layer(name, torch.bfloat16)
     x = torch.randn(2, 70, 16, dtype=torch.bfloat16)
     expected = evaluate(layer, options, x)
@@ -177,7 +171,7 @@ def test_bfloat16(name: str, options: dict, make_layer: Callable) -> None:
 
 
 @pytest.mark.parametrize(("name", "normalizer"), [("plain", 16), ("other_gate", 0.5)])
-def test_log_gates_near_0_in_bfloat16(name: str, normalizer: float, make_layer: Callable) -> None:
+def test_log_gates_near_0_in_bfloat16(name, normalizer, make_layer):
     """The op computes the gates of the first layer from logits; the second layer computes them itself."""
     layer = make_layer(name, torch.bfloat16)
     with torch.no_grad():
@@ -191,9 +185,7 @@ def test_log_gates_near_0_in_bfloat16(name: str, normalizer: float, make_layer: 
 
 @pytest.mark.parametrize("name", ["plain", "conv_bias"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.03), (torch.float16, 0.004)])
-def test_autocast(
-    name: str, dtype: torch.dtype, tolerance: float, device: str, options: dict, make_layer: Callable
-) -> None:
+def test_autocast(name, dtype, tolerance, device, options, make_layer):
     layer = make_layer(name, torch.float32).to(device)
     lengths = [12, 5]
     sequences = torch.randn(2, 24, 16).to(device)  # equal on every device
@@ -206,9 +198,8 @@ def test_autocast(
     assert (y.dtype, y_more.dtype, y_token.dtype) == (dtype, dtype, dtype)
     assert (state.recurrent.dtype, after.recurrent.dtype) == (torch.float32, torch.float32)
     ys = torch.cat([torch.cat(parts) for parts in zip(y[0].split(lengths), y_more, y_token[:, None], strict=True)])
-    expected = torch.cat(
-        [evaluate(layer, options, s[None, : n + 8])[0] for s, n in zip(sequences, lengths, strict=True)]
-    )
+    each = zip(sequences, lengths, strict=True)
+    expected = torch.cat([evaluate(layer, options, s[None, : n + 8])[0] for s, n in each])
     assert (ys - expected).norm() < tolerance * expected.norm()
 
     differentiable = torch.cat([torch.arange(n + 8) < n + 7 for n in lengths])  # every token except the steps

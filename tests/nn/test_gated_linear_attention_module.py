@@ -1,10 +1,7 @@
 """The layer as a module: other projections, sharded, compiled, on any device; its request; bad options and inputs."""
 
-from __future__ import annotations
-
 import inspect
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -19,29 +16,29 @@ SIZES = ("num_heads", "num_kv_heads", "conv_size", "gate_low_rank_dim", "expand_
 
 
 class LoRA(nn.Module):
-    def __init__(self, base_layer: nn.Linear) -> None:
+    def __init__(self, base_layer):
         super().__init__()
         self.base_layer = base_layer
         self.down = nn.Linear(base_layer.in_features, 2, bias=False)
         self.up = nn.Linear(2, base_layer.out_features, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.base_layer(x) + self.up(self.down(x))
 
 
 class Int8Linear(nn.Module):
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear):
         super().__init__()
         scale = linear.weight.detach().abs().amax() / 127
         self.weight = nn.Parameter((linear.weight.detach() / scale).round().to(torch.int8), requires_grad=False)
         self.register_buffer("scale", scale)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return F.linear(x, self.weight * self.scale)
 
 
 @pytest.mark.parametrize("wrapper", [LoRA, Int8Linear])
-def test_projections_may_be_other_modules(wrapper: type[nn.Module], make_layer: Callable) -> None:
+def test_projections_may_be_other_modules(wrapper, make_layer):
     layer = make_layer("conv", torch.float32)
     for name in ("q_proj", "k_proj", "v_proj", "g_proj", "o_proj"):
         setattr(layer, name, wrapper(getattr(layer, name)))
@@ -51,7 +48,7 @@ def test_projections_may_be_other_modules(wrapper: type[nn.Module], make_layer: 
     assert (state.recurrent.dtype, state.conv[0].dtype) == (torch.float32, torch.float32)
 
 
-def test_initial_state_of_a_layer_without_floating_parameters(small: dict) -> None:
+def test_initial_state_of_a_layer_without_floating_parameters(small):
     layer = GatedLinearAttention(**small, use_short_conv=True)
     for parameter in layer.parameters():
         parameter.requires_grad_(False).data = parameter.to(torch.int8)
@@ -59,7 +56,7 @@ def test_initial_state_of_a_layer_without_floating_parameters(small: dict) -> No
     assert {(t.dtype, t.device.type) for t in (state.recurrent, *state.conv)} == {(torch.float32, "meta")}
 
 
-def test_fsdp2_with_mixed_precision(make_layer: Callable) -> None:
+def test_fsdp2_with_mixed_precision(make_layer):
     import torch.distributed as dist  # takes half a second, and only this test needs it
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
@@ -83,14 +80,14 @@ def test_fsdp2_with_mixed_precision(make_layer: Callable) -> None:
     assert (torch.cat([y, y_more, y_token[:, None]], dim=1) - expected).norm() < 0.02 * expected.norm()
 
 
-def test_device_and_dtype(small: dict) -> None:
+def test_device_and_dtype(small):
     layer = GatedLinearAttention(**small, use_short_conv=True, conv_bias=True, device="meta", dtype=torch.bfloat16)
     assert {(p.device.type, p.dtype) for p in layer.parameters()} == {("meta", torch.bfloat16)}
 
 
 @pytest.mark.parametrize("by_module", [False, True])
 @pytest.mark.parametrize("use_output_gate", [False, True])
-def test_reset_parameters_does_what_the_constructor_does(by_module: bool, use_output_gate: bool, small: dict) -> None:
+def test_reset_parameters_does_what_the_constructor_does(by_module, use_output_gate, small):
     options = {**small, "use_short_conv": True, "conv_bias": True, "use_output_gate": use_output_gate}
     torch.manual_seed(1)
     expected = GatedLinearAttention(**options)
@@ -115,7 +112,7 @@ def test_reset_parameters_does_what_the_constructor_does(by_module: bool, use_ou
         ("multi_query", torch.bfloat16, True, "eager"),  # aot_eager takes seconds with unknown sizes
     ],
 )
-def test_compile(name: str, dtype: torch.dtype, dynamic: bool, backend: str, make_layer: Callable) -> None:
+def test_compile(name, dtype, dynamic, backend, make_layer):
     torch._dynamo.reset()
     layer = make_layer(name, dtype)
     compiled = torch.compile(layer, fullgraph=True, backend=backend, dynamic=dynamic)
@@ -131,7 +128,7 @@ def test_compile(name: str, dtype: torch.dtype, dynamic: bool, backend: str, mak
         torch.testing.assert_close(grads, expected)
 
 
-def test_the_request_reaches_every_op(small: dict) -> None:
+def test_the_request_reaches_every_op(small):
     layer = GatedLinearAttention(**small, backend="reference")
     assert layer(torch.randn(1, 3, 16))[0].shape == (1, 3, 16)
     layer.backend = "refrence"
@@ -149,7 +146,7 @@ def test_the_request_reaches_every_op(small: dict) -> None:
         (1, TypeError, "backend= is int; expected a string"),
     ],
 )
-def test_a_bad_request_is_found_at_construction(backend: object, error: type, message: str, small: dict) -> None:
+def test_a_bad_request_is_found_at_construction(backend, error, message, small):
     with pytest.raises(error, match=message):
         GatedLinearAttention(**small, backend=backend)
 
@@ -177,13 +174,13 @@ def test_a_bad_request_is_found_at_construction(backend: object, error: type, me
         ({"clamp_min": 0.5}, "clamp_min is 0.5; expected at most 0"),
     ],
 )
-def test_bad_options(options: dict, message: str, small: dict) -> None:
+def test_bad_options(options, message, small):
     with pytest.raises(ValueError, match=message):
         GatedLinearAttention(**{**small, **options})
 
 
 @pytest.mark.parametrize("kind", [GatedLinearAttention, HGRN2, Mamba2, Retention, SimpleGatedLinearAttention])
-def test_sizes_of_numpy(kind: Callable) -> None:
+def test_sizes_of_numpy(kind):
     """A layer has Python's integers, whatever integers it was given."""
     known = inspect.signature(kind).parameters
     sizes = {name: 16 for name in ("hidden_size", "d_model") if name in known}
@@ -197,7 +194,7 @@ def test_sizes_of_numpy(kind: Callable) -> None:
 
 
 @pytest.mark.parametrize("number", [2**31, 1e300, 10**30])
-def test_large_gate_logit_normalizers(number: float, small: dict) -> None:
+def test_large_gate_logit_normalizers(number, small):
     """They make gates of 1, where the op takes none as large."""
     torch.manual_seed(0)
     layer = GatedLinearAttention(**small, gate_logit_normalizer=number)
@@ -220,14 +217,12 @@ def test_large_gate_logit_normalizers(number: float, small: dict) -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["plain", "conv"])
-def test_bad_input(
-    name: str, x: object, cu_seqlens: Tensor | None, error: type, message: str, make_layer: Callable
-) -> None:
+def test_bad_input(name, x, cu_seqlens, error, message, make_layer):
     with pytest.raises(error, match=message):
         make_layer(name, torch.float32)(x, cu_seqlens=cu_seqlens)
 
 
-def test_bad_states(make_layer: Callable) -> None:
+def test_bad_states(make_layer):
     plain, conv = make_layer("plain"), make_layer("conv")
     x = torch.zeros(2, 16, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"x has shape \[2, 1, 16\]; expected \[B, hidden_size\]"):

@@ -1,22 +1,17 @@
 """Packed sequences in a layer, and a layer without tokens."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gla_core as gla
 
 
-def pack(*lengths: int) -> Tensor:
+def pack(*lengths):
     return torch.tensor([0, *lengths]).cumsum(0)
 
 
-def test_packed_without_state_then_steps(make_layer: Callable) -> None:
+def test_packed_without_state_then_steps(make_layer):
     layer = make_layer("conv_bias")
     lengths = [1, 0, 7]
     sequences = torch.randn(3, 10, 16, dtype=torch.float64)
@@ -30,9 +25,7 @@ def test_packed_without_state_then_steps(make_layer: Callable) -> None:
 
 @pytest.mark.parametrize("name", ["plain", "conv_bias"])
 @pytest.mark.parametrize("offsets", [[0, 3, 3, 5], [2, 2, 6], [0], [4]])
-def test_tokens_outside_the_offsets_touch_nothing(
-    name: str, offsets: list[int], make_layer: Callable, assert_same_state: Callable
-) -> None:
+def test_tokens_outside_the_offsets_touch_nothing(name, offsets, make_layer, assert_same_state):
     layer = make_layer(name)
     begin, end = offsets[0], offsets[-1]
     x = torch.randn(1, 8, 16, dtype=torch.float64, requires_grad=True)
@@ -49,9 +42,7 @@ def test_tokens_outside_the_offsets_touch_nothing(
 
 
 @pytest.mark.parametrize("offsets", [[0, 5, 3, 8], [0, 9], [-1, 8]])
-def test_bad_offsets_are_refused_by_name(
-    offsets: list[int], fresh_registry: None, monkeypatch: pytest.MonkeyPatch, make_layer: Callable
-) -> None:
+def test_bad_offsets_are_refused_by_name(offsets, fresh_registry, monkeypatch, make_layer):
     monkeypatch.setenv("GLA_CHECK", "1")
     gla.reload_environment()
     layer = make_layer("conv_bias")
@@ -60,7 +51,7 @@ def test_bad_offsets_are_refused_by_name(
 
 
 @pytest.mark.parametrize("name", ["plain", "conv"])
-def test_no_tokens_and_no_sequences(name: str, make_layer: Callable, assert_same_state: Callable) -> None:
+def test_no_tokens_and_no_sequences(name, make_layer, assert_same_state):
     layer = make_layer(name)
     y, state = layer(torch.zeros(2, 0, 16, dtype=torch.float64), output_final_state=True)
     assert y.shape == (2, 0, 16)
@@ -71,7 +62,7 @@ def test_no_tokens_and_no_sequences(name: str, make_layer: Callable, assert_same
         assert_same_state(state, layer.initial_state(0), rtol=0, atol=0)
 
 
-def test_packed_reads_no_value_on_the_host(make_layer: Callable) -> None:
+def test_packed_reads_no_value_on_the_host(make_layer):
     layer = make_layer("conv_bias")
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:  # raises wherever a value is read
         cu_seqlens = mode.from_tensor(pack(2, 5))
@@ -83,12 +74,11 @@ def test_packed_reads_no_value_on_the_host(make_layer: Callable) -> None:
 
 
 @pytest.mark.thorough
-def test_compile_packed_with_state_and_step(make_layer: Callable, assert_same_state: Callable) -> None:
+def test_compile_packed_with_state_and_step(make_layer, assert_same_state):
     torch._dynamo.reset()
     layer = make_layer("conv_bias")
-    forward, step = (
-        torch.compile(f, fullgraph=True, backend="eager", dynamic=True) for f in (layer.forward, layer.step)
-    )
+    options = {"fullgraph": True, "backend": "eager", "dynamic": True}
+    forward, step = (torch.compile(f, **options) for f in (layer.forward, layer.step))
     # Sizes that differ from all of the layer's, since the compiler treats equal sizes as the same size.
     for i, lengths in enumerate([(2, 1, 0, 3, 5), (1, 1, 9, 0, 2, 6)]):
         x = torch.randn(1, sum(lengths), 16, dtype=torch.float64)

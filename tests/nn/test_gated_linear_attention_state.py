@@ -1,10 +1,7 @@
 """The state of a layer: prefill followed by steps, several calls in a row, saved and loaded."""
 
-from __future__ import annotations
-
 import copy
 import io
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,7 +10,7 @@ from gla_core.nn import GLAState
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_initial_state(dtype: torch.dtype, make_layer: Callable) -> None:
+def test_initial_state(dtype, make_layer):
     state = make_layer("multi_query", dtype).initial_state(3)
     recurrent_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     assert torch.equal(state.recurrent, torch.zeros(3, 1, 2, 4, dtype=recurrent_dtype))
@@ -23,7 +20,7 @@ def test_initial_state(dtype: torch.dtype, make_layer: Callable) -> None:
     assert make_layer("plain").initial_state(3).conv is None
 
 
-def test_a_saved_state_is_loaded_without_unpickling_code(make_layer: Callable, assert_same_state: Callable) -> None:
+def test_a_saved_state_is_loaded_without_unpickling_code(make_layer, assert_same_state):
     layer = make_layer("conv")
     _, state = layer(torch.randn(2, 5, 16, dtype=torch.float64), output_final_state=True)
     file = io.BytesIO()
@@ -36,7 +33,7 @@ def test_a_saved_state_is_loaded_without_unpickling_code(make_layer: Callable, a
     layer.load_state_dict(loaded["layer"])
 
 
-def test_step_leaves_its_state_alone_and_needs_no_gradient(make_layer: Callable, assert_same_state: Callable) -> None:
+def test_step_leaves_its_state_alone_and_needs_no_gradient(make_layer, assert_same_state):
     layer = make_layer("conv")
     state = layer.initial_state(2)
     before = copy.deepcopy(state)
@@ -45,7 +42,7 @@ def test_step_leaves_its_state_alone_and_needs_no_gradient(make_layer: Callable,
     assert not any(t.requires_grad for t in (y, after.recurrent, *after.conv))
 
 
-def test_states_and_indices_that_do_not_fit(make_layer: Callable) -> None:
+def test_states_and_indices_that_do_not_fit(make_layer):
     layer, x = make_layer("conv"), torch.randn(2, 16, dtype=torch.float64)
     state = layer.initial_state(6)
     with pytest.raises(ValueError, match=r"state.recurrent has shape \[6, 2, 4, 8\]; expected .* with N=2"):

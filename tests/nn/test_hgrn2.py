@@ -1,13 +1,8 @@
 """The HGRN2 layer against a direct evaluation in float64, one token at a time."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from gla_core.conformance import oracle
 from gla_core.nn import HGRN2
@@ -23,11 +18,11 @@ BOUND = torch.tensor([0.0, 0.3, 0.9, 0.999], dtype=torch.float64)
 
 
 @pytest.fixture(params=LAYERS)
-def options(request: pytest.FixtureRequest) -> dict:
+def options(request):
     return LAYERS[request.param]
 
 
-def make(options: dict, dtype: torch.dtype = torch.float64) -> HGRN2:
+def make(options, dtype=torch.float64):
     """Returns a small layer; every parameter is random, so that none can be ignored unnoticed."""
     torch.manual_seed(0)
     layer = HGRN2(16, **options)
@@ -36,7 +31,7 @@ def make(options: dict, dtype: torch.dtype = torch.float64) -> HGRN2:
     return layer.to(dtype)
 
 
-def convolved(x: Tensor, p: dict[str, Tensor], name: str) -> Tensor:
+def convolved(x, p, name):
     weight, bias = p.get(f"{name}_conv1d.weight"), p.get(f"{name}_conv1d.bias")
     if weight is None:
         return x
@@ -45,7 +40,7 @@ def convolved(x: Tensor, p: dict[str, Tensor], name: str) -> Tensor:
     return sum(weight[:, 0, i] * padded[:, i : i + x.shape[1]] for i in range(W)) + bias
 
 
-def evaluate(layer: HGRN2, options: dict, x: Tensor, bound: Tensor | float = 0.0) -> Tensor:
+def evaluate(layer, options, x, bound=0.0):
     """Returns the layer's output for x [B, T, hidden], from its parameters by their names in flash-linear-attention."""
     p = {name: parameter.double() for name, parameter in layer.named_parameters()}
     q, f, v = (convolved(x @ p[f"{n}_proj.weight"].T, p, n) for n in "qfi")
@@ -58,7 +53,7 @@ def evaluate(layer: HGRN2, options: dict, x: Tensor, bound: Tensor | float = 0.0
 
 
 @pytest.mark.parametrize("T", [1, 2, 70])
-def test_values_and_gradients(T: int, options: dict) -> None:
+def test_values_and_gradients(T, options):
     layer = make(options)
     x = torch.randn(2, T, 16, dtype=torch.float64, requires_grad=True)
     y, state = layer(x)
@@ -70,7 +65,7 @@ def test_values_and_gradients(T: int, options: dict) -> None:
     torch.testing.assert_close(actual, torch.autograd.grad(expected, wanted, dy), rtol=1e-8, atol=1e-8)
 
 
-def test_a_lower_bound_of_the_gate(assert_same_state: Callable) -> None:
+def test_a_lower_bound_of_the_gate(assert_same_state):
     options = LAYERS["plain"]
     layer, x = make(options), torch.randn(2, 20, 16, dtype=torch.float64)
     bound = BOUND.repeat(4).requires_grad_()
@@ -88,7 +83,7 @@ def test_a_lower_bound_of_the_gate(assert_same_state: Callable) -> None:
 
 
 @torch.no_grad()
-def test_a_step_from_projections(options: dict, assert_same_state: Callable) -> None:
+def test_a_step_from_projections(options, assert_same_state):
     layer, x, bound = make(options), torch.randn(2, 16, dtype=torch.float64), torch.rand((), dtype=torch.float64)
     _, state = layer(torch.randn(2, 5, 16, dtype=torch.float64), output_final_state=True)
     residual, indices = torch.randn(2, 16, dtype=torch.float64), torch.tensor([1, -1])
@@ -104,7 +99,7 @@ def test_a_step_from_projections(options: dict, assert_same_state: Callable) -> 
 
 @torch.no_grad()
 @pytest.mark.parametrize("padded", [False, True])
-def test_a_residual(options: dict, padded: bool) -> None:
+def test_a_residual(options, padded):
     layer, (x, residual) = make(options), torch.randn(2, 2, 5, 16, dtype=torch.float64)
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 0, 1, 1, 0]]) if padded else None
     expected = residual + layer(x, attention_mask=mask)[0]
@@ -112,7 +107,7 @@ def test_a_residual(options: dict, padded: bool) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
-def test_the_gate_is_float32_in_bfloat16() -> None:
+def test_the_gate_is_float32_in_bfloat16():
     layer = make(LAYERS["plain"], torch.bfloat16)
     with torch.no_grad():
         layer.f_proj.weight.fill_(0.5)
@@ -122,7 +117,7 @@ def test_the_gate_is_float32_in_bfloat16() -> None:
     torch.testing.assert_close(k.float(), torch.full((1, 3, 4, 4), 3.3535013046648e-4), rtol=4e-3, atol=0)
 
 
-def test_in_training() -> None:
+def test_in_training():
     layer = make({"expand_ratio": 8}, torch.float32)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     x, target = torch.randn(4, 30, 16), torch.randn(4, 30, 16)
@@ -145,12 +140,12 @@ def test_in_training() -> None:
         ({"expand_ratio": 4, "backend": "a b"}, "cannot read 'a b'"),
     ],
 )
-def test_wrong_arguments(options: dict, message: str) -> None:
+def test_wrong_arguments(options, message):
     with pytest.raises(ValueError, match=message.replace("?", r"\?")):
         HGRN2(16, **options)
 
 
-def test_parameters_are_named_as_in_flash_linear_attention() -> None:
+def test_parameters_are_named_as_in_flash_linear_attention():
     names = [name for name, _ in HGRN2(16, expand_ratio=4, use_short_conv=True, conv_bias=True).named_parameters()]
     convolutions = [f"{n}_conv1d.{p}" for n in "qfi" for p in ("weight", "bias")]
     assert names == [*(f"{n}_proj.weight" for n in "qfi"), *convolutions, "g_norm.weight", "o_proj.weight"]

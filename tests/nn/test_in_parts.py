@@ -1,7 +1,5 @@
 """Layers of every kind in parts: token by token, packed, with padding, in a pool and compiled, against whole calls."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -170,9 +168,8 @@ def test_a_step_waits_for_no_value(layer, inplace):
 @pytest.mark.parametrize("layer", ["retention", "mamba2"], indirect=True)
 def test_compiled_once(layer):
     torch._dynamo.reset()
-    forward, step = (
-        torch.compile(f, fullgraph=True, backend="eager", dynamic=True) for f in (layer.forward, layer.step)
-    )
+    options = {"fullgraph": True, "backend": "eager", "dynamic": True}
+    forward, step = (torch.compile(f, **options) for f in (layer.forward, layer.step))
     for i, N in enumerate((5, 6)):
         before, offsets = states(layer, N), (torch.arange(N + 1) * 2).cumsum(0)
         x, token = inputs(1, int(offsets[-1])), inputs(N)

@@ -1,7 +1,5 @@
 """A decoding step of a layer: the op that computes its norm and its output gate too, and when it does not."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -22,10 +20,7 @@ FUSED = {
     "simple_gla": (gla.nn.SimpleGatedLinearAttention, {}),
     "retention": (gla.nn.Retention, {}),
 }
-NOT_FUSED = {
-    "gelu": (gla.nn.GatedLinearAttention, {"gate_fn": "gelu"}),
-    "hgrn2": (gla.nn.HGRN2, {}),
-}
+NOT_FUSED = {"gelu": (gla.nn.GatedLinearAttention, {"gate_fn": "gelu"}), "hgrn2": (gla.nn.HGRN2, {})}
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """The Mamba-2 layer against its recurrence in float64, one token at a time."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -116,9 +114,8 @@ def test_parameters_have_the_names_of_mamba_ssm():
         "out_proj.bias": [16],
     }
     fewer = make(rmsnorm=False, conv_bias=False, headdim=8, D_has_hdim=True, chunk_size=64, use_mem_eff_path=False)
-    assert layer.state_dict().keys() - fewer.state_dict().keys() == {
-        *("in_proj.bias", "out_proj.bias", "conv1d.bias", "norm.weight")
-    }
+    more = {"in_proj.bias", "out_proj.bias", "conv1d.bias", "norm.weight"}
+    assert layer.state_dict().keys() - fewer.state_dict().keys() == more
     assert fewer.D.shape == (32,)
 
 
@@ -197,7 +194,6 @@ def test_a_state_of_another_layer():
     state = layer.initial_state(2)
     with pytest.raises(ValueError, match=r"state\.conv has 0 tensors; expected 1"):
         layer.step(x, state._replace(conv=None))
-    with pytest.raises(
-        ValueError, match=r"state\.conv\[0\] has shape \[2, 2, 38\]; .* with N=2, conv_size-1=3, width=38"
-    ):
+    message = r"state\.conv\[0\] has shape \[2, 2, 38\]; .* with N=2, conv_size-1=3, width=38"
+    with pytest.raises(ValueError, match=message):
         layer.step(x, state._replace(conv=(state.conv[0][:, 1:],)))

@@ -1,7 +1,5 @@
 """The memory that layers keep for the backward, in bfloat16, per token. It does not depend on the processor."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -31,7 +29,7 @@ LAYERS: dict[str, tuple[Any, dict[str, Any], float]] = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_keeps_what_its_backward_needs(name: str) -> None:
+def test_a_layer_keeps_what_its_backward_needs(name):
     make, options, channels = LAYERS[name]
     layer = make(D, **options, dtype=torch.bfloat16)
     x = torch.randn(B, T, D, dtype=torch.bfloat16, requires_grad=True)

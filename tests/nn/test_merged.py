@@ -1,18 +1,15 @@
 """Weights that lie behind one another: one product where they do, the layers' own products where they do not."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
-from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gla_core.nn import HGRN2, GatedLinearAttention, GLAState, SimpleGatedLinearAttention
+from gla_core.nn import HGRN2, GatedLinearAttention, SimpleGatedLinearAttention
 from gla_core.nn.merged import _ALLOCATIONS, added, matrix_of, products
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -21,7 +18,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 class Products(TorchDispatchMode):
     """Counts products of matrices."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.number = 0
 
@@ -31,13 +28,13 @@ class Products(TorchDispatchMode):
 
 
 @pytest.fixture
-def layer() -> GatedLinearAttention:
+def layer():
     torch.manual_seed(0)
     return GatedLinearAttention(16, num_heads=2, gate_low_rank_dim=4)
 
 
 @torch.no_grad()
-def computed(layer: GatedLinearAttention) -> tuple[int, Tensor, GLAState]:
+def computed(layer):
     """Returns the number of products of a step, its y and its state."""
     x = torch.linspace(-1, 1, 32).view(2, 16).to(next(layer.parameters()).dtype)
     with Products() as products:
@@ -45,37 +42,37 @@ def computed(layer: GatedLinearAttention) -> tuple[int, Tensor, GLAState]:
     return products.number, y, state
 
 
-def apart(layer: GatedLinearAttention) -> GatedLinearAttention:
+def apart(layer):
     """Returns a copy whose weights lie apart."""
     return copy.deepcopy(layer)
 
 
-def lora(layer: GatedLinearAttention) -> None:
+def lora(layer):
     layer.k_proj = nn.Sequential(layer.k_proj)
 
 
-def hook(layer: GatedLinearAttention) -> None:
+def hook(layer):
     layer.v_proj.register_forward_hook(lambda *_: None)
 
 
-def replace(layer: GatedLinearAttention) -> None:
+def replace(layer):
     layer.q_proj.weight = nn.Parameter(layer.q_proj.weight.detach().clone())
 
 
-def assign(layer: GatedLinearAttention) -> None:
+def assign(layer):
     layer.load_state_dict({name: x.clone() for name, x in layer.state_dict().items()}, assign=True)
 
 
-def tie(layer: GatedLinearAttention) -> None:
+def tie(layer):
     layer.k_proj.weight = layer.q_proj.weight
     layer.merge()
 
 
-def patch(layer: GatedLinearAttention) -> None:
+def patch(layer):
     layer.g_proj.forward = lambda x: nn.functional.linear(x, layer.g_proj.weight)
 
 
-def parametrize(layer: GatedLinearAttention) -> None:
+def parametrize(layer):
     nn.utils.parametrizations.weight_norm(layer.q_proj)
 
 
@@ -83,7 +80,7 @@ CHANGES = [lora, hook, replace, assign, tie, patch, parametrize]
 
 
 @pytest.mark.parametrize("change", [None, *CHANGES], ids=lambda change: change and change.__name__)
-def test_a_step_is_three_products_or_falls_back(layer: GatedLinearAttention, change: Callable | None) -> None:
+def test_a_step_is_three_products_or_falls_back(layer, change):
     other = apart(layer)
     if change is not None:
         change(layer)
@@ -107,13 +104,13 @@ def test_a_step_is_three_products_or_falls_back(layer: GatedLinearAttention, cha
         lambda layer: nn.Sequential(layer).half()[0],
     ],
 )
-def test_weights_stay_together(layer: GatedLinearAttention, move: Callable) -> None:
+def test_weights_stay_together(layer, move):
     layer = move(layer)
     with torch.no_grad():
         assert products(*layer.merged_layers(), torch.zeros(1, 16, dtype=layer.q_proj.weight.dtype)) is not None
 
 
-def test_memory_that_another_owns_is_left_alone(layer: GatedLinearAttention) -> None:
+def test_memory_that_another_owns_is_left_alone(layer):
     other = apart(layer)
     layer.load_state_dict(other.state_dict(), assign=True)
     for model in (layer.to(torch.float32), other):
@@ -126,7 +123,7 @@ def test_memory_that_another_owns_is_left_alone(layer: GatedLinearAttention) -> 
     assert [x.data_ptr() for x in layer.parameters()] == places
 
 
-def test_each_weight_has_its_own_storage_and_none_keeps_the_memory(layer: GatedLinearAttention) -> None:
+def test_each_weight_has_its_own_storage_and_none_keeps_the_memory(layer):
     weights = [module.weight for module in layer.merged_layers()[0]]
     storages = [weight.untyped_storage() for weight in weights]
     assert [x.nbytes() for x in storages] == [weight.nbytes for weight in weights]
@@ -142,7 +139,7 @@ def test_each_weight_has_its_own_storage_and_none_keeps_the_memory(layer: GatedL
         assert products(*layer.merged_layers(), torch.zeros(1, 16)) is None
 
 
-def test_saved_and_trained(layer: GatedLinearAttention) -> None:
+def test_saved_and_trained(layer):
     file = io.BytesIO()
     torch.save(layer.state_dict(), file)
     assert len(file.getvalue()) < 4 * sum(x.numel() for x in layer.parameters()) + 5000
@@ -160,7 +157,7 @@ def test_saved_and_trained(layer: GatedLinearAttention) -> None:
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_a_residual(layer: GatedLinearAttention, padded: bool) -> None:
+def test_a_residual(layer, padded):
     x, residual = torch.randn(2, 2, 5, 16)
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 0, 1, 1, 0]]) if padded else None
     expected = residual + layer(x, attention_mask=mask)[0]
@@ -173,7 +170,7 @@ def test_a_residual(layer: GatedLinearAttention, padded: bool) -> None:
         torch.testing.assert_close(actual, expected, **CLOSE)
 
 
-def test_added() -> None:
+def test_added():
     linear, x, residual = nn.Linear(3, 4, bias=False), torch.randn(2, 3), torch.randn(2, 4)
     expected, before = residual + linear(x), residual.clone()
     assert torch.equal(added(residual, linear, x), expected)
@@ -189,7 +186,7 @@ def test_added() -> None:
     ("layer", "number"),
     [(SimpleGatedLinearAttention(16, num_heads=2, use_short_conv=False), 3), (HGRN2(16, num_heads=2), 2)],
 )
-def test_other_layers(layer: nn.Module, number: int) -> None:
+def test_other_layers(layer, number):
     x = torch.randn(1, 3, 16)
     expected = layer(x)[0]
     with torch.no_grad(), Products() as products:

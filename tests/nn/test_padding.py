@@ -1,9 +1,5 @@
 """Rows with padding, given by a mask: a layer's results for the tokens do not depend on the padding."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -23,7 +19,7 @@ B, T = MASK.shape
 
 
 @pytest.mark.thorough
-def test_in_a_compiled_graph(make_layer: Callable) -> None:
+def test_in_a_compiled_graph(make_layer):
     layer = make_layer("conv")
     x = torch.randn(B, T, 16, dtype=torch.float64)
     torch._dynamo.reset()
@@ -32,7 +28,7 @@ def test_in_a_compiled_graph(make_layer: Callable) -> None:
     torch.testing.assert_close(y, layer(x, attention_mask=MASK)[0])
 
 
-def test_what_is_no_mask_of_x(make_layer: Callable) -> None:
+def test_what_is_no_mask_of_x(make_layer):
     layer, x = make_layer("plain"), torch.randn(1, T, 16, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"attention_mask has shape \[1, 8, 8\]; expected \[B, columns\]"):
         layer(x, attention_mask=torch.ones(1, T, T))
@@ -42,7 +38,7 @@ def test_what_is_no_mask_of_x(make_layer: Callable) -> None:
         layer(x, cu_seqlens=torch.tensor([0, T]), attention_mask=torch.ones(1, T))
 
 
-def test_there_and_back() -> None:
+def test_there_and_back():
     actual, x = padding(MASK, T), torch.randn(B, T, 3)
     assert actual.lengths.tolist() == MASK.sum(1).tolist()
     front = actual.front(x)

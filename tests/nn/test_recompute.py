@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -67,11 +65,11 @@ def test_under_transforms_and_compiled(inputs):
 class Projected(torch.nn.Module):
     """A linear layer whose input is computed again."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = torch.nn.Linear(5, 4, dtype=torch.float64)
 
-    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, *inputs):
         y = recomputed(gated, *inputs)
         with not_kept(y):
             return self.linear(y)
@@ -164,9 +162,8 @@ def test_second_derivatives_with_a_formula(inputs):
     def by_formula(x):
         return recomputed(lambda x: x * x, x, gradients=lambda x, dy: (2 * x * dy,))
 
-    actual, wanted = (
-        torch.autograd.grad(gradient(function, layer.weight), x) for function in (by_formula, lambda x: x * x)
-    )
+    functions = (by_formula, lambda x: x * x)
+    actual, wanted = (torch.autograd.grad(gradient(function, layer.weight), x) for function in functions)
     torch.testing.assert_close(actual, wanted)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient(by_formula, x).backward()

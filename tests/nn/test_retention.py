@@ -1,7 +1,5 @@
 """The retention layer against its recurrence in float64, one token at a time, with the rotation as complex numbers."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

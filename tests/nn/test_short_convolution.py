@@ -1,11 +1,6 @@
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from gla_core.nn.short_convolution import ShortConvolution, packing
 
@@ -13,7 +8,7 @@ from gla_core.nn.short_convolution import ShortConvolution, packing
 @pytest.mark.parametrize("W", [1, 2, 4])
 @pytest.mark.parametrize("T", [1, 3, 20])
 @pytest.mark.parametrize("bias", [False, True])
-def test_is_a_causal_conv1d_with_silu(W: int, T: int, bias: bool) -> None:
+def test_is_a_causal_conv1d_with_silu(W, T, bias):
     convolution = ShortConvolution(6, W, bias).double()
     torch_convolution = torch.nn.Conv1d(6, 6, W, padding=W - 1, groups=6, bias=bias).double()
     torch_convolution.load_state_dict(convolution.state_dict())
@@ -28,11 +23,11 @@ def test_is_a_causal_conv1d_with_silu(W: int, T: int, bias: bool) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"history": True}, {"lengths": [2, 7]}, {"T": 2}, {"packed": [1, 4, 4, 9]}], ids=str
 )
-def test_by_a_kernel(options: dict[str, Any], W: int, activation: str | None) -> None:
+def test_by_a_kernel(options, W, activation):
     """A kernel computes every call of an activation that it knows, and the result is that of PyTorch."""
     shapes = []
 
-    def kernel(x: Tensor, weight: Tensor, bias: Tensor | None, name: str | None) -> Tensor:
+    def kernel(x, weight, bias, name):
         shapes.append(list(x.shape))
         y = F.conv1d(x, weight[:, None], bias, padding=W - 1, groups=6)[..., : x.shape[2]]
         return y if name is None else getattr(F, name)(y)
@@ -55,14 +50,14 @@ def test_by_a_kernel(options: dict[str, Any], W: int, activation: str | None) ->
         assert shapes == [[2, 6, 10]], "x itself, without room for a history"
 
 
-def test_packing_by_hand() -> None:
+def test_packing_by_hand():
     places = packing(torch.tensor([1, 4, 4, 5]), 6, 3)  # x .. .. a0 a1 a2 .. .. .. .. c0 x, behind one more .. ..
     assert places.tokens.tolist() == [2, 5, 6, 7, 12, 13]
     assert places.histories.tolist() == [[3, 4], [8, 9], [10, 11]]
     assert places.last.tolist() == [[6, 7], [8, 9], [11, 12]]
 
 
-def test_packed_inputs_and_histories_get_their_gradients() -> None:
+def test_packed_inputs_and_histories_get_their_gradients():
     convolution = ShortConvolution(3, 3, bias=True).double()
     places = packing(torch.tensor([0, 1, 1, 5]), 5, 3)
     x = torch.randn(1, 5, 3, dtype=torch.float64, requires_grad=True)
@@ -72,7 +67,7 @@ def test_packed_inputs_and_histories_get_their_gradients() -> None:
 
 
 @pytest.mark.parametrize("offsets", [[0, 2, 6], [2, 3], [9], [7, 20, -5, 3]])
-def test_any_offsets_stay_inside(offsets: list[int]) -> None:
+def test_any_offsets_stay_inside(offsets):
     places = packing(torch.tensor(offsets), 9, 4)
     y, history = ShortConvolution(3, 4)(torch.randn(1, 9, 3), packing=places)
     assert y.shape == (1, 9, 3)
@@ -80,11 +75,11 @@ def test_any_offsets_stay_inside(offsets: list[int]) -> None:
     assert y.isfinite().all()
 
 
-def test_compile_packed() -> None:
+def test_compile_packed():
     torch._dynamo.reset()
     convolution = ShortConvolution(7, 3, bias=True)
 
-    def run(x: torch.Tensor, history: torch.Tensor, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(x, history, cu_seqlens):
         return convolution(x, history, packing(cu_seqlens, x.shape[1], 3))
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
@@ -100,12 +95,12 @@ def test_compile_packed() -> None:
         torch.testing.assert_close(grads, expected_grads)
 
 
-def test_history_does_not_keep_the_rows_alive() -> None:
+def test_history_does_not_keep_the_rows_alive():
     _, history = ShortConvolution(3, 4)(torch.randn(1, 500, 3))
     assert history.untyped_storage().nbytes() == 3 * 3 * 4
 
 
-def test_half_precision_is_rounded_once() -> None:
+def test_half_precision_is_rounded_once():
     convolution = ShortConvolution(8, 4, bias=True).bfloat16()
     x = torch.randn(2, 30, 8).bfloat16()
     y, history = convolution(x)
@@ -113,7 +108,7 @@ def test_half_precision_is_rounded_once() -> None:
     assert torch.equal(y, convolution.float()(x.float())[0].bfloat16())
 
 
-def test_initial_weights_have_the_range_of_conv1d() -> None:
+def test_initial_weights_have_the_range_of_conv1d():
     torch.manual_seed(0)
     convolution = ShortConvolution(2000, 4, bias=True)
     for parameter in convolution.parameters():

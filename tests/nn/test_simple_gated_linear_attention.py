@@ -1,7 +1,5 @@
 """The layer with one gate per head against a direct evaluation in float64, and against itself in parts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

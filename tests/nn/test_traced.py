@@ -1,7 +1,5 @@
 """Layers under torch.jit.trace, which tensorboard's add_graph calls, and torch.export, for any number of tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,11 +1,9 @@
-from __future__ import annotations
-
 import hypothesis
 import pytest
 
 import gla_core as gla
 
-hypothesis.settings.register_profile("gla", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.register_profile("gla", derandomize=True, print_blob=True)  # as tests/conftest.py has the rest
 hypothesis.settings.load_profile("gla")
 
 

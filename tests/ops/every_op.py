@@ -1,12 +1,11 @@
 """Small calls of every op: packed and not, with slots that are skipped, new sequences, drafts, and rows of none."""
 
-from __future__ import annotations
-
 import torch
 
 import gla_core as gla
 from gla_core.conformance.cases import DRAFTS, PROMPTS, STEPS, WITH_STATES, relative
 from gla_core.ops import ABSTRACT_OPS
+from gla_core.ops.spec import Role
 from gla_core.workloads.inputs import arguments, token_of
 from gla_core.workloads.named import Workload
 
@@ -19,10 +18,14 @@ def ints(*numbers):
 
 
 def tokens(op, B=1, T=10, **options):
-    """Returns the tokens of a call of an abstract op, as random as those of the sequences of its family."""
-    public = ABSTRACT_OPS[relative(op, "initial_state")].public
+    """Returns the tokens of a call of an abstract op, as random as those of the sequences of its family.
+
+    An op on sequences has them with the rates and the skip that all tokens share.
+    """
+    spec, public = ABSTRACT_OPS[op], ABSTRACT_OPS[op if op in WITH_STATES else relative(op, "initial_state")].public
     x = arguments(Workload("", public, frozenset(), {"B": B, "T": T, "H": 1, "K": 2, "V": 2, **options}))
-    return {argument.shown: x[argument.shown] for argument in ABSTRACT_OPS[op].token_arguments}
+    inputs = (a.shown for a in spec.arguments if a.dtype is not None and a.role in (Role.INPUT, Role.GATE))
+    return {name: x[name] for name in inputs if name in x}
 
 
 def token(op, B):

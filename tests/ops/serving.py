@@ -1,7 +1,5 @@
 """Calls of the ops that write states in place: their arguments, the values that the oracle expects, and comparisons."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -69,6 +67,12 @@ def assert_computed(op, o, x, wanted, budget=FORWARD[torch.float32]):
         assert relative_error(x["out"], wanted["o"]) <= budget
     assert set(results) == set(wanted)
     assert {name: error for name in wanted if (error := relative_error(results[name], wanted[name])) > budget} == {}
+
+
+def check(op, x, budget=FORWARD[torch.float32], **options):
+    """Calls an op, and compares o, and all that it writes, with the oracle."""
+    wanted = expected(op, x, gate_normalizer=options.get("gate_normalizer"))
+    assert_computed(op, call(op, x, **options), x, wanted, budget)
 
 
 # ---- functions of third parties

@@ -1,7 +1,5 @@
 """Under autocast the arguments of an op are cast, and the backend computes as it does without autocast."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The gradient that gla_core derives from the descriptions of an op and of its backward."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -19,11 +17,7 @@ FORWARD = OpSpec(
         Argument("more", "bool", default=False),
         Argument("b", "Tensor?", "B K", AS_INPUT, None, differentiable=True),
     ),
-    results=(
-        Result("kept", "B V", WIDE),
-        Result("y", "B V"),
-        Result("sum", "B", when=lambda kwargs: kwargs["more"]),
-    ),
+    results=(Result("kept", "B V", WIDE), Result("y", "B V"), Result("sum", "B", when=lambda kwargs: kwargs["more"])),
     sizes={"B": "B", "K": "K", "V": "K"},
 )
 BACKWARD = OpSpec(

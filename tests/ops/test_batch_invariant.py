@@ -1,7 +1,5 @@
 """`gla.batch_invariant`: the bits of a sequence do not depend on the batch, nor on the number of calls."""
 
-from __future__ import annotations
-
 import itertools
 import os
 
@@ -81,9 +79,8 @@ def test_alone_and_packed(device, backend, gates, width):
             together = [final[n : n + 1], *(y[:, first:last] for y in tokens), dinitial[n : n + 1]]
             for actual, expected in zip([o[:, first:last], *together], alone, strict=True):
                 assert torch.equal(actual, expected)
-    without, final_without = gla.chunk_gla(
-        x.q, x.k, x.v, x.g, 0.3, x.initial_state, True, x.cu_seqlens, backend="reference"
-    )
+    arguments = (x.q, x.k, x.v, x.g, 0.3, x.initial_state, True, x.cu_seqlens)
+    without, final_without = gla.chunk_gla(*arguments, backend="reference")
     assert relative_error(o, without) <= 2 * FORWARD[x.q.dtype]
     assert relative_error(final, final_without) <= 2 * FORWARD[x.q.dtype]
 
@@ -108,9 +105,8 @@ def test_every_form_of_gate(form, device, backend):
         for n, (first, last) in enumerate(itertools.pairwise(x.cu_seqlens.tolist())):
             q, k, v, g, seed = (oracle.tokens_of(y, first, last).contiguous() for y in (x.q, x.k, x.v, x.g, do))
             alone = run(q, k, v, g, seed, x.initial_state[n : n + 1], dstate[n : n + 1], backend=backend)
-            parts = [
-                y[n : n + 1] if y.shape == x.initial_state.shape else oracle.tokens_of(y, first, last) for y in whole
-            ]
+            states = x.initial_state.shape
+            parts = [y[n : n + 1] if y.shape == states else oracle.tokens_of(y, first, last) for y in whole]
             shares.append(alone[5])
             for actual, expected in zip(parts, alone, strict=True):
                 assert actual.ndim == 1 or torch.equal(actual, expected)
@@ -265,9 +261,8 @@ def test_a_block_around_a_backward_alone_changes_nothing(way):
 
     backward = Prepared(prepare, BACKWARD.contract)
     q, k, v = (torch.randn(1, 70, 1, 4, requires_grad=True) for _ in range(3))
-    with gla.register(
-        Backend("mine", "0", {**reference.ops, "chunk_gla_bwd": backward}, reference.can("chunk_gla_bwd"))
-    ):
+    mine = Backend("mine", "0", {**reference.ops, "chunk_gla_bwd": backward}, reference.can("chunk_gla_bwd"))
+    with gla.register(mine):
         with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
             o, _ = gla.chunk_gla(q, k, v, backend="mine")
         with gla.batch_invariant(TOKENS):

@@ -1,7 +1,5 @@
 """Values and gradients of chunk_gla against the float64 oracle."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 
@@ -13,12 +11,16 @@ from hypothesis import strategies as st
 import gla_core as gla
 from gla_core.conformance import oracle
 from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
-from gla_core.workloads.inputs import GATES, GlaInputs, gla_inputs
+from gla_core.workloads.inputs import GATES, gla_inputs
+from tests.grid import grid
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+LENGTHS = [0, 1, 2, 3, 5, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 300]
+WIDTHS = [(1, 1), (1, 7), (3, 1), (17, 5), (64, 128), (100, 33), (256, 255)]
+PACKS = [(), (0,), (0, 0), (7,), (64, 64), (0, 65, 0, 1, 130, 0), (3,) * 20]
 
 
-def run(inputs: GlaInputs, scale=None, function=gla.chunk_gla, **kwargs):
+def run(inputs, scale=None, function=gla.chunk_gla, **kwargs):
     """Returns outputs, final state and the gradient of every differentiable input, for a fixed random loss."""
     arguments = {f.name: getattr(inputs, f.name) for f in dataclasses.fields(inputs)}
     offsets = arguments.pop("cu_seqlens")
@@ -34,7 +36,7 @@ def run(inputs: GlaInputs, scale=None, function=gla.chunk_gla, **kwargs):
     return o, state, dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
 
 
-def check(inputs: GlaInputs, scale=None, **kwargs):
+def check(inputs, scale=None, **kwargs):
     dtype = inputs.q.dtype
     o, state, grads = run(inputs, scale, output_final_state=True, **kwargs)
     ref_o, ref_state, ref_grads = run(inputs, scale, function=oracle.chunk_gla)
@@ -48,31 +50,24 @@ def check(inputs: GlaInputs, scale=None, **kwargs):
         assert relative_error(grads[name], ref) <= GRADIENT[dtype], name
 
 
-@pytest.mark.parametrize("gates", GATES)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_every_dtype_and_gate_strength(dtype, gates, device):
-    check(gla_inputs(T=150, G=2, K=24, V=40, dtype=dtype, gates=gates, initial_state=True, device=device))
-
-
-@pytest.mark.parametrize("T", [0, 1, 2, 3, 5, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 300])
-def test_every_length(T, device):
-    check(gla_inputs(B=1, T=T, K=8, V=4, dtype=torch.float64, gates="-inf", initial_state=True, device=device))
-
-
-@pytest.mark.parametrize(("K", "V"), [(1, 1), (1, 7), (3, 1), (17, 5), (64, 128), (100, 33), (256, 255)])
-def test_every_width(K, V, device):
-    check(gla_inputs(B=1, T=70, H=1, K=K, V=V, dtype=torch.float64, gates="strong", device=device))
-
-
-@pytest.mark.parametrize(("H", "G"), [(1, 1), (1, 4), (3, 2), (2, 5)])
-def test_grouped_queries(H, G, device):
-    check(gla_inputs(T=70, H=H, G=G, dtype=torch.float64, gates="strong", initial_state=True, device=device))
-
-
-@pytest.mark.parametrize("gates", ["none", "mild", "-inf"])
-@pytest.mark.parametrize("lengths", [(), (0,), (0, 0), (7,), (64, 64), (0, 65, 0, 1, 130, 0), (3,) * 20], ids=str)
-def test_packed_sequences(lengths, gates, device):
-    check(gla_inputs(lengths=lengths, G=2, dtype=torch.float64, gates=gates, initial_state=True, device=device))
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        *grid(T=150, G=2, K=24, V=40, dtype=FLOATS, gates=[*GATES], initial_state=True),
+        *grid(B=1, T=LENGTHS, K=8, V=4, gates="-inf", initial_state=True),
+        *({"B": 1, "T": 70, "H": 1, "K": K, "V": V, "gates": "strong"} for K, V in WIDTHS),
+        *(
+            {"T": 70, "H": H, "G": G, "gates": "strong", "initial_state": True}
+            for H, G in [(1, 1), (1, 4), (3, 2), (2, 5)]
+        ),
+        *grid(lengths=PACKS, G=2, gates=["none", "mild", "-inf"], initial_state=True),
+        {"dtype": torch.bfloat16, "gate_dtype": torch.float32, "gates": "strong"},
+        {"B": 0, "T": 10, "initial_state": True},
+    ],
+    ids=str,
+)
+def test_sizes(sizes, device):
+    check(gla_inputs(**{"dtype": torch.float64, **sizes}, device=device))
 
 
 def test_packed_offsets_may_be_int32(device):
@@ -83,14 +78,6 @@ def test_packed_offsets_may_be_int32(device):
 @pytest.mark.parametrize("scale", [1.0, 0.3, -2, 0.0])
 def test_scale(scale, device):
     check(gla_inputs(dtype=torch.float64, device=device), scale)
-
-
-def test_float32_gates_with_bfloat16_inputs(device):
-    check(gla_inputs(dtype=torch.bfloat16, gate_dtype=torch.float32, gates="strong", device=device))
-
-
-def test_empty_batch(device):
-    check(gla_inputs(B=0, T=10, dtype=torch.float64, initial_state=True, device=device))
 
 
 @settings(max_examples=60)
@@ -129,21 +116,17 @@ def test_strided_views_give_the_same_as_copies(device):
     padded_state = torch.nn.functional.pad(inputs.initial_state, (0, 0, 1, 2))[:, :, 1:-2]
     views = dataclasses.replace(inputs, **heads_first, initial_state=padded_state)
     assert not views.q.is_contiguous()
-    for got, expected in zip(
-        run(views, output_final_state=True)[:2], run(inputs, output_final_state=True)[:2], strict=True
-    ):
-        assert torch.equal(got, expected)
+    results = (run(y, output_final_state=True)[:2] for y in (views, inputs))
+    assert all(torch.equal(got, expected) for got, expected in zip(*results, strict=True))
 
 
 def test_inputs_are_left_alone(device):
     # One chunk in the dtype of the computation, so that the backend need not copy the inputs.
     inputs = gla_inputs(T=64, H=1, dtype=torch.float32, initial_state=True, device=device)
-    before = dataclasses.replace(
-        inputs, **{n: getattr(inputs, n).clone() for n in ("q", "k", "v", "g", "initial_state")}
-    )
+    before = {name: getattr(inputs, name).clone() for name in ("q", "k", "v", "g", "initial_state")}
     run(inputs, output_final_state=True)
-    for name in ("q", "k", "v", "g", "initial_state"):
-        assert torch.equal(getattr(inputs, name), getattr(before, name)), name
+    for name, x in before.items():
+        assert torch.equal(getattr(inputs, name), x), name
 
 
 def test_one_call_equals_two_joined(device):
@@ -216,22 +199,13 @@ def test_a_gate_of_minus_infinity_cuts_exactly(device):
         assert torch.equal(grad, torch.zeros_like(grad))
 
 
-def test_gradcheck_in_float64():
-    x = gla_inputs(B=1, T=9, H=1, G=2, K=3, V=2, dtype=torch.float64, gates="strong", initial_state=True)
+@pytest.mark.parametrize("sizes", [{"B": 1, "T": 9, "G": 2}, {"lengths": (3, 0, 5)}], ids=str)
+def test_gradcheck(sizes):
+    x = gla_inputs(**sizes, H=1, K=3, V=2, dtype=torch.float64, gates="strong", initial_state=True)
     leaves = [y.requires_grad_() for y in (x.q, x.k, x.v, x.g, x.initial_state)]
 
     def function(q, k, v, g, initial_state):
-        return gla.chunk_gla(q, k, v, g, initial_state=initial_state, output_final_state=True)
-
-    assert torch.autograd.gradcheck(function, leaves)
-
-
-def test_gradcheck_packed_in_float64():
-    x = gla_inputs(lengths=(3, 0, 5), H=1, K=3, V=2, dtype=torch.float64, gates="strong", initial_state=True)
-    leaves = [y.requires_grad_() for y in (x.q, x.k, x.v, x.g, x.initial_state)]
-
-    def function(q, k, v, g, initial_state):
-        return gla.chunk_gla(q, k, v, g, initial_state=initial_state, output_final_state=True, cu_seqlens=x.cu_seqlens)
+        return gla.chunk_gla(q, k, v, g, None, initial_state, True, x.cu_seqlens)
 
     assert torch.autograd.gradcheck(function, leaves)
 
@@ -266,16 +240,14 @@ def test_gradient_of_one_of_the_results(used, every, way):
     leaves = [y.requires_grad_() for y in (x.q, x.k, x.v, x.g, x.initial_state)]
 
     def losses(q, k, v, g, state):
-        actual = gla.chunk_gla(
-            q, k, v, g, initial_state=state, output_final_state=True, checkpoint_every=every, backend="reference"
-        )
+        arguments = (q, k, v, g, None, state, True)
+        actual = gla.chunk_gla(*arguments, checkpoint_every=every, backend="reference")
         return actual[used].pow(3).sum(), 0 * actual[1 - used].sum()
 
     expected = torch.autograd.grad(sum(losses(*leaves)), leaves)
     torch._dynamo.reset()
     actual = WAYS[way](lambda *x: losses(*x)[0])(*leaves)
-    for a, b in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_a_second_derivative_is_refused_not_wrong():

@@ -1,7 +1,5 @@
 """chunk_gla_pool: any call, and what a backend may lack. tests/ops/test_serving.py has what it shares with others."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +11,7 @@ from gla_core.dispatch.backend import GATES, Backend, Capabilities
 from gla_core.dispatch.registry import get
 from gla_core.ops import ABSTRACT_OPS
 from gla_core.workloads.inputs import random_arguments
-from tests.ops.serving import LONG, POOL, arguments, assert_computed, call, expected
+from tests.ops.serving import LONG, POOL, arguments, call, check, expected
 
 FORWARD_OP = get("reference").ops["chunk_gla_fwd"]
 
@@ -58,8 +56,7 @@ def test_any_call(lengths, padding, groups, gate, data, **sizes):
     for name in ("read_slots", "write_slots", "snapshot_offsets", "snapshot_slots"):
         x[name] = x[name].long()
     x["has_state"] = x["has_state"].bool()
-    wanted = expected(POOL, x)
-    assert_computed(POOL, call(POOL, x), x, wanted, 1e-12)
+    check(POOL, x, 1e-12)
 
 
 def test_it_runs_on_meta_tensors():
@@ -98,9 +95,8 @@ def test_a_backend_that_takes_no_swapped_states_is_not_given_a_copy_of_the_pool(
     swapped = x["pool"].mT.contiguous()
     wanted, before = expected(POOL, x), swapped.clone()
     with gla.register(backend_of(FORWARD_OP)):
-        with pytest.raises(
-            gla.NoBackendError, match="values are contiguous; pool has keys contiguous: request another"
-        ):
+        message = "values are contiguous; pool has keys contiguous: request another"
+        with pytest.raises(gla.NoBackendError, match=message):
             call(POOL, {**x, "pool": swapped}, state_v_first=True, backend="mine")
         assert torch.equal(swapped, before)
         call(POOL, x, backend="mine")

@@ -1,7 +1,5 @@
 """chunk_gla_summary and chunk_gla_gradient_summary: their purpose, gradient, refusals, torch.func, compiled graphs."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -52,17 +50,15 @@ def test_compiled_equals_eager(function):
     x = inputs()
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
-    for actual, expected in zip(compiled(x.k, x.v, x.g), function(x.k, x.v, x.g), strict=True):
-        torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(compiled(x.k, x.v, x.g), function(x.k, x.v, x.g))
 
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_the_gradient_of_one_result(which):
     x = inputs(lengths=(3, 0, 30), padding=4)
     leaves = [y.requires_grad_() for y in (x.k, x.v, x.g)]
-    actual, expected = (
-        f(*leaves, x.cu_seqlens)[which].square().sum() for f in (gla.chunk_gla_summary, oracle.chunk_gla_summary)
-    )
+    functions = (gla.chunk_gla_summary, oracle.chunk_gla_summary)
+    actual, expected = (f(*leaves, x.cu_seqlens)[which].square().sum() for f in functions)
     actual = torch.autograd.grad(actual, leaves, allow_unused=True)
     expected = torch.autograd.grad(expected, leaves, allow_unused=True)
     for name, d, ref in zip("kvg", actual, expected, strict=True):

@@ -1,7 +1,5 @@
 """Requests and torch.compile: the settings that a graph keeps, and those that apply where it runs."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

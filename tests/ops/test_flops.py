@@ -1,7 +1,5 @@
 """PyTorch's counter counts the operations of the mathematics, on every backend and in every order of imports."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Gates of every form, and groups of queries and of values, against the float64 oracle and against expanded gates."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -26,9 +24,8 @@ def inputs_of(form, groups=(2, 1, 1), gates="strong", **changes):
     """Returns float64 arguments of chunk_gla with gates of a form, and an initial state."""
     H, G, R = groups
     gate = {"gates": "none"} if form == "none" else {"gates": gates, "gate_form": form}
-    return gla_inputs(
-        **{"H": H, "G": G, "R": R, "K": 5, "V": 3, "dtype": WIDE, "initial_state": True, **gate, **changes}
-    )
+    sizes = {"H": H, "G": G, "R": R, "K": 5, "V": 3, "dtype": WIDE, "initial_state": True}
+    return gla_inputs(**sizes | gate | changes)
 
 
 def leaves_of(x):
@@ -86,7 +83,7 @@ groups_of_heads = st.tuples(st.integers(1, 3), st.integers(1, 3), st.just(1)) | 
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     form=st.sampled_from(FORMS),
     groups=groups_of_heads,
@@ -125,8 +122,7 @@ def test_a_form_equals_its_expansion(form):
         torch.autograd.grad((o.sin().sum(), state.sin().sum()), list(leaves.values()))
         for (o, state), leaves in zip(outs, (by_form, by_key), strict=True)
     ]
-    for actual, ref in zip((*outs[0], *grads[0]), (*outs[1], *grads[1]), strict=True):
-        torch.testing.assert_close(actual, ref, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close((*outs[0], *grads[0]), (*outs[1], *grads[1]), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("form", FORMS[1:])

@@ -1,7 +1,5 @@
 """Tensors of any strides: if the last dimension is not contiguous the op takes a copy, with the same result."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest
@@ -59,8 +57,7 @@ def test_results_and_gradients_are_those_of_copies(name, layout):
         results = call(leaves)
         incoming = [torch.ones_like(y).cumsum(-1) for y in results]
         actual.append([*results, *torch.autograd.grad(results, leaves, incoming), *call(inputs)])
-    for a, b in zip(*actual, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    torch.testing.assert_close(*actual, rtol=0, atol=0)
 
 
 def test_gates_and_incoming_gradients_that_repeat_along_the_last_dimension():
@@ -123,9 +120,8 @@ def test_a_backend_receives_such_states_as_it_can_take_them(swaps, inplace):
     with gla.register(Backend("mine", "1", {"recurrent_gla_step": step}, Capabilities(swapped_states=swaps))):
         for _ in range(2):  # the first call is checked
             start = passed.clone()
-            actual, after = gla.recurrent_gla_step(
-                *token, start, None, None, inplace, backend="mine", state_v_first=True
-            )
+            arguments = (*token, start, None, None, inplace)
+            actual, after = gla.recurrent_gla_step(*arguments, backend="mine", state_v_first=True)
             assert torch.equal(actual, o)
             assert torch.equal(after, new.mT)
             assert after.is_contiguous()
@@ -177,14 +173,12 @@ def test_whole_sequences_with_states_of_values_first():
     o, final, checkpoints = gla.chunk_gla(*leaves[:4], None, state, True, checkpoint_every=64)
     swapped = state.detach().mT.contiguous().requires_grad_()
     actual = gla.chunk_gla(*leaves[:4], None, swapped, True, checkpoint_every=64, state_v_first=True)
-    for x, expected in zip(actual, (o, final.mT, checkpoints.mT), strict=True):
-        assert torch.equal(x, expected)
+    assert all(torch.equal(x, expected) for x, expected in zip(actual, (o, final.mT, checkpoints.mT), strict=True))
     assert all(x.mT.is_contiguous() for x in actual[1:])
     do, dfinal = torch.randn_like(o), torch.randn_like(final)
     grads = torch.autograd.grad((o, final), leaves, (do, dfinal))
     again = torch.autograd.grad(actual[:2], [*leaves[:4], swapped], (do, dfinal.mT))
-    for x, expected in zip(again, (*grads[:4], grads[4].mT), strict=True):
-        assert torch.equal(x, expected)
+    assert all(torch.equal(x, expected) for x, expected in zip(again, (*grads[:4], grads[4].mT), strict=True))
     o, final = gla.chunk_gla(*(x.detach() for x in leaves[:4]), state_v_first=True)
     assert final is None
 

@@ -1,7 +1,5 @@
 """linear_attention against its defining sums in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -50,9 +48,8 @@ def test_the_default_is_elu_plus_one_normalised():
 def test_one_call_equals_two_joined(normalize):
     x = gla_inputs(T=100, dtype=torch.float64)
     whole, _ = gla.linear_attention(x.q, x.k, x.v, normalize=normalize)
-    first, state = gla.linear_attention(
-        *(y[:, :30] for y in (x.q, x.k, x.v)), normalize=normalize, output_final_state=True
-    )
+    begin = (y[:, :30] for y in (x.q, x.k, x.v))
+    first, state = gla.linear_attention(*begin, normalize=normalize, output_final_state=True)
     rest, _ = gla.linear_attention(*(y[:, 30:] for y in (x.q, x.k, x.v)), normalize=normalize, initial_state=state)
     assert relative_error(torch.cat([first, rest], dim=1), whole) < 1e-13
 

@@ -1,7 +1,5 @@
 """Gates given as logits: the results are those of log gates that torch.nn.functional.logsigmoid computes."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import io
@@ -59,16 +57,8 @@ def derivatives(x, number=4):
 def check(x, backend, number=4):
     """Compares results and gradients with the results and gradients of the oracle, which receives log gates."""
     options = {"gate": "logsigmoid", "gate_normalizer": number}
-    compare(
-        run("chunk_gla", x, backend, **options),
-        values(x, number),
-        FORWARD[x.q.dtype],
-    )
-    compare(
-        gradients("chunk_gla", x, backend, **options),
-        derivatives(x, number),
-        GRADIENT[x.q.dtype],
-    )
+    compare(run("chunk_gla", x, backend, **options), values(x, number), FORWARD[x.q.dtype])
+    compare(gradients("chunk_gla", x, backend, **options), derivatives(x, number), GRADIENT[x.q.dtype])
 
 
 def compare(actual, expected, tolerance):
@@ -240,9 +230,8 @@ def test_batch_invariance(form):
         o, grads = run("chunk_gla", x, "reference", **LOGITS)["o"], gradients("chunk_gla", x, "reference", **LOGITS)
         for n, (first, last) in enumerate(itertools.pairwise(x.cu_seqlens.tolist())):
             q, k, v, g = (oracle.tokens_of(y, first, last).contiguous() for y in (x.q, x.k, x.v, x.g))
-            alone = dataclasses.replace(
-                x, q=q, k=k, v=v, g=g, initial_state=x.initial_state[n : n + 1], cu_seqlens=None
-            )
+            changes = {"initial_state": x.initial_state[n : n + 1], "cu_seqlens": None}
+            alone = dataclasses.replace(x, q=q, k=k, v=v, g=g, **changes)
             assert torch.equal(run("chunk_gla", alone, "reference", **LOGITS)["o"], o[:, first:last])
             seeds = {"o": do[:, first:last].contiguous(), "state": dstate[n : n + 1]}
             for name, d in gradients("chunk_gla", alone, "reference", loss=seeds, **LOGITS).items():
@@ -259,9 +248,8 @@ def test_steps_are_batch_invariant():
         alone = gla.recurrent_gla_step(q[1:2], k[1:2], v[1:2], g[1:2], x.initial_state[1:2], **LOGITS)
     assert torch.equal(alone[0], o[1:2])
     assert torch.equal(alone[1], state[1:2])
-    expected = oracle_results(
-        "recurrent_gla_step", {"q": q, "k": k, "v": v, "g": g, "state": x.initial_state}, gate_normalizer=4
-    )
+    arguments = {"q": q, "k": k, "v": v, "g": g, "state": x.initial_state}
+    expected = oracle_results("recurrent_gla_step", arguments, gate_normalizer=4)
     compare({"o": o, "state": state}, expected, FORWARD[torch.float32])
 
 
@@ -296,8 +284,7 @@ def test_autocast(form, dtype):
     (dg,) = torch.autograd.grad(actual.o.float().sum(), g)
     assert (dg.dtype, dg.shape) == (dtype, g.shape)
     token = (*(y[:, 0] for y in (q, k, v)), token_of(x.g.to(cast), 0), x.initial_state)
-    for y, ref in zip(step, gla.recurrent_gla_step(*token, **LOGITS), strict=True):
-        assert torch.equal(y, ref)
+    assert all(torch.equal(y, ref) for y, ref in zip(step, gla.recurrent_gla_step(*token, **LOGITS), strict=True))
 
 
 def test_autocast_hands_bfloat16_logits_to_the_backend():
@@ -337,9 +324,8 @@ def test_a_bad_number_is_refused_in_a_compiled_graph():
 @pytest.mark.parametrize("number", [0, -4, 1.5, math.inf, math.nan, 2**31, 1e300, 10**30, True, "16", torch.tensor(4)])
 def test_a_bad_number_is_refused(number):
     x = inputs_of("head", T=9)
-    with pytest.raises(
-        ValueError, match=re.escape(f"gate_normalizer is {number!r}; expected a whole number from 1 to")
-    ):
+    message = f"gate_normalizer is {number!r}; expected a whole number from 1 to"
+    with pytest.raises(ValueError, match=re.escape(message)):
         gla.chunk_gla(x.q, x.k, x.v, x.g, gate="logsigmoid", gate_normalizer=number)
 
 
@@ -440,10 +426,7 @@ def test_its_summary(mine):
 def test_its_other_arguments(mine):
     """Checkpoints, packed sequences with NaN after the last one, repeated logits, and batch invariance."""
     x = inputs_of("key", **PACKED, dtype=torch.float32)
-    expected, dexpected = (
-        values(x),
-        derivatives(x),
-    )
+    expected, dexpected = (values(x), derivatives(x))
     end = without_sequence(x)
     with gla.batch_invariant(64):
         compare(run("chunk_gla", x, "mine", **LOGITS), expected, FORWARD[torch.float32])

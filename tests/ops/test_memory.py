@@ -1,7 +1,5 @@
 """The settings of the C library for memory that is freed on a CPU."""
 
-from __future__ import annotations
-
 import ctypes
 from types import SimpleNamespace
 

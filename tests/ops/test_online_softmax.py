@@ -1,7 +1,5 @@
 """Values and gradients of online_softmax against softmax in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

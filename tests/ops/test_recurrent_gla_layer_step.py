@@ -1,14 +1,12 @@
 """recurrent_gla_layer_step: autocast, and the step of a backend. tests/ops/test_serving.py has what others share."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 import gla_core as gla
-from gla_core.dispatch.backend import Backend, Capabilities, Prepared, arguments_of
+from gla_core.dispatch.backend import Backend, Capabilities
 from gla_core.dispatch.registry import get
-from tests.ops.serving import LAYER_STEP, arguments, assert_computed, call, expected, keyword_only_step, plain_step
+from tests.ops.serving import LAYER_STEP, arguments, call
 
 STEP_OP = get("reference").ops["recurrent_gla_step"]
 
@@ -20,21 +18,6 @@ def test_the_weight_keeps_its_dtype_under_autocast():
     o = call(LAYER_STEP, {**x, **half, "state": x["state"].clone()})
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(call(LAYER_STEP, x), o)
-
-
-@pytest.mark.parametrize(
-    "step", [plain_step, keyword_only_step, Prepared(lambda call: plain_step, arguments_of(plain_step))]
-)
-def test_a_backend_with_a_step_serves_it(step):
-    with gla.register(Backend("mine", "1", {"recurrent_gla_step": step}, Capabilities())):
-        for options in ({}, {"gate": "logsigmoid", "gate_normalizer": 4}):
-            x = arguments(LAYER_STEP)
-            wanted = expected(LAYER_STEP, x, gate_normalizer=options.get("gate_normalizer"))
-            assert_computed(LAYER_STEP, call(LAYER_STEP, x, **options, backend="mine"), x, wanted)
-        x = arguments(LAYER_STEP)
-        wanted = expected(LAYER_STEP, x)
-        with gla.batch_invariant(64):
-            assert_computed(LAYER_STEP, call(LAYER_STEP, x, backend="mine"), x, wanted)
 
 
 def test_a_backend_refuses_it_as_it_refuses_the_step():

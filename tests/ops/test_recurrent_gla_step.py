@@ -1,7 +1,5 @@
 """Values of recurrent_gla_step against the float64 oracle: batches, pools, skipped rows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """recurrent_ssd_step: what it refuses, its gradient, and the step of a backend."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

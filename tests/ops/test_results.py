@@ -1,7 +1,5 @@
 """Results of backends are checked once per signature, and are new, contiguous memory on every backend."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

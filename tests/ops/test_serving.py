@@ -1,7 +1,5 @@
 """Properties of the ops that write states in place: messages, checks of values, PyTorch, and backends of others."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -20,6 +18,7 @@ from tests.ops.serving import (
     arguments,
     assert_computed,
     call,
+    check,
     expected,
     ints,
     keyword_only_forward,
@@ -145,9 +144,7 @@ BAD[LAYER_STEP] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("op", "changes", "error", "message"), by_op(BAD), ids=lambda x: x if isinstance(x, str) else ""
-)
+@pytest.mark.parametrize(("op", "changes", "error", "message"), by_op(BAD), ids=named)
 def test_refused_with_a_message_before_anything_is_written(op, changes, error, message):
     x = arguments(op, **changes)
     before = {name: y.clone() for name, y in memory(op, x).items()}
@@ -224,9 +221,7 @@ GOOD_VALUES = {
 
 @pytest.mark.parametrize(("op", "changes"), [(op, changes) for op, rows in GOOD_VALUES.items() for changes in rows])
 def test_good_values_pass_the_checks(op, changes, check_values):
-    x = arguments(op, **(SIZES_OF_VALUES.get(op, {}) | changes))
-    wanted = expected(op, x)
-    assert_computed(op, call(op, x), x, wanted)
+    check(op, arguments(op, **(SIZES_OF_VALUES.get(op, {}) | changes)))
 
 
 # ---- PyTorch
@@ -251,9 +246,8 @@ INPUTS = {
 def test_it_has_no_backward(op, name):
     x = arguments(op)
     x[name].requires_grad_()
-    with pytest.raises(
-        RuntimeError, match=f"{op} has no backward and an input requires a gradient; train with chunk_gla"
-    ):
+    message = f"{op} has no backward and an input requires a gradient; train with chunk_gla"
+    with pytest.raises(RuntimeError, match=message):
         call(op, x)
     with torch.no_grad():
         call(op, x)
@@ -272,9 +266,7 @@ def test_what_it_writes_is_seen_by_autograd(op, name):
 @pytest.mark.parametrize("op", OPS)
 def test_it_runs_in_inference_mode(op):
     with torch.inference_mode():
-        x = arguments(op)
-        wanted = expected(op, x)
-        assert_computed(op, call(op, x), x, wanted)
+        check(op, arguments(op))
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -284,9 +276,7 @@ def test_vmap_is_refused(op):
         torch.vmap(lambda q: call(op, {**x, "q": q}))(x["q"][None])
 
 
-@pytest.mark.parametrize(
-    ("op", "has_out"), [(op, has_out) for op in OPS for has_out in (False, True) if op in OUTS or not has_out]
-)
+@pytest.mark.parametrize(("op", "has_out"), [*((op, False) for op in OPS), *((op, True) for op in OUTS)])
 def test_one_graph_writes_its_memory(op, has_out):
     def function(y, x):
         return call(op, {**x, "q": y * 1.0}) + 1
@@ -318,13 +308,9 @@ def test_any_implementation_of_its_part_computes_it(op, kind):
     changes = kept((2, 64), (0, 2)) if op == POOL else {}
     with gla.register(Backend("mine", "1", {part: implementation}, Capabilities())):
         for options in ({}, LOGITS):
-            x = arguments(op, **changes)
-            wanted = expected(op, x, gate_normalizer=options.get("gate_normalizer"))
-            assert_computed(op, call(op, x, **options, backend="mine"), x, wanted)
-        x = arguments(op)
-        wanted = expected(op, x)
+            check(op, arguments(op, **changes), **options, backend="mine")
         with gla.batch_invariant(64):
-            assert_computed(op, call(op, x, backend="mine"), x, wanted)
+            check(op, arguments(op), backend="mine")
 
 
 DESCRIBED = [

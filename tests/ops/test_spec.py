@@ -1,7 +1,5 @@
 """The description of an op, and everything that is derived from it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -103,9 +101,8 @@ def test_arguments_that_are_always_written_are_declared_by_their_types():
     assert WRITING.written == ("pool", "out")
     assert WRITING.required == {"x", "pool", "cu_seqlens", "slots", "pad"}
     without_out = "Tensor x, Tensor(a!) pool, Tensor cu_seqlens, Tensor slots, Tensor? others, Tensor? flags, int pad"
-    assert (
-        WRITING.schema(without=("out",)) == f"read_and_add({without_out}, SymInt? most=None, str backend='') -> Tensor"
-    )
+    schema = f"read_and_add({without_out}, SymInt? most=None, str backend='') -> Tensor"
+    assert WRITING.schema(without=("out",)) == schema
     call = WRITING.describe(*writing(flags=torch.ones(2, dtype=torch.bool), pad=0))
     assert call.given == {"flags"}
     assert (call.state_dtype, call.indexed, call.variable_length) == (torch.float32, True, True)

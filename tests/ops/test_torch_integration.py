@@ -1,7 +1,5 @@
 """The torch.library ops: opcheck, torch.compile static and dynamic, forward and backward, fake tensors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -112,8 +110,7 @@ def test_compiled_equals_eager(function, args, dynamic):
         outs = outs if isinstance(outs, tuple) else (outs,)
         grads = torch.autograd.grad([o.square().sum() for o in outs], leaves)
         results.append([*outs, *grads])
-    for eager, fast in zip(*results, strict=True):
-        torch.testing.assert_close(fast, eager, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("inplace", [False, True])

@@ -1,7 +1,5 @@
 """torch.func's transforms and forward-mode AD work, or an error of one sentence names the one that does not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -34,8 +32,7 @@ def several(x, n=3):
 def test_grad_equals_autograd(x):
     inputs = [y.clone().requires_grad_() for y in leaves(x)]
     expected = torch.autograd.grad(loss(*inputs), inputs)
-    for a, b in zip(grad(loss, argnums=(0, 1, 2, 3, 4))(*leaves(x)), expected, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(grad(loss, argnums=(0, 1, 2, 3, 4))(*leaves(x)), expected)
 
 
 def test_tensors_that_have_left_a_transform_count_as_what_they_wrap(x):
@@ -62,8 +59,7 @@ def test_vmap_goes_over_any_of_the_inputs(x, backend):
     q, g = several(x.q), several(x.g)
     expected = [torch.stack(part) for part in zip(*(op(a, b) for a, b in zip(q, g, strict=True)), strict=True)]
     for in_dims, arguments in (((0, 0), (q, g)), ((2, 0), (q.movedim(0, 2), g))):
-        for a, b in zip(vmap(op, in_dims)(*arguments), expected, strict=True):
-            torch.testing.assert_close(a, b)
+        torch.testing.assert_close(vmap(op, in_dims)(*arguments), expected)
     torch.testing.assert_close(vmap(lambda q: op(q, x.g)[0])(q), torch.stack([op(a, x.g)[0] for a in q]))
 
 
@@ -86,11 +82,9 @@ def test_vmap_of_every_form_of_gate(form):
         for in_dims, arguments in (((0, 0), (q, g)), ((0, 1), (q, g.movedim(0, 1))), ((None, 0), (x.q, g))):
             each = zip(q if in_dims[0] == 0 else [x.q] * 3, g, strict=True)
             expected = [torch.stack(part) for part in zip(*(function(a, b) for a, b in each), strict=True)]
-            for actual, wanted in zip(vmap(function, in_dims)(*arguments), expected, strict=True):
-                torch.testing.assert_close(actual, wanted)
-        for actual, wanted in zip(
-            vmap(function, (0, None))(q, x.g), zip(*(function(a, x.g) for a in q), strict=True), strict=True
-        ):
+            torch.testing.assert_close(vmap(function, in_dims)(*arguments), expected)
+        each = zip(*(function(a, x.g) for a in q), strict=True)
+        for actual, wanted in zip(vmap(function, (0, None))(q, x.g), each, strict=True):
             torch.testing.assert_close(actual, torch.stack(wanted))
     shared = grad(lambda g: vmap(packed, (0, None))(q, g).sum())(x.g)
     torch.testing.assert_close(shared, sum(gradient(a, x.g)[1] for a in q))

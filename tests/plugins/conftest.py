@@ -1,9 +1,6 @@
 """Plugins on the path as if installed, and a registry that is fresh in every test."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,15 +11,15 @@ PLUGINS = Path(__file__).parents[2] / "plugins"
 
 
 @pytest.fixture(autouse=True)
-def isolated(fresh_registry: None) -> None:
+def isolated(fresh_registry):
     """Isolates every test here from the environment."""
 
 
 @pytest.fixture
-def plugin_path(tmp_path: Path) -> Callable[[str, Path], list[str]]:
+def plugin_path(tmp_path):
     """A function: `plugin_path(name, source)` returns sys.path's entries for a plugin: its source and entry point."""
 
-    def paths(name: str, source: Path) -> list[str]:
+    def paths(name, source):
         info = tmp_path / f"{name}-0.1.0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1.0\n")
@@ -33,12 +30,12 @@ def plugin_path(tmp_path: Path) -> Callable[[str, Path], list[str]]:
 
 
 @pytest.fixture
-def on_path(plugin_path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Path], None]]:
+def on_path(plugin_path, monkeypatch):
     """A function: `on_path(name, source)` puts a plugin on the path; its modules are removed after the test."""
     names: list[str] = []
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
-    def put(name: str, source: Path) -> None:
+    def put(name, source):
         for path in plugin_path(name, source):
             monkeypatch.syspath_prepend(path)
         names.append(name)

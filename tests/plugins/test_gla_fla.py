@@ -1,7 +1,5 @@
 """The backend gla_fla, with FLA replaced by the float64 recurrence behind FLA's signatures."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import itertools
@@ -167,7 +165,12 @@ def test_it_is_found_by_its_entry_point(module):
     assert (info.error, info.plugin, info.version) == (None, "gla_fla", "0.1.0")
     assert info.ops[:3] == ("chunk_gla_fwd", "chunk_gla_bwd", "recurrent_gla_step")
     steps = ("recurrent_gla_layer_step", "recurrent_ssd_step", "recurrent_gla_steps", "recurrent_gla_replay")
-    assert info.ops[3:] == ("chunk_gla_pool", *steps)  # by the core, from the first three
+    assert info.ops[3:] == (
+        "chunk_gla_pool",
+        "chunk_ssd_fwd",
+        "chunk_ssd_bwd",
+        *steps,
+    )  # by the core, from the first three
 
 
 def test_discovery_imports_neither_fla_nor_triton(plugin_path):
@@ -186,18 +189,13 @@ assert "gla_fla" in new and not new & {"fla", "triton", "transformers"}, new
 INSTALL_FLA = r"pip install 'flash-linear-attention==0\.6\.0'"
 
 
-def test_without_fla_a_forward_says_what_to_install(module, monkeypatch):
-    monkeypatch.setitem(sys.modules, "fla.ops.gla", None)
+@pytest.mark.parametrize(("op", "missing"), [("chunk_gla_fwd", "fla.ops.gla"), ("chunk_gla_bwd", "fla.ops.gla.chunk")])
+def test_without_fla_it_says_what_to_install(module, monkeypatch, op, missing):
+    monkeypatch.setitem(sys.modules, missing, None)
     x = gla_inputs(B=1, T=1)
+    rest = {"chunk_gla_fwd": (False, None, None), "chunk_gla_bwd": (None, None, None, x.v, None)}[op]
     with pytest.raises(LaunchError, match=INSTALL_FLA):
-        module("chunk_gla").chunk_gla_fwd(x.q, x.k, x.v, x.g, 1.0, None, False, None, None)
-
-
-def test_without_fla_a_backward_says_what_to_install(module, monkeypatch):
-    monkeypatch.setitem(sys.modules, "fla.ops.gla.chunk", None)
-    x = gla_inputs(B=1, T=1)
-    with pytest.raises(LaunchError, match=INSTALL_FLA):
-        module("chunk_gla").chunk_gla_bwd(x.q, x.k, x.v, x.g, 1.0, None, None, None, None, x.v, None)
+        getattr(module("chunk_gla"), op)(x.q, x.k, x.v, x.g, 1.0, None, *rest)
 
 
 def test_without_fla_a_step_says_what_to_install(module, monkeypatch):
@@ -213,73 +211,42 @@ def test_a_cpu_is_refused(module):
     assert candidate.refusal == "needs a cuda device; q is on cpu"
 
 
+def cuda_call(op="chunk_gla_fwd", dtype=torch.bfloat16, **facts):
+    dims = STEP_DIMS if op == "recurrent_gla_step" else DIMS
+    return OpCall(**{"op": op, "dims": dims, "device": torch.device("cuda"), "dtype": dtype, **facts})
+
+
 REFUSED = {
-    "grouped queries": (
-        OpCall(op="chunk_gla_fwd", dims={**DIMS, "Hq": 4}, device=torch.device("cuda"), dtype=torch.bfloat16),
-        "has no grouped queries; q has 4 heads and k has 2",
-    ),
-    "float64": (
-        OpCall(op="chunk_gla_fwd", dims=DIMS, device=torch.device("cuda"), dtype=torch.float64),
-        "computes bfloat16, float16 or float32; q is float64",
-    ),
+    "grouped queries": (cuda_call(dims={**DIMS, "Hq": 4}), "has no grouped queries; q has 4 heads and k has 2"),
+    "float64": (cuda_call(dtype=torch.float64), "computes bfloat16, float16 or float32; q is float64"),
     "float32 without TF32": (
-        OpCall(op="chunk_gla_fwd", dims=DIMS, device=torch.device("cuda"), dtype=torch.float32),
+        cuda_call(dtype=torch.float32),
         "multiplies float32 in TF32, and torch.get_float32_matmul_precision() is 'highest'; "
         "allow TF32 by torch.set_float32_matmul_precision('high')",
     ),
     "narrow values with gradients": (
-        OpCall(op="chunk_gla_bwd", dims={**DIMS, "V": 8}, device=torch.device("cuda"), dtype=torch.bfloat16),
+        cuda_call("chunk_gla_bwd", dims={**DIMS, "V": 8}),
         "computes gradients for V from 9; V is 8",
     ),
     "packed sequences in a graph": (
-        OpCall(
-            op="chunk_gla_fwd",
-            dims=DIMS,
-            device=torch.device("cuda"),
-            dtype=torch.bfloat16,
-            variable_length=True,
-            capturing=True,
-        ),
+        cuda_call(variable_length=True, capturing=True),
         "waits for the host with cu_seqlens, so it cannot be captured into a CUDA graph",
     ),
     "a pool": (
-        OpCall(
-            op="recurrent_gla_step",
-            dims=STEP_DIMS,
-            device=torch.device("cuda"),
-            dtype=torch.bfloat16,
-            state_dtype=torch.float32,
-            indexed=True,
-        ),
+        cuda_call("recurrent_gla_step", state_dtype=torch.float32, indexed=True),
         "has no pool of states; leave out slots",
     ),
     "a bfloat16 state": (
-        OpCall(
-            op="recurrent_gla_step",
-            dims=STEP_DIMS,
-            device=torch.device("cuda"),
-            dtype=torch.bfloat16,
-            state_dtype=torch.bfloat16,
-        ),
+        cuda_call("recurrent_gla_step", state_dtype=torch.bfloat16),
         "writes float32 states; state is bfloat16",
     ),
 }
 ACCEPTED = {
-    "bfloat16": OpCall(op="chunk_gla_fwd", dims=DIMS, device=torch.device("cuda"), dtype=torch.bfloat16),
-    "packed": OpCall(
-        op="chunk_gla_bwd", dims=DIMS, device=torch.device("cuda"), dtype=torch.float16, variable_length=True
-    ),
-    "in a graph": OpCall(
-        op="chunk_gla_fwd", dims=DIMS, device=torch.device("cuda"), dtype=torch.bfloat16, capturing=True
-    ),
-    "V of 9": OpCall(op="chunk_gla_bwd", dims={**DIMS, "V": 9}, device=torch.device("cuda"), dtype=torch.bfloat16),
-    "a step in float32": OpCall(
-        op="recurrent_gla_step",
-        dims=STEP_DIMS,
-        device=torch.device("cuda"),
-        dtype=torch.float32,
-        state_dtype=torch.float32,
-    ),
+    "bfloat16": cuda_call(),
+    "packed": cuda_call("chunk_gla_bwd", dtype=torch.float16, variable_length=True),
+    "in a graph": cuda_call(capturing=True),
+    "V of 9": cuda_call("chunk_gla_bwd", dims={**DIMS, "V": 9}),
+    "a step in float32": cuda_call("recurrent_gla_step", dtype=torch.float32, state_dtype=torch.float32),
 }
 
 
@@ -317,9 +284,8 @@ CASES = {
 @pytest.mark.parametrize("wants_state", [False, True])
 def test_forward(module, fake_fla, sizes, wants_state):
     x = gla_inputs(**sizes)
-    o, state, _ = module("chunk_gla").chunk_gla_fwd(
-        x.q, x.k, x.v, x.g, 0.3, x.initial_state, wants_state, x.cu_seqlens, None
-    )
+    arguments = (x.q, x.k, x.v, x.g, 0.3, x.initial_state, wants_state, x.cu_seqlens, None)
+    o, state, _ = module("chunk_gla").chunk_gla_fwd(*arguments)
     o_ref, state_ref = oracle.chunk_gla(x.q, x.k, x.v, x.g, 0.3, x.initial_state, x.cu_seqlens)
     assert relative_error(o, o_ref) < 1e-6
     assert fake_fla.calls == ["chunk_gla"]
@@ -336,9 +302,8 @@ def test_backward(module, fake_fla, sizes, with_dstate):
     do = torch.randn_like(x.v).transpose(1, 2).contiguous().transpose(1, 2)
     N = x.q.shape[0] if x.cu_seqlens is None else len(x.cu_seqlens) - 1
     dstate = torch.randn(N, *x.k.shape[2:], x.v.shape[-1]) if with_dstate else None
-    gradients = module("chunk_gla").chunk_gla_bwd(
-        x.q, x.k, x.v, x.g, 0.3, x.initial_state, x.cu_seqlens, None, None, do, dstate
-    )
+    arguments = (x.q, x.k, x.v, x.g, 0.3, x.initial_state, x.cu_seqlens, None, None, do, dstate)
+    gradients = module("chunk_gla").chunk_gla_bwd(*arguments)
     for out, ref in zip(gradients, expected_gradients(x, 0.3, do, dstate), strict=True):
         assert (out is None) == (ref is None)
         assert out is None or (out.is_contiguous() and relative_error(out, ref) < 1e-5)
@@ -360,9 +325,8 @@ def test_calls_without_a_token_never_reach_fla(module, fake_fla, sizes, initial_
     assert o.shape == x.v.shape
     assert torch.equal(state.double(), state_ref)
     assert state is not x.initial_state
-    *gradients, dinitial = chunk.chunk_gla_bwd(
-        x.q, x.k, x.v, x.g, 1.0, x.initial_state, x.cu_seqlens, None, None, o, state
-    )
+    arguments = (x.q, x.k, x.v, x.g, 1.0, x.initial_state, x.cu_seqlens, None, None, o, state)
+    *gradients, dinitial = chunk.chunk_gla_bwd(*arguments)
     assert [t.shape for t in gradients] == [t.shape for t in (x.q, x.k, x.v, x.g)]
     assert torch.equal(dinitial, state) if initial_state else dinitial is None
     assert fake_fla.calls == []

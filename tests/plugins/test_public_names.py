@@ -1,7 +1,5 @@
 """The plugins of this repository import public names of gla_core alone, as those of others have to."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

@@ -1,7 +1,5 @@
 """A user's code for the type checker. `make check` checks this file; nothing runs it."""
 
-from __future__ import annotations
-
 from typing import Any, assert_type
 
 import torch

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from gla_core.compat.fla import composed, heads, on_cpu, ops, registry
 from gla_core.compat.replace import COMPUTED, LOCK, Acceleration, Replacement, parameters, replacement
-from gla_core.dispatch.errors import nearest
+from gla_core.dispatch.errors import check_known
 
 HOMES: Mapping[str, Mapping[str, Callable]] = {
     "fla.ops.gla": {
@@ -67,10 +67,7 @@ HOMES: Mapping[str, Mapping[str, Callable]] = {
         "fused_recurrent_lightnet": composed.fused_recurrent_lightnet,
     },
     "fla.ops.gsa": {"chunk_gsa": composed.chunk_gsa, "fused_recurrent_gsa": composed.fused_recurrent_gsa},
-    "fla.ops.rwkv6": {
-        "chunk_rwkv6": composed.chunk_rwkv6,
-        "fused_recurrent_rwkv6": composed.fused_recurrent_rwkv6,
-    },
+    "fla.ops.rwkv6": {"chunk_rwkv6": composed.chunk_rwkv6, "fused_recurrent_rwkv6": composed.fused_recurrent_rwkv6},
 }
 """Functions that are computed here, by the module that has the original and then by name."""
 FUNCTIONS: Mapping[str, Callable] = {name: function for home in HOMES.values() for name, function in home.items()}
@@ -107,8 +104,7 @@ def accelerate(*functions: str, cpu: bool = False) -> Acceleration:
         ...     model(tokens)
     """
     for name in functions:
-        if name not in FUNCTIONS:
-            raise ValueError(f"unknown function {name!r}{nearest(name, FUNCTIONS)} (there are {', '.join(FUNCTIONS)})")
+        check_known("function", name, FUNCTIONS)
     for warning in _import_fla(whole_models=not functions and not cpu):
         warnings.warn(warning, stacklevel=2)
     names = set(functions) or FUNCTIONS.keys()
@@ -125,7 +121,9 @@ def accelerate(*functions: str, cpu: bool = False) -> Acceleration:
             how = "left out for key/value heads"
             wanted.append(_replacement(_LAYER, "repeat", _heads, _repeats_heads, within=_LAYER, how=how))
         if "fused_chunk_gla" in names:
-            wanted += [_mode_of_layers(home, layer) for home, layer in _LAYERS_WITH_MODES.items()]
+            for home, name in _LAYERS_WITH_MODES.items():
+                layer = getattr(importlib.import_module(home), name)
+                wanted.append(getattr(layer.forward, _MODE, None) or _ModeOfLayers(layer))
         note = "gates of values (gv) and output_attentions are left to flash-linear-attention"
         return Acceleration("flash-linear-attention", wanted, note)
 
@@ -211,11 +209,6 @@ def _replacement(
     new = replacement(importlib.import_module(home), name, call, serves, within, how)
     registry.register(new)
     return new
-
-
-def _mode_of_layers(home: str, name: str) -> _ModeOfLayers:
-    layer = getattr(importlib.import_module(home), name)
-    return getattr(layer.forward, _MODE, None) or _ModeOfLayers(layer)
 
 
 def _for_query_heads(function: Callable) -> Callable:

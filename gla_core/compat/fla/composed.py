@@ -45,22 +45,12 @@ def chunk_rwkv6(
 
     Args:
         r: receptances, which are the queries [B, T, H, K].
-        k: keys [B, T, H, K].
-        v: values [B, T, H, V].
         w: natural logarithm of the forget gate [B, T, H, K], at most 0.
         u: the bonus of the current token [H, K].
-        scale: factor of the output; K^-1/2 by default.
-        initial_state: [N, H, K, V].
-        output_final_state: whether to return the final state too.
-        cu_seqlens: [N+1] offsets of packed sequences, B = 1.
         cu_seqlens_cpu: the same offsets on the CPU; not used.
-        kwargs: chunk_size, which has no effect.
+        kwargs: chunk_size, which has no effect. Another argument raises TypeError.
 
-    Returns:
-        o [B, T, H, V] and the final state [N, H, K, V] (None unless output_final_state).
-
-    Raises:
-        TypeError: an argument is unknown. Other errors are as in `gla_core.chunk_gla`.
+    The other arguments, the results and the errors are as in `ops.chunk_gla`; states are [N, H, K, V].
     """
     no_more("chunk_rwkv6", kwargs)
     return fused_recurrent_rwkv6(r, k, v, w, u, scale, initial_state, output_final_state, False, cu_seqlens)
@@ -106,22 +96,15 @@ def chunk_lightnet(
     """Computes the attention of LightNet, as `fla.ops.lightnet.chunk_lightnet` does.
 
     Args:
-        q: queries [B, T, H, K].
         k: logits of the keys [B, T, H, K].
-        v: values [B, T, H, V].
-        scale: factor of the output; K^-1/2 by default.
         initial_state: a pair, either of which may be None: the state [N, H, K, V], or [N, H, V, K] with state_v_first,
             and the logarithm z of the sum of exp(k) [N, 1, H, K].
-        output_final_state: whether to return the final state too, in the layout of the initial one.
-        state_v_first: whether states are [N, H, V, K], both given and returned.
-        cu_seqlens: [N+1] offsets of packed sequences, B = 1.
+
+    The other arguments and the errors are as in `ops.chunk_gla`.
 
     Returns:
         o [B, T, H, V] and a pair: the final state (None unless output_final_state), and the last z [N, 1, H, K],
         float32 (float64 with float64 inputs), -inf for an empty sequence without an initial one.
-
-    Raises:
-        ValueError, TypeError, NoBackendError, UnknownBackendError, NotImplementedError: as in `gla_core.chunk_gla`.
     """
     state, z = (None, None) if initial_state is None else initial_state
     keys, gate, z = _additive_gate(k, z, cu_seqlens)
@@ -130,18 +113,7 @@ def chunk_lightnet(
     return o, (state, z)
 
 
-def fused_recurrent_lightnet(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None = None,
-    initial_state: Pair | None = None,
-    output_final_state: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Pair]:
-    """Computes `chunk_lightnet`."""
-    return chunk_lightnet(q, k, v, scale, initial_state, output_final_state, state_v_first, cu_seqlens)
+fused_recurrent_lightnet = chunk_lightnet
 
 
 def chunk_gsa(
@@ -161,25 +133,19 @@ def chunk_gsa(
     """Computes gated slot attention, as `fla.ops.gsa.chunk_gsa` does.
 
     Args:
-        q: queries [B, T, Hq, K]; query head i reads key/value head i // (Hq/H).
-        k: keys [B, T, H, K].
-        v: values [B, T, H, V].
         s: writes into the slots [B, T, H, M].
         g: natural logarithm of the forget gate of the slots [B, T, H, M], at most 0. None means that s are logits, and
             s and g follow from them as the keys and gates of `chunk_lightnet`.
         scale: factor of the logits of the softmax; K^-1/2 by default.
         initial_state: a pair of states, [N, H, K, M] and [N, H, M, V].
-        output_final_state: whether to return the final states too.
         checkpoint_level: it has no effect.
-        cu_seqlens: [N+1] offsets of packed sequences, B = 1.
-        cu_seqlens_cpu: the same offsets on the CPU; not used.
-        kwargs: chunk_size, which has no effect.
+        cu_seqlens_cpu: the offsets on the CPU; not used.
+        kwargs: chunk_size, which has no effect. Another argument raises TypeError.
+
+    The other arguments and the errors are as in `ops.chunk_gla`.
 
     Returns:
         o [B, T, Hq, V] and the pair of final states (each None unless output_final_state).
-
-    Raises:
-        TypeError: an argument is unknown. Other errors are as in `gla_core.chunk_gla`.
     """
     no_more("chunk_gsa", kwargs)
     return fused_recurrent_gsa(q, k, v, s, g, scale, initial_state, output_final_state, False, cu_seqlens)

@@ -140,21 +140,7 @@ def chunk_retention(
 ) -> tuple[Tensor, Tensor | None]:
     """Computes multi-scale retention, as `fla.ops.retention.chunk_retention` does.
 
-    Args:
-        q: queries [B, T, H, K].
-        k: keys [B, T, H, K].
-        v: values [B, T, H, V].
-        scale: factor of the output; K^-1/2 by default.
-        initial_state: [N, H, K, V].
-        output_final_state: whether to return the final state too.
-        cu_seqlens: [N+1] offsets of packed sequences, B = 1.
-        kwargs: chunk_size, which has no effect.
-
-    Returns:
-        o [B, T, H, V] and the final state [N, H, K, V] (None unless output_final_state).
-
-    Raises:
-        TypeError: an argument is unknown. Other errors are as in `gla_core.chunk_gla`.
+    Arguments, results and errors are as in `chunk_simple_gla`; states are [N, H, K, V].
     """
     no_more("chunk_retention", kwargs)
     return recurrent(q, k, v, _retention_gate(q), scale, initial_state, output_final_state, cu_seqlens=cu_seqlens)
@@ -228,22 +214,10 @@ def chunk_lightning_attn(
     The first head does not decay. Models such as MiniMax-Text-01 have other gates: pass these to `gla_core.chunk_gla`.
 
     Args:
-        q: queries [B, T, H, K].
-        k: keys [B, T, H, K].
-        v: values [B, T, H, V].
         layer_idx: the index of the layer, from 0.
         num_layers: the number of layers of the model.
-        scale: factor of the output; K^-1/2 by default.
-        initial_state: [N, H, K, V].
-        output_final_state: whether to return the final state too.
-        cu_seqlens: [N+1] offsets of packed sequences, B = 1.
-        kwargs: chunk_size, which has no effect.
 
-    Returns:
-        o [B, T, H, V] and the final state [N, H, K, V] (None unless output_final_state).
-
-    Raises:
-        TypeError: an argument is unknown. Other errors are as in `gla_core.chunk_gla`.
+    The other arguments, the results and the errors are as in `chunk_simple_gla`; states are [N, H, K, V].
     """
     no_more("chunk_lightning_attn", kwargs)
     gate = _lightning_gate(q, layer_idx, num_layers)
@@ -280,15 +254,12 @@ def chunk_linear_attn(
     """Computes linear attention of q and k to which a feature map is already applied, as `fla.ops.linear_attn` does.
 
     Args:
-        q: queries [B, T, H, K].
-        k: keys [B, T, H, K].
-        v: values [B, T, H, V].
         scale: factor of q; K^-1/2 by default. If normalized, the output depends on it only through the 1e-10.
         initial_state: [N, H, K, V]; if normalized, also a pair of it and the sum of the keys [N, 1, H, K], either of
             which may be None.
-        output_final_state: whether to return the final state too.
         normalize: whether to divide by scale q_t z_t + 1e-10.
-        cu_seqlens: [N+1] offsets of packed sequences, B = 1.
+
+    The other arguments are as in `chunk_simple_gla`.
 
     Returns:
         o [B, T, H, V] and the final state (None unless output_final_state). If normalized, the second is a pair of the
@@ -300,18 +271,7 @@ def chunk_linear_attn(
     return _linear_attn(q, k, v, scale, initial_state, output_final_state, False, normalize, cu_seqlens)
 
 
-def fused_chunk_linear_attn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | Normalized | None = None,
-    output_final_state: bool = False,
-    normalize: bool = True,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor | Normalized | None]:
-    """Computes `chunk_linear_attn`."""
-    return _linear_attn(q, k, v, scale, initial_state, output_final_state, False, normalize, cu_seqlens)
+fused_chunk_linear_attn = chunk_linear_attn
 
 
 def fused_recurrent_linear_attn(

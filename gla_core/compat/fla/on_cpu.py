@@ -32,7 +32,7 @@ def rms_norm(
 ) -> Any:
     """Normalizes x + residual over the last dimension; with prenorm it also returns that sum."""
     total = x.to(wide(x.dtype)) if residual is None else x.to(wide(x.dtype)) + residual
-    y = _normed(total, weight, eps)
+    y = F.rms_norm(total, total.shape[-1:], None if weight is None else weight.to(total.dtype), eps)
     y = (y if bias is None else y + bias).to(x.dtype)
     kept = torch.float32 if residual_in_fp32 else x.dtype if residual is None else residual.dtype
     return (y, total.to(kept)) if prenorm else y
@@ -214,10 +214,7 @@ REPLACED: Mapping[str, Mapping[str, Callable]] = {
         "sqrelu": ACTIVATIONS["sqrelu"],
         "fast_gelu_impl": ACTIVATIONS["gelu"],
     },
-    "fla.modules.causal_conv1d.ops": {
-        "causal_conv1d": causal_conv1d,
-        "causal_conv1d_update": causal_conv1d_update,
-    },
+    "fla.modules.causal_conv1d.ops": {"causal_conv1d": causal_conv1d, "causal_conv1d_update": causal_conv1d_update},
     "fla.modules.fused_cross_entropy.ops": {
         "cross_entropy_loss": cross_entropy_loss,
         "FusedCrossEntropyLoss": FusedCrossEntropyLoss,
@@ -225,10 +222,6 @@ REPLACED: Mapping[str, Mapping[str, Callable]] = {
     "fla.modules.fused_linear_cross_entropy.ops": {"fused_linear_cross_entropy_loss": fused_linear_cross_entropy_loss},
 }
 """Replacements, by the module that defines the original and then by name."""
-
-
-def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    return F.rms_norm(x, x.shape[-1:], None if weight is None else weight.to(x.dtype), eps)
 
 
 def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None) -> tuple[Tensor, Tensor]:

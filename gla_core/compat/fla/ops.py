@@ -53,23 +53,12 @@ def chunk_gla(
     Raises:
         ValueError, TypeError, NoBackendError, UnknownBackendError, NotImplementedError: as in `gla_core.chunk_gla`.
     """
-    longest = None
+    options: Any = {"state_v_first": state_v_first, "recompute_states": True, "max_seqlen": None}
     if cu_seqlens_cpu is not None and len(cu_seqlens_cpu) > 1:
-        longest = int(cu_seqlens_cpu.diff().max())
-    result = _chunk_gla(
-        q,
-        k,
-        v,
-        g,
-        scale,
-        wide_state(initial_state, q),
-        output_final_state,
-        cu_seqlens,
-        max_seqlen=longest,
-        state_v_first=state_v_first,
-        recompute_states=True,
-    )
-    return result[0], result[1]
+        options["max_seqlen"] = int(cu_seqlens_cpu.diff().max())
+    state = wide_state(initial_state, q)
+    o, state = _chunk_gla(q, k, v, g, scale, state, output_final_state, cu_seqlens, **options)
+    return o, state
 
 
 def fused_chunk_gla(

@@ -5,8 +5,8 @@ Per head, with A < 0 a number, dt_t >= 0 a number, and x_t a row of headdim chan
     S_t = exp(dt_t A) S_{t-1} + dt_t x_t^T B_t        S in R^{headdim x dstate}
     y_t = S_t C_t + D x_t                             out_t = y_t * silu(z_t)
 
-This is gated linear attention with q = C, k = B, v = dt x, g = dt A and scale 1. Head i reads B and C of group
-i // (nheads / ngroups). States have the channels first.
+This is `gla_core.chunk_ssd` with q = C and k = B: gated linear attention with v = dt x and g = dt A. Head i reads B and
+C of group i // (nheads / ngroups). States have the channels first.
 
 Source: Dao and Gu, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space
 Duality" (arXiv 2405.21060); the arguments are those of mamba_ssm 2.3.2.
@@ -14,19 +14,21 @@ Duality" (arXiv 2405.21060); the arguments are those of mamba_ssm 2.3.2.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from gla_core.dispatch.tensors import wide
-from gla_core.ops import checks
-from gla_core.ops.gla import chunk_gla, recurrent_gla_step, recurrent_ssd_step
-from gla_core.ops.gla.recurrent_ssd_step import output, rates, time_steps, without_skipped
+from gla_core.ops import autocast, checks
+from gla_core.ops.fused import fused
+from gla_core.ops.gla import chunk_gla, chunk_ssd, recurrent_gla_step, recurrent_ssd_step
+from gla_core.ops.gla.chunk_ssd import SSD_FORWARD, check_limits, values_and_gates
+from gla_core.ops.gla.recurrent_ssd_step import without_skipped
+from gla_core.ops.gla.ssd import output, rates, time_steps
 
 _SCAN = {
     "x": "batch seqlen nheads headdim",
@@ -79,8 +81,9 @@ def mamba_chunk_scan_combined(
     float64 inputs); each may have any dtype. Under autocast, x dt, B and C are cast as in `gla_core.chunk_gla`, and out
     keeps the dtype of x.
 
-    On a GPU, torch.compile makes one kernel of what comes before the op and one of what follows it. The first call
-    therefore takes seconds, as does the first with another combination of dtypes and optional arguments.
+    Without seq_idx, `gla_core.chunk_ssd` computes the scan; a backend may do so in one kernel. Otherwise, and with z,
+    torch.compile makes one kernel on a GPU of what comes before an op and one of what follows it. The first call then
+    takes seconds, as does the first with another combination of dtypes and optional arguments.
 
     Args:
         x: inputs [batch, seqlen, nheads, headdim], float64, float32, float16 or bfloat16.
@@ -125,22 +128,28 @@ def mamba_chunk_scan_combined(
     tensors = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
     _check(_SCAN, **tensors, initial_states=initial_states, seq_idx=seq_idx)
     _check_options(x, seq_idx, cu_seqlens, dt_limit, return_varlen_states)
-    dtype = wide(x.dtype)
-    v, g = _fused(_values_and_gates, x, dt, A, dt_bias, seq_idx, dt_softplus, dt_limit)
+    state = None if initial_states is None else initial_states.to(wide(x.dtype))
+    q, k = C.to(x.dtype), B.to(x.dtype)
+    if seq_idx is None and _takes(x):
+        skip = D if z is None else None
+        limits = {"dt_min": dt_limit[0], "dt_max": dt_limit[1]}
+        options = {"dt_softplus": dt_softplus, **limits, "state_v_first": True}
+        o, state = chunk_ssd(q, k, x, dt, A.to(wide(x.dtype)), skip, dt_bias, state, return_final_states, **options)
+        out = o if z is None else fused(output, o, x, D, z)
+        return (out, state) if return_final_states else out
+    v, g = fused(_values_and_gates, x, dt, A, dt_bias, seq_idx, dt_softplus, dt_limit)
     offsets = cu_seqlens if return_varlen_states else None
-    state = None if initial_states is None else initial_states.to(dtype)
     if state is not None and offsets is not None:
         state = F.pad(state, (0, 0) * 3 + (0, len(offsets) - 2))  # the other sequences begin with 0
     wanted = return_final_states or return_varlen_states
-    q, k = C.to(x.dtype), B.to(x.dtype)
     o, state = chunk_gla(q, k, v, g, 1.0, state, wanted, offsets, state_v_first=True)
-    if D is None and z is None:
-        out = o.to(x.dtype)
-    else:
-        out = _fused(output, o, x, D if D is None or D.ndim == 2 else D[:, None], z)
+    out = o.to(x.dtype) if D is None and z is None else fused(output, o, x, D, z)
     if offsets is None:
         return (out, state) if return_final_states else out
-    return (out, _last(state, offsets), state) if return_final_states else (out, state)
+    if not return_final_states:
+        return out, state
+    last = (offsets[:-1] < offsets[-1]).sum() - 1  # the last sequence that has a token
+    return out, state.index_select(0, last.clamp(min=0)[None]), state
 
 
 def selective_state_update(
@@ -258,18 +267,13 @@ def _writable(states: Tensor, dtype: torch.dtype) -> Tensor:
     return states if states.dtype in taken else states.to(wide(dtype))
 
 
-_compiled = functools.cache(torch.compile)
-_has_triton = functools.cache(lambda: importlib.util.find_spec("triton") is not None)
+def _takes(x: Tensor) -> bool:
+    """Returns whether `chunk_ssd` computes a scan as well as operations around `chunk_gla` do.
 
-
-def _fused(function: Callable[..., Any], x: Tensor, *others: Any) -> Any:
-    """Returns function(x, *others), computed by compiled code if x is on a GPU.
-
-    Eager PyTorch would write each product to memory in float32, which takes longer than the scan.
+    Under autocast it would round x, and out, to the dtype of autocast. On a CPU, a compiler that sees the operations
+    makes better code of them.
     """
-    if x.is_cuda and not torch.compiler.is_compiling() and _has_triton():
-        function = _compiled(function)
-    return function(x, *others)
+    return autocast.inputs(SSD_FORWARD, x)[0].dtype == x.dtype and (x.is_cuda or not is_compiling())
 
 
 def _values_and_gates(
@@ -282,19 +286,11 @@ def _values_and_gates(
     limit: tuple[float, float],
 ) -> tuple[Tensor, Tensor]:
     """Returns v = dt x with the dtype of x, and g = dt A, which is -inf where a sequence begins."""
-    dtype = wide(x.dtype)
-    dt = time_steps(dt, dt_bias, softplus, dtype).clamp(*limit)
-    g = dt * A.to(dtype)
+    v, g = values_and_gates(x, dt, A, dt_bias, softplus, *limit)
     if seq_idx is not None:
         before = F.pad(seq_idx[:, :-1], (1, 0))  # a row continues sequence 0
         g = g.masked_fill((seq_idx != before)[..., None], -torch.inf)
-    return (x * dt[..., None]).to(x.dtype), g
-
-
-def _last(states: Tensor, offsets: Tensor) -> Tensor:
-    """Returns the state [1, ...] of the last sequence that has a token."""
-    i = (offsets[:-1] < offsets[-1]).sum() - 1
-    return states.index_select(0, i.clamp(min=0)[None])
+    return v, g
 
 
 def _channels_as_heads(states: Tensor) -> Tensor:
@@ -334,8 +330,7 @@ def _check_options(
     x: Tensor, seq_idx: Tensor | None, cu_seqlens: Tensor | None, limit: tuple[float, float], varlen: bool
 ) -> None:
     """Checks dt_limit, and the arguments that return_varlen_states needs."""
-    if not 0 <= limit[0] <= limit[1]:
-        raise ValueError(f"dt_limit is {limit}; expected two numbers, the first at least 0 and at most the second")
+    check_limits(*limit, "dt_limit")
     if not varlen:
         return
     if seq_idx is None or cu_seqlens is None:

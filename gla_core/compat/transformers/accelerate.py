@@ -36,7 +36,7 @@ from gla_core.compat.replace import (
     replacement,
 )
 from gla_core.compat.transformers import one_token
-from gla_core.dispatch.errors import nearest
+from gla_core.dispatch.errors import check_known
 
 MODELS = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2")
 """Models whose functions are replaced, by the names of their folders in `transformers.models`."""
@@ -69,8 +69,7 @@ def accelerate(*models: str) -> Acceleration:
         ...     model.generate(tokens)
     """
     for name in models:
-        if name not in MODELS:
-            raise ValueError(f"unknown model {name!r}{nearest(name, MODELS)} (there are {', '.join(MODELS)})")
+        check_known("model", name, MODELS)
     modules = _modules(models)
     with LOCK:
         wanted: list[Replacement | MethodReplacement] = [
@@ -79,7 +78,8 @@ def accelerate(*models: str) -> Acceleration:
             for module in modules
         ]
         for module in modules:
-            wanted += [method_replacement(norm, _norm, BY_KERNEL) for norm in _norms(module)]
+            norms = [x for x in classes_of(module) if x.__name__.endswith(("RMSNorm", "RMSNormGated"))]
+            wanted += [method_replacement(norm, _norm, BY_KERNEL) for norm in norms]
             layer_forward = functools.partial(one_token.forward, module)
             block_forward = functools.partial(one_token.forward_of_block, module)
             wanted += [method_replacement(x, layer_forward, ONE_TOKEN) for x in one_token.layers(module)]
@@ -118,11 +118,6 @@ def _module(model: str) -> ModuleType | None:
             raise
         return None
     return module if all(hasattr(module, name) for name in FUNCTIONS) else None
-
-
-def _norms(module: ModuleType) -> list[type]:
-    """Returns the classes of norms that a model's module defines."""
-    return [x for x in classes_of(module) if x.__name__.endswith(("RMSNorm", "RMSNormGated"))]
 
 
 def _norm(layer: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Any:
@@ -179,22 +174,9 @@ def _chunk_scan(
     **_: Any,
 ) -> Any:
     """Computes transformers' `mamba2_chunk_scan`. Like it, it ignores arguments meant for other functions."""
-    return mamba_chunk_scan_combined(
-        hidden_states,
-        dt,
-        A,
-        B,
-        C,
-        chunk_size,
-        D,
-        z,
-        dt_bias,
-        initial_states,
-        seq_idx,
-        dt_softplus=dt_softplus,
-        dt_limit=dt_limit,
-        return_final_states=return_final_states,
-    )
+    tensors = (hidden_states, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx)
+    options = (None, dt_softplus, dt_limit, return_final_states)
+    return mamba_chunk_scan_combined(*tensors, *options)
 
 
 def _step(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import torch
 from torch import Tensor
@@ -97,6 +98,35 @@ def chunk_gla_with_checkpoints(
     return *results, chunk_gla_checkpoints(q, k, v, g, initial_state, cu_seqlens, checkpoint_every)
 
 
+def chunk_ssd(
+    q: Tensor,
+    k: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_min: float = 0.0,
+    dt_max: float = math.inf,
+    checkpoint_every: int | None = None,
+) -> tuple[Tensor, ...]:
+    """Returns o [B, T, Hv, V], the final state, and the checkpoints if `checkpoint_every` is not None, in float64."""
+    x, delta = x.double(), dt.double() if dt_bias is None else dt.double() + dt_bias.double()
+    delta = (torch.nn.functional.softplus(delta) if dt_softplus else delta).clamp(dt_min, dt_max)
+    v, g = delta[..., None] * x, delta * A.double()
+    o, *states = chunk_gla_with_checkpoints(q, k, v, g, 1.0, initial_state, cu_seqlens, checkpoint_every)
+    if D is None:
+        return o, *states
+    skipped = x * (D[:, None] if D.ndim == 1 else D).double()
+    if cu_seqlens is not None:  # rows of no sequence have no output
+        rows = torch.arange(x.shape[1], device=x.device)
+        skipped = skipped * ((rows >= cu_seqlens[0]) & (rows < cu_seqlens[-1]))[:, None, None]
+    return o + skipped, *states
+
+
 def recurrent_gla_replay(
     q: Tensor,
     k: Tensor,
@@ -163,11 +193,7 @@ def chunk_gla_gradient_summary(
 
 
 def chunk_gla_summary(
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    backwards: bool = False,
+    k: Tensor, v: Tensor, g: Tensor | None = None, cu_seqlens: Tensor | None = None, backwards: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Returns the decay [N, Hv, K] and the state from zero [N, Hv, K, V] of each sequence, in float64.
 

@@ -264,9 +264,9 @@ def chunk_gla(
     return ChunkGla(o, state) if checkpoint_every is None else ChunkGlaWithCheckpoints(o, state, checkpoints)
 
 
-def interval_for_backward(backend: str | Request | None) -> int | None:
+def interval_for_backward(backend: str | Request | None, op: str = "chunk_gla_fwd") -> int | None:
     """Returns the interval of the checkpoints that a forward on a GPU keeps for its backward; None if it keeps none."""
-    if environment().checkpoints and makes_checkpoints(FORWARD.name, request_of(backend).spec):
+    if environment().checkpoints and makes_checkpoints(op, request_of(backend).spec):
         return CHUNK
     return None
 

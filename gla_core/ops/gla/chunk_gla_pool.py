@@ -70,13 +70,10 @@ def chunk_gla_pool(
     keeps its dtype.
 
     Args:
-        q: queries [1, T, Hq, K], float64, float32, float16 or bfloat16. Query head i reads key/value head i // (Hq/H).
-        k: keys [1, T, H, K], dtype of q.
-        v: values [1, T, Hv, V], dtype of q. Value head i reads query and key head i // (Hv/H). Hv is H, or a multiple
-            of H if Hq is H.
-        g: natural logarithm of the forget gate, dtype of q or float32, in [-inf, 0]: [1, T, Hv, K] for each key,
-            [1, T, Hv] for each token and head, or [Hv] for each head. None means no decay. Only with GLA_CHECK=1 in
-            the environment are the values read; values above 0 then raise ValueError.
+        q: queries [1, T, Hq, K]. The dtypes, heads and values of q, k, v and g are as in `chunk_gla`.
+        k: keys [1, T, H, K].
+        v: values [1, T, Hv, V].
+        g: natural logarithm of the forget gate, [1, T, Hv, K], [1, T, Hv] or [Hv]; None means no decay.
         pool: states [P, Hv, K, V], float32, bfloat16 or float16 (float64 with float64 inputs); written. The slots may
             be any distance apart, as in pages of memory. A state is rounded once, where it is written; a number above
             65504 becomes inf in float16.

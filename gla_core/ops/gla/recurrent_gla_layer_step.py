@@ -75,13 +75,10 @@ def recurrent_gla_layer_step(
     keep float32, and the state keeps its dtype.
 
     Args:
-        q: queries [B, Hq, K], float64, float32, float16 or bfloat16. Query head i reads key/value head i // (Hq/H).
-        k: keys [B, H, K], dtype of q.
-        v: values [B, Hv, V], dtype of q. Value head i reads query and key head i // (Hv/H). Hv is H, or a multiple of H
-            if Hq is H.
-        g: natural logarithm of the forget gate, dtype of q or float32, in [-inf, 0]: [B, Hv, K] for each key, [B, Hv]
-            for each head of a row, or [Hv] for each head. None means no decay. Only with GLA_CHECK=1 in the environment
-            are the values read; values above 0 then raise ValueError.
+        q: queries [B, Hq, K]. The dtypes, heads and values of q, k, v and g are as in `chunk_gla`.
+        k: keys [B, H, K].
+        v: values [B, Hv, V].
+        g: natural logarithm of the forget gate, [B, Hv, K], [B, Hv] or [Hv]; None means no decay.
         state: the state before the token [P, Hv, K, V], float32, bfloat16 or float16 (float64 with float64 inputs);
             written. P is B without slots; with them, state is a pool of P states. A number above 65504 becomes inf in
             float16.
@@ -103,10 +100,8 @@ def recurrent_gla_layer_step(
         o [B, Ho, V] with the dtype of v, contiguous.
 
     Raises:
-        ValueError, TypeError: an argument has a wrong shape, dtype or device, or the state cannot be written in place.
-        RuntimeError: an input requires a gradient.
-        NoBackendError, UnknownBackendError: no backend can serve the request.
-        NotImplementedError: an input carries a tangent of forward-mode AD, or is under a transform of torch.func.
+        ValueError, TypeError, RuntimeError, NoBackendError, UnknownBackendError, NotImplementedError: as in
+            `chunk_gla_pool`.
 
     Example:
         >>> state, gates = torch.zeros(2, 4, 32, 32), torch.randn(2, 4, 32)
@@ -162,28 +157,17 @@ def _by_step(step: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Tensor:
         token = {"q": q, "k": k, "v": v, "g": g, "scale": scale, "gate_normalizer": gate_normalizer}
         o, _ = step(**token, state=state, state_indices=state_indices, inplace=True)
-        y = _normed(o, output_gate, norm_weight, norm_eps, activation)
+        dtype = wide(o.dtype)
+        weight = None if norm_weight is None else norm_weight.to(dtype)
+        y = torch.nn.functional.rms_norm(o.to(dtype), o.shape[-1:], weight, norm_eps)
+        y = y if output_gate is None else y * OUTPUT_ACTIVATIONS[activation](output_gate.to(dtype))
+        y = y.to(o.dtype).contiguous()
         if state_indices is None:
             return y
         is_used = (state_indices >= 0) & (state_indices < len(state))  # elsewhere the output gate may be NaN
         return torch.where(is_used[:, None, None], y, 0)
 
     return recurrent_gla_layer_step
-
-
-def _normed(
-    o: Tensor,
-    output_gate: Tensor | None,
-    norm_weight: Tensor | None,
-    eps: float,
-    activation: str,
-) -> Tensor:
-    """Returns the RMS norm of each head of o [B, Ho, V] times the activation of its gate, in the dtype of o."""
-    dtype = wide(o.dtype)
-    weight = None if norm_weight is None else norm_weight.to(dtype)
-    y = torch.nn.functional.rms_norm(o.to(dtype), o.shape[-1:], weight, eps)
-    y = y if output_gate is None else y * OUTPUT_ACTIVATIONS[activation](output_gate.to(dtype))
-    return y.to(o.dtype).contiguous()
 
 
 LAYER_STEP = OpSpec(

@@ -47,18 +47,7 @@ from gla_core.ops._serving import serving
 from gla_core.ops._steps import in_shape, one_step, rows_of_outputs, token_by_token
 from gla_core.ops.gla.chunk_gla import FORWARD, NORMALIZER
 from gla_core.ops.gla.recurrent_gla_step import STEP, refuse_in_place
-from gla_core.ops.spec import (
-    AS_INPUT,
-    AS_INPUT_OR_FLOAT32,
-    FLAG,
-    INTEGER,
-    POOL,
-    WIDE,
-    Argument,
-    OpSpec,
-    Result,
-    Role,
-)
+from gla_core.ops.spec import AS_INPUT, AS_INPUT_OR_FLOAT32, FLAG, INTEGER, POOL, WIDE, Argument, OpSpec, Result, Role
 
 
 def recurrent_gla_replay(
@@ -112,13 +101,10 @@ def recurrent_gla_replay(
     the rings keep their dtypes.
 
     Args:
-        q: queries [B, T, Hq, K], float64, float32, float16 or bfloat16. Query head i reads key/value head i // (Hq/H).
-        k: keys [B, T, H, K], dtype of q.
-        v: values [B, T, Hv, V], dtype of q. Value head i reads query and key head i // (Hv/H). Hv is H, or a multiple
-            of H if Hq is H.
-        g: natural logarithm of the forget gate, dtype of q or float32, in [-inf, 0]: [B, T, Hv, K] for each key,
-            [B, T, Hv] for each token and head, or [Hv] for each head. None means no decay. Only with GLA_CHECK=1 in the
-            environment are the values read; values above 0 then raise ValueError.
+        q: queries [B, T, Hq, K]. The dtypes, heads and values of q, k, v and g are as in `chunk_gla`.
+        k: keys [B, T, H, K].
+        v: values [B, T, Hv, V].
+        g: natural logarithm of the forget gate, [B, T, Hv, K], [B, T, Hv] or [Hv]; None means no decay.
         pool: states [P, Hv, K, V], float32, bfloat16 or float16 (float64 with float64 inputs); written. The slots may
             be any distance apart, as in pages of memory. A number above 65504 becomes inf in float16.
         ring_k: keys of the tokens of the last call [P, L, H, K], dtype of q or float32; written. A ring of L tokens, 2
@@ -150,10 +136,8 @@ def recurrent_gla_replay(
         o [B, T, Ho, V] with the dtype of v, where Ho is the larger of Hq and Hv; `out` itself if it is given.
 
     Raises:
-        ValueError, TypeError: an argument has a wrong shape, dtype or device, or cannot be written in place.
-        RuntimeError: an input requires a gradient.
-        NoBackendError, UnknownBackendError: no backend can serve the request.
-        NotImplementedError: an input carries a tangent of forward-mode AD, or is under a transform of torch.func.
+        ValueError, TypeError, RuntimeError, NoBackendError, UnknownBackendError, NotImplementedError: as in
+            `chunk_gla_pool`.
 
     Example:
         >>> pool, slots = torch.zeros(10, 4, 32, 32), torch.tensor([7, 2])
@@ -233,19 +217,11 @@ def _reads(x: Mapping[str, Any]) -> dict[str, Any]:
 # ---- by recurrent_gla_step, one token of each sequence at a time, old tokens first
 
 
-def _step_of_replay(call: OpCall) -> OpCall:
-    """Returns the call of recurrent_gla_step by which each token, old or new, is computed.
-
-    Gates are log gates in a wide dtype, as rings hold them.
-    """
-    step = one_step(STEP, call)
-    return step if step.gate_dtype is None else call_with_log_gates(step)
-
-
 def _parts(call: OpCall) -> Parts:
     """Returns one step for each token of half a ring, and for each new token."""
-    half = call.dims["L"] // 2
-    return [(_step_of_replay(call), half + (half if call.variable_length else call.dims["T"]))]
+    half, step = call.dims["L"] // 2, one_step(STEP, call)
+    step = step if step.gate_dtype is None else call_with_log_gates(step)  # rings hold log gates, in a wide dtype
+    return [(step, half + (half if call.variable_length else call.dims["T"]))]
 
 
 def _by_step(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -27,12 +27,7 @@ from gla_core.dispatch.request import current_request
 from gla_core.ops import _invariant, _step, autocast, checks
 from gla_core.ops._deprecated import backend_by_position, renamed
 from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run, transformed
-from gla_core.ops._torch_op import (
-    exportable,
-    refusal_in_place,
-    refuse_tangents,
-    tell_autograd,
-)
+from gla_core.ops._torch_op import exportable, refusal_in_place, refuse_tangents, tell_autograd
 from gla_core.ops.gla.chunk_gla import FORWARD, NORMALIZER
 from gla_core.ops.spec import (
     AS_INPUT,
@@ -86,13 +81,10 @@ def recurrent_gla_step(
     keeps its dtype.
 
     Args:
-        q: queries [B, Hq, K], float64, float32, float16 or bfloat16. Query head i reads key/value head i // (Hq/H).
-        k: keys [B, H, K], dtype of q.
-        v: values [B, Hv, V], dtype of q. Value head i reads query and key head i // (Hv/H). Hv is H, or a multiple of H
-            if Hq is H.
-        g: natural logarithm of the forget gate, dtype of q or float32, in [-inf, 0]: [B, Hv, K] for each key, [B, Hv]
-            for each head of a row, or [Hv] for each head. None means no decay. Only with GLA_CHECK=1 in the environment
-            are the values read; values above 0 then raise ValueError.
+        q: queries [B, Hq, K]. The dtypes, heads and values of q, k, v and g are as in `chunk_gla`.
+        k: keys [B, H, K].
+        v: values [B, Hv, V].
+        g: natural logarithm of the forget gate, [B, Hv, K], [B, Hv] or [Hv]; None means no decay.
         state: the state before the token [P, Hv, K, V], float32, bfloat16 or float16 (float64 with float64 inputs). P
             is B without slots; with them, state is a pool of P states. A number above 65504 becomes inf in float16.
         scale: factor of the output; None means K^-1/2.
@@ -172,10 +164,7 @@ STEP = OpSpec(
         NORMALIZER,
         Argument("inplace", "bool", default=False),
     ),
-    results=(
-        Result("o", "B Ho V"),
-        Result("state", like="state", written=lambda args: args["inplace"], state=True),
-    ),
+    results=(Result("o", "B Ho V"), Result("state", like="state", written=lambda args: args["inplace"], state=True)),
     sizes={"B": "B", "H": "H", "Hq": "H", "Hv": "H", "K": "K", "V": "V", "P": "B"},
     reads=_step.reads,
     flops=_flops,

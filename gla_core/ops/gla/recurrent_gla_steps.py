@@ -68,13 +68,10 @@ def recurrent_gla_steps(
     keeps its dtype.
 
     Args:
-        q: queries [B, T, Hq, K], float64, float32, float16 or bfloat16. Query head i reads key/value head i // (Hq/H).
-        k: keys [B, T, H, K], dtype of q.
-        v: values [B, T, Hv, V], dtype of q. Value head i reads query and key head i // (Hv/H). Hv is H, or a multiple
-            of H if Hq is H.
-        g: natural logarithm of the forget gate, dtype of q or float32, in [-inf, 0]: [B, T, Hv, K] for each key,
-            [B, T, Hv] for each token and head, or [Hv] for each head. None means no decay. Only with GLA_CHECK=1 in the
-            environment are the values read; values above 0 then raise ValueError.
+        q: queries [B, T, Hq, K]. The dtypes, heads and values of q, k, v and g are as in `chunk_gla`.
+        k: keys [B, T, H, K].
+        v: values [B, T, Hv, V].
+        g: natural logarithm of the forget gate, [B, T, Hv, K], [B, T, Hv] or [Hv]; None means no decay.
         pool: states [P, Hv, K, V], float32, bfloat16 or float16 (float64 with float64 inputs); written. The slots may
             be any distance apart, as in pages of memory. A number above 65504 becomes inf in float16.
         slots: for each sequence, the slots that receive the states after its tokens [N, S], int32 or int64, S from 1 to
@@ -100,10 +97,8 @@ def recurrent_gla_steps(
         o [B, T, Ho, V] with the dtype of v, where Ho is the larger of Hq and Hv; `out` itself if it is given.
 
     Raises:
-        ValueError, TypeError: an argument has a wrong shape, dtype or device, or cannot be written in place.
-        RuntimeError: an input requires a gradient.
-        NoBackendError, UnknownBackendError: no backend can serve the request.
-        NotImplementedError: an input carries a tangent of forward-mode AD, or is under a transform of torch.func.
+        ValueError, TypeError, RuntimeError, NoBackendError, UnknownBackendError, NotImplementedError: as in
+            `chunk_gla_pool`.
 
     Example:
         >>> pool = torch.zeros(10, 4, 32, 32)

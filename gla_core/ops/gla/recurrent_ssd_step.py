@@ -25,7 +25,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gla_core.dispatch.backend import Lowering, OpCall, contiguous_layout
@@ -33,6 +32,7 @@ from gla_core.dispatch.tensors import wide
 from gla_core.ops._serving import serving
 from gla_core.ops.gla.chunk_gla import FORWARD
 from gla_core.ops.gla.recurrent_gla_step import STEP, refuse_in_place
+from gla_core.ops.gla.ssd import output, rates, time_steps
 from gla_core.ops.spec import AS_INPUT_OR_FLOAT32, INPUT, INTEGER, POOL, Argument, OpSpec, Result, Role
 
 
@@ -159,32 +159,10 @@ def _by_step(step: Callable[..., Any]) -> Callable[..., Any]:
         token = {name: x.contiguous() for name, x in token.items()}
         options = {"scale": scale, "state_indices": state_indices, "gate_normalizer": None, "inplace": True}
         o, _ = step(**token, state=state, **options)
-        o = output(o, v, None if D is None else D[:, None], z)
+        o = output(o, v, D, z)
         return without_skipped(o, state, state_indices).contiguous()
 
     return recurrent_ssd_step
-
-
-def time_steps(dt: Tensor, bias: Tensor | None, softplus: bool, dtype: torch.dtype) -> Tensor:
-    """Returns the time steps that multiply A and v."""
-    dt = dt.to(dtype) if bias is None else dt.to(dtype) + bias.to(dtype)
-    return F.softplus(dt) if softplus else dt
-
-
-def rates(A: Tensor, is_log: bool, dtype: torch.dtype) -> Tensor:
-    """Returns A; -exp(A) if `is_log`."""
-    A = A.to(dtype)
-    return -A.exp() if is_log else A
-
-
-def output(o: Tensor, v: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
-    """Returns (o + D v) silu(z) with the dtype of v."""
-    out = o.to(wide(v.dtype))
-    if D is not None:
-        out = out + v * D.to(out.dtype)
-    if z is not None:
-        out = out * F.silu(z.to(out.dtype))
-    return out.to(v.dtype)
 
 
 def without_skipped(o: Tensor, state: Tensor, indices: Tensor | None) -> Tensor:

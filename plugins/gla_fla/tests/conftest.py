@@ -1,7 +1,5 @@
 """Runs tests marked `gpu` if there is a CUDA device, and deselects them otherwise."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,5 @@
 """FLA's kernels, called through the backend, against the float64 recurrence."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -32,9 +30,8 @@ def forward_and_gradients(function, x):
     g, state = rest if x.g is not None else (None, *rest)
     o, final = function(q, k, v, g, state)
     outputs = (o, final)
-    weights = [
-        torch.linspace(-1, 1, t.numel(), device=t.device).reshape(t.shape).bfloat16().to(t.dtype) for t in outputs
-    ]
+    flat = [torch.linspace(-1, 1, t.numel(), device=t.device).reshape(t.shape) for t in outputs]
+    weights = [w.bfloat16().to(t.dtype) for w, t in zip(flat, outputs, strict=True)]
     return o, final, torch.autograd.grad(outputs, leaves, weights)
 
 

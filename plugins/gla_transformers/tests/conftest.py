@@ -1,7 +1,5 @@
 """Small models of random weights, ours and flash-linear-attention's (FLA), on a CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Configurations that are refused, and the package that serves both types in transformers' Auto classes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

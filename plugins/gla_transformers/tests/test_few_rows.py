@@ -1,21 +1,18 @@
 """Products of few rows in one kernel with what stands around them, and layers that are computed by them."""
 
-from __future__ import annotations
-
-import os
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_transformers import GLACache, few_rows
+from plugins.gla_transformers.tests.kernels import DEVICE, DTYPES, INTERPRETED, compiled, runs
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-runs = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a GPU, or TRITON_INTERPRET=1")
+from gla_transformers import few_rows_kernel
+from gla_transformers.few_rows_kernel import FEW, launches, product
+
 FORMS = {
     "plain": {},
     "norm": {"norm": True},
@@ -57,7 +54,7 @@ def expected(x, weight, norm_weight, norm_eps, bias, residual, gated):
 
 
 @runs
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16] + [torch.bfloat16] * (not INTERPRETED), ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("M", "K", "N"),
@@ -65,8 +62,6 @@ def expected(x, weight, norm_weight, norm_eps, bias, residual, gated):
     ids=str,
 )
 def test_a_product(M, K, N, form, dtype):
-    from gla_transformers.few_rows_kernel import product
-
     x, weight, options = inputs(M, K, N, dtype, **FORMS[form])
     y = product(x, weight, **options)
     residual = options["residual"]
@@ -80,8 +75,6 @@ def test_a_product(M, K, N, form, dtype):
 @runs
 @pytest.mark.parametrize("form", FORMS)
 def test_bits_of_a_row_do_not_depend_on_the_others(form):
-    from gla_transformers.few_rows_kernel import FEW, product
-
     x, weight, options = inputs(FEW, 1024, 96, **FORMS[form])
     together, residual = product(x, weight, **options), options["residual"]
     for i in range(FEW):
@@ -94,32 +87,16 @@ def test_bits_of_a_row_do_not_depend_on_the_others(form):
 @pytest.mark.parametrize(("M", "K", "N"), [(1, 1024, 2816), (64, 1024, 2816), (64, 2816, 1024)], ids=str)
 @pytest.mark.parametrize("capability", [90, 80])
 def test_they_compile_for_an_h100_and_an_a100(capability, M, K, N, form):
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from gla_transformers.few_rows_kernel import launches
-
     x, weight, options = inputs(M, K, N, torch.bfloat16, **FORMS[form])
     residual = options["residual"]
     y = (weight if residual is None else residual).new_empty(M, N)
     tensors = (x, weight, options["norm_weight"], options["bias"], residual, y)
     overlaps = capability == 90
     for launch in launches(tensors, 1e-5, options["gated"], overlaps):
-        constant = {p.name for p in launch.kernel.params if p.is_constexpr}
-        constant |= {name for name, value in launch.arguments.items() if value is None}
-        signature = {n: "constexpr" if n in constant else type_of(value) for n, value in launch.arguments.items()}
-        source = ASTSource(launch.kernel, signature, {name: launch.arguments[name] for name in constant})
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(launch.options))
-        assert compiled.metadata.shared <= 101_376, "of consumer cards; an H100 has more"
-        asks_for_weights = "cp.async.bulk.prefetch.L2.global" in compiled.asm["ptx"]
+        kernel = compiled(launch, ("cuda", capability, 32))
+        assert kernel.metadata.shared <= 101_376, "of consumer cards; an H100 has more"
+        asks_for_weights = "cp.async.bulk.prefetch.L2.global" in kernel.asm["ptx"]
         assert asks_for_weights == (overlaps and launch.kernel.fn.__name__.startswith("_product"))
-
-
-def type_of(value):
-    """Returns the type of an argument, in a signature of Triton."""
-    if isinstance(value, torch.Tensor):
-        return {torch.float32: "*fp32", torch.bfloat16: "*bf16"}[value.dtype]
-    return "fp32" if isinstance(value, float) else "i32"
 
 
 # ---- layers
@@ -128,8 +105,6 @@ def type_of(value):
 @pytest.fixture
 def calls(monkeypatch):
     """A list to which every product by the kernel adds its number of rows. On a CPU, its kernels are interpreted."""
-    from gla_transformers import few_rows_kernel
-
     recorded = []
     product = few_rows_kernel.product
     monkeypatch.setattr(few_rows_kernel, "product", lambda x, *a, **o: recorded.append(len(x)) or product(x, *a, **o))
@@ -186,44 +161,28 @@ def apart(layer):
     layer.mlp.up_proj.weight = torch.nn.Parameter(layer.mlp.up_proj.weight.clone())
 
 
-def hook_of_a_norm(layer):
-    layer.mlp_norm.register_forward_hook(lambda module, args, y: 2 * y)
+def hook(module):
+    module.register_forward_hook(lambda module, args, y: 2 * y)
 
 
-def hook_within(layer):
-    layer.attn.gk_proj.register_forward_hook(lambda module, args, y: 2 * y)
-
-
-def another_module(layer):
-    layer.attn.o_proj = torch.nn.Sequential(layer.attn.o_proj)
-
-
-def bias(layer):
-    layer.mlp.down_proj = torch.nn.Linear(48, 32, device=DEVICE)
-
-
-def norm_of_groups(layer):
-    layer.attn_norm.groups = 2
-
-
-def hook_of_the_output_norm(layer):
-    layer.attn.g_norm.register_forward_hook(lambda module, args, y: 2 * y)
-
-
-def no_weight_of_the_output_norm(layer):
-    layer.attn.g_norm.weight = None
-
-
-CHANGES = [(change, "gla") for change in (apart, hook_of_a_norm, hook_within, another_module, bias, norm_of_groups)]
-CHANGES += [(change, "hgrn2") for change in (hook_of_the_output_norm, no_weight_of_the_output_norm)]
+CHANGES = {
+    "apart": apart,
+    "hook of a norm": lambda layer: hook(layer.mlp_norm),
+    "hook within": lambda layer: hook(layer.attn.gk_proj),
+    "another module": lambda layer: setattr(layer.attn, "o_proj", torch.nn.Sequential(layer.attn.o_proj)),
+    "bias": lambda layer: setattr(layer.mlp, "down_proj", torch.nn.Linear(48, 32, device=DEVICE)),
+    "norm of groups": lambda layer: setattr(layer.attn_norm, "groups", 2),
+    "hook of the output norm of hgrn2": lambda layer: hook(layer.attn.g_norm),
+    "no weight of the output norm of hgrn2": lambda layer: setattr(layer.attn.g_norm, "weight", None),
+}
 
 
 @runs
-@pytest.mark.parametrize(("change", "kind"), CHANGES)
-def test_layers_that_compute_for_themselves(ours, change, kind, calls, monkeypatch):
-    model = ours(num_hidden_layers=1, model_type=kind).to(DEVICE)
+@pytest.mark.parametrize("change", CHANGES)
+def test_layers_that_compute_for_themselves(ours, change, calls, monkeypatch):
+    model = ours(num_hidden_layers=1, model_type="hgrn2" if change.endswith("hgrn2") else "gla").to(DEVICE)
     model.config.cuda_graphs = False
-    change(model.model.layers[0])
+    CHANGES[change](model.model.layers[0])
     compare(model, torch.randint(1, 61, (2, 5), device=DEVICE), monkeypatch)
     assert calls == []
 

@@ -1,11 +1,7 @@
 """The activation of the MLP, norms, and the gates of HGRN2, in one kernel each, and models that run them."""
 
-from __future__ import annotations
-
 import copy
-import os
 import pickle
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,27 +12,24 @@ from gla_core.nn.hgrn2 import log_gate
 from gla_transformers import GLACache, causal_convolution
 from gla_transformers import gated as dispatch
 from gla_transformers.gated import forgetting, gated, normed
+from plugins.gla_transformers.tests.kernels import DEVICE, DTYPES, INTERPRETED, noted, runs
 
 triton = pytest.importorskip("triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-runs = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a GPU, or TRITON_INTERPRET=1")
-DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (not INTERPRETED)
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from gla_transformers import causal_convolution_kernel, gated_kernel
+
 EPS = 1e-5
 
 
 @pytest.fixture
 def calls(monkeypatch):
     """A list to which every call of a kernel adds its name. On a CPU, kernels are interpreted."""
-    from gla_transformers import gated_kernel
-
-    def noted(name):
-        return lambda *args, **options: recorded.append(name) or getattr(gated_kernel, name)(*args, **options)
-
-    recorded: list[str] = []
+    recorded = []
     names = ("gated", "gated_backward", "normed", "normed_backward", "forgetting", "forgetting_backward")
-    kernels = SimpleNamespace(**{name: noted(name) for name in names})
+    kernels = noted(recorded, gated_kernel, *names)
     monkeypatch.setattr(dispatch, "_kernels_of", lambda device: kernels)
     return recorded
 
@@ -232,24 +225,19 @@ def test_gates_that_are_left_to_pytorch(calls):
 @pytest.mark.parametrize("whole", [True, False])
 def test_they_compile_for_an_h100(whole, gate_first):
     """With a weight and a gate, and without both. Each thread reads 16 bytes at once."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from gla_transformers import gated_kernel as kernels
-
-    head = {"H": 4, "G": 4 if gate_first else 1, "V": 256, "BN": kernels.TILE // 256, "ALL": 256}
+    head = {"H": 4, "G": 4 if gate_first else 1, "V": 256, "BN": gated_kernel.TILE // 256, "ALL": 256}
     head |= {"GATE_FIRST": gate_first and whole}
     head |= {} if whole else {"weight_ptr": None, "gate_ptr": None}
     unbounded = {} if whole else {"bound_ptr": None}
     no_sums = {} if whole else {"sums_ptr": None}
     written = {} if whole else {"dgate_ptr": None, "sums_ptr": None}
     for kernel, constants in [
-        (kernels._gated, {"BLOCK": kernels.BLOCK}),
-        (kernels._gated_backward, {"BLOCK": kernels.BLOCK}),
-        (kernels._forgetting, {"BLOCK": kernels.BLOCK} | unbounded),
-        (kernels._forgetting_backward, {"BLOCK": kernels.BLOCK} | unbounded | no_sums),
-        (kernels._normed, head),
-        (kernels._normed_backward, head | written),
+        (gated_kernel._gated, {"BLOCK": gated_kernel.BLOCK}),
+        (gated_kernel._gated_backward, {"BLOCK": gated_kernel.BLOCK}),
+        (gated_kernel._forgetting, {"BLOCK": gated_kernel.BLOCK} | unbounded),
+        (gated_kernel._forgetting_backward, {"BLOCK": gated_kernel.BLOCK} | unbounded | no_sums),
+        (gated_kernel._normed, head),
+        (gated_kernel._normed_backward, head | written),
     ]:
         floats = {"eps": "fp32"} | dict.fromkeys(("sums_ptr", "bound_ptr", "g_ptr", "dg_ptr"), "*fp32")
         types = {name: "*bf16" if name.endswith("_ptr") else "i32" for name in kernel.arg_names} | floats
@@ -274,29 +262,33 @@ def gradients(model, tokens):
     return [out.logits, *torch.autograd.grad(out.loss, list(model.parameters()))]
 
 
-@runs
-def test_a_prompt(ours, tokens, calls, monkeypatch):
-    model, tokens = ours().to(DEVICE), tokens[:, :20].to(DEVICE)
-    with torch.no_grad():
-        actual = model(tokens).logits
-        assert calls == LAYER * 2 + ["normed"]
+@pytest.fixture
+def assert_by_pytorch(monkeypatch):
+    """A function that checks that a computation gives the same without the kernels."""
+
+    def check(actual, computation, dispatch=dispatch):
         monkeypatch.setattr(dispatch, "_kernels_of", lambda device: None)
-        assert relative_error(actual, model(tokens).logits) <= 1e-5
+        for a, b in zip(actual, computation(), strict=True):
+            assert relative_error(a, b) <= 1e-5
+
+    return check
 
 
 @runs
 @torch.no_grad()
-def test_a_prompt_of_hgrn2(ours, tokens, calls, monkeypatch):
-    model, tokens = ours(model_type="hgrn2").to(DEVICE), tokens[:, :20].to(DEVICE)
+@pytest.mark.parametrize(
+    ("model_type", "layer"), [("gla", LAYER), ("hgrn2", ["normed", "forgetting", "normed", "normed", "gated"])]
+)
+def test_a_prompt(model_type, layer, ours, tokens, calls, assert_by_pytorch):
+    model, tokens = ours(model_type=model_type).to(DEVICE), tokens[:, :20].to(DEVICE)
     actual = model(tokens).logits
-    assert calls == ["normed", "forgetting", "normed", "normed", "gated"] * 2 + ["normed"]
-    monkeypatch.setattr(dispatch, "_kernels_of", lambda device: None)
-    assert relative_error(actual, model(tokens).logits) <= 1e-5
+    assert calls == layer * 2 + ["normed"]
+    assert_by_pytorch([actual], lambda: [model(tokens).logits])
 
 
 @runs
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_training(ours, tokens, calls, checkpointing, monkeypatch):
+def test_training(ours, tokens, calls, checkpointing, assert_by_pytorch):
     model, tokens = ours(use_short_conv=True).to(DEVICE).train(), tokens[:, :20].to(DEVICE)
     if checkpointing:
         model.gradient_checkpointing_enable()
@@ -304,17 +296,13 @@ def test_training(ours, tokens, calls, checkpointing, monkeypatch):
     norm_calls, activation = ["normed", "normed_backward"], ["gated", "gated_backward"]
     backward = (LAYER if checkpointing else []) + activation + norm_calls * 3
     assert calls == LAYER * 2 + ["normed"] + norm_calls + backward * 2
-    monkeypatch.setattr(dispatch, "_kernels_of", lambda device: None)
-    for a, b in zip(actual, gradients(model, tokens), strict=True):
-        assert relative_error(a, b) <= 1e-5
+    assert_by_pytorch(actual, lambda: gradients(model, tokens))
 
 
 @runs
 @pytest.mark.parametrize("model_type", ["gla", "hgrn2"])
-def test_short_convolutions(model_type, ours, tokens, monkeypatch):
+def test_short_convolutions(model_type, ours, tokens, monkeypatch, assert_by_pytorch):
     """The kernels of convolutions compute training, prompts and steps, of padded rows too."""
-    from gla_transformers import causal_convolution_kernel as kernels
-
     model, tokens = ours(model_type=model_type, use_short_conv=True).to(DEVICE), tokens[:, :20].to(DEVICE)
     mask = torch.ones_like(tokens)
     mask[0, :7] = 0
@@ -323,35 +311,25 @@ def test_short_convolutions(model_type, ours, tokens, monkeypatch):
     def generated():
         cache = GLACache(model.config)
         whole = model(tokens, attention_mask=mask).logits
-        pieces = [
-            model(part, past_key_values=cache).logits for part in (tokens[:, :13], tokens[:, 13:14], tokens[:, 14:])
-        ]
+        parts = (tokens[:, :13], tokens[:, 13:14], tokens[:, 14:])
+        pieces = [model(part, past_key_values=cache).logits for part in parts]
         return whole[mask > 0], torch.cat(pieces, 1)
 
     calls = []
-    noted = SimpleNamespace(
-        convolve=lambda *args, **option: calls.append("convolve") or kernels.convolve(*args, **option),
-        convolve_backward=lambda *args, **option: (
-            calls.append("convolve_backward") or kernels.convolve_backward(*args, **option)
-        ),
-    )
-    monkeypatch.setattr(causal_convolution, "_kernels_of", lambda device: noted)
+    kernels = noted(calls, causal_convolution_kernel, "convolve", "convolve_backward")
+    monkeypatch.setattr(causal_convolution, "_kernels_of", lambda device: kernels)
     actual = [*gradients(model, tokens), *generated()]
     assert calls.count("convolve_backward") == 6
     assert calls.count("convolve") == 6 * 5
-    monkeypatch.setattr(causal_convolution, "_kernels_of", lambda device: None)
-    for a, b in zip(actual, [*gradients(model, tokens), *generated()], strict=True):
-        assert relative_error(a, b) <= 1e-5
+    assert_by_pytorch(actual, lambda: [*gradients(model, tokens), *generated()], causal_convolution)
 
 
 @runs
-def test_training_of_hgrn2(ours, tokens, calls, monkeypatch):
+def test_training_of_hgrn2(ours, tokens, calls, assert_by_pytorch):
     model, tokens = ours(model_type="hgrn2").to(DEVICE).train(), tokens[:, :20].to(DEVICE)
     actual = gradients(model, tokens)
     assert calls.count("forgetting") == calls.count("forgetting_backward") == 2
-    monkeypatch.setattr(dispatch, "_kernels_of", lambda device: None)
-    for a, b in zip(actual, gradients(model, tokens), strict=True):
-        assert relative_error(a, b) <= 1e-5
+    assert_by_pytorch(actual, lambda: gradients(model, tokens))
 
 
 @runs

@@ -1,7 +1,5 @@
 """`generate` and the cache: values, padding, and storage whose address does not change."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Captured steps and prompts, with a graph that calls the captured function again, on a CPU."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

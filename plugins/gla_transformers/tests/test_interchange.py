@@ -1,7 +1,5 @@
 """Weights, configurations and values equal flash-linear-attention's own model."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM

@@ -1,7 +1,5 @@
 """The number of kernels of a decoding step and of a prompt, counted as operators that compute something."""
 
-from __future__ import annotations
-
 from collections import Counter
 from types import SimpleNamespace
 
@@ -68,15 +66,31 @@ class Launches(TorchDispatchMode):
         return self.counted(name, lambda: op(*args, **(kwargs or {})))
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("layers", [1, 3])
-def test_a_decoding_step(ours, layers, monkeypatch):
-    model = ours(num_hidden_layers=layers).bfloat16()
+def counted_step(model, monkeypatch, replace=lambda launches: None):
+    """Returns the counts of operators of a decoding step, in which `replace` puts others in the place of kernels."""
     cache, tokens = GLACache(model.config), torch.randint(1, 61, (2, 3))
     model(tokens, past_key_values=cache)
     with Launches(monkeypatch) as launches:
+        replace(launches)
         model(tokens[:, :1], past_key_values=cache)
-    counts = launches.counts
+    return launches.counts
+
+
+def replace_products(launches, monkeypatch):
+    """Replaces products of few rows, each of which is one kernel on a GPU, by nothing, as if it were one operator."""
+
+    def product(x, weight, gated=False, **rest):
+        number = len(weight) // 2 if gated else len(weight)
+        return launches.counted("product", lambda: x.new_zeros(len(x), number))
+
+    kernel = SimpleNamespace(is_served=lambda weight, M: True, product=product)
+    monkeypatch.setattr(few_rows, "kernel_of", lambda device: kernel)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_decoding_step(ours, layers, monkeypatch):
+    counts = counted_step(ours(num_hidden_layers=layers).bfloat16(), monkeypatch)
     assert counts["mm"] + counts["addmm"] + counts["addmm_"] == 5 * layers + 1
     assert counts.total() <= A_LAYER * layers + OUTSIDE, counts
 
@@ -84,21 +98,10 @@ def test_a_decoding_step(ours, layers, monkeypatch):
 @torch.no_grad()
 @pytest.mark.parametrize("layers", [1, 3])
 def test_a_decoding_step_of_few_rows(ours, layers, monkeypatch):
-    """On a GPU each product is one kernel. Here it is replaced by nothing, as if it were one operator."""
     model = ours(num_hidden_layers=layers).bfloat16()
-    cache, tokens = GLACache(model.config), torch.randint(1, 61, (2, 3))
-    model(tokens, past_key_values=cache)
-    with Launches(monkeypatch) as launches:
-
-        def product(x, weight, gated=False, **rest):
-            number = len(weight) // 2 if gated else len(weight)
-            return launches.counted("product", lambda: x.new_zeros(len(x), number))
-
-        kernel = SimpleNamespace(is_served=lambda weight, M: True, product=product)
-        monkeypatch.setattr(few_rows, "kernel_of", lambda device: kernel)
-        model(tokens[:, :1], past_key_values=cache)
-    assert launches.counts["product"] == 5 * layers
-    assert launches.counts.total() <= FEW_ROWS_LAUNCHES * layers + OUTSIDE, launches.counts
+    counts = counted_step(model, monkeypatch, lambda launches: replace_products(launches, monkeypatch))
+    assert counts["product"] == 5 * layers
+    assert counts.total() <= FEW_ROWS_LAUNCHES * layers + OUTSIDE, counts
 
 
 @torch.no_grad()
@@ -106,23 +109,18 @@ def test_a_decoding_step_of_few_rows(ours, layers, monkeypatch):
 def test_a_decoding_step_of_hgrn2(ours, few, monkeypatch):
     """The gates are one kernel on a GPU, and here nothing; with few rows, products and norms are replaced too."""
     model = ours(model_type="hgrn2", num_hidden_layers=3).bfloat16()
-    cache, tokens = GLACache(model.config), torch.randint(1, 61, (2, 3))
-    model(tokens, past_key_values=cache)
-    with Launches(monkeypatch) as launches:
 
+    def replace(launches):
         def gates(q, f, bound):
             return launches.counted("gates", lambda: (q.clone(), q.clone(), q.float()))
 
-        def product(x, weight, gated=False, **rest):
-            number = len(weight) // 2 if gated else len(weight)
-            return launches.counted("product", lambda: x.new_zeros(len(x), number))
-
         for layer in model.model.layers:
             layer.attn.kernel = gates
-        kernel = SimpleNamespace(is_served=lambda weight, M: True, product=product)
-        monkeypatch.setattr(few_rows, "kernel_of", lambda device: kernel if few else None)
-        model(tokens[:, :1], past_key_values=cache)
-    assert launches.counts.total() <= 3 * (HGRN2_OF_FEW_ROWS if few else HGRN2) + OUTSIDE + BOUNDS, launches.counts
+        if few:
+            replace_products(launches, monkeypatch)
+
+    counts = counted_step(model, monkeypatch, replace)
+    assert counts.total() <= 3 * (HGRN2_OF_FEW_ROWS if few else HGRN2) + OUTSIDE + BOUNDS, counts
 
 
 SIZES = {"hidden_size": 32, "vocab_size": 61, "head_dim": 8, "chunk_size": 16}
@@ -186,9 +184,8 @@ def test_a_prompt(ours, layers, monkeypatch):
         def kernel(x, *rest):
             return launches.counted("gated", lambda: torch.zeros_like(x))
 
-        monkeypatch.setattr(
-            gated, "_kernels", lambda x, gate: SimpleNamespace(gated=kernel, gated_backward=None, normed=kernel)
-        )
+        kernels = SimpleNamespace(gated=kernel, gated_backward=None, normed=kernel)
+        monkeypatch.setattr(gated, "_kernels", lambda x, gate: kernels)
         model(tokens, use_cache=True)
     assert launches.counts["gated"] == 4 * layers + 1
     assert launches.counts.total() <= A_PROMPT * layers + OUTSIDE + 1, launches.counts  # a new cache counts from zeros

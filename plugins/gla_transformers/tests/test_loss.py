@@ -1,10 +1,5 @@
 """The kernels of the loss of logits. test_training.py has the loss by PyTorch's operators, and models."""
 
-from __future__ import annotations
-
-import os
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,26 +8,20 @@ from hypothesis import strategies as st
 
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_transformers import loss, loss_pytorch
+from plugins.gla_transformers.tests.kernels import DEVICE, DTYPES, INTERPRETED, compiled, noted, runs
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-runs = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a GPU, or TRITON_INTERPRET=1")
-DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (not INTERPRETED)
+from gla_transformers import loss_kernel
+
 IGNORED = loss.IGNORED
 
 
 @pytest.fixture
 def calls(monkeypatch):
     """A list to which every call of a kernel adds its name. On a CPU, kernels are interpreted."""
-    from gla_transformers import loss_kernel
-
-    def noted(name):
-        return lambda *args: recorded.append(name) or getattr(loss_kernel, name)(*args)
-
-    recorded: list[str] = []
-    kernels = SimpleNamespace(losses=noted("losses"), gradient=noted("gradient"))
+    recorded = []
+    kernels = noted(recorded, loss_kernel, "losses", "gradient")
     monkeypatch.setattr(loss, "_kernels_of", lambda device: kernels)
     return recorded
 
@@ -66,8 +55,6 @@ def loss_and_gradient(logits, targets, ignored=IGNORED):
 )
 def test_the_kernels(n, D, dtype, scale, last, seed):
     """Rows of one tile and of several, equal logits, huge ones, and those of -inf, against float64."""
-    from gla_transformers import loss_kernel
-
     torch.manual_seed(seed)
     ignored = D - 1 if last else IGNORED
     logits, targets = made(n, D, dtype, scale, ignored)
@@ -100,8 +87,6 @@ def test_the_loss_and_its_gradient(dtype, calls, monkeypatch):
 
 @runs
 def test_the_bits_of_a_row_do_not_depend_on_the_others():
-    from gla_transformers import loss_kernel
-
     logits, targets = made(9, 5000)
     one, all_ = (loss_kernel.losses(logits[rows], targets[rows], IGNORED) for rows in (slice(4, 5), slice(None)))
     assert all(torch.equal(a, b[4:5]) for a, b in zip(one, all_, strict=True))
@@ -206,29 +191,14 @@ def test_they_compile_for_gpus(D, target):
     """A thread reads 16 bytes at once if rows are aligned. In the loop over the tiles of a row no thread waits for
     another one: all shuffles and barriers belong to the two reductions over 8 warps that follow the loop.
     """
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from gla_transformers import loss_kernel as kernels
-
     x, rows = torch.empty(2, D, dtype=torch.bfloat16), torch.empty(2)
     targets = torch.zeros(2, dtype=torch.int64)
-    for kernel, rest in ((kernels._losses, (rows, rows)), (kernels._gradient, (rows, rows[0], x))):
-        launch = kernels.launch(kernel, (2, 8, 1), (x, targets, *rest), D, D, IGNORED)
-        names = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64"}
-        signature, constants, attributes = {}, {}, {}
-        for i, (parameter, value) in enumerate(zip(kernel.params, launch.arguments.values(), strict=True)):
-            name = parameter.name
-            signature[name] = names[value.dtype] if isinstance(value, torch.Tensor) else "i32"
-            if parameter.is_constexpr:
-                signature[name], constants[name] = "constexpr", value
-            elif value % 16 == 0 if isinstance(value, int) else not parameter.do_not_specialize_on_alignment:
-                attributes[(i,)] = [["tt.divisibility", 16]]
-        source = ASTSource(kernel, signature, constants, attributes)
-        compiled = triton.compile(source, target=GPUTarget(*target), options=dict(launch.options))
+    for kernel, rest in ((loss_kernel._losses, (rows, rows)), (loss_kernel._gradient, (rows, rows[0], x))):
+        launch = loss_kernel.launch(kernel, (2, 8, 1), (x, targets, *rest), D, D, IGNORED)
+        asm = compiled(launch, target).asm
         if target[0] == "hip":
-            assert compiled.asm["hsaco"]
+            assert asm["hsaco"]
             continue
-        ptx = compiled.asm["ptx"]
+        ptx = asm["ptx"]
         assert ("ld.global.v4" in ptx) == (D == 32000)
         assert ptx.count("shfl.sync") <= 2 * (5 + 3)

@@ -3,44 +3,36 @@
 tests/compat/test_with_transformers.py has transformers' models that run in these kernels.
 """
 
-from __future__ import annotations
-
-import os
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_transformers import causal_convolution, few_rows, gated, mamba2
+from plugins.gla_transformers.tests.kernels import DEVICE, DTYPES, INTERPRETED, compiled, noted, runs
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-runs = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a GPU, or TRITON_INTERPRET=1")
-DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (not INTERPRETED)
+from gla_transformers import causal_convolution_kernel, few_rows_kernel, gated_kernel, mamba2_kernel
+from gla_transformers import causal_convolution_kernel as sequences
+from gla_triton_runtime.architecture import Architecture, Gpu
+
 EPS = 1e-5
 
 
 @pytest.fixture(autouse=True)
 def calls(monkeypatch):
     """A list to which every call of a kernel adds its name. On a CPU, kernels are interpreted."""
-    from gla_transformers import causal_convolution_kernel, few_rows_kernel, gated_kernel, mamba2_kernel
-
-    def noted(module, name):
-        return lambda *args, **options: recorded.append(name) or getattr(module, name)(*args, **options)
-
-    recorded: list[str] = []
+    recorded = []
     for dispatch, module, names in (
         (mamba2, mamba2_kernel, ("convolve_token",)),
         (causal_convolution, causal_convolution_kernel, ("convolve", "convolve_backward")),
         (gated, gated_kernel, ("normed", "normed_backward")),
     ):
-        functions = SimpleNamespace(**{name: noted(module, name) for name in names})
+        functions = noted(recorded, module, *names)
         monkeypatch.setattr(dispatch, "_kernels_of", lambda device, functions=functions: functions)
-    products = SimpleNamespace(is_served=few_rows_kernel.is_served, product=noted(few_rows_kernel, "product"))
+    products = noted(recorded, few_rows_kernel, "product")
+    products.is_served = few_rows_kernel.is_served
     monkeypatch.setattr(few_rows, "kernel_of", lambda device: products)
     return recorded
 
@@ -115,8 +107,6 @@ def test_convolution_of_runs(T, width, many, calls, monkeypatch):
 
     Channels end behind a tile, and dy has every second one of its memory.
     """
-    from gla_transformers import causal_convolution_kernel
-
     monkeypatch.setattr(causal_convolution_kernel, "MANY", 0 if many else 2**22)
     x, weight, bias = (y.requires_grad_() for y in (rand(1, T, 129).mT, rand(129, width), rand(129)))
     dy = rand(1, T, 258).mT[:, ::2]
@@ -271,13 +261,6 @@ TARGETS = {"H100": ("cuda", 90, 32), "A100": ("cuda", 80, 32), "MI300X": ("hip",
 @pytest.mark.parametrize("whole", [True, False])
 def test_they_compile_for_gpus(target, whole):
     """With all optional arguments, and without them."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from gla_transformers import causal_convolution_kernel as sequences
-    from gla_transformers import mamba2_kernel
-    from gla_triton_runtime.architecture import Architecture, Gpu
-
     gpu = Gpu({"H100": Architecture.SM90, "A100": Architecture.SM80, "MI300X": Architecture.AMD}[target], 132)
     x, filters = torch.empty(64, 9088, dtype=torch.bfloat16)[:, :4352], torch.empty(4352, 4, dtype=torch.bfloat16)
     history = torch.empty(64, 4352, 4, dtype=torch.bfloat16)
@@ -287,29 +270,10 @@ def test_they_compile_for_gpus(target, whole):
     for kernel, rest in ((sequences._convolve, (u,)), (sequences._convolve_backward, (u, u, sums))):
         launches.append(sequences.launch(kernel, (u, *convolution[2:4], *rest), whole))
     for launch in launches:
-        signature, constants, attributes = described(launch)
-        source = ASTSource(launch.kernel, signature, constants, attributes)
-        compiled = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=dict(launch.options))
+        asm = compiled(launch, TARGETS[target]).asm
         if target == "MI300X":
-            assert compiled.asm["hsaco"]
+            assert asm["hsaco"]
         elif launch.kernel in (sequences._convolve, sequences._convolve_backward):
             # A thread loads 4 channels at once, of 8 tokens and of 4, and each token once but for those beside a run.
             loads = 3 + 8 if launch.kernel is sequences._convolve else 3 + (6 if whole else 3) + 4 + 4
-            assert compiled.asm["ptx"].count("ld.global.v2.b32") == loads
-
-
-def described(launch):
-    """Returns the signature, the constants and the attributes with which a launch is compiled."""
-    names = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64"}
-    signature, constants, attributes = {}, {}, {}
-    for i, (parameter, value) in enumerate(zip(launch.kernel.params, launch.arguments.values(), strict=True)):
-        if isinstance(value, torch.Tensor):
-            signature[parameter.name] = names[value.dtype]
-        elif parameter.is_constexpr or value is None or value == 1:
-            signature[parameter.name], constants[parameter.name] = "constexpr", value
-        else:
-            signature[parameter.name] = "i32"
-        aligned = not isinstance(value, int) or value % 16 == 0
-        if signature[parameter.name] != "constexpr" and aligned and not parameter.do_not_specialize_on_alignment:
-            attributes[(i,)] = [["tt.divisibility", 16]]
-    return signature, constants, attributes
+            assert asm["ptx"].count("ld.global.v2.b32") == loads

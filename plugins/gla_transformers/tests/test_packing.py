@@ -1,7 +1,5 @@
 """Packed sequences, in every way in which collators describe them, against each sequence alone."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

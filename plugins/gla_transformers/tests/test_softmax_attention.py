@@ -1,7 +1,5 @@
 """Layers of softmax attention among layers of gated linear attention: `attn` of the configuration."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

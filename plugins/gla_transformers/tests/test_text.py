@@ -1,7 +1,5 @@
 """`gla generate`, with a model and a tokenizer of bytes in a folder."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

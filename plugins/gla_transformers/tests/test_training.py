@@ -1,7 +1,5 @@
 """Training: losses, checkpointing, compilation, precision, packing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -116,9 +114,7 @@ def test_generating_in_training_with_gradient_checkpointing(model, tokens, how, 
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"fuse_cross_entropy": False, "fuse_linear_cross_entropy": True}, {"model_type": "hgrn2"}],
-    ids=str,
+    "options", [{}, {"fuse_cross_entropy": False, "fuse_linear_cross_entropy": True}, {"model_type": "hgrn2"}], ids=str
 )
 def test_compiled_without_a_break(ours, tokens, options):
     model = ours(use_short_conv=True, use_l2warp=True, **options).train()

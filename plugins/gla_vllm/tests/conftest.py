@@ -1,7 +1,5 @@
 """vLLM's engine on a CPU, and small checkpoints of random weights."""
 
-from __future__ import annotations
-
 import functools
 import os
 

@@ -1,7 +1,5 @@
 """A model of vLLM's Ling 2.5 class with lightning layers only, and its tokens, computed token by token."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Requests of the tests, and the tokens that transformers generates for them."""
 
-from __future__ import annotations
-
 import torch
 from vllm import SamplingParams
 

@@ -3,8 +3,6 @@
 vLLM's own part of this setting is Triton kernels, which a CPU does not run. Here each row is multiplied alone instead.
 """
 
-from __future__ import annotations
-
 import lightning_model
 import pytest
 import torch

@@ -4,8 +4,6 @@ A graph computes again with the tensors that were there at its capture. So the t
 place, and a batch that is captured once must give the results of all later ones.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from vllm.config import CUDAGraphMode, SpeculativeConfig, VllmConfig

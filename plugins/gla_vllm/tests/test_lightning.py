@@ -1,7 +1,5 @@
 """vLLM's Ling 2.5 model with its lightning layers replaced, against a recurrence token by token."""
 
-from __future__ import annotations
-
 import lightning_model
 import pytest
 import torch

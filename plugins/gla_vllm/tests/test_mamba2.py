@@ -1,7 +1,5 @@
 """vLLM's Mamba-2 models with the scan of their layers replaced, against transformers' models."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers
@@ -25,9 +23,7 @@ def mamba2(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"max_num_batched_tokens": 48}, {"enable_chunked_prefill": False}],
-    ids=["in chunks", "whole"],
+    "options", [{"max_num_batched_tokens": 48}, {"enable_chunked_prefill": False}], ids=["in chunks", "whole"]
 )
 def test_tokens(mamba2, engine, options):
     folder, model = mamba2

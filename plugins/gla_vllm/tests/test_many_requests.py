@@ -1,7 +1,5 @@
 """Many requests share few states: none is mixed up with another, and none is lost."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -56,9 +54,8 @@ def test_a_hundred_requests(gla, engine, cached):
 def test_preemption(gla, engine, monkeypatch):
     """Requests that need more states than there are give theirs up, and are computed again."""
     folder, model = gla()
-    llm = engine(
-        folder, max_num_batched_tokens=256, block_size=64, enable_prefix_caching=True, num_gpu_blocks_override=6
-    )
+    sizes = {"max_num_batched_tokens": 256, "block_size": 64, "num_gpu_blocks_override": 6}
+    llm = engine(folder, enable_prefix_caching=True, **sizes)
     preempted, preempt = [], scheduler(llm)._preempt_request
 
     def recorded(request, *args, **kwargs):

@@ -1,7 +1,5 @@
 """States of prefixes are kept and read again, and change no token."""
 
-from __future__ import annotations
-
 import pytest
 from requests_of_tests import expected, greedy, outputs, prompt
 

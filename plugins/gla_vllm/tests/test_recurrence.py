@@ -1,7 +1,5 @@
 """A batch as vLLM describes it, for types of states and padding that the engine does not use on every CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Models that are registered, layers that are replaced, and settings that are refused."""
 
-from __future__ import annotations
-
 import importlib.metadata
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """A server that `vllm serve` starts, asked over HTTP."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

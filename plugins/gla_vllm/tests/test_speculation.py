@@ -1,7 +1,5 @@
 """Drafts of n-grams change no token, and some of them are accepted."""
 
-from __future__ import annotations
-
 import pytest
 from requests_of_tests import DRAFTS, expected, greedy, prompt, tokens
 

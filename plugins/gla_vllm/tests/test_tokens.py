@@ -1,7 +1,5 @@
 """Greedy tokens are those of gla_transformers, whatever the batches are."""
 
-from __future__ import annotations
-
 import pytest
 from requests_of_tests import expected, prompt, tokens
 from transformers import AutoConfig

@@ -30,17 +30,9 @@ def chunk_gla_fwd(
     if not q.numel():
         final_state = _copy_or_zeros(initial_state, k, v, cu_seqlens) if output_final_state else None
         return v.new_empty(v.shape), final_state, None
+    sequences = {"initial_state": initial_state, "output_final_state": output_final_state, "cu_seqlens": cu_seqlens}
     with torch.no_grad():
-        o, final_state = native.chunk_gla(
-            q,
-            k,
-            v,
-            _gate(g, k),
-            scale=scale,
-            initial_state=initial_state,
-            output_final_state=output_final_state,
-            cu_seqlens=cu_seqlens,
-        )
+        o, final_state = native.chunk_gla(q, k, v, _gate(g, k), scale=scale, **sequences)
         _clear_padding(cu_seqlens, o)
         return o, final_state, None
 

@@ -34,10 +34,7 @@ __all__ = [
 
 def register() -> None:
     """Makes transformers' Auto classes use these classes for their model types, whatever they used before."""
-    for config, model, causal in (
-        (GLAConfig, GLAModel, GLAForCausalLM),
-        (HGRN2Config, HGRN2Model, HGRN2ForCausalLM),
-    ):
+    for config, model, causal in ((GLAConfig, GLAModel, GLAForCausalLM), (HGRN2Config, HGRN2Model, HGRN2ForCausalLM)):
         AutoConfig.register(config.model_type, config, exist_ok=True)
         AutoModel.register(config, model, exist_ok=True)
         AutoModelForCausalLM.register(config, causal, exist_ok=True)

@@ -229,13 +229,8 @@ def read(
     The other arguments are as in `GatedLinearAttention.forward` and `HGRN2.forward`.
     """
     bounded: dict[str, Any] = {} if lower_bound is None else {"lower_bound": lower_bound}
-    options = {
-        "cu_seqlens": cu_seqlens,
-        "max_seqlen": max_seqlen,
-        "attention_mask": attention_mask,
-        "residual": residual,
-    }
-    options |= bounded
+    options = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "attention_mask": attention_mask}
+    options |= {"residual": residual, **bounded}
     if memory is None:
         return layer(x, **options)[0]
     state = memory.state

@@ -191,8 +191,9 @@ class Graphs:
         slot = next((slot for slot in self.slots if slot.holds(cache)), None)
         if not self._is_unchanged(model, words.device, thoroughly=slot is None or T > 1):
             return None
-        if slot is None:
-            slot = self._taken(setting, cache) if T == 1 or _in_pieces(T, B) else None
+        if slot is None and (T == 1 or _in_pieces(T, B)):  # a free one, into which the states move
+            fitting = (slot for slot in self.slots if slot.setting == setting and slot.is_free())
+            slot = next((slot for slot in fitting if slot.give(cache)), None)
         if slot is None and T == 1 and cache.tensors() and mask is None:
             slot = self._made(setting, cache)
         if slot is None or slot.setting != setting:
@@ -214,12 +215,6 @@ class Graphs:
         elif self.watch is not None and self.watch.has_moved():
             self.drop()
         return self.watch is not None and self.watch.can_be_captured
-
-    def _taken(self, setting: Setting, cache: GLACache) -> Slot | None:
-        """Moves the states of a cache into a free slot, and returns the slot."""
-        return next(
-            (slot for slot in self.slots if slot.setting == setting and slot.is_free() and slot.give(cache)), None
-        )
 
     def _made(self, setting: Setting, cache: GLACache) -> Slot | None:
         """Returns a new slot of a cache's states, once enough of its calls have been computed."""
@@ -304,15 +299,9 @@ def _can_be_captured(words: Tensor, cache: Any) -> bool:
 
 def _setting(words: Tensor) -> Setting:
     stream = torch.cuda.current_stream(words.device).cuda_stream if words.is_cuda else 0
-    return Setting(
-        words.shape[0],
-        words.device,
-        stream,
-        torch.is_inference_mode_enabled(),
-        current_request(None).spec,
-        torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(),
-    )
+    inference, request = torch.is_inference_mode_enabled(), current_request(None).spec
+    precision, deterministic = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+    return Setting(words.shape[0], words.device, stream, inference, request, precision, deterministic)
 
 
 def _short_of_memory(device: torch.device) -> bool:

@@ -490,26 +490,10 @@ def _attention(config: Any, layer_idx: int) -> GatedLinearAttention | HGRN2 | So
     if spec is not None:
         names = ("num_heads", "num_kv_heads", "qkv_bias", "window_size", "rope_theta")
         return SoftmaxAttention(config.hidden_size, **{name: spec[name] for name in names})
-    shared = {
-        "hidden_size": config.hidden_size,
-        "use_short_conv": config.use_short_conv,
-        "conv_size": config.conv_size,
-        "elementwise_affine": bool(config.elementwise_affine),
-        "mode": config.attn_mode,
-        "layer_idx": layer_idx,
-    }
+    shared = {name: getattr(config, name) for name in ("hidden_size", "use_short_conv", "conv_size")}
+    shared |= {"elementwise_affine": bool(config.elementwise_affine), "mode": config.attn_mode, "layer_idx": layer_idx}
     if isinstance(config, HGRN2Config):
         return HGRN2(expand_ratio=config.expand_ratio, **shared)
-    return GatedLinearAttention(
-        expand_k=config.expand_k,
-        expand_v=config.expand_v,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        feature_map=config.feature_map,
-        use_output_gate=config.use_output_gate,
-        gate_fn=config.hidden_act,
-        norm_eps=config.norm_eps,
-        clamp_min=config.clamp_min,
-        fuse_norm=config.fuse_norm,
-        **shared,
-    )
+    sizes = ("expand_k", "expand_v", "num_heads", "num_kv_heads")
+    names = (*sizes, "feature_map", "use_output_gate", "norm_eps", "clamp_min", "fuse_norm")
+    return GatedLinearAttention(gate_fn=config.hidden_act, **{name: getattr(config, name) for name in names}, **shared)

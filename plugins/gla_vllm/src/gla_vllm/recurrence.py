@@ -142,25 +142,13 @@ def _decode(rows: Rows, pool: Tensor, batch: GLAMetadata, options: dict[str, Any
     assert slots is not None
     if batch.num_accepted_tokens is None and pool.dtype != torch.float16:  # the quicker op takes no float16
         q, k, v, g, out = rows
-        used = slots[:, 0]
-        used = used.masked_fill(used == NULL_BLOCK_ID, -1)  # padding of a CUDA graph
+        used = slots[:, 0].masked_fill(slots[:, 0] == NULL_BLOCK_ID, -1)  # padding of a CUDA graph
         o, _ = gla.recurrent_gla_step(q, k, v, g, pool, slots=used, inplace=True, **options)
         out.copy_(o)
         return
     q, k, v, g, out = rows.single() if batch.query_start_loc_d is None else rows.packed()
-    gla.recurrent_gla_steps(
-        q,
-        k,
-        v,
-        g,
-        pool,
-        slots,
-        cu_seqlens=batch.query_start_loc_d,
-        num_accepted=batch.num_accepted_tokens,
-        pad_slot=NULL_BLOCK_ID,
-        out=out,
-        **options,
-    )
+    drafts: Any = {"cu_seqlens": batch.query_start_loc_d, "num_accepted": batch.num_accepted_tokens}
+    gla.recurrent_gla_steps(q, k, v, g, pool, slots, pad_slot=NULL_BLOCK_ID, out=out, **drafts, **options)
 
 
 def _prefill(rows: Rows, pool: Tensor, batch: GLAMetadata, options: dict[str, Any]) -> None:
@@ -168,21 +156,10 @@ def _prefill(rows: Rows, pool: Tensor, batch: GLAMetadata, options: dict[str, An
     assert offsets is not None
     assert slots is not None
     q, k, v, g, out = rows.packed()
-    gla.chunk_gla_pool(
-        q,
-        k,
-        v,
-        g,
-        pool,
-        offsets,
-        slots,
-        has_state=batch.has_initial_states_p,
-        snapshot_offsets=None if kept is None else kept.checkpoint_offsets,
-        snapshot_slots=None if kept is None else kept.state_indices,
-        pad_slot=NULL_BLOCK_ID,
-        out=out,
-        **options,
-    )
+    states: Any = {"has_state": batch.has_initial_states_p, "pad_slot": NULL_BLOCK_ID}
+    if kept is not None:
+        states |= {"snapshot_offsets": kept.checkpoint_offsets, "snapshot_slots": kept.state_indices}
+    gla.chunk_gla_pool(q, k, v, g, pool, offsets, slots, out=out, **states, **options)
 
 
 def batch_of(layer: str) -> Any:

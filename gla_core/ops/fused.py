@@ -1,0 +1,25 @@
+"""Computes chains of elementwise operations and sums by compiled code on a GPU."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_compiled = functools.cache(torch.compile)
+_has_triton = functools.cache(lambda: importlib.util.find_spec("triton") is not None)
+
+
+def fused(function: Callable[..., Any], x: Tensor, *others: Any) -> Any:
+    """Returns function(x, *others), computed by compiled code if x is on a GPU.
+
+    Eager PyTorch would write each product to memory in float32, which takes longer than a scan. The first call takes
+    seconds, as does the first with another combination of dtypes and optional arguments.
+    """
+    if x.is_cuda and not torch.compiler.is_compiling() and _has_triton():
+        function = _compiled(function)
+    return function(x, *others)
