@@ -61,6 +61,12 @@ def forward(**sizes):
     return "chunk_gla_fwd", q, k, v, g, 0.1, state, True, cu_seqlens, 64
 
 
+def ssd(**sizes):
+    q, k, x, g, state, cu_seqlens = gla_inputs(form="head", **sizes)
+    A = empty(x.shape[2], dtype=torch.float32)
+    return "chunk_ssd_fwd", q, k, x, g, A, A, A, True, 0.0, 1.0, state, True, cu_seqlens, 64
+
+
 def pool(P=2**16, pool_dtype=torch.float32, **sizes):
     q, k, v, g, state, cu_seqlens = gla_inputs(**PACKED | sizes)
     N, states = len(cu_seqlens) - 1, empty(P, *state.mT.shape[1:], dtype=pool_dtype).mT
@@ -162,6 +168,8 @@ CALLS = {
     "forward, in segments": (SM90, forward, "parallel_scan", PACKED),
     "forward, grouped": (SM90, forward, "triton_fused", {"G": 2, "H": 16}),
     "forward, wide, value groups": (SM90, forward, "triton_fused", WIDE | {"H": 16, "R": 2}),
+    "scan of Mamba-2": (SM90, ssd, "triton_fused", {"H": 1, "R": 32, "V": 64}),
+    "scan of Mamba-2, in segments": (SM90, ssd, "parallel_scan", PACKED | {"H": 1, "R": 32, "K": 256}),
     "pool": (SM90, pool, "triton_fused", {"pool_dtype": torch.bfloat16}),
     "pool, wide": (SM90, pool, "triton_fused", {"K": 256, "V": 512, "H": 16, "P": 2**12}),
     "pool, in segments": (SM90, pool, "parallel_scan", {"form": "constant"}),
@@ -514,7 +522,9 @@ def test_launches_name_the_parameters_of_their_kernels(name, launches_of):
         assert list(launch.arguments) == parameters, name_of(launch.kernel)
         tensors, floats, fixed = replay._arguments(launch)
         assert tensors
-        assert floats == [launch.arguments[name] for name in parameters if name in ("scale", "norm_eps")]
+        assert floats == [
+            launch.arguments[name] for name in parameters if name in ("scale", "norm_eps", "dt_min", "dt_max")
+        ]
         assert all(map(replay._is_fixed, fixed))
 
 

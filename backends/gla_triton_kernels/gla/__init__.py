@@ -1,6 +1,7 @@
 """Computes gated linear attention over sequences, and over segments of them.
 
     forward.py backward.py summary.py   the plan of a call, and its launches
+    ssd.py                              Mamba-2's scan by the kernel that reads its time steps
     seen.py                             the widths and layouts that kernels receive
     cost.py                             predicted seconds of a call
     tensors.py groups.py                the tensors of a call by name; gradients of groups of heads
@@ -19,8 +20,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from gla_core.dispatch.backend import Constants, OpCall, Prepared
-from gla_triton_kernels.gla import backward, cost, forward, step, summary
+from gla_core.dispatch.backend import OP_PARAMETERS, Constants, OpCall, Prepared
+from gla_core.dispatch.lowering import lowered
+from gla_triton_kernels.gla import backward, cost, forward, ssd, step, summary
 from gla_triton_kernels.gla.step import cost as step_cost
 
 _INPUTS = ("q", "k", "v", "g")
@@ -41,8 +43,11 @@ def ops(cut: bool) -> dict[str, Prepared]:
     def op(prepare: Callable[..., Any], takes: tuple[str, ...], explain: Callable[..., list[str]] | None) -> Prepared:
         return Prepared(partial(prepare, cut=cut), takes, None if explain is None else partial(explain, cut=cut))
 
+    chunk_gla_fwd = op(forward.prepare, (*_INPUTS, *_FORWARD), forward.explain)
+    scan = op(ssd.prepare, OP_PARAMETERS["chunk_ssd_fwd"], ssd.explain)
     return {
-        "chunk_gla_fwd": op(forward.prepare, (*_INPUTS, *_FORWARD), forward.explain),
+        "chunk_gla_fwd": chunk_gla_fwd,
+        "chunk_ssd_fwd": lowered("chunk_ssd_fwd", chunk_gla_fwd, scan, partial(ssd.refusal, cut=cut)),
         "chunk_gla_bwd": op(backward.prepare, (*_INPUTS, *_BACKWARD, "gate_normalizer"), backward.explain),
         "chunk_gla_pool": op(forward.prepare_pool, (*_INPUTS, *_POOL), forward.explain_pool),
         "chunk_gla_summary": op(summary.prepare, _SUMMARY, None),

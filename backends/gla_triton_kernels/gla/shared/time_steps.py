@@ -90,7 +90,7 @@ def _time_steps_kernel(
     if SOFTPLUS:
         u = tl.exp(-tl.abs(x))  # [BD]
         w = 1.0 + u  # rounded; log(w) u / (w - 1) is log(1 + u) without the error of this rounding
-        x = tl.maximum(x, 0.0) + tl.where(w == 1.0, u, tl.log(w) * u / (w - 1.0))
+        x = tl.maximum(x, 0.0) + tl.where(w == 1.0, u, tl.log(w) * u / tl.where(w == 1.0, 1.0, w - 1.0))
     x = tl.minimum(tl.maximum(x, dt_min), dt_max)
     tl.store(delta_ptr + i, x, mask=i < numbers)
     tl.store(g_ptr + i, x * tl.load(A_ptr + h * A_h, mask=i < numbers, other=0.0).to(tl.float32), mask=i < numbers)
