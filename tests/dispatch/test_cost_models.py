@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gla_core.dispatch import registry
-from gla_core.dispatch.backend import GATES, OP_LOWERINGS, CostModel, OpCall, shipped_constants
+from gla_core.dispatch.backend import GATES, CostModel, OpCall, parts_of, shipped_constants
 from gla_core.dispatch.calibration import predict
 from gla_core.ops import ABSTRACT_OPS
 from gla_core.ops.spec import Role
@@ -102,16 +102,25 @@ def grid_of(op):
     return next((grid for name, grid in grids.items() if name in ABSTRACT_OPS[op].sizes), STEP)
 
 
+def call_of(op, kind, **changes):
+    """Returns a call of an op with the sizes of a model, unless changed; sizes that the op lacks are left out."""
+    device = torch.device("cpu" if kind == "cpu" else "cuda")
+    dtype = changes.pop("dtype", torch.float32 if kind == "cpu" else torch.bfloat16)
+    sizes = {name: changes.pop(name, size) for name, size in {**MODEL, **grid_of(op).model}.items()}
+    sizes["N"] = sizes["B"] if sizes["N"] is None else sizes["N"]
+    dims = {name: sizes[name] for name in ABSTRACT_OPS[op].sizes}
+    return OpCall(op=op, device=device, dtype=dtype, dims=dims, **changes)
+
+
 def measured(name, kind):
     """Returns the ops of a backend that have constants for a device. Other ops use the constants of an H200."""
     (backend,) = importlib.import_module(f"gla_{name}").gla_register_backends()
-    ops, lowered = set(backend.ops), set(OP_LOWERINGS)  # those are predicted by what computes them
+    # Ops with parts are predicted by what computes them.
+    ops = {op for op, function in backend.ops.items() if not parts_of(function, call_of(op, kind))}
     if kind == "NVIDIA H100 80GB HBM3":
         return {"chunk_gla_fwd", "chunk_gla_bwd", "chunk_gla_summary"} if name != "reference" else set()
-    if name == "reference":
-        return ops - lowered
-    if kind == "cpu":
-        return {op for op in ops - lowered if grid_of(op) is not CHUNK} if name == "parallel_scan" else set()
+    if kind == "cpu" and name != "reference":
+        return {op for op in ops if grid_of(op) is not CHUNK} if name == "parallel_scan" else set()
     return ops
 
 
@@ -128,16 +137,6 @@ def predicted(name, kind, call, changed=()):
     """Returns the seconds that a backend's formula predicts with its shipped constants."""
     formula = importlib.import_module(f"gla_{name}").predicted_seconds
     return formula(call, {**shipped_constants(f"gla_{name}")[kind][call.op], **FACTS[kind], **dict(changed)})
-
-
-def call_of(op, kind, **changes):
-    """Returns a call of an op with the sizes of a model, unless changed; sizes that the op lacks are left out."""
-    device = torch.device("cpu" if kind == "cpu" else "cuda")
-    dtype = changes.pop("dtype", torch.float32 if kind == "cpu" else torch.bfloat16)
-    sizes = {name: changes.pop(name, size) for name, size in {**MODEL, **grid_of(op).model}.items()}
-    sizes["N"] = sizes["B"] if sizes["N"] is None else sizes["N"]
-    dims = {name: sizes[name] for name in ABSTRACT_OPS[op].sizes}
-    return OpCall(op=op, device=device, dtype=dtype, dims=dims, **changes)
 
 
 # ---- constants
