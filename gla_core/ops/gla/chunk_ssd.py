@@ -157,7 +157,8 @@ def chunk_ssd(
         output_final_state: whether to return the state after the last token.
         cu_seqlens: offsets of packed sequences [N+1], int32 or int64 on q's device, as in `chunk_gla`; B is 1.
         dt_softplus: whether to apply softplus to dt + dt_bias.
-        dt_min, dt_max: the smallest and the largest delta, at least 0. Values outside are clamped, after softplus.
+        dt_min: the smallest delta, at least 0. Smaller values are clamped to it, after softplus.
+        dt_max: the largest delta, at least dt_min. Larger values are clamped to it, after softplus.
         backend: a request such as "reference"; see `use_backend`.
         checkpoint_every: L, a multiple of 64: also return the state before every L-th token of a sequence, as in
             `chunk_gla`.
