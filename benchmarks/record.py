@@ -275,8 +275,8 @@ def tune_quickly() -> None:
 def tune_anew() -> None:
     """Makes the autotuners of Triton in this process forget their choices, which do not depend on all sizes."""
     for thing in gc.get_objects() if torch.cuda.is_available() else ():
-        if type(thing).__name__.endswith("Autotuner"):
-            thing.cache.clear()
+        if type(thing).__name__.endswith("Autotuner") and isinstance(getattr(thing, "cache", None), dict):
+            thing.cache.clear()  # torch.compile's kernels have no such choices
 
 
 def prepare(
