@@ -58,8 +58,11 @@ def test_every_row_names_a_commit_a_device_and_versions(tables):
 
 
 def commits_between(older: str, newer: str) -> int | None:
-    """Returns the number of commits after `older` up to `newer`; None outside of a repository with both."""
-    command = ["git", "-C", str(ROOT), "rev-list", "--count", f"{older}..{newer}"]
+    """Returns the number of commits after `older` up to `newer`, where a merged branch counts as one commit.
+
+    Returns None outside of a repository with both.
+    """
+    command = ["git", "-C", str(ROOT), "rev-list", "--count", "--first-parent", f"{older}..{newer}"]
     ran = subprocess.run(command, capture_output=True, text=True)
     return int(ran.stdout) if ran.returncode == 0 else None
 

@@ -329,7 +329,8 @@ def test_a_run_ends_with_a_diagnosis_before_the_verdict(tmp_path, capsys):
     assert "every failing case of 'values' (2) runs" in table[3]
     assert "o is first wrong at batch row 0, token 0, head 0" in table[4]
     assert table[5].endswith("o is 4 x what is expected, everywhere: is scale applied?")
-    others = ", ".join(op for op in OP_PARAMETERS if op not in ("chunk_gla_fwd", "chunk_gla_pool"))
+    lowered = ("chunk_gla_pool", "chunk_ssd_fwd")
+    others = ", ".join(op for op in OP_PARAMETERS if op not in ("chunk_gla_fwd", *lowered))
     assert f"not declared: {others} (calls of them are refused)" in printed
     row = json.loads((tmp_path / "cases.jsonl").read_text().splitlines()[0])
     assert (row["facts"][0], row["wrong"][0]["hint"]) == ("in float32", "is scale applied?")
