@@ -90,8 +90,8 @@ def _whole(call: OpCall, gpu: Gpu, kernels: Sequence[OutputKernel]) -> ForwardPl
 def _are_short(call: OpCall) -> bool:
     """Returns whether sequences have too few tokens for the kernels for SM90 to be faster.
 
-    With more than 128 keys, the general kernel is slower for any number of tokens, unless each key has its own gate. For
-    query heads that share a state, it is slower once it multiplies bfloat16, too.
+    With more than 128 keys, the general kernel is slower for any number of tokens, unless each key has its own gate.
+    For query heads that share a state, it is slower once it multiplies bfloat16, too.
     """
     T, K, N = (call.dims[name] for name in ("T", "K", "N"))
     if call.dims["Hq"] > call.dims["H"] and not call.variable_length:

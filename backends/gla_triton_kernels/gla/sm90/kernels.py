@@ -47,7 +47,7 @@ STATE_KEYS = 128
 START = 2.5e-6
 """Seconds before the first step of a block. This and the times below were fitted to times on an H200."""
 START_APART = 0.5e-6
-"""The additional seconds of forward.py if query heads share a state: 4 of them took 2 % more than as many value heads."""
+"""The additional seconds of forward.py if query heads share a state: 4 of them took 2 % more than 4 value heads."""
 FORWARD_STEP, FORWARD_TILE, NARROW = 0.64e-6, 1.05e-6, 0.71
 """Seconds of forward.py for 64 tokens: of a block with 128 values, a constant and a time for each 64 keys; and the time
 of a block with 64 values, as a share of the time with 128."""
