@@ -26,8 +26,6 @@ from gla_triton_runtime.architecture import gpu_of_call
 if TYPE_CHECKING:
     from gla_triton_runtime.launch import Launch
 
-_Plans = forward.Plans
-
 
 def refusal(call: OpCall, cut: bool) -> Reason | None:
     """Returns why no kernel reads the time steps of a call, or None."""
@@ -55,7 +53,8 @@ def _part_of(call: OpCall) -> OpCall:
     return replace(part, layouts={**part.layouts, "v": call.layouts["x"]}) if part.layouts else part
 
 
-def _plans(part: OpCall, cut: bool) -> _Plans:
+def _plans(part: OpCall, cut: bool) -> forward.Plans:
+    """Returns the plans of the rows of a forward."""
     return forward.plan(part, gpu_of_call(part), cut)
 
 
