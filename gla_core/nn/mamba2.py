@@ -29,6 +29,7 @@ from gla_core.nn.recompute import not_kept, recomputed
 from gla_core.nn.recurrence import check_computation, positive
 from gla_core.nn.rms_norm import RMSNormGated
 from gla_core.nn.short_convolution import ShortConvolution
+from gla_core.ops.gla.ssd import time_steps
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -191,7 +192,7 @@ class Mamba2(Recurrent):
         u = u.unflatten(-1, (self.nheads, self.headdim))
         q, k = (y.unflatten(-1, (self.ngroups, self.d_state)) for y in (q, k))
         dtype = wide(dt.dtype)
-        dt = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype)).clamp(*self.dt_limit)
+        dt = time_steps(dt, self.dt_bias, True, dtype).clamp(*self.dt_limit)
         v = (u * dt[..., None]).to(u.dtype)
         return q, k, v, -dt * self.A_log.to(dtype).exp(), u, z
 

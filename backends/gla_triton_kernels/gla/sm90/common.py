@@ -168,6 +168,23 @@ def store_state(tile, S, factor, outer):
 
 
 @gluon.jit
+def unit_of_slices(S, outer, SLICES: gl.constexpr):
+    """Returns the unit of outer * S as an operand in float16, and the factor of S that divides outer * S by it.
+
+    The slices of a state share a unit, because their products with queries are one sum.
+
+    Args:
+        S: a state as SLICES slices [BK, W].
+        outer: the unit of S, a power of two.
+    """
+    most = largest(S[0])
+    for j in gl.static_range(SLICES - 1):
+        most = gl.maximum(most, largest(S[j + 1]))
+    unit, inverse = unit_of(most * outer)
+    return unit, inverse * outer
+
+
+@gluon.jit
 def unit_at(units, row, H, h):
     """Returns the unit of an input in one chunk and head, from `units` [rows, H]; 1 if it is None. See half.py."""
     if units is None:
@@ -515,22 +532,30 @@ def decay_any_chunk(q_tile, k_tile, scratch, g):
         scratch: shared memory of at least one tile [C, K]; see `_scores_by_halving`.
         g: the log gates of the chunk [C, K], in nats.
     """
-    g = gl.maximum(g, LEAST_GATE) * LOG2E
-    b = gl.associative_scan(g, 0, plus)  # [C, K]
-    b_end = gl.sum(g, 0)  # [K]
+    g, b, b_end = _sums_of_any_chunk(g)
     a = _scores_by_halving(q_tile, k_tile, scratch, b, levels_that_count(g, LEAST_NORMAL))  # [C, C]
     q_tile.store((q_tile.load(g.type.layout).to(gl.float32) * gl.exp2(b)).to(q_tile.dtype))
-    k_tile.store((k_tile.load(g.type.layout).to(gl.float32) * gl.exp2(b_end[None, :] - b)).to(k_tile.dtype))
-    return gl.exp2(b_end), a
+    return _decay_keys(k_tile, b, b_end), a
 
 
 @gluon.jit
 def decay_any_keys(k_tile, g):
     """Replaces k in the tile [C, K] of any chunk by kg, and returns exp(b_C) [K]; see `decay_any_chunk`."""
+    _, b, b_end = _sums_of_any_chunk(g)
+    return _decay_keys(k_tile, b, b_end)
+
+
+@gluon.jit
+def _sums_of_any_chunk(g):
+    """Returns the log gates [C, K], their sums b [C, K] and b_C [K], all in base 2, for log gates g [C, K] in nats."""
     g = gl.maximum(g, LEAST_GATE) * LOG2E
-    b = gl.associative_scan(g, 0, plus)  # [C, K]
-    b_end = gl.sum(g, 0)  # [K]
-    k_tile.store((k_tile.load(g.type.layout).to(gl.float32) * gl.exp2(b_end[None, :] - b)).to(k_tile.dtype))
+    return g, gl.associative_scan(g, 0, plus), gl.sum(g, 0)
+
+
+@gluon.jit
+def _decay_keys(k_tile, b, b_end):
+    """Replaces k in the tile [C, K] by k exp(b_C - b), and returns exp(b_C) [K], for sums of gates in base 2."""
+    k_tile.store((k_tile.load(b.type.layout).to(gl.float32) * gl.exp2(b_end[None, :] - b)).to(k_tile.dtype))
     return gl.exp2(b_end)
 
 

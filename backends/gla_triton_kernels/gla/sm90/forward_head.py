@@ -64,14 +64,13 @@ from gla_triton_kernels.gla.sm90.common import (
     gate_strides,
     gates_of,
     in_units,
-    largest,
     logits_of,
     next_checkpoint,
     plus,
     store_state,
     tokens_of,
     unit_at,
-    unit_of,
+    unit_of_slices,
     wait_for_predecessor,
     write,
     write_last_state,
@@ -324,12 +323,8 @@ def _state_warps(
         if SLICES > 1:
             q_unit = unit_at(q_units, chunk + i, Hv // R, h // R)
             kv_unit = unit_at(k_units, chunk + i, Hv // R, h // R) * unit_at(v_units, chunk + i, Hv, h)
-            if HALF:  # the slices share a unit, because q S is their sum
-                most = largest(leaving[0])
-                for j in gl.static_range(SLICES - 1):
-                    most = gl.maximum(most, largest(leaving[j + 1]))
-                s_unit, inverse = unit_of(most * outer)
-                inverse *= outer
+            if HALF:
+                s_unit, inverse = unit_of_slices(leaving, outer, SLICES)
         a = gl.zeros([C, C], gl.float32, scores)
         o = gl.zeros([C, W], gl.float32, layout)
         updated = ()

@@ -55,7 +55,6 @@ from gla_triton_kernels.gla.sm90.common import (
     first_state,
     fit_mild_chunk,
     in_units,
-    largest,
     layout_of_columns,
     layout_of_runs,
     log_gates_of_tile,
@@ -64,7 +63,7 @@ from gla_triton_kernels.gla.sm90.common import (
     segment_at,
     tokens_of,
     unit_at,
-    unit_of,
+    unit_of_slices,
     write,
     write_last_state,
     write_slot,
@@ -332,13 +331,9 @@ def _state_warps(args, WARPGROUP: gl.constexpr, PER_V: gl.constexpr, PACKED: gl.
         slot = i % 2
         rows = length - i * C
         v_tile = v_tiles.index(2 * slot + WARPGROUP).reshape([C, W])
-        unit, inverse = 1.0, 1.0  # the unit of S as an operand, and its inverse times `outer`
-        if HALF:  # the slices share a unit, because qg S is their sum
-            most = largest(S[0])
-            for j in gl.static_range(SLICES - 1):
-                most = gl.maximum(most, largest(S[j + 1]))
-            unit, inverse = unit_of(most * outer)
-            inverse *= outer
+        unit, inverse = 1.0, 1.0  # the unit of S as an operand, and the factor of S that divides by it
+        if HALF:
+            unit, inverse = unit_of_slices(S, outer, SLICES)
         q_unit = unit_at(q_units, chunk + i, Hq, q_head)
         kv_unit = unit_at(k_units, chunk + i, Hq // PER_V, q_head // PER_V) * unit_at(v_units, chunk + i, Hv, v_head)
         change = 1.0  # the factor of S that puts it into the unit of kg^T v

@@ -88,7 +88,7 @@ def _refusal(call: OpCall, gpu: Gpu) -> Reason | None:
 
 
 def _refuse_dtype(call: OpCall) -> Reason | None:
-    """Returns the reason why the kernels for wide heads cannot compute the dtype of a call, or None."""
+    """Returns the reason why the gradients of wide heads cannot be computed in the dtype of a call, or None."""
     return f"computes bfloat16; q is {str(call.dtype).removeprefix('torch.')}" if call.dtype != torch.bfloat16 else None
 
 
