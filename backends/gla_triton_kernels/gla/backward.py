@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 KERNELS: Sequence[GradientKernel] = (
     sm90.BACKWARD_WIDE,
     sm90.BACKWARD,
+    sm90.BACKWARD_GROUP,
     sm90.BACKWARD_HEAD,
     general.BACKWARD_CHUNKS,
     general.BACKWARD,
@@ -240,6 +241,7 @@ def launches(plan: BackwardPlan, x: BackwardTensors, scale: float, normalizer: i
         )
         made += before
         filled = x._replace(dinitial_state=None)  # the scan fills it
-    each = for_value_heads(for_query_heads(filled) if plan.gradients.heads_apart else filled)
+    each = for_query_heads(filled) if plan.gradients.heads_apart else filled
+    each = each if plan.gradients.by_groups else for_value_heads(each)
     made += plan.gradients.load()(plan.parameters, each, entering, leaving, segments, scale, normalizer)
     return made + launch_sums_over_groups(each, x)

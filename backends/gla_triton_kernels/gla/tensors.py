@@ -57,6 +57,10 @@ class BackwardTensors(NamedTuple):
     dv: Tensor  # as v
     dg: Tensor | None  # as g
     dinitial_state: Tensor | None  # [N, Hv, K, V]
+    v_factor: Tensor | None = None  # [B, T, Hv], contiguous; see `Tensors`
+    skip: Tensor | None = None  # [Hv], contiguous
+    dfactor: Tensor | None = None  # [B, T, Hv]
+    dskip: Tensor | None = None  # [B, T, Hv], whose sum over tokens is the gradient of skip
 
     @property
     def last_leave_none(self) -> bool:

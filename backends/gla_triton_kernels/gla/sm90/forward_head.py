@@ -31,6 +31,11 @@ warps of a block are specialised. They communicate over barriers in shared memor
 
 A backward needs the states that enter chunks, but no outputs. If there is no o, the kernel leaves out q, A and o.
 
+The gradients of states obey the same recurrence from the last chunk to the first. With BACKWARDS, k and v are q and do,
+and the checkpoints hold P, the gradients of the states that leave chunks:
+
+    P' = exp(b_C) P + q^T u        u_t = scale * exp(b_t) do_t
+
 A head with K above 128 has several slices of keys. q S and the scores are sums over slices, and the slices of S are
 independent of each other. The more slices there are, the fewer columns fit into the registers of a warpgroup.
 
@@ -43,6 +48,9 @@ the chunked form; Dao and Gu, "Transformers are SSMs" (arXiv 2405.21060), for on
 # pyright: reportUnboundVariable=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
+from dataclasses import replace
+
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -53,8 +61,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from gla_core.dispatch.backend import CHUNK
 from gla_core.dispatch.tensors import ceil_div
-from gla_triton_kernels.chunks.kernel import ForwardPlan
+from gla_triton_kernels.chunks.kernel import ForwardPlan, GradientParameters, Parameters
 from gla_triton_kernels.chunks.segments import Segments
 from gla_triton_kernels.gla.sm90 import warpgroup_columns
 from gla_triton_kernels.gla.sm90.common import (
@@ -78,7 +87,7 @@ from gla_triton_kernels.gla.sm90.common import (
     write_state,
 )
 from gla_triton_kernels.gla.sm90.forward import launch_kernel
-from gla_triton_kernels.gla.tensors import Tensors
+from gla_triton_kernels.gla.tensors import BackwardTensors, Tensors
 from gla_triton_runtime.arithmetic import LOG2E
 from gla_triton_runtime.launch import Launch
 
@@ -87,12 +96,23 @@ MOST_SLOTS = 5
 
 
 def launch_outputs(
-    plan: ForwardPlan, x: Tensors, segments: Segments, scale: float, every: int | None, normalizer: int | None = None
+    plan: ForwardPlan,
+    x: Tensors,
+    segments: Segments,
+    scale: float,
+    every: int | None,
+    normalizer: int | None = None,
+    backwards: bool = False,
+    last_leave_none: bool = False,
 ) -> list[Launch]:
     """Returns the launch that fills o, and final_state and checkpoints if x has them.
 
     See `launch_outputs` of general/forward.py for the arguments, and `launch_outputs` of sm90/forward.py for the
     overlap of kernels.
+
+    Args:
+        backwards: whether to go from the last chunk to the first; see `launch_state_gradients`.
+        last_leave_none: backwards, whether x.entering holds nothing for the last segments of sequences.
     """
     (H, K), (Hv, V) = x.k.shape[2:], x.v.shape[2:]
     slices, W = ceil_div(K, plan.parameters.BK), warpgroup_columns(K)
@@ -110,12 +130,48 @@ def launch_outputs(
         "HEADS": heads,
         "SLICES": slices,
         "SLOTS": slots,
+        "BACKWARDS": backwards,
+        "LAST_LEAVE_NONE": last_leave_none,
     }
     return launch_kernel(_chunk_gla_fwd_head_kernel, arguments, plan, x, segments, scale, every, normalizer, heads, W)
 
 
+def launch_state_gradients(
+    kernel: GradientParameters,
+    x: BackwardTensors,
+    entering: Tensor,
+    leaving: Tensor | None,
+    segments: Segments,
+    scale: float,
+    normalizer: int | None,
+) -> tuple[Tensor, list[Launch]]:
+    """Returns P, the gradients of the states that leave chunks, in the shape of checkpoints; and the launches.
+
+    See `launch_gradients` of general/backward.py for the arguments; entering is bfloat16, and there are gates.
+    """
+    (B, T, H, K), (Hv, V), W = x.k.shape, x.v.shape[2:], warpgroup_columns(x.k.shape[3])
+    P = entering.new_empty(B, entering.numel() // (B * Hv * K * V), Hv, K, V)
+    is_whole = leaving is x.dstate
+    before, after, inside = (leaving, x.dinitial_state, None) if is_whole else (None, None, leaving)
+    y = Tensors(x.q, x.q, x.do, x.g, before, x.cu_seqlens, None, after, P, inside)
+    fit = segments.count * Hv * ceil_div(V, W) <= kernel.programs
+    BV = W if fit or (V <= W and Hv // H % 2) else 2 * W
+    stages = 2 if K > 128 else 3  # without q and o, this many fit into shared memory
+    parameters = Parameters(C=CHUNK, BK=64 if K <= 64 else 128, BV=BV, stages=stages, tma=True)
+    plan = ForwardPlan(None, parameters)  # pyright: ignore[reportArgumentType]
+    launches = launch_outputs(plan, y, segments, scale, CHUNK, normalizer, True, x.last_leave_none)
+    return P, [replace(each, options={"num_warps": 4, "maxnreg": 128}) for each in launches]
+
+
 @gluon.jit
-def _load_warp(args, HAS_O: gl.constexpr, HEADS: gl.constexpr, SLICES: gl.constexpr, STAGES: gl.constexpr):
+def _load_warp(
+    args,
+    HAS_O: gl.constexpr,
+    HEADS: gl.constexpr,
+    SLICES: gl.constexpr,
+    STAGES: gl.constexpr,
+    BACKWARDS: gl.constexpr,
+):
     """Loads q, k and v of all chunks, as far ahead of the other warps as there are slots.
 
     The tiles of v of a chunk have no barrier `empty`: their slot is free once that of the chunk's last slice is.
@@ -134,7 +190,7 @@ def _load_warp(args, HAS_O: gl.constexpr, HEADS: gl.constexpr, SLICES: gl.conste
     COLUMNS: gl.constexpr = GROUPS * v_desc.block_type.nbytes
     for i in range(n_chunks):
         stage = i % STAGES
-        t = start + i * C
+        t = start + (n_chunks - 1 - i if BACKWARDS else i) * C
         for j in gl.static_range(SLICES):
             step = SLICES * i + j
             slot = step % SLOTS
@@ -163,6 +219,7 @@ def _gate_warps(
     NORMALIZER: gl.constexpr,
     PACKED: gl.constexpr,
     STAGES: gl.constexpr,
+    BACKWARDS: gl.constexpr,
 ):
     """Sums the gates and computes u in each chunk, and clears the rows of the next sequence.
 
@@ -171,7 +228,7 @@ def _gate_warps(
             gates.
         factors: the same for factors of v; None without factors.
     """
-    tiles, barriers, start, length = args
+    tiles, barriers, start, length, scale = args
     q_tiles, k_tiles, v_tiles, u_tiles, sums, decays = tiles
     full, v_full, ready, gated = barriers
     C: gl.constexpr = v_tiles.type.shape[3]
@@ -184,16 +241,21 @@ def _gate_warps(
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     token = gl.arange(0, C, line)  # [C]
     NUMBERS: gl.constexpr = sums.type.shape[0] // (STAGES * HEADS)  # vectors [C] of a head and stage
+    n_chunks = gl.cdiv(length, C)
     if HAS_GATE:
         g_next = ()  # the gates of the next chunk, [C] for each head
         f_next = ()  # the factors of v of the next chunk
+        at = gl.maximum(n_chunks - 1, 0) * C if BACKWARDS else 0
         for j in gl.static_range(HEADS):
-            g_next += (gates_of(gates[j], start, length, token, NORMALIZER),)  # [C]
+            g_next += (gates_of(gates[j], start + at, length - at, token, NORMALIZER),)  # [C]
             if factors is not None:
                 f_next += (logits_of(factors[j], start, length, token),)  # [C]
-    for i in range(gl.cdiv(length, C)):
+    for i in range(n_chunks):
         stage = i % STAGES
-        rows = length - i * C
+        c = n_chunks - 1 - i if BACKWARDS else i
+        rows = length - c * C
+        after = (c - 1 if BACKWARDS else c + 1) * C
+        ahead = gl.where(c > 0, C, 0) if BACKWARDS else rows - C
         sums_of_heads = ()  # b [C] and b_C of each head
         arriving = ()
         f = f_next if factors is not None else ()
@@ -202,9 +264,9 @@ def _gate_warps(
             for j in gl.static_range(HEADS):
                 g = g_next[j].to(gl.float64) * LOG2E  # [C]
                 # The loads of the next gates run during this chunk.
-                arriving += (gates_of(gates[j], start + (i + 1) * C, rows - C, token, NORMALIZER),)
+                arriving += (gates_of(gates[j], start + after, ahead, token, NORMALIZER),)
                 if factors is not None:
-                    f_next += (logits_of(factors[j], start + (i + 1) * C, rows - C, token),)
+                    f_next += (logits_of(factors[j], start + after, ahead, token),)
                 b = gl.associative_scan(g, 0, plus)  # [C]
                 sums_of_heads += ((b, gl.sum(g, 0)),)
             g_next = arriving
@@ -214,7 +276,10 @@ def _gate_warps(
             for j in gl.static_range(HEADS):
                 at = HEADS * stage + j
                 b, b_end = sums_of_heads[j]
-                leave = gl.exp2((b_end - b).to(gl.float32))  # [C]
+                if BACKWARDS:
+                    leave = gl.exp2(b.to(gl.float32)) * scale  # [C]
+                else:
+                    leave = gl.exp2((b_end - b).to(gl.float32))  # [C]
                 sums.index(NUMBERS * at).store(b.to(gl.float32))
                 if factors is not None:
                     leave *= f[j]
@@ -261,6 +326,7 @@ def _state_warps(
     HAS_GATE: gl.constexpr,
     PACKED: gl.constexpr,
     STAGES: gl.constexpr,
+    BACKWARDS: gl.constexpr,
 ):
     """Carries W columns of the state through the segment, and writes W columns of the outputs.
 
@@ -278,12 +344,13 @@ def _state_warps(
     _, strides, _, _, pool, _ = states
     q_units, k_units, v_units, chunk = units
     s_desc, checkpoints, n_rows, checkpoint, left, every = kept
-    b, h, n, sequence, origin, column, start, length = place
+    b, h, n, sequence, is_first, column, start, length = place
     T, Hv, R, K, V = sizes
     C: gl.constexpr = q_tiles.type.shape[3]
     BK: gl.constexpr = q_tiles.type.shape[4]
     W: gl.constexpr = v_tiles.type.shape[4]
-    GROUPS: gl.constexpr = s_tiles.type.shape[0]
+    GROUPS: gl.constexpr = v_tiles.type.shape[0] // STAGES
+    COPIES: gl.constexpr = s_tiles.type.shape[0] // GROUPS
     SLOTS: gl.constexpr = q_tiles.type.shape[0]
     HAS_CHECKPOINTS: gl.constexpr = s_desc is not None or checkpoints is not None
     NUMBERS: gl.constexpr = sums.type.shape[0] // (STAGES * HEADS)
@@ -293,8 +360,6 @@ def _state_warps(
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     t = gl.arange(0, C, gl.SliceLayout(1, scores))[:, None]  # [C, 1]
     s = gl.arange(0, C, gl.SliceLayout(0, scores))[None, :]  # [1, C]
-    s_block = s_tiles.index(WARPGROUP)  # [1, 1, 1, BK, W], S as an operand, and the source of a checkpoint
-    s_tile = s_block.reshape([BK, W])
     o_tile = None if o_desc is None else o_tiles.index(WARPGROUP).reshape([C, W])
     HEAD: gl.constexpr = WARPGROUP if HEADS > 1 else 0  # the number of the warpgroup's head in the block
     h += HEAD
@@ -305,7 +370,6 @@ def _state_warps(
         skip_ptr, skip_h, skip_v = skip
         skips = gl.load(skip_ptr + h * skip_h + value * skip_v, value < V, 0.0).to(gl.float32)  # [1, W]
     S = gl.zeros([BK, W], gl.float32, layout)
-    is_first = start == origin  # whether this is the first segment of its sequence
     wait_for_predecessor()  # it writes `entering`
     leaving = ()  # [BK, W] for each slice, the state that leaves the previous chunk
     for j in gl.static_range(SLICES):
@@ -313,16 +377,18 @@ def _state_warps(
     outer = 1.0  # the unit of S, which is the unit of k^T u in the previous chunk
     if q_units is not None:
         outer = gl.to_tensor(1.0)
-    for i in range(gl.cdiv(length, C)):
+    n_chunks = gl.cdiv(length, C)
+    for i in range(n_chunks):
         stage = i % STAGES
+        c = n_chunks - 1 - i if BACKWARDS else i
         phase = (i // STAGES) & 1
         v_tile = v_tiles.index(GROUPS * stage + WARPGROUP).reshape([C, W])
         u_tile = u_tiles.index(GROUPS * stage + WARPGROUP) if HAS_GATE else v_tile
         at = HEADS * stage + HEAD
-        rows = length - i * C
+        rows = length - c * C
         if SLICES > 1:
-            q_unit = unit_at(q_units, chunk + i, Hv // R, h // R)
-            kv_unit = unit_at(k_units, chunk + i, Hv // R, h // R) * unit_at(v_units, chunk + i, Hv, h)
+            q_unit = unit_at(q_units, chunk + c, Hv // R, h // R)
+            kv_unit = unit_at(k_units, chunk + c, Hv // R, h // R) * unit_at(v_units, chunk + c, Hv, h)
             if HALF:
                 s_unit, inverse = unit_of_slices(leaving, outer, SLICES)
         a = gl.zeros([C, C], gl.float32, scores)
@@ -334,9 +400,12 @@ def _state_warps(
             S = leaving[j]
             q_tile = q_tiles.index(slot).reshape([C, BK])
             k_tile = k_tiles.index(slot).reshape([C, BK])
+            # [1, 1, 1, BK, W], S as an operand, and the source of a checkpoint
+            s_block = s_tiles.index(COPIES * WARPGROUP + step % COPIES)
+            s_tile = s_block.reshape([BK, W])
             if s_desc is not None:
-                # The copy of the checkpoint has read s_tile. If a copy of o follows it, that one may go on.
-                tma.store_wait(1 if SLICES == 1 and HAS_O else 0)
+                # The copy of the checkpoint has read s_tile. Later copies, of o or from the other s_tile, may go on.
+                tma.store_wait(1 if SLICES == 1 or not HAS_O else 0)
             if SLICES > 1 and HALF:
                 s_tile.store((S * inverse).to(s_tile.dtype))
             elif HAS_O or s_desc is not None:
@@ -352,7 +421,7 @@ def _state_warps(
                     else:
                         write_state(checkpoints, (b * n_rows + checkpoint) * Hv + h, S * outer, key, value, (K, V))
                     if j == SLICES - 1:
-                        checkpoint += 1
+                        checkpoint += -1 if BACKWARDS else 1
                         left = every  # 0 with a pool, so that no other checkpoint follows
                 if j == SLICES - 1:
                     left -= C
@@ -397,8 +466,8 @@ def _state_warps(
         if HAS_O:
             a, a_unit = in_units(a, q_tile.dtype)
         if SLICES == 1:
-            q_unit = unit_at(q_units, chunk + i, Hv // R, h // R)
-            kv_unit = unit_at(k_units, chunk + i, Hv // R, h // R) * unit_at(v_units, chunk + i, Hv, h)
+            q_unit = unit_at(q_units, chunk + c, Hv // R, h // R)
+            kv_unit = unit_at(k_units, chunk + c, Hv // R, h // R) * unit_at(v_units, chunk + c, Hv, h)
             if q_units is not None:
                 S = S * (outer / kv_unit)
         if q_units is not None:
@@ -428,7 +497,7 @@ def _state_warps(
         mbarrier.arrive(empty.index(slot), count=1)
         if HAS_O:
             tma.store_wait(0)  # the copy has read o_tile
-            write(o_desc, o_ptr, o_tile, o * o_factor, first, V, (b, h, start + i * C, T, Hv), rows, PACKED)
+            write(o_desc, o_ptr, o_tile, o * o_factor, first, V, (b, h, start + c * C, T, Hv), rows, PACKED)
     for j in gl.static_range(SLICES):
         write_last_state(leaving[j] * outer, states, n, sequence, h, keys + j * BK, value, (Hv, K, V))
     tma.store_wait(0)
@@ -485,6 +554,8 @@ def _chunk_gla_fwd_head_kernel(
     HEADS: gl.constexpr,
     SLICES: gl.constexpr,
     SLOTS: gl.constexpr,
+    BACKWARDS: gl.constexpr,
+    LAST_LEAVE_NONE: gl.constexpr,
 ):
     """Computes GROUPS W columns of the outputs of one value head of one segment, or of two value heads."""
     C: gl.constexpr = q_desc.block_type.shape[2]
@@ -500,13 +571,19 @@ def _chunk_gla_fwd_head_kernel(
     n = gl.program_id(0) // columns // (Hv // HEADS)
     if PACKED and entering is None:
         wait_for_predecessor()  # the predecessor writes the order
-    n, b, start, length, sequence, origin, _ = tokens_of(n, T, segment, segments, order)
+    n, b, start, length, sequence, origin, end = tokens_of(n, T, segment, segments, order)
     if PACKED and entering is not None:  # noqa: SIM102 -- known when this is compiled
         if length == 0:
             return
     checkpoint, left = gl.to_tensor(0), gl.to_tensor(0)  # row of the next checkpoint, and number of tokens until it
     if s_desc is not None or checkpoints is not None:
         checkpoint, left = next_checkpoint(start, sequence, origin, every, slots, PACKED)
+        if BACKWARDS:
+            checkpoint += gl.cdiv(length, C) - 1
+    # Whether this is the first segment of its sequence. Backwards, whether `entering` holds nothing for it.
+    is_first = start == origin
+    if BACKWARDS:
+        is_first = (start + length == end) & (entering is None or LAST_LEAVE_NONE)
 
     state_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, 1, BK, W], dtype)
     value_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, W], dtype)
@@ -515,7 +592,8 @@ def _chunk_gla_fwd_head_kernel(
     q_tiles = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, C, BK], q_desc.layout) if HAS_O else k_tiles
     v_tiles = gl.allocate_shared_memory(dtype, [GROUPS * STAGES, 1, 1, C, W], v_desc.layout)
     u_tiles = gl.allocate_shared_memory(dtype, [GROUPS * STAGES, C, W], value_layout) if HAS_GATE else v_tiles
-    s_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, 1, BK, W], state_layout)
+    COPIES: gl.constexpr = 1 if HAS_O else 2  # tiles of S of a warpgroup
+    s_tiles = gl.allocate_shared_memory(dtype, [GROUPS * COPIES, 1, 1, 1, BK, W], state_layout)
     o_tiles = s_tiles if o_desc is None else gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, C, W], o_desc.layout)
     # b and f exp(b_C - b); then f, if v has factors
     NUMBERS: gl.constexpr = 2 if v_factor is None else 3
@@ -555,11 +633,11 @@ def _chunk_gla_fwd_head_kernel(
         skips = (skip, skip_h, skip_v)
     load_place = (b, h // R, h, column, start, gl.cdiv(length, C))
     load = ((q_desc, k_desc, v_desc), (q_tiles, k_tiles, v_tiles), (full, v_full, empty), load_place)
-    gate = ((q_tiles, k_tiles, v_tiles, u_tiles, sums, decays), (full, v_full, ready, gated), start, length)
+    gate = ((q_tiles, k_tiles, v_tiles, u_tiles, sums, decays), (full, v_full, ready, gated), start, length, scale)
     tiles = (q_tiles, k_tiles, v_tiles, u_tiles, sums, decays, s_tiles, o_tiles)
     states = (initial_state, (state_n, state_h, state_k, state_v), entering, final_state, pool, slots)
     kept = (s_desc, checkpoints, rows, checkpoint, left, every)
-    place = (b, h, n, sequence, origin, column, start, length)
+    place = (b, h, n, sequence, is_first, column, start, length)
     units = (q_units, k_units, v_units, chunk_of(sequence, start, T, C, PACKED))
     sizes = (T, Hv, R, K, V)
     state_args = (tiles, (ready, gated, empty), (o_desc, o_ptr, scale, skips), states, units, kept, place, sizes)
@@ -568,9 +646,9 @@ def _chunk_gla_fwd_head_kernel(
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_gate_warps, (gates, factors, gate, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES)),
-                (_state_warps, (state_args, 0, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES)),
-                (_load_warp, (load, HAS_O, HEADS, SLICES, STAGES)),
+                (_gate_warps, (gates, factors, gate, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS)),
+                (_state_warps, (state_args, 0, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES, BACKWARDS)),
+                (_load_warp, (load, HAS_O, HEADS, SLICES, STAGES, BACKWARDS)),
             ],
             [4, 1],
             [STATE, 24],
@@ -578,10 +656,10 @@ def _chunk_gla_fwd_head_kernel(
     else:
         gl.warp_specialize(
             [
-                (_gate_warps, (gates, factors, gate, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES)),
-                (_state_warps, (state_args, 0, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES)),
-                (_state_warps, (state_args, 1, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES)),
-                (_load_warp, (load, HAS_O, HEADS, SLICES, STAGES)),
+                (_gate_warps, (gates, factors, gate, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS)),
+                (_state_warps, (state_args, 0, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES, BACKWARDS)),
+                (_state_warps, (state_args, 1, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES, BACKWARDS)),
+                (_load_warp, (load, HAS_O, HEADS, SLICES, STAGES, BACKWARDS)),
             ],
             [4, 4, 1],
             [STATE, STATE, 24],
