@@ -139,7 +139,7 @@ def prepare(call: OpCall, cut: bool, kernels: Sequence[GradientKernel] = KERNELS
     from gla_triton_runtime.prepared import Launches, rehearsed
 
     gpu = gpu_of_call(call)
-    call = _without_unusable_checkpoints(call)
+    call = without_unusable_checkpoints(call)
     seen, copied = seen_by_kernels(call, gpu), copied_for_invariance(call)
     T, Hv, K, V, N = (call.dims[name] for name in ("T", "Hv", "K", "V", "N"))
     empty, normalizer = N == 0 or T == 0, call.scalars["gate_normalizer"]
@@ -196,7 +196,7 @@ def prepare(call: OpCall, cut: bool, kernels: Sequence[GradientKernel] = KERNELS
     return rehearsed(run, call)
 
 
-def _without_unusable_checkpoints(call: OpCall) -> OpCall:
+def without_unusable_checkpoints(call: OpCall) -> OpCall:
     """Returns the call, but without checkpoints if kernels cannot read them in their layout."""
     layout = call.layouts.get("checkpoints")
     usable = layout is not None and layout.aligned and layout.is_contiguous
@@ -220,13 +220,13 @@ def launches(plan: BackwardPlan, x: BackwardTensors, scale: float, normalizer: i
     Hv = x.v.shape[2]
     entering, made = x.checkpoints, []
     if plan.entering is not None:
-        states = Recurrence(x.k, x.v, x.g, x.initial_state, None, normalizer=normalizer)
+        states = Recurrence(x.k, x.v, x.g, x.initial_state, None, normalizer=normalizer, factor=x.v_factor)
         entering, _, made = launch_entering(plan.entering, states, Hv, x.cu_seqlens, checkpoint_dtype(x.q.dtype))
     elif plan.forward is not None:
         shape = checkpoint_shape(x.k, x.v, x.cu_seqlens, CHUNK)
         entering = x.v.new_empty(shape, dtype=checkpoint_dtype(x.q.dtype))
         o = None if plan.forward.outputs.may_lack_outputs else x.v.new_empty(x.do.shape)
-        tensors = Tensors(x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens, o, None, entering)
+        tensors = Tensors(x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens, o, None, entering, v_factor=x.v_factor)
         made = forward.launches(plan.forward, tensors, scale, CHUNK, normalizer)
     filled = x  # the kernel for gradients fills the results in `filled`
     if plan.leaving is None:

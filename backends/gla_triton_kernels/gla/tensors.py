@@ -58,7 +58,7 @@ class BackwardTensors(NamedTuple):
     dg: Tensor | None  # as g
     dinitial_state: Tensor | None  # [N, Hv, K, V]
     v_factor: Tensor | None = None  # [B, T, Hv], contiguous; see `Tensors`
-    skip: Tensor | None = None  # [Hv], contiguous
+    skip: Tensor | None = None  # [Hv]
     dfactor: Tensor | None = None  # [B, T, Hv]
     dskip: Tensor | None = None  # [B, T, Hv], whose sum over tokens is the gradient of skip
 

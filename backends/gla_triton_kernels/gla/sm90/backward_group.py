@@ -32,6 +32,7 @@ rules.
 
     load       one warp: copies q and k, then v, do, S and P of the next heads, to shared memory by TMA
     gate       one warp: sums the gates of the next heads
+    sum        one warp: sums A_ts (do_t v_s) over s. The score warps would need many exchanges of registers for this.
     score      a warpgroup: computes A^T, dv, and the sum of dA^T
     gradient   PARTS warpgroups: each computes dq and dk of 64 keys
 
@@ -84,6 +85,7 @@ LINES = gl.constexpr(4)  # pipeline stages of the sums of gates
 SUMS = gl.constexpr(3)  # vectors [C] of a head: b, exp(b_C - b), and the factors of v
 LINE = gl.constexpr(gl.BlockedLayout([C.value // 32], [32], [1], [0]))  # of the tokens of a chunk, in one warp
 ONE = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of one number, in one warp
+GRID = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [1, 1], [1, 0]))  # of some rows of A_ts (do_t v_s), in one warp
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # a thread holds 16 bytes of a row
 
 
@@ -123,6 +125,7 @@ def launch_gradients(
         "g_ptr": x.g,
         "f_ptr": x.v_factor,
         "skip_ptr": x.skip,
+        "skip_h": 0 if x.skip is None else x.skip.stride(0),
         "order": chunks.order,
         "scale": scale,
         **gate_strides(x.g),
@@ -136,7 +139,7 @@ def launch_gradients(
         "B": B,
         "PARTS": parts,
         "HALVES": kernel.BV // WIDTH,
-        "SLOTS": 5 if parts == 1 else 3,  # the most that fit into shared memory
+        "SLOTS": 5 if parts == 1 else 3 if kernel.BV > WIDTH else 2,  # 5 and 3 are the most that fit; 2 took less time
         "NORMALIZER": normalizer,
     }
     grid = (blocks_k * blocks_v * pieces * H * rows, 1, 1)
@@ -209,6 +212,21 @@ def _gate_warp(args, gates, factors, NORMALIZER: gl.constexpr):
 
 
 @gluon.jit
+def _sum_warp(args):
+    """Sums A_ts (do_t v_s) over s for each head."""
+    pair_tile, paired, summed, dots_ptr, heads, head_dots = args
+    t = gl.arange(0, C, gl.SliceLayout(0, GRID))  # [C]
+    for m in range(heads):
+        mbarrier.wait(paired, m & 1)
+        sums = gl.zeros([C // 8, C], gl.float32, GRID)
+        for i in gl.static_range(8):
+            sums += pair_tile.slice(i * (C // 8), C // 8).load(GRID)
+        fence_async_shared()
+        mbarrier.arrive(summed, count=1)
+        gl.store(dots_ptr + m * head_dots + t, gl.sum(sums, 0))
+
+
+@gluon.jit
 def _score_warps(
     args,
     scale,
@@ -220,10 +238,10 @@ def _score_warps(
 ):
     """Computes A^T and dv of each head, the sum of dA^T, and sums of products of tokens."""
     tiles, barriers, outputs, skips, dots_ptr, place, sizes = args
-    q_tiles, k_tiles, v_tiles, do_tiles, p_tiles, out_tiles, sums = tiles
-    qk_full, qk_ready, full, empty, cleared, summed, released, da_ready = barriers
+    q_tiles, k_tiles, v_tiles, do_tiles, p_tiles, out_tiles, sums, pair_tile = tiles
+    qk_full, qk_ready, full, empty, cleared, summed, released, da_ready, paired, pairs_summed = barriers
     dv_desc, dv_ptr = outputs
-    skip_ptr, first_block = skips
+    skip_ptr, skip_h, first_block = skips
     b, h, heads, value, t0, rows = place
     T, Hv, V, head_dots = sizes
     dtype: gl.constexpr = q_tiles.dtype
@@ -270,11 +288,13 @@ def _score_warps(
         pairs = a * daT  # [C, C]
         da += daT * between * f
         to = dots_ptr + m * head_dots
-        gl.store(to + t, gl.sum(pairs * f, 0))
-        gl.store(to + C + s, gl.sum(pairs, 1))
+        mbarrier.wait(pairs_summed, (m & 1) ^ 1)
+        pair_tile.store(pairs * f)
+        mbarrier.arrive(paired, count=1)
+        gl.store(to + C + s, row_sums(pairs))
         if skip_ptr is not None:
             gl.store(to + 2 * C + s, gl.sum(gl.where(t[None, :] == s[:, None], daT, 0.0), 1))
-            skip = gl.load(skip_ptr + h + m).to(gl.float32) * gl.where(first_block, 1.0, 0.0)
+            skip = gl.load(skip_ptr + (h + m) * skip_h).to(gl.float32) * gl.where(first_block, 1.0, 0.0)
         aT = gl.convert_layout(a.to(dtype), LEFT)  # the left operand of wgmma may stay in registers
         leave = sums.index(SUMS * line + 1).load(gl.SliceLayout(1, LAYOUT))[:, None]  # [C, 1], exp(b_C - b)
         for j in gl.static_range(HALVES):
@@ -377,7 +397,7 @@ def _gradient_warps(
     keep_apart(part)
 
 
-@gluon.jit(do_not_specialize=["scale", "g_b", "g_t", "g_h", "T", "H", "R", "heads", "pieces", "K", "V", "B"])
+@gluon.jit(do_not_specialize=["scale", "g_b", "g_t", "g_h", "skip_h", "T", "H", "R", "heads", "pieces", "K", "V", "B"])
 def _chunk_gla_bwd_group_kernel(
     q_desc,  # [B, H, T, K], tiles [C, D]
     k_desc,  # [B, H, T, K], tiles [C, D]
@@ -400,6 +420,7 @@ def _chunk_gla_bwd_group_kernel(
     g_b,  # strides of g
     g_t,
     g_h,
+    skip_h,  # the stride of skip
     T,
     H,
     R,
@@ -460,6 +481,8 @@ def _chunk_gla_bwd_group_kernel(
     s_tiles = gl.allocate_shared_memory(dtype, [SLOTS * PARTS, 1, 1, D, D], s_desc.layout)
     p_tiles = gl.allocate_shared_memory(dtype, [SLOTS * PARTS, 1, 1, D, D], p_desc.layout)
     out_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, C, D], v_desc.layout)  # dv, in turns; at the end dA^T
+    # f_s A_ts (do_t v_s) of one head. Rows of accumulators and of GRID have few bank conflicts.
+    pair_tile = gl.allocate_shared_memory(gl.float32, [C, C], gl.SwizzledSharedLayout(2, 1, 8, [1, 0]))
     sums = gl.allocate_shared_memory(gl.float32, [LINES * SUMS, C], row_layout)
     decays = gl.allocate_shared_memory(gl.float32, [LINES, 1], row_layout)  # exp(b_C)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
@@ -472,10 +495,14 @@ def _chunk_gla_bwd_group_kernel(
     cleared = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # rows of do of the next sequence have been cleared
     summed = gl.allocate_shared_memory(gl.int64, [LINES, 1], bars)  # the sums of gates have been written
     released = gl.allocate_shared_memory(gl.int64, [LINES, 1], bars)  # and read
+    paired = gl.allocate_shared_memory(gl.int64, [1], bars)  # the products of pairs of tokens have been written
+    pairs_summed = gl.allocate_shared_memory(gl.int64, [1], bars)  # and read
     mbarrier.init(qk_full, count=1)
     if PACKED:
         mbarrier.init(qk_ready, count=1)
     mbarrier.init(da_ready, count=1)
+    mbarrier.init(paired, count=1)
+    mbarrier.init(pairs_summed, count=1)
     for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=PARTS + 1)  # the gradient warpgroups and the score warpgroup
@@ -488,9 +515,10 @@ def _chunk_gla_bwd_group_kernel(
     load_tiles = (q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, p_tiles)
     load = (descriptors, load_tiles, (qk_full, full, empty), (row, b, key_head, h, heads, key, value, t0))
     gate = (sums, decays, summed, released, heads, t0, rows)
-    score_tiles = (q_tiles, k_tiles, v_tiles, do_tiles, p_tiles, out_tiles, sums)
-    score_barriers = (qk_full, qk_ready, full, empty, cleared, summed, released, da_ready)
-    skips = (skip_ptr, block_k == 0)
+    pair_sums = (pair_tile, paired, pairs_summed, dots_ptr, heads, head_dots)
+    score_tiles = (q_tiles, k_tiles, v_tiles, do_tiles, p_tiles, out_tiles, sums, pair_tile)
+    score_barriers = (qk_full, qk_ready, full, empty, cleared, summed, released, da_ready, paired, pairs_summed)
+    skips = (skip_ptr, skip_h, block_k == 0)
     score_place = (b, h, heads, value, t0, rows)
     score = (score_tiles, score_barriers, (dv_desc, dv_ptr), skips, dots_ptr, score_place, (T, Hv, V, head_dots))
     tiles = (q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, p_tiles, out_tiles, sums, decays)
@@ -505,9 +533,10 @@ def _chunk_gla_bwd_group_kernel(
                 (_gradient_warps, (gradient, scale, 0, PARTS, HALVES, SLOTS, HAS_FACTOR, PACKED)),
                 (_load_warp, (load, PARTS, HALVES, SLOTS)),
                 (_gate_warp, (gate, gates, factors, NORMALIZER)),
+                (_sum_warp, (pair_sums,)),
             ],
-            [4, 1, 1],
-            [208, 48, 48],
+            [4, 1, 1, 1],
+            [208, 48, 48, 48],
         )
     else:
         gl.warp_specialize(
@@ -517,7 +546,8 @@ def _chunk_gla_bwd_group_kernel(
                 (_gradient_warps, (gradient, scale, 1, PARTS, HALVES, SLOTS, HAS_FACTOR, PACKED)),
                 (_load_warp, (load, PARTS, HALVES, SLOTS)),
                 (_gate_warp, (gate, gates, factors, NORMALIZER)),
+                (_sum_warp, (pair_sums,)),
             ],
-            [4, 4, 1, 1],
-            [160, 160, 32, 32],
+            [4, 4, 1, 1, 1],
+            [160, 160, 32, 32, 32],
         )

@@ -17,7 +17,7 @@ B batch   T tokens   N sequences   I segments, by default the N sequences   P sl
 H key heads   Hv value heads   R = Hv / H value heads of a key head   K, V key and value width
 C tokens of a chunk   BK keys of a tile   SLICES slices of BK keys of a head   n rows of checkpoints
 W columns of v of a warpgroup   GROUPS state warpgroups of a block   HEADS value heads of a block, 1 or 2
-STAGES pipeline stages of v and u   SLOTS pipeline stages of slices of q and k
+STAGES pipeline stages of v and u   SLOTS pipeline stages of slices of q and k   TURNS gate warpgroups, 1 or 2
 slot   a pipeline stage in shared memory
 
 The grid has one block per segment, value head and GROUPS W columns of v. If V is at most W and an even number of value
@@ -25,11 +25,14 @@ heads shares a key head, a block has two value heads, one for each state warpgro
 warps of a block are specialised. They communicate over barriers in shared memory; common.py gives the rules.
 
     load    one warp: copies q, k, v of the next chunks to shared memory by TMA
-    gate    a warpgroup: sums the gates and computes u, while the state warps process earlier chunks
+    gate    TURNS warpgroups, which take turns: each sums the gates and computes u of every TURNS-th chunk, while the
+            state warps process earlier chunks. A stage always belongs to the same warpgroup, which has therefore waited
+            for the phase before; see the last rule of common.py.
     state   one or two warpgroups, each with W columns of S, v and o. S stays in their registers, and each of them
             computes A. The tile that holds S as an operand is also the source of checkpoints.
 
-A backward needs the states that enter chunks, but no outputs. If there is no o, the kernel leaves out q, A and o.
+A backward needs the states that enter chunks, but no outputs. If there is no o, the kernel leaves out q, A and o, and u
+takes the place of v.
 
 The gradients of states obey the same recurrence from the last chunk to the first. With BACKWARDS, k and v are q and do,
 and the checkpoints hold P, the gradients of the states that leave chunks:
@@ -118,6 +121,10 @@ def launch_outputs(
     slices, W = ceil_div(K, plan.parameters.BK), warpgroup_columns(K)
     heads = plan.parameters.BV // W if V <= W else 1
     slots = plan.parameters.stages if slices == 1 else min(slices + 1, MOST_SLOTS)
+    # Outputs of several slices leave no registers for a second gate warpgroup, and slots of packed slices have no order.
+    can_turn = slices == 1 or (x.o is None and segments.order is None)
+    pays = heads > 1 or backwards  # with one head, the work of a second one does not limit the gate warps
+    turns = 2 if x.g is not None and plan.parameters.stages % 2 == 0 and can_turn and pays else 1
     arguments = {
         "g_ptr": x.g,
         **gate_strides(x.g),
@@ -132,8 +139,12 @@ def launch_outputs(
         "SLOTS": slots,
         "BACKWARDS": backwards,
         "LAST_LEAVE_NONE": last_leave_none,
+        "TURNS": turns,
     }
-    return launch_kernel(_chunk_gla_fwd_head_kernel, arguments, plan, x, segments, scale, every, normalizer, heads, W)
+    kernel = _chunk_gla_fwd_head_kernel
+    *before, launch = launch_kernel(kernel, arguments, plan, x, segments, scale, every, normalizer, heads, W)
+    most = 96 if turns * plan.parameters.BV > 2 * W else 128  # the kernel has one warpgroup more than otherwise
+    return [*before, replace(launch, options={**launch.options, "maxnreg": most})]
 
 
 def launch_state_gradients(
@@ -154,13 +165,16 @@ def launch_state_gradients(
     is_whole = leaving is x.dstate
     before, after, inside = (leaving, x.dinitial_state, None) if is_whole else (None, None, leaving)
     y = Tensors(x.q, x.q, x.do, x.g, before, x.cu_seqlens, None, after, P, inside)
-    fit = segments.count * Hv * ceil_div(V, W) <= kernel.programs
-    BV = W if fit or (V <= W and Hv // H % 2) else 2 * W
-    stages = 2 if K > 128 else 3  # without q and o, this many fit into shared memory
+    blocks = segments.count * Hv * ceil_div(V, W)
+    # A block of two warpgroups takes 1.7 times as long as a block of one.
+    pays = 1.7 * ceil_div(ceil_div(blocks, 2), kernel.programs) < ceil_div(blocks, kernel.programs)
+    BV = W if not pays or (V <= W and Hv // H % 2) else 2 * W
+    stages = 2 if K > 128 else 4  # without q and o, this many fit into shared memory
     parameters = Parameters(C=CHUNK, BK=64 if K <= 64 else 128, BV=BV, stages=stages, tma=True)
     plan = ForwardPlan(None, parameters)  # pyright: ignore[reportArgumentType]
-    launches = launch_outputs(plan, y, segments, scale, CHUNK, normalizer, True, x.last_leave_none)
-    return P, [replace(each, options={"num_warps": 4, "maxnreg": 128}) for each in launches]
+    *converted, launch = launch_outputs(plan, y, segments, scale, CHUNK, normalizer, True, x.last_leave_none)
+    options = {name: option for name, option in launch.options.items() if name != "launch_pdl"}
+    return P, [*converted, replace(launch, options=options)]
 
 
 @gluon.jit
@@ -213,6 +227,8 @@ def _gate_warps(
     gates,
     factors,
     args,
+    turn: gl.constexpr,
+    TURNS: gl.constexpr,
     HAS_O: gl.constexpr,
     HEADS: gl.constexpr,
     SLICES: gl.constexpr,
@@ -221,7 +237,7 @@ def _gate_warps(
     STAGES: gl.constexpr,
     BACKWARDS: gl.constexpr,
 ):
-    """Sums the gates and computes u in each chunk, and clears the rows of the next sequence.
+    """Sums the gates and computes u in every TURNS-th chunk from `turn` on, and clears the rows of the next sequence.
 
     Args:
         gates: for each head of the block, the pointer to its gate at token 0 and the stride of tokens; None without
@@ -245,17 +261,17 @@ def _gate_warps(
     if HAS_GATE:
         g_next = ()  # the gates of the next chunk, [C] for each head
         f_next = ()  # the factors of v of the next chunk
-        at = gl.maximum(n_chunks - 1, 0) * C if BACKWARDS else 0
+        at = gl.maximum(n_chunks - 1 - turn, 0) * C if BACKWARDS else turn * C
         for j in gl.static_range(HEADS):
             g_next += (gates_of(gates[j], start + at, length - at, token, NORMALIZER),)  # [C]
             if factors is not None:
-                f_next += (logits_of(factors[j], start, length, token),)  # [C]
-    for i in range(n_chunks):
+                f_next += (logits_of(factors[j], start + at, length - at, token),)  # [C]
+    for i in range(turn, n_chunks, TURNS):
         stage = i % STAGES
         c = n_chunks - 1 - i if BACKWARDS else i
         rows = length - c * C
-        after = (c - 1 if BACKWARDS else c + 1) * C
-        ahead = gl.where(c > 0, C, 0) if BACKWARDS else rows - C
+        after = (c - TURNS if BACKWARDS else c + TURNS) * C
+        ahead = gl.where(c >= TURNS, C, 0) if BACKWARDS else rows - TURNS * C
         sums_of_heads = ()  # b [C] and b_C of each head
         arriving = ()
         f = f_next if factors is not None else ()
@@ -300,7 +316,7 @@ def _gate_warps(
                 leaving = sums.index(NUMBERS * at + 1).load(gl.SliceLayout(1, layout))[
                     :, None
                 ]  # [C, 1], f exp(b_C - b)
-                u_tile = u_tiles.index(GROUPS * stage + w)
+                u_tile = u_tiles.index(GROUPS * stage + w).reshape([C, W])
                 u_tile.store((v_tile.load(layout).to(gl.float32) * leaving).to(v_tile.dtype))
         fence_async_shared()  # u has been stored, and rows cleared, from registers; wgmma reads them
         mbarrier.arrive(gated.index(stage), count=1)
@@ -383,7 +399,7 @@ def _state_warps(
         c = n_chunks - 1 - i if BACKWARDS else i
         phase = (i // STAGES) & 1
         v_tile = v_tiles.index(GROUPS * stage + WARPGROUP).reshape([C, W])
-        u_tile = u_tiles.index(GROUPS * stage + WARPGROUP) if HAS_GATE else v_tile
+        u_tile = u_tiles.index(GROUPS * stage + WARPGROUP).reshape([C, W])
         at = HEADS * stage + HEAD
         rows = length - c * C
         if SLICES > 1:
@@ -556,6 +572,7 @@ def _chunk_gla_fwd_head_kernel(
     SLOTS: gl.constexpr,
     BACKWARDS: gl.constexpr,
     LAST_LEAVE_NONE: gl.constexpr,
+    TURNS: gl.constexpr,
 ):
     """Computes GROUPS W columns of the outputs of one value head of one segment, or of two value heads."""
     C: gl.constexpr = q_desc.block_type.shape[2]
@@ -591,7 +608,9 @@ def _chunk_gla_fwd_head_kernel(
     k_tiles = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, C, BK], k_desc.layout)
     q_tiles = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, C, BK], q_desc.layout) if HAS_O else k_tiles
     v_tiles = gl.allocate_shared_memory(dtype, [GROUPS * STAGES, 1, 1, C, W], v_desc.layout)
-    u_tiles = gl.allocate_shared_memory(dtype, [GROUPS * STAGES, C, W], value_layout) if HAS_GATE else v_tiles
+    u_tiles = v_tiles
+    if HAS_GATE and HAS_O:
+        u_tiles = gl.allocate_shared_memory(dtype, [GROUPS * STAGES, C, W], value_layout)
     COPIES: gl.constexpr = 1 if HAS_O else 2  # tiles of S of a warpgroup
     s_tiles = gl.allocate_shared_memory(dtype, [GROUPS * COPIES, 1, 1, 1, BK, W], state_layout)
     o_tiles = s_tiles if o_desc is None else gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, C, W], o_desc.layout)
@@ -642,25 +661,49 @@ def _chunk_gla_fwd_head_kernel(
     sizes = (T, Hv, R, K, V)
     state_args = (tiles, (ready, gated, empty), (o_desc, o_ptr, scale, skips), states, units, kept, place, sizes)
     # Registers of a thread of the state warps. The gate warps have the remaining registers.
-    STATE: gl.constexpr = 208 if SLICES == 1 else 224
-    if GROUPS == 1:
+    STATE: gl.constexpr = 168 if TURNS * GROUPS == 4 else 208 if SLICES == 1 else 224
+    GATE: gl.constexpr = 56 if GROUPS == 2 else 96
+    if GROUPS == 1 and TURNS == 1:
         gl.warp_specialize(
             [
-                (_gate_warps, (gates, factors, gate, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS)),
+                (_gate_warps, (gates, factors, gate, 0, 1, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS)),
                 (_state_warps, (state_args, 0, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES, BACKWARDS)),
                 (_load_warp, (load, HAS_O, HEADS, SLICES, STAGES, BACKWARDS)),
             ],
             [4, 1],
             [STATE, 24],
         )
-    else:
+    elif GROUPS == 1:
         gl.warp_specialize(
             [
-                (_gate_warps, (gates, factors, gate, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS)),
+                (_gate_warps, (gates, factors, gate, 0, 2, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS)),
+                (_gate_warps, (gates, factors, gate, 1, 2, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS)),
+                (_state_warps, (state_args, 0, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES, BACKWARDS)),
+                (_load_warp, (load, HAS_O, HEADS, SLICES, STAGES, BACKWARDS)),
+            ],
+            [4, 4, 1],
+            [GATE, STATE, 24],
+        )
+    elif TURNS == 1:
+        gl.warp_specialize(
+            [
+                (_gate_warps, (gates, factors, gate, 0, 1, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS)),
                 (_state_warps, (state_args, 0, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES, BACKWARDS)),
                 (_state_warps, (state_args, 1, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES, BACKWARDS)),
                 (_load_warp, (load, HAS_O, HEADS, SLICES, STAGES, BACKWARDS)),
             ],
             [4, 4, 1],
             [STATE, STATE, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_gate_warps, (gates, factors, gate, 0, 2, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS)),
+                (_gate_warps, (gates, factors, gate, 1, 2, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS)),
+                (_state_warps, (state_args, 0, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES, BACKWARDS)),
+                (_state_warps, (state_args, 1, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES, BACKWARDS)),
+                (_load_warp, (load, HAS_O, HEADS, SLICES, STAGES, BACKWARDS)),
+            ],
+            [4, 4, 4, 1],
+            [GATE, STATE, STATE, 24],
         )

@@ -542,6 +542,8 @@ BACKWARD_GROUP = GradientKernel(
     layouts=2,
     by_groups=True,
 )
+BACKWARD_FACTORS = replace(BACKWARD_GROUP, refusal=_factors_refusal)
+"""backward_group.py for calls whose v has factors, with groups of any size."""
 BACKWARD_WIDE = GradientKernel(
     name="sm90.backward_wide",
     load=_load_backward_wide,
