@@ -7,7 +7,8 @@ leaves it. Then
     o_t  = scale * (exp(b_t) q_t S + sum over s of A_ts v_s)
     S'   = exp(b_C) S + k^T u        u_s = exp(b_C - b_s) v_s
 
-If v has factors f, as in Mamba-2's scan, A_ts and u_s have the factor f_s as well, and o_t has the term skip v_t.
+If v has factors f, as in Mamba-2's scan, A_ts and u_s have the factor f_s as well, and o_t has the term skip v_t. With
+an output gate z, o_t is then multiplied by silu(z_t).
 
 No exponent is above 0, so one path handles gates of any strength. A gate below `LEAST_GATE`, whose exp is 0 in float32,
 counts as `LEAST_GATE`. The sums b are computed in float64 and rounded once. The error of the difference of two sums is
@@ -27,7 +28,8 @@ warps of a block are specialised. They communicate over barriers in shared memor
     load    one warp: copies q, k, v of the next chunks to shared memory by TMA
     gate    a warpgroup: sums the gates and computes u, while the state warps process earlier chunks
     state   one or two warpgroups, each with W columns of S, v and o. S stays in their registers, and each of them
-            computes A. The tile that holds S as an operand is also the source of checkpoints.
+            computes A. The tile that holds S as an operand is also the source of checkpoints. The tile from which TMA
+            copies o holds z before it; a warpgroup loads its z itself, once the previous o has been copied.
 
 A backward needs the states that enter chunks, but no outputs. If there is no o, the kernel leaves out q, A and o.
 
@@ -67,6 +69,7 @@ from gla_triton_kernels.gla.sm90.common import (
     logits_of,
     next_checkpoint,
     plus,
+    silu,
     store_state,
     tokens_of,
     unit_at,
@@ -79,6 +82,7 @@ from gla_triton_kernels.gla.sm90.common import (
 )
 from gla_triton_kernels.gla.sm90.forward import launch_kernel
 from gla_triton_kernels.gla.tensors import Tensors
+from gla_triton_runtime.tma import shared_tiles
 from gla_triton_runtime.arithmetic import LOG2E
 from gla_triton_runtime.launch import Launch
 
@@ -107,6 +111,7 @@ def launch_outputs(
         "skip": x.skip,
         "skip_h": 0 if x.skip is None else x.skip.stride(0),
         "skip_v": 0 if x.skip is None or x.skip.ndim == 1 else x.skip.stride(1),
+        "z_desc": None if x.z is None else shared_tiles(x.z, plan.parameters.C, W),
         "HEADS": heads,
         "SLICES": slices,
         "SLOTS": slots,
@@ -273,8 +278,8 @@ def _state_warps(
     """
     tiles, barriers, outputs, states, units, kept, place, sizes = args
     q_tiles, k_tiles, v_tiles, u_tiles, sums, decays, s_tiles, o_tiles = tiles
-    ready, gated, empty = barriers
-    o_desc, o_ptr, scale, skip = outputs
+    ready, gated, empty, z_full = barriers
+    o_desc, o_ptr, scale, skip, z_desc = outputs
     _, strides, _, _, pool, _ = states
     q_units, k_units, v_units, chunk = units
     s_desc, checkpoints, n_rows, checkpoint, left, every = kept
@@ -365,6 +370,12 @@ def _state_warps(
                 o = warpgroup_mma(q_tile, s_tile, o, use_acc=j > 0, is_async=True)
             if j == 0:
                 mbarrier.wait(gated.index(stage), phase)
+                if z_desc is not None:  # z arrives while S and A are multiplied
+                    tma.store_wait(0)  # the copy of o has read o_tile
+                    arrived = z_full.index(WARPGROUP)
+                    mbarrier.expect(arrived, z_desc.block_type.nbytes)
+                    z_place = [b, h, start + i * C, first]
+                    tma.async_copy_global_to_shared(z_desc, z_place, arrived, o_tiles.index(WARPGROUP))
             if SLICES > 1:
                 if HAS_GATE:
                     S = S * gl.max(decays.index(at).load(gl.SliceLayout(1, layout)), 0)
@@ -426,6 +437,10 @@ def _state_warps(
             o_factor = 1.0
             fence_async_shared()  # v has been loaded to registers; TMA overwrites the tile
         mbarrier.arrive(empty.index(slot), count=1)
+        if z_desc is not None:
+            mbarrier.wait(z_full.index(WARPGROUP), i & 1)
+            o = o * (o_factor * silu(o_tile.load(layout).to(gl.float32)))
+            o_factor = 1.0
         if HAS_O:
             tma.store_wait(0)  # the copy has read o_tile
             write(o_desc, o_ptr, o_tile, o * o_factor, first, V, (b, h, start + i * C, T, Hv), rows, PACKED)
@@ -460,6 +475,7 @@ def _chunk_gla_fwd_head_kernel(
     v_units,  # [chunks, Hv] or None
     v_factor,  # [B, T, Hv], contiguous, or None; only with gates
     skip,  # [Hv] or [Hv, V], or None
+    z_desc,  # [B, Hv, T, V], tiles [C, W], or None; only with o_desc
     scale,
     g_b,  # strides of g
     g_t,
@@ -529,6 +545,7 @@ def _chunk_gla_fwd_head_kernel(
     v_full = full if SLICES == 1 else gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
     # q and k can be read: they have been loaded, and rows of the next sequence cleared if there are several slices.
     ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars) if PACKED and SLICES > 1 else full
+    z_full = full if z_desc is None else gl.allocate_shared_memory(gl.int64, [GROUPS, 1], bars)  # z has been loaded
     for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=GROUPS)  # each state warpgroup arrives once
@@ -538,6 +555,9 @@ def _chunk_gla_fwd_head_kernel(
         mbarrier.init(gated.index(i), count=1)
         if SLICES > 1:
             mbarrier.init(v_full.index(i), count=1)
+    if z_desc is not None:
+        for i in gl.static_range(GROUPS):
+            mbarrier.init(z_full.index(i), count=1)
 
     gates: gl.constexpr = None
     if HAS_GATE:
@@ -562,7 +582,8 @@ def _chunk_gla_fwd_head_kernel(
     place = (b, h, n, sequence, origin, column, start, length)
     units = (q_units, k_units, v_units, chunk_of(sequence, start, T, C, PACKED))
     sizes = (T, Hv, R, K, V)
-    state_args = (tiles, (ready, gated, empty), (o_desc, o_ptr, scale, skips), states, units, kept, place, sizes)
+    outputs = (o_desc, o_ptr, scale, skips, z_desc)
+    state_args = (tiles, (ready, gated, empty, z_full), outputs, states, units, kept, place, sizes)
     # Registers of a thread of the state warps. The gate warps have the remaining registers.
     STATE: gl.constexpr = 208 if SLICES == 1 else 224
     if GROUPS == 1:
