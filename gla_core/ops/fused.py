@@ -19,8 +19,9 @@ _has_triton = functools.cache(lambda: importlib.util.find_spec("triton") is not 
 def fused(function: Callable[..., Any], x: Tensor, *others: Any) -> Any:
     """Returns function(x, *others), computed by compiled code if x is on a GPU.
 
-    A transform of torch.func and torch.jit.trace see the operations of `function`. Eager PyTorch would write each product to memory in float32, which takes longer than a scan. The first call takes
-    seconds, as does the first with another combination of dtypes and optional arguments.
+    Eager PyTorch would write each product to memory in float32, which takes longer than a scan. The first call takes
+    seconds, as does the first with another combination of dtypes and optional arguments. Compilers, tracers and
+    transforms of torch.func see the operations of `function`.
     """
     if x.is_cuda and not (torch.compiler.is_compiling() or transformed() or tracing()) and _has_triton():
         function = _compiled(function)

@@ -131,7 +131,7 @@ def scan(x, **options):
     ("options", "expected"),
     [
         ({}, ("chunk_ssd", True)),
-        ({"z": torch.ones(B, T, HV, V)}, ("chunk_ssd", False)),  # z follows D in one kernel
+        ({"z": torch.ones(B, T, HV, V)}, ("chunk_ssd", True)),
         ({"seq_idx": torch.zeros(B, T, dtype=torch.int32)}, ("chunk_gla", False)),
     ],
 )

@@ -263,9 +263,7 @@ def values_and_gates(
     return (x * delta[..., None]).to(x.dtype).contiguous(), (delta * A.to(dtype)).contiguous()
 
 
-def _skipped_and_gated(
-    o: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None, cu_seqlens: Tensor | None
-) -> Tensor:
+def _skipped_and_gated(o: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
     """Returns (o + D x) silu(z) with the dtype of x; 0 in rows of no sequence."""
     z = z if z is None else _rows_of_sequences(z, cu_seqlens)
     return output(o, _rows_of_sequences(x, cu_seqlens), D, z).contiguous()

@@ -82,9 +82,9 @@ from gla_triton_kernels.gla.sm90.common import (
 )
 from gla_triton_kernels.gla.sm90.forward import launch_kernel
 from gla_triton_kernels.gla.tensors import Tensors
-from gla_triton_runtime.tma import shared_tiles
 from gla_triton_runtime.arithmetic import LOG2E
 from gla_triton_runtime.launch import Launch
+from gla_triton_runtime.tma import shared_tiles
 
 MOST_SLOTS = 5
 """The most slots of slices of q and k that fit into shared memory beside v, u, S and o."""
