@@ -211,7 +211,7 @@ def chunk_ssd(
     # A backward reads o without the gate. So the gate is apart if there may be one.
     apart = z is not None and (needs_grad or needs_gradient(z) or transformed() or tracing())
     if apart:
-        _check_gate(z, x)
+        _check_gate(z, q, x)
     every = checkpoint_every
     if every is None and needs_grad and q.is_cuda and not recompute_states:
         every = interval_for_backward(request or backend, SSD_FORWARD.name)
@@ -236,13 +236,13 @@ def chunk_ssd(
     return ChunkGla(o, state) if checkpoint_every is None else ChunkGlaWithCheckpoints(o, state, checkpoints)
 
 
-def _check_gate(z: Any, x: Tensor) -> None:
-    """Checks z as the op does; see `chunk_ssd`."""
-    shape, sizes = "B T Hv V", {}
-    checks.tensor("x", x, shape, sizes)
-    checks.tensor("z", z, shape, sizes)
-    checks.dtype("z", z, (x.dtype,), ", as x")
-    checks.device("z", z, "x", x)
+def _check_gate(z: Any, q: Tensor, x: Tensor) -> None:
+    """Checks z as the op does."""
+    sizes: dict[str, Any] = {}
+    for name, y in (("x", x), ("z", z)):
+        checks.tensor(name, y, "B T Hv V", sizes)
+    checks.dtype("z", z, (q.dtype,), ", as q")
+    checks.device("z", z, "q", q)
 
 
 def check_limits(low: float, high: float, names: str = "(dt_min, dt_max)") -> None:
