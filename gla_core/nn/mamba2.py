@@ -204,8 +204,8 @@ class Mamba2(Recurrent):
         """Maps x [B, T, d_model] to the inputs of the op and of `_output`.
 
         Returns:
-            q, k [B, T, ngroups, d_state], u [B, T, nheads, headdim], dt [B, T, nheads], z like u if the op takes it, then
-            z [B, T, d_inner].
+            q, k [B, T, ngroups, d_state], u [B, T, nheads, headdim] and dt [B, T, nheads]; z like u if the op takes it;
+            and z [B, T, d_inner].
         """
         with not_kept(x):
             z, joined, dt = self.in_proj(x).split(self.widths, dim=-1)
