@@ -42,33 +42,28 @@ def forward(
     Args:
         module: the module that defines the `forward`, whose functions it calls.
     """
-    B, T, _ = hidden_states.shape
-    if layer.mamba_rms_norm or T == 1 or torch.is_grad_enabled() or is_compiling():
+    T, conv, i = hidden_states.shape[1], layer.conv1d, layer.layer_idx
+    packed = any(options.get(name) is not None for name in ("seq_idx", "cu_seqlens"))
+    if layer.mamba_rms_norm or T == 1 or packed or torch.is_grad_enabled() or is_compiling():
         return NotImplemented
-    if not is_plain(layer.conv1d, nn.Conv1d) or any(
-        options.get(name) is not None for name in ("seq_idx", "cu_seqlens")
-    ):
+    if not is_plain(conv, nn.Conv1d):
         return NotImplemented
     x = module.apply_mask_to_padding_states(hidden_states, attention_mask) * layer.ssm_in_multiplier
     gate, u, dt = parts_of(layer, layer.in_proj(x) * layer.mup_vector)
-    u, state, i = u.mT, None, layer.layer_idx
+    u, state = u.mT, None
     if cache_params is not None:
         state = cache_params.get_recurrent_state(i, state_idx=0)
         u = cache_params.update_conv_state(u, i, conv_kernel_size=layer.conv_kernel_size)
-    conv = layer.conv1d
     u = module.causal_conv1d_fn(u, conv.weight.squeeze(1), conv.bias, activation=layer.activation)[:, :, -T:]
     u = module.apply_mask_to_padding_states(u.mT, attention_mask)
     width = layer.n_groups * layer.ssm_state_size
     x, k, q = u.split([layer.intermediate_size, width, width], dim=-1)
-    x, k, q = (
-        y.reshape(B, T, heads, -1) for y, heads in ((x, layer.num_heads), (k, layer.n_groups), (q, layer.n_groups))
-    )
+    x = x.unflatten(-1, (layer.num_heads, layer.head_dim))
     y = module.mamba2_chunk_scan(
         x,
         dt,
         -layer.A_log.float().exp(),
-        k,
-        q,
+        *(y.unflatten(-1, (layer.n_groups, layer.ssm_state_size)) for y in (k, q)),
         chunk_size=layer.chunk_size,
         D=layer.D,
         z=gate.view(x.shape),
@@ -81,4 +76,4 @@ def forward(
     if cache_params is not None:
         y, state = y
         cache_params.update_recurrent_state(state, i)
-    return layer.out_proj(y.view(B, T, -1).to(hidden_states.dtype))
+    return layer.out_proj(y.flatten(-2).to(hidden_states.dtype))

@@ -9,7 +9,7 @@ and the residual is a part of the last product:
     norm(x) W_in                u = convolution(u)        y = step(...) silu(gate)          residual + norm(y) W_out
 
 A class is computed here only if its `forward` uses no name besides those that are known, so a model or a version with
-anything else in its layers, such as FalconH1, keeps its own.
+anything else in its layers, such as FalconH1, keeps its own; see falcon_h1.py for prompts.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _states_of(layer: Any, hidden_states: Tensor, options: dict[str, Any]) -> An
 
 
 def parts_of(layer: Any, projected: Tensor) -> Any:
-    """Cuts the product with W_in into the gate, u and dt, each [B, 1, ...]."""
+    """Cuts the product with W_in into the gate, u and dt, each [B, T, ...]."""
     return projected.split([layer.intermediate_size, layer.conv_dim, layer.num_heads], dim=-1)
 
 
