@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gla_core.cli.calls import describe_call
+from gla_core.dispatch.backend import Layout
 from gla_core.ops.gla.ssd import time_steps
 
 pytest.importorskip("triton")
@@ -30,6 +31,11 @@ def call(shape="4,4096,1,128,64", dtype="bfloat16", **changes):
         ({"shape": "4,0,1,128,64"}, "there are no tokens"),
         ({"shape": "4,4096,1,128,60"}, "copies x to a width that TMA can move"),
         ({"shape": "4,64,1,128,64"}, "computes by general.forward, which reads no time steps"),
+        ({"layouts": {"z": Layout((4, 4096, 80, 64), (4096 * 5128, 5128, 64, 1), torch.bfloat16)}}, None),
+        (
+            {"layouts": {"z": Layout((4, 4096, 80, 64), (4096 * 5124, 5124, 64, 1), torch.bfloat16)}},
+            "reads z by TMA, which cannot address its strides",
+        ),
     ],
     ids=str,
 )

@@ -110,10 +110,10 @@ def forward_kernel(kernels, x, gate_form="head"):
     return kernels.forward if K <= 128 else kernels.forward_wide
 
 
-def check_forward(kernels, BV=None, stages=2, normalizer=None, factors=None, skips=False, **sizes):
+def check_forward(kernels, BV=None, stages=2, normalizer=None, factors=None, skips=False, gated=False, **sizes):
     """Checks outputs; `factors` multiplies q, k and v, which are then not negative, by three numbers.
 
-    With `skips`, v has a factor for each token, and o a term of v without it.
+    With `skips`, v has a factor for each token, and o a term of v without it. With `gated`, o has an output gate.
     """
     x = inputs(normalizer, **sizes)
     if factors is not None:
@@ -124,7 +124,10 @@ def check_forward(kernels, BV=None, stages=2, normalizer=None, factors=None, ski
     o, final = unwritten(B, T, max(Hq, Hv), V, dtype=dtype), states_of(x)
     checkpoints = torch.zeros_like(wanted, dtype=kept)
     tensors = Tensors(x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens, o, final, checkpoints)
-    skip = 0.0
+    skip, gate = 0.0, 1.0
+    if gated:
+        z = 3 * torch.randn(B, T, Hv, 2 * V).to(dtype)[..., :V]
+        tensors, gate = tensors._replace(z=z), torch.nn.functional.silu(z.double())
     if skips:
         factor, D = torch.rand(B, T, Hv), torch.randn(Hv, V) if Hv % 2 else torch.randn(Hv)
         tensors = tensors._replace(v_factor=factor, skip=D)
@@ -140,13 +143,15 @@ def check_forward(kernels, BV=None, stages=2, normalizer=None, factors=None, ski
     kernel = forward_kernel(kernels, x, sizes.get("gate_form"))
     gluon_on_cpu.run(kernel.launch_outputs(plan, tensors, segments, K**-0.5, 64, normalizer))
     if kernel is not kernels.forward_wide:  # a backward leaves out the outputs, and gets the same states
-        alone = tensors._replace(o=None, skip=None, final_state=None, checkpoints=torch.zeros_like(checkpoints))
+        kept_alone = torch.zeros_like(checkpoints)
+        alone = tensors._replace(o=None, skip=None, z=None, final_state=None, checkpoints=kept_alone)
         gluon_on_cpu.run(kernel.launch_outputs(plan, alone, segments, K**-0.5, 64, normalizer))
         assert relative_error(alone.checkpoints, checkpoints) <= (1e-6 if dtype == BFLOAT16 else budget(dtype))
     expected_o, expected_final = oracle.chunk_gla(y.q, y.k, y.v, y.g, None, y.initial_state, y.cu_seqlens)
     if skips and x.cu_seqlens is not None:
         skip[:, int(x.cu_seqlens[-1]) :] = 0.0
-    for actual, truth in zip((o, final, checkpoints), (expected_o + skip, expected_final, wanted), strict=True):
+    expected_o = (expected_o + skip) * gate
+    for actual, truth in zip((o, final, checkpoints), (expected_o, expected_final, wanted), strict=True):
         assert relative_error(actual, truth) <= budget(dtype)
 
 
@@ -177,6 +182,10 @@ def test_outputs_of_every_gate(kernels, form, gates, dtype):
         {"skips": True, "R": 3, "K": 128, "V": 128, "initial_state": True},
         PACKED | {"skips": True, "R": 2, "K": 256, "V": 72},
         PACKED | {"skips": True, "dtype": torch.float16, "K": 128},
+        {"gated": True, "skips": True, "R": 2, "BV": 128, "B": 2},
+        {"gated": True, "R": 3, "K": 128, "V": 72, "initial_state": True},
+        PACKED | {"gated": True, "skips": True, "R": 2, "K": 256, "V": 72},
+        PACKED | {"gated": True, "dtype": torch.float16, "K": 320, "V": 64},
         {"K": 256, "V": 128, "B": 2, "H": 2, "gate_form": "key", "initial_state": True},
         PACKED | {"K": 200, "V": 40, "gate_form": "key", "gates": "-inf"},
         PACKED | {"K": 256, "V": 64, "gate_form": "key", "dtype": torch.float16, "gates": "strong"},

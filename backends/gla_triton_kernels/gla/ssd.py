@@ -1,8 +1,8 @@
-"""Plans Mamba-2's scan for the kernel that reads its time steps and its skip, and describes its launches.
+"""Plans Mamba-2's scan for the kernel that reads its time steps, skip and output gate, and describes its launches.
 
 With delta and g from shared/time_steps.py, the scan is the forward of forward.py with v = x, factors delta of v, gates
-g, scale 1 and a skip D. So v = delta x is never in memory, and o is written once. Other calls are computed by
-`chunk_gla_fwd` and operations before and after it; see the op.
+g, scale 1, a skip D and an output gate z. So v = delta x is never in memory, and o is written once. Other calls are
+computed by `chunk_gla_fwd` and operations before and after it; see the op.
 
 B batch   T tokens   N sequences   H key heads   Hv value heads   K, V key and value width
 """
@@ -22,6 +22,7 @@ from gla_triton_kernels.gla import forward
 from gla_triton_kernels.gla.seen import seen_by_kernels
 from gla_triton_kernels.gla.sm90 import kernels as sm90
 from gla_triton_runtime.architecture import gpu_of_call
+from gla_triton_runtime.tma import addressable
 
 if TYPE_CHECKING:
     from gla_triton_runtime.launch import Launch
@@ -35,6 +36,8 @@ def refusal(call: OpCall, cut: bool) -> Reason | None:
         return "computes no batch invariance"
     if call.dims["N"] == 0 or call.dims["T"] == 0:
         return "there are no tokens"
+    if "z" in call.layouts and not addressable(call.layouts["z"]):
+        return "reads z by TMA, which cannot address its strides"
     part = _part_of(call)
     if seen_by_kernels(part, gpu_of_call(call)) is not part:
         return "copies x to a width that TMA can move"
@@ -74,8 +77,8 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
     n = None if every is None else checkpoint_rows(T, N, every, call.variable_length)
 
     def describe(tensors: tuple[Any, ...]) -> list[Launch]:
-        q, k, x, D, initial_state, cu_seqlens, o, final_state, checkpoints, delta, g = tensors
-        y = Tensors(q, k, x, g, initial_state, cu_seqlens, o, final_state, checkpoints, v_factor=delta, skip=D)
+        q, k, x, D, z, initial_state, cu_seqlens, o, final_state, checkpoints, delta, g = tensors
+        y = Tensors(q, k, x, g, initial_state, cu_seqlens, o, final_state, checkpoints, v_factor=delta, skip=D, z=z)
         return [each for plan, rows in plans_with_rows(plans, y) for each in forward.launches(plan, rows, 1.0, every)]
 
     before, launched = Launches(call.device), Launches(call.device)
@@ -95,6 +98,7 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
         output_final_state: bool,
         cu_seqlens: Tensor | None,
         checkpoint_every: int | None,
+        z: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         delta, g = (x.new_empty(B, T, Hv, dtype=torch.float32) for _ in range(2))
         inputs = (dt, A, dt_bias, delta, g)
@@ -103,7 +107,7 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
         o = x.new_empty(B, T, Hv, V)
         final_state = x.new_empty(N, Hv, K, V, dtype=torch.float32) if output_final_state else None
         checkpoints = None if n is None else x.new_empty(B, n, Hv, K, V, dtype=checkpoint_dtype(call.dtype))
-        tensors = (q, k, x, D, initial_state, cu_seqlens, o, final_state, checkpoints, delta, g)
+        tensors = (q, k, x, D, z, initial_state, cu_seqlens, o, final_state, checkpoints, delta, g)
         if not launched.replay(tensors, 1.0):
             launched.start(describe(tensors), tensors)
         return o, final_state, checkpoints

@@ -7,7 +7,8 @@ leaves it. Then
     o_t  = scale * (exp(b_t) q_t S + sum over s of A_ts v_s)
     S'   = exp(b_C) S + k^T u        u_s = exp(b_C - b_s) v_s
 
-If v has factors f, as in Mamba-2's scan, A_ts and u_s have the factor f_s as well, and o_t has the term skip v_t.
+If v has factors f, as in Mamba-2's scan, A_ts and u_s have the factor f_s as well, and o_t has the term skip v_t. With
+an output gate z, o_t is then multiplied by silu(z_t).
 
 No exponent is above 0, so one path handles gates of any strength. A gate below `LEAST_GATE`, whose exp is 0 in float32,
 counts as `LEAST_GATE`. The sums b are computed in float64 and rounded once. The error of the difference of two sums is
@@ -29,7 +30,8 @@ warps of a block are specialised. They communicate over barriers in shared memor
             state warps process earlier chunks. A stage always belongs to the same warpgroup, which has therefore waited
             for the phase before; see the last rule of common.py.
     state   one or two warpgroups, each with W columns of S, v and o. S stays in their registers, and each of them
-            computes A. The tile that holds S as an operand is also the source of checkpoints.
+            computes A. The tile that holds S as an operand is also the source of checkpoints. The tile from which TMA
+            copies o holds z before it; a warpgroup loads its z itself, once the previous o has been copied.
 
 A backward needs the states that enter chunks, but no outputs. If there is no o, the kernel leaves out q, A and o, and u
 takes the place of v.
@@ -79,6 +81,7 @@ from gla_triton_kernels.gla.sm90.common import (
     logits_of,
     next_checkpoint,
     plus,
+    silu,
     store_state,
     tokens_of,
     unit_at,
@@ -93,6 +96,7 @@ from gla_triton_kernels.gla.sm90.forward import launch_kernel
 from gla_triton_kernels.gla.tensors import BackwardTensors, Tensors
 from gla_triton_runtime.arithmetic import LOG2E
 from gla_triton_runtime.launch import Launch
+from gla_triton_runtime.tma import shared_tiles
 
 MOST_SLOTS = 5
 """The most slots of slices of q and k that fit into shared memory beside v, u, S and o."""
@@ -134,6 +138,7 @@ def launch_outputs(
         "skip": x.skip,
         "skip_h": 0 if x.skip is None else x.skip.stride(0),
         "skip_v": 0 if x.skip is None or x.skip.ndim == 1 else x.skip.stride(1),
+        "z_desc": None if x.z is None else shared_tiles(x.z, plan.parameters.C, W),
         "HEADS": heads,
         "SLICES": slices,
         "SLOTS": slots,
@@ -355,8 +360,8 @@ def _state_warps(
     """
     tiles, barriers, outputs, states, units, kept, place, sizes = args
     q_tiles, k_tiles, v_tiles, u_tiles, sums, decays, s_tiles, o_tiles = tiles
-    ready, gated, empty = barriers
-    o_desc, o_ptr, scale, skip = outputs
+    ready, gated, empty, z_full = barriers
+    o_desc, o_ptr, scale, skip, z_desc = outputs
     _, strides, _, _, pool, _ = states
     q_units, k_units, v_units, chunk = units
     s_desc, checkpoints, n_rows, checkpoint, left, every = kept
@@ -450,6 +455,12 @@ def _state_warps(
                 o = warpgroup_mma(q_tile, s_tile, o, use_acc=j > 0, is_async=True)
             if j == 0:
                 mbarrier.wait(gated.index(stage), phase)
+                if z_desc is not None:  # z arrives while S and A are multiplied
+                    tma.store_wait(0)  # the copy of o has read o_tile
+                    arrived = z_full.index(WARPGROUP)
+                    mbarrier.expect(arrived, z_desc.block_type.nbytes)
+                    z_place = [b, h, start + i * C, first]
+                    tma.async_copy_global_to_shared(z_desc, z_place, arrived, o_tiles.index(WARPGROUP))
             if SLICES > 1:
                 if HAS_GATE:
                     S = S * gl.max(decays.index(at).load(gl.SliceLayout(1, layout)), 0)
@@ -511,6 +522,10 @@ def _state_warps(
             o_factor = 1.0
             fence_async_shared()  # v has been loaded to registers; TMA overwrites the tile
         mbarrier.arrive(empty.index(slot), count=1)
+        if z_desc is not None:
+            mbarrier.wait(z_full.index(WARPGROUP), i & 1)
+            o = o * (o_factor * silu(o_tile.load(layout).to(gl.float32)))
+            o_factor = 1.0
         if HAS_O:
             tma.store_wait(0)  # the copy has read o_tile
             write(o_desc, o_ptr, o_tile, o * o_factor, first, V, (b, h, start + c * C, T, Hv), rows, PACKED)
@@ -545,6 +560,7 @@ def _chunk_gla_fwd_head_kernel(
     v_units,  # [chunks, Hv] or None
     v_factor,  # [B, T, Hv], contiguous, or None; only with gates
     skip,  # [Hv] or [Hv, V], or None
+    z_desc,  # [B, Hv, T, V], tiles [C, W], or None; only with o_desc
     scale,
     g_b,  # strides of g
     g_t,
@@ -626,6 +642,7 @@ def _chunk_gla_fwd_head_kernel(
     v_full = full if SLICES == 1 else gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
     # q and k can be read: they have been loaded, and rows of the next sequence cleared if there are several slices.
     ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars) if PACKED and SLICES > 1 else full
+    z_full = full if z_desc is None else gl.allocate_shared_memory(gl.int64, [GROUPS, 1], bars)  # z has been loaded
     for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=GROUPS)  # each state warpgroup arrives once
@@ -635,6 +652,9 @@ def _chunk_gla_fwd_head_kernel(
         mbarrier.init(gated.index(i), count=1)
         if SLICES > 1:
             mbarrier.init(v_full.index(i), count=1)
+    if z_desc is not None:
+        for i in gl.static_range(GROUPS):
+            mbarrier.init(z_full.index(i), count=1)
 
     gates: gl.constexpr = None
     if HAS_GATE:
@@ -659,7 +679,8 @@ def _chunk_gla_fwd_head_kernel(
     place = (b, h, n, sequence, is_first, column, start, length)
     units = (q_units, k_units, v_units, chunk_of(sequence, start, T, C, PACKED))
     sizes = (T, Hv, R, K, V)
-    state_args = (tiles, (ready, gated, empty), (o_desc, o_ptr, scale, skips), states, units, kept, place, sizes)
+    outputs = (o_desc, o_ptr, scale, skips, z_desc)
+    state_args = (tiles, (ready, gated, empty, z_full), outputs, states, units, kept, place, sizes)
     # Registers of a thread of the state warps. The gate warps have the remaining registers.
     STATE: gl.constexpr = 168 if TURNS * GROUPS == 4 else 208 if SLICES == 1 else 224
     GATE: gl.constexpr = 56 if GROUPS == 2 else 96
