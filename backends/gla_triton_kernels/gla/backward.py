@@ -115,13 +115,13 @@ def _segments(call: OpCall, gpu: Gpu, kernels: Sequence[GradientKernel]) -> Back
     return plan_segments(min(length, CHUNK) if gpu.architecture is Architecture.INTERPRETED else length)
 
 
-def explain(call: OpCall, cut: bool) -> list[str]:
+def explain(call: OpCall, cut: bool, kernels: Sequence[GradientKernel] = KERNELS) -> list[str]:
     """Returns lines that name the kernels of a call, and give the reasons why better kernels refuse the call."""
     gpu = gpu_of_call(call)
     seen = seen_by_kernels(call, gpu)
-    chosen = plan(seen, gpu, cut)[0][1]
+    chosen = plan(seen, gpu, cut, kernels)[0][1]
     segments = "" if chosen.leaving is None else f" in segments of {chosen.leaving.length} tokens"
-    return [f"kernel {chosen.gradients.name}{segments}", *refusals(KERNELS, chosen.gradients, seen, gpu)]
+    return [f"kernel {chosen.gradients.name}{segments}", *refusals(kernels, chosen.gradients, seen, gpu)]
 
 
 # ---- launches
