@@ -135,7 +135,8 @@ def launch_time_step_gradients(
     """
     (B, T, Hv), BT, BH = dt.shape, 128, 16
     rows = ceil_div(B * T, BT)
-    sums = ddelta.new_empty(3, rows, Hv)  # of dA, dbias and dD
+    results = (dA, dbias, dD)
+    sums = [None if y is None else ddelta.new_empty(rows, Hv) for y in results]
     arguments = {
         "dt_ptr": dt,
         "A_ptr": A,
@@ -145,7 +146,7 @@ def launch_time_step_gradients(
         "dg_ptr": dg,
         "dskip_ptr": dskip,
         "ddt_ptr": ddt,
-        "sums_ptr": sums,
+        **dict(zip(("dA_ptr", "dbias_ptr", "dD_ptr"), sums, strict=True)),
         "dt_min": dt_min,
         "dt_max": dt_max,
         "dt_b": dt.stride(0),
@@ -156,19 +157,22 @@ def launch_time_step_gradients(
         "tokens": B * T,
         "T": T,
         "N": 0 if cu_seqlens is None else len(cu_seqlens) - 1,
-        "rows": rows,
         "Hv": Hv,
         "SOFTPLUS": softplus,
         "BT": BT,
         "BH": BH,
     }
     grid = (rows, ceil_div(Hv, BH), 1)
-    summed = [launch_sum_of_rows(sums[i], y) for i, y in enumerate((dA, dbias, dD)) if y is not None]
+    summed = [
+        launch_sum_of_rows(parts, y)
+        for parts, y in zip(sums, results, strict=True)
+        if parts is not None and y is not None
+    ]
     return [Launch(_time_step_gradients_kernel, grid, arguments, {"num_warps": 4}), *summed]
 
 
 @triton.jit(
-    do_not_specialize=["dt_min", "dt_max", "dt_b", "dt_t", "dt_h", "A_h", "bias_h", "tokens", "T", "N", "rows"],
+    do_not_specialize=["dt_min", "dt_max", "dt_b", "dt_t", "dt_h", "A_h", "bias_h", "tokens", "T", "N"],
     do_not_specialize_on_alignment=["dt_ptr", "A_ptr", "bias_ptr", "cu_seqlens_ptr"],
 )
 def _time_step_gradients_kernel(
@@ -180,7 +184,9 @@ def _time_step_gradients_kernel(
     dg_ptr,
     dskip_ptr,  # or None
     ddt_ptr,
-    sums_ptr,  # [3, rows, Hv]
+    dA_ptr,  # sums of each BT tokens, [programs, Hv], as the two below
+    dbias_ptr,  # or None
+    dD_ptr,  # or None
     dt_min,
     dt_max,
     dt_b,
@@ -191,7 +197,6 @@ def _time_step_gradients_kernel(
     tokens,  # B * T
     T,
     N,
-    rows,
     Hv: tl.constexpr,
     SOFTPLUS: tl.constexpr,
     BT: tl.constexpr,
@@ -220,9 +225,9 @@ def _time_step_gradients_kernel(
         ddt *= tl.sigmoid(x)
     tl.store(ddt_ptr + i, ddt.to(ddt_ptr.dtype.element_ty), mask=exists)
     delta = tl.minimum(tl.maximum(steps, dt_min), dt_max)  # [BT, BH]
-    to = sums_ptr + tl.cast(row, tl.int64) * Hv + head  # [BH]
-    size = tl.cast(rows, tl.int64) * Hv
-    tl.store(to, tl.sum(delta * dg, 0), mask=head < Hv)
-    tl.store(to + size, tl.sum(ddt, 0), mask=head < Hv)
+    to = tl.cast(row, tl.int64) * Hv + head  # [BH]
+    tl.store(dA_ptr + to, tl.sum(delta * dg, 0), mask=head < Hv)
+    if dbias_ptr is not None:
+        tl.store(dbias_ptr + to, tl.sum(ddt, 0), mask=head < Hv)
     if dskip_ptr is not None:
-        tl.store(to + 2 * size, tl.sum(tl.load(dskip_ptr + i, mask=counts, other=0.0), 0), mask=head < Hv)
+        tl.store(dD_ptr + to, tl.sum(tl.load(dskip_ptr + i, mask=counts, other=0.0), 0), mask=head < Hv)
