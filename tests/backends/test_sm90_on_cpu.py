@@ -33,6 +33,22 @@ GROUPS = (
     {"R": 2, "H": 2, "lengths": (65, 0, 70), "gates": "strong", "dtype": torch.float32},
 )
 """Sizes of calls whose value heads share heads of q and k."""
+WIDE_HALF = tuple(
+    {"gate_form": "key", "dtype": dtype, **sizes}
+    for dtype in (torch.float16, torch.float32)
+    for sizes in (
+        {"K": 256, "V": 200, "T": 100, "initial_state": True},  # two slices
+        {"K": 136, "V": 136, "gates": "-inf", "G": 2},  # the last part of a slice beyond the keys
+        {"K": 64, "V": 200, "gates": "strong", "R": 2, "H": 2, "initial_state": True},  # one part
+        {"K": 40, "V": 136, "gates": "none", "initial_state": True},
+        {"K": 320, "V": 40, "gates": "extreme", "mild": slice(64, 200), "T": 100, "dstate": False},
+        {"K": 72, "V": 200, "normalizer": 16, "gate_dtype": torch.float32, "B": 2, "T": 70, "blocks": (64, 192)},
+        {"lengths": (0, 65, 1, 0, 130, 3), "padding": 10, "K": 200, "V": 72, "initial_state": True},
+        {"lengths": (65, 0, 70), "K": 64, "V": 256, "R": 3, "gates": "-inf", "blocks": (64, 192)},
+        {"K": 64, "V": 136, "T": 500, "blocks": (64, 64)},  # more chunks than pipeline stages
+    )
+)
+"""Sizes of calls whose gradients backward_wide.py computes in float16."""
 PACKED = {"lengths": (0, 65, 1, 0, 130, 3), "padding": 10, "initial_state": True}
 pytestmark = pytest.mark.kernels  # Triton's kernels that sort packed segments are interpreted
 
@@ -335,7 +351,7 @@ def check_gradients(kernels, dstate=True, normalizer=None, factors=None, scale=N
     gluon_on_cpu.run(segments.launches)
     if sizes.get("gate_form") != "key":
         kernel = kernels.backward_head
-    elif dtype == BFLOAT16 and max(K, V) > 128:
+    elif max(K, V) > 128:
         kernel = kernels.backward_wide
     else:
         kernel = kernels.backward
@@ -461,6 +477,7 @@ def test_gradients_of_every_gate(kernels, form, dtype, gates):
         {"gate_form": "key", "R": 3, "K": 136, "V": 136, "gates": "-inf", "dstate": False},
         {"gate_form": "key", "R": 2, "H": 2, "V": 256, "T": 70, "normalizer": 16, "gate_dtype": BFLOAT16},
         PACKED | {"gate_form": "key", "R": 2, "H": 2, "K": 72, "V": 200, "gates": "-inf"},
+        *WIDE_HALF,
     ],
     ids=str,
 )
@@ -479,14 +496,15 @@ def test_gradients(kernels, sizes):
     ],
     ids=str,
 )
-def test_gradients_of_float16_in_range(kernels, factors):
-    check_gradients(kernels, dtype=torch.float16, gate_form="key", factors=factors, dstate=False, T=300)
+@pytest.mark.parametrize("widths", [{}, {"K": 136, "V": 136}, {"V": 200}], ids=str)
+def test_gradients_of_float16_in_range(kernels, widths, factors):
+    check_gradients(kernels, dtype=torch.float16, gate_form="key", factors=factors, dstate=False, T=300, **widths)
 
 
-@pytest.mark.parametrize("form", ["head", "key"])
+@pytest.mark.parametrize(("form", "widths"), [("head", {}), ("key", {}), ("key", {"K": 136, "V": 136})], ids=str)
 @pytest.mark.parametrize("factors", [(1e-6, 1e4, 1e4, 1e-8), (1e4, 1e-6, 1e9, 1e2), (1e-4, 1e-4, 1e-6, 1e-9)], ids=str)
-def test_gradients_of_float32_in_range(kernels, form, factors):
-    check_gradients(kernels, dtype=torch.float32, gate_form=form, factors=factors, dstate=False, T=300)
+def test_gradients_of_float32_in_range(kernels, form, widths, factors):
+    check_gradients(kernels, dtype=torch.float32, gate_form=form, factors=factors, dstate=False, T=300, **widths)
 
 
 @pytest.mark.parametrize(("scale", "do_factor"), [(0.0, 1), (-3.0, 1), (1e-7, 1e4)])

@@ -87,11 +87,6 @@ def _refusal(call: OpCall, gpu: Gpu) -> Reason | None:
     return None
 
 
-def _refuse_dtype(call: OpCall) -> Reason | None:
-    """Returns the reason why the gradients of wide heads cannot be computed in the dtype of a call, or None."""
-    return f"computes bfloat16; q is {str(call.dtype).removeprefix('torch.')}" if call.dtype != torch.bfloat16 else None
-
-
 def _refuse_key_gates(call: OpCall) -> Reason | None:
     """Returns the reason why the kernels with one gate for each key cannot compute a call, or None."""
     if call.gate_form in ("constant", "head"):
@@ -364,7 +359,7 @@ def _backward_head_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
 
 
 def _backward_wide_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
-    if (reason := _gradient_refusal(call, gpu) or _refuse_dtype(call) or _refuse_key_gates(call)) is not None:
+    if (reason := _gradient_refusal(call, gpu) or _refuse_key_gates(call)) is not None:
         return reason
     K = call.dims["K"]
     if not _has_several_blocks(call):
