@@ -495,6 +495,12 @@ def _masked(scores, row, column, dtype: gl.constexpr):
 
 
 @gluon.jit
+def _inverse(unit):
+    """Returns 1 / unit for a power of two."""
+    return ((254 << 23) - unit.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def _units_of_slice(units, row, h, H, key, K, V):
     """Returns a pointer to the unit of the first tile of a slice, from units [n, H, tiles of keys, tiles of values]."""
     return units + ((row * H + h).to(gl.int64) * gl.cdiv(K, D) + key // D) * gl.cdiv(V, D)
@@ -567,16 +573,11 @@ def _gradient_warps(
             flag = gl.max(flags.index(tile_number).load(gl.SliceLayout(1, LAYOUT)), 0)  # see `_are_mild`
             mild = flag != 0
             beyond = gl.where(flag == 3, 0, C)
-        first_gate = 0.0
         if HALF:
-            q_unit, k_unit = _number(part_units, 2 * tile_number), _number(part_units, 2 * tile_number + 1)
-            v_unit = unit_at(v_units, state, Ho // PER_V, h // PER_V)
             do_unit = unit_at(do_units, state, Ho, h)
             s_at = _units_of_slice(s_units, state, h // PER_V, Ho // PER_V, key, K, V)
             p_at = _units_of_slice(p_units, state, h, Ho, key, K, V)
             s_unit, p_unit = gl.to_tensor(1.0), gl.to_tensor(1.0)  # of the tiles of S and P
-            if HAS_GATE:
-                first_gate = _number(firsts, tile_number)
         if part == 1:
             aT = none  # [C, C], A^T
             a_unit = 1.0
@@ -587,7 +588,7 @@ def _gradient_warps(
                     a_unit = _number(part_units, 2 * (PARTS * slot + p))
                     a_unit *= _number(part_units, 2 * (PARTS * slot + p) + 1)
                     if p > 0:
-                        aT = warpgroup_mma_wait(0, [aT]) * (before / a_unit)
+                        aT = warpgroup_mma_wait(0, [aT]) * (before * _inverse(a_unit))
                 aT = product(_tile(k_tiles, PARTS * slot + p), other_q.permute([1, 0]), aT)
             aT, aT_unit = _masked(warpgroup_mma_wait(0, [aT]), row + beyond, column, dtype)
             aT = gl.convert_layout(aT, LEFT)
@@ -604,15 +605,14 @@ def _gradient_warps(
                 s_before, p_before = s_unit, p_unit
                 s_unit = _unit_of_tile(s_at, tile_part, j, K - key, V)
                 p_unit = _unit_of_tile(p_at, tile_part, j, K - key, V)
-                dq *= s_before / s_unit
-                dk *= p_before / p_unit
+                dq *= s_before * _inverse(s_unit)
+                dk *= p_before * _inverse(p_unit)
             if part == 1:
                 square = none
                 if SLICES > 1:
                     summed = sums + j * (C * D) + in_order  # [C, D]
-                    earlier = gl.load(summed, key > 0, 0.0)  # [C, D], which the same thread has stored
                     if not HALF:
-                        square = earlier
+                        square = gl.load(summed, key > 0, 0.0)  # [C, D], which the same thread has stored
             mbarrier.wait(v_full.index(v_slot), item // V_SLOTS & 1)
             if PACKED:
                 clear_rows(do_tile, rows, LAYOUT)
@@ -637,9 +637,10 @@ def _gradient_warps(
                     if HALF:
                         before = unit
                         unit = _number(part_units, 2 * (PARTS * slot + p) + 1) * _unit_of_tile(p_at, p, j, K - key, V)
-                        square = warpgroup_mma_wait(0, [square]) * (before / unit)
+                        inverse = _inverse(unit)
+                        square = warpgroup_mma_wait(0, [square]) * (before * inverse)
                         if p == 0 and SLICES > 1:
-                            square += earlier / unit
+                            square += gl.load(summed, key > 0, 0.0) * inverse  # [C, D], as above
                     square = product(_tile(k_tiles, PARTS * slot + p), _tile(s_tiles, PARTS * P + p), square)
             if KEEPS_P:  # while the products run, the previous tile of dv leaves its tile of P
                 tma.store_wait(0)
@@ -684,14 +685,22 @@ def _gradient_warps(
         if HAS_GATE and WRITES_DQ:
             anchors.index(tile_number).store(gl.sum(crossing, 1))
         mbarrier.wait(ready, i & 1)
-        if WRITES_DQ:
-            started = product(da_tile, k_tile, none)  # [C, D], dA kg
-        if WRITES_DK:
-            started_dk = product(da_tile.permute([1, 0]), q_tile, none if HALF else dk)
+        first_gate = 0.0
         if HALF:
+            if HAS_GATE:
+                first_gate = _number(firsts, tile_number)
+            q_unit, k_unit = _number(part_units, 2 * tile_number), _number(part_units, 2 * tile_number + 1)
+            v_unit = unit_at(v_units, state, Ho // PER_V, h // PER_V)
             scores_unit = _number(score_units, slot) * v_unit * do_unit
             dq *= s_unit * do_unit
             dk *= p_unit * v_unit
+            if WRITES_DK:  # a sum of its own, because its unit may be too small to be a divisor of the other
+                more = warpgroup_mma_wait(0, [product(da_tile.permute([1, 0]), q_tile, none)])  # [C, D]
+                dk += more * (scores_unit * q_unit)
+        if WRITES_DQ:
+            started = product(da_tile, k_tile, none)  # [C, D], dA kg
+        if WRITES_DK and not HALF:
+            dk = product(da_tile.permute([1, 0]), q_tile, dk)
         if KEEPS_P:  # the same for the last tile of dv
             tma.store_wait(0)
             mbarrier.arrive(empty.index(last_P), count=1)
@@ -709,17 +718,15 @@ def _gradient_warps(
                 if HALF:
                     entered, crossed = entered * (q_unit * outer), crossed * outer
                 anchors.index(tile_number).store(entered + crossed * gl.exp2(gl.where(mild, half, 2 * half)))
-        if PARTS > 1:
-            started, started_dk = warpgroup_mma_wait(0, [started, started_dk])
-        elif part == 0:
+        if WRITES_DQ and (HALF or not WRITES_DK):
             started = warpgroup_mma_wait(0, [started])
-        else:
-            started_dk = warpgroup_mma_wait(0, [started_dk])
+        elif WRITES_DQ:
+            started, dk = warpgroup_mma_wait(0, [started, dk])
+        elif not HALF:
+            dk = warpgroup_mma_wait(0, [dk])
         mbarrier.arrive(empty.index(last_S), count=1)
         if WRITES_DQ:
             dq += started * (scores_unit * k_unit) if HALF else started
-        if WRITES_DK:
-            dk = dk + started_dk * (scores_unit * q_unit) if HALF else started_dk
         if HAS_GATE:
             if HALF:
                 q_unit *= outer
