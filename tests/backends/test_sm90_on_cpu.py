@@ -496,7 +496,7 @@ def test_gradients(kernels, sizes):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("widths", [{}, {"K": 136, "V": 136}, {"V": 200}], ids=str)
+@pytest.mark.parametrize("widths", [{}, {"K": 136, "V": 136}, {"K": 72, "V": 200}], ids=str)
 def test_gradients_of_float16_in_range(kernels, widths, factors):
     check_gradients(kernels, dtype=torch.float16, gate_form="key", factors=factors, dstate=False, T=300, **widths)
 
@@ -508,19 +508,31 @@ def test_gradients_of_float32_in_range(kernels, form, widths, factors):
 
 
 @pytest.mark.parametrize(("scale", "do_factor"), [(0.0, 1), (-3.0, 1), (1e-7, 1e4)])
-@pytest.mark.parametrize("form", ["head", "key"])
-def test_gradients_of_float16_of_any_scale(kernels, form, scale, do_factor):
-    sizes = {"gate_form": form, "initial_state": True, "dtype": torch.float16}
+@pytest.mark.parametrize(("form", "widths"), [("head", {}), ("key", {}), ("key", {"K": 72, "V": 136})], ids=str)
+def test_gradients_of_float16_of_any_scale(kernels, form, widths, scale, do_factor):
+    sizes = {"gate_form": form, "initial_state": True, "dtype": torch.float16, **widths}
     check_gradients(kernels, scale=scale, factors=(1, 1, 1, do_factor), **sizes)
+
+
+@pytest.mark.parametrize("gates", ["none", "mild", "strong"])
+@pytest.mark.parametrize(
+    ("factors", "scale"),
+    [((1000, 1e-3, 0.1, 1), 1e-2), ((1e-3, 1000, 0.1, 1), 1e-2), ((2000, 2000, 1e-2, 1e-2), 1e-4)],
+    ids=str,
+)
+def test_gradients_of_wide_heads_with_large_queries_and_keys(kernels, factors, scale, gates):
+    """Decays of a mild chunk multiply q and k by up to 403, which makes these above 65504."""
+    sizes = {"gate_form": "key", "K": 136, "V": 72, "dtype": torch.float16, "gates": gates}
+    check_gradients(kernels, scale=scale, factors=factors, dstate=False, **sizes)
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, torch.float16], ids=str)
 @pytest.mark.parametrize("strength", [-8.0, -0.01])
-@pytest.mark.parametrize("form", ["head", "key"])
-def test_gradients_of_uniform_gates(kernels, monkeypatch, form, strength, dtype):
+@pytest.mark.parametrize(("form", "widths"), [("head", {}), ("key", {}), ("key", {"K": 136, "V": 72})], ids=str)
+def test_gradients_of_uniform_gates(kernels, monkeypatch, form, widths, strength, dtype):
     """Strong gates make dg small beside the products of a token's own key and value."""
     monkeypatch.setattr("gla_core.workloads.inputs.random_gate", lambda shape, *_: torch.full(shape, strength))
-    check_gradients(kernels, T=200, gate_form=form, dtype=dtype)
+    check_gradients(kernels, T=200, gate_form=form, dtype=dtype, **widths)
 
 
 @pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])

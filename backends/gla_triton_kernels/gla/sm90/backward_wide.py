@@ -132,10 +132,10 @@ def launch_gradients(
     count, slices = len(P) * Ho, ceil_div(K, SLICE)
     programs, tiles_v = min(count, kernel.programs), max(2, ceil_div(V, WIDTH))
     sums = torch.empty(programs, tiles_v, CHUNK, WIDTH, dtype=torch.float32, device=x.q.device) if slices > 1 else None
-    written = {f"{name}_desc": None for name in ("dq", "dk", "dv")}  # float32 is written from registers
+    from_registers = {"dq_desc": None, "dk_desc": None, "dv_desc": None}  # float32 does not fit into the tiles
     arguments = {
         **tile_arguments(x, ("q", "k", "v", "do")),
-        **(written if converted else tile_arguments(x, ("dq", "dk", "dv"))),
+        **(from_registers if converted else tile_arguments(x, ("dq", "dk", "dv"))),
         "g_desc": None if g is None else shared_tiles(g, CHUNK, WIDTH),
         "s_desc": state_tiles(entering, WIDTH, WIDTH),
         "p_desc": state_tiles(P, WIDTH, WIDTH),
@@ -341,7 +341,10 @@ def _are_mild(marks, keys, flags, slot, PARTS: gl.constexpr):
 
 @gluon.jit
 def _divide_by_unit(tile):
-    """Divides a tile [C, D] in float16 by the least unit that makes all numbers less than 128, and returns the unit."""
+    """Divides a tile [C, D] in float16 by its unit, and returns the unit.
+
+    The unit is 1, or the least power of two that makes all numbers less than 128.
+    """
     bits = magnitudes(None, tile, RUNS)
     most = gl.max(bits.reshape([C * D]), 0)
     exponent = gl.maximum((most & 0x7F800000) - (6 << 23), 127 << 23)  # of the unit, as its bits in float32
@@ -367,10 +370,8 @@ def _number(tiles, i):
 def _decay(g_desc, tiles, slot, are_mild, rows, scale, units, PARTS: gl.constexpr, PACKED: gl.constexpr):
     """Replaces q, k by qg, kg, and the gates by the exponents of queries, and stores b_C / 2 [D] of each part.
 
-    With float16, it also divides q and k by units, and stores these and `a` of each part.
-
-    Args:
-        units: the units of q and k if they were float32, else 1.
+    With float16, it also stores `a` and the units of q and k of each part. If q and k were float32, these are given as
+    `units`. If they were not, `units` is None, and q and k are divided by units.
 
     Loops over parts run at run time, here and below, to keep the code small: the instructions are fetched again for
     each slice.
@@ -384,16 +385,16 @@ def _decay(g_desc, tiles, slot, are_mild, rows, scale, units, PARTS: gl.constexp
             clear_rows(q_tile, rows, RUNS)
             clear_rows(k_tile, rows, RUNS)
         if HALF:
-            q_unit, k_unit = units
-            _store_number(part_units, 2 * tile_number, _divide_by_unit(q_tile) * q_unit)
-            _store_number(part_units, 2 * tile_number + 1, _divide_by_unit(k_tile) * k_unit)
+            q_unit, k_unit = (_divide_by_unit(q_tile), _divide_by_unit(k_tile)) if units is None else units
+            _store_number(part_units, 2 * tile_number, q_unit)
+            _store_number(part_units, 2 * tile_number + 1, k_unit)
         if g_desc is not None:
             mild = are_mild[0] if PARTS == 1 else gl.where(p == 0, are_mild[0], are_mild[1])
             g = gates(gate_tile(g_desc, x_tiles, tile_number), rows, None, PACKED)  # [C, D]
             first = 0.0
             if HALF:
                 row = gl.arange(0, C, gl.SliceLayout(1, RUNS))[:, None]  # [C, 1]
-                first = gl.max(gl.max(gl.where(row == 0, g, 2 * LEAST_GATE), 0), 0)
+                first = gl.max(gl.max(gl.where(row == 0, g, 2 * LEAST_GATE), 0), 0)  # a
                 _store_number(firsts, tile_number, first)
             x, end = exponents(g, mild, first)  # [C, D], [D]
             _tile(x_tiles, tile_number).store(x)
@@ -448,8 +449,7 @@ def _gate_warps(
     PER_V: gl.constexpr,
 ):
     """Replaces q, k by qg, kg in each slice, and writes dg of the previous slice."""
-    g_desc, tiles, barriers, marks, dg_ptr, logits, work, sizes, scale, units = args
-    q_units, k_units = units
+    g_desc, tiles, barriers, marks, dg_ptr, logits, work, sizes, scale, q_units, k_units = args
     qk_full, qk_empty, gated, w_full = barriers
     _, Ho, K, count, order, first, _ = work
     PACKED: gl.constexpr = order is not None
@@ -465,9 +465,11 @@ def _gate_warps(
                 at = (row * Ho + h).to(gl.int64) * gl.cdiv(K, D) + key // D
                 are_mild = _are_mild(marks + at, K - key, mild_flags, slot, PARTS)
             mbarrier.wait(qk_full.index(slot), i // CHUNKS & 1)
-            q_unit = unit_at(q_units, row, Ho // PER_Q, h // PER_Q)
-            k_unit = unit_at(k_units, row, Ho // (PER_Q * PER_V), h // (PER_Q * PER_V))
-            _decay(g_desc, tiles, slot, are_mild, rows, scale, (q_unit, k_unit), PARTS, PACKED)
+            units: gl.constexpr = None
+            if q_units is not None:
+                q_unit = unit_at(q_units, row, Ho // PER_Q, h // PER_Q)
+                units = (q_unit, unit_at(k_units, row, Ho // (PER_Q * PER_V), h // (PER_Q * PER_V)))
+            _decay(g_desc, tiles, slot, are_mild, rows, scale, units, PARTS, PACKED)
             fence_async_shared()  # qg and kg have been stored from registers; wgmma reads them
             mbarrier.arrive(gated.index(slot), count=1)
         if last_n >= 0:
@@ -764,7 +766,7 @@ def _gradient_kernel(
     v_desc,  # [B, Hv, T, V], tiles [C, D]
     do_desc,  # [B, Ho, T, V], tiles [C, D]
     g_desc,  # log gates, [B, Hv, T, K], tiles [C, D], or None
-    dq_desc,  # [B, Ho, T, K], tiles [C, D]
+    dq_desc,  # [B, Ho, T, K], tiles [C, D]; None if q was float32, here and below
     dk_desc,  # [B, Ho, T, K], tiles [C, D]
     dv_desc,  # [B, Ho, T, V], tiles [C, D]
     s_desc,  # S, [n, Hv, K, V], tiles [D, D]
@@ -881,7 +883,7 @@ def _gradient_kernel(
     logits = (g_ptr, g_b, g_t, g_h)
     q_factor, outer = factors_of(scale, dtype)
     units = (s_units, p_units, v_units, do_units)
-    gate = (g_desc, gate_tiles, gate_barriers, marks, dg_ptr, logits, work, sizes, q_factor, (q_units, k_units))
+    gate = (g_desc, gate_tiles, gate_barriers, marks, dg_ptr, logits, work, sizes, q_factor, q_units, k_units)
     gradients = (tiles, barriers, outputs, work, sums, sizes, scale, units, outer)
     load = (descriptors, load_tiles, load_barriers, work, tiles_v)
     # Registers of a thread of the gradient warpgroups. The gate warpgroup has the rest, and needs more for logits.

@@ -5,9 +5,11 @@ unit, a power of two, and products with the block are multiplied by the unit:
 
     operand = S / unit        unit as in common.py: `unit_of`
 
+backward_wide.py reads states tile by tile, so each tile [D, D] has a unit there.
+
 With bfloat16, states are operands as they are, and units are 1.
 
-H heads   K, V key and value width   D = 64 keys or columns of a tile
+H heads   K, V key and value width   D = 64 keys or values of a tile
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
