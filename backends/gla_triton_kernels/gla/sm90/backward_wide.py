@@ -607,23 +607,26 @@ def _gradient_warps(
                 s_before, p_before = s_unit, p_unit
                 s_unit = _unit_of_tile(s_at, tile_part, j, K - key, V)
                 p_unit = _unit_of_tile(p_at, tile_part, j, K - key, V)
-                dq *= s_before * _inverse(s_unit)
-                dk *= p_before * _inverse(p_unit)
+                first_unit = _unit_of_tile(p_at, 0, j, K - key, V)  # of the first part's tile of P
             if part == 1:
                 square = none
                 if SLICES > 1:
                     summed = sums + j * (C * D) + in_order  # [C, D]
+                    earlier = gl.load(summed, key > 0, 0.0)  # [C, D], which the same thread has stored
                     if not HALF:
-                        square = gl.load(summed, key > 0, 0.0)  # [C, D], which the same thread has stored
+                        square = earlier
             mbarrier.wait(v_full.index(v_slot), item // V_SLOTS & 1)
             if PACKED:
                 clear_rows(do_tile, rows, LAYOUT)
                 if HALF:  # rows of the next sequence would count in the largest number of dA
                     clear_rows(v_tile, rows, LAYOUT)
                 fence_async_shared()  # wgmma reads the cleared rows
-            if part == 1 and HALF:
-                square = product(aT, do_tile, square)
             mbarrier.wait(full.index(S), 2 * item // SLOTS & 1)
+            if HALF:  # the units have arrived while this warpgroup waited
+                dq *= s_before * _inverse(s_unit)
+                dk *= p_before * _inverse(p_unit)
+                if part == 1:
+                    square = product(aT, do_tile, none)
             if WRITES_DQ:
                 dq = product(do_tile, s_tile.permute([1, 0]), dq)
             if part == 0:
@@ -638,11 +641,11 @@ def _gradient_warps(
                 for p in gl.static_range(PARTS):
                     if HALF:
                         before = unit
-                        unit = _number(part_units, 2 * (PARTS * slot + p) + 1) * _unit_of_tile(p_at, p, j, K - key, V)
+                        unit = _number(part_units, 2 * (PARTS * slot + p) + 1) * (first_unit if p == 0 else p_unit)
                         inverse = _inverse(unit)
                         square = warpgroup_mma_wait(0, [square]) * (before * inverse)
                         if p == 0 and SLICES > 1:
-                            square += gl.load(summed, key > 0, 0.0) * inverse  # [C, D], as above
+                            square += earlier * inverse
                     square = product(_tile(k_tiles, PARTS * slot + p), _tile(s_tiles, PARTS * P + p), square)
             if KEEPS_P:  # while the products run, the previous tile of dv leaves its tile of P
                 tma.store_wait(0)
