@@ -87,6 +87,11 @@ def _refusal(call: OpCall, gpu: Gpu) -> Reason | None:
     return None
 
 
+def _refuse_dtype(call: OpCall) -> Reason | None:
+    """Returns the reason why the gradients of wide heads cannot be computed in the dtype of a call, or None."""
+    return f"computes bfloat16; q is {str(call.dtype).removeprefix('torch.')}" if call.dtype != torch.bfloat16 else None
+
+
 def _refuse_key_gates(call: OpCall) -> Reason | None:
     """Returns the reason why the kernels with one gate for each key cannot compute a call, or None."""
     if call.gate_form in ("constant", "head"):
