@@ -115,6 +115,9 @@ def test_a_part_of_the_keys_is_mild(lengths, mild, H, V):
         {},
         {"K": 64, "V": 64},
         {"K": 72, "V": 200},
+        {"K": 64, "V": 256, "R": 2},
+        {"K": 264, "V": 136, "G": 2},
+        {"K": 256, "V": 200, **PACKED},
         {"G": 2, "initial_state": False},
         {"R": 2, "initial_state": False},
         PACKED,
@@ -129,7 +132,8 @@ def test_other_dtypes(dtype, gates, sizes):
 
 @pytest.mark.parametrize("gates", ["mild", "strong", "-inf"])
 @pytest.mark.parametrize("K", [128, 256])
-def test_dg_is_exactly_0_where_nothing_passes(gates, K):
-    x, (*_, dg, _) = check(K=K, gates=gates, initial_state=False)
+@pytest.mark.parametrize("dtype", [BFLOAT16, torch.float16], ids=str)
+def test_dg_is_exactly_0_where_nothing_passes(dtype, gates, K):
+    x, (*_, dg, _) = check(dtype=dtype, K=K, gates=gates, initial_state=False)
     assert not dg[:, 0].any()
     assert not dg[x.g == -torch.inf].any()

@@ -91,10 +91,9 @@ def test_dtypes_of_kernels_for_sm90(kernel):
     def refusal(dtype, **changes):
         return kernel.refusal(call_for(kernel, dtype=dtype, **changes), H200)
 
-    wide = kernel is sm90.BACKWARD_WIDE
-    assert refusal(float16) == ("computes bfloat16; q is float16" if wide else None)
+    assert refusal(float16) is None
     for precision in ("high", "medium"):
-        assert refusal(float32, precision=precision) == ("computes bfloat16; q is float32" if wide else None)
+        assert refusal(float32, precision=precision) is None
     assert refusal(float32) == FLOAT32
     assert refusal(torch.float64) == "computes bfloat16, float16 and float32; q is float64"
     for K, V in ((100, 128), (128, 100)):
@@ -296,6 +295,7 @@ def lines_of(explanation, backend):
             ],
         ),
         ("chunk_gla_bwd", "8,4096,16,256,256", {"value_heads": 48}, ["kernel sm90.backward_wide"]),
+        ("chunk_gla_bwd", "4,4096,4,256,512", {"dtype": "float16"}, ["kernel sm90.backward_wide"]),
         (
             "chunk_gla",
             "8,4096,16,256,128",

@@ -33,6 +33,22 @@ GROUPS = (
     {"R": 2, "H": 2, "lengths": (65, 0, 70), "gates": "strong", "dtype": torch.float32},
 )
 """Sizes of calls whose value heads share heads of q and k."""
+WIDE_HALF = tuple(
+    {"gate_form": "key", "dtype": dtype, **sizes}
+    for dtype in (torch.float16, torch.float32)
+    for sizes in (
+        {"K": 256, "V": 200, "T": 100, "initial_state": True},  # two slices
+        {"K": 136, "V": 136, "gates": "-inf", "G": 2},  # the last part of a slice beyond the keys
+        {"K": 64, "V": 200, "gates": "strong", "R": 2, "H": 2, "initial_state": True},  # one part
+        {"K": 40, "V": 136, "gates": "none", "initial_state": True},
+        {"K": 320, "V": 40, "gates": "extreme", "mild": slice(64, 200), "T": 100, "dstate": False},
+        {"K": 72, "V": 200, "normalizer": 16, "gate_dtype": torch.float32, "B": 2, "T": 70, "blocks": (64, 192)},
+        {"lengths": (0, 65, 1, 0, 130, 3), "padding": 10, "K": 200, "V": 72, "initial_state": True},
+        {"lengths": (65, 0, 70), "K": 64, "V": 256, "R": 3, "gates": "-inf", "blocks": (64, 192)},
+        {"K": 64, "V": 136, "T": 500, "blocks": (64, 64)},  # more chunks than pipeline stages
+    )
+)
+"""Sizes of calls whose gradients backward_wide.py computes in float16."""
 PACKED = {"lengths": (0, 65, 1, 0, 130, 3), "padding": 10, "initial_state": True}
 pytestmark = pytest.mark.kernels  # Triton's kernels that sort packed segments are interpreted
 
@@ -367,7 +383,7 @@ def check_gradients(
         kernel = kernels.backward_group
     elif sizes.get("gate_form") != "key":
         kernel = kernels.backward_head
-    elif dtype == BFLOAT16 and max(K, V) > 128:
+    elif max(K, V) > 128:
         kernel = kernels.backward_wide
     else:
         kernel = kernels.backward
@@ -515,6 +531,7 @@ def test_gradients_of_every_gate(kernels, form, dtype, gates):
         {"gate_form": "key", "R": 3, "K": 136, "V": 136, "gates": "-inf", "dstate": False},
         {"gate_form": "key", "R": 2, "H": 2, "V": 256, "T": 70, "normalizer": 16, "gate_dtype": BFLOAT16},
         PACKED | {"gate_form": "key", "R": 2, "H": 2, "K": 72, "V": 200, "gates": "-inf"},
+        *WIDE_HALF,
     ],
     ids=str,
 )
@@ -533,30 +550,43 @@ def test_gradients(kernels, sizes):
     ],
     ids=str,
 )
-def test_gradients_of_float16_in_range(kernels, factors):
-    check_gradients(kernels, dtype=torch.float16, gate_form="key", factors=factors, dstate=False, T=300)
+@pytest.mark.parametrize("widths", [{}, {"K": 136, "V": 136}, {"K": 72, "V": 200}], ids=str)
+def test_gradients_of_float16_in_range(kernels, widths, factors):
+    check_gradients(kernels, dtype=torch.float16, gate_form="key", factors=factors, dstate=False, T=300, **widths)
 
 
-@pytest.mark.parametrize("form", ["head", "key"])
+@pytest.mark.parametrize(("form", "widths"), [("head", {}), ("key", {}), ("key", {"K": 136, "V": 136})], ids=str)
 @pytest.mark.parametrize("factors", [(1e-6, 1e4, 1e4, 1e-8), (1e4, 1e-6, 1e9, 1e2), (1e-4, 1e-4, 1e-6, 1e-9)], ids=str)
-def test_gradients_of_float32_in_range(kernels, form, factors):
-    check_gradients(kernels, dtype=torch.float32, gate_form=form, factors=factors, dstate=False, T=300)
+def test_gradients_of_float32_in_range(kernels, form, widths, factors):
+    check_gradients(kernels, dtype=torch.float32, gate_form=form, factors=factors, dstate=False, T=300, **widths)
 
 
 @pytest.mark.parametrize(("scale", "do_factor"), [(0.0, 1), (-3.0, 1), (1e-7, 1e4)])
-@pytest.mark.parametrize("form", ["head", "key"])
-def test_gradients_of_float16_of_any_scale(kernels, form, scale, do_factor):
-    sizes = {"gate_form": form, "initial_state": True, "dtype": torch.float16}
+@pytest.mark.parametrize(("form", "widths"), [("head", {}), ("key", {}), ("key", {"K": 72, "V": 136})], ids=str)
+def test_gradients_of_float16_of_any_scale(kernels, form, widths, scale, do_factor):
+    sizes = {"gate_form": form, "initial_state": True, "dtype": torch.float16, **widths}
     check_gradients(kernels, scale=scale, factors=(1, 1, 1, do_factor), **sizes)
+
+
+@pytest.mark.parametrize("gates", ["none", "mild", "strong"])
+@pytest.mark.parametrize(
+    ("factors", "scale"),
+    [((1000, 1e-3, 0.1, 1), 1e-2), ((1e-3, 1000, 0.1, 1), 1e-2), ((2000, 2000, 1e-2, 1e-2), 1e-4)],
+    ids=str,
+)
+def test_gradients_of_wide_heads_with_large_queries_and_keys(kernels, factors, scale, gates):
+    """Decays of a mild chunk multiply q and k by up to 403, which makes these above 65504."""
+    sizes = {"gate_form": "key", "K": 136, "V": 72, "dtype": torch.float16, "gates": gates}
+    check_gradients(kernels, scale=scale, factors=factors, dstate=False, **sizes)
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, torch.float16], ids=str)
 @pytest.mark.parametrize("strength", [-8.0, -0.01])
-@pytest.mark.parametrize("form", ["head", "key"])
-def test_gradients_of_uniform_gates(kernels, monkeypatch, form, strength, dtype):
+@pytest.mark.parametrize(("form", "widths"), [("head", {}), ("key", {}), ("key", {"K": 136, "V": 72})], ids=str)
+def test_gradients_of_uniform_gates(kernels, monkeypatch, form, widths, strength, dtype):
     """Strong gates make dg small beside the products of a token's own key and value."""
     monkeypatch.setattr("gla_core.workloads.inputs.random_gate", lambda shape, *_: torch.full(shape, strength))
-    check_gradients(kernels, T=200, gate_form=form, dtype=dtype)
+    check_gradients(kernels, T=200, gate_form=form, dtype=dtype, **widths)
 
 
 @pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])

@@ -12,6 +12,11 @@ In a part of the keys that is not mild, the factors exp(b - r), exp(r - b) and e
 1, and the factor of S * P becomes exp(b_C). In a slice with such a part, A and dA count as 0. pairs.py then adds the
 terms of pairs of tokens.
 
+With float16, operands have units; see common.py and operands.py. Units of S and P are units of tiles [D, D], so sums
+over values are multiplied by the quotient of two units between tiles, and dv between the products that it is a sum of.
+q and k of a part, which a mild chunk multiplies by up to 403, have units as well. `scale`, and exp(a) in a part that is
+not mild, are left out of qg as in backward.py.
+
 If a head needed several blocks of states, each block would repeat the work on q, k and g, and dq, dk, dg and dv would
 be sums over blocks. Instead, the gradients of states are written to memory once:
 
@@ -62,8 +67,19 @@ from gla_core.dispatch.backend import CHUNK
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunks.kernel import GradientParameters
 from gla_triton_kernels.chunks.segments import Segments, cut
+from gla_triton_kernels.gla.shared.limits import LEAST_GATE
 from gla_triton_kernels.gla.sm90 import pairs
-from gla_triton_kernels.gla.sm90.common import clear_rows, opaque_zero, plus, segment_at, slope_of_gates, write
+from gla_triton_kernels.gla.sm90.common import (
+    clear_rows,
+    in_units,
+    magnitudes,
+    opaque_zero,
+    plus,
+    segment_at,
+    slope_of_gates,
+    unit_at,
+    write,
+)
 from gla_triton_kernels.gla.sm90.common_backward import (
     LAYOUT,
     LEFT,
@@ -79,7 +95,8 @@ from gla_triton_kernels.gla.sm90.common_backward import (
     product,
     tile_arguments,
 )
-from gla_triton_kernels.gla.sm90.half import NO_UNITS
+from gla_triton_kernels.gla.sm90.half import in_half
+from gla_triton_kernels.gla.sm90.operands import factors_of, tiles_as_operands
 from gla_triton_kernels.gla.sm90.state_gradients import launch_state_gradients
 from gla_triton_kernels.gla.tensors import BackwardTensors
 from gla_triton_runtime.launch import Launch
@@ -101,19 +118,24 @@ def launch_gradients(
     scale: float,
     normalizer: int | None = None,
 ) -> list[Launch]:
-    """Returns the launches that fill the gradients in x; entering is bfloat16.
+    """Returns the launches that fill the gradients in x; entering is bfloat16, or float32 if q is not bfloat16.
 
     See `launch_gradients` of general/backward.py for the other arguments.
     """
+    x, units, converted = in_half(x, ("q", "k", "v", "do"), x.cu_seqlens)
+    entering, s_units, operands = tiles_as_operands(entering, x.q.dtype)
     B, T, Hq, K = x.q.shape
     (Hv, V), Ho = x.v.shape[2:], x.do.shape[2]
-    g, P, marks, before = launch_state_gradients(kernel, x, entering, leaving, segments, scale, normalizer)
+    made = launch_state_gradients(kernel, x, entering, leaving, segments, scale, units, normalizer)
+    g, P, marks = made.g, made.P, made.marks
     chunks = cut(B, T, CHUNK, CHUNK, x.cu_seqlens, longest_first=False)
     count, slices = len(P) * Ho, ceil_div(K, SLICE)
     programs, tiles_v = min(count, kernel.programs), max(2, ceil_div(V, WIDTH))
     sums = torch.empty(programs, tiles_v, CHUNK, WIDTH, dtype=torch.float32, device=x.q.device) if slices > 1 else None
+    from_registers = {"dq_desc": None, "dk_desc": None, "dv_desc": None}  # float32 does not fit into the tiles
     arguments = {
-        **tile_arguments(x, ("q", "k", "v", "do", "dq", "dk", "dv")),
+        **tile_arguments(x, ("q", "k", "v", "do")),
+        **(from_registers if converted else tile_arguments(x, ("dq", "dk", "dv"))),
         "g_desc": None if g is None else shared_tiles(g, CHUNK, WIDTH),
         "s_desc": state_tiles(entering, WIDTH, WIDTH),
         "p_desc": state_tiles(P, WIDTH, WIDTH),
@@ -122,6 +144,9 @@ def launch_gradients(
         "dv_ptr": x.dv,
         "dg_ptr": x.dg,
         "g_ptr": x.g if normalizer is not None else None,
+        "s_units": s_units,
+        "p_units": made.p_units,
+        **units,
         "marks": marks,
         "sums": sums,
         "order": chunks.order,
@@ -143,8 +168,8 @@ def launch_gradients(
     }
     options = {"num_warps": kernel.warps, "maxnreg": 128}
     gradients = Launch(_gradient_kernel, (programs, 1, 1), arguments, options)
-    added = pairs.launch_pairs(x, NO_UNITS, marks, scale, WIDTH, normalizer, together=SLICE // WIDTH)
-    return [*before, *chunks.launches, gradients, *added]
+    added = pairs.launch_pairs(x, units, marks, scale, WIDTH, normalizer, together=SLICE // WIDTH)
+    return [*converted, *operands, *made.launches, *chunks.launches, gradients, *added]
 
 
 @gluon.jit
@@ -315,26 +340,66 @@ def _are_mild(marks, keys, flags, slot, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def _decay(g_desc, tiles, slot, are_mild, rows, scale, PARTS: gl.constexpr, PACKED: gl.constexpr):
+def _divide_by_unit(tile):
+    """Divides a tile [C, D] in float16 by its unit, and returns the unit.
+
+    The unit is 1, or the least power of two that makes all numbers less than 128.
+    """
+    bits = magnitudes(None, tile, RUNS)
+    most = gl.max(bits.reshape([C * D]), 0)
+    exponent = gl.maximum((most & 0x7F800000) - (6 << 23), 127 << 23)  # of the unit, as its bits in float32
+    if exponent > 127 << 23:
+        inverse = ((254 << 23) - exponent).to(gl.float32, bitcast=True)
+        tile.store((tile.load(RUNS).to(gl.float32) * inverse).to(tile.dtype))
+    return exponent.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _store_number(tiles, i, x):
+    """Stores a number in element i of `tiles` [n, 1]."""
+    tiles.index(i).store(gl.full([1], x, gl.float32, gl.SliceLayout(1, RUNS)))
+
+
+@gluon.jit
+def _number(tiles, i):
+    """Returns the number in element i of `tiles` [n, 1]."""
+    return gl.max(tiles.index(i).load(gl.SliceLayout(1, LAYOUT)), 0)
+
+
+@gluon.jit
+def _decay(g_desc, tiles, slot, are_mild, rows, scale, units, PARTS: gl.constexpr, PACKED: gl.constexpr):
     """Replaces q, k by qg, kg, and the gates by the exponents of queries, and stores b_C / 2 [D] of each part.
+
+    With float16, it also stores `a` and the units of q and k of each part. If q and k were float32, these are given as
+    `units`. If they were not, `units` is None, and q and k are divided by units.
 
     Loops over parts run at run time, here and below, to keep the code small: the instructions are fetched again for
     each slice.
     """
-    q_tiles, k_tiles, x_tiles, _, r_tiles, _, _ = tiles
+    q_tiles, k_tiles, x_tiles, _, r_tiles, _, _, firsts, part_units = tiles
+    HALF: gl.constexpr = q_tiles.dtype == gl.float16
     for p in range(PARTS):
         tile_number = PARTS * slot + p
         q_tile, k_tile = _tile(q_tiles, tile_number), _tile(k_tiles, tile_number)
         if PACKED:
             clear_rows(q_tile, rows, RUNS)
             clear_rows(k_tile, rows, RUNS)
+        if HALF:
+            q_unit, k_unit = (_divide_by_unit(q_tile), _divide_by_unit(k_tile)) if units is None else units
+            _store_number(part_units, 2 * tile_number, q_unit)
+            _store_number(part_units, 2 * tile_number + 1, k_unit)
         if g_desc is not None:
             mild = are_mild[0] if PARTS == 1 else gl.where(p == 0, are_mild[0], are_mild[1])
             g = gates(gate_tile(g_desc, x_tiles, tile_number), rows, None, PACKED)  # [C, D]
-            x, end = exponents(g, mild, 0.0)  # [C, D], [D]
+            first = 0.0
+            if HALF:
+                row = gl.arange(0, C, gl.SliceLayout(1, RUNS))[:, None]  # [C, 1]
+                first = gl.max(gl.max(gl.where(row == 0, g, 2 * LEAST_GATE), 0), 0)  # a
+                _store_number(firsts, tile_number, first)
+            x, end = exponents(g, mild, first)  # [C, D], [D]
             _tile(x_tiles, tile_number).store(x)
             r_tiles.index(tile_number).store(0.5 * end)
-            decay(q_tile, k_tile, x, end, mild, 0.0, scale)
+            decay(q_tile, k_tile, x, end, mild, first, scale)
         else:
             q_tile.store((q_tile.load(RUNS).to(gl.float32) * scale).to(q_tile.dtype))
 
@@ -350,7 +415,7 @@ def _write_dg(
         key: the first key of the slice.
         logits: if NORMALIZER is given, a pointer to the logits, and the strides of batches, tokens and heads.
     """
-    _, _, _, w_tiles, _, anchors, _ = tiles
+    _, _, _, w_tiles, _, anchors, _, _, _ = tiles
     _, b, h, t, rows = place
     T, Ho, K, _, _ = sizes
     row = (gl.arange(0, C, gl.SliceLayout(1, RUNS)) + opaque_zero())[:, None]  # [C, 1]
@@ -380,10 +445,11 @@ def _gate_warps(
     NORMALIZER: gl.constexpr,
     PARTS: gl.constexpr,
     SLICES: gl.constexpr,
+    PER_Q: gl.constexpr,
     PER_V: gl.constexpr,
 ):
     """Replaces q, k by qg, kg in each slice, and writes dg of the previous slice."""
-    g_desc, tiles, barriers, marks, dg_ptr, logits, work, sizes, scale = args
+    g_desc, tiles, barriers, marks, dg_ptr, logits, work, sizes, scale, q_units, k_units = args
     qk_full, qk_empty, gated, w_full = barriers
     _, Ho, K, count, order, first, _ = work
     PACKED: gl.constexpr = order is not None
@@ -399,7 +465,11 @@ def _gate_warps(
                 at = (row * Ho + h).to(gl.int64) * gl.cdiv(K, D) + key // D
                 are_mild = _are_mild(marks + at, K - key, mild_flags, slot, PARTS)
             mbarrier.wait(qk_full.index(slot), i // CHUNKS & 1)
-            _decay(g_desc, tiles, slot, are_mild, rows, scale, PARTS, PACKED)
+            units: gl.constexpr = None
+            if q_units is not None:
+                q_unit = unit_at(q_units, row, Ho // PER_Q, h // PER_Q)
+                units = (q_unit, unit_at(k_units, row, Ho // (PER_Q * PER_V), h // (PER_Q * PER_V)))
+            _decay(g_desc, tiles, slot, are_mild, rows, scale, units, PARTS, PACKED)
             fence_async_shared()  # qg and kg have been stored from registers; wgmma reads them
             mbarrier.arrive(gated.index(slot), count=1)
         if last_n >= 0:
@@ -421,9 +491,33 @@ def _sums_of_runs(x):
 
 
 @gluon.jit
-def _masked(scores, row, column):
-    """Returns the scores [C, C] where row <= column, else 0, as an operand."""
-    return gl.where(row <= column, scores, 0.0).to(gl.bfloat16)
+def _masked(scores, row, column, dtype: gl.constexpr):
+    """Returns the scores [C, C] where row <= column, else 0, as an operand, and its unit."""
+    return in_units(gl.where(row <= column, scores, 0.0), dtype)
+
+
+@gluon.jit
+def _inverse(unit):
+    """Returns 1 / unit for a power of two."""
+    return ((254 << 23) - unit.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _units_of_slice(units, row, h, H, key, K, V):
+    """Returns a pointer to the unit of the first tile of a slice, from units [n, H, tiles of keys, tiles of values]."""
+    return units + ((row * H + h).to(gl.int64) * gl.cdiv(K, D) + key // D) * gl.cdiv(V, D)
+
+
+@gluon.jit
+def _unit_of_tile(units, p, j, keys, V):
+    """Returns the unit of the j-th tile of values of part p of a slice; 1 beyond the keys and the values of the head.
+
+    Args:
+        units: see `_units_of_slice`.
+        keys: number of keys from the start of the slice to the end of the head.
+    """
+    tiles_v = gl.cdiv(V, D)
+    return gl.load(units + p * tiles_v + j, (p * D < keys) & (j < tiles_v), 1.0)
 
 
 @gluon.jit
@@ -434,19 +528,25 @@ def _gradient_warps(
     SLICES: gl.constexpr,
     SLOTS: gl.constexpr,
     HAS_GATE: gl.constexpr,
+    PER_Q: gl.constexpr,
+    PER_V: gl.constexpr,
 ):
     """Computes dq and dk of a part of the keys; with one part, dq or dk. The second warpgroup also computes dv.
 
     Args:
         part: the number of this gradient warpgroup.
     """
-    tiles, barriers, outputs, work, sums, sizes, scale = args
-    q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, x_tiles, w_tiles, out_tiles, r_tiles, anchors, flags = tiles
+    tiles, barriers, outputs, work, sums, sizes, scale, units, outer = args
+    q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, x_tiles, w_tiles, out_tiles = tiles[:8]
+    r_tiles, anchors, flags, firsts, part_units, score_units = tiles[8:]
+    s_units, p_units, v_units, do_units = units
     qk_empty, gated, w_full, full, empty, v_full, v_empty, ready = barriers
     dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr = outputs
     T, Ho, K, V, tiles_v = sizes
     _, _, _, count, order, first, _ = work
     PACKED: gl.constexpr = order is not None
+    dtype: gl.constexpr = q_tiles.dtype
+    HALF: gl.constexpr = dtype == gl.float16
     WRITES_DQ: gl.constexpr = PARTS > 1 or part == 0
     WRITES_DK: gl.constexpr = PARTS > 1 or part == 1
     tile_part: gl.constexpr = part if PARTS > 1 else 0
@@ -457,7 +557,7 @@ def _gradient_warps(
     i, n, key = 0, _filled(first, work), 0
     item = 0
     while n < count:
-        _row, b, h, t, rows = _place(n, work)
+        state, b, h, t, rows = _place(n, work)
         where = (b, h, t, T, Ho)
         slot = i % CHUNKS
         tile_number = PARTS * slot + tile_part
@@ -475,12 +575,26 @@ def _gradient_warps(
             flag = gl.max(flags.index(tile_number).load(gl.SliceLayout(1, LAYOUT)), 0)  # see `_are_mild`
             mild = flag != 0
             beyond = gl.where(flag == 3, 0, C)
+        if HALF:
+            do_unit = unit_at(do_units, state, Ho, h)
+            s_at = _units_of_slice(s_units, state, h // PER_V, Ho // PER_V, key, K, V)
+            p_at = _units_of_slice(p_units, state, h, Ho, key, K, V)
+            s_unit, p_unit = gl.to_tensor(1.0), gl.to_tensor(1.0)  # of the tiles of S and P
         if part == 1:
             aT = none  # [C, C], A^T
+            a_unit = 1.0
             for p in gl.static_range(PARTS):
                 other_q = _tile(q_tiles, PARTS * slot + p)
+                if HALF:
+                    before = a_unit
+                    a_unit = _number(part_units, 2 * (PARTS * slot + p))
+                    a_unit *= _number(part_units, 2 * (PARTS * slot + p) + 1)
+                    if p > 0:
+                        aT = warpgroup_mma_wait(0, [aT]) * (before * _inverse(a_unit))
                 aT = product(_tile(k_tiles, PARTS * slot + p), other_q.permute([1, 0]), aT)
-            aT = gl.convert_layout(_masked(warpgroup_mma_wait(0, [aT]), row + beyond, column), LEFT)
+            aT, aT_unit = _masked(warpgroup_mma_wait(0, [aT]), row + beyond, column, dtype)
+            aT = gl.convert_layout(aT, LEFT)
+            values_unit = a_unit * aT_unit * do_unit if HALF else 1.0  # of A^T do
         # dq and dk are [C, D]. `square` is dA [C, C] in the first warpgroup, and a tile of dv [C, D] in the second.
         dq, dk, square = none, none, none
         crossing = _sums_of_runs(gl.zeros([D, D], gl.float32, ROWS))  # S * P, summed over tiles of values
@@ -489,16 +603,30 @@ def _gradient_warps(
             S, P = 2 * item % SLOTS, (2 * item + 1) % SLOTS  # the slots of S and of P
             v_tile, do_tile = _tile(v_tiles, v_slot), _tile(do_tiles, v_slot)
             s_tile, p_tile = _tile(s_tiles, PARTS * S + tile_part), _tile(s_tiles, PARTS * P + tile_part)
+            if HALF:
+                s_before, p_before = s_unit, p_unit
+                s_unit = _unit_of_tile(s_at, tile_part, j, K - key, V)
+                p_unit = _unit_of_tile(p_at, tile_part, j, K - key, V)
+                first_unit = _unit_of_tile(p_at, 0, j, K - key, V)  # of the first part's tile of P
             if part == 1:
                 square = none
                 if SLICES > 1:
                     summed = sums + j * (C * D) + in_order  # [C, D]
-                    square = gl.load(summed, key > 0, 0.0)  # [C, D], which the same thread has stored
+                    earlier = gl.load(summed, key > 0, 0.0)  # [C, D], which the same thread has stored
+                    if not HALF:
+                        square = earlier
             mbarrier.wait(v_full.index(v_slot), item // V_SLOTS & 1)
             if PACKED:
                 clear_rows(do_tile, rows, LAYOUT)
+                if HALF:  # rows of the next sequence would count in the largest number of dA
+                    clear_rows(v_tile, rows, LAYOUT)
                 fence_async_shared()  # wgmma reads the cleared rows
             mbarrier.wait(full.index(S), 2 * item // SLOTS & 1)
+            if HALF:  # the units have arrived while this warpgroup waited
+                dq *= s_before * _inverse(s_unit)
+                dk *= p_before * _inverse(p_unit)
+                if part == 1:
+                    square = product(aT, do_tile, none)
             if WRITES_DQ:
                 dq = product(do_tile, s_tile.permute([1, 0]), dq)
             if part == 0:
@@ -507,14 +635,24 @@ def _gradient_warps(
             if WRITES_DK:
                 dk = product(v_tile, p_tile.permute([1, 0]), dk)
             if part == 1:
-                square = product(aT, do_tile, square)
+                if not HALF:
+                    square = product(aT, do_tile, square)
+                unit = values_unit  # of `square`
                 for p in gl.static_range(PARTS):
+                    if HALF:
+                        before = unit
+                        unit = _number(part_units, 2 * (PARTS * slot + p) + 1) * (first_unit if p == 0 else p_unit)
+                        inverse = _inverse(unit)
+                        square = warpgroup_mma_wait(0, [square]) * (before * inverse)
+                        if p == 0 and SLICES > 1:
+                            square += earlier * inverse
                     square = product(_tile(k_tiles, PARTS * slot + p), _tile(s_tiles, PARTS * P + p), square)
             if KEEPS_P:  # while the products run, the previous tile of dv leaves its tile of P
                 tma.store_wait(0)
                 mbarrier.arrive(empty.index((2 * item - 1) % SLOTS), count=1, pred=j > 0)
             if HAS_GATE and WRITES_DQ:
-                crossing += _sums_of_runs(s_tile.load(ROWS).to(gl.float32) * p_tile.load(ROWS).to(gl.float32))
+                sums_of_tile = _sums_of_runs(s_tile.load(ROWS).to(gl.float32) * p_tile.load(ROWS).to(gl.float32))
+                crossing += sums_of_tile * (s_unit * p_unit) if HALF else sums_of_tile
             if PARTS > 1:
                 dq, dk, square = warpgroup_mma_wait(0, [dq, dk, square])
             elif part == 0:
@@ -528,27 +666,45 @@ def _gradient_warps(
                 mbarrier.arrive(empty.index(P), count=1)
             mbarrier.arrive(v_empty.index(v_slot), count=1)
             if part == 1:
+                if HALF:
+                    square *= unit
                 if SLICES > 1:
                     gl.store(summed, square, key + 2 * D < K)
                 if last:
                     if not KEEPS_P:
                         tma.store_wait(0)
                     dv_tile = p_tile if KEEPS_P else _tile(out_tiles, 0)
-                    write(dv_desc, dv_ptr, dv_tile, square, j * D, V, where, rows, PACKED)
+                    dv = square * outer if HALF else square
+                    write(dv_desc, dv_ptr, dv_tile, dv, j * D, V, where, rows, PACKED)
             item += 1
 
         last_S, last_P = (2 * item - 2) % SLOTS, (2 * item - 1) % SLOTS
         da_tile = _tile(s_tiles, PARTS * last_S)  # [C, C]; only the first warpgroup reads this tile of S
         if part == 0:
-            da_tile.store(_masked(square, column + beyond, row))
+            dA, dA_unit = _masked(square, column + beyond, row, dtype)
+            da_tile.store(dA)
+            if HALF:
+                score_units.index(slot).store(gl.full([1], dA_unit, gl.float32, gl.SliceLayout(1, LAYOUT)))
             fence_async_shared()
         mbarrier.arrive(ready, count=1)
         if HAS_GATE and WRITES_DQ:
             anchors.index(tile_number).store(gl.sum(crossing, 1))
         mbarrier.wait(ready, i & 1)
+        first_gate = 0.0
+        if HALF:
+            if HAS_GATE:
+                first_gate = _number(firsts, tile_number)
+            q_unit, k_unit = _number(part_units, 2 * tile_number), _number(part_units, 2 * tile_number + 1)
+            v_unit = unit_at(v_units, state, Ho // PER_V, h // PER_V)
+            scores_unit = _number(score_units, slot) * v_unit * do_unit
+            dq *= s_unit * do_unit
+            dk *= p_unit * v_unit
+            if WRITES_DK:  # a sum of its own, because its unit may be too small to be a divisor of the other
+                more = warpgroup_mma_wait(0, [product(da_tile.permute([1, 0]), q_tile, none)])  # [C, D]
+                dk += more * (scores_unit * q_unit)
         if WRITES_DQ:
             started = product(da_tile, k_tile, none)  # [C, D], dA kg
-        if WRITES_DK:
+        if WRITES_DK and not HALF:
             dk = product(da_tile.permute([1, 0]), q_tile, dk)
         if KEEPS_P:  # the same for the last tile of dv
             tma.store_wait(0)
@@ -558,35 +714,39 @@ def _gradient_warps(
             x = _tile(x_tiles, tile_number).load(LAYOUT)  # [C, D]
             w_tile = _tile(w_tiles, 2 * slot + part)  # [C, D]; with two parts, w takes the place of x
             if WRITES_DQ:
-                dq *= gl.exp2(gl.where(mild, r, 0.0))
+                dq *= gl.exp2(gl.where(mild, r, first_gate))
                 w_tile.store(q_tile.load(LAYOUT).to(gl.float32) * dq)
                 # The term of queries that read S. In this layout, the sum needs no scratch memory.
                 entered = gl.sum(w_tile.load(RUNS), 0)  # [D]
                 half = r_tiles.index(tile_number).load(gl.SliceLayout(0, RUNS))  # b_C / 2 [D]
                 crossed = anchors.index(tile_number).load(gl.SliceLayout(0, RUNS))  # [D]
+                if HALF:
+                    entered, crossed = entered * (q_unit * outer), crossed * outer
                 anchors.index(tile_number).store(entered + crossed * gl.exp2(gl.where(mild, half, 2 * half)))
-        if PARTS > 1:
-            started, dk = warpgroup_mma_wait(0, [started, dk])
-        elif part == 0:
+        if WRITES_DQ and (HALF or not WRITES_DK):
             started = warpgroup_mma_wait(0, [started])
-        else:
+        elif WRITES_DQ:
+            started, dk = warpgroup_mma_wait(0, [started, dk])
+        elif not HALF:
             dk = warpgroup_mma_wait(0, [dk])
         mbarrier.arrive(empty.index(last_S), count=1)
         if WRITES_DQ:
-            dq += started
+            dq += started * (scores_unit * k_unit) if HALF else started
         if HAS_GATE:
-            if PARTS > 1:
-                w = q_tile.load(LAYOUT).to(gl.float32) * dq - k_tile.load(LAYOUT).to(gl.float32) * dk  # [C, D]
-            elif part == 0:
-                w = q_tile.load(LAYOUT).to(gl.float32) * dq
-            else:
-                w = k_tile.load(LAYOUT).to(gl.float32) * dk
+            if HALF:
+                q_unit *= outer
+                k_unit *= outer
+            if WRITES_DQ:
+                w_q = q_tile.load(LAYOUT).to(gl.float32) * (dq * q_unit if HALF else dq)  # [C, D]
+            if WRITES_DK:
+                w_k = k_tile.load(LAYOUT).to(gl.float32) * (dk * k_unit if HALF else dk)
+            w = w_q - w_k if PARTS > 1 else w_q if part == 0 else w_k
             w_tile.store(w)
             mbarrier.arrive(w_full.index(slot), count=1)
             if WRITES_DQ:
                 dq *= gl.exp2(x)
             if WRITES_DK:
-                dk *= gl.exp2(gl.where(mild, 0.0, 2 * r) - x)
+                dk *= gl.exp2(gl.where(mild, 0.0, 2 * r - first_gate) - x)
         # With two parts, dq and dk are written through the tiles of q and k, which all warps have read.
         if WRITES_DQ:
             dq_tile = q_tile if PARTS > 1 else _tile(out_tiles, 1)
@@ -595,7 +755,7 @@ def _gradient_warps(
             dk_tile = k_tile if PARTS > 1 else _tile(out_tiles, 0)
             if PARTS == 1:
                 tma.store_wait(0)  # the last tile of dv has left out_tiles
-            write(dk_desc, dk_ptr, dk_tile, dk, key + tile_part * D, K, where, rows, PACKED)
+            write(dk_desc, dk_ptr, dk_tile, dk * outer if HALF else dk, key + tile_part * D, K, where, rows, PACKED)
         n, key = _next(n, key, work, SLICES)
         i += 1
     tma.store_wait(0)
@@ -609,7 +769,7 @@ def _gradient_kernel(
     v_desc,  # [B, Hv, T, V], tiles [C, D]
     do_desc,  # [B, Ho, T, V], tiles [C, D]
     g_desc,  # log gates, [B, Hv, T, K], tiles [C, D], or None
-    dq_desc,  # [B, Ho, T, K], tiles [C, D]
+    dq_desc,  # [B, Ho, T, K], tiles [C, D]; None if q was float32, here and below
     dk_desc,  # [B, Ho, T, K], tiles [C, D]
     dv_desc,  # [B, Ho, T, V], tiles [C, D]
     s_desc,  # S, [n, Hv, K, V], tiles [D, D]
@@ -619,6 +779,12 @@ def _gradient_kernel(
     dv_ptr,  # [B, T, Ho, V]
     dg_ptr,  # [B, T, Ho, K] or None
     g_ptr,  # logits, [B, T, Hv, K], if NORMALIZER is given, else None
+    s_units,  # [n, Hv, tiles of keys, tiles of values], the units of S, or None for bfloat16
+    p_units,  # [n, Ho, tiles of keys, tiles of values], the units of P, or None
+    q_units,  # [n, Hq] if q, k, v and do were float32, else None
+    k_units,  # [n, H] or None
+    v_units,  # [n, Hv] or None
+    do_units,  # [n, Ho] or None
     marks,  # [n, Ho, blocks of D keys], 1 if these keys of a chunk are not mild; None if g is None
     sums,  # [programs, tiles_v, C, D] float32, or None if there is one slice
     order,  # [n, 5], the chunks as segments, or None for a batch
@@ -642,7 +808,7 @@ def _gradient_kernel(
 ):
     """Computes every step-th pair of a chunk and a head of o."""
     HAS_GATE: gl.constexpr = marks is not None
-    dtype: gl.constexpr = gl.bfloat16
+    dtype: gl.constexpr = q_desc.dtype
     exponents: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, C, D], gl.float32)
     row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_tiles = gl.allocate_shared_memory(dtype, [CHUNKS * PARTS, 1, 1, C, D], q_desc.layout)
@@ -653,13 +819,20 @@ def _gradient_kernel(
     # x_tiles hold g, then the exponents of queries; with two parts, then w.
     x_tiles = gl.allocate_shared_memory(gl.float32, [CHUNKS * PARTS, 1, 1, C, D], exponents) if HAS_GATE else q_tiles
     # out_tiles are of dk and dv, and of dq. With two parts, dq, dk and dv are written through tiles of inputs.
-    out_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, C, D], dv_desc.layout) if PARTS == 1 else q_tiles
+    out_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, C, D], v_desc.layout) if PARTS == 1 else q_tiles
     w_tiles = x_tiles
     if HAS_GATE and PARTS == 1:
         w_tiles = gl.allocate_shared_memory(gl.float32, [CHUNKS * 2, 1, 1, C, D], exponents)
     r_tiles = gl.allocate_shared_memory(gl.float32, [CHUNKS * PARTS, D], row_layout)  # b_C / 2
     anchors = gl.allocate_shared_memory(gl.float32, [CHUNKS * PARTS, D], row_layout)  # dg at the chunk's start
     mild_flags = gl.allocate_shared_memory(gl.int32, [CHUNKS * PARTS, 1], row_layout)  # see `_are_mild`
+    firsts: gl.constexpr = None
+    part_units: gl.constexpr = None
+    score_units: gl.constexpr = None
+    if dtype == gl.float16:
+        firsts = gl.allocate_shared_memory(gl.float32, [CHUNKS * PARTS, 1], row_layout)  # a of each part
+        part_units = gl.allocate_shared_memory(gl.float32, [2 * CHUNKS * PARTS, 1], row_layout)  # of q and k, in turns
+        score_units = gl.allocate_shared_memory(gl.float32, [CHUNKS, 1], row_layout)  # of dA
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     qk_full = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], bars)  # q, k and g have been loaded
     qk_empty = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], bars)  # dq, dk, dg have left the tiles of q, k, g
@@ -686,7 +859,7 @@ def _gradient_kernel(
     descriptors = (q_desc, k_desc, v_desc, do_desc, g_desc, s_desc, p_desc)
     load_tiles = (q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, x_tiles)
     load_barriers = (qk_full, qk_empty, full, empty, v_full, v_empty)
-    gate_tiles = (q_tiles, k_tiles, x_tiles, w_tiles, r_tiles, anchors, mild_flags)
+    gate_tiles = (q_tiles, k_tiles, x_tiles, w_tiles, r_tiles, anchors, mild_flags, firsts, part_units)
     gate_barriers = (qk_full, qk_empty, gated, w_full)
     tiles = (
         q_tiles,
@@ -700,6 +873,9 @@ def _gradient_kernel(
         r_tiles,
         anchors,
         mild_flags,
+        firsts,
+        part_units,
+        score_units,
     )
     barriers = (qk_empty, gated, w_full, full, empty, v_full, v_empty, ready)
     outputs = (dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr)
@@ -708,16 +884,18 @@ def _gradient_kernel(
     if SLICES > 1:
         sums += gl.program_id(0) * (tiles_v * (C * D))
     logits = (g_ptr, g_b, g_t, g_h)
-    gate = (g_desc, gate_tiles, gate_barriers, marks, dg_ptr, logits, work, sizes, scale)
-    gradients = (tiles, barriers, outputs, work, sums, sizes, scale)
+    q_factor, outer = factors_of(scale, dtype)
+    units = (s_units, p_units, v_units, do_units)
+    gate = (g_desc, gate_tiles, gate_barriers, marks, dg_ptr, logits, work, sizes, q_factor, q_units, k_units)
+    gradients = (tiles, barriers, outputs, work, sums, sizes, scale, units, outer)
     load = (descriptors, load_tiles, load_barriers, work, tiles_v)
     # Registers of a thread of the gradient warpgroups. The gate warpgroup has the rest, and needs more for logits.
     REGISTERS: gl.constexpr = 208 if NORMALIZER is None else 192
     gl.warp_specialize(
         [
-            (_gate_warps, (gate, NORMALIZER, PARTS, SLICES, PER_V)),
-            (_gradient_warps, (gradients, 0, PARTS, SLICES, SLOTS, HAS_GATE)),
-            (_gradient_warps, (gradients, 1, PARTS, SLICES, SLOTS, HAS_GATE)),
+            (_gate_warps, (gate, NORMALIZER, PARTS, SLICES, PER_Q, PER_V)),
+            (_gradient_warps, (gradients, 0, PARTS, SLICES, SLOTS, HAS_GATE, PER_Q, PER_V)),
+            (_gradient_warps, (gradients, 1, PARTS, SLICES, SLOTS, HAS_GATE, PER_Q, PER_V)),
             (_load_warp, (load, PARTS, SLICES, SLOTS, PER_Q, PER_V)),
         ],
         [4, 4, 1],

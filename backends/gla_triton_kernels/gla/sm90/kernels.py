@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gla_core.dispatch.backend import CHUNK, GATES, Constants, OpCall, Reason
-from gla_core.dispatch.tensors import ceil_div
+from gla_core.dispatch.tensors import ceil_div, checkpoint_dtype
 from gla_triton_kernels import MAX_WIDTH
 from gla_triton_kernels.chunks.cutting import most_segments
 from gla_triton_kernels.chunks.kernel import (
@@ -394,7 +394,7 @@ def _factors_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
 
 
 def _backward_wide_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
-    if (reason := _gradient_refusal(call, gpu) or _refuse_dtype(call) or _refuse_key_gates(call)) is not None:
+    if (reason := _gradient_refusal(call, gpu) or _refuse_key_gates(call)) is not None:
         return reason
     K = call.dims["K"]
     if not _has_several_blocks(call):
@@ -494,20 +494,23 @@ def _backward_group_seconds(call: OpCall, x: GradientParameters, through: Cut, s
 
 
 def _backward_wide_seconds(call: OpCall, x: GradientParameters, through: Cut, size: float, c: Constants) -> list[float]:
-    """Returns the seconds of two kernels. The first writes P, and the second reads P.
+    """Returns the seconds of two kernels, and of the launches before them.
 
-    P has one state for each chunk and head of o.
+    The first kernel writes P, and the second reads it and the states, in two bytes an element. P has one state for each
+    chunk and head of o.
     """
     K, V = call.dims["K"], call.dims["V"]
-    heads = queries_of_state(call)
-    P = heads * checkpoint_bytes(call, CHUNK)
+    heads, given = queries_of_state(call), checkpoint_bytes(call, CHUNK)
+    read = given * 2 / checkpoint_dtype(call.dtype).itemsize
+    P, size = heads * read, size + (read - given)
     block = BlockTime(CHUNK, x.BV, START, _state_gradient_step(x.BV), keys=x.BK)
     states = kernel_seconds(call, block, through, moved_bytes(call) / 2 + P, c)
     slices, tiles = ceil_div(K, 128), min(2, ceil_div(K, 64)) * ceil_div(V, 64)
     step = slices * (WIDE_CHUNK + WIDE_TILE * tiles + (WIDE_SLICE if slices > 1 else 0))
     chunks = cut(call, CHUNK, CHUNK)
     chunks = chunks._replace(number=chunks.number * heads)
-    return [states, kernel_seconds(call, BlockTime(CHUNK, MAX_WIDTH, 0, step), chunks, size + P, c)]
+    gradients = kernel_seconds(call, BlockTime(CHUNK, MAX_WIDTH, 0, step), chunks, size + P, c)
+    return [*_operands_seconds(call, c), states, gradients]
 
 
 BACKWARD = GradientKernel(

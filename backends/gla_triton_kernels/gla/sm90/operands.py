@@ -5,9 +5,11 @@ unit, a power of two, and products with the block are multiplied by the unit:
 
     operand = S / unit        unit as in common.py: `unit_of`
 
+backward_wide.py reads states tile by tile, so each tile [D, D] has a unit there.
+
 With bfloat16, states are operands as they are, and units are 1.
 
-H heads   K, V key and value width   D = 64 keys or columns of a tile
+H heads   K, V key and value width   D = 64 keys or values of a tile
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
@@ -27,6 +29,7 @@ from gla_triton_runtime.launch import Launch
 D = gl.constexpr(64)
 W = gl.constexpr(128)  # columns that a block reads at once
 LAYOUT = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
+TILE_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
 LEAST_FACTOR = gl.constexpr(2.0**-40)
 
 
@@ -43,6 +46,21 @@ def as_operands(states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | No
     units = states.new_empty(rows, H, blocks, dtype=torch.float32)
     arguments = {"x_ptr": states, "y_ptr": operands, "units_ptr": units, "K": K, "V": V}
     return operands, units, [Launch(_to_operands_kernel, (rows * H * blocks, 1, 1), arguments, {"num_warps": 4})]
+
+
+def tiles_as_operands(states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, list[Launch]]:
+    """Returns the same as `as_operands`, but each tile [64, 64] has a unit: [rows, H, ceil(K / 64), ceil(V / 64)].
+
+    A tile fits into registers, so the states are read once.
+    """
+    if dtype == torch.bfloat16:
+        return states, None, []
+    H, K, V = states.shape[-3:]
+    rows, blocks_k, blocks_v = states.numel() // (H * K * V), ceil_div(K, D.value), ceil_div(V, D.value)
+    operands = torch.empty_like(states, dtype=dtype)
+    units = states.new_empty(rows, H, blocks_k, blocks_v, dtype=torch.float32)
+    arguments = {"x_ptr": states, "y_ptr": operands, "units_ptr": units, "K": K, "V": V}
+    return operands, units, [Launch(_tiles_to_operands_kernel, (units.numel(), 1, 1), arguments, {"num_warps": 4})]
 
 
 @gluon.jit
@@ -99,3 +117,24 @@ def _to_operands_kernel(
         x = gl.load(x_ptr + state + key * V + (column + value), inside, 0.0)
         gl.store(y_ptr + state + key * V + (column + value), (x * inverse).to(gl.float16), inside)
     gl.store(units_ptr + gl.program_id(0), unit)
+
+
+@gluon.jit(do_not_specialize=["K"])
+def _tiles_to_operands_kernel(
+    x_ptr,  # [rows, H, K, V]
+    y_ptr,  # [rows, H, K, V]
+    units_ptr,  # [rows, H, ceil(K / D), ceil(V / D)]
+    K,
+    V,
+):
+    """Converts a tile of D keys and D values of a state, and writes its unit."""
+    pid = gl.program_id(0)
+    blocks_k, blocks_v = gl.cdiv(K, D), gl.cdiv(V, D)
+    key = pid // blocks_v % blocks_k * D + gl.arange(0, D, gl.SliceLayout(1, TILE_LAYOUT))[:, None]  # [D, 1]
+    value = pid % blocks_v * D + gl.arange(0, D, gl.SliceLayout(0, TILE_LAYOUT))[None, :]  # [1, D]
+    at = (pid // (blocks_k * blocks_v)).to(gl.int64) * K * V + (key * V + value)  # [D, D]
+    inside = (key < K) & (value < V)
+    x = gl.load(x_ptr + at, inside, 0.0)
+    unit, inverse = divisible_unit_of(largest(x))
+    gl.store(y_ptr + at, (x * inverse).to(gl.float16), inside)
+    gl.store(units_ptr + pid, unit)

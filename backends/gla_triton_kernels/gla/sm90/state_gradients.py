@@ -8,6 +8,13 @@ sum of the log gates of the chunk through token t, and r = b_C / 2. Then
 The kernel goes from the last chunk of a segment to the first, and writes P of each chunk to memory. Whether a chunk is
 mild is decided for each D keys separately.
 
+With float16, a mild chunk decays by at most MILD_DECAY_HALF, and `scale` multiplies all gradients at the end; see
+backward.py. exp(b) is divided by exp(a), where a is the gate of the first token, so that some token keeps its range:
+
+    dS' = exp(a) (exp(b_C - a) dS + (q exp(b - a))^T do)
+
+The factor exp(a) waits for the next chunk. P is divided by its unit, which is written to memory; see operands.py.
+
 B batch   T tokens   N sequences   I segments   Hq query heads   Hv value heads, of g and S
 Ho = max(Hq, Hv) heads of o   PER_Q, PER_V heads of o that share a head of q, of g; one of them is 1
 K, V key and value width   C tokens of a chunk   D = 64 keys of a block, and values of a tile
@@ -48,9 +55,16 @@ from gla_core.dispatch.backend import CHUNK
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunks.kernel import GradientParameters
 from gla_triton_kernels.chunks.segments import Segments, lengths_of, state_strides
-from gla_triton_kernels.gla.shared.limits import MILD_DECAY_SM90
+from gla_triton_kernels.gla.shared.limits import LEAST_GATE, MILD_DECAY_HALF, MILD_DECAY_SM90
 from gla_triton_kernels.gla.sm90 import pairs
-from gla_triton_kernels.gla.sm90.common import as_float32, clear_rows, plus
+from gla_triton_kernels.gla.sm90.common import (
+    as_float32,
+    clear_rows,
+    divisible_unit_of,
+    largest,
+    plus,
+    unit_at,
+)
 from gla_triton_kernels.gla.sm90.common_backward import (
     LAYOUT,
     RUNS,
@@ -63,6 +77,7 @@ from gla_triton_kernels.gla.sm90.common_backward import (
     segment_backwards,
 )
 from gla_triton_kernels.gla.sm90.log_gates import launch_log_gates
+from gla_triton_kernels.gla.sm90.operands import factors_of
 from gla_triton_kernels.gla.tensors import BackwardTensors
 from gla_triton_runtime.arithmetic import LOG2E
 from gla_triton_runtime.launch import Launch
@@ -74,13 +89,15 @@ class StateGradients(NamedTuple):
 
     Attributes:
         g: log gates [B, T, Hv, K], or None.
-        P: decayed gradients of the states that leave chunks, [n, Ho, K, V] bfloat16.
+        P: decayed gradients of the states that leave chunks, [n, Ho, K, V], in the dtype of q.
+        p_units: the units of the tiles of P, [n, Ho, ceil(K / 64), ceil(V / 64)] float32; None for bfloat16.
         marks: see `launch_pairs` of pairs.py; there is one mark for WIDTH keys.
         launches: the launches that fill these tensors.
     """
 
     g: Tensor | None
     P: Tensor
+    p_units: Tensor | None
     marks: Tensor | None
     launches: list[Launch]
 
@@ -92,12 +109,15 @@ def launch_state_gradients(
     leaving: Tensor | None,
     segments: Segments,
     scale: float,
+    units: dict[str, Tensor | None],
     normalizer: int | None,
 ) -> StateGradients:
     """Returns log gates, P, the marks of chunks that are not mild, and the launches that fill them.
 
     Args:
-        entering, leaving, segments, normalizer: see `launch_gradients` of general/backward.py; entering is bfloat16.
+        entering, leaving, segments, normalizer: see `launch_gradients` of general/backward.py; entering has the dtype
+            of q.
+        units: the units of q, k, v and do, if these were float32; see half.py.
     """
     T, Hq, K = x.q.shape[1:]
     (Hv, V), Ho = x.v.shape[2:], x.do.shape[2]
@@ -107,6 +127,9 @@ def launch_state_gradients(
         made.append(log_gates)
     marks = pairs.new_marks(x, entering, WIDTH)
     P = torch.empty(entering.numel() // (Hv * K * V), Ho, K, V, dtype=entering.dtype, device=x.q.device)
+    p_units = None
+    if P.dtype == torch.float16:
+        p_units = torch.empty(*P.shape[:2], ceil_div(K, WIDTH), ceil_div(V, WIDTH), device=x.q.device)
     tiles = kernel.BV // WIDTH
     turns = 2 if tiles == 2 else 3
     arguments = {
@@ -114,7 +137,10 @@ def launch_state_gradients(
         "do_desc": shared_tiles(x.do, CHUNK, WIDTH),
         "g_desc": None if g is None else shared_tiles(g, CHUNK, WIDTH),
         "p_desc": state_tiles(P, WIDTH, WIDTH),
+        "p_units": p_units,
         "marks": marks,
+        "q_units": units["q_units"],
+        "do_units": units["do_units"],
         "leaving": leaving,
         "dinitial": x.dinitial_state,
         "order": segments.order,
@@ -134,7 +160,7 @@ def launch_state_gradients(
     blocks = ceil_div(K, WIDTH) * ceil_div(V, kernel.BV) * segments.count * Ho
     options = {"num_warps": kernel.warps, "maxnreg": 96 if turns > 2 else 128}
     made.append(Launch(_state_kernel, (blocks, 1, 1), arguments, options))
-    return StateGradients(g, P, marks, made)
+    return StateGradients(g, P, p_units, marks, made)
 
 
 @gluon.jit
@@ -164,12 +190,17 @@ def _load_chunks(args, TILES: gl.constexpr, PER_Q: gl.constexpr, PER_V: gl.const
 def _gate_warps(
     args, turn: gl.constexpr, TURNS: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr
 ):
-    """Replaces q by scale q exp(b), and marks chunks that are not mild, in every TURNS-th chunk from `turn` on."""
+    """Replaces q by scale q exp(b), and marks chunks that are not mild, in every TURNS-th chunk from `turn` on.
+
+    `scale` is the factor of q from `factors_of`.
+    """
     tiles, barriers, marks, place, sizes, scale = args
-    q_tiles, do_tiles, g_tiles, end_tiles, mild_flags = tiles
+    q_tiles, do_tiles, g_tiles, end_tiles, first_tiles, mild_flags = tiles
     full, gated = barriers
     h, key, value, row, length = place
     Ho, K = sizes
+    HALF: gl.constexpr = q_tiles.dtype == gl.float16
+    LIMIT: gl.constexpr = MILD_DECAY_HALF if HALF else MILD_DECAY_SM90
     chunks = gl.cdiv(length, C)
     for i in range(turn, chunks, TURNS):
         c = chunks - 1 - i
@@ -181,14 +212,20 @@ def _gate_warps(
         if marks is not None:
             g = gates(g_tiles.index(slot), rows, None, PACKED)  # [C, D]
             end = gl.sum(g, 0)  # b_C [D]
-            mild = gl.min(end, 0) > -MILD_DECAY_SM90 * LOG2E
+            mild = gl.min(end, 0) > -LIMIT * LOG2E
             end_tiles.index(slot).store(end)
             mild_flags.index(slot).store(gl.full([1], mild, gl.int32, gl.SliceLayout(1, RUNS)))
             if value == 0:
                 at = ((row + c) * Ho + h).to(gl.int64) * gl.cdiv(K, D) + key // D
                 gl.store(marks + at, gl.where(mild, 0, 1))
-            factor = gl.exp2(gl.associative_scan(g, 0, plus)) * scale  # [C, D]
-        q_tile.store((as_float32(q_tile.load(RUNS)) * factor).to(gl.bfloat16))
+            b = gl.associative_scan(g, 0, plus)  # [C, D]
+            if HALF:
+                token = gl.arange(0, C, gl.SliceLayout(1, RUNS))[:, None]  # [C, 1]
+                first = gl.max(gl.where(token == 0, g, 2 * LEAST_GATE), 0)  # a [D]
+                first_tiles.index(slot).store(first)
+                b -= first[None, :]
+            factor = gl.exp2(b) * scale  # [C, D]
+        q_tile.store((as_float32(q_tile.load(RUNS)) * factor).to(q_tile.dtype))
         if PACKED:
             clear_rows(q_tile, rows, RUNS)
             for j in gl.static_range(TILES):
@@ -198,10 +235,44 @@ def _gate_warps(
 
 
 @gluon.jit
-def _state_warps(args, HAS_GATE: gl.constexpr, TILES: gl.constexpr, PER_V: gl.constexpr, STAGES: gl.constexpr):
+def _write_units(p_units, dS, factor, place, sizes, TILES: gl.constexpr):
+    """Writes the unit of P, that is of factor * dS, for each of TILES tiles, and returns the inverse of the unit.
+
+    Args:
+        dS: TILES tiles [D, D], which share a unit.
+        factor: [D, 1].
+        place: the number of the chunk and head, the first key and the first value.
+        sizes: K and V.
+    """
+    number, key, value = place
+    K, V = sizes
+    most = largest(dS[0] * factor)
+    for j in gl.static_range(1, TILES):
+        most = gl.maximum(most, largest(dS[j] * factor))
+    unit, inverse = divisible_unit_of(most)
+    tiles_v = gl.cdiv(V, D)
+    first = p_units + (number.to(gl.int64) * gl.cdiv(K, D) + key // D) * tiles_v + value // D
+    for j in gl.static_range(TILES):
+        gl.store(first + j, unit, value // D + j < tiles_v)
+    return inverse
+
+
+@gluon.jit
+def _state_warps(
+    args,
+    HAS_GATE: gl.constexpr,
+    TILES: gl.constexpr,
+    PER_Q: gl.constexpr,
+    PER_V: gl.constexpr,
+    STAGES: gl.constexpr,
+):
     """Carries dS backwards through the segment, and writes P of each chunk."""
-    tiles, barriers, p_desc, states, place, sizes = args
-    q_tiles, do_tiles, p_tiles, end_tiles, mild_flags = tiles
+    tiles, barriers, outputs, states, units, place, sizes = args
+    q_tiles, do_tiles, p_tiles, end_tiles, first_tiles, mild_flags = tiles
+    p_desc, p_units = outputs
+    q_units, do_units, outer = units
+    HALF: gl.constexpr = q_tiles.dtype == gl.float16
+    SCALED: gl.constexpr = HAS_GATE or HALF
     full, gated, empty = barriers
     leaving, held, strides, dinitial = states
     h, n, key, value, row, length = place
@@ -209,9 +280,11 @@ def _state_warps(args, HAS_GATE: gl.constexpr, TILES: gl.constexpr, PER_V: gl.co
     line: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     keys = key + gl.arange(0, D, line)[:, None]  # [D, 1]
     values = value + gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
+    divisor = outer if HALF else None
     dS = leaving_gradient(
-        leaving, strides, n, h // PER_V, held, h % PER_V == 0, keys, values, V, None, TILES
+        leaving, strides, n, h // PER_V, held, h % PER_V == 0, keys, values, V, divisor, TILES
     )  # [D, D] each
+    waiting = gl.full([D, 1], 1.0, gl.float32, LAYOUT)  # a factor of each key of dS that has not been applied yet
     chunks = gl.cdiv(length, C)
     for i in range(chunks):
         slot = i % STAGES
@@ -226,12 +299,25 @@ def _state_warps(args, HAS_GATE: gl.constexpr, TILES: gl.constexpr, PER_V: gl.co
             end = end_tiles.index(slot).load(line)[:, None]  # b_C [D, 1]
             decay = gl.exp2(end)
             P_factor = gl.exp2(gl.where(mild, 0.5 * end, 0.0))
+        if HALF:
+            c = row + chunks - 1 - i
+            unit = unit_at(q_units, c, Ho // PER_Q, h // PER_Q) * unit_at(do_units, c, Ho, h)  # of q^T do
+            if HAS_GATE:
+                first = first_tiles.index(slot).load(line)[:, None]  # a [D, 1]
+                P_factor *= waiting
+                decay = waiting * gl.exp2(end - first) / unit
+                waiting = gl.exp2(first) * unit
+            else:
+                P_factor, decay = waiting, waiting / unit
+                waiting = gl.full([D, 1], 1.0, gl.float32, LAYOUT) * unit
+            P_factor *= _write_units(p_units, dS, P_factor, (c * Ho + h, key, value), (K, V), TILES)
         started = ()
         for j in gl.static_range(TILES):
             do_tile = do_tiles.index(TILES * slot + j).reshape([C, D])
-            started += (product(q_tile.permute([1, 0]), do_tile, dS[j] * decay if HAS_GATE else dS[j]),)
+            started += (product(q_tile.permute([1, 0]), do_tile, dS[j] * decay if SCALED else dS[j]),)
         for j in gl.static_range(TILES):
-            p_tiles.index(p_first + j).reshape([D, D]).store((dS[j] * P_factor if HAS_GATE else dS[j]).to(gl.bfloat16))
+            p_tile = p_tiles.index(p_first + j).reshape([D, D])
+            p_tile.store((dS[j] * P_factor if SCALED else dS[j]).to(p_tiles.dtype))
         fence_async_shared()  # P has been stored from registers; TMA reads it
         for j in gl.static_range(TILES):
             at = [row + chunks - 1 - i, h, key, value + j * D]
@@ -243,7 +329,8 @@ def _state_warps(args, HAS_GATE: gl.constexpr, TILES: gl.constexpr, PER_V: gl.co
     if dinitial is not None:
         for j in gl.static_range(TILES):
             inside = (keys < K) & (values + j * D < V)
-            gl.store(dinitial + ((n * Ho + h).to(gl.int64) * K + keys) * V + values + j * D, dS[j], inside)
+            x = dS[j] * (waiting * outer) if HALF else dS[j]
+            gl.store(dinitial + ((n * Ho + h).to(gl.int64) * K + keys) * V + values + j * D, x, inside)
     tma.store_wait(0)
 
 
@@ -253,7 +340,10 @@ def _state_kernel(
     do_desc,  # [B, Ho, T, V], tiles [C, D]
     g_desc,  # [B, Hv, T, K], tiles [C, D], or None
     p_desc,  # P, [n, Ho, K, V], tiles [D, D]
+    p_units,  # [n, Ho, blocks of D keys, blocks of D values], or None for bfloat16
     marks,  # [n, Ho, blocks of D], 1 if these keys of a chunk are not mild; None if g is None
+    q_units,  # [n, Hq] if q and do were float32, else None
+    do_units,  # [n, Ho] or None
     leaving,  # gradients of leaving states, [I, Hv, K, V] or None
     dinitial,  # gradients of initial states, [N, Ho, K, V] or None
     order,  # [I, 5], or None for a batch
@@ -286,7 +376,7 @@ def _state_kernel(
     i = pid // (blocks_v * blocks_k * Ho)
     i, b, start, length, row, held = segment_backwards(i, T, segment, segments, order, K, LAST_LEAVE_NONE)
 
-    dtype: gl.constexpr = gl.bfloat16
+    dtype: gl.constexpr = q_desc.dtype
     row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, D], q_desc.layout)
     do_tiles = gl.allocate_shared_memory(dtype, [TILES * STAGES, 1, 1, C, D], do_desc.layout)
@@ -295,6 +385,9 @@ def _state_kernel(
         q_tiles if g_desc is None else gl.allocate_shared_memory(g_desc.dtype, [STAGES, 1, 1, C, D], g_desc.layout)
     )
     end_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, D], row_layout)  # b_C
+    first_tiles: gl.constexpr = None
+    if dtype == gl.float16:
+        first_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, D], row_layout)  # a
     mild_flags = gl.allocate_shared_memory(gl.int32, [STAGES, 1], row_layout)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # q, do, g have been loaded
@@ -306,16 +399,18 @@ def _state_kernel(
         mbarrier.init(empty.index(slot), count=1)
 
     HAS_GATE: gl.constexpr = marks is not None
-    gate_tiles = (q_tiles, do_tiles, g_tiles, end_tiles, mild_flags)
-    tiles = (q_tiles, do_tiles, p_tiles, end_tiles, mild_flags)
+    gate_tiles = (q_tiles, do_tiles, g_tiles, end_tiles, first_tiles, mild_flags)
+    tiles = (q_tiles, do_tiles, p_tiles, end_tiles, first_tiles, mild_flags)
     barriers = (full, gated, empty)
     states = (leaving, held, (state_n, state_h, state_k, state_v), dinitial)
     place = (h, i, key, value, row, length)
     sizes = (Ho, K, V)
     descriptors = (q_desc, do_desc, g_desc)
-    gate = (gate_tiles, (full, gated), marks, (h, key, value, row, length), (Ho, K), scale)
+    q_factor, outer = factors_of(scale, dtype)
+    gate = (gate_tiles, (full, gated), marks, (h, key, value, row, length), (Ho, K), q_factor)
     load = (descriptors, (q_tiles, do_tiles, g_tiles), (full, empty), (b, h, key, value, start, gl.cdiv(length, C)))
-    state = (tiles, barriers, p_desc, states, place, sizes)
+    units = (q_units, do_units, outer)
+    state = (tiles, barriers, (p_desc, p_units), states, units, place, sizes)
     # Registers of a thread of a gate and of the state warpgroup. In the latter, a tile of dS takes 32, and addresses of
     # given and returned states take more.
     HAS_STATES: gl.constexpr = leaving is not None or dinitial is not None
@@ -326,7 +421,7 @@ def _state_kernel(
             [
                 (_gate_warps, (gate, 0, TURNS, TILES, STAGES, PACKED)),
                 (_gate_warps, (gate, 1, TURNS, TILES, STAGES, PACKED)),
-                (_state_warps, (state, HAS_GATE, TILES, PER_V, STAGES)),
+                (_state_warps, (state, HAS_GATE, TILES, PER_Q, PER_V, STAGES)),
                 (_load_chunks, (load, TILES, PER_Q, PER_V, STAGES)),
             ],
             [4, 4, 1],
@@ -338,7 +433,7 @@ def _state_kernel(
                 (_gate_warps, (gate, 0, TURNS, TILES, STAGES, PACKED)),
                 (_gate_warps, (gate, 1, TURNS, TILES, STAGES, PACKED)),
                 (_gate_warps, (gate, 2, TURNS, TILES, STAGES, PACKED)),
-                (_state_warps, (state, HAS_GATE, TILES, PER_V, STAGES)),
+                (_state_warps, (state, HAS_GATE, TILES, PER_Q, PER_V, STAGES)),
                 (_load_chunks, (load, TILES, PER_Q, PER_V, STAGES)),
             ],
             [4, 4, 4, 1],
