@@ -275,7 +275,9 @@ def _gate_warps(
             else:
                 again = log_gates_of_tile(g_tile, rows, columns, NORMALIZER, False)  # [C, K]
                 if HAS_O:
-                    decay, a = decay_any_chunk(q_tile, k_tile, scratch_tiles.index(slot), again, NORMALIZER)  # [K], [C, C]
+                    decay, a = decay_any_chunk(
+                        q_tile, k_tile, scratch_tiles.index(slot), again, NORMALIZER
+                    )  # [K], [C, C]
                     decays.index(slot).store(decay)
                     a, a_unit = in_units(a, q_tile.dtype)
                     a_tiles.index(slot).store(a)
