@@ -574,7 +574,7 @@ def in_state(key, value, stride_k, stride_v):
 
 @gluon.jit
 def log_gates(x, NORMALIZER: gl.constexpr):
-    """Returns log gates in float32: x itself, or log sigma(x) / NORMALIZER if NORMALIZER is given and x holds logits."""
+    """Returns log gates in float32: x itself, or log sigma(x) / NORMALIZER if NORMALIZER is given: x holds logits."""
     x = x.to(gl.float32)
     return x if NORMALIZER is None else log2_sigmoid(x) * (1.0 / (NORMALIZER * LOG2E))
 
