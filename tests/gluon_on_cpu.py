@@ -549,6 +549,7 @@ def _simplify(module: Any) -> None:
         "_reciprocal": torch.reciprocal,
         "_choose": lambda bits, x, y: torch.where(bits != 0, x, y),
         "_prefetch": lambda *_: None,
+        "_prefetch_logits": lambda *_: None,
         "opaque_zero": lambda: _value(0),
         "wait_for_predecessor": lambda: None,
         "let_dependents_start": lambda: None,

@@ -110,6 +110,7 @@ from gla_triton_runtime.tma import shared_tiles
 
 SLOTS = gl.constexpr(2)  # pipeline stages of q, k and g
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # a warp holds whole rows
+SECTORS = gl.constexpr(gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0]))  # for one element in each 32 bytes
 
 
 def launch_gradients(
@@ -325,6 +326,24 @@ def _write_dg(tiles, where, outputs, key, K, slot, rows, PARTS: gl.constexpr):
 
 
 @gluon.jit
+def _prefetch_logits(logits, t, rows, key, K, PARTS: gl.constexpr):
+    """Prefetches the logits of a chunk into the L1 cache; see `_write_gradients_of_logits`."""
+    g_ptr, g_t = logits
+    each: gl.constexpr = 256 // g_ptr.dtype.element_ty.primitive_bitwidth  # elements in 32 bytes
+    column = each * gl.arange(0, PARTS * D // each, gl.SliceLayout(0, SECTORS))[None, :]  # [1, PARTS D / each]
+    row = gl.arange(0, C, gl.SliceLayout(1, SECTORS))[:, None]  # [C, 1]
+    at = g_ptr + t.to(gl.int64) * g_t + key + ((row + opaque_zero()).to(gl.int64) * g_t + column)
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L1 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [at.to(gl.int64), ((row < rows) & (column < K - key)).to(gl.int32)],
+        gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def _write_gradients_of_logits(
     tiles, where, dg_ptr, logits, key, K, slot, rows, NORMALIZER: gl.constexpr, PARTS: gl.constexpr
 ):
@@ -389,6 +408,8 @@ def _gate_warps(args, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, PACKED: gl.
         phase = i // SLOTS & 1
         rows = gl.minimum(length - c * C, C)
         first = PARTS * slot
+        if NORMALIZER is not None:  # of the previous chunk
+            _prefetch_logits(logits, start + (c + 1) * C, gl.where(i > 0, length - (c + 1) * C, 0), key, K, PARTS)
         if i < chunks:
             if g_desc is not None:
                 mbarrier.wait(g_full.index(slot), phase)
