@@ -583,8 +583,8 @@ def log_gates(x, NORMALIZER: gl.constexpr):
 def log2_sigmoid(x):
     """Returns log2 sigma(x) for x in float32.
 
-    log sigma(x) = min(x, 0) - log(1 + exp(-|x|)), computed with an error of at most 2e-7, or of 2e-7 times the result if
-    that is larger. This is far below the rounding of bfloat16.
+    log sigma(x) = min(x, 0) - log(1 + exp(-|x|)), computed with an error of at most 2e-7, or of 2e-7 times the result
+    if that is larger. This is far below the rounding of bfloat16.
     """
     y = x * LOG2E
     minus_y = -1.0 * gl.abs(y)  # -gl.abs(y) would become 0 - |y|, one more instruction
