@@ -527,18 +527,18 @@ def load(*names: str) -> SimpleNamespace:
     return SimpleNamespace(**modules)
 
 
-def _exponents(g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _exponents(g: torch.Tensor, normalizer: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes `exponents_of_mild_chunk` of common.py, which depends on the layout of g [C, K]."""
-    b = g.cumsum(0)
-    return (b - 0.5 * b[-1]) * math.log2(math.e), b[-1]
+    b = g.cumsum(0) * (math.log2(math.e) if normalizer is None else 1 / normalizer)
+    return b - 0.5 * b[-1], b[-1] * math.log(2)
 
 
-def _clear_rows(tile: Tile, rows: Any, _: Any) -> None:
+def _clear_rows(tile: Tile, rows: Any, _: Any, value: float = 0.0) -> None:
     """Computes `clear_rows` of common.py. It counts as no write, because two warpgroups may clear the same rows."""
     if int(rows) < tile.shape[0]:
         _check_writes(tile.memory)
         _loads_are_done()
-        tile.memory[max(int(rows), 0) :] = 0
+        tile.memory[max(int(rows), 0) :] = value
 
 
 def _simplify(module: Any) -> None:
@@ -552,6 +552,7 @@ def _simplify(module: Any) -> None:
         "_reciprocal": torch.reciprocal,
         "_choose": lambda bits, x, y: torch.where(bits != 0, x, y),
         "_prefetch": lambda *_: None,
+        "_prefetch_logits": lambda *_: None,
         "opaque_zero": lambda: _value(0),
         "wait_for_predecessor": lambda: None,
         "let_dependents_start": lambda: None,

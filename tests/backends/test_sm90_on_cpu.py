@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import threading
 
 import pytest
@@ -75,12 +76,22 @@ def kernels():
     )
 
 
+FAR_LOGITS = -math.inf, -3000.0, -100.0, 100.0, math.inf
+
+
 def inputs(normalizer=None, **sizes):
-    """Returns random inputs; with a normalizer g holds logits. Rows that belong to no sequence hold NaN."""
+    """Returns random inputs; with a normalizer g holds logits. Rows that belong to no sequence hold NaN.
+
+    With extreme gates, one logit in a hundred is far from 0.
+    """
     sizes = {"B": 1, "T": 130, "H": 1, "K": 64, "V": 64, "gate_form": "head", **sizes}
     x = gla_inputs(**{"dtype": BFLOAT16, "gate_dtype": torch.float32, **sizes})
     if normalizer is not None:
-        x = dataclasses.replace(x, g=(2 * torch.randn(x.g.shape) + 1).to(x.g.dtype))
+        logits = 2 * torch.randn(x.g.shape) + 1
+        if sizes.get("gates") == "extreme":
+            far = torch.tensor(FAR_LOGITS)[torch.randint(len(FAR_LOGITS), logits.shape)]
+            logits = torch.where(torch.rand(logits.shape) < 0.01, far, logits)
+        x = dataclasses.replace(x, g=logits.to(x.g.dtype))
     if x.cu_seqlens is not None:
         for y in (x.q, x.k, x.v, x.g):
             if y is not None and y.ndim > 1:
@@ -169,6 +180,25 @@ def check_forward(kernels, BV=None, stages=2, normalizer=None, factors=None, ski
     expected_o = (expected_o + skip) * gate
     for actual, truth in zip((o, final, checkpoints), (expected_o, expected_final, wanted), strict=True):
         assert relative_error(actual, truth) <= budget(dtype)
+
+
+def test_gates_from_logits_are_accurate(kernels):
+    x = torch.linspace(-100, 100, 200_001)
+    wanted = torch.nn.functional.logsigmoid(x.double()) / math.log(2)
+    error = (kernels.common.log2_sigmoid(x) - wanted).abs()
+    assert (error <= torch.maximum(2e-7 * wanted.abs(), torch.tensor(2e-7))).all()
+
+
+@pytest.mark.parametrize("sizes", [{"gate_form": "key"}, {"gate_form": "key", "gate_dtype": BFLOAT16}, PACKED], ids=str)
+@pytest.mark.parametrize("normalizer", [1, 16])
+@pytest.mark.parametrize("dtype", [BFLOAT16, torch.float16], ids=str)
+def test_logits_far_from_zero(kernels, sizes, normalizer, dtype):
+    sizes = {"gate_form": "key", "gates": "extreme", "normalizer": normalizer, "dtype": dtype} | sizes
+    check_forward(kernels, **sizes)
+    check_gradients(kernels, **sizes)
+    if dtype == BFLOAT16:
+        check_states(kernels, inputs(**sizes), False, normalizer)
+        check_states(kernels, inputs(**sizes), True, normalizer)
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, torch.float16, torch.float32], ids=str)

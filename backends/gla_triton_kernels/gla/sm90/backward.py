@@ -99,6 +99,7 @@ from gla_triton_kernels.gla.sm90.common_backward import (
     logits_strides,
     product,
     segment_backwards,
+    sums_of_logits,
 )
 from gla_triton_kernels.gla.sm90.half import in_half
 from gla_triton_kernels.gla.sm90.operands import as_operands, factors_of, store_operands
@@ -108,6 +109,8 @@ from gla_triton_runtime.launch import Launch
 from gla_triton_runtime.tma import shared_tiles
 
 SLOTS = gl.constexpr(2)  # pipeline stages of q, k and g
+ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # a warp holds whole rows
+SECTORS = gl.constexpr(gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0]))  # for one element in each 32 bytes
 
 
 def launch_gradients(
@@ -135,7 +138,7 @@ def launch_gradients(
     arguments = {
         **gradient_arguments(kernel, x, entering, leaving, segments, scale, bool(converted)),
         "g_desc": None if x.g is None else shared_tiles(x.g, CHUNK, WIDTH),
-        "dg_desc": shared_tiles(x.dg, CHUNK, WIDTH) if dg_by_tma else None,
+        "dg_desc": shared_tiles(x.dg, CHUNK, WIDTH) if dg_by_tma and normalizer is None else None,
         "dq_ptr": dq,
         "dk_ptr": dk,
         "dv_ptr": dv,
@@ -234,6 +237,40 @@ def _load_warp(loads, PARTS: gl.constexpr, HALVES: gl.constexpr, PER_Q: gl.const
 
 
 @gluon.jit
+def _sum_logits(g_desc, x_tiles, r_tiles, i, rows, NORMALIZER: gl.constexpr):
+    """Replaces the logits in tile i by NORMALIZER b [C, D], stores b_C / 2 [D], and returns b_C."""
+    b, end = sums_of_logits(gate_tile(g_desc, x_tiles, i), rows, NORMALIZER)  # [C, D], [D]
+    x_tiles.index(i).reshape([C, D]).store(b)
+    r_tiles.index(i).store(0.5 * end)
+    return end
+
+
+@gluon.jit
+def _decay_by_sums(mild, i, tiles, scale, NORMALIZER: gl.constexpr):
+    """Replaces q, k in tile i by qg, kg, and the sums of gates by the exponents of queries; see `_sum_logits`."""
+    q_tiles, k_tiles, x_tiles, r_tiles, firsts = tiles
+    x_tile = x_tiles.index(i).reshape([C, D])
+    b = x_tile.load(RUNS) * (1.0 / NORMALIZER)  # [C, D]
+    half = r_tiles.index(i).load(gl.SliceLayout(0, RUNS))  # [D], b_C / 2
+    first = _first_gate(b, i, q_tiles, firsts)
+    x = b - gl.where(mild, half, first)[None, :]
+    x_tile.store(x)
+    q_tile = q_tiles.index(i).reshape([C, D])
+    decay(q_tile, k_tiles.index(i).reshape([C, D]), x, 2 * half, mild, first, scale)
+
+
+@gluon.jit
+def _first_gate(g, i, q_tiles, firsts):
+    """Returns `a` of the module's docstring, 0 unless q is float16, and stores it; the first row of g holds gates."""
+    first = 0.0
+    if q_tiles.dtype == gl.float16:
+        row = gl.arange(0, C, gl.SliceLayout(1, RUNS))[:, None]  # [C, 1]
+        first = gl.max(gl.max(gl.where(row == 0, g, 2 * LEAST_GATE), 0), 0)
+        firsts.index(i).store(gl.full([1], first, gl.float32, gl.SliceLayout(1, RUNS)))
+    return first
+
+
+@gluon.jit
 def _decay(g, mild, i, tiles, scale):
     """Replaces q, k in tile i by qg, kg, and the gates by the exponents of queries, and stores b_C / 2 [D].
 
@@ -244,11 +281,7 @@ def _decay(g, mild, i, tiles, scale):
     q_tiles, k_tiles, x_tiles, r_tiles, firsts = tiles
     q_tile = q_tiles.index(i).reshape([C, D])
     k_tile = k_tiles.index(i).reshape([C, D])
-    first = 0.0
-    if q_tiles.dtype == gl.float16:
-        row = gl.arange(0, C, gl.SliceLayout(1, RUNS))[:, None]  # [C, 1]
-        first = gl.max(gl.max(gl.where(row == 0, g, 2 * LEAST_GATE), 0), 0)
-        firsts.index(i).store(gl.full([1], first, gl.float32, gl.SliceLayout(1, RUNS)))
+    first = _first_gate(g, i, q_tiles, firsts)
     x, end = exponents(g, mild, first)  # [C, D], [D]
     x_tiles.index(i).reshape([C, D]).store(x)
     r_tiles.index(i).store(0.5 * end)
@@ -256,16 +289,24 @@ def _decay(g, mild, i, tiles, scale):
 
 
 @gluon.jit
-def _write_dg(tiles, where, outputs, logits, key, K, slot, rows, NORMALIZER: gl.constexpr, PARTS: gl.constexpr):
-    """Writes dg of a chunk: the anchor minus the sum of w over the rows before each row.
+def _dg_before_slopes(tiles, i):
+    """Returns the anchor minus the sum of w over the rows before each row of tile i, [C, D]."""
+    _, _, x_tiles, r_tiles, _ = tiles
+    w = x_tiles.index(i).reshape([C, D]).load(RUNS)  # [C, D]
+    anchor = r_tiles.index(i).load(gl.SliceLayout(0, RUNS))  # [D]
+    return anchor[None, :] - (gl.associative_scan(w, 0, plus) - w)
+
+
+@gluon.jit
+def _write_dg(tiles, where, outputs, key, K, slot, rows, PARTS: gl.constexpr):
+    """Writes dg of a chunk; see `_dg_before_slopes`.
 
     Args:
         outputs: the descriptor of dg, or None, and the pointer to dg. With a descriptor, TMA writes dg from the tile of
             w, and this function returns when the tile may be overwritten.
         where: (batch, head, first token, T, Ho).
-        logits: if NORMALIZER is given, a pointer to the logits of the head at token 0, and the stride of tokens.
     """
-    _, _, x_tiles, r_tiles, _ = tiles
+    _, _, x_tiles, _, _ = tiles
     dg_desc, dg_ptr = outputs
     b, h, t, T, Ho = where
     row = gl.arange(0, C, gl.SliceLayout(1, RUNS))[:, None]  # [C, 1]
@@ -274,14 +315,7 @@ def _write_dg(tiles, where, outputs, logits, key, K, slot, rows, NORMALIZER: gl.
     offsets = row.to(gl.int64) * (Ho * K) + column  # [C, D]
     for p in range(PARTS):
         inside = (row < rows) & (column < K - key - p * D)
-        if NORMALIZER is not None:
-            g_ptr, g_t = logits
-            x = gl.load(g_ptr + (t + row).to(gl.int64) * g_t + (key + p * D + column), inside, 0.0)  # [C, D], logits
-        w = x_tiles.index(PARTS * slot + p).reshape([C, D]).load(RUNS)  # [C, D]
-        anchor = r_tiles.index(PARTS * slot + p).load(gl.SliceLayout(0, RUNS))  # [D]
-        dg = anchor[None, :] - (gl.associative_scan(w, 0, plus) - w)  # [C, D]
-        if NORMALIZER is not None:
-            dg *= slope_of_gates(x, NORMALIZER)
+        dg = _dg_before_slopes(tiles, PARTS * slot + p)  # [C, D]
         if dg_desc is None:
             gl.store(first + p * D + offsets, dg.to(dg_ptr.dtype.element_ty), inside)
         else:
@@ -289,6 +323,53 @@ def _write_dg(tiles, where, outputs, logits, key, K, slot, rows, NORMALIZER: gl.
             write(dg_desc, dg_ptr, dg_tile, dg, key + p * D, K, where, rows, False)
     if dg_desc is not None:
         tma.store_wait(0)
+
+
+@gluon.jit
+def _prefetch_logits(logits, t, rows, key, K, PARTS: gl.constexpr):
+    """Prefetches the logits of a chunk into the L1 cache; see `_write_gradients_of_logits`."""
+    g_ptr, g_t = logits
+    each: gl.constexpr = 256 // g_ptr.dtype.element_ty.primitive_bitwidth  # elements in 32 bytes
+    column = each * gl.arange(0, PARTS * D // each, gl.SliceLayout(0, SECTORS))[None, :]  # [1, PARTS D / each]
+    row = gl.arange(0, C, gl.SliceLayout(1, SECTORS))[:, None]  # [C, 1]
+    at = g_ptr + t.to(gl.int64) * g_t + key + ((row + opaque_zero()).to(gl.int64) * g_t + column)
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L1 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [at.to(gl.int64), ((row < rows) & (column < K - key)).to(gl.int32)],
+        gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _write_gradients_of_logits(
+    tiles, where, dg_ptr, logits, key, K, slot, rows, NORMALIZER: gl.constexpr, PARTS: gl.constexpr
+):
+    """Writes the gradients of the logits of a chunk: dg times the slopes of the gates.
+
+    They are multiplied in a layout in which a thread holds 8 columns of few rows, so that it needs few addresses.
+
+    Args:
+        where: (batch, head, first token, T, Ho).
+        logits: a pointer to the logits of the head at token 0, and the stride of tokens.
+    """
+    _, _, x_tiles, _, _ = tiles
+    g_ptr, g_t = logits
+    b, h, t, T, Ho = where
+    row = gl.arange(0, C, gl.SliceLayout(1, ROWS))[:, None]  # [C, 1]
+    column = gl.arange(0, D, gl.SliceLayout(0, ROWS))[None, :]  # [1, D]
+    from_ptr = g_ptr + t.to(gl.int64) * g_t + key
+    to_ptr = dg_ptr + ((b.to(gl.int64) * T + t) * Ho + h) * K + key
+    for p in range(PARTS):
+        inside = (row < rows) & (column < K - key - p * D)
+        at = (row + opaque_zero()).to(gl.int64)  # [C, 1]
+        x = gl.load(from_ptr + p * D + (at * g_t + column), inside, 0.0)  # [C, D], arrives while dg is summed
+        x_tile = x_tiles.index(PARTS * slot + p).reshape([C, D])
+        x_tile.store(_dg_before_slopes(tiles, PARTS * slot + p))
+        dg = x_tile.load(ROWS) * slope_of_gates(as_float32(x), NORMALIZER)  # [C, D]
+        gl.store(to_ptr + p * D + (at * (Ho * K) + column), dg.to(dg_ptr.dtype.element_ty), inside)
 
 
 @gluon.jit
@@ -311,7 +392,7 @@ def _gate_warps(args, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, PACKED: gl.
     """Replaces q, k by qg, kg in each chunk, marks chunks that are not mild, and writes dg of the previous chunk.
 
     Loops over parts run at run time, to keep the code small: the instructions are fetched again for each chunk. The
-    gates of a part are therefore read twice; if they come from logits, the first loop stores them for the second.
+    gates of a part are therefore read twice; if they come from logits, the first loop stores their sums for the second.
     """
     g_desc, tiles, barriers, marks, marks_c, outputs, logits, place, sizes, scale = args
     q_tiles, k_tiles, x_tiles, r_tiles, firsts, mild_flags = tiles
@@ -327,15 +408,19 @@ def _gate_warps(args, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, PACKED: gl.
         phase = i // SLOTS & 1
         rows = gl.minimum(length - c * C, C)
         first = PARTS * slot
+        if NORMALIZER is not None:  # of the previous chunk
+            _prefetch_logits(logits, start + (c + 1) * C, gl.where(i > 0, length - (c + 1) * C, 0), key, K, PARTS)
         if i < chunks:
             if g_desc is not None:
                 mbarrier.wait(g_full.index(slot), phase)
                 least = gl.to_tensor(0.0)
                 for p in range(PARTS):
-                    g = gates(gate_tile(g_desc, x_tiles, first + p), rows, NORMALIZER, PACKED)  # [C, D]
-                    least = gl.minimum(least, gl.min(gl.sum(g, 0), 0))
-                    if NORMALIZER is not None:
-                        x_tiles.index(first + p).reshape([C, D]).store(g)
+                    if NORMALIZER is None:
+                        g = gates(gate_tile(g_desc, x_tiles, first + p), rows, None, PACKED)  # [C, D]
+                        end = gl.sum(g, 0)  # [D]
+                    else:
+                        end = _sum_logits(g_desc, x_tiles, r_tiles, first + p, rows, NORMALIZER)  # [D]
+                    least = gl.minimum(least, gl.min(end, 0))
                 if HALF:
                     mbarrier.wait(qk_full.index(slot), phase)
                     mild = _is_mild_in_half(least, q_tiles, k_tiles, first, PARTS)
@@ -352,9 +437,9 @@ def _gate_warps(args, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, PACKED: gl.
                 for p in range(PARTS):
                     if NORMALIZER is None:
                         g = gates(gate_tile(g_desc, x_tiles, first + p), rows, None, PACKED)  # [C, D]
+                        _decay(g, mild, first + p, parts, scale)
                     else:
-                        g = x_tiles.index(first + p).reshape([C, D]).load(RUNS)  # [C, D]
-                    _decay(g, mild, first + p, parts, scale)
+                        _decay_by_sums(mild, first + p, parts, scale, NORMALIZER)
             else:
                 for p in gl.static_range(PARTS):
                     q_tile = q_tiles.index(first + p).reshape([C, D])
@@ -367,7 +452,12 @@ def _gate_warps(args, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, PACKED: gl.
                 mbarrier.wait(w_full.index(before), (i - 1) // SLOTS & 1)
                 where = (b, h, start + (c + 1) * C, T, Ho)
                 rows = gl.minimum(length - (c + 1) * C, C)
-                _write_dg(parts, where, outputs, logits, key, K, before, rows, NORMALIZER, PARTS)
+                if NORMALIZER is None:
+                    _write_dg(parts, where, outputs, key, K, before, rows, PARTS)
+                else:
+                    _write_gradients_of_logits(
+                        parts, where, outputs[1], logits, key, K, before, rows, NORMALIZER, PARTS
+                    )
             mbarrier.arrive(qk_empty.index(before), count=1)
 
 

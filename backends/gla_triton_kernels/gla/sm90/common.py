@@ -54,6 +54,7 @@ LOG2_C = gl.constexpr(6)  # a chunk has C = 64 tokens
 # The least unit of an operand in float16. Units and products of operands are at most 2^38, so a product times the
 # quotient of two units is at most 2^116.
 LEAST_UNIT = gl.constexpr(2.0**-40)
+INFINITY = gl.constexpr(float("inf"))
 
 
 def gate_strides(g: Tensor | None) -> dict[str, int]:
@@ -498,14 +499,20 @@ def sums_of_runs(x):
 
 
 @gluon.jit
-def exponents_of_mild_chunk(g):
+def exponents_of_mild_chunk(g, NORMALIZER: gl.constexpr):
     """Returns the exponents b - r [C, K] in base 2, and b_C [K] in nats.
 
-    The log gates g [C, K] are in nats. If the chunk proves not to be mild, the exponents are not used.
+    If the chunk proves not to be mild, the exponents are not used.
+
+    Args:
+        g: the log gates [C, K], as `log_gates_of_tile` returns them.
     """
     within, before, end = sums_of_runs(g)
     r = gl.convert_layout(0.5 * end, gl.SliceLayout(0, before.type.layout), assert_trivial=True)[None, :]  # [1, K]
-    x = within * LOG2E + ((before - r) * LOG2E)[:, None, :]
+    unit: gl.constexpr = LOG2E if NORMALIZER is None else 1.0 / NORMALIZER
+    x = within * unit + ((before - r) * unit)[:, None, :]
+    if NORMALIZER is not None:
+        end *= 1.0 / (NORMALIZER * LOG2E)
     return gl.convert_layout(x.reshape(g.shape), g.type.layout, assert_trivial=True), end
 
 
@@ -525,30 +532,30 @@ def decay_mild_chunk(q_tile, k_tile, x, end):
 
 
 @gluon.jit
-def decay_any_chunk(q_tile, k_tile, scratch, g):
+def decay_any_chunk(q_tile, k_tile, scratch, g, NORMALIZER: gl.constexpr):
     """Replaces q, k in the tiles [C, K] of any chunk by qg, kg, and returns exp(b_C) [K] and A [C, C].
 
     Args:
         scratch: shared memory of at least one tile [C, K]; see `_scores_by_halving`.
-        g: the log gates of the chunk [C, K], in nats.
+        g: the log gates of the chunk [C, K], as `log_gates_of_tile` returns them.
     """
-    g, b, b_end = _sums_of_any_chunk(g)
+    g, b, b_end = _sums_of_any_chunk(g, NORMALIZER)
     a = _scores_by_halving(q_tile, k_tile, scratch, b, levels_that_count(g, LEAST_NORMAL))  # [C, C]
     q_tile.store((q_tile.load(g.type.layout).to(gl.float32) * gl.exp2(b)).to(q_tile.dtype))
     return _decay_keys(k_tile, b, b_end), a
 
 
 @gluon.jit
-def decay_any_keys(k_tile, g):
+def decay_any_keys(k_tile, g, NORMALIZER: gl.constexpr):
     """Replaces k in the tile [C, K] of any chunk by kg, and returns exp(b_C) [K]; see `decay_any_chunk`."""
-    _, b, b_end = _sums_of_any_chunk(g)
+    _, b, b_end = _sums_of_any_chunk(g, NORMALIZER)
     return _decay_keys(k_tile, b, b_end)
 
 
 @gluon.jit
-def _sums_of_any_chunk(g):
-    """Returns the log gates [C, K], their sums b [C, K] and b_C [K], all in base 2, for log gates g [C, K] in nats."""
-    g = gl.maximum(g, LEAST_GATE) * LOG2E
+def _sums_of_any_chunk(g, NORMALIZER: gl.constexpr):
+    """Returns the log gates [C, K], their sums b [C, K] and b_C [K], all in base 2; see `decay_any_chunk`."""
+    g = bounded_gates(g, NORMALIZER)
     return g, gl.associative_scan(g, 0, plus), gl.sum(g, 0)
 
 
@@ -567,17 +574,30 @@ def in_state(key, value, stride_k, stride_v):
 
 @gluon.jit
 def log_gates(x, NORMALIZER: gl.constexpr):
-    """Returns log gates in float32: x itself, or log sigma(x) / NORMALIZER if NORMALIZER is given and x holds logits.
-
-    log sigma(x) = min(x, 0) - log(1 + exp(-|x|)), computed with an error of at most 1e-7, far below the rounding of
-    bfloat16.
-    """
+    """Returns log gates in float32: x itself, or log sigma(x) / NORMALIZER if NORMALIZER is given: x holds logits."""
     x = x.to(gl.float32)
+    return x if NORMALIZER is None else log2_sigmoid(x) * (1.0 / (NORMALIZER * LOG2E))
+
+
+@gluon.jit
+def log2_sigmoid(x):
+    """Returns log2 sigma(x) for x in float32.
+
+    log sigma(x) = min(x, 0) - log(1 + exp(-|x|)), computed with an error of at most 2e-7, or of 2e-7 times the result
+    if that is larger. This is far below the rounding of bfloat16.
+    """
+    y = x * LOG2E
+    minus_y = -1.0 * gl.abs(y)  # -gl.abs(y) would become 0 - |y|, one more instruction
+    return gl.minimum(y, 0.0) - _log2(1.0 + gl.exp2(minus_y))
+
+
+@gluon.jit
+def bounded_gates(g, NORMALIZER: gl.constexpr):
+    """Returns log gates in units of log 2, at least LEAST_GATE, for gates as `log_gates_of_tile` returns them."""
     if NORMALIZER is None:
-        return x
+        return gl.maximum(g, LEAST_GATE) * LOG2E
     else:  # noqa: RET505 -- one branch is compiled
-        log2 = _log2(1.0 + gl.exp2(gl.abs(x) * -LOG2E))
-        return gl.minimum(x, 0.0) * (1.0 / NORMALIZER) - log2 * (1.0 / (NORMALIZER * LOG2E))
+        return gl.maximum(g * (1.0 / NORMALIZER), LEAST_GATE * LOG2E)
 
 
 @gluon.jit
@@ -606,17 +626,20 @@ def _reciprocal(x):
 
 @gluon.jit
 def log_gates_of_tile(tile, rows, layout: gl.constexpr, NORMALIZER: gl.constexpr, PACKED: gl.constexpr):
-    """Returns the log gates of a tile [C, K] in float32; the gates from row `rows` on are 0.
+    """Returns the log gates of a tile [C, K] in float32, in nats; the gates from row `rows` on are 0.
 
-    In a batch, TMA fills rows after the last token with 0. Gates therefore need no mask there, but logits do.
+    If the tile holds logits, the results are NORMALIZER times the log gates, in units of log 2: the caller multiplies
+    by a constant anyway.
+
+    In a batch, TMA fills rows after the last token with 0. These are gates that do not decay, but logits that do.
     """
     if NORMALIZER is None:
         if PACKED:
             clear_rows(tile, rows, layout)
         return tile.load(layout).to(gl.float32)
     else:  # noqa: RET505 -- one branch is compiled
-        row = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))[:, None]  # [C, 1]
-        return gl.where(row < rows, log_gates(tile.load(layout), NORMALIZER), 0.0)
+        clear_rows(tile, rows, layout, INFINITY)
+        return log2_sigmoid(as_float32(tile.load(layout)))
 
 
 @gluon.jit
@@ -641,12 +664,12 @@ def logits_of(gates, t, rows, token):
 
 
 @gluon.jit
-def clear_rows(tile, rows, layout: gl.constexpr):
-    """Writes 0 to all but the first `rows` rows of a tile [C, K]: these rows belong to the next sequence."""
+def clear_rows(tile, rows, layout: gl.constexpr, value: gl.constexpr = 0.0):
+    """Writes a value to all but the first `rows` rows of a tile [C, K]: these rows belong to the next sequence."""
     if rows < tile.shape[0]:
         row = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout)) + opaque_zero()  # [C]
         x = tile.load(layout)  # [C, K]
-        tile.store(gl.where((row < rows)[:, None], x, gl.zeros_like(x)))
+        tile.store(gl.where((row < rows)[:, None], x, gl.full_like(x, value)))
 
 
 @gluon.jit

@@ -24,6 +24,7 @@ from gla_triton_kernels.chunks.segments import Segments, lengths_of, state_strid
 from gla_triton_kernels.gla.shared.limits import LEAST_GATE
 from gla_triton_kernels.gla.sm90.common import (
     as_float32,
+    bounded_gates,
     chunk_of,
     in_state,
     log_gates_of_tile,
@@ -152,7 +153,16 @@ def gate_tile(g_desc, x_tiles, i):
 def gates(block, rows, NORMALIZER: gl.constexpr, PACKED: gl.constexpr):
     """Returns the gates [C, D] of a chunk of `rows` rows from a block [1, 1, C, D], in units of log 2."""
     g = log_gates_of_tile(block.reshape([C, D]), rows, RUNS, NORMALIZER, PACKED)
-    return gl.maximum(g, LEAST_GATE) * LOG2E  # [C, D]
+    return bounded_gates(g, NORMALIZER)  # [C, D]
+
+
+@gluon.jit
+def sums_of_logits(block, rows, NORMALIZER: gl.constexpr):
+    """Returns the sums NORMALIZER b [C, D] and b_C [D] for the logits of a chunk of `rows` rows; see `gates`."""
+    g = log_gates_of_tile(block.reshape([C, D]), rows, RUNS, NORMALIZER, False)
+    b = gl.associative_scan(gl.maximum(g, NORMALIZER * LEAST_GATE * LOG2E), 0, plus)  # [C, D]
+    row = gl.arange(0, C, gl.SliceLayout(1, RUNS))[:, None]  # [C, 1]
+    return b, gl.sum(gl.where(row == C - 1, b, -0.0), 0) * (1.0 / NORMALIZER)
 
 
 @gluon.jit

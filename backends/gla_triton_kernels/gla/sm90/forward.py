@@ -255,7 +255,7 @@ def _gate_warps(
             mbarrier.wait(g_full.index(slot), phase)
             g_tile = _gate_tile(scratch_tiles, slot, g_desc).reshape([C, K])
             g = log_gates_of_tile(g_tile, rows, runs, NORMALIZER, PACKED)  # [C, K]
-            x, end = exponents_of_mild_chunk(g)  # [C, K], [K]
+            x, end = exponents_of_mild_chunk(g, NORMALIZER)  # [C, K], [K]
             mild = gl.min(end, 0) > (-MILD_DECAY_HALF if HALF else -MILD_DECAY_SM90)
             # The load warp has waited until the state warps have read the slot, so its decay and A may be replaced too.
             mbarrier.wait(full.index(slot), phase)
@@ -275,14 +275,16 @@ def _gate_warps(
             else:
                 again = log_gates_of_tile(g_tile, rows, columns, NORMALIZER, False)  # [C, K]
                 if HAS_O:
-                    decay, a = decay_any_chunk(q_tile, k_tile, scratch_tiles.index(slot), again)  # [K], [C, C]
+                    decay, a = decay_any_chunk(
+                        q_tile, k_tile, scratch_tiles.index(slot), again, NORMALIZER
+                    )  # [K], [C, C]
                     decays.index(slot).store(decay)
                     a, a_unit = in_units(a, q_tile.dtype)
                     a_tiles.index(slot).store(a)
                     if HALF:
                         a_units.index(slot).store(gl.full([1], a_unit, gl.float32, gl.SliceLayout(1, runs)))
                 else:
-                    decays.index(slot).store(decay_any_keys(k_tile, again))
+                    decays.index(slot).store(decay_any_keys(k_tile, again, NORMALIZER))
                 fence_async_shared()  # as above
                 mbarrier.arrive(g_empty.index(slot), count=1)
         else:

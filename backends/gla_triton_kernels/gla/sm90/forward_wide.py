@@ -218,7 +218,7 @@ def _gate_kernel(
             clear_rows(k_tile, rows, runs)
         if HALF and PACKED:  # rows of the next sequence would count in the largest number of the chunk
             clear_rows(q_tile, rows, runs)
-        x, end = exponents_of_mild_chunk(g)  # [C, BK], [BK]
+        x, end = exponents_of_mild_chunk(g, NORMALIZER)  # [C, BK], [BK]
         mild = gl.min(end, 0) > (-MILD_DECAY_HALF if HALF else -MILD_DECAY_SM90)
         if HALF:
             mild = mild & fit_mild_chunk(magnitudes(q_tile, k_tile, runs))
@@ -231,7 +231,7 @@ def _gate_kernel(
             A += gl.where(t >= s, warpgroup_mma_wait(0, [product]), 0.0)
         else:
             again = log_gates_of_tile(g_tile, rows, columns, NORMALIZER, False)  # [C, BK]
-            decay, a = decay_any_chunk(q_tile, k_tile, scratch, again)  # [BK], exp(b_C)
+            decay, a = decay_any_chunk(q_tile, k_tile, scratch, again, NORMALIZER)  # [BK], exp(b_C)
             _write_decays(decays + j * BK, decay, gl.full_like(decay, 1.0), SLICES)
             A += a
             fence_async_shared()  # as above

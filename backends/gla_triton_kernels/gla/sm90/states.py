@@ -58,9 +58,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunks.kernel import SegmentPlan
 from gla_triton_kernels.chunks.segments import Recurrence, Segments, lengths_of
-from gla_triton_kernels.gla.shared.limits import LEAST_GATE
 from gla_triton_kernels.gla.sm90.common import (
     as_float32,
+    bounded_gates,
     chunk_of,
     clear_rows,
     gate_strides,
@@ -286,7 +286,7 @@ def _state_warps(
             count = gl.max(count_tiles.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
             g_tile = g_tiles.index(PARTS * slot + part).reshape([C, PART])
             g = log_gates_of_tile(g_tile, rows, layout, NORMALIZER, PACKED)
-            g = gl.maximum(g, LEAST_GATE) * LOG2E  # [C, PART]
+            g = bounded_gates(g, NORMALIZER)  # [C, PART]
             if FROM_FIRST:
                 row = gl.arange(0, C, gl.SliceLayout(1, layout))[:, None]  # [C, 1]
                 first = gl.where(i == 0, gl.sum(gl.where(row == 0, g, 0.0), 0), first)  # [PART]
