@@ -102,8 +102,9 @@ def test_gradients_of_time_steps(device, softplus, others):
         for y in (dt, ddelta, dg, dskip):
             y[:, :3] = y[:, -4:] = torch.nan
     bias, D, dskip = (bias, D, dskip) if others else (None, None, None)
-    ddt, (dA, dbias, dD) = torch.empty(B, T, Hv, device=device), (
-        None if y is None else torch.empty_like(y) for y in (A, bias, D)
+    ddt, (dA, dbias, dD) = (
+        torch.empty(B, T, Hv, device=device),
+        (None if y is None else torch.empty_like(y) for y in (A, bias, D)),
     )
     results = (ddt, dA, dbias, dD)
     start(launch_time_step_gradients(dt, A, bias, offsets, ddelta, dg, dskip, *results, low, high, softplus))

@@ -687,7 +687,10 @@ def _chunk_gla_fwd_head_kernel(
     if GROUPS == 1 and TURNS == 1:
         gl.warp_specialize(
             [
-                (_gate_warps, (gates, factors, gate, 0, 1, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS)),
+                (
+                    _gate_warps,
+                    (gates, factors, gate, 0, 1, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS),
+                ),
                 (_state_warps, (state_args, 0, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES, BACKWARDS)),
                 (_load_warp, (load, HAS_O, HEADS, SLICES, STAGES, BACKWARDS)),
             ],
@@ -697,8 +700,14 @@ def _chunk_gla_fwd_head_kernel(
     elif GROUPS == 1:
         gl.warp_specialize(
             [
-                (_gate_warps, (gates, factors, gate, 0, 2, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS)),
-                (_gate_warps, (gates, factors, gate, 1, 2, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS)),
+                (
+                    _gate_warps,
+                    (gates, factors, gate, 0, 2, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS),
+                ),
+                (
+                    _gate_warps,
+                    (gates, factors, gate, 1, 2, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS),
+                ),
                 (_state_warps, (state_args, 0, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES, BACKWARDS)),
                 (_load_warp, (load, HAS_O, HEADS, SLICES, STAGES, BACKWARDS)),
             ],
@@ -708,7 +717,10 @@ def _chunk_gla_fwd_head_kernel(
     elif TURNS == 1:
         gl.warp_specialize(
             [
-                (_gate_warps, (gates, factors, gate, 0, 1, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS)),
+                (
+                    _gate_warps,
+                    (gates, factors, gate, 0, 1, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS),
+                ),
                 (_state_warps, (state_args, 0, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES, BACKWARDS)),
                 (_state_warps, (state_args, 1, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES, BACKWARDS)),
                 (_load_warp, (load, HAS_O, HEADS, SLICES, STAGES, BACKWARDS)),
@@ -719,8 +731,14 @@ def _chunk_gla_fwd_head_kernel(
     else:
         gl.warp_specialize(
             [
-                (_gate_warps, (gates, factors, gate, 0, 2, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS)),
-                (_gate_warps, (gates, factors, gate, 1, 2, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS)),
+                (
+                    _gate_warps,
+                    (gates, factors, gate, 0, 2, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS),
+                ),
+                (
+                    _gate_warps,
+                    (gates, factors, gate, 1, 2, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS),
+                ),
                 (_state_warps, (state_args, 0, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES, BACKWARDS)),
                 (_state_warps, (state_args, 1, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES, BACKWARDS)),
                 (_load_warp, (load, HAS_O, HEADS, SLICES, STAGES, BACKWARDS)),

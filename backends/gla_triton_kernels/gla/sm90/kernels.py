@@ -482,12 +482,16 @@ def _backward_head_seconds(call: OpCall, x: GradientParameters, through: Cut, si
     return [*_operands_seconds(call, c), kernel_seconds(call, block, through, size, c)]
 
 
-def _backward_group_seconds(call: OpCall, x: GradientParameters, through: Cut, size: float, c: Constants) -> list[float]:
+def _backward_group_seconds(
+    call: OpCall, x: GradientParameters, through: Cut, size: float, c: Constants
+) -> list[float]:
     """Returns the seconds of three kernels: the first writes P, the second reads P, and the third computes dg."""
     P, Hv = checkpoint_bytes(call, CHUNK), call.dims["Hv"]
     W = warpgroup_columns(call.dims["K"])
     states = _forward_head_time(call, _output_parameters(call, 2 * W))
-    before = kernel_seconds(call, states._replace(step=STATES_ALONE * states.step), through, moved_bytes(call) / 2 + P, c)
+    before = kernel_seconds(
+        call, states._replace(step=STATES_ALONE * states.step), through, moved_bytes(call) / 2 + P, c
+    )
     seconds = max(_group_seconds(call, x) * c["step"], (size + P) / c["bandwidth"])
     dots = call.dims["B"] * call.dims["T"] * Hv * 4 * 9
     return [before, c["launch"] + seconds, c["launch"] + dots / c["bandwidth"]]
