@@ -94,6 +94,13 @@ def cut(call, gpu=H200):
         ({"T": 191, "K": 64}, general.FORWARD),
         ({"T": 96, "K": 256}, sm90.FORWARD_WIDE),
         ({"T": 0}, general.FORWARD),
+        ({"B": 64, "N": 64, "T": 95}, sm90.FORWARD),  # the blocks fill the GPU, so prices decide
+        ({"B": 64, "N": 64, "T": 17}, sm90.FORWARD),
+        ({"B": 64, "N": 64, "T": 16}, general.FORWARD),
+        ({"B": 64, "N": 64, "T": 95, "K": 64, "V": 64}, general.FORWARD),
+        ({"B": 64, "N": 64, "T": 95, "K": 64, "V": 256}, sm90.FORWARD),
+        ({"B": 64, "N": 64, "T": 33, "K": 640}, sm90.FORWARD_WIDE),  # the general kernel has no matrix units there
+        ({"B": 1, "N": 256, "K": 640, "packed": True}, sm90.FORWARD_WIDE),
     ],
     ids=lambda x: getattr(x, "name", str(x)),
 )

@@ -43,7 +43,14 @@ def call_for(
     **changes,
 ):
     """Returns a call that a kernel computes on an H200, with changes. Rows of heads begin at multiples of 16 bytes."""
-    dims = {"B": 2, "T": 300, "H": 4, "K": 256 if kernel in WIDE else 128, "V": 128, **changes}
+    dims = {
+        "B": 2,
+        "T": 300,
+        "H": 4,
+        "K": 256 if kernel in WIDE else 128,
+        "V": 256 if kernel is sm90.BACKWARD_WIDE else 128,
+    }
+    dims |= changes
     dims = {"Hq": dims["H"], "Hv": dims["H"], "N": dims["B"], **dims}
     B, T, H, Hq, Hv, K, V = (dims[name] for name in ("B", "T", "H", "Hq", "Hv", "K", "V"))
     Ho = max(Hq, Hv)
@@ -155,10 +162,11 @@ KERNEL_REASONS = [
     (sm90.FORWARD_WIDE, {"K": 128}, "computes K from 136 in steps of 8; K is 128"),
     (sm90.FORWARD_WIDE, {"K": 132}, "computes K from 136 in steps of 8; K is 132"),
     (sm90.FORWARD_WIDE, {"gate_dtype": None}, "computes calls with gates; there are none"),
+    (sm90.BACKWARD, {"gate_dtype": None}, "computes calls with gates; there are none"),
     (sm90.BACKWARD, {"K": 37}, "computes K and V that are multiples of 8; K is 37 and V is 128"),
     (sm90.BACKWARD, {"V": 100}, "computes K and V that are multiples of 8; K is 128 and V is 100"),
     (sm90.BACKWARD_WIDE, {"V": 100}, "computes K and V that are multiples of 8; K is 256 and V is 100"),
-    (sm90.BACKWARD_WIDE, {"K": 128}, "computes heads with K or V above 128; K is 128 and V is 128"),
+    (sm90.BACKWARD_WIDE, {"V": 128}, "computes heads with V above 128; V is 128"),
 ]
 
 
@@ -292,7 +300,7 @@ def lines_of(explanation, backend):
             {"value_heads": 48},
             [
                 "kernel sm90.backward",
-                "not sm90.backward_wide: computes heads with K or V above 128; K is 128 and V is 128",
+                "not sm90.backward_wide: computes heads with V above 128; V is 128",
             ],
         ),
         ("chunk_gla_bwd", "8,4096,16,256,256", {"value_heads": 48}, ["kernel sm90.backward_wide"]),
@@ -308,7 +316,7 @@ def lines_of(explanation, backend):
             {},
             [
                 "kernel sm90.backward",
-                "not sm90.backward_wide: computes heads with K or V above 128; K is 128 and V is 128",
+                "not sm90.backward_wide: computes heads with V above 128; V is 128",
             ],
         ),
         (

@@ -335,7 +335,7 @@ def check_gradients(kernels, dstate=True, normalizer=None, factors=None, scale=N
     gluon_on_cpu.run(segments.launches)
     if sizes.get("gate_form") != "key":
         kernel = kernels.backward_head
-    elif dtype == BFLOAT16 and max(K, V) > 128:
+    elif dtype == BFLOAT16 and V > 128:
         kernel = kernels.backward_wide
     else:
         kernel = kernels.backward
@@ -405,7 +405,12 @@ def test_gradients_of_every_gate(kernels, form, dtype, gates):
         {"K": 24, "V": 128, "G": 2},
         {"gate_form": "constant", "G": 2, "initial_state": True},
         {"K": 136, "V": 136},  # several blocks of keys and of values
+        {"gate_form": "constant", "K": 136, "V": 40, "initial_state": True},  # and blocks of 64 values
+        pytest.param({"K": 40, "V": 136, "R": 2}, marks=pytest.mark.thorough),
         pytest.param({"gate_form": "constant", "K": 136, "V": 136}, marks=pytest.mark.thorough),
+        {"gate_form": "key", "K": 136, "V": 40, "initial_state": True},
+        pytest.param(PACKED | {"gate_form": "key", "K": 264, "V": 128, "R": 2}, marks=pytest.mark.thorough),
+        pytest.param(PACKED | {"gates": "none", "K": 136, "V": 128, "G": 2}, marks=pytest.mark.thorough),
         PACKED,
         PACKED | {"R": 2, "gates": "-inf", "dstate": False},
         PACKED | {"gate_form": "constant"},

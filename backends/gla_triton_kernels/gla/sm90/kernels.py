@@ -101,6 +101,11 @@ def _refuse_key_gates(call: OpCall) -> Reason | None:
     return None
 
 
+def _refuse_no_gates(call: OpCall) -> Reason | None:
+    """Returns the reason why a kernel that is slower without gates than another one does not compute a call, or None."""
+    return "computes calls with gates; there are none" if call.gate_dtype is None else None
+
+
 def _refuse_head_gates(call: OpCall) -> Reason | None:
     """Returns the reason why the kernels with one gate for each head, or no gates, cannot compute a call, or None."""
     gates = call.gate_form or ("key" if call.gate_dtype is not None else None)
@@ -209,7 +214,7 @@ def _forward_wide_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
         return reason
     if not (K > 128 and K % 8 == 0):
         return f"computes K from 136 in steps of 8; K is {K}"
-    return "computes calls with gates; there are none" if call.gate_dtype is None else None
+    return _refuse_no_gates(call)
 
 
 def _forward(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
@@ -356,7 +361,7 @@ def _gradient_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
 
 
 def _backward_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
-    return _gradient_refusal(call, gpu) or _refuse_key_gates(call)
+    return _gradient_refusal(call, gpu) or _refuse_key_gates(call) or _refuse_no_gates(call)
 
 
 def _backward_head_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
@@ -366,20 +371,12 @@ def _backward_head_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
 def _backward_wide_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
     if (reason := _gradient_refusal(call, gpu) or _refuse_dtype(call) or _refuse_key_gates(call)) is not None:
         return reason
-    K = call.dims["K"]
-    if not _has_several_blocks(call):
-        return f"computes heads with K or V above 128; K is {K} and V is {call.dims['V']}"
-    return None
-
-
-def _has_several_blocks(call: OpCall) -> bool:
-    """Returns whether backward.py needs several blocks for a head. Each would repeat the work on q, k and g."""
-    return call.dims["K"] > 128 or call.dims["V"] > 128
+    V = call.dims["V"]  # with less, no two blocks of backward.py repeat the work on q, k and g of the same keys
+    return None if V > 128 else f"computes heads with V above 128; V is {V}"
 
 
 def _gradient_parameters(call: OpCall, gpu: Gpu, segments: int) -> GradientParameters:
-    several = _has_several_blocks(call)
-    BK, BV = (128 if several or call.dims[name] > 64 else 64 for name in ("K", "V"))
+    BK, BV = (128 if call.dims[name] > 64 else 64 for name in ("K", "V"))
     return GradientParameters(BK=BK, BV=BV, warps=4, programs=gpu.multiprocessors)
 
 
