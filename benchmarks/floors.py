@@ -5,8 +5,8 @@
 The floors of a call are the seconds that the backend which `auto` picks predicts, divided by the larger of two times:
 to move each input and output once, at the speed of a copy, and to compute the products of the chunked form, with chunks
 of 64 tokens (`floor_seconds` in gla_core/bench/models.py). The calls with the most floors are printed, each as a
-command of `gla explain`. Calls whose work does not fill the GPU are left out: their floor is below `LEAST`, or they have
-fewer chunks of heads than the GPU has multiprocessors.
+command of `gla explain`. Calls whose work does not fill the GPU are left out: their floor is below `LEAST`, or they
+have fewer chunks of heads than the GPU has multiprocessors.
 """
 
 from __future__ import annotations

@@ -78,7 +78,8 @@ def cut(call, gpu=H200):
         ({"Hq": 32}, sm90.FORWARD),
         ({"Hq": 32, "K": 256}, sm90.FORWARD_WIDE),
         ({"Hq": 32, "gate_dtype": None}, sm90.FORWARD),
-        ({"Hq": 32, "gate_form": "head"}, general.FORWARD),
+        ({"Hq": 32, "gate_form": "head"}, sm90.FORWARD_HEAD),
+        ({"Hq": 32, "gate_form": "constant", "K": 256}, sm90.FORWARD_HEAD),
         ({"Hv": 32}, sm90.FORWARD),
         ({"Hv": 32, "K": 256}, sm90.FORWARD_WIDE),
         ({"Hv": 32, "dtype": float16}, sm90.FORWARD),
@@ -262,7 +263,7 @@ def test_segments_of_wide_heads_on_hopper():
 
 
 def test_segments_without_the_kernels_for_hopper():
-    for changes in ({"Hq": 32, "gate_form": "head"}, {"K": 132}):
+    for changes in ({"aligned": False}, {"K": 132}):
         plan = cut(call_of(**{"B": 1, "T": 65536, "H": 8, **changes}))
         assert (plan.outputs, plan.segments.states) == (general.FORWARD, general.STATES)
         assert plan.segments.overlap

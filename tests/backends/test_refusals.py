@@ -130,7 +130,6 @@ def test_a_tensor_that_tma_cannot_address_is_named(kernel, name, change):
     assert kernel.refusal(call_for(kernel, layouts={name: layout}), H200) == UNALIGNED.format(name)
 
 
-HEADS = "computes as many query heads as key/value heads; q has 8 and k has 4"
 KEY_GATES = "computes gates for each key [B, T, Hv, K]; g has one for each"
 POOL_HEADS = "computes as many query heads as key/value heads if states are in a pool; q has 8 and k has 4"
 VALUE_HEADS = "computes value heads in groups if each key has a gate; v has 8 and k 4"
@@ -151,8 +150,8 @@ KERNEL_REASONS = [
         for kernel in (sm90.FORWARD, sm90.FORWARD_WIDE, sm90.FORWARD_HEAD)
         for refusal in (({"V": 60}, "computes V that are multiples of 8; V is 60"),)
     ),
-    (sm90.FORWARD_HEAD, {"Hq": 8}, HEADS),
-    *((kernel, {"Hq": 8, "pool": True}, POOL_HEADS) for kernel in (sm90.FORWARD, sm90.FORWARD_WIDE)),
+    (sm90.FORWARD_HEAD, {"Hq": 8}, None),
+    *((kernel, {"Hq": 8, "pool": True}, POOL_HEADS) for kernel in (sm90.FORWARD, sm90.FORWARD_WIDE, sm90.FORWARD_HEAD)),
     *(
         (kernel, {"gate_form": "key"}, "computes one gate for each head, or none; g has one for each key [B, T, Hv, K]")
         for kernel in HEAD_GATE_KERNELS
@@ -277,13 +276,12 @@ def lines_of(explanation, backend):
             "8,4096,16,128,128",
             {"query_heads": 32, "gate": "head"},
             [
-                "kernel general.forward",
+                "kernel sm90.forward_head",
                 *(
                     f"not sm90.{name}: computes gates for each key [B, T, Hv, K]; g has one for each token and head "
                     "[B, T, Hv]"
                     for name in ("forward", "forward_wide")
                 ),
-                "not sm90.forward_head: computes as many query heads as key/value heads; q has 32 and k has 16",
             ],
         ),
         *(

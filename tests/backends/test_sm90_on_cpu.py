@@ -172,6 +172,11 @@ def test_outputs_of_every_gate(kernels, form, gates, dtype):
         PACKED | {"K": 320, "V": 72, "dtype": torch.float32},  # three slices
         {"K": 512, "V": 64, "gates": "none", "T": 300},
         {"K": 1024, "V": 40, "gate_form": "constant", "normalizer": 2},
+        {"G": 3, "H": 2, "B": 2, "initial_state": True},  # query heads that share a state
+        {"gate_form": "constant", "G": 2, "H": 2, "K": 200, "V": 72, "dtype": torch.float32, "initial_state": True},
+        {"gates": "none", "G": 2, "K": 128, "V": 128},
+        PACKED | {"G": 2, "H": 2, "gates": "-inf", "dtype": torch.float16},
+        PACKED | {"G": 2, "normalizer": 16, "K": 136, "BV": 64},
         {"skips": True, "R": 2, "BV": 128, "B": 2},
         {"skips": True, "R": 3, "K": 128, "V": 128, "initial_state": True},
         PACKED | {"skips": True, "R": 2, "K": 256, "V": 72},

@@ -14,15 +14,17 @@ counts as `LEAST_GATE`. The sums b are computed in float64 and rounded once. The
 then at most 7e-4 after the strongest gates, a fifth of the rounding of bfloat16, and 1e-6 if no gate is strong.
 
 B batch   T tokens   N sequences   I segments, by default the N sequences   P slots of a pool
-H key heads   Hv value heads   R = Hv / H value heads of a key head   K, V key and value width
+H key heads   Hq query heads   Hv value heads, of v, g and S   Ho = max(Hq, Hv) heads of o
+R = Ho / Hq heads of o that share a head of q   K, V key and value width
 C tokens of a chunk   BK keys of a tile   SLICES slices of BK keys of a head   n rows of checkpoints
 W columns of v of a warpgroup   GROUPS state warpgroups of a block   HEADS value heads of a block, 1 or 2
 STAGES pipeline stages of v and u   SLOTS pipeline stages of slices of q and k
 slot   a pipeline stage in shared memory
 
-The grid has one block per segment, value head and GROUPS W columns of v. If V is at most W and an even number of value
-heads shares a key head, a block has two value heads, one for each state warpgroup, and both read the same q and k. The
-warps of a block are specialised. They communicate over barriers in shared memory; common.py gives the rules.
+The grid has one block per segment, head of o and GROUPS W columns of v. If V is at most W and an even number of value
+heads shares a key head, a block has two value heads, one for each state warpgroup, and both read the same q and k. If
+query heads share a state, each of their blocks computes it, and the first writes it. The warps of a block are
+specialised. They communicate over barriers in shared memory; common.py gives the rules.
 
     load    one warp: copies q, k, v of the next chunks to shared memory by TMA
     gate    a warpgroup: sums the gates and computes u, while the state warps process earlier chunks
@@ -94,7 +96,7 @@ def launch_outputs(
     See `launch_outputs` of general/forward.py for the arguments, and `launch_outputs` of sm90/forward.py for the
     overlap of kernels.
     """
-    (H, K), (Hv, V) = x.k.shape[2:], x.v.shape[2:]
+    Hq, K, (Hv, V) = x.q.shape[2], x.k.shape[3], x.v.shape[2:]
     slices, W = ceil_div(K, plan.parameters.BK), warpgroup_columns(K)
     heads = plan.parameters.BV // W if V <= W else 1
     slots = plan.parameters.stages if slices == 1 else min(slices + 1, MOST_SLOTS)
@@ -102,7 +104,8 @@ def launch_outputs(
         "g_ptr": x.g,
         **gate_strides(x.g),
         "Hv": Hv,
-        "R": Hv // H,
+        "R": max(Hv // Hq, 1),
+        "PER_V": max(Hq // Hv, 1),
         "v_factor": x.v_factor,
         "skip": x.skip,
         "skip_h": 0 if x.skip is None else x.skip.stride(0),
@@ -124,7 +127,7 @@ def _load_warp(args, HAS_O: gl.constexpr, HEADS: gl.constexpr, SLICES: gl.conste
     q_desc, k_desc, v_desc = descriptors
     q_tiles, k_tiles, v_tiles = tiles
     full, v_full, empty = barriers
-    b, key_head, h, column, start, n_chunks = place
+    b, q_head, key_head, h, column, start, n_chunks = place
     C: gl.constexpr = q_desc.block_type.shape[2]
     BK: gl.constexpr = q_desc.block_type.shape[3]
     W: gl.constexpr = v_desc.block_type.shape[3]
@@ -141,7 +144,7 @@ def _load_warp(args, HAS_O: gl.constexpr, HEADS: gl.constexpr, SLICES: gl.conste
             mbarrier.wait(empty.index(slot), ((step // SLOTS) & 1) ^ 1)  # returns at once for the first SLOTS slices
             mbarrier.expect(full.index(slot), TILES + COLUMNS if SLICES == 1 else TILES)
             if HAS_O:
-                tma.async_copy_global_to_shared(q_desc, [b, key_head, t, j * BK], full.index(slot), q_tiles.index(slot))
+                tma.async_copy_global_to_shared(q_desc, [b, q_head, t, j * BK], full.index(slot), q_tiles.index(slot))
             tma.async_copy_global_to_shared(k_desc, [b, key_head, t, j * BK], full.index(slot), k_tiles.index(slot))
             if j == 0:
                 if SLICES > 1:
@@ -255,6 +258,7 @@ def _gate_warps(
 def _state_warps(
     args,
     WARPGROUP: gl.constexpr,
+    PER_V: gl.constexpr,
     HAS_O: gl.constexpr,
     HEADS: gl.constexpr,
     SLICES: gl.constexpr,
@@ -298,18 +302,19 @@ def _state_warps(
     o_tile = None if o_desc is None else o_tiles.index(WARPGROUP).reshape([C, W])
     HEAD: gl.constexpr = WARPGROUP if HEADS > 1 else 0  # the number of the warpgroup's head in the block
     h += HEAD
+    v_head, Ho = h // PER_V, Hv * PER_V
     first = column + (0 if HEADS > 1 else WARPGROUP * W)
     keys = gl.arange(0, BK, gl.SliceLayout(1, layout))[:, None]  # [BK, 1]
     value = first + gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]  # [1, W]
     if skip is not None:
         skip_ptr, skip_h, skip_v = skip
-        skips = gl.load(skip_ptr + h * skip_h + value * skip_v, value < V, 0.0).to(gl.float32)  # [1, W]
+        skips = gl.load(skip_ptr + v_head * skip_h + value * skip_v, value < V, 0.0).to(gl.float32)  # [1, W]
     S = gl.zeros([BK, W], gl.float32, layout)
     is_first = start == origin  # whether this is the first segment of its sequence
     wait_for_predecessor()  # it writes `entering`
     leaving = ()  # [BK, W] for each slice, the state that leaves the previous chunk
     for j in gl.static_range(SLICES):
-        leaving += (first_state(S, states, n, sequence, h, is_first, keys + j * BK, value, (Hv, K, V)),)
+        leaving += (first_state(S, states, n, sequence, v_head, is_first, keys + j * BK, value, (Hv, K, V)),)
     outer = 1.0  # the unit of S, which is the unit of k^T u in the previous chunk
     if q_units is not None:
         outer = gl.to_tensor(1.0)
@@ -321,8 +326,8 @@ def _state_warps(
         at = HEADS * stage + HEAD
         rows = length - i * C
         if SLICES > 1:
-            q_unit = unit_at(q_units, chunk + i, Hv // R, h // R)
-            kv_unit = unit_at(k_units, chunk + i, Hv // R, h // R) * unit_at(v_units, chunk + i, Hv, h)
+            q_unit = unit_at(q_units, chunk + i, Ho // R, h // R)
+            kv_unit = unit_at(k_units, chunk + i, Hv // R, h // R // PER_V) * unit_at(v_units, chunk + i, Hv, v_head)
             if HALF:
                 s_unit, inverse = unit_of_slices(leaving, outer, SLICES)
         a = gl.zeros([C, C], gl.float32, scores)
@@ -346,11 +351,11 @@ def _state_warps(
                 if left == 0:  # this chunk begins at a checkpoint
                     key = keys + j * BK
                     if s_desc is not None:
-                        tma.async_copy_shared_to_global(s_desc, [b, checkpoint, h, j * BK, first], s_block)
+                        tma.async_copy_shared_to_global(s_desc, [b, checkpoint, v_head, j * BK, first], s_block)
                     elif pool is not None:
-                        write_slot(pool, strides, checkpoint, h, S * outer, key, value, (K, V))
+                        write_slot(pool, strides, checkpoint, v_head, S * outer, key, value, (K, V))
                     else:
-                        write_state(checkpoints, (b * n_rows + checkpoint) * Hv + h, S * outer, key, value, (K, V))
+                        write_state(checkpoints, (b * n_rows + checkpoint) * Hv + v_head, S * outer, key, value, (K, V))
                     if j == SLICES - 1:
                         checkpoint += 1
                         left = every  # 0 with a pool, so that no other checkpoint follows
@@ -397,8 +402,8 @@ def _state_warps(
         if HAS_O:
             a, a_unit = in_units(a, q_tile.dtype)
         if SLICES == 1:
-            q_unit = unit_at(q_units, chunk + i, Hv // R, h // R)
-            kv_unit = unit_at(k_units, chunk + i, Hv // R, h // R) * unit_at(v_units, chunk + i, Hv, h)
+            q_unit = unit_at(q_units, chunk + i, Ho // R, h // R)
+            kv_unit = unit_at(k_units, chunk + i, Hv // R, h // R // PER_V) * unit_at(v_units, chunk + i, Hv, v_head)
             if q_units is not None:
                 S = S * (outer / kv_unit)
         if q_units is not None:
@@ -428,9 +433,10 @@ def _state_warps(
         mbarrier.arrive(empty.index(slot), count=1)
         if HAS_O:
             tma.store_wait(0)  # the copy has read o_tile
-            write(o_desc, o_ptr, o_tile, o * o_factor, first, V, (b, h, start + i * C, T, Hv), rows, PACKED)
-    for j in gl.static_range(SLICES):
-        write_last_state(leaving[j] * outer, states, n, sequence, h, keys + j * BK, value, (Hv, K, V))
+            write(o_desc, o_ptr, o_tile, o * o_factor, first, V, (b, h, start + i * C, T, Ho), rows, PACKED)
+    if h % PER_V == 0:  # the first query head that shares the state
+        for j in gl.static_range(SLICES):
+            write_last_state(leaving[j] * outer, states, n, sequence, v_head, keys + j * BK, value, (Hv, K, V))
     tma.store_wait(0)
 
 
@@ -441,22 +447,22 @@ def _state_warps(
     ]
 )
 def _chunk_gla_fwd_head_kernel(
-    q_desc,  # [B, H, T, K], tiles [C, BK]
+    q_desc,  # [B, Hq, T, K], tiles [C, BK]
     k_desc,  # [B, H, T, K], tiles [C, BK]
     v_desc,  # [B, Hv, T, V], tiles [C, W]
-    o_desc,  # [B, Hv, T, V], tiles [C, W]
+    o_desc,  # [B, Ho, T, V], tiles [C, W]
     s_desc,  # checkpoints [B, n, Hv, K, V] in bfloat16, tiles [BK, W], or None
     checkpoints,  # [B, n, Hv, K, V] in float32, or the pool, or None
     g_ptr,  # [B, T, Hv], or [Hv] with g_b = g_t = 0, or None
-    o_ptr,  # [B, T, Hv, V], contiguous, or None
+    o_ptr,  # [B, T, Ho, V], contiguous, or None
     initial_state,  # [N, Hv, K, V] or None
     entering,  # [I, Hv, K, V] or None
     final_state,  # [N, Hv, K, V], or None if sequences are cut
     order,  # [I, 5], or None for a batch
     pool,  # [P, Hv, K, V], instead of initial_state and final_state, or None
     slots,  # [N, 4], or None without a pool
-    q_units,  # [chunks, H] if q, k and v were float32, else None
-    k_units,  # like q_units
+    q_units,  # [chunks, Hq] if q, k and v were float32, else None
+    k_units,  # [chunks, H] or None
     v_units,  # [chunks, Hv] or None
     v_factor,  # [B, T, Hv], contiguous, or None; only with gates
     skip,  # [Hv] or [Hv, V], or None
@@ -479,6 +485,7 @@ def _chunk_gla_fwd_head_kernel(
     R,
     K,
     V,
+    PER_V: gl.constexpr,  # heads of o that share a head of v; 1 unless R is 1
     NORMALIZER: gl.constexpr,
     STAGES: gl.constexpr,
     GROUPS: gl.constexpr,
@@ -486,7 +493,7 @@ def _chunk_gla_fwd_head_kernel(
     SLICES: gl.constexpr,
     SLOTS: gl.constexpr,
 ):
-    """Computes GROUPS W columns of the outputs of one value head of one segment, or of two value heads."""
+    """Computes GROUPS W columns of the outputs of one head of o of one segment, or of two heads."""
     C: gl.constexpr = q_desc.block_type.shape[2]
     BK: gl.constexpr = q_desc.block_type.shape[3]
     W: gl.constexpr = v_desc.block_type.shape[3]
@@ -496,8 +503,8 @@ def _chunk_gla_fwd_head_kernel(
     dtype: gl.constexpr = q_desc.dtype
     columns = gl.cdiv(V, GROUPS * W)
     column = gl.program_id(0) % columns * GROUPS * W
-    h = gl.program_id(0) // columns % (Hv // HEADS) * HEADS
-    n = gl.program_id(0) // columns // (Hv // HEADS)
+    h = gl.program_id(0) // columns % (Hv * PER_V // HEADS) * HEADS
+    n = gl.program_id(0) // columns // (Hv * PER_V // HEADS)
     if PACKED and entering is None:
         wait_for_predecessor()  # the predecessor writes the order
     n, b, start, length, sequence, origin, _ = tokens_of(n, T, segment, segments, order)
@@ -507,6 +514,7 @@ def _chunk_gla_fwd_head_kernel(
     checkpoint, left = gl.to_tensor(0), gl.to_tensor(0)  # row of the next checkpoint, and number of tokens until it
     if s_desc is not None or checkpoints is not None:
         checkpoint, left = next_checkpoint(start, sequence, origin, every, slots, PACKED)
+        left = gl.where(h % PER_V == 0, left, -1)  # only the first query head that shares a state writes it
 
     state_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, 1, BK, W], dtype)
     value_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, W], dtype)
@@ -539,9 +547,10 @@ def _chunk_gla_fwd_head_kernel(
         if SLICES > 1:
             mbarrier.init(v_full.index(i), count=1)
 
+    v_head = h // PER_V
     gates: gl.constexpr = None
     if HAS_GATE:
-        gates = ((g_ptr + b.to(gl.int64) * g_b + h.to(gl.int64) * g_h, g_t),)
+        gates = ((g_ptr + b.to(gl.int64) * g_b + v_head.to(gl.int64) * g_h, g_t),)
         if HEADS == 2:
             gates += ((g_ptr + b.to(gl.int64) * g_b + (h + 1).to(gl.int64) * g_h, g_t),)
     factors: gl.constexpr = None
@@ -553,7 +562,8 @@ def _chunk_gla_fwd_head_kernel(
     skips: gl.constexpr = None
     if skip is not None:
         skips = (skip, skip_h, skip_v)
-    load_place = (b, h // R, h, column, start, gl.cdiv(length, C))
+    q_head = h // R
+    load_place = (b, q_head, q_head // PER_V, v_head, column, start, gl.cdiv(length, C))
     load = ((q_desc, k_desc, v_desc), (q_tiles, k_tiles, v_tiles), (full, v_full, empty), load_place)
     gate = ((q_tiles, k_tiles, v_tiles, u_tiles, sums, decays), (full, v_full, ready, gated), start, length)
     tiles = (q_tiles, k_tiles, v_tiles, u_tiles, sums, decays, s_tiles, o_tiles)
@@ -569,7 +579,7 @@ def _chunk_gla_fwd_head_kernel(
         gl.warp_specialize(
             [
                 (_gate_warps, (gates, factors, gate, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES)),
-                (_state_warps, (state_args, 0, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES)),
+                (_state_warps, (state_args, 0, PER_V, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES)),
                 (_load_warp, (load, HAS_O, HEADS, SLICES, STAGES)),
             ],
             [4, 1],
@@ -579,8 +589,8 @@ def _chunk_gla_fwd_head_kernel(
         gl.warp_specialize(
             [
                 (_gate_warps, (gates, factors, gate, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES)),
-                (_state_warps, (state_args, 0, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES)),
-                (_state_warps, (state_args, 1, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES)),
+                (_state_warps, (state_args, 0, PER_V, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES)),
+                (_state_warps, (state_args, 1, PER_V, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES)),
                 (_load_warp, (load, HAS_O, HEADS, SLICES, STAGES)),
             ],
             [4, 4, 1],

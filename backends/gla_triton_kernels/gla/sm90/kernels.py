@@ -102,7 +102,7 @@ def _refuse_key_gates(call: OpCall) -> Reason | None:
 
 
 def _refuse_no_gates(call: OpCall) -> Reason | None:
-    """Returns the reason why a kernel that is slower without gates than another one does not compute a call, or None."""
+    """Returns the reason why a call without gates is left to a faster kernel, or None."""
     return "computes calls with gates; there are none" if call.gate_dtype is None else None
 
 
@@ -175,31 +175,19 @@ def _load_forward_wide() -> LaunchFunction:
     return launch_outputs
 
 
-def _rows_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
-    V = call.dims["V"]
+def _output_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
+    H, Hq, V = (call.dims[name] for name in ("H", "Hq", "V"))
     if (reason := _refusal(call, gpu)) is not None:
         return reason
-    return None if V % 8 == 0 else f"computes V that are multiples of 8; V is {V}"  # rows of o: multiples of 16 bytes
-
-
-def _output_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
-    H, Hq = call.dims["H"], call.dims["Hq"]
-    if (reason := _rows_refusal(call, gpu)) is not None:
-        return reason
-    return None if Hq == H else f"computes as many query heads as key/value heads; q has {Hq} and k has {H}"
-
-
-def _key_output_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
-    H, Hq = call.dims["H"], call.dims["Hq"]
-    if (reason := _rows_refusal(call, gpu) or _refuse_key_gates(call)) is not None:
-        return reason
+    if V % 8:  # rows of o are multiples of 16 bytes
+        return f"computes V that are multiples of 8; V is {V}"
     if Hq != H and "pool" in call.given:  # the block of one query head could write a state before another one reads it
         return f"computes as many query heads as key/value heads if states are in a pool; q has {Hq} and k has {H}"
     return None
 
 
 def _forward_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
-    if (reason := _key_output_refusal(call, gpu)) is not None:
+    if (reason := _output_refusal(call, gpu) or _refuse_key_gates(call)) is not None:
         return reason
     return None if call.dims["K"] <= 128 else f"computes K up to 128; K is {call.dims['K']}"
 
@@ -210,7 +198,7 @@ def _forward_head_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
 
 def _forward_wide_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
     K = call.dims["K"]
-    if (reason := _key_output_refusal(call, gpu)) is not None:
+    if (reason := _output_refusal(call, gpu) or _refuse_key_gates(call)) is not None:
         return reason
     if not (K > 128 and K % 8 == 0):
         return f"computes K from 136 in steps of 8; K is {K}"
@@ -232,8 +220,8 @@ def _forward_head(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
 
     A block has two state warpgroups. They have two value heads if a warpgroup can have all values of a head.
     """
-    Hv, V, W = call.dims["Hv"], call.dims["V"], warpgroup_columns(call.dims["K"])
-    fit = sequences * Hv * ceil_div(V, W) <= gpu.multiprocessors
+    V, W = call.dims["V"], warpgroup_columns(call.dims["K"])
+    fit = sequences * _heads(call) * ceil_div(V, W) <= gpu.multiprocessors
     return _output_parameters(call, W if fit or (V <= W and not _in_pairs(call)) else 2 * W)
 
 
@@ -266,15 +254,19 @@ def _blocks(call: OpCall, gpu: Gpu) -> tuple[int, int]:
 
 def _forward_time(call: OpCall, x: Parameters) -> BlockTime:
     step = FORWARD_STEP + FORWARD_TILE * (x.BK // 64)
-    start = START + (START_APART if call.dims["Hq"] > call.dims["Hv"] else 0.0)
-    return BlockTime(x.C, x.BV, start, step * (NARROW if x.BV == 64 else 1))
+    return BlockTime(x.C, x.BV, _forward_start(call), step * (NARROW if x.BV == 64 else 1))
+
+
+def _forward_start(call: OpCall) -> float:
+    """Returns the seconds before the first step of a block of forward.py or forward_head.py."""
+    return START + (START_APART if call.dims["Hq"] > call.dims["Hv"] else 0.0)
 
 
 def _forward_head_time(call: OpCall, x: Parameters) -> BlockTime:
     slices, W = ceil_div(call.dims["K"], x.BK), warpgroup_columns(call.dims["K"])
     step = HEAD_STEP + HEAD_TILE * (x.BK // 64) + HEAD_SLICE[W] * (slices - 1)
     shared = 2 if x.BV == 2 * W and _in_pairs(call) else 1  # value heads of a block
-    return BlockTime(x.C, x.BV, START, step * (NARROW if x.BV == W else 1), shared)
+    return BlockTime(x.C, x.BV, _forward_start(call), step * (NARROW if x.BV == W else 1), shared)
 
 
 def _forward_wide_time(call: OpCall, x: Parameters) -> BlockTime:
@@ -316,6 +308,7 @@ FORWARD_HEAD = OutputKernel(
     time=_forward_head_time,
     before=_conversions_seconds,
     may_lack_outputs=True,
+    heads_apart=True,
 )
 FORWARD_WIDE = OutputKernel(
     name="sm90.forward_wide",
