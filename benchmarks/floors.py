@@ -94,7 +94,7 @@ def survey(calls: int, seed: int, assume: str, dtypes: Sequence[str]) -> Iterato
     """Yields those calls that fill the GPU, of `calls` calls that are drawn from a seed."""
     random = Random(seed)
     for _ in range(calls):
-        options = drawn(random, random.choice(dtypes)) | {"assume": assume}
+        options: dict[str, Any] = {**drawn(random, random.choice(dtypes)), "assume": assume}
         call = described(**options)
         floor = floor_seconds(call)
         if floor < LEAST or not _fills(call) or sum(ABSTRACT_OPS[call.op].floor_bytes(call)) > MOST_BYTES:
