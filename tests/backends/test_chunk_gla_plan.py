@@ -262,6 +262,21 @@ def test_segments_of_wide_heads_on_hopper():
     assert plan.segments.states is sm90.STATES
 
 
+@pytest.mark.parametrize(
+    ("changes", "kernel"),
+    [({}, sm90.FORWARD), ({"K": 256}, sm90.FORWARD_WIDE), ({"gate_form": "head"}, sm90.FORWARD_HEAD)],
+)
+def test_query_heads_share_states_in_a_pool_if_sequences_are_cut(changes, kernel):
+    """The scan reads and writes the pool. Whole sequences would write it while another query head reads it."""
+    call = call_of(**{"B": 1, "N": 2, "T": 65536, "H": 4, "Hq": 16, "packed": True, **changes})
+    call = dataclasses.replace(call, given=frozenset({"pool"}))
+    plan = cut(call)
+    assert plan.segments is not None
+    assert plan.outputs is kernel
+    ((_, whole),) = forward.plan(call, H200, cut=False)
+    assert whole.outputs is general.FORWARD
+
+
 def test_segments_without_the_kernels_for_hopper():
     for changes in ({"aligned": False}, {"K": 132}):
         plan = cut(call_of(**{"B": 1, "T": 65536, "H": 8, **changes}))

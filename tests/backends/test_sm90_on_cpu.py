@@ -261,7 +261,7 @@ def check_pool(kernels, length=None, pool_dtype=torch.float32, v_first=False, **
     slots = {"read_slots": read, "write_slots": write, "has_state": has_state}
     snapshots = dict(zip(("snapshot_offsets", "snapshot_slots"), kept, strict=True))
     o, states = oracle.chunk_gla_pool(**tokens, pool=pool, **slots, **snapshots)
-    actual, before = unwritten(B, T, Hv, V, dtype=x.q.dtype), pool.clone()
+    actual, before = unwritten(B, T, max(x.q.shape[2], Hv), V, dtype=x.q.dtype), pool.clone()
     slots = Slots(read, write, has_state, *kept, len(pool), -1)
     parameters = Parameters(C=64, BK=64 if K <= 64 else 128, BV=64 if V <= 64 else 128, stages=2)
     tensors = Tensors(x.q, x.k, x.v, x.g, None, x.cu_seqlens, actual, None, pool, pool=pool)
@@ -299,6 +299,9 @@ def check_pool(kernels, length=None, pool_dtype=torch.float32, v_first=False, **
         (64, {"gate_form": "key", "H": 2, "R": 3, "gates": "-inf"}),
         (64, {"gate_form": "key", "H": 2, "R": 2, "K": 136, "v_first": True}),
         (64, {"gates": "none", "v_first": True}),
+        (64, {"G": 2, "K": 72}),  # the scan writes the states that query heads share
+        (64, {"gate_form": "key", "H": 2, "G": 3}),
+        (64, {"gate_form": "key", "G": 2, "K": 136, "dtype": torch.float16}),
         (64, {"dtype": torch.float16, "gate_form": "constant"}),
     ],
     ids=str,

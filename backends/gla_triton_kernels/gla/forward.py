@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -126,7 +127,8 @@ def _are_short(call: OpCall) -> bool:
 def _segments(call: OpCall, gpu: Gpu, kernels: Sequence[OutputKernel]) -> ForwardPlan:
     if call.batch_invariant is not None and call.dims["T"] > 0:
         return _invariant(call, gpu, kernels, call.batch_invariant)
-    kernel = first_able(kernels, call, gpu)
+    # Where sequences are cut, the scan reads and writes the pool, so a kernel that refuses pools can compute the outputs.
+    kernel = first_able(kernels, replace(call, given=call.given - {"pool"}), gpu)
     if call.variable_length and _are_short(call):  # most segments are short sequences
         kernel = _whole(call, gpu, kernels).outputs
 
