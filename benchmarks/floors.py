@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from random import Random
 from typing import Any, NamedTuple
 
-from gla_core.bench.models import PRODUCTS
+from gla_core.bench.models import PRODUCTS, products
 from gla_core.cli.calls import SHAPES, describe_call
 from gla_core.dispatch.backend import CHUNK, OpCall
 from gla_core.dispatch.request import current_request
@@ -151,18 +151,11 @@ def _between(random: Random, low: int, high: int) -> int:
 
 def floor_seconds(call: OpCall) -> float:
     """Returns the floor of a call; see above."""
-    moved = sum(ABSTRACT_OPS[call.op].floor_bytes(call))
-    return max(moved / BANDWIDTH, _products(call) * (2 if call.op.endswith("_bwd") else 1) / PRODUCTS)
-
-
-def _products(call: OpCall) -> int:
-    """Returns the floating-point operations of the products of a forward."""
     dims = {"T": 1, "Hq": call.dims["H"], "N": call.dims["B"], **call.dims}
-    B, T, H, Hq, Hv, K, V, N = (dims[name] for name in ("B", "T", "H", "Hq", "Hv", "K", "V", "N"))
-    C = min(CHUNK, max(1, B * T // N))
-    heads = max(Hq, Hv)
-    scores = heads if call.gate_form == "key" else max(H, Hq)  # heads share scores that share q, k and their gates
-    return 2 * B * T * (Hv * K * V + heads * (K * V + C * V) + scores * C * K)
+    length = dims["B"] * dims["T"] / dims["N"]  # the mean, if sequences are packed
+    operations = products({**dims, "B": dims["N"], "T": length}, call.gate_form)
+    moved = sum(ABSTRACT_OPS[call.op].floor_bytes(call))
+    return max(moved / BANDWIDTH, operations * (2 if call.op.endswith("_bwd") else 1) / PRODUCTS)
 
 
 def _fills(call: OpCall) -> bool:

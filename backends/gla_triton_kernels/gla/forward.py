@@ -127,7 +127,7 @@ def _are_short(call: OpCall) -> bool:
 def _segments(call: OpCall, gpu: Gpu, kernels: Sequence[OutputKernel]) -> ForwardPlan:
     if call.batch_invariant is not None and call.dims["T"] > 0:
         return _invariant(call, gpu, kernels, call.batch_invariant)
-    # Where sequences are cut, the scan reads and writes the pool, so a kernel that refuses pools can compute the outputs.
+    # Where sequences are cut, the scan reads and writes the pool, so kernels that refuse it can compute the outputs.
     kernel = first_able(kernels, replace(call, given=call.given - {"pool"}), gpu)
     if call.variable_length and _are_short(call):  # most segments are short sequences
         kernel = _whole(call, gpu, kernels).outputs
