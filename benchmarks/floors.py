@@ -33,7 +33,7 @@ LEAST = 20e-6
 MOST_BYTES = 2**34
 """The maximum number of bytes of the inputs and outputs of a call."""
 OVER_SEQUENCES = ("chunk_gla_fwd", "chunk_gla_bwd", "chunk_ssd_fwd", "chunk_ssd_bwd", "chunk_gla_pool")
-OF_TOKENS = (
+STEPS = (
     "recurrent_gla_step",
     "recurrent_gla_steps",
     "recurrent_gla_replay",
@@ -61,11 +61,11 @@ class Surveyed(NamedTuple):
         options = (
             f"--{name.replace('_', '-')} {value}" for name, value in self.options.items() if name not in ("op", "every")
         )
-        given = " with checkpoints" if self.options["every"] else ""
+        kept = " with checkpoints" if self.options["every"] else ""
         kernels = "; ".join(self.kernels)
         return (
             f"{self.floors:6.2f} floors of {self.floor * 1e6:.0f} us: gla explain {self.options['op']} "
-            f"{shlex.join(' '.join(options).split())}{given}: {self.backend}: {kernels}"
+            f"{shlex.join(' '.join(options).split())}{kept}: {self.backend}: {kernels}"
         )
 
 
@@ -121,8 +121,8 @@ def described(op: str, every: int | None, **options: Any) -> OpCall:
 
 def drawn(random: Random, dtype: str) -> dict[str, Any]:
     """Returns the options of a call that is drawn at random, as `described` takes them."""
-    op = random.choice(OVER_SEQUENCES if random.random() < 0.8 else OF_TOKENS)
-    of_mamba, chunked = "ssd" in op, op in OVER_SEQUENCES
+    op = random.choice(OVER_SEQUENCES if random.random() < 0.8 else STEPS)
+    is_ssd, chunked = "ssd" in op, op in OVER_SEQUENCES
     K, V = ((8 * _between(random, 1, 128) if random.random() < 0.5 else 64 * random.randint(1, 4)) for _ in "KV")
     group = _between(random, 2, 256) if random.random() < 0.5 else 1
     H = _between(random, 1, 64)
@@ -135,9 +135,9 @@ def drawn(random: Random, dtype: str) -> dict[str, Any]:
         options |= {} if "N" in SHAPES[op] else {"varlen": N}
         options |= {"max_seqlen": random.choice((T, 2 * T, N * T))} if random.random() < 0.3 else {}
     options["shape"] = ",".join(str(sizes[name]) for name in SHAPES[op])
-    heads = "value_heads" if of_mamba or random.random() < 0.7 else "query_heads"
+    heads = "value_heads" if is_ssd or random.random() < 0.7 else "query_heads"
     options |= {heads: H * group} if group > 1 else {}
-    if not of_mamba:
+    if not is_ssd:
         options["gate"] = random.choice(("key", "key", "head", "constant", "none"))
         logits = options["gate"] != "none" and op != "recurrent_gla_layer_step" and random.random() < 0.2
         options |= {"gate_normalizer": 16} if logits else {}

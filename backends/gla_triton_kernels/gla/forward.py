@@ -88,14 +88,17 @@ def plan(call: OpCall, gpu: Gpu, cut: bool, kernels: Sequence[OutputKernel] = KE
 
 def _whole(call: OpCall, gpu: Gpu, kernels: Sequence[OutputKernel]) -> ForwardPlan:
     """Plans sequences that stay whole. If they are short, the general kernel computes them, or the cheaper of two."""
-    able, general = (
-        ForwardPlan(kernel, kernel.parameters(call, gpu, call.dims["N"]))
-        for kernel in (first_able(kernels, call, gpu), kernels[-1])
-    )
+    able = _by(first_able(kernels, call, gpu), call, gpu)
     if not _are_short(call):
         return able
+    general = _by(kernels[-1], call, gpu)
     decides = _prices_decide(call) and call.dims["N"] * able.outputs.blocks(call, gpu)[0] >= gpu.multiprocessors
     return able if decides and are_cheaper([(call, able)], [(call, general)], gpu, forward_prices) else general
+
+
+def _by(kernel: OutputKernel, call: OpCall, gpu: Gpu) -> ForwardPlan:
+    """Returns the plan by which a kernel computes whole sequences."""
+    return ForwardPlan(kernel, kernel.parameters(call, gpu, call.dims["N"]))
 
 
 def _prices_decide(call: OpCall) -> bool:
