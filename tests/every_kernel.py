@@ -62,6 +62,13 @@ MANY_HEADS = (
     STATES[:1],
 )
 """The parts of calls that compute gradients of states in blocks of 192 and of 128 values."""
+SCANS = (
+    ({"dtype": torch.bfloat16}, {"dtype": torch.float16}),
+    ({"K": 64, "V": 64}, {"K": 128, "V": 72}, {"K": 256, "V": 128}),
+    ({"B": 1, "T": 70, "H": 1, "R": 2}, {"lengths": (70, 0, 3), "R": 3}),
+    ({"gated": False}, {"gated": True}),
+)
+"""The parts of calls of chunk_ssd."""
 
 
 def general_chunks() -> None:
@@ -74,9 +81,11 @@ def general_chunks() -> None:
 
 
 def hopper_chunks() -> None:
-    """Runs the kernels for compute capability 9.0."""
+    """Runs the kernels for compute capability 9.0, and those of Mamba-2's scan."""
     with hopper_kernels():
         chunks()
+        for call in share_of(itertools.product(*SCANS)) if torch.bfloat16 in dtypes() else ():
+            scan(**call)
 
 
 @contextmanager
@@ -160,6 +169,13 @@ def dtypes() -> tuple[torch.dtype, ...]:
 def chunk(call: dict[str, Any]) -> None:
     x = inputs(call)
     gla.chunk_gla(x.q, x.k, x.v, x.g, None, x.initial_state, True, x.cu_seqlens, gate=call.get("gate"))
+
+
+def scan(gated: bool, **sizes: Any) -> None:
+    x = gla_inputs(gate_form="head", initial_state=True, device="cuda", **sizes)
+    A, D = torch.randn(2, x.v.shape[2], device="cuda")
+    z = x.v.clone() if gated else None
+    gla.chunk_ssd(x.q, x.k, x.v, x.g, -A.abs(), D, A, x.initial_state, True, x.cu_seqlens, z=z, dt_softplus=True)
 
 
 def general_backwards() -> None:

@@ -161,6 +161,9 @@ class Tile:
         size = math.prod(shape) * dtype.itemsize
         return Tile(self.memory.view(-1).view(torch.uint8)[:size].view(dtype).view(shape))
 
+    def slice(self, start: int, length: int) -> Tile:
+        return Tile(self.memory[start : start + length])
+
     def load(self, _: Any = None) -> torch.Tensor:
         _check_writes(self.memory)
         _loads.setdefault(_thread.name, []).append(_addresses(self.memory))

@@ -20,7 +20,7 @@ from gla_core.conformance.cases import (
 )
 from gla_core.conformance.tolerances import FORWARD
 
-PACKED = "packed padded packed_grouped per_head_grouped per_head_padded constant_packed many_sequences"
+PACKED = "packed padded gated_padded packed_grouped per_head_grouped per_head_padded constant_packed many_sequences"
 
 
 @over(WITH_STATES, tag="packed", dtypes="rotating")
@@ -71,7 +71,9 @@ def test_batch_invariance(backend, case, measure):
 # ---- rows of no sequence
 
 
-@over((*SEQUENCES, *GRADIENTS_OF_STATES), "padded", "per_head_padded", "constant_packed", functions=True)
+@over(
+    (*SEQUENCES, *GRADIENTS_OF_STATES), "padded", "gated_padded", "per_head_padded", "constant_packed", functions=True
+)
 def test_padding(backend, case, measure):
     """Rows before the first sequence and after the last one may hold anything, and so may the gradients of their o.
 

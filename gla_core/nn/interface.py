@@ -51,17 +51,17 @@ class RecurrentLayer(Protocol):
     """The attributes of a layer that the functions of recurrence.py use.
 
     Attributes:
-        ops: the ops of its family.
+        ops: the ops of its family, or functions with their arguments that compute by them.
         state_shape: Hv, K and V.
         convolutions: the convolutions of its projections; empty if it has none. They may be wrapped in other modules.
         convolution_widths: the numbers of channels of the convolutions.
         scale: factor of the op's output; None for K^-1/2.
         rotary_base: base of the rotary embedding of q and k; None for none.
         gate_normalizer: None if g holds log gates; if g holds logits, the number by which log sigma is divided.
+        neutral_gate: the g of a token whose gate is 1.
         norms_heads: whether its `Output` passes o to `recurrence.normed`, and therefore takes a `Step` in place of o.
     """
 
-    ops: Ops
     hidden_size: int
     conv_size: int
     backend: str | None
@@ -70,6 +70,12 @@ class RecurrentLayer(Protocol):
     gate_normalizer: int | None
     norms_heads: bool
     context_parallel: ProcessGroup | DeviceMesh | None
+
+    @property
+    def ops(self) -> Ops: ...
+
+    @property
+    def neutral_gate(self) -> float: ...
 
     @property
     def state_shape(self) -> tuple[int, int, int]: ...

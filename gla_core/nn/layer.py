@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,11 @@ class Recurrent(nn.Module):
     rotary_base: float | None = None
     gate_normalizer: int | None = None
     norms_heads: bool = False
+
+    @property
+    def neutral_gate(self) -> float:
+        """Returns the log gate, or the logit, of a gate of 1."""
+        return 0.0 if self.gate_normalizer is None else math.inf
 
     def _functions(self) -> tuple[OpInputs, Output]:
         """Returns the functions of one call: from x to the inputs of the op, and from its output to y."""

@@ -1,9 +1,8 @@
 """The Mamba-2 layer: gated linear attention with a gate for each token and head, and heads in groups. For an input x:
 
     z, u, B, C, dt = x W                                    u, B and C through one short convolution and silu
-    dt = softplus(dt + bias)                                a step for each token and head
-    o = chunk_gla(C, B, dt u, -dt exp(A_log))               per head; a group of heads shares B and C
-    y = rms_norm((o + D u) * silu(z)) W_o
+    o = chunk_ssd(C, B, u, dt, -exp(A_log), D, bias)        per head; a group of heads shares B and C
+    y = rms_norm(o * silu(z)) W_o
 
 Source: Dao and Gu, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space
 Duality" (arXiv 2405.21060). The parameters have the names and shapes of mamba_ssm's layer, so weights move between the
@@ -22,14 +21,17 @@ from torch.types import Device
 
 from gla_core.dispatch.tensors import wide
 from gla_core.nn.families import GATED_LINEAR_ATTENTION
-from gla_core.nn.interface import Convolve, OpInputs, Output
+from gla_core.nn.interface import Convolve, OpInputs, Ops, Output
 from gla_core.nn.layer import Recurrent
 from gla_core.nn.merged import added
 from gla_core.nn.recompute import not_kept, recomputed
 from gla_core.nn.recurrence import check_computation, positive
 from gla_core.nn.rms_norm import RMSNormGated
 from gla_core.nn.short_convolution import ShortConvolution
-from gla_core.ops.gla.ssd import time_steps
+from gla_core.ops.calls import transformed
+from gla_core.ops.gla.chunk_ssd import ChunkGla, chunk_ssd, values_and_gates
+from gla_core.ops.gla.recurrent_ssd_step import recurrent_ssd_step
+from gla_core.ops.gla.ssd import output, rates, time_steps
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -78,7 +80,6 @@ class Mamba2(Recurrent):
         >>> y1, state = layer.step(torch.randn(2, 256), state)
     """
 
-    ops = GATED_LINEAR_ATTENTION
     scale: float | None = 1.0
 
     def __init__(
@@ -176,6 +177,26 @@ class Mamba2(Recurrent):
         """Returns the number of channels of u, B and C together, which the convolution has."""
         return (self.widths[1],)
 
+    @property
+    def ops(self) -> Ops:
+        """Returns functions that call the ops of Mamba-2's form with the layer's parameters."""
+        return Ops(5 if self._gates_in_op else 4, self._chunk, self._chunk_over_ranks, self._step, None)
+
+    @property
+    def neutral_gate(self) -> float:
+        """Returns the dt of a step of 0."""
+        return -math.inf if self._steps_in_op else 0.0
+
+    @property
+    def _steps_in_op(self) -> bool:
+        """Returns whether the ops add the bias to dt and apply softplus; no step has a limit then."""
+        return self.dt_limit == (0.0, math.inf)
+
+    @property
+    def _gates_in_op(self) -> bool:
+        """Returns whether the ops multiply by silu(z). In training, `recomputed` does, and keeps less."""
+        return not self.rmsnorm and not torch.is_grad_enabled()
+
     def _functions(self) -> tuple[OpInputs, Output]:
         return self.op_inputs, self._output
 
@@ -183,7 +204,8 @@ class Mamba2(Recurrent):
         """Maps x [B, T, d_model] to the inputs of the op and of `_output`.
 
         Returns:
-            q, k [B, T, ngroups, d_state], v [B, T, nheads, headdim], g [B, T, nheads], u like v, and z [B, T, d_inner].
+            q, k [B, T, ngroups, d_state], u [B, T, nheads, headdim] and dt [B, T, nheads]; z like u if the op takes it;
+            and z [B, T, d_inner].
         """
         with not_kept(x):
             z, joined, dt = self.in_proj(x).split(self.widths, dim=-1)
@@ -191,16 +213,48 @@ class Mamba2(Recurrent):
         u, k, q = joined.split((self.widths[0], *[self.ngroups * self.d_state] * 2), dim=-1)
         u = u.unflatten(-1, (self.nheads, self.headdim))
         q, k = (y.unflatten(-1, (self.ngroups, self.d_state)) for y in (q, k))
-        dtype = wide(dt.dtype)
-        dt = time_steps(dt, self.dt_bias, True, dtype).clamp(*self.dt_limit)
-        v = (u * dt[..., None]).to(u.dtype)
-        return q, k, v, -dt * self.A_log.to(dtype).exp(), u, z
+        if not self._steps_in_op:
+            dt = time_steps(dt, self.dt_bias, True, wide(dt.dtype)).clamp(*self.dt_limit)
+        gate = (z.view(u.shape).to(u.dtype),) if self._gates_in_op else ()
+        return q, k, u, dt, *gate, z
 
-    def _output(self, o: Tensor, _x: Tensor, u: Tensor, z: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Maps o [B, T, nheads, headdim], u and z to y [B, T, d_model], plus the residual if there is one."""
-        dtype = wide(o.dtype)
-        y = (o.to(dtype) + self.D.to(dtype).view(self.nheads, -1) * u).to(o.dtype).flatten(-2)
-        y = self.norm(y, z) if self.rmsnorm else recomputed(_gated, y, z)
+    def _parameters_of_steps(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Returns A, D, dt_bias and dt_softplus of the ops, A in a dtype."""
+        D = self.D if self.D.numel() == self.nheads else self.D.view(self.nheads, self.headdim)
+        dt_bias = self.dt_bias if self._steps_in_op else None
+        return {"A": rates(self.A_log, True, dtype), "D": D, "dt_bias": dt_bias, "dt_softplus": self._steps_in_op}
+
+    def _chunk(
+        self, q: Tensor, k: Tensor, u: Tensor, dt: Tensor, z: Tensor | None = None, *, scale: None, **options: Any
+    ) -> ChunkGla:
+        return chunk_ssd(q, k, u, dt, z=z, **self._parameters_of_steps(wide(q.dtype)), **options)
+
+    def _chunk_over_ranks(
+        self, q: Tensor, k: Tensor, u: Tensor, dt: Tensor, z: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        x = self._parameters_of_steps(wide(q.dtype))
+        v, g = values_and_gates(u, dt, x["A"], x["dt_bias"], x["dt_softplus"], 0.0, math.inf)
+        o, state = GATED_LINEAR_ATTENTION.chunk_over_ranks(q, k, v, g, **options)
+        return output(o, u, x["D"], z), state
+
+    def _step(self, *args: Any, backend: str | None) -> tuple[Tensor, Tensor]:
+        q, k, u, dt, *gate, state, scale, slots, inplace = args
+        x, z = self._parameters_of_steps(wide(q.dtype)), gate[0] if gate else None
+        if transformed():  # torch.func transforms no op that writes a state
+            v, g = values_and_gates(u, dt, x["A"], x["dt_bias"], x["dt_softplus"], 0.0, math.inf)
+            o, state = GATED_LINEAR_ATTENTION.step(q, k, v, g, state, scale, slots, inplace, backend=backend)
+            return output(o, u, x["D"], z), state
+        state = state if inplace else state.clone()
+        options: dict[str, Any] = {"dt_softplus": x["dt_softplus"], "A_is_log": True, "backend": backend}
+        D, z, after = (x["D"], z, ()) if x["D"].ndim == 1 else (None, None, (x["D"], z))  # the op has one D for a head
+        o = recurrent_ssd_step(q, k, u, state, dt, self.A_log, x["dt_bias"], D, z, scale, slots, **options)
+        return output(o, u, *after) if after else o, state
+
+    def _output(self, o: Tensor, _x: Tensor, z: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Maps o [B, T, nheads, headdim] and z to y [B, T, d_model], plus the residual if there is one."""
+        y = o.flatten(-2)
+        if not self._gates_in_op:
+            y = self.norm(y, z) if self.rmsnorm else recomputed(_gated, y, z)
         with not_kept(y):
             return self.out_proj(y) if residual is None else added(residual, self.out_proj, y)
 

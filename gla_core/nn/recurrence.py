@@ -107,7 +107,7 @@ def read_sequences(
         q, k = rotated(q, k, tokens, layer.rotary_base)
     if padded is not None:  # padding behind the tokens must not change the state
         g = g.expand(*v.shape[:3]) if g.ndim == 1 else g
-        k, g = padded.zeroed(k), padded.filled(g, 0 if layer.gate_normalizer is None else math.inf)
+        k, g = padded.zeroed(k), padded.filled(g, layer.neutral_gate)
     # FSDP2's mixed precision casts every input to half precision; this casts the state back.
     initial = None if state is None else state.recurrent.to(wide(state.recurrent.dtype))
     o, recurrent = layer.ops.chunk(

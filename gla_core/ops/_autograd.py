@@ -48,6 +48,8 @@ def gradient(
     likes = [result.name.removeprefix("d") for result in backward.results]
     likes_of = picker([backward.parameters.index(like) for like in likes])
     parameters, number = forward.parameters, len(forward.parameters)
+    # A backward that does not know of an argument would return wrong gradients.
+    unknown = [i for i, a in enumerate(forward.arguments) if a.is_optional_input and a.name not in backward.parameters]
     # There is no gradient for needs_grad and the request; a None stands behind the gradients.
     gradients_of = picker([likes.index(name) if name in likes else -1 for name in (*parameters, "", "")])
 
@@ -63,10 +65,15 @@ def gradient(
         outputs = _without(outputs, absent) if absent else outputs
         values = (*inputs[:number], *outputs)
         ctx.save_for_backward(*tensors_of(values))
-        ctx.kept = others_of(values), absent, inputs[-1]
+        ctx.kept = others_of(values), absent, inputs[-1], next((i for i in unknown if inputs[i] is not None), None)
 
     def compute(ctx: Any, *incoming: Tensor | None) -> tuple:
-        others, absent, request = ctx.kept
+        others, absent, request, alone = ctx.kept
+        if alone is not None:
+            raise RuntimeError(
+                f"{forward.name} has no gradient of a call with {parameters[alone]}; call {forward.public}, whose "
+                "gradient is computed without it"
+            )
         ds = _without(incoming, absent) if absent else incoming
         args = arguments_of((*ctx.saved_tensors, *others, *ds))
         for i in required:

@@ -154,7 +154,8 @@ def _forwards(
     options = options if checkpoint_every is None else {**options, "checkpoint_every": checkpoint_every}
     for segment in segments:
         state = states[segment.n : segment.n + 1]
-        entering, parts = state.clone(), {name: segment.part(x[name]) for name in spec.tokens}
+        # the forward of a backward may have tokens that the backward lacks, such as an output gate
+        entering, parts = state.clone(), {name: segment.part(x.get(name)) for name in spec.tokens}
         o, leaving, *kept = compute(spec, **parts, initial_state=entering, output_final_state=True, **options)
         state.copy_(leaving)
         yield segment, entering, o, kept

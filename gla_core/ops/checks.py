@@ -62,6 +62,12 @@ def dtype(name: str, x: Tensor, allowed: Iterable[torch.dtype], why: str = "") -
         raise TypeError(f"{name} is {str(x.dtype).removeprefix('torch.')}; expected {expected}{why}")
 
 
+def device(name: str, x: Tensor, first: str, first_value: Tensor) -> None:
+    """Raises ValueError unless x is on the device of another tensor, which is called `first`."""
+    if x.device != first_value.device:
+        raise ValueError(f"{name} is on {x.device} and {first} is on {first_value.device}; move them to one device")
+
+
 _WHOLE: tuple[Callable[[Any], bool], str] = (lambda x: isinstance(x, int | torch.SymInt), "an integer")
 _SCALARS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "float": (lambda x: isinstance(x, numbers.Real | torch.SymFloat | torch.SymInt), "a number"),

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gla_core.ops.calls import tracing, transformed
+
 _compiled = functools.cache(torch.compile)
 _has_triton = functools.cache(lambda: importlib.util.find_spec("triton") is not None)
 
@@ -18,8 +20,9 @@ def fused(function: Callable[..., Any], x: Tensor, *others: Any) -> Any:
     """Returns function(x, *others), computed by compiled code if x is on a GPU.
 
     Eager PyTorch would write each product to memory in float32, which takes longer than a scan. The first call takes
-    seconds, as does the first with another combination of dtypes and optional arguments.
+    seconds, as does the first with another combination of dtypes and optional arguments. Compilers, tracers and
+    transforms of torch.func see the operations of `function`.
     """
-    if x.is_cuda and not torch.compiler.is_compiling() and _has_triton():
+    if x.is_cuda and not (torch.compiler.is_compiling() or transformed() or tracing()) and _has_triton():
         function = _compiled(function)
     return function(x, *others)

@@ -590,7 +590,7 @@ class OpSpec:
     def _bytes(self, x: Argument | Result, call: OpCall) -> int:
         """Returns the bytes of a tensor of a call; 0 if the call has no such tensor."""
         kind = dtype_in_call(x, call)
-        if kind is None:
+        if kind is None or (isinstance(x, Argument) and x.is_optional_input and x.name not in call.given):
             return 0
         counted = {"P": call.dims.get(self.sizes.get("P", ""), 0)}
         if x.role in (Role.RING, Role.GATE_RING):
@@ -731,8 +731,7 @@ def _check_tensor(argument: Argument, x: Any, sizes: dict[str, Any], first: str,
         raise TypeError(f"{name} is {type(x).__name__}; expected a tensor")
     reason = argument.dtype.reason.format(first=first, dtype=first_value.dtype)
     checks.dtype(name, x, argument.dtype.allowed(first_value.dtype), reason)
-    if x.device != first_value.device:
-        raise ValueError(f"{name} is on {x.device} and {first} is on {first_value.device}; move them to one device")
+    checks.device(name, x, first, first_value)
 
 
 def _expected(

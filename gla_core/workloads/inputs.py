@@ -199,12 +199,16 @@ def ssd_inputs(workload: Workload, **changes: object) -> dict[str, Any]:
         "D": normal((Hv, V) if per_channel else (Hv,), weight_dtype, generator),
         "dt_bias": normal((Hv,), weight_dtype, generator),
     }
+    others = {
+        "dt": normal((B, T, Hv), sizes.get("gate_dtype") or x.q.dtype, generator),
+        "A": -rate * normal((Hv,), wide(x.q.dtype), generator).exp(),
+    }
+    optional["z"] = normal((B, T, Hv, V), x.q.dtype, generator)
     return {
         "q": x.q,
         "k": x.k,
         "x": x.v,
-        "dt": normal((B, T, Hv), sizes.get("gate_dtype") or x.q.dtype, generator),
-        "A": -rate * normal((Hv,), wide(x.q.dtype), generator).exp(),
+        **others,
         **{name: None if name in without else y for name, y in optional.items()},
         "initial_state": x.initial_state,
         "cu_seqlens": x.cu_seqlens,

@@ -61,10 +61,10 @@ def forward(**sizes):
     return "chunk_gla_fwd", q, k, v, g, 0.1, state, True, cu_seqlens, 64
 
 
-def ssd(**sizes):
+def ssd(gated=False, **sizes):
     q, k, x, g, state, cu_seqlens = gla_inputs(form="head", **sizes)
     A = empty(x.shape[2], dtype=torch.float32)
-    return "chunk_ssd_fwd", q, k, x, g, A, A, A, True, 0.0, 1.0, state, True, cu_seqlens, 64
+    return "chunk_ssd_fwd", q, k, x, g, A, A, A, True, 0.0, 1.0, state, True, cu_seqlens, 64, x if gated else None
 
 
 def pool(P=2**16, pool_dtype=torch.float32, **sizes):
@@ -170,6 +170,7 @@ CALLS = {
     "forward, wide, value groups": (SM90, forward, "triton_fused", WIDE | {"H": 16, "R": 2}),
     "scan of Mamba-2": (SM90, ssd, "triton_fused", {"H": 1, "R": 32, "V": 64}),
     "scan of Mamba-2, in segments": (SM90, ssd, "parallel_scan", PACKED | {"H": 1, "R": 32, "K": 256}),
+    "scan of Mamba-2, gated": (SM90, ssd, "triton_fused", PACKED | {"H": 1, "R": 32, "V": 72, "gated": True}),
     "pool": (SM90, pool, "triton_fused", {"pool_dtype": torch.bfloat16}),
     "pool, wide": (SM90, pool, "triton_fused", {"K": 256, "V": 512, "H": 16, "P": 2**12}),
     "pool, in segments": (SM90, pool, "parallel_scan", {"form": "constant"}),

@@ -51,6 +51,7 @@ def kernels():
             "operands",
             "backward",
             "backward_head",
+            "backward_group",
             "log_gates",
             "state_gradients",
             "backward_wide",
@@ -109,10 +110,10 @@ def forward_kernel(kernels, x, gate_form="head"):
     return kernels.forward if K <= 128 else kernels.forward_wide
 
 
-def check_forward(kernels, BV=None, stages=2, normalizer=None, factors=None, skips=False, **sizes):
+def check_forward(kernels, BV=None, stages=2, normalizer=None, factors=None, skips=False, gated=False, **sizes):
     """Checks outputs; `factors` multiplies q, k and v, which are then not negative, by three numbers.
 
-    With `skips`, v has a factor for each token, and o a term of v without it.
+    With `skips`, v has a factor for each token, and o a term of v without it. With `gated`, o has an output gate.
     """
     x = inputs(normalizer, **sizes)
     if factors is not None:
@@ -123,7 +124,10 @@ def check_forward(kernels, BV=None, stages=2, normalizer=None, factors=None, ski
     o, final = unwritten(B, T, max(Hq, Hv), V, dtype=dtype), states_of(x)
     checkpoints = torch.zeros_like(wanted, dtype=kept)
     tensors = Tensors(x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens, o, final, checkpoints)
-    skip = 0.0
+    skip, gate = 0.0, 1.0
+    if gated:
+        z = 3 * torch.randn(B, T, Hv, 2 * V).to(dtype)[..., :V]
+        tensors, gate = tensors._replace(z=z), torch.nn.functional.silu(z.double())
     if skips:
         factor, D = torch.rand(B, T, Hv), torch.randn(Hv, V) if Hv % 2 else torch.randn(Hv)
         tensors = tensors._replace(v_factor=factor, skip=D)
@@ -139,13 +143,15 @@ def check_forward(kernels, BV=None, stages=2, normalizer=None, factors=None, ski
     kernel = forward_kernel(kernels, x, sizes.get("gate_form"))
     gluon_on_cpu.run(kernel.launch_outputs(plan, tensors, segments, K**-0.5, 64, normalizer))
     if kernel is not kernels.forward_wide:  # a backward leaves out the outputs, and gets the same states
-        alone = tensors._replace(o=None, skip=None, final_state=None, checkpoints=torch.zeros_like(checkpoints))
+        kept_alone = torch.zeros_like(checkpoints)
+        alone = tensors._replace(o=None, skip=None, z=None, final_state=None, checkpoints=kept_alone)
         gluon_on_cpu.run(kernel.launch_outputs(plan, alone, segments, K**-0.5, 64, normalizer))
         assert relative_error(alone.checkpoints, checkpoints) <= (1e-6 if dtype == BFLOAT16 else budget(dtype))
     expected_o, expected_final = oracle.chunk_gla(y.q, y.k, y.v, y.g, None, y.initial_state, y.cu_seqlens)
     if skips and x.cu_seqlens is not None:
         skip[:, int(x.cu_seqlens[-1]) :] = 0.0
-    for actual, truth in zip((o, final, checkpoints), (expected_o + skip, expected_final, wanted), strict=True):
+    expected_o = (expected_o + skip) * gate
+    for actual, truth in zip((o, final, checkpoints), (expected_o, expected_final, wanted), strict=True):
         assert relative_error(actual, truth) <= budget(dtype)
 
 
@@ -181,6 +187,10 @@ def test_outputs_of_every_gate(kernels, form, gates, dtype):
         {"skips": True, "R": 3, "K": 128, "V": 128, "initial_state": True},
         PACKED | {"skips": True, "R": 2, "K": 256, "V": 72},
         PACKED | {"skips": True, "dtype": torch.float16, "K": 128},
+        {"gated": True, "skips": True, "R": 2, "BV": 128, "B": 2},
+        {"gated": True, "R": 3, "K": 128, "V": 72, "initial_state": True},
+        PACKED | {"gated": True, "skips": True, "R": 2, "K": 256, "V": 72},
+        PACKED | {"gated": True, "dtype": torch.float16, "K": 320, "V": 64},
         {"K": 256, "V": 128, "B": 2, "H": 2, "gate_form": "key", "initial_state": True},
         PACKED | {"K": 200, "V": 40, "gate_form": "key", "gates": "-inf"},
         PACKED | {"K": 256, "V": 64, "gate_form": "key", "dtype": torch.float16, "gates": "strong"},
@@ -310,10 +320,22 @@ def test_states_in_a_pool(kernels, sizes, length):
     check_pool(kernels, length, **sizes)
 
 
-def check_gradients(kernels, dstate=True, normalizer=None, factors=None, scale=None, blocks=None, mild=None, **sizes):
-    """Checks gradients.
+def check_gradients(
+    kernels,
+    dstate=True,
+    normalizer=None,
+    factors=None,
+    scale=None,
+    blocks=None,
+    mild=None,
+    heads=None,
+    skips=False,
+    **sizes,
+):
+    """Checks gradients; with `skips`, v has a factor for each token, and o a term of v without it.
 
     Args:
+        heads: value heads of a block of backward_group.py; None stands for the other kernels.
         factors: four numbers that multiply q, k, v and do, which are then not negative.
         blocks: keys and values of a block.
         mild: slice of the keys whose gates are divided by 1,000.
@@ -335,13 +357,23 @@ def check_gradients(kernels, dstate=True, normalizer=None, factors=None, scale=N
     gate_shape = {"constant": (Ho,), "head": (B, T, Ho), "key": (B, T, Ho, K)}[sizes.get("gate_form", "head")]
     dg = None if x.g is None else unwritten(*gate_shape, dtype=torch.float32)
     dinitial = None if x.initial_state is None else unwritten(len(x.initial_state), Ho, K, V, dtype=torch.float32)
-    results = *(unwritten(B, T, Ho, width, dtype=dtype) for width in (K, K, V)), dg, dinitial
+    keys = Ho if heads is None else H
+    results = *(unwritten(B, T, *size, dtype=dtype) for size in ((keys, K), (keys, K), (Ho, V))), dg, dinitial
     checkpoints = expected_checkpoints(with_log_gates(x, normalizer)).to(checkpoint_dtype(dtype))
-    tensors = BackwardTensors(x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens, checkpoints, do, leaving, *results)
+    factor, skip = (torch.rand(B, T, Hv), torch.randn(Hv)) if skips else (None, None)
+    if factor is not None:
+        y = with_log_gates(dataclasses.replace(x, v=x.v * factor[..., None]), normalizer)
+        checkpoints = expected_checkpoints(y).to(checkpoint_dtype(dtype))
+        factor[:, end:] = torch.nan
+    more = (factor, skip, *(unwritten(B, T, Hv, dtype=torch.float32) if skips else None for _ in range(2)))
+    tensors = (x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens, checkpoints, do, leaving, *results)
+    tensors = BackwardTensors(*tensors, *more)
     segments = whole(B, T, x.cu_seqlens)
-    parameters = GradientParameters(BK=blocks[0], BV=blocks[1], warps=4, programs=2)
+    parameters = GradientParameters(BK=blocks[0], BV=blocks[1], warps=4, programs=2, heads=heads or 1)
     gluon_on_cpu.run(segments.launches)
-    if sizes.get("gate_form") != "key":
+    if heads is not None:
+        kernel = kernels.backward_group
+    elif sizes.get("gate_form") != "key":
         kernel = kernels.backward_head
     elif dtype == BFLOAT16 and V > 128:
         kernel = kernels.backward_wide
@@ -357,23 +389,34 @@ def check_gradients(kernels, dstate=True, normalizer=None, factors=None, scale=N
         leaves["g"] = x.g.double().expand(x.v.shape[:3]).clone().requires_grad_()
     y = [leaves.get(name) for name in ("q", "k", "v", "g", "initial_state")]
     g = None if y[3] is None else log_gates(y[3], normalizer, torch.float64)
-    outs = oracle.chunk_gla(*y[:3], g, scale, y[4], x.cu_seqlens)
     do[:, end:] = 0
+    if factor is not None and skip is not None:
+        factor[:, end:] = 0
+        leaves["factor"] = factor.double().requires_grad_()
+        leaves["skip"] = skip.double().expand(B, T, Hv).clone().requires_grad_()
+        names += ["factor", "skip"]
+        added = torch.where(leaves["v"].isfinite(), leaves["v"], 0) * leaves["skip"][..., None]
+        y[2] = leaves["v"] * leaves["factor"][..., None]
+    outs = oracle.chunk_gla(*y[:3], g, scale, y[4], x.cu_seqlens)
+    if skips:
+        outs = (outs[0] + added, outs[1])
     seeds = do.double(), torch.zeros_like(outs[1]) if leaving is None else leaving.double()
     expected = dict(zip(names, torch.autograd.grad(outs, list(leaves.values()), seeds), strict=True))
-    heads = {
+    heads_of = {
         "q": (Hq, 2),
         "k": (H, 2),
         "v": (Hv, 2),
         "g": (Hv, min(2, x.g.ndim - 1) if x.g is not None else 0),
         "initial_state": (Hv, 1),
+        "factor": (Hv, 2),
+        "skip": (Hv, 2),
     }
-    for name, d in zip(("q", "k", "v", "g", "initial_state"), results, strict=True):
+    for name, d in zip(heads_of, (*results, *more[2:]), strict=True):
         if name == "g" and d is not None and d.ndim == 1:
-            error = (summed_over_groups(d, *heads[name]) - expected[name].sum((0, 1))).norm()
+            error = (summed_over_groups(d, *heads_of[name]) - expected[name].sum((0, 1))).norm()
             assert error <= gradient_budget(dtype) * 8 * expected[name].norm()  # the errors of 64 tokens may be alike
         elif d is not None:
-            actual = summed_over_groups(d, *heads[name])
+            actual = summed_over_groups(d, *heads_of[name])
             has_tokens = d.shape[:2] == (B, T) and name != "initial_state"
             rows = (slice(None), slice(end)) if has_tokens else ()
             assert relative_error(actual[rows], expected[name][rows]) <= gradient_budget(dtype), name
@@ -469,6 +512,17 @@ def test_gradients_of_every_gate(kernels, form, dtype, gates):
         {"K": 72, "V": 40, "H": 2, "G": 2, "dtype": torch.float32},
         {"gate_form": "constant", "dtype": torch.float32},
         PACKED | {"R": 2, "dtype": torch.float32},
+        {"R": 2, "heads": 2, "initial_state": True, "T": 200},  # value heads in groups
+        {"R": 4, "heads": 3, "K": 128, "V": 40, "B": 2, "H": 2, "gates": "-inf"},
+        {"R": 6, "heads": 6, "K": 128, "V": 128, "initial_state": True},
+        {"R": 2, "heads": 1, "gate_form": "constant", "K": 136, "V": 136},
+        {"R": 2, "heads": 2, "normalizer": 2, "gate_dtype": BFLOAT16, "gates": "strong"},
+        PACKED | {"R": 3, "heads": 2, "K": 128, "dstate": False},
+        PACKED | {"R": 9, "heads": 9, "gates": "extreme", "V": 72},
+        {"skips": True, "R": 5, "heads": 5, "initial_state": True, "T": 100},  # factors of v and a skip
+        {"skips": True, "R": 4, "heads": 2, "K": 136, "V": 136, "B": 2, "gates": "-inf"},
+        {"skips": True, "heads": 1, "H": 2, "K": 128, "V": 128},
+        PACKED | {"skips": True, "R": 6, "heads": 6, "gates": "strong"},
         *({"gate_form": "key"} | sizes for sizes in GROUPS),
         {"gate_form": "key", "R": 2, "H": 2, "V": 136, "T": 100, "gates": "strong", "initial_state": True},
         {"gate_form": "key", "R": 3, "K": 136, "V": 136, "gates": "-inf", "dstate": False},

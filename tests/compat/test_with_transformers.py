@@ -235,6 +235,20 @@ def test_generating_from_a_padded_batch(model, calls, by_kernels):
     assert len(states_of(actual)) == 2 * n
 
 
+@pytest.mark.parametrize(("name", "gated"), [("FalconH1", True), ("FalconH1, norm", False)])
+def test_the_output_gate_of_a_prompt_is_in_the_scan(name, gated, monkeypatch):
+    model, tokens, in_op, scan = model_of(name), tokens_of(), [], ops.chunk_ssd
+    monkeypatch.setattr(ops, "chunk_ssd", lambda *x, **y: in_op.append(y["z"] is not None) or scan(*x, **y))
+    with torch.no_grad():
+        expected = model(tokens).logits
+        with accelerate():
+            assert_close(model(tokens).logits, expected)
+    assert in_op == [gated] * layers_of(model)
+    with accelerate():
+        assert_close(model(tokens).logits, expected)
+    assert in_op[layers_of(model) :] == [False] * layers_of(model)  # with gradients, transformers multiplies
+
+
 BLOCKS = [
     ("Mamba2", {"n_groups": 1}),
     ("Mamba2", {"residual_in_fp32": False}),

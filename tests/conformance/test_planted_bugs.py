@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from _pytest.runner import runtestprotocol
 
 import gla_core as gla
@@ -883,6 +884,11 @@ def skip_added_twice(x):
     return ssd(x, D=None if x.D is None else 2 * x.D)
 
 
+def with_o(y, change):
+    """Returns the results y with a function of o in place of o."""
+    return SimpleNamespace(**{**vars(y), "o": change(y.o)})
+
+
 def ssd_by_chunk_gla(x, v_of=lambda v: v, bias_of_gates=True):
     """Returns the results of chunk_ssd_fwd by chunk_gla_fwd, with other values or gates."""
     steps = (x.dt_softplus, x.dt_min, x.dt_max)
@@ -911,6 +917,21 @@ def skip_of_padding(x):
     y = ssd(x, D=None)
     y.o = y.o if x.D is None else y.o + (x.x * (x.D[:, None] if x.D.ndim == 1 else x.D)).to(y.o.dtype)
     return y
+
+
+ssd.bugs(
+    "test_values[gated-float32]",
+    over={"o"},
+    output_gate_without_silu=lambda x: with_o(ssd(x, z=None), lambda o: o if x.z is None else o * x.z),
+    output_gate_before_the_skip=lambda x: with_o(
+        ssd(x, D=None), lambda o: o + ssd(x, z=None).o - ssd(x, D=None, z=None).o
+    ),
+    output_gate_left_out=lambda x: ssd(x, z=None),
+)
+ssd.bugs(
+    "test_padding[gated_padded-float32]",
+    output_gate_of_padding=lambda x: with_o(ssd(x, z=None), lambda o: o if x.z is None else o * F.silu(x.z)),
+)
 
 
 @ssd_backward.bug("test_gradients[odd_widths-float32]", over={"ddt", "ddt_bias"})
@@ -977,7 +998,7 @@ def skip_of_a_step_added_twice(x):
 @ssd_stepped.bug("test_values[small-float32]")
 def time_steps_left_out_of_values(x):
     times = x.dt if x.dt_bias is None else x.dt + x.dt_bias
-    times = torch.nn.functional.softplus(times) if x.dt_softplus else times
+    times = F.softplus(times) if x.dt_softplus else times
     return ssd_stepped(x, v=x.v / times[..., None])
 
 

@@ -15,7 +15,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "from-mamba.md").read_text(encoding
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
-        (mamba_ssm.mamba_chunk_scan_combined, gla.chunk_gla),
+        (mamba_ssm.mamba_chunk_scan_combined, gla.chunk_ssd),
         (mamba_ssm.selective_state_update, gla.recurrent_ssd_step),
     ],
 )

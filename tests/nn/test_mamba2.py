@@ -1,12 +1,13 @@
 """The Mamba-2 layer against its recurrence in float64, one token at a time."""
 
+import inspect
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from gla_core.nn import Mamba2
+from gla_core.nn import Mamba2, mamba2
 from gla_core.nn.rms_norm import RMSNormGated
 
 LAYERS = {
@@ -14,6 +15,7 @@ LAYERS = {
     "grouped": {"d_state": 2, "headdim": 4, "ngroups": 2, "D_has_hdim": True, "d_conv": 2, "conv_bias": False},
     "norm_first": {"d_state": 3, "headdim": 16, "ngroups": 2, "norm_before_gate": True, "bias": True, "norm_eps": 0.1},
     "no_norm": {"d_state": 3, "headdim": 8, "rmsnorm": False, "expand": 1, "dt_limit": (0.3, 1.5)},
+    "gate_alone": {"d_state": 3, "headdim": 8, "rmsnorm": False, "D_has_hdim": True},
 }
 
 
@@ -73,6 +75,36 @@ def test_values_and_gradients(T, options):
     for parameter, gradient in zip(layer.parameters(), gradients[1:], strict=True):
         assert gradient.shape == parameter.shape
         assert T == 1 or gradient.any()  # one token forgets nothing, so that A_log has no influence
+
+
+@pytest.mark.parametrize("sizes", [{}, {"rmsnorm": False}, {"D_has_hdim": True}, {"dt_limit": (0.3, 1.5)}], ids=str)
+def test_without_gradients_the_ops_compute_all_between_convolution_and_norm(sizes, monkeypatch):
+    options = {"d_state": 3, "headdim": 8} | sizes
+    layer, x, passed = make(**options), torch.randn(2, 7, 16, dtype=torch.float64), []
+    for name in ("chunk_ssd", "recurrent_ssd_step"):
+        function = getattr(mamba2, name)
+
+        def call(*args, function=function, **kwargs):
+            x = inspect.signature(function).bind(*args, **kwargs).arguments
+            passed.append({n for n in ("D", "dt_bias", "z") if x.get(n) is not None})
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(mamba2, name, call)
+    with torch.no_grad():
+        y, state = layer(x[:, :6], output_final_state=True)
+        last, state = layer.step(x[:, 6], state)
+    expected, S = evaluate(layer, options, x)
+    torch.testing.assert_close(torch.cat([y, last[:, None]], 1), expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(state.recurrent, S, rtol=1e-10, atol=1e-10)
+    in_op = {"D"} | ({"z"} if "rmsnorm" in sizes else set()) | (set() if "dt_limit" in sizes else {"dt_bias"})
+    assert passed == [in_op, in_op - {"D"} if "D_has_hdim" in sizes else in_op]
+
+
+def test_a_step_under_a_transform_of_torch_func():
+    layer, x = make(**LAYERS["plain"]), torch.randn(3, 2, 16, dtype=torch.float64)
+    state = layer.initial_state(2)
+    together = torch.vmap(lambda y: layer.step(y, state)[0])(x)
+    torch.testing.assert_close(together, torch.stack([layer.step(y, state)[0] for y in x]))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])

@@ -36,7 +36,9 @@ def test_a_new_op_needs_its_description_alone():
     assert call == PLAIN.call({"B": 3, "K": 4}, CPU, torch.bfloat16, scalars={"squared": True}, **facts)
     total, dweight = PLAIN.expected(x, None, None, True)
     assert (total.name, total.shape, total.dtype, dweight) == ("total", (3,), torch.float32, None)
-    assert PLAIN.floor_bytes(call) == (2 * (12 + 4), 4 * 3 + 2 * 4)
+    assert PLAIN.floor_bytes(call) == (2 * 12, 4 * 3)
+    weighted = PLAIN.describe(x, x[0].clone(), None, True)
+    assert PLAIN.floor_bytes(weighted) == (2 * (12 + 4), 4 * 3 + 2 * 4)
     assert PLAIN.prepared((x, None, None, True)) == (x, None, 0.5, True)
 
 

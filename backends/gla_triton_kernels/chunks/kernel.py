@@ -73,12 +73,14 @@ class GradientParameters:
             computes gradients of states.
         warps: number of warps of a block; in a kernel with specialised warps, of its first kind of warps.
         precision: precision of matrix products: "bf16", or float32 split into bfloat16 parts, "bf16x3" or "bf16x6".
-        programs: the maximum number of blocks of a persistent kernel; other kernels ignore it.
+        programs: the number of multiprocessors, which a persistent kernel uses; other kernels ignore it.
+        heads: value heads of a block, for a kernel that sums dq and dk over them.
     """
 
     BK: int
     BV: int
     warps: int
+    heads: int = 1
     precision: str = "bf16"
     programs: int = 1
 
@@ -206,6 +208,7 @@ class GradientKernel(Kernel):
         parameters: takes a call, a GPU, and the number of sequences or segments; returns the launch parameters.
         heads_apart: whether each query head of a group is computed separately. A further launch then sums the partial
             gradients of the group.
+        by_groups: whether dq and dk are summed over the value heads of a group by the launches of the kernel.
         adds_pairs: whether a further launch adds the terms of pairs of tokens in chunks that are not mild.
         partials: takes a call and the parameters. Returns the number of partial results of dq, dk and dg of a head,
             and the number of partial results of dv.
@@ -225,6 +228,7 @@ class GradientKernel(Kernel):
     at_once: Callable[[GradientParameters], int] = lambda parameters: 1
     layouts: int = 1
     by_chunks: bool = False
+    by_groups: bool = False
 
 
 def partials_of_blocks(call: OpCall, x: GradientParameters) -> tuple[int, int]:

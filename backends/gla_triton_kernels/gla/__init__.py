@@ -43,12 +43,15 @@ def ops(cut: bool) -> dict[str, Prepared]:
     def op(prepare: Callable[..., Any], takes: tuple[str, ...], explain: Callable[..., list[str]] | None) -> Prepared:
         return Prepared(partial(prepare, cut=cut), takes, None if explain is None else partial(explain, cut=cut))
 
+    chunk_gla_bwd = op(backward.prepare, (*_INPUTS, *_BACKWARD, "gate_normalizer"), backward.explain)
+    scan_bwd = op(ssd.prepare_backward, OP_PARAMETERS["chunk_ssd_bwd"], ssd.explain_backward)
     chunk_gla_fwd = op(forward.prepare, (*_INPUTS, *_FORWARD), forward.explain)
     scan = op(ssd.prepare, OP_PARAMETERS["chunk_ssd_fwd"], ssd.explain)
     return {
         "chunk_gla_fwd": chunk_gla_fwd,
         "chunk_ssd_fwd": lowered("chunk_ssd_fwd", chunk_gla_fwd, scan, partial(ssd.refusal, cut=cut)),
-        "chunk_gla_bwd": op(backward.prepare, (*_INPUTS, *_BACKWARD, "gate_normalizer"), backward.explain),
+        "chunk_gla_bwd": chunk_gla_bwd,
+        "chunk_ssd_bwd": lowered("chunk_ssd_bwd", chunk_gla_bwd, scan_bwd, partial(ssd.backward_refusal, cut=cut)),
         "chunk_gla_pool": op(forward.prepare_pool, (*_INPUTS, *_POOL), forward.explain_pool),
         "chunk_gla_summary": op(summary.prepare, _SUMMARY, None),
         "recurrent_gla_step": step.STEP,

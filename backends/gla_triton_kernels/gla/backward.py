@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 KERNELS: Sequence[GradientKernel] = (
     sm90.BACKWARD_WIDE,
     sm90.BACKWARD,
+    sm90.BACKWARD_GROUP,
     sm90.BACKWARD_HEAD,
     general.BACKWARD_CHUNKS,
     general.BACKWARD,
@@ -114,13 +115,13 @@ def _segments(call: OpCall, gpu: Gpu, kernels: Sequence[GradientKernel]) -> Back
     return plan_segments(min(length, CHUNK) if gpu.architecture is Architecture.INTERPRETED else length)
 
 
-def explain(call: OpCall, cut: bool) -> list[str]:
+def explain(call: OpCall, cut: bool, kernels: Sequence[GradientKernel] = KERNELS) -> list[str]:
     """Returns lines that name the kernels of a call, and give the reasons why better kernels refuse the call."""
     gpu = gpu_of_call(call)
     seen = seen_by_kernels(call, gpu)
-    chosen = plan(seen, gpu, cut)[0][1]
+    chosen = plan(seen, gpu, cut, kernels)[0][1]
     segments = "" if chosen.leaving is None else f" in segments of {chosen.leaving.length} tokens"
-    return [f"kernel {chosen.gradients.name}{segments}", *refusals(KERNELS, chosen.gradients, seen, gpu)]
+    return [f"kernel {chosen.gradients.name}{segments}", *refusals(kernels, chosen.gradients, seen, gpu)]
 
 
 # ---- launches
@@ -138,7 +139,7 @@ def prepare(call: OpCall, cut: bool, kernels: Sequence[GradientKernel] = KERNELS
     from gla_triton_runtime.prepared import Launches, rehearsed
 
     gpu = gpu_of_call(call)
-    call = _without_unusable_checkpoints(call)
+    call = without_unusable_checkpoints(call)
     seen, copied = seen_by_kernels(call, gpu), copied_for_invariance(call)
     T, Hv, K, V, N = (call.dims[name] for name in ("T", "Hv", "K", "V", "N"))
     empty, normalizer = N == 0 or T == 0, call.scalars["gate_normalizer"]
@@ -195,7 +196,7 @@ def prepare(call: OpCall, cut: bool, kernels: Sequence[GradientKernel] = KERNELS
     return rehearsed(run, call)
 
 
-def _without_unusable_checkpoints(call: OpCall) -> OpCall:
+def without_unusable_checkpoints(call: OpCall) -> OpCall:
     """Returns the call, but without checkpoints if kernels cannot read them in their layout."""
     layout = call.layouts.get("checkpoints")
     usable = layout is not None and layout.aligned and layout.is_contiguous
@@ -219,13 +220,13 @@ def launches(plan: BackwardPlan, x: BackwardTensors, scale: float, normalizer: i
     Hv = x.v.shape[2]
     entering, made = x.checkpoints, []
     if plan.entering is not None:
-        states = Recurrence(x.k, x.v, x.g, x.initial_state, None, normalizer=normalizer)
+        states = Recurrence(x.k, x.v, x.g, x.initial_state, None, normalizer=normalizer, factor=x.v_factor)
         entering, _, made = launch_entering(plan.entering, states, Hv, x.cu_seqlens, checkpoint_dtype(x.q.dtype))
     elif plan.forward is not None:
         shape = checkpoint_shape(x.k, x.v, x.cu_seqlens, CHUNK)
         entering = x.v.new_empty(shape, dtype=checkpoint_dtype(x.q.dtype))
         o = None if plan.forward.outputs.may_lack_outputs else x.v.new_empty(x.do.shape)
-        tensors = Tensors(x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens, o, None, entering)
+        tensors = Tensors(x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens, o, None, entering, v_factor=x.v_factor)
         made = forward.launches(plan.forward, tensors, scale, CHUNK, normalizer)
     filled = x  # the kernel for gradients fills the results in `filled`
     if plan.leaving is None:
@@ -240,6 +241,7 @@ def launches(plan: BackwardPlan, x: BackwardTensors, scale: float, normalizer: i
         )
         made += before
         filled = x._replace(dinitial_state=None)  # the scan fills it
-    each = for_value_heads(for_query_heads(filled) if plan.gradients.heads_apart else filled)
+    each = for_query_heads(filled) if plan.gradients.heads_apart else filled
+    each = each if plan.gradients.by_groups else for_value_heads(each)
     made += plan.gradients.load()(plan.parameters, each, entering, leaving, segments, scale, normalizer)
     return made + launch_sums_over_groups(each, x)

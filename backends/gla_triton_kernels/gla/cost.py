@@ -147,7 +147,7 @@ def _gradients(call: OpCall, plan: BackwardPlan, c: Constants) -> Prices:
     B, T, H, Hq, Hv, K, V = (call.dims[name] for name in ("B", "T", "H", "Hq", "Hv", "K", "V"))
     kernel, heads = plan.gradients, queries_of_state(call) if plan.gradients.heads_apart else 1
     key_parts, value_parts = kernel.partials(call, plan.parameters)
-    size, gate, group = call.dtype.itemsize, gate_itemsize(call), Hv // max(H, 1)
+    size, gate, group = call.dtype.itemsize, gate_itemsize(call), 1 if kernel.by_groups else Hv // max(H, 1)
     gate_parts = key_parts * heads * (1 if call.gate_form in (None, "key") else value_parts)
     results = [  # for dq, dk, dv, dg: number of elements, bytes of an element, number of partial results
         (B * T * Hq * K, size, key_parts * group),

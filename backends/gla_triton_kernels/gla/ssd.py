@@ -1,8 +1,8 @@
-"""Plans Mamba-2's scan for the kernel that reads its time steps and its skip, and describes its launches.
+"""Plans Mamba-2's scan for the kernel that reads its time steps, skip and output gate, and describes its launches.
 
 With delta and g from shared/time_steps.py, the scan is the forward of forward.py with v = x, factors delta of v, gates
-g, scale 1 and a skip D. So v = delta x is never in memory, and o is written once. Other calls are computed by
-`chunk_gla_fwd` and operations before and after it; see the op.
+g, scale 1, a skip D and an output gate z. So v = delta x is never in memory, and o is written once. Other calls are
+computed by `chunk_gla_fwd` and operations before and after it; see the op.
 
 B batch   T tokens   N sequences   H key heads   Hv value heads   K, V key and value width
 """
@@ -18,10 +18,11 @@ from torch import Tensor
 
 from gla_core.dispatch.backend import OP_LOWERINGS, OpCall, Reason
 from gla_core.dispatch.tensors import checkpoint_dtype, checkpoint_rows
-from gla_triton_kernels.gla import forward
+from gla_triton_kernels.gla import backward, forward
 from gla_triton_kernels.gla.seen import seen_by_kernels
 from gla_triton_kernels.gla.sm90 import kernels as sm90
 from gla_triton_runtime.architecture import gpu_of_call
+from gla_triton_runtime.tma import addressable
 
 if TYPE_CHECKING:
     from gla_triton_runtime.launch import Launch
@@ -35,6 +36,8 @@ def refusal(call: OpCall, cut: bool) -> Reason | None:
         return "computes no batch invariance"
     if call.dims["N"] == 0 or call.dims["T"] == 0:
         return "there are no tokens"
+    if "z" in call.layouts and not addressable(call.layouts["z"]):
+        return "reads z by TMA, which cannot address its strides"
     part = _part_of(call)
     if seen_by_kernels(part, gpu_of_call(call)) is not part:
         return "copies x to a width that TMA can move"
@@ -74,8 +77,8 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
     n = None if every is None else checkpoint_rows(T, N, every, call.variable_length)
 
     def describe(tensors: tuple[Any, ...]) -> list[Launch]:
-        q, k, x, D, initial_state, cu_seqlens, o, final_state, checkpoints, delta, g = tensors
-        y = Tensors(q, k, x, g, initial_state, cu_seqlens, o, final_state, checkpoints, v_factor=delta, skip=D)
+        q, k, x, D, z, initial_state, cu_seqlens, o, final_state, checkpoints, delta, g = tensors
+        y = Tensors(q, k, x, g, initial_state, cu_seqlens, o, final_state, checkpoints, v_factor=delta, skip=D, z=z)
         return [each for plan, rows in plans_with_rows(plans, y) for each in forward.launches(plan, rows, 1.0, every)]
 
     before, launched = Launches(call.device), Launches(call.device)
@@ -95,6 +98,7 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
         output_final_state: bool,
         cu_seqlens: Tensor | None,
         checkpoint_every: int | None,
+        z: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         delta, g = (x.new_empty(B, T, Hv, dtype=torch.float32) for _ in range(2))
         inputs = (dt, A, dt_bias, delta, g)
@@ -103,9 +107,108 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
         o = x.new_empty(B, T, Hv, V)
         final_state = x.new_empty(N, Hv, K, V, dtype=torch.float32) if output_final_state else None
         checkpoints = None if n is None else x.new_empty(B, n, Hv, K, V, dtype=checkpoint_dtype(call.dtype))
-        tensors = (q, k, x, D, initial_state, cu_seqlens, o, final_state, checkpoints, delta, g)
+        tensors = (q, k, x, D, z, initial_state, cu_seqlens, o, final_state, checkpoints, delta, g)
         if not launched.replay(tensors, 1.0):
             launched.start(describe(tensors), tensors)
         return o, final_state, checkpoints
+
+    return rehearsed(run, call)
+
+
+# ---- gradients
+
+GRADIENTS = (sm90.BACKWARD_FACTORS, *backward.KERNELS)
+"""The kernels that compute gradients, best first. Only the first reads factors of v."""
+
+
+def backward_refusal(call: OpCall, cut: bool) -> Reason | None:
+    """Returns why no kernel computes the gradients of a call with its time steps, or None."""
+    if call.dtype != torch.bfloat16:
+        return f"computes gradients with bfloat16; q is {str(call.dtype).removeprefix('torch.')}"
+    if call.batch_invariant is not None:
+        return "computes no batch invariance"
+    if call.dims["N"] == 0 or call.dims["T"] == 0:
+        return "there are no tokens"
+    if "D" in call.layouts and len(call.layouts["D"].shape) == 2:
+        return "computes a skip for each head; D has one for each channel"
+    part = _part_of(call)
+    if seen_by_kernels(part, gpu_of_call(call)) is not part:
+        return "copies x to a width that TMA can move"
+    for _, plan in _backward_plans(part, cut):
+        if plan.gradients is not sm90.BACKWARD_FACTORS:
+            return f"computes by {plan.gradients.name}, which reads no time steps"
+        states = plan.forward.outputs if plan.forward is not None else plan.entering and plan.entering.states
+        if states not in (None, sm90.FORWARD_HEAD, sm90.STATES):
+            return f"computes states by {states.name}, which reads no time steps"
+    return None
+
+
+def explain_backward(call: OpCall, cut: bool) -> list[str]:
+    """Returns lines that name the kernels of the gradients of a call."""
+    return backward.explain(_part_of(call), cut, GRADIENTS)
+
+
+def _backward_plans(part: OpCall, cut: bool) -> backward.Plans:
+    part = backward.without_unusable_checkpoints(part)
+    return backward.plan(part, gpu_of_call(part), cut, GRADIENTS)
+
+
+def prepare_backward(call: OpCall, cut: bool) -> Callable[..., tuple]:
+    """Plans the gradients of a call that is not refused, and returns the function that computes them; see `prepare`.
+
+    Raises:
+        LaunchError: a kernel does not compile for this device, or does not fit it.
+    """
+    from gla_triton_kernels.chunks.padding import clear_padding
+    from gla_triton_kernels.gla.shared.time_steps import launch_time_step_gradients, launch_time_steps
+    from gla_triton_kernels.gla.tensors import BackwardTensors, plans_with_rows
+    from gla_triton_runtime.prepared import Launches, rehearsed
+
+    plans = _backward_plans(_part_of(call), cut)
+    B, T, Hv, K, V, N = (call.dims[name] for name in ("B", "T", "Hv", "K", "V", "N"))
+    softplus = call.scalars["dt_softplus"]
+
+    def describe(tensors: tuple[Any, ...]) -> list[Launch]:
+        y = BackwardTensors(*tensors)
+        made = [each for plan, rows in plans_with_rows(plans, y) for each in backward.launches(plan, rows, 1.0)]
+        return made if y.cu_seqlens is None else [*made, *clear_padding((y.dq, y.dk, y.dv), y.cu_seqlens)]
+
+    before, launched, after = (Launches(call.device) for _ in range(3))
+
+    def run(
+        q: Tensor,
+        k: Tensor,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        D: Tensor | None,
+        dt_bias: Tensor | None,
+        dt_softplus: bool,
+        dt_min: float,
+        dt_max: float,
+        initial_state: Tensor | None,
+        cu_seqlens: Tensor | None,
+        checkpoints: Tensor | None,
+        checkpoint_every: int | None,
+        do: Tensor,
+        dstate: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
+        delta, g, dg, ddelta = (x.new_empty(B, T, Hv, dtype=torch.float32) for _ in range(4))
+        dskip = None if D is None else torch.empty_like(dg)
+        inputs = (dt, A, dt_bias, delta, g)
+        if not before.replay(inputs, dt_min, dt_max):
+            before.start(launch_time_steps(*inputs, dt_min, dt_max, softplus), inputs)
+        dq, dk, dx = (torch.empty_like(y, memory_format=torch.contiguous_format) for y in (q, k, x))
+        dinitial = None if initial_state is None else x.new_empty(N, Hv, K, V, dtype=torch.float32)
+        results = (dq, dk, dx, dg, dinitial)
+        tensors = (q, k, x, g, initial_state, cu_seqlens, checkpoints, do, dstate, *results, delta, D, ddelta, dskip)
+        if not launched.replay(tensors):
+            launched.start(describe(tensors), tensors)
+        ddt = dt.new_empty(B, T, Hv)
+        dA, dbias, dD = (None if y is None else y.new_empty(Hv) for y in (A, dt_bias, D))
+        steps = (dt, A, dt_bias, cu_seqlens, ddelta, dg, dskip, ddt, dA, dbias, dD)
+        if not after.replay(steps, dt_min, dt_max):
+            after.start(launch_time_step_gradients(*steps, dt_min, dt_max, softplus), steps)
+        return dq, dk, dx, ddt, dA, dD, dbias, dinitial
 
     return rehearsed(run, call)

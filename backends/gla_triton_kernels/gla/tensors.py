@@ -38,6 +38,7 @@ class Tensors(NamedTuple):
     pool: Tensor | None = None  # [P, Hv, K, V], instead of initial_state, final_state and checkpoints
     v_factor: Tensor | None = None  # [B, T, Hv], contiguous; multiplies v
     skip: Tensor | None = None  # [Hv] or [Hv, V]; o is increased by skip v, without the factor
+    z: Tensor | None = None  # [B, T, Hv, V]; o is multiplied by silu(z), after the skip
 
 
 class BackwardTensors(NamedTuple):
@@ -57,6 +58,10 @@ class BackwardTensors(NamedTuple):
     dv: Tensor  # as v
     dg: Tensor | None  # as g
     dinitial_state: Tensor | None  # [N, Hv, K, V]
+    v_factor: Tensor | None = None  # [B, T, Hv], contiguous; see `Tensors`
+    skip: Tensor | None = None  # [Hv]
+    dfactor: Tensor | None = None  # [B, T, Hv]
+    dskip: Tensor | None = None  # [B, T, Hv], whose sum over tokens is the gradient of skip
 
     @property
     def last_leave_none(self) -> bool:

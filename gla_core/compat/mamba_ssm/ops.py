@@ -81,9 +81,10 @@ def mamba_chunk_scan_combined(
     float64 inputs); each may have any dtype. Under autocast, x dt, B and C are cast as in `gla_core.chunk_gla`, and out
     keeps the dtype of x.
 
-    Without seq_idx, `gla_core.chunk_ssd` computes the scan; a backend may do so in one kernel. Otherwise, and with z,
-    torch.compile makes one kernel on a GPU of what comes before an op and one of what follows it. The first call then
-    takes seconds, as does the first with another combination of dtypes and optional arguments.
+    Without seq_idx, `gla_core.chunk_ssd` computes the scan; a backend may do so in one kernel. If z has another dtype
+    than x, or a gradient is recorded, the product with silu(z) follows the scan. torch.compile makes one kernel on a
+    GPU of what comes before an op and one of what follows it. The first call then takes seconds, as does the first with
+    another combination of dtypes and optional arguments.
 
     Args:
         x: inputs [batch, seqlen, nheads, headdim], float64, float32, float16 or bfloat16.
@@ -131,11 +132,12 @@ def mamba_chunk_scan_combined(
     state = None if initial_states is None else initial_states.to(wide(x.dtype))
     q, k = C.to(x.dtype), B.to(x.dtype)
     if seq_idx is None and _takes(x):
-        skip = D if z is None else None
+        # the op takes z with the dtype of x alone
+        in_op, after = (z, None) if z is None or z.dtype == x.dtype else (None, z)
         limits = {"dt_min": dt_limit[0], "dt_max": dt_limit[1]}
-        options = {"dt_softplus": dt_softplus, **limits, "state_v_first": True}
-        o, state = chunk_ssd(q, k, x, dt, A.to(wide(x.dtype)), skip, dt_bias, state, return_final_states, **options)
-        out = o if z is None else fused(output, o, x, D, z)
+        options = {"z": in_op, "dt_softplus": dt_softplus, **limits, "state_v_first": True}
+        o, state = chunk_ssd(q, k, x, dt, A.to(wide(x.dtype)), D, dt_bias, state, return_final_states, **options)
+        out = o if after is None else fused(output, o, x, None, after)
         return (out, state) if return_final_states else out
     v, g = fused(_values_and_gates, x, dt, A, dt_bias, seq_idx, dt_softplus, dt_limit)
     offsets = cu_seqlens if return_varlen_states else None

@@ -9,7 +9,7 @@ kernel, and the layer calls its convolution, the scan, the norm and the projecti
 
 Convolutions and norms run in the kernels of `gla_core.compat.mamba_ssm.kernels`, if a plugin provides them, and
 otherwise in transformers. Norms are classes, whose `forward` is replaced. So is that of layers and blocks for
-decoding steps; see one_token.py.
+decoding steps, and that of Falcon-H1's layers for prompts; see one_token.py and falcon_h1.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from gla_core.compat.replace import (
     method_replacement,
     replacement,
 )
-from gla_core.compat.transformers import one_token
+from gla_core.compat.transformers import falcon_h1, one_token
 from gla_core.dispatch.errors import check_known
 
 MODELS = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2")
@@ -81,8 +81,10 @@ def accelerate(*models: str) -> Acceleration:
             norms = [x for x in classes_of(module) if x.__name__.endswith(("RMSNorm", "RMSNormGated"))]
             wanted += [method_replacement(norm, _norm, BY_KERNEL) for norm in norms]
             layer_forward = functools.partial(one_token.forward, module)
+            gated_forward = functools.partial(falcon_h1.forward, module)
             block_forward = functools.partial(one_token.forward_of_block, module)
             wanted += [method_replacement(x, layer_forward, ONE_TOKEN) for x in one_token.layers(module)]
+            wanted += [method_replacement(x, gated_forward, GATED) for x in falcon_h1.layers(module)]
             wanted += [method_replacement(x, block_forward, BLOCK) for x in one_token.blocks(module)]
         return Acceleration("transformers", wanted, NOTE if kernels.provided else NO_KERNELS)
 
@@ -224,6 +226,7 @@ class _Replacement(NamedTuple):
 
 
 ONE_TOKEN = "computed by gla_core for one token"
+GATED = "computed by gla_core for prompts, with the output gate in the scan"
 BLOCK = "computed for one token on a GPU by kernels of gla_transformers, if it is imported"
 BY_KERNEL = "computed on a GPU by a kernel of gla_transformers, if it is imported"
 NOTE = "convolutions of packed sequences are left to transformers"

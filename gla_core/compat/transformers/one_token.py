@@ -9,7 +9,7 @@ and the residual is a part of the last product:
     norm(x) W_in                u = convolution(u)        y = step(...) silu(gate)          residual + norm(y) W_out
 
 A class is computed here only if its `forward` uses no name besides those that are known, so a model or a version with
-anything else in its layers, such as FalconH1, keeps its own.
+anything else in its layers, such as FalconH1, keeps its own; see falcon_h1.py for prompts.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ BLOCK_NAMES = frozenset(
 
 def layers(module: ModuleType) -> list[type]:
     """Returns the classes of Mamba-2 layers in a model's module that `forward` computes for one token."""
-    return [x for x in classes_of(module) if _is_known(x, {"A_log"}, NAMES)]
+    return [x for x in classes_of(module) if is_known(x, {"A_log"}, NAMES)]
 
 
 def blocks(module: ModuleType) -> list[type]:
     """Returns the classes of blocks in a model's module that `forward_of_block` computes for one token."""
-    return [x for x in classes_of(module) if _is_known(x, {"mixer", "norm"}, BLOCK_NAMES)]
+    return [x for x in classes_of(module) if is_known(x, {"mixer", "norm"}, BLOCK_NAMES)]
 
 
-def _is_known(owner: type, needed: set[str], known: frozenset[str]) -> bool:
+def is_known(owner: type, needed: set[str], known: frozenset[str]) -> bool:
     """Returns whether the `forward` of a class uses all needed names, and none that is not known."""
     code = getattr(inspect.unwrap(vars(owner)["forward"]), "__code__", None) if "forward" in vars(owner) else None
     return code is not None and needed.issubset(code.co_names) and known.issuperset(code.co_names)
@@ -89,7 +89,7 @@ def forward(
     states = None if is_compiling() else _states_of(layer, hidden_states, options)
     if states is None:
         return NotImplemented
-    gate, u, dt = _parts(layer, layer.in_proj(hidden_states))
+    gate, u, dt = parts_of(layer, layer.in_proj(hidden_states))
     y = _step(module, layer, states, u, dt, None)
     return layer.out_proj(layer.norm(y, gate).to(hidden_states.dtype))
 
@@ -112,7 +112,7 @@ def forward_of_block(module: ModuleType, block: Any, hidden_states: Tensor, *arg
     projected = provided.product(hidden_states, w_in, norm.weight, norm.variance_epsilon, 1, None)
     if projected is None:
         return NotImplemented
-    gate, u, dt = _parts(layer, projected)
+    gate, u, dt = parts_of(layer, projected)
     residual = hidden_states.float() if getattr(block, "residual_in_fp32", False) else hidden_states
     if projected.dtype == torch.float16:  # y silu(gate) may be too large for it; the norm computes it in float32
         y, weight = gated_norm(_step(module, layer, states, u, dt, None), gate), None
@@ -146,8 +146,8 @@ def _states_of(layer: Any, hidden_states: Tensor, options: dict[str, Any]) -> An
     return states
 
 
-def _parts(layer: Any, projected: Tensor) -> Any:
-    """Cuts the product with W_in into the gate, u and dt, each [B, 1, ...]."""
+def parts_of(layer: Any, projected: Tensor) -> Any:
+    """Cuts the product with W_in into the gate, u and dt, each [B, T, ...]."""
     return projected.split([layer.intermediate_size, layer.conv_dim, layer.num_heads], dim=-1)
 
 

@@ -112,19 +112,21 @@ def chunk_ssd(
     dt_min: float = 0.0,
     dt_max: float = math.inf,
     checkpoint_every: int | None = None,
+    z: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Returns o [B, T, Hv, V], the final state, and the checkpoints if `checkpoint_every` is not None, in float64."""
     x, delta = x.double(), dt.double() if dt_bias is None else dt.double() + dt_bias.double()
     delta = (torch.nn.functional.softplus(delta) if dt_softplus else delta).clamp(dt_min, dt_max)
     v, g = delta[..., None] * x, delta * A.double()
     o, *states = chunk_gla_with_checkpoints(q, k, v, g, 1.0, initial_state, cu_seqlens, checkpoint_every)
-    if D is None:
-        return o, *states
-    skipped = x * (D[:, None] if D.ndim == 1 else D).double()
+    if D is not None:
+        o = o + x * (D[:, None] if D.ndim == 1 else D).double()
+    if z is not None:
+        o = o * z.double() * z.double().sigmoid()
     if cu_seqlens is not None:  # rows of no sequence have no output
         rows = torch.arange(x.shape[1], device=x.device)
-        skipped = skipped * ((rows >= cu_seqlens[0]) & (rows < cu_seqlens[-1]))[:, None, None]
-    return o + skipped, *states
+        o = torch.where(((rows >= cu_seqlens[0]) & (rows < cu_seqlens[-1]))[:, None, None], o, 0)
+    return o, *states
 
 
 def recurrent_gla_replay(

@@ -1,13 +1,15 @@
 """Computes state space duality, Mamba-2's form of the scan: the abstract ops chunk_ssd_fwd and chunk_ssd_bwd.
 
-Per value head, with a rate A <= 0, a bias and a skip D, and for each token a time step dt_t and values x_t [V]:
+Per value head, with a rate A <= 0, a bias and a skip D, and for each token a time step dt_t, values x_t [V] and an
+output gate z_t [V]:
 
     delta_t = clamp(f(dt_t + bias), dt_min, dt_max)             f is softplus with dt_softplus, else the identity
     S_t = exp(delta_t A) S_{t-1} + k_t^T (delta_t x_t)          S in R^{K x V}
-    o_t = q_t S_t + D x_t
+    o_t = (q_t S_t + D x_t) silu(z_t)                           without z the factor silu(z_t) is 1
 
-This is `chunk_gla` with v = delta x, gates per head g = delta A and scale 1, and a skip. With dv and dg its gradients,
-and sums over all tokens,
+This is `chunk_gla` with v = delta x, gates per head g = delta A and scale 1, a skip, and an output gate. A backward is
+given no z: if there is a gradient, the public function computes the scan without z, and then the gate by PyTorch's
+operations. With dv and dg the gradients of `chunk_gla`, and sums over all tokens,
 
     ddelta_t = sum_V (x_t * dv_t) + A dg_t        dx_t = delta_t dv_t + D do_t
     dA = sum delta_t dg_t        dD = sum x_t * do_t        dbias = sum ddt_t
@@ -22,13 +24,13 @@ Duality" (arXiv 2405.21060).
 A backend's functions receive and return
 
     chunk_ssd_fwd(q, k, x, dt, A, D, dt_bias, dt_softplus, dt_min, dt_max, initial_state, output_final_state,
-                  cu_seqlens, checkpoint_every) -> (o, state or None, checkpoints or None)
+                  cu_seqlens, checkpoint_every, z) -> (o, state or None, checkpoints or None)
     chunk_ssd_bwd(q, k, x, dt, A, D, dt_bias, dt_softplus, dt_min, dt_max, initial_state, cu_seqlens, checkpoints,
                   checkpoint_every, do, dstate) -> (dq, dk, dx, ddt, dA, dD or None, ddt_bias or None,
                   dinitial_state or None)
 
 dt, D and dt_bias may have any dtype of floating-point numbers. States, checkpoints and rows that belong to no sequence
-are as in `chunk_gla`: whatever such a row holds, its o and gradients are 0, and it counts in no sum.
+are as in `chunk_gla`: whatever such a row holds, in z too, its o and gradients are 0, and it counts in no sum.
 """
 
 from __future__ import annotations
@@ -47,7 +49,15 @@ from gla_core.dispatch.request import current_request
 from gla_core.dispatch.tensors import wide
 from gla_core.ops import _invariant, _sequences, autocast, checks
 from gla_core.ops._autograd import gradient
-from gla_core.ops._run import bypasses_torch, plans_gradient, request_text, run
+from gla_core.ops._run import (
+    bypasses_torch,
+    needs_gradient,
+    plans_gradient,
+    request_text,
+    run,
+    tracing,
+    transformed,
+)
 from gla_core.ops._torch_op import eager_op_of, join_heads, no_second_derivative, refuse_tangents, torch_op_of
 from gla_core.ops.checks import FLOATS
 from gla_core.ops.fused import fused
@@ -75,6 +85,7 @@ def chunk_ssd(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     *,
+    z: Tensor | None = None,
     dt_softplus: bool = False,
     dt_min: float = 0.0,
     dt_max: float = math.inf,
@@ -99,6 +110,7 @@ def chunk_ssd(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     *,
+    z: Tensor | None = None,
     dt_softplus: bool = False,
     dt_min: float = 0.0,
     dt_max: float = math.inf,
@@ -122,6 +134,7 @@ def chunk_ssd(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     *,
+    z: Tensor | None = None,
     dt_softplus: bool = False,
     dt_min: float = 0.0,
     dt_max: float = math.inf,
@@ -131,17 +144,19 @@ def chunk_ssd(
     state_v_first: bool = False,
     recompute_states: bool = False,
 ) -> ChunkGla | ChunkGlaWithCheckpoints:
-    """Computes Mamba-2's scan with its time steps and its skip, differentiable in all tensors but cu_seqlens.
+    """Computes Mamba-2's scan with its time steps, skip and output gate, differentiable in all tensors but cu_seqlens.
 
     Per head, with a state S in R^{K x V}, and softplus only with dt_softplus:
 
         delta_t = clamp(softplus(dt_t + dt_bias), dt_min, dt_max)
         S_t = exp(delta_t A) S_{t-1} + k_t^T (delta_t x_t)
-        o_t = q_t S_t + D x_t
+        o_t = (q_t S_t + D x_t) silu(z_t)
 
-    It is `chunk_gla(q, k, delta x, delta A, scale=1.0)` and a skip, for any backend that has that. A backend may
-    compute all of it in one kernel. delta, the gates and the skip are computed in float32 (float64 with float64
-    inputs). Under autocast q, k and x are cast to the dtype of autocast, and o has that dtype; all others keep theirs.
+    It is `chunk_gla(q, k, delta x, delta A, scale=1.0)`, a skip and a gate, for any backend that has that. A backend
+    may compute all of it in one kernel. delta, the gates, the skip and silu(z) are computed in float32 (float64 with
+    float64 inputs). If a gradient is recorded, q S + D x is rounded to the dtype of x before it is multiplied by
+    silu(z), because the backward reads it; else only the product is rounded. Under autocast q, k, x and z are cast to
+    the dtype of autocast, and o has that dtype; all others keep theirs.
 
     Args:
         q: queries, which Mamba-2 calls C [B, T, H, K], float64, float32, float16 or bfloat16.
@@ -156,6 +171,7 @@ def chunk_ssd(
             0.
         output_final_state: whether to return the state after the last token.
         cu_seqlens: offsets of packed sequences [N+1], int32 or int64 on q's device, as in `chunk_gla`; B is 1.
+        z: what silu is applied to, [B, T, Hv, V], dtype of x. None means no output gate.
         dt_softplus: whether to apply softplus to dt + dt_bias.
         dt_min: the smallest delta, at least 0. Smaller values are clamped to it, after softplus.
         dt_max: the largest delta, at least dt_min. Larger values are clamped to it, after softplus.
@@ -190,13 +206,18 @@ def chunk_ssd(
     request = current_request(backend) if bypasses_torch(q) else None  # None if PyTorch has to see the call
     if request is None:
         q, k, x = autocast.inputs(SSD_FORWARD, q, k, x)
-        refuse_tangents(q, k, x, dt, A, D, dt_bias, initial_state)
+        (z,) = autocast.inputs(SSD_FORWARD, z)
+        refuse_tangents(q, k, x, dt, A, D, dt_bias, initial_state, z)
+    # A backward reads o without the gate. So the gate is apart if there may be one.
+    apart = z is not None and (needs_grad or needs_gradient(z) or transformed() or tracing())
+    if apart:
+        _check_gate(z, q, x)
     every = checkpoint_every
     if every is None and needs_grad and q.is_cuda and not recompute_states:
         every = interval_for_backward(request or backend, SSD_FORWARD.name)
     options = (dt_softplus, plain_number(dt_min), plain_number(dt_max))
-    sequences = (initial_state, output_final_state, cu_seqlens, every, max_seqlen)
-    args = (q, k, x, dt, A, D, dt_bias, *options, *sequences)
+    sequences = (initial_state, output_final_state, cu_seqlens, every)
+    args = (q, k, x, dt, A, D, dt_bias, *options, *sequences, None if apart else z, max_seqlen)
     try:
         if request is None:
             o, state, checkpoints = _torch_fwd(*args, needs_grad, request_text(backend))
@@ -208,10 +229,20 @@ def chunk_ssd(
         if not state_v_first:
             raise
         raise SSD_FORWARD.error_in_layout(error, args) from None
+    o = fused(_gated, o, z, cu_seqlens) if apart else o
     state = state if output_final_state else None
     if state_v_first:
         state, checkpoints = checks.transposed(state), checks.transposed(checkpoints)
     return ChunkGla(o, state) if checkpoint_every is None else ChunkGlaWithCheckpoints(o, state, checkpoints)
+
+
+def _check_gate(z: Any, q: Tensor, x: Tensor) -> None:
+    """Checks z as the op does."""
+    sizes: dict[str, Any] = {}
+    for name, y in (("x", x), ("z", z)):
+        checks.tensor(name, y, "B T Hv V", sizes)
+    checks.dtype("z", z, (q.dtype,), ", as q")
+    checks.device("z", z, "q", q)
 
 
 def check_limits(low: float, high: float, names: str = "(dt_min, dt_max)") -> None:
@@ -232,9 +263,15 @@ def values_and_gates(
     return (x * delta[..., None]).to(x.dtype).contiguous(), (delta * A.to(dtype)).contiguous()
 
 
-def _with_skip(o: Tensor, x: Tensor, D: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Returns o + D x with the dtype of x; 0 in rows of no sequence."""
-    return output(o, _rows_of_sequences(x, cu_seqlens), D, None).contiguous()
+def _skipped_and_gated(o: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """Returns (o + D x) silu(z) with the dtype of x; 0 in rows of no sequence."""
+    z = z if z is None else _rows_of_sequences(z, cu_seqlens)
+    return output(o, _rows_of_sequences(x, cu_seqlens), D, z).contiguous()
+
+
+def _gated(o: Tensor, z: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Returns o silu(z) with the dtype of o; 0 in rows of no sequence, where o is 0."""
+    return output(o, o, None, _rows_of_sequences(z, cu_seqlens)).contiguous()
 
 
 def _rows_of_sequences(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -321,13 +358,15 @@ def _by_chunk_gla_fwd(chunk_gla_fwd: Callable[..., Any]) -> Callable[..., tuple]
         output_final_state: bool,
         cu_seqlens: Tensor | None,
         checkpoint_every: int | None,
+        z: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         v, g = fused(values_and_gates, x, dt, A, dt_bias, dt_softplus, dt_min, dt_max)
         sequences = {"initial_state": initial_state, "cu_seqlens": cu_seqlens, "checkpoint_every": checkpoint_every}
         o, state, checkpoints = chunk_gla_fwd(
             q=q, k=k, v=v, g=g, output_final_state=output_final_state, **sequences, **_FIXED
         )
-        return o if D is None else fused(_with_skip, o, x, D, cu_seqlens), state, checkpoints
+        o = o if D is None and z is None else fused(_skipped_and_gated, o, x, D, z, cu_seqlens)
+        return o, state, checkpoints
 
     return chunk_ssd_fwd
 
@@ -394,13 +433,15 @@ SSD_FORWARD = OpSpec(
     public="chunk_ssd",
     arguments=(
         *_PARAMETERS,
-        *_arguments(FORWARD, "initial_state", "output_final_state", "cu_seqlens", "checkpoint_every", "max_seqlen"),
+        *_arguments(FORWARD, "initial_state", "output_final_state", "cu_seqlens", "checkpoint_every"),
+        Argument("z", "Tensor?", "B T Hv V", AS_INPUT, None, differentiable=True),
+        *_arguments(FORWARD, "max_seqlen"),
     ),
     results=(Result("o", "B T Hv V"), *FORWARD.results[1:]),
     sizes=_SIZES,
     reads=_sequences.reads,
     flops=FORWARD.flops,
-    tokens=("q", "k", "x", "dt"),
+    tokens=("q", "k", "x", "dt", "z"),
     backward="chunk_ssd_bwd",
     lowering=Lowering(FORWARD.name, functools.partial(_chunk_gla_of, FORWARD), _by_chunk_gla_fwd),
     by_segments=_invariant.forward,
@@ -420,7 +461,7 @@ SSD_BACKWARD = OpSpec(
     sizes=_SIZES,
     reads=None,
     flops=BACKWARD.flops,
-    tokens=(*SSD_FORWARD.tokens, "do"),
+    tokens=("q", "k", "x", "dt", "do"),
     forward=SSD_FORWARD.name,
     lowering=Lowering(BACKWARD.name, functools.partial(_chunk_gla_of, BACKWARD), _by_chunk_gla_bwd),
     by_segments=_invariant.backward,

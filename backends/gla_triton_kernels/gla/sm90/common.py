@@ -593,6 +593,12 @@ def slope_of_gates(x, NORMALIZER: gl.constexpr):
 
 
 @gluon.jit
+def silu(x):
+    """Returns x sigma(x), for x in float32."""
+    return x * _reciprocal(1.0 + gl.exp2(x * -LOG2E))
+
+
+@gluon.jit
 def _reciprocal(x):
     """Returns 1 / x with an error of one bit, computed in one instruction; a division takes eight."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, is_pure=True, pack=1)

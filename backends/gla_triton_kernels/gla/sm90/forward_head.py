@@ -7,7 +7,8 @@ leaves it. Then
     o_t  = scale * (exp(b_t) q_t S + sum over s of A_ts v_s)
     S'   = exp(b_C) S + k^T u        u_s = exp(b_C - b_s) v_s
 
-If v has factors f, as in Mamba-2's scan, A_ts and u_s have the factor f_s as well, and o_t has the term skip v_t.
+If v has factors f, as in Mamba-2's scan, A_ts and u_s have the factor f_s as well, and o_t has the term skip v_t. With
+an output gate z, o_t is then multiplied by silu(z_t).
 
 No exponent is above 0, so one path handles gates of any strength. A gate below `LEAST_GATE`, whose exp is 0 in float32,
 counts as `LEAST_GATE`. The sums b are computed in float64 and rounded once. The error of the difference of two sums is
@@ -18,7 +19,7 @@ H key heads   Hq query heads   Hv value heads, of v, g and S   Ho = max(Hq, Hv) 
 R = Ho / Hq heads of o that share a head of q   K, V key and value width
 C tokens of a chunk   BK keys of a tile   SLICES slices of BK keys of a head   n rows of checkpoints
 W columns of v of a warpgroup   GROUPS state warpgroups of a block   HEADS value heads of a block, 1 or 2
-STAGES pipeline stages of v and u   SLOTS pipeline stages of slices of q and k
+STAGES pipeline stages of v and u   SLOTS pipeline stages of slices of q and k   TURNS gate warpgroups, 1 or 2
 slot   a pipeline stage in shared memory
 
 The grid has one block per segment, head of o and GROUPS W columns of v. If V is at most W and an even number of value
@@ -27,11 +28,20 @@ query heads share a state, each of their blocks computes it, and the first write
 specialised. They communicate over barriers in shared memory; common.py gives the rules.
 
     load    one warp: copies q, k, v of the next chunks to shared memory by TMA
-    gate    a warpgroup: sums the gates and computes u, while the state warps process earlier chunks
+    gate    TURNS warpgroups, which take turns: each sums the gates and computes u of every TURNS-th chunk, while the
+            state warps process earlier chunks. A stage always belongs to the same warpgroup, which has therefore waited
+            for the phase before; see the last rule of common.py.
     state   one or two warpgroups, each with W columns of S, v and o. S stays in their registers, and each of them
-            computes A. The tile that holds S as an operand is also the source of checkpoints.
+            computes A. The tile that holds S as an operand is also the source of checkpoints. The tile from which TMA
+            copies o holds z before it; a warpgroup loads its z itself, once the previous o has been copied.
 
-A backward needs the states that enter chunks, but no outputs. If there is no o, the kernel leaves out q, A and o.
+A backward needs the states that enter chunks, but no outputs. If there is no o, the kernel leaves out q, A and o, and u
+takes the place of v.
+
+The gradients of states obey the same recurrence from the last chunk to the first. With BACKWARDS, k and v are q and do,
+and the checkpoints hold P, the gradients of the states that leave chunks:
+
+    P' = exp(b_C) P + q^T u        u_t = scale * exp(b_t) do_t
 
 A head with K above 128 has several slices of keys. q S and the scores are sums over slices, and the slices of S are
 independent of each other. The more slices there are, the fewer columns fit into the registers of a warpgroup.
@@ -45,6 +55,9 @@ the chunked form; Dao and Gu, "Transformers are SSMs" (arXiv 2405.21060), for on
 # pyright: reportUnboundVariable=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
+from dataclasses import replace
+
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -55,8 +68,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from gla_core.dispatch.backend import CHUNK
 from gla_core.dispatch.tensors import ceil_div
-from gla_triton_kernels.chunks.kernel import ForwardPlan
+from gla_triton_kernels.chunks.kernel import ForwardPlan, GradientParameters, Parameters
 from gla_triton_kernels.chunks.segments import Segments
 from gla_triton_kernels.gla.sm90 import warpgroup_columns
 from gla_triton_kernels.gla.sm90.common import (
@@ -69,6 +83,7 @@ from gla_triton_kernels.gla.sm90.common import (
     logits_of,
     next_checkpoint,
     plus,
+    silu,
     store_state,
     tokens_of,
     unit_at,
@@ -80,26 +95,42 @@ from gla_triton_kernels.gla.sm90.common import (
     write_state,
 )
 from gla_triton_kernels.gla.sm90.forward import launch_kernel
-from gla_triton_kernels.gla.tensors import Tensors
+from gla_triton_kernels.gla.tensors import BackwardTensors, Tensors
 from gla_triton_runtime.arithmetic import LOG2E
 from gla_triton_runtime.launch import Launch
+from gla_triton_runtime.tma import shared_tiles
 
 MOST_SLOTS = 5
 """The most slots of slices of q and k that fit into shared memory beside v, u, S and o."""
 
 
 def launch_outputs(
-    plan: ForwardPlan, x: Tensors, segments: Segments, scale: float, every: int | None, normalizer: int | None = None
+    plan: ForwardPlan,
+    x: Tensors,
+    segments: Segments,
+    scale: float,
+    every: int | None,
+    normalizer: int | None = None,
+    backwards: bool = False,
+    last_leave_none: bool = False,
 ) -> list[Launch]:
     """Returns the launch that fills o, and final_state and checkpoints if x has them.
 
     See `launch_outputs` of general/forward.py for the arguments, and `launch_outputs` of sm90/forward.py for the
     overlap of kernels.
+
+    Args:
+        backwards: whether to go from the last chunk to the first; see `launch_state_gradients`.
+        last_leave_none: backwards, whether x.entering holds nothing for the last segments of sequences.
     """
     Hq, K, (Hv, V) = x.q.shape[2], x.k.shape[3], x.v.shape[2:]
     slices, W = ceil_div(K, plan.parameters.BK), warpgroup_columns(K)
     heads = plan.parameters.BV // W if V <= W else 1
     slots = plan.parameters.stages if slices == 1 else min(slices + 1, MOST_SLOTS)
+    # Outputs of several slices leave no registers for a second gate warpgroup, and slots of packed slices have no order.
+    can_turn = slices == 1 or (x.o is None and segments.order is None)
+    pays = heads > 1 or backwards  # with one head, the work of a second one does not limit the gate warps
+    turns = 2 if x.g is not None and plan.parameters.stages % 2 == 0 and can_turn and pays else 1
     arguments = {
         "g_ptr": x.g,
         **gate_strides(x.g),
@@ -110,15 +141,59 @@ def launch_outputs(
         "skip": x.skip,
         "skip_h": 0 if x.skip is None else x.skip.stride(0),
         "skip_v": 0 if x.skip is None or x.skip.ndim == 1 else x.skip.stride(1),
+        "z_desc": None if x.z is None else shared_tiles(x.z, plan.parameters.C, W),
         "HEADS": heads,
         "SLICES": slices,
         "SLOTS": slots,
+        "BACKWARDS": backwards,
+        "LAST_LEAVE_NONE": last_leave_none,
+        "TURNS": turns,
     }
-    return launch_kernel(_chunk_gla_fwd_head_kernel, arguments, plan, x, segments, scale, every, normalizer, heads, W)
+    kernel = _chunk_gla_fwd_head_kernel
+    *before, launch = launch_kernel(kernel, arguments, plan, x, segments, scale, every, normalizer, heads, W)
+    most = 96 if turns * plan.parameters.BV > 2 * W else 128  # the kernel has one warpgroup more than otherwise
+    return [*before, replace(launch, options={**launch.options, "maxnreg": most})]
+
+
+def launch_state_gradients(
+    kernel: GradientParameters,
+    x: BackwardTensors,
+    entering: Tensor,
+    leaving: Tensor | None,
+    segments: Segments,
+    scale: float,
+    normalizer: int | None,
+) -> tuple[Tensor, list[Launch]]:
+    """Returns P, the gradients of the states that leave chunks, in the shape of checkpoints; and the launches.
+
+    See `launch_gradients` of general/backward.py for the arguments; entering is bfloat16, and there are gates.
+    """
+    (B, T, H, K), (Hv, V), W = x.k.shape, x.v.shape[2:], warpgroup_columns(x.k.shape[3])
+    P = entering.new_empty(B, entering.numel() // (B * Hv * K * V), Hv, K, V)
+    is_whole = leaving is x.dstate
+    before, after, inside = (leaving, x.dinitial_state, None) if is_whole else (None, None, leaving)
+    y = Tensors(x.q, x.q, x.do, x.g, before, x.cu_seqlens, None, after, P, inside)
+    blocks = segments.count * Hv * ceil_div(V, W)
+    # A block of two warpgroups takes 1.7 times as long as a block of one.
+    pays = 1.7 * ceil_div(ceil_div(blocks, 2), kernel.programs) < ceil_div(blocks, kernel.programs)
+    BV = W if not pays or (V <= W and Hv // H % 2) else 2 * W
+    stages = 2 if K > 128 else 4  # without q and o, this many fit into shared memory
+    parameters = Parameters(C=CHUNK, BK=64 if K <= 64 else 128, BV=BV, stages=stages, tma=True)
+    plan = ForwardPlan(None, parameters)  # pyright: ignore[reportArgumentType]
+    *converted, launch = launch_outputs(plan, y, segments, scale, CHUNK, normalizer, True, x.last_leave_none)
+    options = {name: option for name, option in launch.options.items() if name != "launch_pdl"}
+    return P, [*converted, replace(launch, options=options)]
 
 
 @gluon.jit
-def _load_warp(args, HAS_O: gl.constexpr, HEADS: gl.constexpr, SLICES: gl.constexpr, STAGES: gl.constexpr):
+def _load_warp(
+    args,
+    HAS_O: gl.constexpr,
+    HEADS: gl.constexpr,
+    SLICES: gl.constexpr,
+    STAGES: gl.constexpr,
+    BACKWARDS: gl.constexpr,
+):
     """Loads q, k and v of all chunks, as far ahead of the other warps as there are slots.
 
     The tiles of v of a chunk have no barrier `empty`: their slot is free once that of the chunk's last slice is.
@@ -137,7 +212,7 @@ def _load_warp(args, HAS_O: gl.constexpr, HEADS: gl.constexpr, SLICES: gl.conste
     COLUMNS: gl.constexpr = GROUPS * v_desc.block_type.nbytes
     for i in range(n_chunks):
         stage = i % STAGES
-        t = start + i * C
+        t = start + (n_chunks - 1 - i if BACKWARDS else i) * C
         for j in gl.static_range(SLICES):
             step = SLICES * i + j
             slot = step % SLOTS
@@ -160,21 +235,24 @@ def _gate_warps(
     gates,
     factors,
     args,
+    turn: gl.constexpr,
+    TURNS: gl.constexpr,
     HAS_O: gl.constexpr,
     HEADS: gl.constexpr,
     SLICES: gl.constexpr,
     NORMALIZER: gl.constexpr,
     PACKED: gl.constexpr,
     STAGES: gl.constexpr,
+    BACKWARDS: gl.constexpr,
 ):
-    """Sums the gates and computes u in each chunk, and clears the rows of the next sequence.
+    """Sums the gates and computes u in every TURNS-th chunk from `turn` on, and clears the rows of the next sequence.
 
     Args:
         gates: for each head of the block, the pointer to its gate at token 0 and the stride of tokens; None without
             gates.
         factors: the same for factors of v; None without factors.
     """
-    tiles, barriers, start, length = args
+    tiles, barriers, start, length, scale = args
     q_tiles, k_tiles, v_tiles, u_tiles, sums, decays = tiles
     full, v_full, ready, gated = barriers
     C: gl.constexpr = v_tiles.type.shape[3]
@@ -187,16 +265,21 @@ def _gate_warps(
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     token = gl.arange(0, C, line)  # [C]
     NUMBERS: gl.constexpr = sums.type.shape[0] // (STAGES * HEADS)  # vectors [C] of a head and stage
+    n_chunks = gl.cdiv(length, C)
     if HAS_GATE:
         g_next = ()  # the gates of the next chunk, [C] for each head
         f_next = ()  # the factors of v of the next chunk
+        at = gl.maximum(n_chunks - 1 - turn, 0) * C if BACKWARDS else turn * C
         for j in gl.static_range(HEADS):
-            g_next += (gates_of(gates[j], start, length, token, NORMALIZER),)  # [C]
+            g_next += (gates_of(gates[j], start + at, length - at, token, NORMALIZER),)  # [C]
             if factors is not None:
-                f_next += (logits_of(factors[j], start, length, token),)  # [C]
-    for i in range(gl.cdiv(length, C)):
+                f_next += (logits_of(factors[j], start + at, length - at, token),)  # [C]
+    for i in range(turn, n_chunks, TURNS):
         stage = i % STAGES
-        rows = length - i * C
+        c = n_chunks - 1 - i if BACKWARDS else i
+        rows = length - c * C
+        after = (c - TURNS if BACKWARDS else c + TURNS) * C
+        ahead = gl.where(c >= TURNS, C, 0) if BACKWARDS else rows - TURNS * C
         sums_of_heads = ()  # b [C] and b_C of each head
         arriving = ()
         f = f_next if factors is not None else ()
@@ -205,9 +288,9 @@ def _gate_warps(
             for j in gl.static_range(HEADS):
                 g = g_next[j].to(gl.float64) * LOG2E  # [C]
                 # The loads of the next gates run during this chunk.
-                arriving += (gates_of(gates[j], start + (i + 1) * C, rows - C, token, NORMALIZER),)
+                arriving += (gates_of(gates[j], start + after, ahead, token, NORMALIZER),)
                 if factors is not None:
-                    f_next += (logits_of(factors[j], start + (i + 1) * C, rows - C, token),)
+                    f_next += (logits_of(factors[j], start + after, ahead, token),)
                 b = gl.associative_scan(g, 0, plus)  # [C]
                 sums_of_heads += ((b, gl.sum(g, 0)),)
             g_next = arriving
@@ -217,7 +300,10 @@ def _gate_warps(
             for j in gl.static_range(HEADS):
                 at = HEADS * stage + j
                 b, b_end = sums_of_heads[j]
-                leave = gl.exp2((b_end - b).to(gl.float32))  # [C]
+                if BACKWARDS:
+                    leave = gl.exp2(b.to(gl.float32)) * scale  # [C]
+                else:
+                    leave = gl.exp2((b_end - b).to(gl.float32))  # [C]
                 sums.index(NUMBERS * at).store(b.to(gl.float32))
                 if factors is not None:
                     leave *= f[j]
@@ -238,7 +324,7 @@ def _gate_warps(
                 leaving = sums.index(NUMBERS * at + 1).load(gl.SliceLayout(1, layout))[
                     :, None
                 ]  # [C, 1], f exp(b_C - b)
-                u_tile = u_tiles.index(GROUPS * stage + w)
+                u_tile = u_tiles.index(GROUPS * stage + w).reshape([C, W])
                 u_tile.store((v_tile.load(layout).to(gl.float32) * leaving).to(v_tile.dtype))
         fence_async_shared()  # u has been stored, and rows cleared, from registers; wgmma reads them
         mbarrier.arrive(gated.index(stage), count=1)
@@ -265,6 +351,7 @@ def _state_warps(
     HAS_GATE: gl.constexpr,
     PACKED: gl.constexpr,
     STAGES: gl.constexpr,
+    BACKWARDS: gl.constexpr,
 ):
     """Carries W columns of the state through the segment, and writes W columns of the outputs.
 
@@ -277,17 +364,18 @@ def _state_warps(
     """
     tiles, barriers, outputs, states, units, kept, place, sizes = args
     q_tiles, k_tiles, v_tiles, u_tiles, sums, decays, s_tiles, o_tiles = tiles
-    ready, gated, empty = barriers
-    o_desc, o_ptr, scale, skip = outputs
+    ready, gated, empty, z_full = barriers
+    o_desc, o_ptr, scale, skip, z_desc = outputs
     _, strides, _, _, pool, _ = states
     q_units, k_units, v_units, chunk = units
     s_desc, checkpoints, n_rows, checkpoint, left, every = kept
-    b, h, n, sequence, origin, column, start, length = place
+    b, h, n, sequence, is_first, column, start, length = place
     T, Hv, R, K, V = sizes
     C: gl.constexpr = q_tiles.type.shape[3]
     BK: gl.constexpr = q_tiles.type.shape[4]
     W: gl.constexpr = v_tiles.type.shape[4]
-    GROUPS: gl.constexpr = s_tiles.type.shape[0]
+    GROUPS: gl.constexpr = v_tiles.type.shape[0] // STAGES
+    COPIES: gl.constexpr = s_tiles.type.shape[0] // GROUPS
     SLOTS: gl.constexpr = q_tiles.type.shape[0]
     HAS_CHECKPOINTS: gl.constexpr = s_desc is not None or checkpoints is not None
     NUMBERS: gl.constexpr = sums.type.shape[0] // (STAGES * HEADS)
@@ -297,8 +385,6 @@ def _state_warps(
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     t = gl.arange(0, C, gl.SliceLayout(1, scores))[:, None]  # [C, 1]
     s = gl.arange(0, C, gl.SliceLayout(0, scores))[None, :]  # [1, C]
-    s_block = s_tiles.index(WARPGROUP)  # [1, 1, 1, BK, W], S as an operand, and the source of a checkpoint
-    s_tile = s_block.reshape([BK, W])
     o_tile = None if o_desc is None else o_tiles.index(WARPGROUP).reshape([C, W])
     HEAD: gl.constexpr = WARPGROUP if HEADS > 1 else 0  # the number of the warpgroup's head in the block
     h += HEAD
@@ -310,7 +396,6 @@ def _state_warps(
         skip_ptr, skip_h, skip_v = skip
         skips = gl.load(skip_ptr + v_head * skip_h + value * skip_v, value < V, 0.0).to(gl.float32)  # [1, W]
     S = gl.zeros([BK, W], gl.float32, layout)
-    is_first = start == origin  # whether this is the first segment of its sequence
     wait_for_predecessor()  # it writes `entering`
     leaving = ()  # [BK, W] for each slice, the state that leaves the previous chunk
     for j in gl.static_range(SLICES):
@@ -318,16 +403,18 @@ def _state_warps(
     outer = 1.0  # the unit of S, which is the unit of k^T u in the previous chunk
     if q_units is not None:
         outer = gl.to_tensor(1.0)
-    for i in range(gl.cdiv(length, C)):
+    n_chunks = gl.cdiv(length, C)
+    for i in range(n_chunks):
         stage = i % STAGES
+        c = n_chunks - 1 - i if BACKWARDS else i
         phase = (i // STAGES) & 1
         v_tile = v_tiles.index(GROUPS * stage + WARPGROUP).reshape([C, W])
-        u_tile = u_tiles.index(GROUPS * stage + WARPGROUP) if HAS_GATE else v_tile
+        u_tile = u_tiles.index(GROUPS * stage + WARPGROUP).reshape([C, W])
         at = HEADS * stage + HEAD
-        rows = length - i * C
+        rows = length - c * C
         if SLICES > 1:
-            q_unit = unit_at(q_units, chunk + i, Ho // R, h // R)
-            kv_unit = unit_at(k_units, chunk + i, Hv // R, h // R // PER_V) * unit_at(v_units, chunk + i, Hv, v_head)
+            q_unit = unit_at(q_units, chunk + c, Ho // R, h // R)
+            kv_unit = unit_at(k_units, chunk + c, Hv // R, h // R // PER_V) * unit_at(v_units, chunk + c, Hv, v_head)
             if HALF:
                 s_unit, inverse = unit_of_slices(leaving, outer, SLICES)
         a = gl.zeros([C, C], gl.float32, scores)
@@ -339,9 +426,12 @@ def _state_warps(
             S = leaving[j]
             q_tile = q_tiles.index(slot).reshape([C, BK])
             k_tile = k_tiles.index(slot).reshape([C, BK])
+            # [1, 1, 1, BK, W], S as an operand, and the source of a checkpoint
+            s_block = s_tiles.index(COPIES * WARPGROUP + step % COPIES)
+            s_tile = s_block.reshape([BK, W])
             if s_desc is not None:
-                # The copy of the checkpoint has read s_tile. If a copy of o follows it, that one may go on.
-                tma.store_wait(1 if SLICES == 1 and HAS_O else 0)
+                # The copy of the checkpoint has read s_tile. Later copies, of o or from the other s_tile, may go on.
+                tma.store_wait(1 if SLICES == 1 or not HAS_O else 0)
             if SLICES > 1 and HALF:
                 s_tile.store((S * inverse).to(s_tile.dtype))
             elif HAS_O or s_desc is not None:
@@ -357,7 +447,7 @@ def _state_warps(
                     else:
                         write_state(checkpoints, (b * n_rows + checkpoint) * Hv + v_head, S * outer, key, value, (K, V))
                     if j == SLICES - 1:
-                        checkpoint += 1
+                        checkpoint += -1 if BACKWARDS else 1
                         left = every  # 0 with a pool, so that no other checkpoint follows
                 if j == SLICES - 1:
                     left -= C
@@ -370,6 +460,12 @@ def _state_warps(
                 o = warpgroup_mma(q_tile, s_tile, o, use_acc=j > 0, is_async=True)
             if j == 0:
                 mbarrier.wait(gated.index(stage), phase)
+                if z_desc is not None:  # z arrives while S and A are multiplied
+                    tma.store_wait(0)  # the copy of o has read o_tile
+                    arrived = z_full.index(WARPGROUP)
+                    mbarrier.expect(arrived, z_desc.block_type.nbytes)
+                    z_place = [b, h, start + i * C, first]
+                    tma.async_copy_global_to_shared(z_desc, z_place, arrived, o_tiles.index(WARPGROUP))
             if SLICES > 1:
                 if HAS_GATE:
                     S = S * gl.max(decays.index(at).load(gl.SliceLayout(1, layout)), 0)
@@ -402,8 +498,8 @@ def _state_warps(
         if HAS_O:
             a, a_unit = in_units(a, q_tile.dtype)
         if SLICES == 1:
-            q_unit = unit_at(q_units, chunk + i, Ho // R, h // R)
-            kv_unit = unit_at(k_units, chunk + i, Hv // R, h // R // PER_V) * unit_at(v_units, chunk + i, Hv, v_head)
+            q_unit = unit_at(q_units, chunk + c, Ho // R, h // R)
+            kv_unit = unit_at(k_units, chunk + c, Hv // R, h // R // PER_V) * unit_at(v_units, chunk + c, Hv, v_head)
             if q_units is not None:
                 S = S * (outer / kv_unit)
         if q_units is not None:
@@ -431,9 +527,13 @@ def _state_warps(
             o_factor = 1.0
             fence_async_shared()  # v has been loaded to registers; TMA overwrites the tile
         mbarrier.arrive(empty.index(slot), count=1)
+        if z_desc is not None:
+            mbarrier.wait(z_full.index(WARPGROUP), i & 1)
+            o = o * (o_factor * silu(o_tile.load(layout).to(gl.float32)))
+            o_factor = 1.0
         if HAS_O:
             tma.store_wait(0)  # the copy has read o_tile
-            write(o_desc, o_ptr, o_tile, o * o_factor, first, V, (b, h, start + i * C, T, Ho), rows, PACKED)
+            write(o_desc, o_ptr, o_tile, o * o_factor, first, V, (b, h, start + c * C, T, Ho), rows, PACKED)
     if h % PER_V == 0:  # the first query head that shares the state
         for j in gl.static_range(SLICES):
             write_last_state(leaving[j] * outer, states, n, sequence, v_head, keys + j * BK, value, (Hv, K, V))
@@ -466,6 +566,7 @@ def _chunk_gla_fwd_head_kernel(
     v_units,  # [chunks, Hv] or None
     v_factor,  # [B, T, Hv], contiguous, or None; only with gates
     skip,  # [Hv] or [Hv, V], or None
+    z_desc,  # [B, Hv, T, V], tiles [C, W], or None; only with o_desc
     scale,
     g_b,  # strides of g
     g_t,
@@ -492,6 +593,9 @@ def _chunk_gla_fwd_head_kernel(
     HEADS: gl.constexpr,
     SLICES: gl.constexpr,
     SLOTS: gl.constexpr,
+    BACKWARDS: gl.constexpr,
+    LAST_LEAVE_NONE: gl.constexpr,
+    TURNS: gl.constexpr,
 ):
     """Computes GROUPS W columns of the outputs of one head of o of one segment, or of two heads."""
     C: gl.constexpr = q_desc.block_type.shape[2]
@@ -507,7 +611,7 @@ def _chunk_gla_fwd_head_kernel(
     n = gl.program_id(0) // columns // (Hv * PER_V // HEADS)
     if PACKED and entering is None:
         wait_for_predecessor()  # the predecessor writes the order
-    n, b, start, length, sequence, origin, _ = tokens_of(n, T, segment, segments, order)
+    n, b, start, length, sequence, origin, end = tokens_of(n, T, segment, segments, order)
     if PACKED and entering is not None:  # noqa: SIM102 -- known when this is compiled
         if length == 0:
             return
@@ -515,6 +619,12 @@ def _chunk_gla_fwd_head_kernel(
     if s_desc is not None or checkpoints is not None:
         checkpoint, left = next_checkpoint(start, sequence, origin, every, slots, PACKED)
         left = gl.where(h % PER_V == 0, left, -1)  # only the first query head that shares a state writes it
+        if BACKWARDS:
+            checkpoint += gl.cdiv(length, C) - 1
+    # Whether this is the first segment of its sequence. Backwards, whether `entering` holds nothing for it.
+    is_first = start == origin
+    if BACKWARDS:
+        is_first = (start + length == end) & (entering is None or LAST_LEAVE_NONE)
 
     state_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, 1, BK, W], dtype)
     value_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, W], dtype)
@@ -522,8 +632,11 @@ def _chunk_gla_fwd_head_kernel(
     k_tiles = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, C, BK], k_desc.layout)
     q_tiles = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, C, BK], q_desc.layout) if HAS_O else k_tiles
     v_tiles = gl.allocate_shared_memory(dtype, [GROUPS * STAGES, 1, 1, C, W], v_desc.layout)
-    u_tiles = gl.allocate_shared_memory(dtype, [GROUPS * STAGES, C, W], value_layout) if HAS_GATE else v_tiles
-    s_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, 1, BK, W], state_layout)
+    u_tiles = v_tiles
+    if HAS_GATE and HAS_O:
+        u_tiles = gl.allocate_shared_memory(dtype, [GROUPS * STAGES, C, W], value_layout)
+    COPIES: gl.constexpr = 1 if HAS_O else 2  # tiles of S of a warpgroup
+    s_tiles = gl.allocate_shared_memory(dtype, [GROUPS * COPIES, 1, 1, 1, BK, W], state_layout)
     o_tiles = s_tiles if o_desc is None else gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, C, W], o_desc.layout)
     # b and f exp(b_C - b); then f, if v has factors
     NUMBERS: gl.constexpr = 2 if v_factor is None else 3
@@ -537,6 +650,7 @@ def _chunk_gla_fwd_head_kernel(
     v_full = full if SLICES == 1 else gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
     # q and k can be read: they have been loaded, and rows of the next sequence cleared if there are several slices.
     ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars) if PACKED and SLICES > 1 else full
+    z_full = full if z_desc is None else gl.allocate_shared_memory(gl.int64, [GROUPS, 1], bars)  # z has been loaded
     for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=GROUPS)  # each state warpgroup arrives once
@@ -546,6 +660,9 @@ def _chunk_gla_fwd_head_kernel(
         mbarrier.init(gated.index(i), count=1)
         if SLICES > 1:
             mbarrier.init(v_full.index(i), count=1)
+    if z_desc is not None:
+        for i in gl.static_range(GROUPS):
+            mbarrier.init(z_full.index(i), count=1)
 
     v_head = h // PER_V
     gates: gl.constexpr = None
@@ -565,34 +682,77 @@ def _chunk_gla_fwd_head_kernel(
     q_head = h // R
     load_place = (b, q_head, q_head // PER_V, v_head, column, start, gl.cdiv(length, C))
     load = ((q_desc, k_desc, v_desc), (q_tiles, k_tiles, v_tiles), (full, v_full, empty), load_place)
-    gate = ((q_tiles, k_tiles, v_tiles, u_tiles, sums, decays), (full, v_full, ready, gated), start, length)
+    gate = ((q_tiles, k_tiles, v_tiles, u_tiles, sums, decays), (full, v_full, ready, gated), start, length, scale)
     tiles = (q_tiles, k_tiles, v_tiles, u_tiles, sums, decays, s_tiles, o_tiles)
     states = (initial_state, (state_n, state_h, state_k, state_v), entering, final_state, pool, slots)
     kept = (s_desc, checkpoints, rows, checkpoint, left, every)
-    place = (b, h, n, sequence, origin, column, start, length)
+    place = (b, h, n, sequence, is_first, column, start, length)
     units = (q_units, k_units, v_units, chunk_of(sequence, start, T, C, PACKED))
     sizes = (T, Hv, R, K, V)
-    state_args = (tiles, (ready, gated, empty), (o_desc, o_ptr, scale, skips), states, units, kept, place, sizes)
+    outputs = (o_desc, o_ptr, scale, skips, z_desc)
+    state_args = (tiles, (ready, gated, empty, z_full), outputs, states, units, kept, place, sizes)
     # Registers of a thread of the state warps. The gate warps have the remaining registers.
-    STATE: gl.constexpr = 208 if SLICES == 1 else 224
-    if GROUPS == 1:
+    STATE: gl.constexpr = 168 if TURNS * GROUPS == 4 else 208 if SLICES == 1 else 224
+    GATE: gl.constexpr = 56 if GROUPS == 2 else 96
+    if GROUPS == 1 and TURNS == 1:
         gl.warp_specialize(
             [
-                (_gate_warps, (gates, factors, gate, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES)),
-                (_state_warps, (state_args, 0, PER_V, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES)),
-                (_load_warp, (load, HAS_O, HEADS, SLICES, STAGES)),
+                (
+                    _gate_warps,
+                    (gates, factors, gate, 0, 1, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS),
+                ),
+                (_state_warps, (state_args, 0, PER_V, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES, BACKWARDS)),
+                (_load_warp, (load, HAS_O, HEADS, SLICES, STAGES, BACKWARDS)),
             ],
             [4, 1],
             [STATE, 24],
         )
-    else:
+    elif GROUPS == 1:
         gl.warp_specialize(
             [
-                (_gate_warps, (gates, factors, gate, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES)),
-                (_state_warps, (state_args, 0, PER_V, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES)),
-                (_state_warps, (state_args, 1, PER_V, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES)),
-                (_load_warp, (load, HAS_O, HEADS, SLICES, STAGES)),
+                (
+                    _gate_warps,
+                    (gates, factors, gate, 0, 2, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS),
+                ),
+                (
+                    _gate_warps,
+                    (gates, factors, gate, 1, 2, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS),
+                ),
+                (_state_warps, (state_args, 0, PER_V, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES, BACKWARDS)),
+                (_load_warp, (load, HAS_O, HEADS, SLICES, STAGES, BACKWARDS)),
+            ],
+            [4, 4, 1],
+            [GATE, STATE, 24],
+        )
+    elif TURNS == 1:
+        gl.warp_specialize(
+            [
+                (
+                    _gate_warps,
+                    (gates, factors, gate, 0, 1, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS),
+                ),
+                (_state_warps, (state_args, 0, PER_V, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES, BACKWARDS)),
+                (_state_warps, (state_args, 1, PER_V, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES, BACKWARDS)),
+                (_load_warp, (load, HAS_O, HEADS, SLICES, STAGES, BACKWARDS)),
             ],
             [4, 4, 1],
             [STATE, STATE, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _gate_warps,
+                    (gates, factors, gate, 0, 2, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS),
+                ),
+                (
+                    _gate_warps,
+                    (gates, factors, gate, 1, 2, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS),
+                ),
+                (_state_warps, (state_args, 0, PER_V, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES, BACKWARDS)),
+                (_state_warps, (state_args, 1, PER_V, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES, BACKWARDS)),
+                (_load_warp, (load, HAS_O, HEADS, SLICES, STAGES, BACKWARDS)),
+            ],
+            [4, 4, 4, 1],
+            [GATE, STATE, STATE, 24],
         )

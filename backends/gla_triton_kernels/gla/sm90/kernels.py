@@ -6,6 +6,7 @@ parameters were chosen by measurements on an H200, which has 132 multiprocessors
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -66,6 +67,13 @@ HEAD_GRADIENT_START, HEAD_GRADIENT_STEP, HEAD_GRADIENT_TILE = 10e-6, 2.6e-6, 0.8
 """The same for backward_head.py."""
 STATE_GRADIENT_STEP, STATE_GRADIENT_TILE = 0.54e-6, 0.15e-6
 """Seconds of state_gradients.py for 64 tokens: a constant, and a time for each 64 values of a block."""
+GROUP_START, GROUP_STEP, GROUP_NARROW = 6e-6, 2.0e-6, 0.7
+"""Seconds of backward_group.py: of a block before the first head, for 64 values of a head, and the share of the latter
+with 64 keys."""
+STATES_ALONE = 0.6
+"""The time of forward_head.py without outputs, as a share of its time with outputs."""
+SUM_RATE = 3e12
+"""Bytes per second of the sums of partial results."""
 WIDE_CHUNK, WIDE_TILE, WIDE_SLICE = 3.2e-6, 1.7e-6, 5.8e-6
 """Seconds of backward_wide.py for a chunk: a constant, a time for each tile of 64 keys and values, and a time for each
 slice of 128 keys of wider heads."""
@@ -338,6 +346,12 @@ def _load_backward_head() -> LaunchFunction:
     return launch_gradients
 
 
+def _load_backward_group() -> LaunchFunction:
+    from gla_triton_kernels.gla.sm90.backward_group import launch_gradients
+
+    return launch_gradients
+
+
 def _load_backward_wide() -> LaunchFunction:
     from gla_triton_kernels.gla.sm90.backward_wide import launch_gradients
 
@@ -361,6 +375,22 @@ def _backward_head_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
     return _gradient_refusal(call, gpu) or _refuse_head_gates(call)
 
 
+def _backward_group_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
+    if (reason := _factors_refusal(call, gpu)) is not None:
+        return reason
+    H, Hv = call.dims["H"], call.dims["Hv"]
+    return None if Hv > H else f"computes value heads in groups; v has {Hv} and k {H}"
+
+
+def _factors_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
+    H, Hq = call.dims["H"], call.dims["Hq"]
+    if (reason := _gradient_refusal(call, gpu) or _refuse_dtype(call) or _refuse_head_gates(call)) is not None:
+        return reason
+    if Hq != H:
+        return f"computes as many query heads as key/value heads; q has {Hq} and k has {H}"
+    return "computes calls with gates; there are none" if call.gate_dtype is None else None
+
+
 def _backward_wide_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
     if (reason := _gradient_refusal(call, gpu) or _refuse_dtype(call) or _refuse_key_gates(call)) is not None:
         return reason
@@ -371,6 +401,32 @@ def _backward_wide_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
 def _gradient_parameters(call: OpCall, gpu: Gpu, segments: int) -> GradientParameters:
     BK, BV = (128 if call.dims[name] > 64 else 64 for name in ("K", "V"))
     return GradientParameters(BK=BK, BV=BV, warps=4, programs=gpu.multiprocessors)
+
+
+def _group_parameters(call: OpCall, gpu: Gpu, segments: int) -> GradientParameters:
+    """Returns the launch parameters of backward_group.py.
+
+    The value heads of a group are divided among blocks if this takes less time: a partial wave is then shorter, but
+    more blocks load q and k, and more partial sums of dq and dk are added. The bits of these sums depend on it, so
+    batch invariant calls divide a group in the same way whatever the batch is.
+    """
+    x, R = _gradient_parameters(call, gpu, segments), call.dims["Hv"] // max(call.dims["H"], 1)
+    sizes = [ceil_div(R, pieces) for pieces in range(1, R + 1)]
+    if call.batch_invariant is not None:
+        return replace(x, heads=min(R, 8))
+    return replace(x, heads=min(sizes, key=lambda heads: _group_seconds(call, replace(x, heads=heads))))
+
+
+def _group_seconds(call: OpCall, x: GradientParameters) -> float:
+    """Returns the seconds of the blocks of backward_group.py, and of the sums of their dq and dk."""
+    B, T, N, H, Hv, K, V = (call.dims[name] for name in ("B", "T", "N", "H", "Hv", "K", "V"))
+    chunks = T // CHUNK + N if call.variable_length else B * ceil_div(T, CHUNK)
+    pieces = ceil_div(Hv // max(H, 1), x.heads)
+    blocks = chunks * H * pieces * ceil_div(K, x.BK) * ceil_div(V, x.BV)
+    waves = ceil_div(blocks, x.programs)
+    parts = pieces * ceil_div(V, x.BV)
+    summed = 0.0 if parts == 1 else 2 * B * T * H * K * 8 * parts / SUM_RATE
+    return waves * (GROUP_START + x.heads * (x.BV // 64) * GROUP_STEP * (1 if x.BK > 64 else GROUP_NARROW)) + summed
 
 
 def _wide_parameters(call: OpCall, gpu: Gpu, segments: int) -> GradientParameters:
@@ -416,6 +472,21 @@ def _backward_head_seconds(call: OpCall, x: GradientParameters, through: Cut, si
     return [*_operands_seconds(call, c), kernel_seconds(call, block, through, size, c)]
 
 
+def _backward_group_seconds(
+    call: OpCall, x: GradientParameters, through: Cut, size: float, c: Constants
+) -> list[float]:
+    """Returns the seconds of three kernels: the first writes P, the second reads P, and the third computes dg."""
+    P, Hv = checkpoint_bytes(call, CHUNK), call.dims["Hv"]
+    W = warpgroup_columns(call.dims["K"])
+    states = _forward_head_time(call, _output_parameters(call, 2 * W))
+    before = kernel_seconds(
+        call, states._replace(step=STATES_ALONE * states.step), through, moved_bytes(call) / 2 + P, c
+    )
+    seconds = max(_group_seconds(call, x) * c["step"], (size + P) / c["bandwidth"])
+    dots = call.dims["B"] * call.dims["T"] * Hv * 4 * 9
+    return [before, c["launch"] + seconds, c["launch"] + dots / c["bandwidth"]]
+
+
 def _backward_wide_seconds(call: OpCall, x: GradientParameters, through: Cut, size: float, c: Constants) -> list[float]:
     """Returns the seconds of two kernels. The first writes P, and the second reads P.
 
@@ -453,6 +524,20 @@ BACKWARD_HEAD = GradientKernel(
     partials=partials_of_blocks,
     seconds=_backward_head_seconds,
 )
+BACKWARD_GROUP = GradientKernel(
+    name="sm90.backward_group",
+    load=_load_backward_group,
+    refusal=_backward_group_refusal,
+    parameters=_group_parameters,
+    heads_apart=False,
+    adds_pairs=False,
+    partials=lambda call, x: (ceil_div(call.dims["V"], x.BV), ceil_div(call.dims["K"], x.BK)),
+    seconds=_backward_group_seconds,
+    layouts=2,
+    by_groups=True,
+)
+BACKWARD_FACTORS = replace(BACKWARD_GROUP, refusal=_factors_refusal)
+"""backward_group.py for calls whose v has factors, with groups of any size."""
 BACKWARD_WIDE = GradientKernel(
     name="sm90.backward_wide",
     load=_load_backward_wide,

@@ -19,9 +19,10 @@ from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_fn,
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
+import gla_core as gla
 from gla_vllm.layers import announce
 from gla_vllm.metadata import ConvolvedGLABackend, GLAMetadata
-from gla_vllm.recurrence import batch_of, recur
+from gla_vllm.recurrence import Rows, batch_of, prefill, slots_of_decodes
 
 
 class StateSpaceMixer(MambaMixer2):
@@ -63,10 +64,19 @@ class StateSpaceMixer(MambaMixer2):
         u, k, q = self.split_hidden_states_B_C_fn(self._convolved(joined, batch))
         u = u.unflatten(-1, (-1, self.head_dim))
         q, k = (y.unflatten(-1, (-1, self.ssm_state_size)) for y in (q, k))
-        dt = F.softplus(dt.float() + self.dt_bias.float())
-        o, v = output[:T].view(u.shape), (u * dt[..., None]).to(output.dtype)
-        recur(q, k, v, dt * self.A, o, self.kv_cache[1], batch, scale=1.0, state_v_first=True)
-        o.copy_(o.float() + self.D.float()[:, None] * u)
+        o, pool, decoded = output[:T].view(u.shape), self.kv_cache[1], batch.num_decode_tokens
+        options: dict[str, Any] = {"scale": 1.0, "state_v_first": True}
+        if batch.num_decodes:
+            q1, k1, u1, dt1 = (y[:decoded] for y in (q, k, u, dt))
+            parameters = {"A": self.A, "dt_bias": self.dt_bias, "D": self.D, "dt_softplus": True}
+            o1 = gla.recurrent_ssd_step(q1, k1, u1, pool, dt1, **parameters, slots=slots_of_decodes(batch), **options)
+            o[:decoded] = o1
+        if batch.num_prefills:
+            rows = Rows(q, k, u, dt, o).part(decoded, T)
+            dt = F.softplus(rows.g.float() + self.dt_bias.float())
+            v = (rows.v * dt[..., None]).to(output.dtype)
+            prefill(rows._replace(v=v, g=dt * self.A), pool, batch, options)
+            rows.out.copy_(rows.out.float() + self.D.float()[:, None] * rows.v)
 
     def _convolved(self, x: Tensor, batch: GLAMetadata) -> Tensor:
         """Returns the causal convolution of x [T, width] by vLLM's kernels, which read and write its histories."""

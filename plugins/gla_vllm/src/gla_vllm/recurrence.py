@@ -107,7 +107,7 @@ def recur(
         if batch.num_decodes:
             _decode(rows.part(0, decoded), pool, batch, options)
         if batch.num_prefills:
-            _prefill(rows.part(decoded, computed), pool, batch, options)
+            prefill(rows.part(decoded, computed), pool, batch, options)
     out[computed:] = 0
 
 
@@ -142,8 +142,7 @@ def _decode(rows: Rows, pool: Tensor, batch: GLAMetadata, options: dict[str, Any
     assert slots is not None
     if batch.num_accepted_tokens is None and pool.dtype != torch.float16:  # the quicker op takes no float16
         q, k, v, g, out = rows
-        used = slots[:, 0].masked_fill(slots[:, 0] == NULL_BLOCK_ID, -1)  # padding of a CUDA graph
-        o, _ = gla.recurrent_gla_step(q, k, v, g, pool, slots=used, inplace=True, **options)
+        o, _ = gla.recurrent_gla_step(q, k, v, g, pool, slots=slots_of_decodes(batch), inplace=True, **options)
         out.copy_(o)
         return
     q, k, v, g, out = rows.single() if batch.query_start_loc_d is None else rows.packed()
@@ -151,7 +150,15 @@ def _decode(rows: Rows, pool: Tensor, batch: GLAMetadata, options: dict[str, Any
     gla.recurrent_gla_steps(q, k, v, g, pool, slots, pad_slot=NULL_BLOCK_ID, out=out, **drafts, **options)
 
 
-def _prefill(rows: Rows, pool: Tensor, batch: GLAMetadata, options: dict[str, Any]) -> None:
+def slots_of_decodes(batch: GLAMetadata) -> Tensor:
+    """Returns the slots of decodes of one token [num_decodes]; -1 for padding of a CUDA graph."""
+    slots = batch.state_indices_tensor_d
+    assert slots is not None
+    return slots[:, 0].masked_fill(slots[:, 0] == NULL_BLOCK_ID, -1)
+
+
+def prefill(rows: Rows, pool: Tensor, batch: GLAMetadata, options: dict[str, Any]) -> None:
+    """Computes the prefills of a batch, `rows`; `options` are those of `recur`."""
     offsets, slots, kept = batch.query_start_loc_p, batch.state_indices_tensor_p, batch.checkpoint
     assert offsets is not None
     assert slots is not None
