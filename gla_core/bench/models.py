@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,8 +56,8 @@ def floor_seconds(model: Model, way: str, bandwidth: float, dtype: torch.dtype =
     if way == "forward and backward":
         return sum(floor_seconds(model, each, bandwidth, dtype) for each in ("forward", "backward"))
     called = model.resized(B=SEQUENCES, T=1) if way == "step" else model
-    moved, products = _bytes(called, way, dtype), _products(called) * (2 if way == "backward" else 1)
-    return max(moved / bandwidth, products / PRODUCTS)
+    moved, operations = _bytes(called, way, dtype), _products(called) * (2 if way == "backward" else 1)
+    return max(moved / bandwidth, operations / PRODUCTS)
 
 
 def _bytes(model: Model, way: str, dtype: torch.dtype) -> int:
@@ -73,19 +73,29 @@ def _bytes(model: Model, way: str, dtype: torch.dtype) -> int:
     return inputs + outputs + (inputs if way == "backward" else 0)
 
 
-def _products(model: Model) -> int:
+def _products(model: Model) -> float:
     """Returns the floating-point operations of the products of a forward."""
     dims = model.dims
-    C = min(dims["T"], CHUNK)
-    H, Hv, Hq, K, V = (dims[name] for name in ("H", "Hv", "Hq", "K", "V"))
-    tokens = 2 * dims["B"] * dims["T"]
-    if "M" in dims:  # q P, the scores q k^T times s, and the same for p S
-        slots = dims["M"]
-        per_state, per_head = H * slots * (K + V), Hq * (slots * (K + V) + C * (K + slots + slots + V))
-        return tokens * (per_state + per_head)
-    heads = max(Hv, Hq)
-    scores = heads if FUNCTIONS[model.function].gate_form == "key" else max(H, Hq)
-    return tokens * (Hv * K * V + heads * (K * V + C * V) + scores * C * K)
+    if "M" not in dims:
+        return products(dims, FUNCTIONS[model.function].gate_form)
+    # q P, the scores q k^T times s, and the same for p S
+    C, slots = min(dims["T"], CHUNK), dims["M"]
+    H, Hq, K, V = (dims[name] for name in ("H", "Hq", "K", "V"))
+    per_state, per_head = H * slots * (K + V), Hq * (slots * (K + V) + C * (K + slots + slots + V))
+    return 2 * dims["B"] * dims["T"] * (per_state + per_head)
+
+
+def products(dims: Mapping[str, float], gate_form: str | None) -> float:
+    """Returns the floating-point operations of the products of a forward of GLA.
+
+    Args:
+        dims: sizes of the call, of B sequences of T tokens each.
+        gate_form: the form of its gates.
+    """
+    B, T, H, Hv, Hq, K, V = (dims[name] for name in ("B", "T", "H", "Hv", "Hq", "K", "V"))
+    C, heads = min(T, CHUNK), max(Hv, Hq)
+    scores = heads if gate_form == "key" else max(H, Hq)
+    return 2 * B * T * (Hv * K * V + heads * (K * V + C * V) + scores * C * K)
 
 
 # ---- predictions

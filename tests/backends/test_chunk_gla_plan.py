@@ -78,7 +78,8 @@ def cut(call, gpu=H200):
         ({"Hq": 32}, sm90.FORWARD),
         ({"Hq": 32, "K": 256}, sm90.FORWARD_WIDE),
         ({"Hq": 32, "gate_dtype": None}, sm90.FORWARD),
-        ({"Hq": 32, "gate_form": "head"}, general.FORWARD),
+        ({"Hq": 32, "gate_form": "head"}, sm90.FORWARD_HEAD),
+        ({"Hq": 32, "gate_form": "constant", "K": 256}, sm90.FORWARD_HEAD),
         ({"Hv": 32}, sm90.FORWARD),
         ({"Hv": 32, "K": 256}, sm90.FORWARD_WIDE),
         ({"Hv": 32, "dtype": float16}, sm90.FORWARD),
@@ -94,6 +95,13 @@ def cut(call, gpu=H200):
         ({"T": 191, "K": 64}, general.FORWARD),
         ({"T": 96, "K": 256}, sm90.FORWARD_WIDE),
         ({"T": 0}, general.FORWARD),
+        ({"B": 64, "N": 64, "T": 95}, sm90.FORWARD),  # the blocks fill the GPU, so prices decide
+        ({"B": 64, "N": 64, "T": 17}, sm90.FORWARD),
+        ({"B": 64, "N": 64, "T": 16}, general.FORWARD),
+        ({"B": 64, "N": 64, "T": 95, "K": 64, "V": 64}, general.FORWARD),
+        ({"B": 64, "N": 64, "T": 95, "K": 64, "V": 256}, sm90.FORWARD),
+        ({"B": 64, "N": 64, "T": 33, "K": 640}, sm90.FORWARD_WIDE),  # the general kernel has no matrix units there
+        ({"B": 1, "N": 256, "K": 640, "packed": True}, sm90.FORWARD_WIDE),
     ],
     ids=lambda x: getattr(x, "name", str(x)),
 )
@@ -254,8 +262,23 @@ def test_segments_of_wide_heads_on_hopper():
     assert plan.segments.states is sm90.STATES
 
 
+@pytest.mark.parametrize(
+    ("changes", "kernel"),
+    [({}, sm90.FORWARD), ({"K": 256}, sm90.FORWARD_WIDE), ({"gate_form": "head"}, sm90.FORWARD_HEAD)],
+)
+def test_query_heads_share_states_in_a_pool_if_sequences_are_cut(changes, kernel):
+    """The scan reads and writes the pool. Whole sequences would write it while another query head reads it."""
+    call = call_of(**{"B": 1, "N": 2, "T": 65536, "H": 4, "Hq": 16, "packed": True, **changes})
+    call = dataclasses.replace(call, given=frozenset({"pool"}))
+    plan = cut(call)
+    assert plan.segments is not None
+    assert plan.outputs is kernel
+    ((_, whole),) = forward.plan(call, H200, cut=False)
+    assert whole.outputs is general.FORWARD
+
+
 def test_segments_without_the_kernels_for_hopper():
-    for changes in ({"Hq": 32, "gate_form": "head"}, {"K": 132}):
+    for changes in ({"aligned": False}, {"K": 132}):
         plan = cut(call_of(**{"B": 1, "T": 65536, "H": 8, **changes}))
         assert (plan.outputs, plan.segments.states) == (general.FORWARD, general.STATES)
         assert plan.segments.overlap

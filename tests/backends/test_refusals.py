@@ -43,7 +43,14 @@ def call_for(
     **changes,
 ):
     """Returns a call that a kernel computes on an H200, with changes. Rows of heads begin at multiples of 16 bytes."""
-    dims = {"B": 2, "T": 300, "H": 4, "K": 256 if kernel in WIDE else 128, "V": 128, **changes}
+    dims = {
+        "B": 2,
+        "T": 300,
+        "H": 4,
+        "K": 256 if kernel in WIDE else 128,
+        "V": 256 if kernel is sm90.BACKWARD_WIDE else 128,
+    }
+    dims |= changes
     dims = {"Hq": dims["H"], "Hv": dims["H"], "N": dims["B"], **dims}
     B, T, H, Hq, Hv, K, V = (dims[name] for name in ("B", "T", "H", "Hq", "Hv", "K", "V"))
     Ho = max(Hq, Hv)
@@ -122,7 +129,6 @@ def test_a_tensor_that_tma_cannot_address_is_named(kernel, name, change):
     assert kernel.refusal(call_for(kernel, layouts={name: layout}), H200) == UNALIGNED.format(name)
 
 
-HEADS = "computes as many query heads as key/value heads; q has 8 and k has 4"
 KEY_GATES = "computes gates for each key [B, T, Hv, K]; g has one for each"
 POOL_HEADS = "computes as many query heads as key/value heads if states are in a pool; q has 8 and k has 4"
 VALUE_HEADS = "computes value heads in groups if each key has a gate; v has 8 and k 4"
@@ -143,8 +149,8 @@ KERNEL_REASONS = [
         for kernel in (sm90.FORWARD, sm90.FORWARD_WIDE, sm90.FORWARD_HEAD)
         for refusal in (({"V": 60}, "computes V that are multiples of 8; V is 60"),)
     ),
-    (sm90.FORWARD_HEAD, {"Hq": 8}, HEADS),
-    *((kernel, {"Hq": 8, "pool": True}, POOL_HEADS) for kernel in (sm90.FORWARD, sm90.FORWARD_WIDE)),
+    (sm90.FORWARD_HEAD, {"Hq": 8}, None),
+    *((kernel, {"Hq": 8, "pool": True}, POOL_HEADS) for kernel in (sm90.FORWARD, sm90.FORWARD_WIDE, sm90.FORWARD_HEAD)),
     *(
         (kernel, {"gate_form": "key"}, "computes one gate for each head, or none; g has one for each key [B, T, Hv, K]")
         for kernel in HEAD_GATE_KERNELS
@@ -154,10 +160,11 @@ KERNEL_REASONS = [
     (sm90.FORWARD_WIDE, {"K": 128}, "computes K from 136 in steps of 8; K is 128"),
     (sm90.FORWARD_WIDE, {"K": 132}, "computes K from 136 in steps of 8; K is 132"),
     (sm90.FORWARD_WIDE, {"gate_dtype": None}, "computes calls with gates; there are none"),
+    (sm90.BACKWARD, {"gate_dtype": None}, "computes calls with gates; there are none"),
     (sm90.BACKWARD, {"K": 37}, "computes K and V that are multiples of 8; K is 37 and V is 128"),
     (sm90.BACKWARD, {"V": 100}, "computes K and V that are multiples of 8; K is 128 and V is 100"),
     (sm90.BACKWARD_WIDE, {"V": 100}, "computes K and V that are multiples of 8; K is 256 and V is 100"),
-    (sm90.BACKWARD_WIDE, {"K": 128}, "computes heads with K or V above 128; K is 128 and V is 128"),
+    (sm90.BACKWARD_WIDE, {"V": 128}, "computes heads with V above 128; V is 128"),
 ]
 
 
@@ -243,6 +250,7 @@ def test_no_kernel_for_sm90_is_chosen_on_another_gpu(op, architecture):
         "chunk_gla_summary": {"states"},
     }[op]
     for_sm90 = kernels | {f"{name}_{more}" for name in kernels - {"states"} for more in ("wide", "head")}
+    for_sm90 |= {"backward_group"} & {f"{name}_group" for name in kernels}
     by_chunks = architecture is not Architecture.INTERPRETED
     suffix = {"backward": "_chunks" if by_chunks else ""}
     assert chosen == {f"general.{name}{suffix.get(name, '')}" for name in kernels}
@@ -268,13 +276,12 @@ def lines_of(explanation, backend):
             "8,4096,16,128,128",
             {"query_heads": 32, "gate": "head"},
             [
-                "kernel general.forward",
+                "kernel sm90.forward_head",
                 *(
                     f"not sm90.{name}: computes gates for each key [B, T, Hv, K]; g has one for each token and head "
                     "[B, T, Hv]"
                     for name in ("forward", "forward_wide")
                 ),
-                "not sm90.forward_head: computes as many query heads as key/value heads; q has 32 and k has 16",
             ],
         ),
         *(
@@ -291,7 +298,7 @@ def lines_of(explanation, backend):
             {"value_heads": 48},
             [
                 "kernel sm90.backward",
-                "not sm90.backward_wide: computes heads with K or V above 128; K is 128 and V is 128",
+                "not sm90.backward_wide: computes heads with V above 128; V is 128",
             ],
         ),
         ("chunk_gla_bwd", "8,4096,16,256,256", {"value_heads": 48}, ["kernel sm90.backward_wide"]),
@@ -308,7 +315,7 @@ def lines_of(explanation, backend):
             {},
             [
                 "kernel sm90.backward",
-                "not sm90.backward_wide: computes heads with K or V above 128; K is 128 and V is 128",
+                "not sm90.backward_wide: computes heads with V above 128; V is 128",
             ],
         ),
         (
@@ -317,7 +324,10 @@ def lines_of(explanation, backend):
             {"dtype": "float32"},
             [
                 "kernel general.backward",
-                *(f"not sm90.{name}: {FLOAT32}" for name in ("backward_wide", "backward", "backward_head")),
+                *(
+                    f"not sm90.{name}: {FLOAT32}"
+                    for name in ("backward_wide", "backward", "backward_group", "backward_head")
+                ),
                 "not general.backward_chunks: multiplies narrow blocks, which Triton 3.6 miscompiles on Hopper",
             ],
         ),

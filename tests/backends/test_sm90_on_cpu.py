@@ -224,6 +224,11 @@ def test_outputs_of_every_gate(kernels, form, gates, dtype):
         PACKED | {"K": 320, "V": 72, "dtype": torch.float32},  # three slices
         {"K": 512, "V": 64, "gates": "none", "T": 300},
         {"K": 1024, "V": 40, "gate_form": "constant", "normalizer": 2},
+        {"G": 3, "H": 2, "B": 2, "initial_state": True},  # query heads that share a state
+        {"gate_form": "constant", "G": 2, "H": 2, "K": 200, "V": 72, "dtype": torch.float32, "initial_state": True},
+        {"gates": "none", "G": 2, "K": 128, "V": 128},
+        PACKED | {"G": 2, "H": 2, "gates": "-inf", "dtype": torch.float16},
+        PACKED | {"G": 2, "normalizer": 16, "K": 136, "BV": 64},
         {"skips": True, "R": 2, "BV": 128, "B": 2},
         {"skips": True, "R": 3, "K": 128, "V": 128, "initial_state": True},
         PACKED | {"skips": True, "R": 2, "K": 256, "V": 72},
@@ -312,7 +317,7 @@ def check_pool(kernels, length=None, pool_dtype=torch.float32, v_first=False, **
     slots = {"read_slots": read, "write_slots": write, "has_state": has_state}
     snapshots = dict(zip(("snapshot_offsets", "snapshot_slots"), kept, strict=True))
     o, states = oracle.chunk_gla_pool(**tokens, pool=pool, **slots, **snapshots)
-    actual, before = unwritten(B, T, Hv, V, dtype=x.q.dtype), pool.clone()
+    actual, before = unwritten(B, T, max(x.q.shape[2], Hv), V, dtype=x.q.dtype), pool.clone()
     slots = Slots(read, write, has_state, *kept, len(pool), -1)
     parameters = Parameters(C=64, BK=64 if K <= 64 else 128, BV=64 if V <= 64 else 128, stages=2)
     tensors = Tensors(x.q, x.k, x.v, x.g, None, x.cu_seqlens, actual, None, pool, pool=pool)
@@ -350,6 +355,9 @@ def check_pool(kernels, length=None, pool_dtype=torch.float32, v_first=False, **
         (64, {"gate_form": "key", "H": 2, "R": 3, "gates": "-inf"}),
         (64, {"gate_form": "key", "H": 2, "R": 2, "K": 136, "v_first": True}),
         (64, {"gates": "none", "v_first": True}),
+        (64, {"G": 2, "K": 72}),  # the scan writes the states that query heads share
+        (64, {"gate_form": "key", "H": 2, "G": 3}),
+        (64, {"gate_form": "key", "G": 2, "K": 136, "dtype": torch.float16}),
         (64, {"dtype": torch.float16, "gate_form": "constant"}),
     ],
     ids=str,
@@ -413,7 +421,7 @@ def check_gradients(
         kernel = kernels.backward_group
     elif sizes.get("gate_form") != "key":
         kernel = kernels.backward_head
-    elif max(K, V) > 128:
+    elif V > 128 or (K > 128 and dtype != BFLOAT16):
         kernel = kernels.backward_wide
     else:
         kernel = kernels.backward
@@ -494,7 +502,12 @@ def test_gradients_of_every_gate(kernels, form, dtype, gates):
         {"K": 24, "V": 128, "G": 2},
         {"gate_form": "constant", "G": 2, "initial_state": True},
         {"K": 136, "V": 136},  # several blocks of keys and of values
+        {"gate_form": "constant", "K": 136, "V": 40, "initial_state": True},  # and blocks of 64 values
+        pytest.param({"K": 40, "V": 136, "R": 2}, marks=pytest.mark.thorough),
         pytest.param({"gate_form": "constant", "K": 136, "V": 136}, marks=pytest.mark.thorough),
+        {"gate_form": "key", "K": 136, "V": 40, "initial_state": True},
+        pytest.param(PACKED | {"gate_form": "key", "K": 264, "V": 128, "R": 2}, marks=pytest.mark.thorough),
+        pytest.param(PACKED | {"gates": "none", "K": 136, "V": 128, "G": 2}, marks=pytest.mark.thorough),
         PACKED,
         PACKED | {"R": 2, "gates": "-inf", "dstate": False},
         PACKED | {"gate_form": "constant"},

@@ -12,6 +12,7 @@ import warnings
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from gla_core.compat.fla import accelerate, on_cpu, use_gla_core
 from gla_core.compat.fla.accelerate import HOMES
@@ -122,8 +123,10 @@ def test_all_are_replaced_wherever_they_are_and_put_back(fla):
     lines = str(acceleration).splitlines()
     assert lines[0] == "14 modules of flash-linear-attention now call gla_core; see `replaced`:"
     assert lines[1].startswith("- computed by gla_core: chunk_gla, fused_chunk_gla, ")
-    assert lines[-1].startswith("- gates of values")
-    assert len(lines) < 24
+    said = " ".join(" ".join(lines).split())
+    assert 'on a GPU, so are sequences in float32 under the matmul precision "highest"' in said
+    assert "- computed by gla_core on a CPU; on a GPU the original, which is faster: chunk_lightnet, " in said
+    assert len(lines) < 30
     assert max(map(len, lines)) < 80
     assert vars(fla["flat.ops"]) == before["flat.ops"]
     assert fla["fla"].chunk_gla == "not a function of ours"
@@ -341,6 +344,34 @@ def test_compositions_are_computed_here_on_a_cpu_only(fla, home):
             assert function(*(x.to("meta") for x in arguments))[0] == name
             if home == "linear_attn":
                 assert function(*(x.to("meta") for x in arguments), normalize=False)[0].shape == v.shape
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "T", "autocast", "left"),
+    [
+        (torch.float32, "highest", 3, False, True),
+        (torch.float32, "high", 3, False, False),
+        (torch.float32, "highest", 1, False, False),  # a decoding step has no matrix products
+        (torch.float32, "highest", 3, True, False),
+        (torch.bfloat16, "highest", 3, False, False),
+    ],
+)
+def test_float32_without_tf32_on_a_gpu_is_left_to_the_original(fla, monkeypatch, dtype, precision, T, autocast, left):
+    before = torch.get_float32_matmul_precision()
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: autocast)
+    try:
+        torch.set_float32_matmul_precision(precision)
+        with accelerate(), FakeTensorMode():
+            q, x = (torch.empty(shape, dtype=dtype, device="cuda") for shape in ((1, T, 2, 4), (1, T, 8)))
+            for name in ("chunk_gla", "fused_recurrent_gla"):
+                assert getattr(fla["fla.layers.gla"], name).accepts(q, q, q, q) is not left
+            assert fla["fla.ops.retention"].chunk_retention.accepts(q=q, k=q, v=q) is not left
+            assert fla["fla.ops.linear_attn"].chunk_linear_attn.accepts(q, q, q, normalize=False) is not left
+            assert not fla["fla.ops.linear_attn"].chunk_linear_attn.accepts(q, q, q)
+            # the original needs all heads
+            assert fla["fla.layers.gla"].repeat.accepts(x, "... (h d) -> ... (h g) d", g=2, d=4) is not left
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_a_gate_for_each_head(fla):

@@ -149,10 +149,10 @@ def by_rows(
     apart = [(first, whole(first)), (others, cut(others))]
     if apart[1][1] == whole(others):
         return together
-    return apart if _are_cheaper(apart, together, gpu, prices) else together
+    return apart if are_cheaper(apart, together, gpu, prices) else together
 
 
-def _are_cheaper(
+def are_cheaper(
     plans: list[tuple[OpCall, AnyPlan]], others: list[tuple[OpCall, AnyPlan]], gpu: Gpu, prices: PriceFunction[AnyPlan]
 ) -> bool:
     """Returns whether the price of some plans is below the price of others."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from gla_core.dispatch.backend import OpCall
 from gla_core.dispatch.tensors import checkpoint_dtype, checkpoint_rows
 from gla_triton_kernels.chunks.cutting import (
     INTERPRETED_SEGMENT,
+    are_cheaper,
     by_rows,
     most_segments,
     segment_length,
@@ -43,9 +45,11 @@ KERNELS: Sequence[OutputKernel] = (sm90.FORWARD, sm90.FORWARD_WIDE, sm90.FORWARD
 """The kernels that compute outputs, best first."""
 
 SM90_TOKENS = 96
-"""The least number of tokens T for which the kernels for SM90 are faster; up to K = 64, the limit is twice this number.
-T counts the tokens of one sequence of a batch, or of all packed sequences together. With few packed tokens, bfloat16
-would also exceed the error that the conformance kit allows."""
+"""The least number of tokens T for which the kernels for SM90 are faster even if blocks do not fill the GPU; up to
+K = 64, the limit is twice this number. T counts the tokens of one sequence of a batch, or of all packed sequences
+together. With few packed tokens, bfloat16 would also exceed the error that the conformance kit allows."""
+FEW_TERMS = 16
+"""Up to this number of tokens, errors of bfloat16 do not average out, so the general kernel multiplies TF32."""
 SM90_WIDE_TOKENS = 32
 """The least mean length of packed sequences, in tokens, for which the kernels for SM90 are faster if K is above 128.
 
@@ -83,19 +87,39 @@ def plan(call: OpCall, gpu: Gpu, cut: bool, kernels: Sequence[OutputKernel] = KE
 
 
 def _whole(call: OpCall, gpu: Gpu, kernels: Sequence[OutputKernel]) -> ForwardPlan:
-    kernel = kernels[-1] if _are_short(call) else first_able(kernels, call, gpu)
+    """Plans sequences that stay whole. If they are short, the general kernel computes them, or the cheaper of two."""
+    able = _by(first_able(kernels, call, gpu), call, gpu)
+    if not _are_short(call):
+        return able
+    general = _by(kernels[-1], call, gpu)
+    decides = _prices_decide(call) and call.dims["N"] * able.outputs.blocks(call, gpu)[0] >= gpu.multiprocessors
+    return able if decides and are_cheaper([(call, able)], [(call, general)], gpu, forward_prices) else general
+
+
+def _by(kernel: OutputKernel, call: OpCall, gpu: Gpu) -> ForwardPlan:
+    """Returns the plan by which a kernel computes whole sequences."""
     return ForwardPlan(kernel, kernel.parameters(call, gpu, call.dims["N"]))
 
 
+def _prices_decide(call: OpCall) -> bool:
+    """Returns whether prices tell which kernel is faster for short sequences whose blocks fill the GPU.
+
+    Measurements contradict them for packed sequences with K up to 256, and for K = V = 64, where the general kernel is
+    up to 1.7 times as fast.
+    """
+    T, K, V = (call.dims[name] for name in ("T", "K", "V"))
+    return K > 256 or (T > FEW_TERMS and max(K, V) > 64 and not call.variable_length)
+
+
 def _are_short(call: OpCall) -> bool:
-    """Returns whether sequences have too few tokens for the kernels for SM90 to be faster.
+    """Returns whether sequences have so few tokens that the general kernel may be faster than those for SM90.
 
     With more than 128 keys, the general kernel is slower for any number of tokens, unless each key has its own gate.
     For query heads that share a state, it is slower once it multiplies bfloat16, too.
     """
     T, K, N = (call.dims[name] for name in ("T", "K", "N"))
     if call.dims["Hq"] > call.dims["H"] and not call.variable_length:
-        return T <= 16
+        return T <= FEW_TERMS
     if K > 128 and (call.gate_form in ("constant", "head") or call.gate_dtype is None):
         return False
     if SM90_TOKENS * (1 if K > 64 else 2) > T:
@@ -106,9 +130,10 @@ def _are_short(call: OpCall) -> bool:
 def _segments(call: OpCall, gpu: Gpu, kernels: Sequence[OutputKernel]) -> ForwardPlan:
     if call.batch_invariant is not None and call.dims["T"] > 0:
         return _invariant(call, gpu, kernels, call.batch_invariant)
-    kernel = first_able(kernels, call, gpu)
+    # Where sequences are cut, the scan reads and writes the pool, so kernels that refuse it can compute the outputs.
+    kernel = first_able(kernels, replace(call, given=call.given - {"pool"}), gpu)
     if call.variable_length and _are_short(call):  # most segments are short sequences
-        kernel = kernels[-1]
+        kernel = _whole(call, gpu, kernels).outputs
 
     def plan_segments(length: int) -> ForwardPlan:
         return _in_segments(call, gpu, kernels, kernel, length)
@@ -168,9 +193,9 @@ def plan_checkpoints(call: OpCall, gpu: Gpu) -> ForwardPlan | None:
     would move each state three times in float32. But its bits depend neither on the batch nor on other segments, and it
     computes a state that query heads share once.
     """
-    if call.batch_invariant is not None or _are_short(call) or call.dims["Hq"] > call.dims["H"]:
+    if call.batch_invariant is not None or call.dims["Hq"] > call.dims["H"]:
         return None
-    if first_able(KERNELS, call, gpu) is general.FORWARD:
+    if _whole(call, gpu, KERNELS).outputs is general.FORWARD:
         return None
     return _segments(call, gpu, KERNELS)
 

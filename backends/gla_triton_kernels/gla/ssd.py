@@ -205,7 +205,7 @@ def prepare_backward(call: OpCall, cut: bool) -> Callable[..., tuple]:
         if not launched.replay(tensors):
             launched.start(describe(tensors), tensors)
         ddt = dt.new_empty(B, T, Hv)
-        dA, dbias, dD = (None if y is None else y.new_empty(Hv) for y in (A, dt_bias, D))
+        dA, (dbias, dD) = A.new_empty(Hv), (None if y is None else y.new_empty(Hv) for y in (dt_bias, D))
         steps = (dt, A, dt_bias, cu_seqlens, ddelta, dg, dskip, ddt, dA, dbias, dD)
         if not after.replay(steps, dt_min, dt_max):
             after.start(launch_time_step_gradients(*steps, dt_min, dt_max, softplus), steps)

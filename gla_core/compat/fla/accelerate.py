@@ -3,7 +3,8 @@ created.
 
 Besides those of `fla.ops.gla` these are the functions with one gate for each head or none. Functions that are composed
 of several calls are computed here on a CPU. On a GPU they are left to flash-linear-attention, whose kernels take less
-work; among these, LightNet and normalized linear attention call functions that are replaced.
+work; among these, LightNet and normalized linear attention call functions that are replaced. Sequences in float32 are
+left to it as well, unless TF32 is allowed: it multiplies TF32 in any case, which is faster.
 
 The functions are replaced in the modules that define them, so modules that are imported later find the replacements.
 They are also replaced in every module of flash-linear-attention that has imported them already. Some are registered as
@@ -110,22 +111,21 @@ def accelerate(*functions: str, cpu: bool = False) -> Acceleration:
     names = set(functions) or FUNCTIONS.keys()
     with LOCK:
         wanted: list[Replacement | _ModeOfLayers] = [
-            _replacement(home, name, function, _SERVES.get(home, _is_computed_here))
+            _replacement(home, name, function, *_PARTLY.get(home, (_is_computed_here, COMPUTED)))
             for home, members in HOMES.items()
             for name, function in members.items()
             if name in names
         ]
         for home, members in on_cpu.REPLACED.items() if cpu else ():
-            wanted += [_replacement(home, name, function, _is_on_cpu) for name, function in members.items()]
+            wanted += [_replacement(home, name, function, _is_on_cpu, COMPUTED) for name, function in members.items()]
         if HOMES[_GLA].keys() <= names:
             how = "left out for key/value heads"
-            wanted.append(_replacement(_LAYER, "repeat", _heads, _repeats_heads, within=_LAYER, how=how))
+            wanted.append(_replacement(_LAYER, "repeat", _heads, _repeats_heads, how, within=_LAYER))
         if "fused_chunk_gla" in names:
             for home, name in _LAYERS_WITH_MODES.items():
                 layer = getattr(importlib.import_module(home), name)
                 wanted.append(getattr(layer.forward, _MODE, None) or _ModeOfLayers(layer))
-        note = "gates of values (gv) and output_attentions are left to flash-linear-attention"
-        return Acceleration("flash-linear-attention", wanted, note)
+        return Acceleration("flash-linear-attention", wanted, NOTE)
 
 
 use_gla_core = accelerate
@@ -202,8 +202,8 @@ def _replacement(
     name: str,
     function: Callable,
     serves: Callable[[dict[str, Any]], bool],
+    how: str,
     within: str = "fla",
-    how: str = COMPUTED,
 ) -> Replacement:
     call = _for_query_heads(function) if home == _GLA else function
     new = replacement(importlib.import_module(home), name, call, serves, within, how)
@@ -233,11 +233,23 @@ def _heads(tensor: Tensor, pattern: str, **sizes: int) -> Tensor:
 
 
 def _repeats_heads(arguments: dict[str, Any]) -> bool:
-    return arguments.get("pattern") == "... (h d) -> ... (h g) d"
+    return arguments.get("pattern") == "... (h d) -> ... (h g) d" and not _is_faster_there(arguments.get("tensor"))
 
 
 def _is_computed_here(arguments: dict[str, Any]) -> bool:
-    return arguments.get("gv") is None and not arguments.get("output_attentions")
+    has_more = arguments.get("gv") is not None or bool(arguments.get("output_attentions"))
+    return not has_more and not _is_faster_there(arguments.get("q"))
+
+
+def _is_faster_there(x: Any) -> bool:
+    """Returns whether sequences x [B, T, ...] are on a GPU, in float32 that is multiplied here without TF32.
+
+    The kernels here then use no matrix units. Those of flash-linear-attention multiply TF32 whatever PyTorch allows.
+    """
+    if not isinstance(x, Tensor) or not x.is_cuda or x.dtype != torch.float32 or x.shape[1] == 1:
+        return False
+    # unlike the matmul precision, torch.compile can read this
+    return not torch.backends.cuda.matmul.allow_tf32 and not torch.is_autocast_enabled("cuda")
 
 
 def _is_on_cpu(arguments: dict[str, Any]) -> bool:
@@ -245,13 +257,18 @@ def _is_on_cpu(arguments: dict[str, Any]) -> bool:
 
 
 def _is_one_call(arguments: dict[str, Any]) -> bool:
-    return arguments.get("normalize") is False or _is_on_cpu(arguments)
+    return _is_on_cpu(arguments) or (arguments.get("normalize") is False and _is_computed_here(arguments))
 
 
-_SERVES = {
-    "fla.ops.linear_attn": _is_one_call,
-    "fla.ops.lightnet": _is_on_cpu,
-    "fla.ops.gsa": _is_on_cpu,
-    "fla.ops.rwkv6": _is_on_cpu,
+ON_CPU = "computed by gla_core on a CPU; on a GPU the original, which is faster"
+_PARTLY = {
+    "fla.ops.linear_attn": (_is_one_call, "computed by gla_core on a CPU, and on a GPU with normalize=False"),
+    "fla.ops.lightnet": (_is_on_cpu, ON_CPU),
+    "fla.ops.gsa": (_is_on_cpu, ON_CPU),
+    "fla.ops.rwkv6": (_is_on_cpu, ON_CPU),
 }
-"""The calls that are computed here, for modules of which not all are."""
+"""For modules of which not all calls are computed here: a test for those that are, and a line for the report."""
+NOTE = (
+    "gates of values (gv) and output_attentions are left to flash-linear-attention; on a GPU, so are sequences in "
+    'float32 under the matmul precision "highest", for which it is faster because it multiplies TF32'
+)

@@ -75,7 +75,8 @@ def launch_gate_gradients(
     }
     launches = [Launch(_gate_gradients_kernel, (n * ceil_div(Hv, BH), 1, 1), arguments, {"num_warps": 4})]
     if constant:
-        assert dg is not None and x.dg is not None
+        assert dg is not None
+        assert x.dg is not None
         launches.append(partials.launch_sum_of_rows(dg, x.dg))
     return launches
 

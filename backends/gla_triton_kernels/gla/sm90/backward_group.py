@@ -17,8 +17,8 @@ are independent of each other:
     this file            computes all chunks, in any order; each block sums dq and dk over the heads of a group
     ../shared/gate_gradients.py   computes the gradients of gates, of factors and of the skip from sums of products
 
-Of each token, this kernel writes the sums over s and over t of A_ts (do_t v_s), q_t dq^S_t, k_s dk^S_s / f_s and v_t do_t,
-and for each key the sum of exp(b_C) S * P over values; see backward_head.py for the gradient of a gate.
+Of each token, this kernel writes the sums over s and over t of A_ts (do_t v_s), q_t dq^S_t, k_s dk^S_s / f_s and
+v_t do_t, and for each key the sum of exp(b_C) S * P over values; see backward_head.py for the gradient of a gate.
 
 B batch   T tokens   H key heads   Hv value heads   R = Hv / H value heads of a key head   HEADS value heads of a block
 K, V key and value width   C tokens of a chunk   D = 64 columns of a tile
@@ -26,9 +26,9 @@ PARTS parts of 64 keys of a block   HALVES parts of 64 values of a block   n row
 SLOTS pipeline stages of v, do, S and P   slot   a stage in shared memory: the tiles of 64 values of a head
 LINES pipeline stages of the sums of gates of a head   X vectors of `dots` of a chunk and head; see gate_gradients.py
 
-The grid has one block per chunk, key head, HEADS of its value heads, 64 PARTS keys and 64 HALVES values. Results are sums
-over blocks. The warps of a block are specialised. They communicate over barriers in shared memory; common.py gives the
-rules.
+The grid has one block per chunk, key head, HEADS of its value heads, 64 PARTS keys and 64 HALVES values. Results are
+sums over blocks. The warps of a block are specialised. They communicate over barriers in shared memory; common.py gives
+the rules.
 
     load       one warp: copies q and k, then v, do, S and P of the next heads, to shared memory by TMA
     gate       one warp: sums the gates of the next heads
@@ -61,6 +61,7 @@ from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunks import partials
 from gla_triton_kernels.chunks.kernel import GradientParameters
 from gla_triton_kernels.chunks.segments import Segments, cut
+from gla_triton_kernels.gla.shared.gate_gradients import launch_gate_gradients, rows_of_dots
 from gla_triton_kernels.gla.sm90.common import (
     as_float32,
     clear_rows,
@@ -75,7 +76,6 @@ from gla_triton_kernels.gla.sm90.common import (
 )
 from gla_triton_kernels.gla.sm90.common_backward import LAYOUT, LEFT, WIDTH, C, D, product, tile_arguments
 from gla_triton_kernels.gla.sm90.forward_head import launch_state_gradients
-from gla_triton_kernels.gla.shared.gate_gradients import launch_gate_gradients, rows_of_dots
 from gla_triton_kernels.gla.tensors import BackwardTensors
 from gla_triton_runtime.arithmetic import LOG2E
 from gla_triton_runtime.launch import Launch
@@ -154,7 +154,7 @@ def launch_gradients(
 
 @gluon.jit
 def _load_warp(args, PARTS: gl.constexpr, HALVES: gl.constexpr, SLOTS: gl.constexpr):
-    """Loads q and k of the chunk, then v, do, S and P of each head, as far ahead of the other warps as there are slots."""
+    """Loads q and k of the chunk, then v, do, S and P of each head, as far ahead as there are slots."""
     descriptors, tiles, barriers, place = args
     q_desc, k_desc, v_desc, do_desc, s_desc, p_desc = descriptors
     q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, p_tiles = tiles

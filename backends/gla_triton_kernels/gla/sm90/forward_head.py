@@ -15,15 +15,17 @@ counts as `LEAST_GATE`. The sums b are computed in float64 and rounded once. The
 then at most 7e-4 after the strongest gates, a fifth of the rounding of bfloat16, and 1e-6 if no gate is strong.
 
 B batch   T tokens   N sequences   I segments, by default the N sequences   P slots of a pool
-H key heads   Hv value heads   R = Hv / H value heads of a key head   K, V key and value width
+H key heads   Hq query heads   Hv value heads, of v, g and S   Ho = max(Hq, Hv) heads of o
+R = Ho / Hq heads of o that share a head of q   K, V key and value width
 C tokens of a chunk   BK keys of a tile   SLICES slices of BK keys of a head   n rows of checkpoints
 W columns of v of a warpgroup   GROUPS state warpgroups of a block   HEADS value heads of a block, 1 or 2
 STAGES pipeline stages of v and u   SLOTS pipeline stages of slices of q and k   TURNS gate warpgroups, 1 or 2
 slot   a pipeline stage in shared memory
 
-The grid has one block per segment, value head and GROUPS W columns of v. If V is at most W and an even number of value
-heads shares a key head, a block has two value heads, one for each state warpgroup, and both read the same q and k. The
-warps of a block are specialised. They communicate over barriers in shared memory; common.py gives the rules.
+The grid has one block per segment, head of o and GROUPS W columns of v. If V is at most W and an even number of value
+heads shares a key head, a block has two value heads, one for each state warpgroup, and both read the same q and k. If
+query heads share a state, each of their blocks computes it, and the first writes it. The warps of a block are
+specialised. They communicate over barriers in shared memory; common.py gives the rules.
 
     load    one warp: copies q, k, v of the next chunks to shared memory by TMA
     gate    TURNS warpgroups, which take turns: each sums the gates and computes u of every TURNS-th chunk, while the
@@ -121,11 +123,11 @@ def launch_outputs(
         backwards: whether to go from the last chunk to the first; see `launch_state_gradients`.
         last_leave_none: backwards, whether x.entering holds nothing for the last segments of sequences.
     """
-    (H, K), (Hv, V) = x.k.shape[2:], x.v.shape[2:]
+    Hq, K, (Hv, V) = x.q.shape[2], x.k.shape[3], x.v.shape[2:]
     slices, W = ceil_div(K, plan.parameters.BK), warpgroup_columns(K)
     heads = plan.parameters.BV // W if V <= W else 1
     slots = plan.parameters.stages if slices == 1 else min(slices + 1, MOST_SLOTS)
-    # Outputs of several slices leave no registers for a second gate warpgroup, and slots of packed slices have no order.
+    # Outputs of several slices leave no registers for a second gate warpgroup. Packed slices use slots in any order.
     can_turn = slices == 1 or (x.o is None and segments.order is None)
     pays = heads > 1 or backwards  # with one head, the work of a second one does not limit the gate warps
     turns = 2 if x.g is not None and plan.parameters.stages % 2 == 0 and can_turn and pays else 1
@@ -133,7 +135,8 @@ def launch_outputs(
         "g_ptr": x.g,
         **gate_strides(x.g),
         "Hv": Hv,
-        "R": Hv // H,
+        "R": max(Hv // Hq, 1),
+        "PER_V": max(Hq // Hv, 1),
         "v_factor": x.v_factor,
         "skip": x.skip,
         "skip_h": 0 if x.skip is None else x.skip.stride(0),
@@ -165,7 +168,8 @@ def launch_state_gradients(
 
     See `launch_gradients` of general/backward.py for the arguments; entering is bfloat16, and there are gates.
     """
-    (B, T, H, K), (Hv, V), W = x.k.shape, x.v.shape[2:], warpgroup_columns(x.k.shape[3])
+    B, (H, K), (Hv, V) = len(x.k), x.k.shape[2:], x.v.shape[2:]
+    W = warpgroup_columns(K)
     P = entering.new_empty(B, entering.numel() // (B * Hv * K * V), Hv, K, V)
     is_whole = leaving is x.dstate
     before, after, inside = (leaving, x.dinitial_state, None) if is_whole else (None, None, leaving)
@@ -199,7 +203,7 @@ def _load_warp(
     q_desc, k_desc, v_desc = descriptors
     q_tiles, k_tiles, v_tiles = tiles
     full, v_full, empty = barriers
-    b, key_head, h, column, start, n_chunks = place
+    b, q_head, key_head, h, column, start, n_chunks = place
     C: gl.constexpr = q_desc.block_type.shape[2]
     BK: gl.constexpr = q_desc.block_type.shape[3]
     W: gl.constexpr = v_desc.block_type.shape[3]
@@ -216,7 +220,7 @@ def _load_warp(
             mbarrier.wait(empty.index(slot), ((step // SLOTS) & 1) ^ 1)  # returns at once for the first SLOTS slices
             mbarrier.expect(full.index(slot), TILES + COLUMNS if SLICES == 1 else TILES)
             if HAS_O:
-                tma.async_copy_global_to_shared(q_desc, [b, key_head, t, j * BK], full.index(slot), q_tiles.index(slot))
+                tma.async_copy_global_to_shared(q_desc, [b, q_head, t, j * BK], full.index(slot), q_tiles.index(slot))
             tma.async_copy_global_to_shared(k_desc, [b, key_head, t, j * BK], full.index(slot), k_tiles.index(slot))
             if j == 0:
                 if SLICES > 1:
@@ -297,10 +301,8 @@ def _gate_warps(
             for j in gl.static_range(HEADS):
                 at = HEADS * stage + j
                 b, b_end = sums_of_heads[j]
-                if BACKWARDS:
-                    leave = gl.exp2(b.to(gl.float32)) * scale  # [C]
-                else:
-                    leave = gl.exp2((b_end - b).to(gl.float32))  # [C]
+                # [C], exp(b_C - b), or scale * exp(b)
+                leave = gl.exp2(b.to(gl.float32)) * scale if BACKWARDS else gl.exp2((b_end - b).to(gl.float32))
                 sums.index(NUMBERS * at).store(b.to(gl.float32))
                 if factors is not None:
                     leave *= f[j]
@@ -341,6 +343,7 @@ def _gate_warps(
 def _state_warps(
     args,
     WARPGROUP: gl.constexpr,
+    PER_V: gl.constexpr,
     HAS_O: gl.constexpr,
     HEADS: gl.constexpr,
     SLICES: gl.constexpr,
@@ -384,17 +387,18 @@ def _state_warps(
     o_tile = None if o_desc is None else o_tiles.index(WARPGROUP).reshape([C, W])
     HEAD: gl.constexpr = WARPGROUP if HEADS > 1 else 0  # the number of the warpgroup's head in the block
     h += HEAD
+    v_head, Ho = h // PER_V, Hv * PER_V
     first = column + (0 if HEADS > 1 else WARPGROUP * W)
     keys = gl.arange(0, BK, gl.SliceLayout(1, layout))[:, None]  # [BK, 1]
     value = first + gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]  # [1, W]
     if skip is not None:
         skip_ptr, skip_h, skip_v = skip
-        skips = gl.load(skip_ptr + h * skip_h + value * skip_v, value < V, 0.0).to(gl.float32)  # [1, W]
+        skips = gl.load(skip_ptr + v_head * skip_h + value * skip_v, value < V, 0.0).to(gl.float32)  # [1, W]
     S = gl.zeros([BK, W], gl.float32, layout)
     wait_for_predecessor()  # it writes `entering`
     leaving = ()  # [BK, W] for each slice, the state that leaves the previous chunk
     for j in gl.static_range(SLICES):
-        leaving += (first_state(S, states, n, sequence, h, is_first, keys + j * BK, value, (Hv, K, V)),)
+        leaving += (first_state(S, states, n, sequence, v_head, is_first, keys + j * BK, value, (Hv, K, V)),)
     outer = 1.0  # the unit of S, which is the unit of k^T u in the previous chunk
     if q_units is not None:
         outer = gl.to_tensor(1.0)
@@ -408,8 +412,8 @@ def _state_warps(
         at = HEADS * stage + HEAD
         rows = length - c * C
         if SLICES > 1:
-            q_unit = unit_at(q_units, chunk + c, Hv // R, h // R)
-            kv_unit = unit_at(k_units, chunk + c, Hv // R, h // R) * unit_at(v_units, chunk + c, Hv, h)
+            q_unit = unit_at(q_units, chunk + c, Ho // R, h // R)
+            kv_unit = unit_at(k_units, chunk + c, Hv // R, h // R // PER_V) * unit_at(v_units, chunk + c, Hv, v_head)
             if HALF:
                 s_unit, inverse = unit_of_slices(leaving, outer, SLICES)
         a = gl.zeros([C, C], gl.float32, scores)
@@ -436,11 +440,11 @@ def _state_warps(
                 if left == 0:  # this chunk begins at a checkpoint
                     key = keys + j * BK
                     if s_desc is not None:
-                        tma.async_copy_shared_to_global(s_desc, [b, checkpoint, h, j * BK, first], s_block)
+                        tma.async_copy_shared_to_global(s_desc, [b, checkpoint, v_head, j * BK, first], s_block)
                     elif pool is not None:
-                        write_slot(pool, strides, checkpoint, h, S * outer, key, value, (K, V))
+                        write_slot(pool, strides, checkpoint, v_head, S * outer, key, value, (K, V))
                     else:
-                        write_state(checkpoints, (b * n_rows + checkpoint) * Hv + h, S * outer, key, value, (K, V))
+                        write_state(checkpoints, (b * n_rows + checkpoint) * Hv + v_head, S * outer, key, value, (K, V))
                     if j == SLICES - 1:
                         checkpoint += -1 if BACKWARDS else 1
                         left = every  # 0 with a pool, so that no other checkpoint follows
@@ -493,8 +497,8 @@ def _state_warps(
         if HAS_O:
             a, a_unit = in_units(a, q_tile.dtype)
         if SLICES == 1:
-            q_unit = unit_at(q_units, chunk + c, Hv // R, h // R)
-            kv_unit = unit_at(k_units, chunk + c, Hv // R, h // R) * unit_at(v_units, chunk + c, Hv, h)
+            q_unit = unit_at(q_units, chunk + c, Ho // R, h // R)
+            kv_unit = unit_at(k_units, chunk + c, Hv // R, h // R // PER_V) * unit_at(v_units, chunk + c, Hv, v_head)
             if q_units is not None:
                 S = S * (outer / kv_unit)
         if q_units is not None:
@@ -528,9 +532,10 @@ def _state_warps(
             o_factor = 1.0
         if HAS_O:
             tma.store_wait(0)  # the copy has read o_tile
-            write(o_desc, o_ptr, o_tile, o * o_factor, first, V, (b, h, start + c * C, T, Hv), rows, PACKED)
-    for j in gl.static_range(SLICES):
-        write_last_state(leaving[j] * outer, states, n, sequence, h, keys + j * BK, value, (Hv, K, V))
+            write(o_desc, o_ptr, o_tile, o * o_factor, first, V, (b, h, start + c * C, T, Ho), rows, PACKED)
+    if h % PER_V == 0:  # the first query head that shares the state
+        for j in gl.static_range(SLICES):
+            write_last_state(leaving[j] * outer, states, n, sequence, v_head, keys + j * BK, value, (Hv, K, V))
     tma.store_wait(0)
 
 
@@ -541,22 +546,22 @@ def _state_warps(
     ]
 )
 def _chunk_gla_fwd_head_kernel(
-    q_desc,  # [B, H, T, K], tiles [C, BK]
+    q_desc,  # [B, Hq, T, K], tiles [C, BK]
     k_desc,  # [B, H, T, K], tiles [C, BK]
     v_desc,  # [B, Hv, T, V], tiles [C, W]
-    o_desc,  # [B, Hv, T, V], tiles [C, W]
+    o_desc,  # [B, Ho, T, V], tiles [C, W]
     s_desc,  # checkpoints [B, n, Hv, K, V] in bfloat16, tiles [BK, W], or None
     checkpoints,  # [B, n, Hv, K, V] in float32, or the pool, or None
     g_ptr,  # [B, T, Hv], or [Hv] with g_b = g_t = 0, or None
-    o_ptr,  # [B, T, Hv, V], contiguous, or None
+    o_ptr,  # [B, T, Ho, V], contiguous, or None
     initial_state,  # [N, Hv, K, V] or None
     entering,  # [I, Hv, K, V] or None
     final_state,  # [N, Hv, K, V], or None if sequences are cut
     order,  # [I, 5], or None for a batch
     pool,  # [P, Hv, K, V], instead of initial_state and final_state, or None
     slots,  # [N, 4], or None without a pool
-    q_units,  # [chunks, H] if q, k and v were float32, else None
-    k_units,  # like q_units
+    q_units,  # [chunks, Hq] if q, k and v were float32, else None
+    k_units,  # [chunks, H] or None
     v_units,  # [chunks, Hv] or None
     v_factor,  # [B, T, Hv], contiguous, or None; only with gates
     skip,  # [Hv] or [Hv, V], or None
@@ -580,6 +585,7 @@ def _chunk_gla_fwd_head_kernel(
     R,
     K,
     V,
+    PER_V: gl.constexpr,  # heads of o that share a head of v; 1 unless R is 1
     NORMALIZER: gl.constexpr,
     STAGES: gl.constexpr,
     GROUPS: gl.constexpr,
@@ -590,7 +596,7 @@ def _chunk_gla_fwd_head_kernel(
     LAST_LEAVE_NONE: gl.constexpr,
     TURNS: gl.constexpr,
 ):
-    """Computes GROUPS W columns of the outputs of one value head of one segment, or of two value heads."""
+    """Computes GROUPS W columns of the outputs of one head of o of one segment, or of two heads."""
     C: gl.constexpr = q_desc.block_type.shape[2]
     BK: gl.constexpr = q_desc.block_type.shape[3]
     W: gl.constexpr = v_desc.block_type.shape[3]
@@ -600,8 +606,8 @@ def _chunk_gla_fwd_head_kernel(
     dtype: gl.constexpr = q_desc.dtype
     columns = gl.cdiv(V, GROUPS * W)
     column = gl.program_id(0) % columns * GROUPS * W
-    h = gl.program_id(0) // columns % (Hv // HEADS) * HEADS
-    n = gl.program_id(0) // columns // (Hv // HEADS)
+    h = gl.program_id(0) // columns % (Hv * PER_V // HEADS) * HEADS
+    n = gl.program_id(0) // columns // (Hv * PER_V // HEADS)
     if PACKED and entering is None:
         wait_for_predecessor()  # the predecessor writes the order
     n, b, start, length, sequence, origin, end = tokens_of(n, T, segment, segments, order)
@@ -611,6 +617,7 @@ def _chunk_gla_fwd_head_kernel(
     checkpoint, left = gl.to_tensor(0), gl.to_tensor(0)  # row of the next checkpoint, and number of tokens until it
     if s_desc is not None or checkpoints is not None:
         checkpoint, left = next_checkpoint(start, sequence, origin, every, slots, PACKED)
+        left = gl.where(h % PER_V == 0, left, -1)  # only the first query head that shares a state writes it
         if BACKWARDS:
             checkpoint += gl.cdiv(length, C) - 1
     # Whether this is the first segment of its sequence. Backwards, whether `entering` holds nothing for it.
@@ -656,9 +663,10 @@ def _chunk_gla_fwd_head_kernel(
         for i in gl.static_range(GROUPS):
             mbarrier.init(z_full.index(i), count=1)
 
+    v_head = h // PER_V
     gates: gl.constexpr = None
     if HAS_GATE:
-        gates = ((g_ptr + b.to(gl.int64) * g_b + h.to(gl.int64) * g_h, g_t),)
+        gates = ((g_ptr + b.to(gl.int64) * g_b + v_head.to(gl.int64) * g_h, g_t),)
         if HEADS == 2:
             gates += ((g_ptr + b.to(gl.int64) * g_b + (h + 1).to(gl.int64) * g_h, g_t),)
     factors: gl.constexpr = None
@@ -670,7 +678,8 @@ def _chunk_gla_fwd_head_kernel(
     skips: gl.constexpr = None
     if skip is not None:
         skips = (skip, skip_h, skip_v)
-    load_place = (b, h // R, h, column, start, gl.cdiv(length, C))
+    q_head = h // R
+    load_place = (b, q_head, q_head // PER_V, v_head, column, start, gl.cdiv(length, C))
     load = ((q_desc, k_desc, v_desc), (q_tiles, k_tiles, v_tiles), (full, v_full, empty), load_place)
     gate = ((q_tiles, k_tiles, v_tiles, u_tiles, sums, decays), (full, v_full, ready, gated), start, length, scale)
     tiles = (q_tiles, k_tiles, v_tiles, u_tiles, sums, decays, s_tiles, o_tiles)
@@ -691,7 +700,7 @@ def _chunk_gla_fwd_head_kernel(
                     _gate_warps,
                     (gates, factors, gate, 0, 1, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS),
                 ),
-                (_state_warps, (state_args, 0, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES, BACKWARDS)),
+                (_state_warps, (state_args, 0, PER_V, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES, BACKWARDS)),
                 (_load_warp, (load, HAS_O, HEADS, SLICES, STAGES, BACKWARDS)),
             ],
             [4, 1],
@@ -708,7 +717,7 @@ def _chunk_gla_fwd_head_kernel(
                     _gate_warps,
                     (gates, factors, gate, 1, 2, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS),
                 ),
-                (_state_warps, (state_args, 0, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES, BACKWARDS)),
+                (_state_warps, (state_args, 0, PER_V, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES, BACKWARDS)),
                 (_load_warp, (load, HAS_O, HEADS, SLICES, STAGES, BACKWARDS)),
             ],
             [4, 4, 1],
@@ -721,8 +730,8 @@ def _chunk_gla_fwd_head_kernel(
                     _gate_warps,
                     (gates, factors, gate, 0, 1, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS),
                 ),
-                (_state_warps, (state_args, 0, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES, BACKWARDS)),
-                (_state_warps, (state_args, 1, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES, BACKWARDS)),
+                (_state_warps, (state_args, 0, PER_V, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES, BACKWARDS)),
+                (_state_warps, (state_args, 1, PER_V, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES, BACKWARDS)),
                 (_load_warp, (load, HAS_O, HEADS, SLICES, STAGES, BACKWARDS)),
             ],
             [4, 4, 1],
@@ -739,8 +748,8 @@ def _chunk_gla_fwd_head_kernel(
                     _gate_warps,
                     (gates, factors, gate, 1, 2, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS),
                 ),
-                (_state_warps, (state_args, 0, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES, BACKWARDS)),
-                (_state_warps, (state_args, 1, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES, BACKWARDS)),
+                (_state_warps, (state_args, 0, PER_V, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES, BACKWARDS)),
+                (_state_warps, (state_args, 1, PER_V, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES, BACKWARDS)),
                 (_load_warp, (load, HAS_O, HEADS, SLICES, STAGES, BACKWARDS)),
             ],
             [4, 4, 4, 1],

@@ -109,6 +109,11 @@ def _refuse_key_gates(call: OpCall) -> Reason | None:
     return None
 
 
+def _refuse_no_gates(call: OpCall) -> Reason | None:
+    """Returns the reason why a call without gates is left to a faster kernel, or None."""
+    return "computes calls with gates; there are none" if call.gate_dtype is None else None
+
+
 def _refuse_head_gates(call: OpCall) -> Reason | None:
     """Returns the reason why the kernels with one gate for each head, or no gates, cannot compute a call, or None."""
     gates = call.gate_form or ("key" if call.gate_dtype is not None else None)
@@ -178,31 +183,19 @@ def _load_forward_wide() -> LaunchFunction:
     return launch_outputs
 
 
-def _rows_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
-    V = call.dims["V"]
+def _output_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
+    H, Hq, V = (call.dims[name] for name in ("H", "Hq", "V"))
     if (reason := _refusal(call, gpu)) is not None:
         return reason
-    return None if V % 8 == 0 else f"computes V that are multiples of 8; V is {V}"  # rows of o: multiples of 16 bytes
-
-
-def _output_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
-    H, Hq = call.dims["H"], call.dims["Hq"]
-    if (reason := _rows_refusal(call, gpu)) is not None:
-        return reason
-    return None if Hq == H else f"computes as many query heads as key/value heads; q has {Hq} and k has {H}"
-
-
-def _key_output_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
-    H, Hq = call.dims["H"], call.dims["Hq"]
-    if (reason := _rows_refusal(call, gpu) or _refuse_key_gates(call)) is not None:
-        return reason
+    if V % 8:  # rows of o are multiples of 16 bytes
+        return f"computes V that are multiples of 8; V is {V}"
     if Hq != H and "pool" in call.given:  # the block of one query head could write a state before another one reads it
         return f"computes as many query heads as key/value heads if states are in a pool; q has {Hq} and k has {H}"
     return None
 
 
 def _forward_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
-    if (reason := _key_output_refusal(call, gpu)) is not None:
+    if (reason := _output_refusal(call, gpu) or _refuse_key_gates(call)) is not None:
         return reason
     return None if call.dims["K"] <= 128 else f"computes K up to 128; K is {call.dims['K']}"
 
@@ -213,11 +206,11 @@ def _forward_head_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
 
 def _forward_wide_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
     K = call.dims["K"]
-    if (reason := _key_output_refusal(call, gpu)) is not None:
+    if (reason := _output_refusal(call, gpu) or _refuse_key_gates(call)) is not None:
         return reason
     if not (K > 128 and K % 8 == 0):
         return f"computes K from 136 in steps of 8; K is {K}"
-    return "computes calls with gates; there are none" if call.gate_dtype is None else None
+    return _refuse_no_gates(call)
 
 
 def _forward(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
@@ -235,8 +228,8 @@ def _forward_head(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
 
     A block has two state warpgroups. They have two value heads if a warpgroup can have all values of a head.
     """
-    Hv, V, W = call.dims["Hv"], call.dims["V"], warpgroup_columns(call.dims["K"])
-    fit = sequences * Hv * ceil_div(V, W) <= gpu.multiprocessors
+    V, W = call.dims["V"], warpgroup_columns(call.dims["K"])
+    fit = sequences * _heads(call) * ceil_div(V, W) <= gpu.multiprocessors
     return _output_parameters(call, W if fit or (V <= W and not _in_pairs(call)) else 2 * W)
 
 
@@ -269,15 +262,19 @@ def _blocks(call: OpCall, gpu: Gpu) -> tuple[int, int]:
 
 def _forward_time(call: OpCall, x: Parameters) -> BlockTime:
     step = FORWARD_STEP + FORWARD_TILE * (x.BK // 64)
-    start = START + (START_APART if call.dims["Hq"] > call.dims["Hv"] else 0.0)
-    return BlockTime(x.C, x.BV, start, step * (NARROW if x.BV == 64 else 1))
+    return BlockTime(x.C, x.BV, _forward_start(call), step * (NARROW if x.BV == 64 else 1))
+
+
+def _forward_start(call: OpCall) -> float:
+    """Returns the seconds before the first step of a block of forward.py or forward_head.py."""
+    return START + (START_APART if call.dims["Hq"] > call.dims["Hv"] else 0.0)
 
 
 def _forward_head_time(call: OpCall, x: Parameters) -> BlockTime:
     slices, W = ceil_div(call.dims["K"], x.BK), warpgroup_columns(call.dims["K"])
     step = HEAD_STEP + HEAD_TILE * (x.BK // 64) + HEAD_SLICE[W] * (slices - 1)
     shared = 2 if x.BV == 2 * W and _in_pairs(call) else 1  # value heads of a block
-    return BlockTime(x.C, x.BV, START, step * (NARROW if x.BV == W else 1), shared)
+    return BlockTime(x.C, x.BV, _forward_start(call), step * (NARROW if x.BV == W else 1), shared)
 
 
 def _forward_wide_time(call: OpCall, x: Parameters) -> BlockTime:
@@ -319,6 +316,7 @@ FORWARD_HEAD = OutputKernel(
     time=_forward_head_time,
     before=_conversions_seconds,
     may_lack_outputs=True,
+    heads_apart=True,
 )
 FORWARD_WIDE = OutputKernel(
     name="sm90.forward_wide",
@@ -370,7 +368,7 @@ def _gradient_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
 
 
 def _backward_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
-    return _gradient_refusal(call, gpu) or _refuse_key_gates(call)
+    return _gradient_refusal(call, gpu) or _refuse_key_gates(call) or _refuse_no_gates(call)
 
 
 def _backward_head_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
@@ -396,20 +394,12 @@ def _factors_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
 def _backward_wide_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
     if (reason := _gradient_refusal(call, gpu) or _refuse_key_gates(call)) is not None:
         return reason
-    K = call.dims["K"]
-    if not _has_several_blocks(call):
-        return f"computes heads with K or V above 128; K is {K} and V is {call.dims['V']}"
-    return None
-
-
-def _has_several_blocks(call: OpCall) -> bool:
-    """Returns whether backward.py needs several blocks for a head. Each would repeat the work on q, k and g."""
-    return call.dims["K"] > 128 or call.dims["V"] > 128
+    V = call.dims["V"]  # with less, no two blocks of backward.py repeat the work on q, k and g of the same keys
+    return None if V > 128 else f"computes heads with V above 128; V is {V}"
 
 
 def _gradient_parameters(call: OpCall, gpu: Gpu, segments: int) -> GradientParameters:
-    several = _has_several_blocks(call)
-    BK, BV = (128 if several or call.dims[name] > 64 else 64 for name in ("K", "V"))
+    BK, BV = (128 if call.dims[name] > 64 else 64 for name in ("K", "V"))
     return GradientParameters(BK=BK, BV=BV, warps=4, programs=gpu.multiprocessors)
 
 
