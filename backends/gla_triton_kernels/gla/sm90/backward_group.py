@@ -110,7 +110,7 @@ def launch_gradients(
     dq, dk = (partials.parts_of(y, blocks_v * pieces) for y in (x.dq, x.dk))
     dv, parts = partials.parts_of(x.dv, blocks_k), kernel.BK // WIDTH
     rows = entering.numel() // (Hv * K * V)
-    dots = torch.empty(rows, Hv, blocks_k * blocks_v, rows_of_dots(parts), CHUNK, dtype=torch.float32, device=dv.device)
+    dots = x.v.new_empty(rows, Hv, blocks_k * blocks_v, rows_of_dots(parts), CHUNK, dtype=torch.float32)
     arguments = {
         **tile_arguments(x, ("q", "k", "v", "do")),
         "s_desc": state_tiles(entering, WIDTH, WIDTH),
