@@ -67,10 +67,13 @@ HEAD_GRADIENT_START, HEAD_GRADIENT_STEP, HEAD_GRADIENT_TILE = 10e-6, 2.6e-6, 0.8
 """The same for backward_head.py."""
 STATE_GRADIENT_STEP, STATE_GRADIENT_TILE = 0.54e-6, 0.15e-6
 """Seconds of state_gradients.py for 64 tokens: a constant, and a time for each 64 values of a block."""
-GROUP_START, GROUP_STEP, GROUP_NARROW = 6e-6, 2.0e-6, 0.7
+GROUP_START, GROUP_STEP, GROUP_NARROW = 6e-6, 2.5e-6, 0.68
 """Seconds of backward_group.py: of a block before the first head, for 64 values of a head, and the share of the latter
 with 64 keys."""
-STATES_ALONE = 0.6
+MOST_QUERIES = 8
+"""The maximum number of query heads of a state that forward_wide.py computes. With 16, the general kernel, which computes
+a state once, took 0.43 ms where forward_wide.py took 0.63."""
+STATES_ALONE = 0.62
 """The time of forward_head.py without outputs, as a share of its time with outputs."""
 SUM_RATE = 3e12
 """Bytes per second of the sums of partial results."""
@@ -210,6 +213,8 @@ def _forward_wide_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
         return reason
     if not (K > 128 and K % 8 == 0):
         return f"computes K from 136 in steps of 8; K is {K}"
+    if (shared := call.dims["Hq"] // max(call.dims["Hv"], 1)) > MOST_QUERIES:
+        return f"computes up to {MOST_QUERIES} query heads of a state, each with a state of its own; there are {shared}"
     return _refuse_no_gates(call)
 
 
