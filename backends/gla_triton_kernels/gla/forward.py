@@ -109,7 +109,7 @@ def _prices_decide(call: OpCall) -> bool:
     """
     T, K, V = (call.dims[name] for name in ("T", "K", "V"))
     few = FEW_TERMS if K > 128 else CHUNK - 1
-    return K > 256 or (T > few and max(K, V) > 64 and not call.variable_length)
+    return K > 256 or (few < T and max(K, V) > 64 and not call.variable_length)
 
 
 def _are_short(call: OpCall) -> bool:
