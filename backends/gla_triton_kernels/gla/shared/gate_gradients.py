@@ -3,11 +3,12 @@
 backward_head.py gives the mathematics. With f = 1 where v has no factors, for a chunk and a value head,
 
     dg_u = sum of through + sum over t >= u of (q_t + (pairs_s - f pairs_t)_t) + sum over s < u of f_s k_s
-    df_s = k_s + (pairs_t)_s
+    df_s = k_s + (pairs_t)_s + e_s
 
-`dots` [n, Hv, blocks, X, C] holds, for each block of keys and values, X = 3 + 3 PARTS vectors of a chunk and head:
+`dots` [n, Hv, blocks, X, C] holds, for each block of keys and values, X = 4 + 3 PARTS vectors of a chunk and head:
 
-    pairs_s, pairs_t, d        sums of A_ts (do_t v_s) over s, with factors, and over t, without them; sums of v_t do_t
+    pairs_s, pairs_t           sums of A_ts (do_t v_s) for s < t: over s, with factors, and over t, without them
+    d, e                       v_t do_t, and A_tt (v_t do_t)
     q, k, through              for each part: sums of q_t dq^S_t, and of k_s dk^S_s / f_s, over keys; and for each key
                                the sum of exp(b_C) S * P over values
 
@@ -36,7 +37,7 @@ BH = 8
 
 def rows_of_dots(parts: int) -> int:
     """Returns X, the number of vectors of `dots` of a chunk, head and block."""
-    return 3 + 3 * parts
+    return 4 + 3 * parts
 
 
 def launch_gate_gradients(
@@ -124,20 +125,22 @@ def _gate_gradients_kernel(
         b, rows = 0, end - start
     inside = (u < rows) & (h < Hv)  # [C, BH]
     zero = tl.zeros([C, BH], tl.float32)
-    pairs_s, pairs_t, d, q, k, through = zero, zero, zero, zero, zero, zero  # [C, BH] each
+    pairs_s, pairs_t, d, e, q, k, through = zero, zero, zero, zero, zero, zero, zero  # [C, BH] each
     for y in tl.static_range(BLOCKS):
         at = dots_ptr + (tl.cast(row, tl.int64) * Hv + h) * (BLOCKS * X * C) + (y * X * C + u)  # [C, BH]
         pairs_s += tl.load(at, mask=inside, other=0.0)
         pairs_t += tl.load(at + C, mask=inside, other=0.0)
         if dskip_ptr is not None and y < BLOCKS_V:
             d += tl.load(at + 2 * C, mask=inside, other=0.0)
-        for p in tl.static_range((X - 3) // 3):
-            q += tl.load(at + (3 + 3 * p) * C, mask=inside, other=0.0)
-            k += tl.load(at + (4 + 3 * p) * C, mask=inside, other=0.0)
-            through += tl.load(at + (5 + 3 * p) * C, mask=(h < Hv) & (rows > 0), other=0.0)
+        if df_ptr is not None:
+            e += tl.load(at + 3 * C, mask=inside, other=0.0)
+        for p in tl.static_range((X - 4) // 3):
+            q += tl.load(at + (4 + 3 * p) * C, mask=inside, other=0.0)
+            k += tl.load(at + (5 + 3 * p) * C, mask=inside, other=0.0)
+            through += tl.load(at + (6 + 3 * p) * C, mask=(h < Hv) & (rows > 0), other=0.0)
     token = (tl.cast(b, tl.int64) * T + start + u) * Hv + h  # [C, BH], in tensors [B, T, Hv]
     if df_ptr is not None:
-        tl.store(df_ptr + token, k + pairs_t, mask=inside)
+        tl.store(df_ptr + token, k + pairs_t + e, mask=inside)
     if dskip_ptr is not None:
         tl.store(dskip_ptr + token, d, mask=inside)
     if f_ptr is not None:
@@ -153,9 +156,9 @@ def _gate_gradients_kernel(
     x = tl.load(g_ptr + tl.cast(b, tl.int64) * g_b + (start + u) * g_t + h * g_h, mask=inside, other=0.0)
     g = x.to(tl.float32)  # [C, BH]
     if NORMALIZER is not None:
-        e = tl.exp(-tl.abs(g))  # [C, BH]
-        dg *= tl.where(g > 0, e, 1.0) / (NORMALIZER * (1.0 + e))  # the derivative of log sigma(x) / NORMALIZER
-        g = (tl.minimum(g, 0.0) - tl.log(1.0 + e)) / NORMALIZER
+        small = tl.exp(-tl.abs(g))  # [C, BH]
+        dg *= tl.where(g > 0, small, 1.0) / (NORMALIZER * (1.0 + small))  # the derivative of log sigma(x) / NORMALIZER
+        g = (tl.minimum(g, 0.0) - tl.log(1.0 + small)) / NORMALIZER
     dg = tl.where(inside & (g > LEAST), dg, 0.0)  # if exp(g) is 0, so is the gradient
     if CONSTANT:
         head = tl.arange(0, BH) + tl.program_id(0) % blocks_h * BH  # [BH]

@@ -17,8 +17,9 @@ are independent of each other:
     this file            computes all chunks, in any order; each block sums dq and dk over the heads of a group
     ../shared/gate_gradients.py   computes the gradients of gates, of factors and of the skip from sums of products
 
-Of each token, this kernel writes the sums over s and over t of A_ts (do_t v_s), q_t dq^S_t, k_s dk^S_s / f_s and
-v_t do_t, and for each key the sum of exp(b_C) S * P over values; see backward_head.py for the gradient of a gate.
+Of each token, this kernel writes the sums over s and over t of A_ts (do_t v_s) for s < t, v_t do_t, A_tt (v_t do_t),
+q_t dq^S_t and k_s dk^S_s / f_s, and for each key the sum of exp(b_C) S * P over values; see backward_head.py for the
+gradient of a gate.
 
 B batch   T tokens   H key heads   Hv value heads   R = Hv / H value heads of a key head   HEADS value heads of a block
 K, V key and value width   C tokens of a chunk   D = 64 columns of a tile
@@ -260,7 +261,10 @@ def _score_warps(
         q_tile = q_tiles.index(p).reshape([C, D])
         scores = product(k_tiles.index(p).reshape([C, D]), q_tile.permute([1, 0]), scores)
     below = (t[None, :] >= s[:, None]) & (t < rows)[None, :]  # [C, C]
+    above = (t[None, :] > s[:, None]) & (t < rows)[None, :]
+    diagonal = t[None, :] == s[:, None]
     scores = gl.where(below, warpgroup_mma_wait(0, [scores]), 0.0)
+    own = gl.sum(gl.where(diagonal, scores, 0.0), 1) * scale  # [C], A_ss
     da = none  # [C, C], the sum of dA^T
     for m in range(heads):
         line = m % LINES
@@ -285,15 +289,18 @@ def _score_warps(
         daT = warpgroup_mma_wait(0, [daT])
         a = scores * between  # [C, C], A^T
         daT = gl.where(below, daT, 0.0)  # rows of the next sequence may hold anything
-        pairs = a * daT  # [C, C]
+        pairs = gl.where(above, a * daT, 0.0)  # [C, C]; between t and s = t there is no gate
         da += daT * between * f
         to = dots_ptr + m * head_dots
         mbarrier.wait(pairs_summed, (m & 1) ^ 1)
         pair_tile.store(pairs * f)
         mbarrier.arrive(paired, count=1)
         gl.store(to + C + s, row_sums(pairs))
+        if HAS_FACTOR or skip_ptr is not None:
+            d = gl.sum(gl.where(diagonal, daT, 0.0), 1)  # [C], v_t do_t
+            gl.store(to + 2 * C + s, d)
+            gl.store(to + 3 * C + s, d * own)
         if skip_ptr is not None:
-            gl.store(to + 2 * C + s, gl.sum(gl.where(t[None, :] == s[:, None], daT, 0.0), 1))
             skip = gl.load(skip_ptr + (h + m) * skip_h).to(gl.float32) * gl.where(first_block, 1.0, 0.0)
         aT = gl.convert_layout(a.to(dtype), LEFT)  # the left operand of wgmma may stay in registers
         leave = sums.index(SUMS * line + 1).load(gl.SliceLayout(1, LAYOUT))[:, None]  # [C, 1], exp(b_C - b)
@@ -376,7 +383,7 @@ def _gradient_warps(
             mbarrier.arrive(empty.index((HALVES * m + j) % SLOTS), count=1)
         dq_m *= enter[:, None]
         dk_m *= leave[:, None]
-        to = dots_ptr + m * head_dots + (3 + 3 * part) * C
+        to = dots_ptr + m * head_dots + (4 + 3 * part) * C
         gl.store(to + s, row_sums(as_float32(q_tile.load(LAYOUT)) * dq_m))
         gl.store(to + C + s, row_sums(as_float32(k_tile.load(LAYOUT)) * dk_m))
         gl.store(to + 2 * C + s, through * decay)
@@ -464,7 +471,7 @@ def _chunk_gla_bwd_group_kernel(
     dq_ptr += (piece * blocks_v + block_v) * (tokens * H * K)
     dk_ptr += (piece * blocks_v + block_v) * (tokens * H * K)
     dv_ptr += block_k * (tokens * Hv * V)
-    X: gl.constexpr = 3 + 3 * PARTS
+    X: gl.constexpr = 4 + 3 * PARTS
     head_dots = blocks_k * blocks_v * (X * C)
     dots_ptr += (row * Hv + h).to(gl.int64) * head_dots + (block_k * blocks_v + block_v) * (X * C)
     gates = (g_ptr + b.to(gl.int64) * g_b + h.to(gl.int64) * g_h, g_t, g_h)
