@@ -96,8 +96,9 @@ def cut(call, gpu=H200):
         ({"T": 96, "K": 256}, sm90.FORWARD_WIDE),
         ({"T": 0}, general.FORWARD),
         ({"B": 64, "N": 64, "T": 95}, sm90.FORWARD),  # the blocks fill the GPU, so prices decide
-        ({"B": 64, "N": 64, "T": 17}, sm90.FORWARD),
-        ({"B": 64, "N": 64, "T": 16}, general.FORWARD),
+        ({"B": 64, "N": 64, "T": 63}, general.FORWARD),
+        ({"B": 64, "N": 64, "T": 17, "K": 256}, sm90.FORWARD_WIDE),
+        ({"B": 64, "N": 64, "T": 16, "K": 256}, general.FORWARD),
         ({"B": 64, "N": 64, "T": 95, "K": 64, "V": 64}, general.FORWARD),
         ({"B": 64, "N": 64, "T": 95, "K": 64, "V": 256}, sm90.FORWARD),
         ({"B": 64, "N": 64, "T": 33, "K": 640}, sm90.FORWARD_WIDE),  # the general kernel has no matrix units there

@@ -67,6 +67,12 @@ def ssd(gated=False, **sizes):
     return "chunk_ssd_fwd", q, k, x, g, A, A, A, True, 0.0, 1.0, state, True, cu_seqlens, 64, x if gated else None
 
 
+def ssd_backward(**sizes):
+    _, q, k, x, *steps, state, _, cu_seqlens, _, _ = ssd(**sizes)
+    checkpoints = new_checkpoints(k, x, cu_seqlens, 64)
+    return "chunk_ssd_bwd", q, k, x, *steps, state, cu_seqlens, checkpoints, 64, x, state
+
+
 def pool(P=2**16, pool_dtype=torch.float32, **sizes):
     q, k, v, g, state, cu_seqlens = gla_inputs(**PACKED | sizes)
     N, states = len(cu_seqlens) - 1, empty(P, *state.mT.shape[1:], dtype=pool_dtype).mT
@@ -171,6 +177,8 @@ CALLS = {
     "scan of Mamba-2": (SM90, ssd, "triton_fused", {"H": 1, "R": 32, "V": 64}),
     "scan of Mamba-2, in segments": (SM90, ssd, "parallel_scan", PACKED | {"H": 1, "R": 32, "K": 256}),
     "scan of Mamba-2, gated": (SM90, ssd, "triton_fused", PACKED | {"H": 1, "R": 32, "V": 72, "gated": True}),
+    "gradients of Mamba-2's scan": (SM90, ssd_backward, "triton_fused", {"H": 1, "R": 32, "V": 64}),
+    "gradients of Mamba-2's scan, packed": (SM90, ssd_backward, "triton_fused", PACKED | {"H": 1, "R": 32, "K": 256}),
     "pool": (SM90, pool, "triton_fused", {"pool_dtype": torch.bfloat16}),
     "pool, wide": (SM90, pool, "triton_fused", {"K": 256, "V": 512, "H": 16, "P": 2**12}),
     "pool, in segments": (SM90, pool, "parallel_scan", {"form": "constant"}),
@@ -180,6 +188,7 @@ CALLS = {
     "backward, many values": (SM90, backward, "triton_fused", {"V": 256}),
     "backward, many values, packed": (SM90, backward, "triton_fused", PACKED | {"H": 16, "V": 256}),
     "backward, wide": (SM90, backward, "triton_fused", WIDE),
+    "backward, wide, TF32": (SM90, backward, "triton_fused", WIDE | {"dtype": torch.float32}),
     "backward, wide, from logits": (SM90, backward, "triton_fused", WIDE | {"normalizer": 16}),
     "backward, odd": (SM90, backward, "triton_fused", ODD),
     "backward, grouped": (SM90, backward, "triton_fused", {"G": 2, "H": 16}),

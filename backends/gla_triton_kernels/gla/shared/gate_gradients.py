@@ -70,7 +70,6 @@ def launch_gate_gradients(
         "X": X,
         "CONSTANT": constant,
         "NORMALIZER": normalizer,
-        "LEAST": LEAST_GATE.value,
         "C": CHUNK,
         "BH": BH,
     }
@@ -107,7 +106,6 @@ def _gate_gradients_kernel(
     X: tl.constexpr,
     CONSTANT: tl.constexpr,
     NORMALIZER: tl.constexpr,
-    LEAST: tl.constexpr,
     C: tl.constexpr,
     BH: tl.constexpr,
 ):
@@ -159,7 +157,7 @@ def _gate_gradients_kernel(
         small = tl.exp(-tl.abs(g))  # [C, BH]
         dg *= tl.where(g > 0, small, 1.0) / (NORMALIZER * (1.0 + small))  # the derivative of log sigma(x) / NORMALIZER
         g = (tl.minimum(g, 0.0) - tl.log(1.0 + small)) / NORMALIZER
-    dg = tl.where(inside & (g > LEAST), dg, 0.0)  # if exp(g) is 0, so is the gradient
+    dg = tl.where(inside & (g > LEAST_GATE), dg, 0.0)  # if exp(g) is 0, so is the gradient
     if CONSTANT:
         head = tl.arange(0, BH) + tl.program_id(0) % blocks_h * BH  # [BH]
         tl.store(dg_ptr + row * Hv + head, tl.sum(dg, 0).to(tl.float32), mask=head < Hv)

@@ -264,7 +264,7 @@ def _score_warps(
     above = (t[None, :] > s[:, None]) & (t < rows)[None, :]
     diagonal = t[None, :] == s[:, None]
     scores = gl.where(below, warpgroup_mma_wait(0, [scores]), 0.0)
-    own = gl.sum(gl.where(diagonal, scores, 0.0), 1) * scale  # [C], A_ss
+    diagonal_scores = gl.sum(gl.where(diagonal, scores, 0.0), 1) * scale  # [C], A_ss
     da = none  # [C, C], the sum of dA^T
     for m in range(heads):
         line = m % LINES
@@ -299,7 +299,7 @@ def _score_warps(
         if HAS_FACTOR or skip_ptr is not None:
             d = gl.sum(gl.where(diagonal, daT, 0.0), 1)  # [C], v_t do_t
             gl.store(to + 2 * C + s, d)
-            gl.store(to + 3 * C + s, d * own)
+            gl.store(to + 3 * C + s, d * diagonal_scores)
         if skip_ptr is not None:
             skip = gl.load(skip_ptr + (h + m) * skip_h).to(gl.float32) * gl.where(first_block, 1.0, 0.0)
         aT = gl.convert_layout(a.to(dtype), LEFT)  # the left operand of wgmma may stay in registers

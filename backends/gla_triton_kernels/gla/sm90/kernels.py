@@ -499,9 +499,9 @@ def _backward_wide_seconds(call: OpCall, x: GradientParameters, through: Cut, si
     chunk and head of o.
     """
     K, V = call.dims["K"], call.dims["V"]
-    heads, given = queries_of_state(call), checkpoint_bytes(call, CHUNK)
-    read = given * 2 / checkpoint_dtype(call.dtype).itemsize
-    P, size = heads * read, size + (read - given)
+    heads, entering = queries_of_state(call), checkpoint_bytes(call, CHUNK)
+    read = entering * 2 / checkpoint_dtype(call.dtype).itemsize
+    P, size = heads * read, size + (read - entering)
     block = BlockTime(CHUNK, x.BV, START, _state_gradient_step(x.BV), keys=x.BK)
     states = kernel_seconds(call, block, through, moved_bytes(call) / 2 + P, c)
     slices, tiles = ceil_div(K, 128), min(2, ceil_div(K, 64)) * ceil_div(V, 64)
