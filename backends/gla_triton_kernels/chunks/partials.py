@@ -90,7 +90,7 @@ def _sum_kernel(
 ):
     """Computes BD numbers of the sum over P."""
     i = tl.program_id(0).to(tl.int64) * BD + tl.arange(0, BD)  # [BD]
-    first = i // D * (P * D) + i % D  # [BD]
+    first = i // D * (tl.cast(D, tl.int64) * P) + i % D  # [BD]
     total = tl.zeros([BD], tl.float32)
     if P <= MOST_UNROLLED:
         for p in tl.static_range(P):
