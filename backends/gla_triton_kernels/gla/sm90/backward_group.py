@@ -21,6 +21,9 @@ Of each token, this kernel writes the sums over s and over t of A_ts (do_t v_s) 
 q_t dq^S_t and k_s dk^S_s / f_s, and for each key the sum of exp(b_C) S * P over values; see backward_head.py for the
 gradient of a gate.
 
+P is rounded to bfloat16, and sums of few tokens show it. In the last chunk of a sequence, P is the gradient of the
+final state, whose rounding error is known. dk^S is then computed with the error as well.
+
 B batch   T tokens   H key heads   Hv value heads   R = Hv / H value heads of a key head   HEADS value heads of a block
 K, V key and value width   C tokens of a chunk   D = 64 columns of a tile
 PARTS parts of 64 keys of a block   HALVES parts of 64 values of a block   n rows of states, one for each chunk
@@ -61,13 +64,14 @@ from gla_core.dispatch.backend import CHUNK
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunks import partials
 from gla_triton_kernels.chunks.kernel import GradientParameters
-from gla_triton_kernels.chunks.segments import Segments, cut
+from gla_triton_kernels.chunks.segments import Segments, cut, state_strides
 from gla_triton_kernels.gla.shared.gate_gradients import launch_gate_gradients, rows_of_dots
 from gla_triton_kernels.gla.sm90.common import (
     as_float32,
     clear_rows,
     gate_strides,
     gates_of,
+    in_state,
     keep_apart,
     logits_of,
     plus,
@@ -126,10 +130,12 @@ def launch_gradients(
         "g_ptr": x.g,
         "f_ptr": x.v_factor,
         "skip_ptr": x.skip,
-        "skip_h": 0 if x.skip is None else x.skip.stride(0),
+        "dstate": x.dstate,
         "order": chunks.order,
         "scale": scale,
         **gate_strides(x.g),
+        "skip_h": 0 if x.skip is None else x.skip.stride(0),
+        **state_strides("state_", x.dstate),
         "T": T,
         "H": H,
         "R": Hv // H,
@@ -331,6 +337,17 @@ def _score_warps(
 
 
 @gluon.jit
+def _rounding_error(p_tile, dstate, strides, sequence, h, key, value, K, V):
+    """Returns dstate - P [D, D] as an operand, for a tile of P that holds dstate in bfloat16; see `in_state`."""
+    state_n, state_h, state_k, state_v = strides
+    keys = key + gl.arange(0, D, gl.SliceLayout(1, LAYOUT))[:, None]  # [D, 1]
+    values = value + gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
+    head = dstate + sequence.to(gl.int64) * state_n + h.to(gl.int64) * state_h
+    x = gl.load(head + in_state(keys, values, state_k, state_v), (keys < K) & (values < V), 0.0)  # [D, D]
+    return (x - as_float32(p_tile.load(LAYOUT))).to(p_tile.dtype)
+
+
+@gluon.jit
 def _gradient_warps(
     args,
     scale,
@@ -346,12 +363,13 @@ def _gradient_warps(
     Args:
         part: the number of this gradient warpgroup.
     """
-    tiles, barriers, outputs, dots_ptr, place, sizes = args
+    tiles, barriers, outputs, final, dots_ptr, place, sizes = args
     q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, p_tiles, out_tiles, sums, decays = tiles
     qk_ready, full, empty, cleared, summed, released, da_ready = barriers
     dq_desc, dk_desc, dq_ptr, dk_ptr = outputs
-    b, key_head, heads, key, t0, rows = place
-    T, H, K, head_dots = sizes
+    dstate, strides, sequence, is_last = final
+    b, key_head, h, heads, key, value, t0, rows = place
+    T, H, K, V, head_dots = sizes
     key += part * D
     s = gl.arange(0, C, gl.SliceLayout(1, LAYOUT))  # [C]
     none = gl.zeros([C, D], gl.float32, LAYOUT)
@@ -378,6 +396,17 @@ def _gradient_warps(
         leave = sums.index(SUMS * line + 1).load(gl.SliceLayout(1, LAYOUT))  # [C], exp(b_C - b)
         decay = gl.max(decays.index(line).load(gl.SliceLayout(1, LAYOUT)), 0)  # exp(b_C)
         dq_m, dk_m = warpgroup_mma_wait(0, [dq_m, dk_m])
+        if dstate is not None:  # noqa: SIM102 -- known when this is compiled
+            if is_last:
+                for j in gl.static_range(HALVES):
+                    slot = (HALVES * m + j) % SLOTS
+                    p_tile = p_tiles.index(PARTS * slot + part).reshape([D, D])
+                    error_tile = s_tiles.index(PARTS * slot + part).reshape([D, D])  # S has been read
+                    error = _rounding_error(p_tile, dstate, strides, sequence, h + m, key, value + j * D, K, V)
+                    error_tile.store(error)
+                    fence_async_shared()  # the error has been stored from registers; wgmma reads it
+                    v_tile = v_tiles.index(slot).reshape([C, D])
+                    dk_m = warpgroup_mma_wait(0, [product(v_tile, error_tile.permute([1, 0]), dk_m)])
         fence_async_shared()  # S and P have been loaded to registers; TMA overwrites the tiles
         for j in gl.static_range(HALVES):
             mbarrier.arrive(empty.index((HALVES * m + j) % SLOTS), count=1)
@@ -422,12 +451,17 @@ def _chunk_gla_bwd_group_kernel(
     g_ptr,  # [B, T, Hv], or [Hv] with g_b = g_t = 0
     f_ptr,  # factors of v, [B, T, Hv], contiguous, or None
     skip_ptr,  # [Hv] or None
+    dstate,  # gradients of final states, [N, Hv, K, V] or None
     order,  # [n, 5], the chunks as segments, or None for a batch
     scale,
     g_b,  # strides of g
     g_t,
     g_h,
     skip_h,  # the stride of skip
+    state_n,  # strides of dstate; see `in_state`
+    state_h,
+    state_k,
+    state_v,
     T,
     H,
     R,
@@ -454,14 +488,16 @@ def _chunk_gla_bwd_group_kernel(
     row = pid // (blocks_k * blocks_v * pieces * H)
     if PACKED:
         b = gl.to_tensor(0)
-        row, t0, rows, _, _ = segment_at(order, row)
+        row, t0, rows, _, end = segment_at(order, row)
         if rows == 0:
             return
+        sequence = row - t0 // C  # see segments.py
     else:
         chunks = gl.cdiv(T, C)
         b = row // chunks
         t0 = row % chunks * C
         rows = gl.minimum(T - t0, C)
+        sequence, end = b, T
     Hv = H * R
     h = key_head * R + piece * heads  # the first head
     heads = gl.minimum(heads, R - piece * heads)
@@ -531,7 +567,9 @@ def _chunk_gla_bwd_group_kernel(
     tiles = (q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, p_tiles, out_tiles, sums, decays)
     barriers = (qk_ready, full, empty, cleared, summed, released, da_ready)
     outputs = (dq_desc, dk_desc, dq_ptr, dk_ptr)
-    gradient = (tiles, barriers, outputs, dots_ptr, (b, key_head, heads, key, t0, rows), (T, H, K, head_dots))
+    place = (b, key_head, h, heads, key, value, t0, rows)
+    final = (dstate, (state_n, state_h, state_k, state_v), sequence, t0 + rows == end)
+    gradient = (tiles, barriers, outputs, final, dots_ptr, place, (T, H, K, V, head_dots))
     # Registers of a thread. The score warps have the remaining registers.
     if PARTS == 1:
         gl.warp_specialize(
