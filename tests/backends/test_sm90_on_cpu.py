@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from gla_core.dispatch.tensors import checkpoint_dtype, log_gates
 from gla_core.workloads.inputs import gla_inputs
 
 pytest.importorskip("triton")
+from gla_triton_kernels.chunks.entering import launch_entering
 from gla_triton_kernels.chunks.kernel import ForwardPlan, GradientParameters, Parameters, SegmentPlan
 from gla_triton_kernels.chunks.scan import launch_scan
 from gla_triton_kernels.chunks.segments import Recurrence, cut, whole
@@ -376,12 +378,14 @@ def check_gradients(
     mild=None,
     heads=None,
     skips=False,
+    length=None,
     **sizes,
 ):
     """Checks gradients; with `skips`, v has a factor for each token, and o a term of v without it.
 
     Args:
         heads: value heads of a block of backward_group.py; None stands for the other kernels.
+        length: tokens of a segment; None leaves sequences whole.
         factors: four numbers that multiply q, k, v and do, which are then not negative.
         blocks: keys and values of a block.
         mild: slice of the keys whose gates are divided by 1,000.
@@ -414,9 +418,22 @@ def check_gradients(
     more = (factor, skip, *(unwritten(B, T, Hv, dtype=torch.float32) if skips else None for _ in range(2)))
     tensors = (x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens, checkpoints, do, leaving, *results)
     tensors = BackwardTensors(*tensors, *more)
-    segments = whole(B, T, x.cu_seqlens)
     parameters = GradientParameters(BK=blocks[0], BV=blocks[1], warps=4, programs=2, heads=heads or 1)
-    gluon_on_cpu.run(segments.launches)
+    scale = K**-0.5 if scale is None else scale
+    if length is None:
+        segments = whole(B, T, x.cu_seqlens)
+        leaving_segments, launches, filled = leaving, segments.launches, tensors
+    else:
+        states = SimpleNamespace(load=lambda: kernels.states.launch_states)
+        columns = Parameters(C=64, BK=64, BV=64 if V <= 64 else 128, stages=2)
+        plan = SegmentPlan(length, length, states, columns, False)  # pyright: ignore[reportArgumentType]
+        recurrence = Recurrence(x.q, do, x.g, leaving, dinitial, scale, True, normalizer)
+        skip_first = tensors.last_leave_none
+        leaving_segments, segments, launches = launch_entering(
+            plan, recurrence, Hv, x.cu_seqlens, skip_first=skip_first
+        )
+        filled = tensors._replace(dinitial_state=None)  # the scan fills it
+    gluon_on_cpu.run(launches)
     if heads is not None:
         kernel = kernels.backward_group
     elif sizes.get("gate_form") != "key":
@@ -425,8 +442,7 @@ def check_gradients(
         kernel = kernels.backward_wide
     else:
         kernel = kernels.backward
-    scale = K**-0.5 if scale is None else scale
-    launches = kernel.launch_gradients(parameters, tensors, checkpoints, leaving, segments, scale, normalizer)
+    launches = kernel.launch_gradients(parameters, filled, checkpoints, leaving_segments, segments, scale, normalizer)
     gluon_on_cpu.run(launches)
 
     names = [name for name in ("q", "k", "v", "g", "initial_state") if getattr(x, name) is not None]
@@ -570,6 +586,11 @@ def test_gradients_of_every_gate(kernels, form, dtype, gates):
         {"skips": True, "R": 5, "heads": 5, "initial_state": True, "T": 100},  # factors of v and a skip
         {"skips": True, "R": 4, "heads": 2, "K": 136, "V": 136, "B": 2, "gates": "-inf"},
         {"skips": True, "heads": 1, "H": 2, "K": 128, "V": 128},
+        {"R": 2, "heads": 2, "T": 300, "B": 2, "initial_state": True, "length": 128},
+        {"R": 4, "heads": 4, "T": 300, "K": 128, "dstate": False, "length": 128, "gates": "strong"},
+        {"lengths": (100, 0, 300, 1), "R": 2, "heads": 2, "skips": True, "dstate": False, "length": 128},
+        {"lengths": (100, 0, 300, 1), "R": 2, "heads": 2, "K": 136, "initial_state": True, "length": 128},
+        {"T": 300, "length": 128, "initial_state": True},
         PACKED | {"skips": True, "R": 6, "heads": 6, "gates": "strong"},
         *({"gate_form": "key"} | sizes for sizes in GROUPS),
         {"gate_form": "key", "R": 2, "H": 2, "V": 136, "T": 100, "gates": "strong", "initial_state": True},
