@@ -43,3 +43,7 @@ def test_random_calls(kernels, form, seed, monkeypatch):
         monkeypatch.setattr(emulated, "gradient_budget", lambda dtype: 2 * GRADIENT[dtype])
     emulated.check_forward(kernels, **sizes)
     emulated.check_gradients(kernels, dstate=draw.random() < 0.7, **sizes)
+    if form != "key" and sizes.get("G", 1) == 1 and sizes["gates"] != "none":  # heads that share q and k, together
+        more = {"length": draw.choice([None, 64, 128]), "skips": form == "head" and draw.random() < 0.5}
+        heads = draw.randint(1, sizes.get("R", 1))
+        emulated.check_gradients(kernels, heads=heads, **{**sizes, "dtype": torch.bfloat16}, **more)
