@@ -208,7 +208,6 @@ class GradientKernel(Kernel):
         parameters: takes a call, a GPU, and the number of sequences or segments; returns the launch parameters.
         heads_apart: whether each query head of a group is computed separately. A further launch then sums the partial
             gradients of the group.
-        by_groups: whether dq and dk are summed over the value heads of a group by the launches of the kernel.
         adds_pairs: whether a further launch adds the terms of pairs of tokens in chunks that are not mild.
         partials: takes a call and the parameters. Returns the number of partial results of dq, dk and dg of a head,
             and the number of partial results of dv.
@@ -218,6 +217,7 @@ class GradientKernel(Kernel):
         layouts: number of launches that compute the segments of packed sequences for the kernel.
         by_chunks: whether the kernel computes all chunks in parallel. It then reads the gradients of the states that
             leave chunks.
+        by_groups: whether the launches of the kernel sum dq and dk over the value heads of a group.
     """
 
     parameters: Callable[[OpCall, Gpu, int], GradientParameters]
