@@ -416,7 +416,7 @@ def _group_parameters(call: OpCall, gpu: Gpu, segments: int) -> GradientParamete
     batch invariant calls divide a group in the same way whatever the batch is.
     """
     x, R = _gradient_parameters(call, gpu, segments), call.dims["Hv"] // max(call.dims["H"], 1)
-    sizes = [ceil_div(R, pieces) for pieces in range(1, R + 1)]
+    sizes = dict.fromkeys(ceil_div(R, pieces) for pieces in range(1, R + 1))
     if call.batch_invariant is not None:
         return replace(x, heads=min(R, 8))
     return replace(x, heads=min(sizes, key=lambda heads: _group_seconds(call, replace(x, heads=heads))))
