@@ -32,17 +32,23 @@ def refusal(call: OpCall, cut: bool) -> Reason | None:
     """Returns why no kernel reads the time steps of a call, or None."""
     if call.dtype not in (torch.bfloat16, torch.float16):
         return f"reads time steps with bfloat16 or float16; q is {str(call.dtype).removeprefix('torch.')}"
+    if "z" in call.layouts and not addressable(call.layouts["z"]):
+        return "reads z by TMA, which cannot address its strides"
+    part = _part_of(call)
+    if (reason := _refuse_sequences(call, part)) is not None:
+        return reason
+    other = next((plan.outputs for _, plan in _plans(part, cut) if plan.outputs is not sm90.FORWARD_HEAD), None)
+    return None if other is None else f"computes by {other.name}, which reads no time steps"
+
+
+def _refuse_sequences(call: OpCall, part: OpCall) -> Reason | None:
+    """Returns why no kernel reads the time steps of these sequences, forward or backward, or None."""
     if call.batch_invariant is not None:
         return "computes no batch invariance"
     if call.dims["N"] == 0 or call.dims["T"] == 0:
         return "there are no tokens"
-    if "z" in call.layouts and not addressable(call.layouts["z"]):
-        return "reads z by TMA, which cannot address its strides"
-    part = _part_of(call)
-    if seen_by_kernels(part, gpu_of_call(call)) is not part:
-        return "copies x to a width that TMA can move"
-    other = next((plan.outputs for _, plan in _plans(part, cut) if plan.outputs is not sm90.FORWARD_HEAD), None)
-    return None if other is None else f"computes by {other.name}, which reads no time steps"
+    copies = seen_by_kernels(part, gpu_of_call(call)) is not part
+    return "copies x to a width that TMA can move" if copies else None
 
 
 def explain(call: OpCall, cut: bool) -> list[str]:
@@ -125,15 +131,11 @@ def backward_refusal(call: OpCall, cut: bool) -> Reason | None:
     """Returns why no kernel computes the gradients of a call with its time steps, or None."""
     if call.dtype != torch.bfloat16:
         return f"computes gradients with bfloat16; q is {str(call.dtype).removeprefix('torch.')}"
-    if call.batch_invariant is not None:
-        return "computes no batch invariance"
-    if call.dims["N"] == 0 or call.dims["T"] == 0:
-        return "there are no tokens"
     if "D" in call.layouts and len(call.layouts["D"].shape) == 2:
         return "computes a skip for each head; D has one for each channel"
     part = _part_of(call)
-    if seen_by_kernels(part, gpu_of_call(call)) is not part:
-        return "copies x to a width that TMA can move"
+    if (reason := _refuse_sequences(call, part)) is not None:
+        return reason
     for _, plan in _backward_plans(part, cut):
         if plan.gradients is not sm90.BACKWARD_FACTORS:
             return f"computes by {plan.gradients.name}, which reads no time steps"

@@ -416,7 +416,7 @@ def _gate_warps(args, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, PACKED: gl.
                 least = gl.to_tensor(0.0)
                 for p in range(PARTS):
                     if NORMALIZER is None:
-                        g = gates(gate_tile(g_desc, x_tiles, first + p), rows, None, PACKED)  # [C, D]
+                        g = gates(gate_tile(g_desc, x_tiles, first + p), rows, PACKED)  # [C, D]
                         end = gl.sum(g, 0)  # [D]
                     else:
                         end = _sum_logits(g_desc, x_tiles, r_tiles, first + p, rows, NORMALIZER)  # [D]
@@ -436,7 +436,7 @@ def _gate_warps(args, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, PACKED: gl.
             if g_desc is not None:
                 for p in range(PARTS):
                     if NORMALIZER is None:
-                        g = gates(gate_tile(g_desc, x_tiles, first + p), rows, None, PACKED)  # [C, D]
+                        g = gates(gate_tile(g_desc, x_tiles, first + p), rows, PACKED)  # [C, D]
                         _decay(g, mild, first + p, parts, scale)
                     else:
                         _decay_by_sums(mild, first + p, parts, scale, NORMALIZER)

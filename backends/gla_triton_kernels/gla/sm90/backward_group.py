@@ -146,6 +146,7 @@ def launch_gradients(
         "B": B,
         "PARTS": parts,
         "HALVES": kernel.BV // WIDTH,
+        "X": rows_of_dots(parts),
         "SLOTS": 5 if parts == 1 else 3 if kernel.BV > WIDTH else 2,  # 5 and 3 are the most that fit; 2 took less time
         "NORMALIZER": normalizer,
     }
@@ -472,6 +473,7 @@ def _chunk_gla_bwd_group_kernel(
     B,
     PARTS: gl.constexpr,
     HALVES: gl.constexpr,
+    X: gl.constexpr,
     SLOTS: gl.constexpr,
     NORMALIZER: gl.constexpr,
 ):
@@ -507,7 +509,6 @@ def _chunk_gla_bwd_group_kernel(
     dq_ptr += (piece * blocks_v + block_v) * (tokens * H * K)
     dk_ptr += (piece * blocks_v + block_v) * (tokens * H * K)
     dv_ptr += block_k * (tokens * Hv * V)
-    X: gl.constexpr = 4 + 3 * PARTS
     head_dots = blocks_k * blocks_v * (X * C)
     dots_ptr += (row * Hv + h).to(gl.int64) * head_dots + (block_k * blocks_v + block_v) * (X * C)
     gates = (g_ptr + b.to(gl.int64) * g_b + h.to(gl.int64) * g_h, g_t, g_h)

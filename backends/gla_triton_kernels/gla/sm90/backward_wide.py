@@ -390,7 +390,7 @@ def _decay(g_desc, tiles, slot, are_mild, rows, scale, units, PARTS: gl.constexp
             _store_number(part_units, 2 * tile_number + 1, k_unit)
         if g_desc is not None:
             mild = are_mild[0] if PARTS == 1 else gl.where(p == 0, are_mild[0], are_mild[1])
-            g = gates(gate_tile(g_desc, x_tiles, tile_number), rows, None, PACKED)  # [C, D]
+            g = gates(gate_tile(g_desc, x_tiles, tile_number), rows, PACKED)  # [C, D]
             first = 0.0
             if HALF:
                 row = gl.arange(0, C, gl.SliceLayout(1, RUNS))[:, None]  # [C, 1]

@@ -150,10 +150,9 @@ def gate_tile(g_desc, x_tiles, i):
 
 
 @gluon.jit
-def gates(block, rows, NORMALIZER: gl.constexpr, PACKED: gl.constexpr):
-    """Returns the gates [C, D] of a chunk of `rows` rows from a block [1, 1, C, D], in units of log 2."""
-    g = log_gates_of_tile(block.reshape([C, D]), rows, RUNS, NORMALIZER, PACKED)
-    return bounded_gates(g, NORMALIZER)  # [C, D]
+def gates(block, rows, PACKED: gl.constexpr):
+    """Returns the gates [C, D] of a chunk of `rows` rows from a block [1, 1, C, D] of log gates, in units of log 2."""
+    return bounded_gates(log_gates_of_tile(block.reshape([C, D]), rows, RUNS, None, PACKED), None)  # [C, D]
 
 
 @gluon.jit

@@ -393,7 +393,7 @@ def _factors_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
         return reason
     if Hq != H:
         return f"computes as many query heads as key/value heads; q has {Hq} and k has {H}"
-    return "computes calls with gates; there are none" if call.gate_dtype is None else None
+    return _refuse_no_gates(call)
 
 
 def _backward_wide_refusal(call: OpCall, gpu: Gpu) -> Reason | None:

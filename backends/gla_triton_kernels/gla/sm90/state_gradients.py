@@ -210,7 +210,7 @@ def _gate_warps(
         mbarrier.wait(full.index(slot), i // STAGES & 1)
         factor = scale
         if marks is not None:
-            g = gates(g_tiles.index(slot), rows, None, PACKED)  # [C, D]
+            g = gates(g_tiles.index(slot), rows, PACKED)  # [C, D]
             end = gl.sum(g, 0)  # b_C [D]
             mild = gl.min(end, 0) > -LIMIT * LOG2E
             end_tiles.index(slot).store(end)
