@@ -13,7 +13,7 @@ from torch import Tensor
 from gla_core.dispatch.backend import OpCall
 from gla_triton_runtime.architecture import interpreted
 from gla_triton_runtime.launch import Launch, compile_launches, on_device, start
-from gla_triton_runtime.replay import RecordedCall, record, replay
+from gla_triton_runtime.replay import RecordedCall, check_floats, record, replay
 
 
 class Launches:
@@ -21,7 +21,7 @@ class Launches:
 
     Example:
         >>> if not launched.replay(tensors, scale):
-        ...     launched.start(describe(tensors, scale), tensors)
+        ...     launched.start(describe(tensors, scale), tensors, scale)
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -36,11 +36,15 @@ class Launches:
         """
         return self._recorded is not None and replay(self._recorded, tensors, floats)
 
-    def start(self, launches: list[Launch], tensors: Sequence[Tensor | None]) -> None:
-        """Makes the launches of a call and records them.
+    def start(self, launches: list[Launch], tensors: Sequence[Tensor | None], *floats: float) -> None:
+        """Makes the launches of a call and records them. The other arguments are those of `replay`.
 
         If a tensor has no values, the kernels are compiled and no launch is made.
+
+        Raises:
+            ValueError: a launch takes other floats, with which no replay could make it.
         """
+        check_floats(launches, floats)
         with on_device(self._device):
             if any(x is not None and x.is_meta for x in tensors):
                 compile_launches(launches)

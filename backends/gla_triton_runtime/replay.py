@@ -305,6 +305,14 @@ def _arguments(launch: Launch) -> _Arguments:
     return _Arguments(tensors, floats, values[len(tensors) + len(floats) :])
 
 
+def check_floats(launches: Sequence[Launch], floats: tuple[float, ...]) -> None:
+    """Raises an error unless each launch takes all floats of a call, or none of them."""
+    for launch in launches:
+        taken = tuple(_arguments(launch).floats)
+        if taken and taken != floats:
+            raise ValueError(f"{launch.kernel.fn.__name__} takes floats {taken}; the call passes {floats} to its launches")
+
+
 def _aligned(launch: Launch, arguments: _Arguments) -> list[Tensor]:
     """Returns the tensors of a launch whose addresses its compiled kernel takes for multiples of `ALIGNMENT`."""
     taken = zip(arguments.tensors, launch.kernel.params, strict=False)  # tensors are the first arguments

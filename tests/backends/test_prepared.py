@@ -200,7 +200,7 @@ class Described:
     def make(self, x, y, scale):
         """Makes the launches of a call as a backend does."""
         if not self.launches.replay((x, y), scale):
-            self.launches.start(self.describe((x, y), scale), (x, y))
+            self.launches.start(self.describe((x, y), scale), (x, y), scale)
 
     def told(self, x, y, scale):
         """Starts the launches of a call, and returns the addresses and the float that the device received."""
@@ -248,6 +248,14 @@ def test_launches_that_cannot_be_recorded_are_described_by_every_call(gpu, monke
     for _ in range(3):
         assert described.told(x, y, 0.5) == (x.data_ptr(), y.data_ptr(), 0.5)
     assert described.floats == [0.5] * 3
+
+
+@pytest.mark.parametrize("floats", [(), (0.25,), (0.5, 0.5)])
+def test_launches_take_the_floats_of_the_call(gpu, floats):
+    described, x, y = Described(gpu), fake_driver.tensor(), fake_driver.tensor()
+    with pytest.raises(ValueError, match="fake takes floats"):
+        described.launches.start(described.describe((x, y), 0.5), (x, y), *floats)
+    assert not gpu.launched
 
 
 def test_launches_that_are_not_replayed_are_recorded_anew(gpu):

@@ -190,7 +190,7 @@ def prepare(call: OpCall, cut: bool, kernels: Sequence[GradientKernel] = KERNELS
         x = (q, k, v, g, initial_state, cu_seqlens, checkpoints, do, dstate, *results)
         x = with_copies(BackwardTensors(*x), copied) if copied else x
         if not launched.replay(x, scale):
-            launched.start(describe(x, scale), x)
+            launched.start(describe(x, scale), x, scale)
         return results
 
     return rehearsed(run, call)

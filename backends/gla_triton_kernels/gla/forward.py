@@ -272,7 +272,7 @@ def prepare(call: OpCall, cut: bool, kernels: Sequence[OutputKernel] = KERNELS) 
         x = (q, k, v, g, initial_state, cu_seqlens, o, final_state, checkpoints)
         x = with_copies(Tensors(*x), copied) if copied else x
         if not launched.replay(x, scale):
-            launched.start(describe(x, scale), x)
+            launched.start(describe(x, scale), x, scale)
         return o, final_state, checkpoints
 
     return rehearsed(run, call)
@@ -328,7 +328,7 @@ def prepare_pool(call: OpCall, cut: bool, kernels: Sequence[OutputKernel] = KERN
         slots = (read_slots, write_slots, has_state, checkpoint_offsets, checkpoint_slots)
         x, calls = (q, k, v, g, pool, cu_seqlens, *slots, o), launched_in_place if in_place else launched
         if not calls.replay(x, scale):
-            calls.start(describe(x, scale), x)
+            calls.start(describe(x, scale), x, scale)
         return o
 
     return rehearsed(run, call)

@@ -109,13 +109,13 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
         delta, g = (x.new_empty(B, T, Hv, dtype=torch.float32) for _ in range(2))
         inputs = (dt, A, dt_bias, delta, g)
         if not before.replay(inputs, dt_min, dt_max):
-            before.start(launch_time_steps(*inputs, dt_min, dt_max, softplus), inputs)
+            before.start(launch_time_steps(*inputs, dt_min, dt_max, softplus), inputs, dt_min, dt_max)
         o = x.new_empty(B, T, Hv, V)
         final_state = x.new_empty(N, Hv, K, V, dtype=torch.float32) if output_final_state else None
         checkpoints = None if n is None else x.new_empty(B, n, Hv, K, V, dtype=checkpoint_dtype(call.dtype))
         tensors = (q, k, x, D, z, initial_state, cu_seqlens, o, final_state, checkpoints, delta, g)
         if not launched.replay(tensors, 1.0):
-            launched.start(describe(tensors), tensors)
+            launched.start(describe(tensors), tensors, 1.0)
         return o, final_state, checkpoints
 
     return rehearsed(run, call)
@@ -199,18 +199,18 @@ def prepare_backward(call: OpCall, cut: bool) -> Callable[..., tuple]:
         dskip = None if D is None else torch.empty_like(dg)
         inputs = (dt, A, dt_bias, delta, g)
         if not before.replay(inputs, dt_min, dt_max):
-            before.start(launch_time_steps(*inputs, dt_min, dt_max, softplus), inputs)
+            before.start(launch_time_steps(*inputs, dt_min, dt_max, softplus), inputs, dt_min, dt_max)
         dq, dk, dx = (torch.empty_like(y, memory_format=torch.contiguous_format) for y in (q, k, x))
         dinitial = None if initial_state is None else x.new_empty(N, Hv, K, V, dtype=torch.float32)
         results = (dq, dk, dx, dg, dinitial)
         tensors = (q, k, x, g, initial_state, cu_seqlens, checkpoints, do, dstate, *results, delta, D, ddelta, dskip)
-        if not launched.replay(tensors):
-            launched.start(describe(tensors), tensors)
+        if not launched.replay(tensors, 1.0):
+            launched.start(describe(tensors), tensors, 1.0)
         ddt = dt.new_empty(B, T, Hv)
         dA, (dbias, dD) = A.new_empty(Hv), (None if y is None else y.new_empty(Hv) for y in (dt_bias, D))
         steps = (dt, A, dt_bias, cu_seqlens, ddelta, dg, dskip, ddt, dA, dbias, dD)
         if not after.replay(steps, dt_min, dt_max):
-            after.start(launch_time_step_gradients(*steps, dt_min, dt_max, softplus), steps)
+            after.start(launch_time_step_gradients(*steps, dt_min, dt_max, softplus), steps, dt_min, dt_max)
         return dq, dk, dx, ddt, dA, dD, dbias, dinitial
 
     return rehearsed(run, call)

@@ -89,7 +89,7 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple[Tensor, Tensor]]:
             if not launched.replay(tensors, 1.0):
                 ((_, planned),) = plans
                 x = Recurrence(left, right, g, None, state, normalizer=gate_normalizer, backwards=backwards)
-                launched.start(launches(planned, x, decay, cu_seqlens), tensors)
+                launched.start(launches(planned, x, decay, cu_seqlens), tensors, 1.0)
         return decay, state
 
     return rehearsed(run, call)

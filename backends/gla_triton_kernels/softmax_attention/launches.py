@@ -38,7 +38,7 @@ def prepare(call: OpCall, plan: Plan) -> Callable[..., tuple[Tensor, Tensor]]:
                 q, scale = _negated(q), -scale
             tensors = (q, k, v, o, lse)
             if not launched.replay(tensors, scale):
-                launched.start(launches(plan, tensors, scale, causal), tensors)
+                launched.start(launches(plan, tensors, scale, causal), tensors, scale)
         return o, lse
 
     return rehearsed(run, call)
@@ -90,7 +90,7 @@ def prepare_gradients(
         tensors = (q, k, v, o, lse, do, dlse, dq, dk, dv)
         if not launched.replay(tensors, scale):
             launches = launch_gradients(plan, q, k, v, o, lse, scale, causal, do, dlse, dq, dk, dv)
-            launched.start(launches, tensors)
+            launched.start(launches, tensors, scale)
         return dq, dk, dv
 
     return rehearsed(run, call)

@@ -66,7 +66,7 @@ def prepare(call: OpCall) -> Callable[..., Tensor]:
             tensors = (q, k, v, g, state, output_gate, norm_weight, state_indices, o)
             if not launched.replay(tensors, scale, norm_eps):
                 made = launch_layer_step(planned, tensors, scale, norm_eps, activation, gate_normalizer)
-                launched.start(made, tensors)
+                launched.start(made, tensors, scale, norm_eps)
         return o
 
     return rehearsed(run, call)

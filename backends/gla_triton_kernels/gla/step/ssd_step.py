@@ -70,7 +70,7 @@ def prepare(call: OpCall) -> Callable[..., Tensor]:
         if o.numel():
             tensors = (q, k, v, state, dt, A, dt_bias, D, z, state_indices, o)
             if not launched.replay(tensors, scale):
-                launched.start(launch_ssd_step(planned, tensors, scale, dt_softplus, A_is_log), tensors)
+                launched.start(launch_ssd_step(planned, tensors, scale, dt_softplus, A_is_log), tensors, scale)
         return o
 
     return rehearsed(run, call)

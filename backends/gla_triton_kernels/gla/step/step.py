@@ -59,7 +59,7 @@ def prepare(call: OpCall) -> Callable[..., tuple[Tensor, Tensor]]:
         if o.numel():
             tensors = (q, k, v, g, state, state_indices, new, o)
             if not launched.replay(tensors, scale):
-                launched.start(launch_step(planned, tensors, scale, gate_normalizer), tensors)
+                launched.start(launch_step(planned, tensors, scale, gate_normalizer), tensors, scale)
         return o, state if new is None else new
 
     return rehearsed(run, call)

@@ -99,7 +99,7 @@ def prepare_steps(call: OpCall) -> Callable[..., Tensor]:
         if o.numel():
             x = (q, k, v, g, pool, slots, cu_seqlens, num_accepted, has_state, o, read_slots)
             if not launched.replay(x, scale):
-                launched.start(launch_tokens(planned, Tensors(*x), scale, pad_slot, gate_normalizer), x)
+                launched.start(launch_tokens(planned, Tensors(*x), scale, pad_slot, gate_normalizer), x, scale)
         return o
 
     return rehearsed(run, call)
@@ -134,7 +134,7 @@ def prepare_replay(call: OpCall) -> Callable[..., Tensor]:
         rings = (ring_k, ring_v, ring_g, ring_start)  # without new tokens, the kernel still updates states
         x = (q, k, v, g, pool, slots, cu_seqlens, num_accepted, has_state, o, None, *rings)
         if not launched.replay(x, scale):
-            launched.start(launch_tokens(planned, Tensors(*x), scale, pad_slot, gate_normalizer), x)
+            launched.start(launch_tokens(planned, Tensors(*x), scale, pad_slot, gate_normalizer), x, scale)
         return o
 
     return rehearsed(run, call)
