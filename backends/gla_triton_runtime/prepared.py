@@ -42,7 +42,7 @@ class Launches:
         If a tensor has no values, the kernels are compiled and no launch is made.
 
         Raises:
-            ValueError: a launch takes other floats, with which no replay could make it.
+            ValueError: a launch takes some floats, but not as many as the call has.
         """
         check_floats(launches, floats)
         with on_device(self._device):

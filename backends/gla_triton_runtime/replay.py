@@ -306,11 +306,11 @@ def _arguments(launch: Launch) -> _Arguments:
 
 
 def check_floats(launches: Sequence[Launch], floats: tuple[float, ...]) -> None:
-    """Raises an error unless each launch takes all floats of a call, or none of them."""
+    """Raises an error unless each launch takes as many floats as the call has, or none."""
     for launch in launches:
-        taken = tuple(_arguments(launch).floats)
-        if taken and taken != floats:
-            raise ValueError(f"{launch.kernel.fn.__name__} takes floats {taken}; the call passes {floats} to its launches")
+        taken = _arguments(launch).floats
+        if taken and len(taken) != len(floats):
+            raise ValueError(f"{launch.kernel.fn.__name__} takes the floats {taken}; the call passes {floats}")
 
 
 def _aligned(launch: Launch, arguments: _Arguments) -> list[Tensor]:
