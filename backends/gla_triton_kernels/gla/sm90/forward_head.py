@@ -140,7 +140,7 @@ def launch_outputs(
         "v_factor": x.v_factor,
         "skip": x.skip,
         "skip_h": 0 if x.skip is None else x.skip.stride(0),
-        "skip_v": 0 if x.skip is None or x.skip.ndim == 1 else x.skip.stride(1),
+        "skip_v": None if x.skip is None or x.skip.ndim == 1 else x.skip.stride(1),
         "z_desc": None if x.z is None else shared_tiles(x.z, plan.parameters.C, W),
         "HEADS": heads,
         "SLICES": slices,
@@ -306,7 +306,7 @@ def _gate_warps(
                 sums.index(NUMBERS * at).store(b.to(gl.float32))
                 if factors is not None:
                     leave *= f[j]
-                    sums.index(NUMBERS * at + 2).store(f[j])
+                    sums.index(NUMBERS * at + 2).store((b - gl.log2(f[j]).to(gl.float64)).to(gl.float32))
                 sums.index(NUMBERS * at + 1).store(leave)
                 decay = gl.exp2(b_end.to(gl.float32))
                 decays.index(at).store(gl.full([1], decay, gl.float32, gl.SliceLayout(1, layout)))
@@ -379,6 +379,7 @@ def _state_warps(
     HAS_CHECKPOINTS: gl.constexpr = s_desc is not None or checkpoints is not None
     NUMBERS: gl.constexpr = sums.type.shape[0] // (STAGES * HEADS)
     HALF: gl.constexpr = q_tiles.dtype == gl.float16
+    ON_DIAGONAL: gl.constexpr = skip is not None and skip[2] is None
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
@@ -393,7 +394,10 @@ def _state_warps(
     value = first + gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]  # [1, W]
     if skip is not None:
         skip_ptr, skip_h, skip_v = skip
-        skips = gl.load(skip_ptr + v_head * skip_h + value * skip_v, value < V, 0.0).to(gl.float32)  # [1, W]
+        if skip_v is None:  # a number, which joins the diagonal of A
+            skips = gl.load(skip_ptr + v_head * skip_h).to(gl.float32) / scale
+        else:
+            skips = gl.load(skip_ptr + v_head * skip_h + value * skip_v, value < V, 0.0).to(gl.float32)  # [1, W]
     S = gl.zeros([BK, W], gl.float32, layout)
     wait_for_predecessor()  # it writes `entering`
     leaving = ()  # [BK, W] for each slice, the state that leaves the previous chunk
@@ -480,16 +484,17 @@ def _state_warps(
                     mbarrier.arrive(empty.index(slot), count=1)
         if HAS_GATE and HAS_O:
             b_t = sums.index(NUMBERS * at).load(gl.SliceLayout(1, scores))[:, None]  # [C, 1]
-            b_s = sums.index(NUMBERS * at).load(gl.SliceLayout(0, scores))[None, :]  # [1, C]
+            # [1, C], b_s, less log2 f_s if v has factors
+            b_s = sums.index(NUMBERS * at + (2 if NUMBERS > 2 else 0)).load(gl.SliceLayout(0, scores))[None, :]
             between = gl.exp2(b_t - b_s)  # [C, C], undefined for t < s
-            if NUMBERS > 2:
-                between *= sums.index(NUMBERS * at + 2).load(gl.SliceLayout(0, scores))[None, :]  # the factors of v
         if HAS_GATE and SLICES == 1:
             decay = gl.max(decays.index(at).load(gl.SliceLayout(1, layout)), 0)
         if HAS_O and SLICES == 1:
             a, o = warpgroup_mma_wait(0, [a, o])
         if HAS_O:
             a = gl.where(t >= s, a * between if HAS_GATE else a, 0.0)  # [C, C]
+            if ON_DIAGONAL:
+                a = gl.where(t == s, a + skips, a)
         if HAS_GATE and HAS_O:
             o = o * gl.exp2(sums.index(NUMBERS * at).load(gl.SliceLayout(1, layout)))[:, None]  # [C, W]
         if HAS_GATE and SLICES == 1:
@@ -521,7 +526,7 @@ def _state_warps(
             leaving = updated
         if HAS_O:
             o_factor = scale * a_unit * (q_unit * kv_unit)  # factor of o
-        if skip is not None:
+        if skip is not None and not ON_DIAGONAL:
             o = o * o_factor + v_tile.load(layout).to(gl.float32) * skips
             o_factor = 1.0
             fence_async_shared()  # v has been loaded to registers; TMA overwrites the tile
