@@ -135,5 +135,4 @@ def test_gradients_of_a_skip_for_each_channel(device, B, T, V, dtype):
     dD = torch.empty(3, V, device=device, dtype=dtype)
     start(launch_skip_gradients(x, D, offsets, do, dx, dD))
     torch.testing.assert_close(dx, expected)
-    assert offsets is None or not dx[:, :3].any() and not dx[:, -4:].any()
     torch.testing.assert_close(dD, (x.double() * do.double())[:, rows].sum((0, 1)).to(dtype))

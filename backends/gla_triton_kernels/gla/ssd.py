@@ -2,7 +2,8 @@
 
 With delta and g from shared/time_steps.py, the scan is the forward of forward.py with v = x, factors delta of v, gates
 g, scale 1, a skip D and an output gate z. So v = delta x is never in memory, and o is written once. Other calls are
-computed by `chunk_gla_fwd` and operations before and after it; see the op.
+computed by `chunk_gla_fwd` and operations before and after it; see the op. Gradients are computed alike, but the kernel
+knows a skip for each head only: shared/skip.py adds what one for each channel gives.
 
 B batch   T tokens   N sequences   H key heads   Hv value heads   K, V key and value width
 """
@@ -207,11 +208,12 @@ def prepare_backward(call: OpCall, cut: bool) -> Callable[..., tuple]:
         if not launched.replay(tensors, 1.0):
             launched.start(describe(tensors), tensors, 1.0)
         ddt = dt.new_empty(B, T, Hv)
-        dA, (dbias, dD) = A.new_empty(Hv), (None if y is None else y.new_empty(y.shape) for y in (dt_bias, D))
-        steps = (dt, A, dt_bias, cu_seqlens, ddelta, dg, dskip, ddt, dA, dbias, None if skip is None else dD)
+        dA, (dbias, dD) = A.new_empty(Hv), (None if y is None else y.new_empty(Hv) for y in (dt_bias, skip))
+        steps = (dt, A, dt_bias, cu_seqlens, ddelta, dg, dskip, ddt, dA, dbias, dD)
         if not after.replay(steps, dt_min, dt_max):
             after.start(launch_time_step_gradients(*steps, dt_min, dt_max, softplus), steps, dt_min, dt_max)
         if D is not None and skip is None:
+            dD = D.new_empty(Hv, V)
             channels = (x, D, cu_seqlens, do, dx, dD)
             if not added.replay(channels):
                 added.start(launch_skip_gradients(*channels), channels)
