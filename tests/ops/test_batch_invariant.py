@@ -304,7 +304,7 @@ def test_compiled(inside):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("width", [1, 2, 5, 72, 100, 128])
 def test_a_pairwise_sum_does_not_depend_on_the_rows_beside_it(width, dtype):
-    """Of numbers that lie apart in memory, torch.sum adds those of many rows in another order than those of one."""
+    """The order of torch.sum depends on them if the numbers of a row lie apart in memory."""
     torch.manual_seed(0)
     x = torch.randn(width, 100).to(dtype).mT
     sums = pairwise_sum(x)
