@@ -18,6 +18,18 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def pairwise_sum(x: torch.Tensor) -> torch.Tensor:
+    """Returns the sums over the last dimension of x [.., D], D at least 1, with the dtype of x.
+
+    The first half is added to the second, which gets a 0 if D is odd, until one number is left. So a row has the same
+    bits whatever rows are beside it. The order of `torch.sum` may depend on the number of rows.
+    """
+    while (D := x.shape[-1]) > 1:
+        first, second = torch.nn.functional.pad(x, (0, 1)).chunk(2, -1) if D % 2 else x.chunk(2, -1)
+        x = first + second
+    return x.squeeze(-1)
+
+
 def log_gates(g: torch.Tensor, gate_normalizer: int | None, dtype: torch.dtype) -> torch.Tensor:
     """Returns log gates in `dtype`: g itself, or log sigma(g) / gate_normalizer if g holds logits."""
     g = g.to(dtype)

@@ -11,6 +11,7 @@ from gla_core.ops.gla.ssd import time_steps
 
 pytest.importorskip("triton")
 from gla_triton_kernels.gla import ssd
+from gla_triton_kernels.gla.shared.skip import launch_skip_gradients
 from gla_triton_kernels.gla.shared.time_steps import launch_time_step_gradients, launch_time_steps
 from gla_triton_runtime.launch import start
 
@@ -71,6 +72,7 @@ def gradients(shape="4,4096,1,128,64", dtype="bfloat16", value_heads=80, **chang
         ({}, None),
         ({"shape": "4,4096,1,256,128"}, None),
         ({"shape": "4,4096,80,64,64"}, None),  # no groups
+        ({"layouts": {"D": Layout((80, 64), (64, 1), torch.float32)}}, None),
         ({"dtype": "float16"}, "computes gradients with bfloat16; q is float16"),
         ({"batch_invariant": 64}, "computes no batch invariance"),
         ({"shape": "4,0,1,128,64"}, "there are no tokens"),
@@ -114,3 +116,23 @@ def test_gradients_of_time_steps(device, softplus, others):
     if others:
         torch.testing.assert_close(dbias, expected[2].float(), rtol=1e-5, atol=1e-4)
         torch.testing.assert_close(dD, dskip[:, ends].sum((0, 1)), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(("B", "T", "V", "dtype"), [(2, 300, 72, torch.float32), (1, 140, 64, torch.bfloat16)], ids=str)
+def test_gradients_of_a_skip_for_each_channel(device, B, T, V, dtype):
+    torch.manual_seed(0)
+    x, do, dx = (torch.randn(B, 3, T, V, device=device).bfloat16().transpose(1, 2) for _ in range(3))
+    D, dx = torch.randn(V, 3, device=device).to(dtype).mT, dx.contiguous()
+    offsets, rows = None, slice(None)
+    if B == 1:  # packed; whatever rows of no sequence hold
+        offsets, rows = torch.tensor([3, 60, T - 4], device=device), slice(3, T - 4)
+        for y in (x, do):
+            y[:, :3] = y[:, -4:] = torch.nan
+        dx[:, :3] = dx[:, -4:] = 0
+    expected = dx.clone()
+    expected[:, rows] = (dx.double() + do.double() * D.double())[:, rows].bfloat16()
+    dD = torch.empty(3, V, device=device, dtype=dtype)
+    start(launch_skip_gradients(x, D, offsets, do, dx, dD))
+    torch.testing.assert_close(dx, expected)
+    torch.testing.assert_close(dD, (x.double() * do.double())[:, rows].sum((0, 1)).to(dtype))

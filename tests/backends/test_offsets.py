@@ -67,10 +67,11 @@ def ssd(gated=False, **sizes):
     return "chunk_ssd_fwd", q, k, x, g, A, A, A, True, 0.0, 1.0, state, True, cu_seqlens, 64, x if gated else None
 
 
-def ssd_backward(**sizes):
-    _, q, k, x, *steps, state, _, cu_seqlens, _, _ = ssd(**sizes)
+def ssd_backward(skip="head", **sizes):
+    _, q, k, x, dt, A, D, *steps, state, _, cu_seqlens, _, _ = ssd(**sizes)
+    D = D if skip == "head" else empty(*x.shape[2:])
     checkpoints = new_checkpoints(k, x, cu_seqlens, 64)
-    return "chunk_ssd_bwd", q, k, x, *steps, state, cu_seqlens, checkpoints, 64, x, state
+    return "chunk_ssd_bwd", q, k, x, dt, A, D, *steps, state, cu_seqlens, checkpoints, 64, x, state
 
 
 def pool(P=2**16, pool_dtype=torch.float32, **sizes):
@@ -179,6 +180,12 @@ CALLS = {
     "scan of Mamba-2, gated": (SM90, ssd, "triton_fused", PACKED | {"H": 1, "R": 32, "V": 72, "gated": True}),
     "gradients of Mamba-2's scan": (SM90, ssd_backward, "triton_fused", {"H": 1, "R": 32, "V": 64}),
     "gradients of Mamba-2's scan, packed": (SM90, ssd_backward, "triton_fused", PACKED | {"H": 1, "R": 32, "K": 256}),
+    "gradients of Mamba-2's scan, a skip for each channel": (
+        SM90,
+        ssd_backward,
+        "triton_fused",
+        PACKED | {"H": 1, "R": 32, "skip": "channel"},
+    ),
     "pool": (SM90, pool, "triton_fused", {"pool_dtype": torch.bfloat16}),
     "pool, wide": (SM90, pool, "triton_fused", {"K": 256, "V": 512, "H": 16, "P": 2**12}),
     "pool, in segments": (SM90, pool, "parallel_scan", {"form": "constant"}),

@@ -20,6 +20,7 @@ from gla_triton_kernels.chunks.kernel import ForwardPlan, GradientParameters, Pa
 from gla_triton_kernels.chunks.scan import launch_scan
 from gla_triton_kernels.chunks.segments import Recurrence, cut, whole
 from gla_triton_kernels.chunks.slots import Slots
+from gla_triton_kernels.gla.shared.skip import launch_skip_gradients
 from gla_triton_kernels.gla.sm90 import warpgroup_columns
 from gla_triton_kernels.gla.tensors import BackwardTensors, Tensors
 from tests import gluon_on_cpu
@@ -384,6 +385,7 @@ def check_gradients(
     """Checks gradients; with `skips`, v has a factor for each token, and o a term of v without it.
 
     Args:
+        skips: "channel" means that this term has a number for each channel, which a further kernel adds.
         heads: value heads of a block of backward_group.py; None stands for the other kernels.
         length: tokens of a segment; None leaves sequences whole.
         factors: four numbers that multiply q, k, v and do, which are then not negative.
@@ -410,14 +412,17 @@ def check_gradients(
     keys = Ho if heads is None else H
     results = *(unwritten(B, T, *size, dtype=dtype) for size in ((keys, K), (keys, K), (Ho, V))), dg, dinitial
     checkpoints = expected_checkpoints(with_log_gates(x, normalizer)).to(checkpoint_dtype(dtype))
-    factor, skip = (torch.rand(B, T, Hv), torch.randn(Hv)) if skips else (None, None)
+    per_channel = skips == "channel"
+    factor, skip = (torch.rand(B, T, Hv), torch.randn((Hv, V) if per_channel else Hv)) if skips else (None, None)
     if factor is not None:
         y = with_log_gates(dataclasses.replace(x, v=x.v * factor[..., None]), normalizer)
         checkpoints = expected_checkpoints(y).to(checkpoint_dtype(dtype))
         factor[:, end:] = torch.nan
-    more = (factor, skip, *(unwritten(B, T, Hv, dtype=torch.float32) if skips else None for _ in range(2)))
+    terms = (B, T, Hv), (Hv, V) if per_channel else (B, T, Hv)  # of dfactor and dskip
+    more = (factor, skip, *(unwritten(*shape, dtype=torch.float32) if skips else None for shape in terms))
     tensors = (x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens, checkpoints, do, leaving, *results)
     tensors = BackwardTensors(*tensors, *more)
+    tensors = tensors._replace(skip=None, dskip=None) if per_channel else tensors
     parameters = GradientParameters(BK=blocks[0], BV=blocks[1], warps=4, programs=2, heads=heads or 1)
     scale = K**-0.5 if scale is None else scale
     if length is None:
@@ -444,6 +449,8 @@ def check_gradients(
         kernel = kernels.backward
     launches = kernel.launch_gradients(parameters, filled, checkpoints, leaving_segments, segments, scale, normalizer)
     gluon_on_cpu.run(launches)
+    if per_channel:
+        gluon_on_cpu.run(launch_skip_gradients(x.v, skip, x.cu_seqlens, do, results[2], more[3]))
 
     names = [name for name in ("q", "k", "v", "g", "initial_state") if getattr(x, name) is not None]
     leaves = {name: getattr(x, name).double().requires_grad_() for name in names}
@@ -455,9 +462,10 @@ def check_gradients(
     if factor is not None and skip is not None:
         factor[:, end:] = 0
         leaves["factor"] = factor.double().requires_grad_()
-        leaves["skip"] = skip.double().expand(B, T, Hv).clone().requires_grad_()
+        skip = skip.double() if per_channel else skip.double().expand(B, T, Hv).clone()
+        leaves["skip"] = skip.requires_grad_()
         names += ["factor", "skip"]
-        added = torch.where(leaves["v"].isfinite(), leaves["v"], 0) * leaves["skip"][..., None]
+        added = torch.where(leaves["v"].isfinite(), leaves["v"], 0) * (skip if per_channel else skip[..., None])
         y[2] = leaves["v"] * leaves["factor"][..., None]
     outs = oracle.chunk_gla(*y[:3], g, scale, y[4], x.cu_seqlens)
     if skips:
@@ -471,7 +479,7 @@ def check_gradients(
         "g": (Hv, min(2, x.g.ndim - 1) if x.g is not None else 0),
         "initial_state": (Hv, 1),
         "factor": (Hv, 2),
-        "skip": (Hv, 2),
+        "skip": (Hv, 0 if per_channel else 2),
     }
     for name, d in zip(heads_of, (*results, *more[2:]), strict=True):
         if name == "g" and d is not None and d.ndim == 1:
@@ -592,6 +600,7 @@ def test_gradients_of_every_gate(kernels, form, dtype, gates):
         {"lengths": (100, 0, 150, 1), "R": 2, "heads": 2, "K": 136, "initial_state": True, "length": 128},
         {"T": 300, "length": 128, "initial_state": True},
         PACKED | {"skips": True, "R": 6, "heads": 6, "gates": "strong"},
+        PACKED | {"skips": "channel", "R": 2, "heads": 2, "V": 72},
         *({"gate_form": "key"} | sizes for sizes in GROUPS),
         {"gate_form": "key", "R": 2, "H": 2, "V": 136, "T": 100, "gates": "strong", "initial_state": True},
         {"gate_form": "key", "R": 3, "K": 136, "V": 136, "gates": "-inf", "dstate": False},

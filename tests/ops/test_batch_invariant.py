@@ -1,6 +1,7 @@
 """`gla.batch_invariant`: the bits of a sequence do not depend on the batch, nor on the number of calls."""
 
 import itertools
+import math
 import os
 
 import pytest
@@ -12,6 +13,7 @@ from gla_core.conformance.calls import gradients, oracle_gradients
 from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
 from gla_core.dispatch.backend import Backend, Prepared
 from gla_core.dispatch.registry import get
+from gla_core.dispatch.tensors import pairwise_sum
 from gla_core.ops.gla.chunk_gla import BACKWARD
 from gla_core.workloads.inputs import gla_inputs
 
@@ -297,3 +299,16 @@ def test_compiled(inside):
     if inside:
         compiled = torch.compile(with_block, fullgraph=True, backend="aot_eager")
         assert torch.equal(compiled(x.q, x.k, x.v, x.g), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [1, 2, 5, 72, 100, 128])
+def test_a_pairwise_sum_does_not_depend_on_the_rows_beside_it(width, dtype):
+    """The order of torch.sum depends on them if the numbers of a row lie apart in memory."""
+    torch.manual_seed(0)
+    x = torch.randn(width, 100).to(dtype).mT
+    sums = pairwise_sum(x)
+    assert sums.dtype == dtype
+    assert torch.equal(sums, torch.stack([pairwise_sum(row) for row in x]))
+    bound = torch.finfo(dtype).eps * math.ceil(math.log2(width)) / 2 * x.double().abs().sum(-1)
+    assert ((sums.double() - x.double().sum(-1)).abs() <= bound + 1e-14).all()

@@ -7,7 +7,7 @@
     tensors.py groups.py                the tensors of a call by name; gradients of groups of heads
     general/ sm90/                      kernels for every GPU, and for Hopper: kernels.py holds the kernels as values,
                                         the other files hold their code
-    shared/                             loads, gates and limits that kernels of both share
+    shared/                             loads, gates, limits and skips that kernels of both share
     step/                               one token, and several tokens, of each sequence
 
 ../chunks/ has what is not GLA's own: segments and how they are cut, their scan, prices, sums of partial results.

@@ -2,7 +2,8 @@
 
 With delta and g from shared/time_steps.py, the scan is the forward of forward.py with v = x, factors delta of v, gates
 g, scale 1, a skip D and an output gate z. So v = delta x is never in memory, and o is written once. Other calls are
-computed by `chunk_gla_fwd` and operations before and after it; see the op.
+computed by `chunk_gla_fwd` and operations before and after it; see the op. Gradients are computed alike, but the kernel
+knows a skip for each head only: shared/skip.py adds what one for each channel gives.
 
 B batch   T tokens   N sequences   H key heads   Hv value heads   K, V key and value width
 """
@@ -131,8 +132,6 @@ def backward_refusal(call: OpCall, cut: bool) -> Reason | None:
     """Returns why no kernel computes the gradients of a call with its time steps, or None."""
     if call.dtype != torch.bfloat16:
         return f"computes gradients with bfloat16; q is {str(call.dtype).removeprefix('torch.')}"
-    if "D" in call.layouts and len(call.layouts["D"].shape) == 2:
-        return "computes a skip for each head; D has one for each channel"
     part = _part_of(call)
     if (reason := _refuse_sequences(call, part)) is not None:
         return reason
@@ -162,6 +161,7 @@ def prepare_backward(call: OpCall, cut: bool) -> Callable[..., tuple]:
         LaunchError: a kernel does not compile for this device, or does not fit it.
     """
     from gla_triton_kernels.chunks.padding import clear_padding
+    from gla_triton_kernels.gla.shared.skip import launch_skip_gradients
     from gla_triton_kernels.gla.shared.time_steps import launch_time_step_gradients, launch_time_steps
     from gla_triton_kernels.gla.tensors import BackwardTensors, plans_with_rows
     from gla_triton_runtime.prepared import Launches, rehearsed
@@ -175,7 +175,7 @@ def prepare_backward(call: OpCall, cut: bool) -> Callable[..., tuple]:
         made = [each for plan, rows in plans_with_rows(plans, y) for each in backward.launches(plan, rows, 1.0)]
         return made if y.cu_seqlens is None else [*made, *clear_padding((y.dq, y.dk, y.dv), y.cu_seqlens)]
 
-    before, launched, after = (Launches(call.device) for _ in range(3))
+    before, launched, added, after = (Launches(call.device) for _ in range(4))
 
     def run(
         q: Tensor,
@@ -196,21 +196,27 @@ def prepare_backward(call: OpCall, cut: bool) -> Callable[..., tuple]:
         dstate: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         delta, g, dg, ddelta = (x.new_empty(B, T, Hv, dtype=torch.float32) for _ in range(4))
-        dskip = None if D is None else torch.empty_like(dg)
+        skip = None if D is None or D.ndim == 2 else D  # of heads; the kernel knows no skip of channels
+        dskip = None if skip is None else torch.empty_like(dg)
         inputs = (dt, A, dt_bias, delta, g)
         if not before.replay(inputs, dt_min, dt_max):
             before.start(launch_time_steps(*inputs, dt_min, dt_max, softplus), inputs, dt_min, dt_max)
         dq, dk, dx = (torch.empty_like(y, memory_format=torch.contiguous_format) for y in (q, k, x))
         dinitial = None if initial_state is None else x.new_empty(N, Hv, K, V, dtype=torch.float32)
         results = (dq, dk, dx, dg, dinitial)
-        tensors = (q, k, x, g, initial_state, cu_seqlens, checkpoints, do, dstate, *results, delta, D, ddelta, dskip)
+        tensors = (q, k, x, g, initial_state, cu_seqlens, checkpoints, do, dstate, *results, delta, skip, ddelta, dskip)
         if not launched.replay(tensors, 1.0):
             launched.start(describe(tensors), tensors, 1.0)
         ddt = dt.new_empty(B, T, Hv)
-        dA, (dbias, dD) = A.new_empty(Hv), (None if y is None else y.new_empty(Hv) for y in (dt_bias, D))
+        dA, (dbias, dD) = A.new_empty(Hv), (None if y is None else y.new_empty(Hv) for y in (dt_bias, skip))
         steps = (dt, A, dt_bias, cu_seqlens, ddelta, dg, dskip, ddt, dA, dbias, dD)
         if not after.replay(steps, dt_min, dt_max):
             after.start(launch_time_step_gradients(*steps, dt_min, dt_max, softplus), steps, dt_min, dt_max)
+        if D is not None and skip is None:
+            dD = D.new_empty(Hv, V)
+            channels = (x, D, cu_seqlens, do, dx, dD)
+            if not added.replay(channels):
+                added.start(launch_skip_gradients(*channels), channels)
         return dq, dk, dx, ddt, dA, dD, dbias, dinitial
 
     return rehearsed(run, call)

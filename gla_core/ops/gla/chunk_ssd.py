@@ -46,7 +46,7 @@ from torch import Tensor
 
 from gla_core.dispatch.backend import Lowering, OpCall, Parts, contiguous_layout
 from gla_core.dispatch.request import current_request
-from gla_core.dispatch.tensors import wide
+from gla_core.dispatch.tensors import pairwise_sum, wide
 from gla_core.ops import _invariant, _sequences, autocast, checks
 from gla_core.ops._autograd import gradient
 from gla_core.ops._run import (
@@ -302,14 +302,14 @@ def _input_gradients(
     x, dt, do = (_rows_of_sequences(y, cu_seqlens) for y in (x, dt, do))
     steps = time_steps(dt, dt_bias, softplus, dtype)
     delta, dv, do = steps.clamp(low, high), dv.to(dtype), do.to(dtype)
-    ddelta = (x * dv).sum(-1) + A.to(dtype) * dg
+    ddelta = pairwise_sum(x * dv) + A.to(dtype) * dg
     passed = torch.where((steps >= low) & (steps <= high), ddelta, 0)
     # the derivative of softplus is 1 - exp(-softplus), and PyTorch's softplus is the identity from 20 on
     ddt = torch.where(steps > 20, passed, passed * -torch.expm1(-steps)) if softplus else passed
     dx, dD = delta[..., None] * dv, None
     if D is not None:
         dx = dx + do * for_channels(D, dtype)
-        # summed over channels first, in the pass over x that also computes ddelta
+        # summed over channels first, in one pass over x
         dD = (x * do).sum((0, 1)) if D.ndim == 2 else (x * do).sum(-1).sum((0, 1))
         dD = dD.to(D.dtype)
     dbias = None if dt_bias is None else ddt.sum((0, 1)).to(dt_bias.dtype)
