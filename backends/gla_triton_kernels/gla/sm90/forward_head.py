@@ -7,8 +7,9 @@ leaves it. Then
     o_t  = scale * (exp(b_t) q_t S + sum over s of A_ts v_s)
     S'   = exp(b_C) S + k^T u        u_s = exp(b_C - b_s) v_s
 
-If v has factors f, as in Mamba-2's scan, A_ts and u_s have the factor f_s as well, and o_t has the term skip v_t. With
-an output gate z, o_t is then multiplied by silu(z_t).
+If v has factors f, as in Mamba-2's scan, A_ts and u_s have the factor f_s as well: A_ts has exp(b_t - (b_s - log f_s)).
+o_t has the term skip v_t. If the skip is one number, it joins the diagonal of A, divided by the scale. With an output
+gate z, o_t is then multiplied by silu(z_t).
 
 No exponent is above 0, so one path handles gates of any strength. A gate below `LEAST_GATE`, whose exp is 0 in float32,
 counts as `LEAST_GATE`. The sums b are computed in float64 and rounded once. The error of the difference of two sums is
@@ -364,7 +365,7 @@ def _state_warps(
     tiles, barriers, outputs, states, units, kept, place, sizes = args
     q_tiles, k_tiles, v_tiles, u_tiles, sums, decays, s_tiles, o_tiles = tiles
     ready, gated, empty, z_full = barriers
-    o_desc, o_ptr, scale, skip, z_desc = outputs
+    o_desc, o_ptr, scale, skip, skip_v, z_desc = outputs
     _, strides, _, _, pool, _ = states
     q_units, k_units, v_units, chunk = units
     s_desc, checkpoints, n_rows, checkpoint, left, every = kept
@@ -379,7 +380,7 @@ def _state_warps(
     HAS_CHECKPOINTS: gl.constexpr = s_desc is not None or checkpoints is not None
     NUMBERS: gl.constexpr = sums.type.shape[0] // (STAGES * HEADS)
     HALF: gl.constexpr = q_tiles.dtype == gl.float16
-    ON_DIAGONAL: gl.constexpr = skip is not None and skip[2] is None
+    ON_DIAGONAL: gl.constexpr = skip is not None and skip_v is None
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
@@ -393,8 +394,8 @@ def _state_warps(
     keys = gl.arange(0, BK, gl.SliceLayout(1, layout))[:, None]  # [BK, 1]
     value = first + gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]  # [1, W]
     if skip is not None:
-        skip_ptr, skip_h, skip_v = skip
-        if skip_v is None:  # a number, which joins the diagonal of A
+        skip_ptr, skip_h = skip
+        if ON_DIAGONAL:  # a number, which joins the diagonal of A
             skips = gl.load(skip_ptr + v_head * skip_h).to(gl.float32) / scale
         else:
             skips = gl.load(skip_ptr + v_head * skip_h + value * skip_v, value < V, 0.0).to(gl.float32)  # [1, W]
@@ -576,7 +577,7 @@ def _chunk_gla_fwd_head_kernel(
     g_t,
     g_h,
     skip_h,  # strides of skip
-    skip_v,
+    skip_v,  # None if the skip of a head is one number
     state_n,  # strides of initial_state or of the pool; see `in_state`
     state_h,
     state_k,
@@ -642,7 +643,7 @@ def _chunk_gla_fwd_head_kernel(
     COPIES: gl.constexpr = 1 if HAS_O else 2  # tiles of S of a warpgroup
     s_tiles = gl.allocate_shared_memory(dtype, [GROUPS * COPIES, 1, 1, 1, BK, W], state_layout)
     o_tiles = s_tiles if o_desc is None else gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, C, W], o_desc.layout)
-    # b and f exp(b_C - b); then f, if v has factors
+    # b and f exp(b_C - b); then b - log2 f, if v has factors
     NUMBERS: gl.constexpr = 2 if v_factor is None else 3
     sums = gl.allocate_shared_memory(gl.float32, [NUMBERS * STAGES * HEADS, C], row_layout)
     decays = gl.allocate_shared_memory(gl.float32, [STAGES * HEADS, 1], row_layout)  # exp(b_C)
@@ -682,7 +683,7 @@ def _chunk_gla_fwd_head_kernel(
             factors += ((first_factor + 1, Hv),)
     skips: gl.constexpr = None
     if skip is not None:
-        skips = (skip, skip_h, skip_v)
+        skips = (skip, skip_h)
     q_head = h // R
     load_place = (b, q_head, q_head // PER_V, v_head, column, start, gl.cdiv(length, C))
     load = ((q_desc, k_desc, v_desc), (q_tiles, k_tiles, v_tiles), (full, v_full, empty), load_place)
@@ -693,7 +694,7 @@ def _chunk_gla_fwd_head_kernel(
     place = (b, h, n, sequence, is_first, column, start, length)
     units = (q_units, k_units, v_units, chunk_of(sequence, start, T, C, PACKED))
     sizes = (T, Hv, R, K, V)
-    outputs = (o_desc, o_ptr, scale, skips, z_desc)
+    outputs = (o_desc, o_ptr, scale, skips, skip_v, z_desc)
     state_args = (tiles, (ready, gated, empty, z_full), outputs, states, units, kept, place, sizes)
     # Registers of a thread of the state warps. The gate warps have the remaining registers.
     STATE: gl.constexpr = 168 if TURNS * GROUPS == 4 else 208 if SLICES == 1 else 224
