@@ -37,9 +37,10 @@ class Launches:
         return self._recorded is not None and replay(self._recorded, tensors, floats)
 
     def start(self, launches: list[Launch], tensors: Sequence[Tensor | None], *floats: float) -> None:
-        """Makes the launches of a call and records them. The other arguments are those of `replay`.
+        """Makes the launches of a call and records them.
 
-        If a tensor has no values, the kernels are compiled and no launch is made.
+        The other arguments are those of `replay`. If a tensor has no values, the kernels are compiled and no launch is
+        made.
 
         Raises:
             ValueError: a launch takes some floats, but not as many as the call has.

@@ -159,7 +159,8 @@ def check_forward(kernels, BV=None, stages=2, normalizer=None, factors=None, ski
         z = 3 * torch.randn(B, T, Hv, 2 * V).to(dtype)[..., :V]
         tensors, gate = tensors._replace(z=z), torch.nn.functional.silu(z.double())
     if skips:
-        factor, D = torch.rand(B, T, Hv), torch.randn(Hv, V) if Hv % 2 else torch.randn(Hv)
+        factor = torch.nn.functional.dropout(torch.rand(B, T, Hv), 0.1)  # 0 for some tokens
+        D = torch.randn(Hv, V) if Hv % 2 else torch.randn(Hv)
         tensors = tensors._replace(v_factor=factor, skip=D)
         skip, v = x.v.double() * (D if D.ndim == 2 else D[:, None]), x.v.double() * factor[..., None]
         y = dataclasses.replace(y, v=v)
