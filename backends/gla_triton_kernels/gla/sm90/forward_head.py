@@ -130,8 +130,7 @@ def launch_outputs(
     slots = plan.parameters.stages if slices == 1 else min(slices + 1, MOST_SLOTS)
     # Outputs of several slices leave no registers for a second gate warpgroup. Packed slices use slots in any order.
     can_turn = slices == 1 or (x.o is None and segments.order is None)
-    pays = heads > 1 or backwards  # with one head, the work of a second one does not limit the gate warps
-    turns = 2 if x.g is not None and plan.parameters.stages % 2 == 0 and can_turn and pays else 1
+    turns = 2 if x.g is not None and plan.parameters.stages % 2 == 0 and can_turn else 1
     arguments = {
         "g_ptr": x.g,
         **gate_strides(x.g),
