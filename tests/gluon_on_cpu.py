@@ -408,7 +408,10 @@ _failed: list[BaseException] = []
 
 
 def _specialize(partitions: list[tuple[Callable, tuple]], *_: Any) -> None:
+    program = vars(_program)
+
     def body(function: Callable, args: tuple) -> None:
+        vars(_program).update(program)
         try:
             function(*args)
             assert not _thread.stores, "a copy to memory was not waited for"
@@ -541,6 +544,15 @@ def _clear_rows(tile: Tile, rows: Any, _: Any, value: float = 0.0) -> None:
         tile.memory[max(int(rows), 0) :] = value
 
 
+def _publish(flag: Any) -> None:
+    """Counts one for each thread of a warpgroup."""
+    _store(flag, _load(flag) + 128)
+
+
+def _wait_for_published(flag: Any) -> None:
+    assert _load(flag) == 128, "a block waits for a later one"
+
+
 def _simplify(module: Any) -> None:
     """Replaces what has no meaning here: constants of Triton by numbers, and inline assembly."""
     simple = {
@@ -556,6 +568,8 @@ def _simplify(module: Any) -> None:
         "opaque_zero": lambda: _value(0),
         "wait_for_predecessor": lambda: None,
         "let_dependents_start": lambda: None,
+        "publish": _publish,
+        "wait_for_published": _wait_for_published,
     }
     for name, x in list(vars(module).items()):
         if type(x).__module__ == "triton.language.core" and type(x).__name__ == "constexpr":

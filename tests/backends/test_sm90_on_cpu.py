@@ -63,6 +63,7 @@ def kernels():
         *(
             "half",
             "states",
+            "shares",
             "forward",
             "forward_head",
             "forward_wide",
@@ -140,7 +141,9 @@ def forward_kernel(kernels, x, gate_form="head"):
     return kernels.forward if K <= 128 else kernels.forward_wide
 
 
-def check_forward(kernels, BV=None, stages=2, normalizer=None, factors=None, skips=False, gated=False, **sizes):
+def check_forward(
+    kernels, BV=None, stages=2, programs=None, normalizer=None, factors=None, skips=False, gated=False, **sizes
+):
     """Checks outputs; `factors` multiplies q, k and v, which are then not negative, by three numbers.
 
     With `skips`, v has a factor for each token, and o a term of v without it. With `gated`, o has an output gate.
@@ -168,7 +171,7 @@ def check_forward(kernels, BV=None, stages=2, normalizer=None, factors=None, ski
     segments = whole(B, T, x.cu_seqlens, o)
     columns = warpgroup_columns(K)
     BV = BV or (columns if columns >= V else 2 * columns)
-    parameters = Parameters(C=64, BK=64 if K <= 64 else 128, BV=BV, stages=stages)
+    parameters = Parameters(C=64, BK=64 if K <= 64 else 128, BV=BV, stages=stages, programs=programs)
     gluon_on_cpu.run(segments.launches)
     plan = ForwardPlan(None, parameters)  # pyright: ignore[reportArgumentType]
     kernel = forward_kernel(kernels, x, sizes.get("gate_form"))
@@ -234,6 +237,9 @@ def test_outputs_of_every_gate(kernels, form, gates, dtype):
         PACKED | {"G": 2, "H": 2, "gates": "-inf", "dtype": torch.float16},
         PACKED | {"G": 2, "normalizer": 16, "K": 136, "BV": 64},
         {"skips": True, "R": 2, "BV": 128, "B": 2},
+        {"programs": 3, "B": 4, "T": 300, "initial_state": True},  # four jobs of five chunks, by three blocks
+        {"programs": 2, "B": 3, "R": 4, "BV": 128, "skips": True, "gated": True, "T": 200},
+        {"programs": 4, "B": 5, "K": 256, "V": 128, "dtype": torch.float16},
         {"skips": True, "R": 3, "K": 128, "V": 128, "initial_state": True},
         PACKED | {"skips": True, "R": 2, "K": 256, "V": 72},
         PACKED | {"skips": True, "dtype": torch.float16, "K": 128},

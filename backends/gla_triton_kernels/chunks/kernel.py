@@ -46,6 +46,7 @@ class Parameters:
         triangle: whether a product with a triangular matrix sums the gates; otherwise a scan does.
         keys_first: whether the keys of a state are the rows of the matrix instruction; otherwise the values are.
         precision: precision of products of float32 operands, "tf32" or "ieee".
+        programs: number of blocks that share the work evenly; None stands for a block for each part of it.
     """
 
     C: int
@@ -59,6 +60,7 @@ class Parameters:
     triangle: bool = False
     keys_first: bool = False
     precision: str = "tf32"
+    programs: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

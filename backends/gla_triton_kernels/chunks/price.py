@@ -46,6 +46,7 @@ class BlockTime(NamedTuple):
         step: seconds of a step.
         shared: number of blocks that share a multiprocessor without slowing each other down.
         keys: keys of a block; `MAX_WIDTH` stands for all keys of a head.
+        even: whether all multiprocessors get the same share of the work.
     """
 
     tokens: int
@@ -54,6 +55,7 @@ class BlockTime(NamedTuple):
     step: float
     shared: float = 1
     keys: int = MAX_WIDTH
+    even: bool = False
 
 
 class Heads(NamedTuple):
@@ -105,7 +107,8 @@ def kernel_seconds(call: OpCall, block: BlockTime, segments: Cut, size: float, c
         )
         seconds = max(most, (blocks / c["multiprocessors"] + 0.5) * mean / block.shared)
     else:
-        waves = max(1.0, math.ceil(blocks / c["multiprocessors"]) / block.shared)
+        waves = blocks / c["multiprocessors"]
+        waves = max(1.0, (waves if block.even else math.ceil(waves)) / block.shared)
         seconds = waves * (block.start + math.ceil(segments.mean / block.tokens) * block.step)
     return c["launch"] + max(seconds * c["step"], size / c["bandwidth"])
 

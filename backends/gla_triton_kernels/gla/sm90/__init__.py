@@ -1,6 +1,51 @@
 """Kernels for Hopper (SM90), with specialised warps."""
 
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+from gla_core.dispatch.tensors import ceil_div
+
+SECOND_WARPGROUP, SECOND_WIDE = 1.6, 1.2
+"""The time of a block of forward_head.py with two state warpgroups, as a multiple of the time with one: with up to 128
+keys, and with more."""
+SHARES_START = 8
+"""The time that a division into shares adds, in chunks."""
+
+
+class Division(NamedTuple):
+    """How the jobs of a kernel are divided among blocks; see shares.py.
+
+    Attributes:
+        warpgroups: state warpgroups of a block, 1 or 2.
+        programs: number of blocks that share all jobs evenly; None stands for a block for each job.
+    """
+
+    warpgroups: int
+    programs: int | None
+
 
 def warpgroup_columns(K: int) -> int:
     """Returns the most columns of v of a state warpgroup with K keys. Its registers hold K rows of them."""
     return 64 if K <= 256 else 32 if K <= 512 else 16
+
+
+def fastest_division(jobs: dict[int, int], K: int, chunks: int, multiprocessors: int, may_share: bool) -> Division:
+    """Returns the fastest division of jobs among blocks of forward_head.py.
+
+    Args:
+        jobs: the number of jobs, by the number of warpgroups of a block.
+        chunks: chunks of a job.
+        may_share: whether all jobs have the same number of chunks, and begin with known states.
+    """
+
+    def chunk_times(x: Division) -> float:
+        waves = jobs[x.warpgroups] / multiprocessors
+        time = ceil_div(jobs[x.warpgroups], multiprocessors) * chunks
+        if x.programs is not None:
+            time = max(1.0, waves) * chunks + SHARES_START
+        return time * (1.0 if x.warpgroups == 1 else SECOND_WARPGROUP if K <= 128 else SECOND_WIDE)
+
+    programs = (None, multiprocessors) if may_share else (None,)
+    return min(itertools.starmap(Division, itertools.product(sorted(jobs, reverse=True), programs)), key=chunk_times)

@@ -73,7 +73,7 @@ from gla_core.dispatch.backend import CHUNK
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunks.kernel import ForwardPlan, GradientParameters, Parameters
 from gla_triton_kernels.chunks.segments import Segments
-from gla_triton_kernels.gla.sm90 import warpgroup_columns
+from gla_triton_kernels.gla.sm90 import fastest_division, warpgroup_columns
 from gla_triton_kernels.gla.sm90.common import (
     chunk_of,
     clear_rows,
@@ -96,6 +96,7 @@ from gla_triton_kernels.gla.sm90.common import (
     write_state,
 )
 from gla_triton_kernels.gla.sm90.forward import launch_kernel
+from gla_triton_kernels.gla.sm90.shares import hand_over, part_of_share, share_jobs, share_of_block, taken_over
 from gla_triton_kernels.gla.tensors import BackwardTensors, Tensors
 from gla_triton_runtime.arithmetic import LOG2E
 from gla_triton_runtime.launch import Launch
@@ -131,6 +132,10 @@ def launch_outputs(
     # Outputs of several slices leave no registers for a second gate warpgroup. Packed slices use slots in any order.
     can_turn = slices == 1 or (x.o is None and segments.order is None)
     turns = 2 if x.g is not None and plan.parameters.stages % 2 == 0 and can_turn else 1
+    jobs = ceil_div(V, plan.parameters.BV) * segments.count * max(Hq, Hv) // heads
+    states = plan.parameters.BV // W, slices * plan.parameters.BK, W
+    chunks = ceil_div(x.k.shape[1], plan.parameters.C)
+    shares, blocks, clears = share_jobs(jobs, chunks, plan.parameters.programs, states, x.k.device)
     arguments = {
         "g_ptr": x.g,
         **gate_strides(x.g),
@@ -148,11 +153,12 @@ def launch_outputs(
         "BACKWARDS": backwards,
         "LAST_LEAVE_NONE": last_leave_none,
         "TURNS": turns,
+        **shares,
     }
     kernel = _chunk_gla_fwd_head_kernel
     *before, launch = launch_kernel(kernel, arguments, plan, x, segments, scale, every, normalizer, heads, W)
     most = 96 if turns * plan.parameters.BV > 2 * W else 128  # the kernel has one warpgroup more than otherwise
-    return [*before, replace(launch, options={**launch.options, "maxnreg": most})]
+    return [*before, *clears, replace(launch, grid=(blocks, 1, 1), options={**launch.options, "maxnreg": most})]
 
 
 def launch_state_gradients(
@@ -174,12 +180,14 @@ def launch_state_gradients(
     is_whole = leaving is x.dstate
     before, after, inside = (leaving, x.dinitial_state, None) if is_whole else (None, None, leaving)
     y = Tensors(x.q, x.q, x.do, x.g, before, x.cu_seqlens, None, after, P, inside)
-    blocks = segments.count * Hv * ceil_div(V, W)
-    # A block of two warpgroups takes 1.7 times as long as a block of one.
-    pays = 1.7 * ceil_div(ceil_div(blocks, 2), kernel.programs) < ceil_div(blocks, kernel.programs)
-    BV = W if not pays or (V <= W and Hv // H % 2) else 2 * W
+    jobs = {1: segments.count * Hv * ceil_div(V, W)}
+    if V > W or Hv // H % 2 == 0:
+        jobs[2] = ceil_div(jobs[1], 2)
+    may_share = is_whole and segments.order is None
+    division = fastest_division(jobs, K, ceil_div(x.k.shape[1], CHUNK), kernel.programs, may_share)
     stages = 2 if K > 128 else 4  # without q and o, this many fit into shared memory
-    parameters = Parameters(C=CHUNK, BK=64 if K <= 64 else 128, BV=BV, stages=stages, tma=True)
+    BK, BV = 64 if K <= 64 else 128, division.warpgroups * W
+    parameters = Parameters(C=CHUNK, BK=BK, BV=BV, stages=stages, tma=True, programs=division.programs)
     plan = ForwardPlan(None, parameters)  # pyright: ignore[reportArgumentType]
     *converted, launch = launch_outputs(plan, y, segments, scale, CHUNK, normalizer, True, x.last_leave_none)
     options = {name: option for name, option in launch.options.items() if name != "launch_pdl"}
@@ -187,8 +195,50 @@ def launch_state_gradients(
 
 
 @gluon.jit
+def parts_of(work):
+    """Returns the number of parts of the work of this block; 1 if a segment has a block."""
+    _, share, _ = work
+    if share is None:
+        return 1
+    else:  # noqa: RET505 -- one branch is compiled
+        return share[1]
+
+
+@gluon.jit
+def part_of(work, part, C: gl.constexpr):
+    """Returns the place of a part of the work of this block, and its chunks.
+
+    The place is (batch, head, segment, sequence, first column of v, first token, number of tokens, first token of the
+    sequence, whether the state is the initial one). The chunks are (number of the first one, end, number of chunks of
+    the segment, number of chunks of the earlier parts).
+    """
+    place, share, widths = work
+    if share is None:
+        return place, (0, gl.cdiv(place[6], C), gl.cdiv(place[6], C), 0)
+    else:  # noqa: RET505 -- one branch is compiled
+        columns, heads, HEADS, BV, T = widths
+        job, passed, stop, done = part_of_share(share, part)
+        n, h, column = job // columns // heads, job // columns % heads * HEADS, job % columns * BV
+        return (n, h, n, n, column, 0, T, 0, passed == 0), (passed, stop, share[4], done)
+
+
+@gluon.jit
+def first_of_part(pointer, offset, work):
+    """Returns the pointer to a part's first number, `offset` from the first one of the tensor.
+
+    If a segment has a block, `pointer` is already there: the kernel computes it, which leaves more registers.
+    """
+    _, share, _ = work
+    if share is None:
+        return pointer
+    else:  # noqa: RET505 -- one branch is compiled
+        return pointer + offset
+
+
+@gluon.jit
 def _load_warp(
     args,
+    PER_V: gl.constexpr,
     HAS_O: gl.constexpr,
     HEADS: gl.constexpr,
     SLICES: gl.constexpr,
@@ -199,11 +249,10 @@ def _load_warp(
 
     The tiles of v of a chunk have no barrier `empty`: their slot is free once that of the chunk's last slice is.
     """
-    descriptors, tiles, barriers, place = args
+    descriptors, tiles, barriers, work, R = args
     q_desc, k_desc, v_desc = descriptors
     q_tiles, k_tiles, v_tiles = tiles
     full, v_full, empty = barriers
-    b, q_head, key_head, h, column, start, n_chunks = place
     C: gl.constexpr = q_desc.block_type.shape[2]
     BK: gl.constexpr = q_desc.block_type.shape[3]
     W: gl.constexpr = v_desc.block_type.shape[3]
@@ -211,24 +260,35 @@ def _load_warp(
     SLOTS: gl.constexpr = k_tiles.type.shape[0]
     TILES: gl.constexpr = (2 if HAS_O else 1) * k_desc.block_type.nbytes
     COLUMNS: gl.constexpr = GROUPS * v_desc.block_type.nbytes
-    for i in range(n_chunks):
-        stage = i % STAGES
-        t = start + (n_chunks - 1 - i if BACKWARDS else i) * C
-        for j in gl.static_range(SLICES):
-            step = SLICES * i + j
-            slot = step % SLOTS
-            mbarrier.wait(empty.index(slot), ((step // SLOTS) & 1) ^ 1)  # returns at once for the first SLOTS slices
-            mbarrier.expect(full.index(slot), TILES + COLUMNS if SLICES == 1 else TILES)
-            if HAS_O:
-                tma.async_copy_global_to_shared(q_desc, [b, q_head, t, j * BK], full.index(slot), q_tiles.index(slot))
-            tma.async_copy_global_to_shared(k_desc, [b, key_head, t, j * BK], full.index(slot), k_tiles.index(slot))
-            if j == 0:
-                if SLICES > 1:
-                    mbarrier.expect(v_full.index(stage), COLUMNS)
-                for w in gl.static_range(GROUPS):
-                    v_tile = v_tiles.index(GROUPS * stage + w)
-                    at = [b, h + w, t, 0] if HEADS > 1 else [b, h, t, column + w * W]
-                    tma.async_copy_global_to_shared(v_desc, at, v_full.index(stage), v_tile)
+    for part in range(parts_of(work)):
+        place, chunks = part_of(work, part, C)
+        b, h, _, _, column, start, _, _, _ = place
+        passed, stop, n_chunks, done = chunks
+        q_head, v_head = h // R, h // PER_V
+        for i in range(done, done + stop - passed):
+            stage = i % STAGES
+            c = passed + i - done
+            t = start + (n_chunks - 1 - c if BACKWARDS else c) * C
+            for j in gl.static_range(SLICES):
+                step = SLICES * i + j
+                slot = step % SLOTS
+                # This returns at once for the first SLOTS slices.
+                mbarrier.wait(empty.index(slot), ((step // SLOTS) & 1) ^ 1)
+                mbarrier.expect(full.index(slot), TILES + COLUMNS if SLICES == 1 else TILES)
+                if HAS_O:
+                    tma.async_copy_global_to_shared(
+                        q_desc, [b, q_head, t, j * BK], full.index(slot), q_tiles.index(slot)
+                    )
+                tma.async_copy_global_to_shared(
+                    k_desc, [b, q_head // PER_V, t, j * BK], full.index(slot), k_tiles.index(slot)
+                )
+                if j == 0:
+                    if SLICES > 1:
+                        mbarrier.expect(v_full.index(stage), COLUMNS)
+                    for w in gl.static_range(GROUPS):
+                        v_tile = v_tiles.index(GROUPS * stage + w)
+                        at = [b, v_head + w, t, 0] if HEADS > 1 else [b, v_head, t, column + w * W]
+                        tma.async_copy_global_to_shared(v_desc, at, v_full.index(stage), v_tile)
 
 
 @gluon.jit
@@ -238,6 +298,7 @@ def _gate_warps(
     args,
     turn: gl.constexpr,
     TURNS: gl.constexpr,
+    PER_V: gl.constexpr,
     HAS_O: gl.constexpr,
     HEADS: gl.constexpr,
     SLICES: gl.constexpr,
@@ -249,13 +310,13 @@ def _gate_warps(
     """Sums the gates and computes u in every TURNS-th chunk from `turn` on, and clears the rows of the next sequence.
 
     Args:
-        gates: for each head of the block, the pointer to its gate at token 0 and the stride of tokens; None without
-            gates.
-        factors: the same for factors of v; None without factors.
+        gates: pointer to gates, and their strides; None without gates. The pointer is that of `first_of_part`.
+        factors: the same pointer to factors of v; None without factors.
     """
-    tiles, barriers, start, length, scale = args
+    tiles, barriers, work, sizes, scale = args
     q_tiles, k_tiles, v_tiles, u_tiles, sums, decays = tiles
     full, v_full, ready, gated = barriers
+    T, Hv = sizes
     C: gl.constexpr = v_tiles.type.shape[3]
     BK: gl.constexpr = k_tiles.type.shape[4]
     W: gl.constexpr = v_tiles.type.shape[4]
@@ -266,77 +327,93 @@ def _gate_warps(
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     token = gl.arange(0, C, line)  # [C]
     NUMBERS: gl.constexpr = sums.type.shape[0] // (STAGES * HEADS)  # vectors [C] of a head and stage
-    n_chunks = gl.cdiv(length, C)
-    if HAS_GATE:
-        g_next = ()  # the gates of the next chunk, [C] for each head
-        f_next = ()  # the factors of v of the next chunk
-        at = gl.maximum(n_chunks - 1 - turn, 0) * C if BACKWARDS else turn * C
-        for j in gl.static_range(HEADS):
-            g_next += (gates_of(gates[j], start + at, length - at, token, NORMALIZER),)  # [C]
+    for part in range(parts_of(work)):
+        place, chunks = part_of(work, part, C)
+        batch, h, _, _, _, start, length, _, _ = place
+        passed, stop, n_chunks, done = chunks
+        v_head = h // PER_V
+        begin = done + (turn + TURNS - done % TURNS) % TURNS  # the first chunk of this warpgroup
+        if HAS_GATE:
+            g_ptr, g_b, g_t, g_h = gates
+            g_ptr = first_of_part(g_ptr, batch.to(gl.int64) * g_b + v_head.to(gl.int64) * g_h, work)
+            f_ptr = factors
             if factors is not None:
-                f_next += (logits_of(factors[j], start + at, length - at, token),)  # [C]
-    for i in range(turn, n_chunks, TURNS):
-        stage = i % STAGES
-        c = n_chunks - 1 - i if BACKWARDS else i
-        rows = length - c * C
-        after = (c - TURNS if BACKWARDS else c + TURNS) * C
-        ahead = gl.where(c >= TURNS, C, 0) if BACKWARDS else rows - TURNS * C
-        sums_of_heads = ()  # b [C] and b_C of each head
-        arriving = ()
-        f = f_next if factors is not None else ()
-        f_next = ()
-        if HAS_GATE:
+                f_ptr = first_of_part(factors, batch.to(gl.int64) * T * Hv + v_head, work)
+            g_next = ()  # the gates of the next chunk, [C] for each head
+            f_next = ()  # the factors of v of the next chunk
+            c = passed + begin - done
+            at = gl.maximum(n_chunks - 1 - c, 0) * C if BACKWARDS else c * C
             for j in gl.static_range(HEADS):
-                g = g_next[j].to(gl.float64) * LOG2E  # [C]
-                # The loads of the next gates run during this chunk.
-                arriving += (gates_of(gates[j], start + after, ahead, token, NORMALIZER),)
+                gate = (g_ptr + j * g_h, g_t)
+                g_next += (gates_of(gate, start + at, length - at, token, NORMALIZER),)  # [C]
                 if factors is not None:
-                    f_next += (logits_of(factors[j], start + after, ahead, token),)
-                b = gl.associative_scan(g, 0, plus)  # [C]
-                sums_of_heads += ((b, gl.sum(g, 0)),)
-            g_next = arriving
-        mbarrier.wait(v_full.index(stage), (i // STAGES) & 1)
-        if HAS_GATE:
-            # The load warp has waited until the state warps have read the slot, so its sums may be replaced too.
-            for j in gl.static_range(HEADS):
-                at = HEADS * stage + j
-                b, b_end = sums_of_heads[j]
-                # [C], exp(b_C - b), or scale * exp(b)
-                leave = gl.exp2(b.to(gl.float32)) * scale if BACKWARDS else gl.exp2((b_end - b).to(gl.float32))
-                sums.index(NUMBERS * at).store(b.to(gl.float32))
-                if factors is not None:
-                    leave *= f[j]
-                    sums.index(NUMBERS * at + 2).store((b - gl.log2(f[j]).to(gl.float64)).to(gl.float32))
-                sums.index(NUMBERS * at + 1).store(leave)
-                decay = gl.exp2(b_end.to(gl.float32))
-                decays.index(at).store(gl.full([1], decay, gl.float32, gl.SliceLayout(1, layout)))
-        if PACKED and SLICES == 1:
-            clear_rows(k_tiles.index(stage).reshape([C, BK]), rows, layout)
-            if HAS_O and q_tiles.dtype == gl.float16:  # rows of the next sequence would count in the largest score
-                clear_rows(q_tiles.index(stage).reshape([C, BK]), rows, layout)
-        for w in gl.static_range(GROUPS):
-            v_tile = v_tiles.index(GROUPS * stage + w).reshape([C, W])
-            if PACKED:
-                clear_rows(v_tile, rows, layout)
+                    factor = (f_ptr + j, Hv)
+                    f_next += (logits_of(factor, start + at, length - at, token),)  # [C]
+        for i in range(begin, done + stop - passed, TURNS):
+            stage = i % STAGES
+            c = passed + i - done
+            c = n_chunks - 1 - c if BACKWARDS else c
+            rows = length - c * C
+            after = (c - TURNS if BACKWARDS else c + TURNS) * C
+            ahead = gl.where(c >= TURNS, C, 0) if BACKWARDS else rows - TURNS * C
+            sums_of_heads = ()  # b [C] and b_C of each head
+            arriving = ()
+            f = f_next if factors is not None else ()
+            f_next = ()
             if HAS_GATE:
-                at = HEADS * stage + (w if HEADS > 1 else 0)
-                leaving = sums.index(NUMBERS * at + 1).load(gl.SliceLayout(1, layout))[
-                    :, None
-                ]  # [C, 1], f exp(b_C - b)
-                u_tile = u_tiles.index(GROUPS * stage + w).reshape([C, W])
-                u_tile.store((v_tile.load(layout).to(gl.float32) * leaving).to(v_tile.dtype))
-        fence_async_shared()  # u has been stored, and rows cleared, from registers; wgmma reads them
-        mbarrier.arrive(gated.index(stage), count=1)
-        if PACKED and SLICES > 1:
-            for j in gl.static_range(SLICES):
-                step = SLICES * i + j
-                slot = step % SLOTS
-                mbarrier.wait(full.index(slot), (step // SLOTS) & 1)
-                clear_rows(k_tiles.index(slot).reshape([C, BK]), rows, layout)
-                if HAS_O and q_tiles.dtype == gl.float16:  # as above
-                    clear_rows(q_tiles.index(slot).reshape([C, BK]), rows, layout)
-                fence_async_shared()
-                mbarrier.arrive(ready.index(slot), count=1)
+                for j in gl.static_range(HEADS):
+                    g = g_next[j].to(gl.float64) * LOG2E  # [C]
+                    # The loads of the next gates run during this chunk.
+                    gate = (g_ptr + j * g_h, g_t)
+                    arriving += (gates_of(gate, start + after, ahead, token, NORMALIZER),)
+                    if factors is not None:
+                        factor = (f_ptr + j, Hv)
+                        f_next += (logits_of(factor, start + after, ahead, token),)
+                    b = gl.associative_scan(g, 0, plus)  # [C]
+                    sums_of_heads += ((b, gl.sum(g, 0)),)
+                g_next = arriving
+            mbarrier.wait(v_full.index(stage), (i // STAGES) & 1)
+            if HAS_GATE:
+                # The load warp has waited until the state warps have read the slot, so its sums may be replaced too.
+                for j in gl.static_range(HEADS):
+                    at = HEADS * stage + j
+                    b, b_end = sums_of_heads[j]
+                    # [C], exp(b_C - b), or scale * exp(b)
+                    leave = gl.exp2(b.to(gl.float32)) * scale if BACKWARDS else gl.exp2((b_end - b).to(gl.float32))
+                    sums.index(NUMBERS * at).store(b.to(gl.float32))
+                    if factors is not None:
+                        leave *= f[j]
+                        sums.index(NUMBERS * at + 2).store((b - gl.log2(f[j]).to(gl.float64)).to(gl.float32))
+                    sums.index(NUMBERS * at + 1).store(leave)
+                    decay = gl.exp2(b_end.to(gl.float32))
+                    decays.index(at).store(gl.full([1], decay, gl.float32, gl.SliceLayout(1, layout)))
+            if PACKED and SLICES == 1:
+                clear_rows(k_tiles.index(stage).reshape([C, BK]), rows, layout)
+                if HAS_O and q_tiles.dtype == gl.float16:  # rows of the next sequence would count in the largest score
+                    clear_rows(q_tiles.index(stage).reshape([C, BK]), rows, layout)
+            for w in gl.static_range(GROUPS):
+                v_tile = v_tiles.index(GROUPS * stage + w).reshape([C, W])
+                if PACKED:
+                    clear_rows(v_tile, rows, layout)
+                if HAS_GATE:
+                    at = HEADS * stage + (w if HEADS > 1 else 0)
+                    leaving = sums.index(NUMBERS * at + 1).load(gl.SliceLayout(1, layout))[
+                        :, None
+                    ]  # [C, 1], f exp(b_C - b)
+                    u_tile = u_tiles.index(GROUPS * stage + w).reshape([C, W])
+                    u_tile.store((v_tile.load(layout).to(gl.float32) * leaving).to(v_tile.dtype))
+            fence_async_shared()  # u has been stored, and rows cleared, from registers; wgmma reads them
+            mbarrier.arrive(gated.index(stage), count=1)
+            if PACKED and SLICES > 1:
+                for j in gl.static_range(SLICES):
+                    step = SLICES * i + j
+                    slot = step % SLOTS
+                    mbarrier.wait(full.index(slot), (step // SLOTS) & 1)
+                    clear_rows(k_tiles.index(slot).reshape([C, BK]), rows, layout)
+                    if HAS_O and q_tiles.dtype == gl.float16:  # as above
+                        clear_rows(q_tiles.index(slot).reshape([C, BK]), rows, layout)
+                    fence_async_shared()
+                    mbarrier.arrive(ready.index(slot), count=1)
 
 
 @gluon.jit
@@ -361,14 +438,13 @@ def _state_warps(
         args: see `_state_warps` of forward.py.
         WARPGROUP: the number of this state warpgroup.
     """
-    tiles, barriers, outputs, states, units, kept, place, sizes = args
+    tiles, barriers, outputs, states, units, kept, work, sizes, handed, flags = args
     q_tiles, k_tiles, v_tiles, u_tiles, sums, decays, s_tiles, o_tiles = tiles
     ready, gated, empty, z_full = barriers
     o_desc, o_ptr, scale, skip, skip_v, z_desc = outputs
-    _, strides, _, _, pool, _ = states
-    q_units, k_units, v_units, chunk = units
-    s_desc, checkpoints, n_rows, checkpoint, left, every = kept
-    b, h, n, sequence, is_first, column, start, length = place
+    _, strides, _, _, pool, slots = states
+    q_units, k_units, v_units = units
+    s_desc, checkpoints, n_rows, every = kept
     T, Hv, R, K, V = sizes
     C: gl.constexpr = q_tiles.type.shape[3]
     BK: gl.constexpr = q_tiles.type.shape[4]
@@ -387,167 +463,199 @@ def _state_warps(
     s = gl.arange(0, C, gl.SliceLayout(0, scores))[None, :]  # [1, C]
     o_tile = None if o_desc is None else o_tiles.index(WARPGROUP).reshape([C, W])
     HEAD: gl.constexpr = WARPGROUP if HEADS > 1 else 0  # the number of the warpgroup's head in the block
-    h += HEAD
-    v_head, Ho = h // PER_V, Hv * PER_V
-    first = column + (0 if HEADS > 1 else WARPGROUP * W)
+    Ho = Hv * PER_V
     keys = gl.arange(0, BK, gl.SliceLayout(1, layout))[:, None]  # [BK, 1]
-    value = first + gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]  # [1, W]
-    if skip is not None:
-        skip_ptr, skip_h = skip
-        if ON_DIAGONAL:  # a number, which joins the diagonal of A
-            skips = gl.load(skip_ptr + v_head * skip_h).to(gl.float32) / scale
-        else:
-            skips = gl.load(skip_ptr + v_head * skip_h + value * skip_v, value < V, 0.0).to(gl.float32)  # [1, W]
-    S = gl.zeros([BK, W], gl.float32, layout)
+    columns = gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]  # [1, W]
+    number = gl.program_id(0) * GROUPS + WARPGROUP  # of the state that this warpgroup hands over
     wait_for_predecessor()  # it writes `entering`
-    leaving = ()  # [BK, W] for each slice, the state that leaves the previous chunk
-    for j in gl.static_range(SLICES):
-        leaving += (first_state(S, states, n, sequence, v_head, is_first, keys + j * BK, value, (Hv, K, V)),)
-    outer = 1.0  # the unit of S, which is the unit of k^T u in the previous chunk
-    if q_units is not None:
-        outer = gl.to_tensor(1.0)
-    n_chunks = gl.cdiv(length, C)
-    for i in range(n_chunks):
-        stage = i % STAGES
-        c = n_chunks - 1 - i if BACKWARDS else i
-        phase = (i // STAGES) & 1
-        v_tile = v_tiles.index(GROUPS * stage + WARPGROUP).reshape([C, W])
-        u_tile = u_tiles.index(GROUPS * stage + WARPGROUP).reshape([C, W])
-        at = HEADS * stage + HEAD
-        rows = length - c * C
-        if SLICES > 1:
-            q_unit = unit_at(q_units, chunk + c, Ho // R, h // R)
-            kv_unit = unit_at(k_units, chunk + c, Hv // R, h // R // PER_V) * unit_at(v_units, chunk + c, Hv, v_head)
-            if HALF:
-                s_unit, inverse = unit_of_slices(leaving, outer, SLICES)
-        a = gl.zeros([C, C], gl.float32, scores)
-        o = gl.zeros([C, W], gl.float32, layout)
-        updated = ()
+    for part in range(parts_of(work)):
+        place, chunks = part_of(work, part, C)
+        b, h, n, sequence, column, start, length, origin, is_first = place
+        passed, stop, n_chunks, done = chunks
+        h += HEAD
+        v_head = h // PER_V
+        first = column + (0 if HEADS > 1 else WARPGROUP * W)
+        value = first + columns  # [1, W]
+        chunk = chunk_of(sequence, start, T, C, PACKED)
+        if HAS_CHECKPOINTS:
+            # the row of the next checkpoint, and the number of tokens until it
+            at = start if BACKWARDS else start + passed * C
+            checkpoint, left = next_checkpoint(at, sequence, origin, every, slots, PACKED)
+            left = gl.where(h % PER_V == 0, left, -1)  # only the first query head that shares a state writes it
+            if BACKWARDS:
+                checkpoint += n_chunks - 1 - passed
+        if skip is not None:
+            skip_ptr, skip_h = skip
+            if ON_DIAGONAL:  # a number, which joins the diagonal of A
+                skips = gl.load(skip_ptr + v_head * skip_h).to(gl.float32) / scale
+            else:
+                skips = gl.load(skip_ptr + v_head * skip_h + value * skip_v, value < V, 0.0).to(gl.float32)  # [1, W]
+        S = gl.zeros([BK, W], gl.float32, layout)
+        leaving = ()  # [BK, W] for each slice, the state that leaves the previous chunk
         for j in gl.static_range(SLICES):
-            step = SLICES * i + j
-            slot = step % SLOTS
-            S = leaving[j]
-            q_tile = q_tiles.index(slot).reshape([C, BK])
-            k_tile = k_tiles.index(slot).reshape([C, BK])
-            # [1, 1, 1, BK, W], S as an operand, and the source of a checkpoint
-            s_block = s_tiles.index(COPIES * WARPGROUP + step % COPIES)
-            s_tile = s_block.reshape([BK, W])
-            if s_desc is not None:
-                # The copy of the checkpoint has read s_tile. Later copies, of o or from the other s_tile, may go on.
-                tma.store_wait(1 if SLICES == 1 or not HAS_O else 0)
-            if SLICES > 1 and HALF:
-                s_tile.store((S * inverse).to(s_tile.dtype))
-            elif HAS_O or s_desc is not None:
-                s_unit = store_state(s_tile, S, None, outer)
-            fence_async_shared()  # wgmma and TMA read S from the tile
-            if HAS_CHECKPOINTS:
-                if left == 0:  # this chunk begins at a checkpoint
-                    key = keys + j * BK
-                    if s_desc is not None:
-                        tma.async_copy_shared_to_global(s_desc, [b, checkpoint, v_head, j * BK, first], s_block)
-                    elif pool is not None:
-                        write_slot(pool, strides, checkpoint, v_head, S * outer, key, value, (K, V))
-                    else:
-                        write_state(checkpoints, (b * n_rows + checkpoint) * Hv + v_head, S * outer, key, value, (K, V))
-                    if j == SLICES - 1:
-                        checkpoint += -1 if BACKWARDS else 1
-                        left = every  # 0 with a pool, so that no other checkpoint follows
-                if j == SLICES - 1:
-                    left -= C
-            mbarrier.wait(ready.index(slot), (step // SLOTS) & 1)
-            if PACKED and SLICES == 1:  # noqa: SIM102 -- known when this is compiled
-                if rows < C:
-                    mbarrier.wait(gated.index(stage), phase)  # rows of the next sequence have been cleared
-            if HAS_O:
-                a = warpgroup_mma(q_tile, k_tile.permute([1, 0]), a, use_acc=j > 0, is_async=True)
-                o = warpgroup_mma(q_tile, s_tile, o, use_acc=j > 0, is_async=True)
-            if j == 0:
-                mbarrier.wait(gated.index(stage), phase)
-                if z_desc is not None:  # z arrives while S and A are multiplied
-                    tma.store_wait(0)  # the copy of o has read o_tile
-                    arrived = z_full.index(WARPGROUP)
-                    mbarrier.expect(arrived, z_desc.block_type.nbytes)
-                    z_place = [b, h, start + i * C, first]
-                    tma.async_copy_global_to_shared(z_desc, z_place, arrived, o_tiles.index(WARPGROUP))
+            key = keys + j * BK
+            entered = first_state(S, states, n, sequence, v_head, is_first & (passed == 0), key, value, (Hv, K, V))
+            if handed is not None:  # noqa: SIM102 -- known when this is compiled
+                if passed > 0:
+                    entered = taken_over(handed, flags, number - GROUPS, j, SLICES, keys * W + columns)
+            leaving += (entered,)
+        outer = 1.0  # the unit of S, which is the unit of k^T u in the previous chunk
+        if q_units is not None:
+            outer = gl.to_tensor(1.0)
+        for i in range(done, done + stop - passed):
+            stage = i % STAGES
+            c = passed + i - done
+            c = n_chunks - 1 - c if BACKWARDS else c
+            phase = (i // STAGES) & 1
+            v_tile = v_tiles.index(GROUPS * stage + WARPGROUP).reshape([C, W])
+            u_tile = u_tiles.index(GROUPS * stage + WARPGROUP).reshape([C, W])
+            at = HEADS * stage + HEAD
+            rows = length - c * C
             if SLICES > 1:
-                if HAS_GATE:
-                    S = S * gl.max(decays.index(at).load(gl.SliceLayout(1, layout)), 0)
+                q_unit = unit_at(q_units, chunk + c, Ho // R, h // R)
+                kv_unit = unit_at(k_units, chunk + c, Hv // R, h // R // PER_V) * unit_at(
+                    v_units, chunk + c, Hv, v_head
+                )
+                if HALF:
+                    s_unit, inverse = unit_of_slices(leaving, outer, SLICES)
+            a = gl.zeros([C, C], gl.float32, scores)
+            o = gl.zeros([C, W], gl.float32, layout)
+            updated = ()
+            for j in gl.static_range(SLICES):
+                step = SLICES * i + j
+                slot = step % SLOTS
+                S = leaving[j]
+                q_tile = q_tiles.index(slot).reshape([C, BK])
+                k_tile = k_tiles.index(slot).reshape([C, BK])
+                # [1, 1, 1, BK, W], S as an operand, and the source of a checkpoint
+                s_block = s_tiles.index(COPIES * WARPGROUP + step % COPIES)
+                s_tile = s_block.reshape([BK, W])
+                if s_desc is not None:
+                    # The copy of the checkpoint has read s_tile. Later copies, of o or of the other s_tile, may go on.
+                    tma.store_wait(1 if SLICES == 1 or not HAS_O else 0)
+                if SLICES > 1 and HALF:
+                    s_tile.store((S * inverse).to(s_tile.dtype))
+                elif HAS_O or s_desc is not None:
+                    s_unit = store_state(s_tile, S, None, outer)
+                fence_async_shared()  # wgmma and TMA read S from the tile
+                if HAS_CHECKPOINTS:
+                    if left == 0:  # this chunk begins at a checkpoint
+                        key = keys + j * BK
+                        if s_desc is not None:
+                            tma.async_copy_shared_to_global(s_desc, [b, checkpoint, v_head, j * BK, first], s_block)
+                        elif pool is not None:
+                            write_slot(pool, strides, checkpoint, v_head, S * outer, key, value, (K, V))
+                        else:
+                            write_state(
+                                checkpoints, (b * n_rows + checkpoint) * Hv + v_head, S * outer, key, value, (K, V)
+                            )
+                        if j == SLICES - 1:
+                            checkpoint += -1 if BACKWARDS else 1
+                            left = every  # 0 with a pool, so that no other checkpoint follows
+                    if j == SLICES - 1:
+                        left -= C
+                mbarrier.wait(ready.index(slot), (step // SLOTS) & 1)
+                if PACKED and SLICES == 1:  # noqa: SIM102 -- known when this is compiled
+                    if rows < C:
+                        mbarrier.wait(gated.index(stage), phase)  # rows of the next sequence have been cleared
+                if HAS_O:
+                    a = warpgroup_mma(q_tile, k_tile.permute([1, 0]), a, use_acc=j > 0, is_async=True)
+                    o = warpgroup_mma(q_tile, s_tile, o, use_acc=j > 0, is_async=True)
+                if j == 0:
+                    mbarrier.wait(gated.index(stage), phase)
+                    if z_desc is not None:  # z arrives while S and A are multiplied
+                        tma.store_wait(0)  # the copy of o has read o_tile
+                        arrived = z_full.index(WARPGROUP)
+                        mbarrier.expect(arrived, z_desc.block_type.nbytes)
+                        z_place = [b, h, start + c * C, first]
+                        tma.async_copy_global_to_shared(z_desc, z_place, arrived, o_tiles.index(WARPGROUP))
+                if SLICES > 1:
+                    if HAS_GATE:
+                        S = S * gl.max(decays.index(at).load(gl.SliceLayout(1, layout)), 0)
+                    if q_units is not None:
+                        S = S * (outer / kv_unit)
+                    S = warpgroup_mma(k_tile.permute([1, 0]), u_tile, S, is_async=True)
+                    if HAS_O:
+                        a, o, S = warpgroup_mma_wait(0, [a, o, S])
+                    else:
+                        S = warpgroup_mma_wait(0, [S])
+                    updated += (S,)
+                    if j < SLICES - 1:
+                        mbarrier.arrive(empty.index(slot), count=1)
+            if HAS_GATE and HAS_O:
+                b_t = sums.index(NUMBERS * at).load(gl.SliceLayout(1, scores))[:, None]  # [C, 1]
+                # [1, C], b_s, less log2 f_s if v has factors
+                b_s = sums.index(NUMBERS * at + (2 if NUMBERS > 2 else 0)).load(gl.SliceLayout(0, scores))[None, :]
+                between = gl.exp2(b_t - b_s)  # [C, C], undefined for t < s
+            if HAS_GATE and SLICES == 1:
+                decay = gl.max(decays.index(at).load(gl.SliceLayout(1, layout)), 0)
+            if HAS_O and SLICES == 1:
+                a, o = warpgroup_mma_wait(0, [a, o])
+            if HAS_O:
+                a = gl.where(t >= s, a * between if HAS_GATE else a, 0.0)  # [C, C]
+                if ON_DIAGONAL:
+                    a = gl.where(t == s, a + skips, a)
+            if HAS_GATE and HAS_O:
+                o = o * gl.exp2(sums.index(NUMBERS * at).load(gl.SliceLayout(1, layout)))[:, None]  # [C, W]
+            if HAS_GATE and SLICES == 1:
+                S = S * decay
+            if HAS_O:
+                a, a_unit = in_units(a, q_tile.dtype)
+            if SLICES == 1:
+                q_unit = unit_at(q_units, chunk + c, Ho // R, h // R)
+                kv_unit = unit_at(k_units, chunk + c, Hv // R, h // R // PER_V) * unit_at(
+                    v_units, chunk + c, Hv, v_head
+                )
                 if q_units is not None:
                     S = S * (outer / kv_unit)
+            if q_units is not None:
+                outer = kv_unit
+            if HAS_O:
+                if HALF:
+                    o = o * (s_unit / (a_unit * kv_unit))  # in the units of A v
+                a = gl.convert_layout(a, operand)  # the left operand of wgmma may stay in registers
+                o = warpgroup_mma(a, v_tile, o, is_async=True)
+            if SLICES == 1:
                 S = warpgroup_mma(k_tile.permute([1, 0]), u_tile, S, is_async=True)
                 if HAS_O:
-                    a, o, S = warpgroup_mma_wait(0, [a, o, S])
+                    o, S = warpgroup_mma_wait(0, [o, S])
                 else:
                     S = warpgroup_mma_wait(0, [S])
-                updated += (S,)
-                if j < SLICES - 1:
-                    mbarrier.arrive(empty.index(slot), count=1)
-        if HAS_GATE and HAS_O:
-            b_t = sums.index(NUMBERS * at).load(gl.SliceLayout(1, scores))[:, None]  # [C, 1]
-            # [1, C], b_s, less log2 f_s if v has factors
-            b_s = sums.index(NUMBERS * at + (2 if NUMBERS > 2 else 0)).load(gl.SliceLayout(0, scores))[None, :]
-            between = gl.exp2(b_t - b_s)  # [C, C], undefined for t < s
-        if HAS_GATE and SLICES == 1:
-            decay = gl.max(decays.index(at).load(gl.SliceLayout(1, layout)), 0)
-        if HAS_O and SLICES == 1:
-            a, o = warpgroup_mma_wait(0, [a, o])
-        if HAS_O:
-            a = gl.where(t >= s, a * between if HAS_GATE else a, 0.0)  # [C, C]
-            if ON_DIAGONAL:
-                a = gl.where(t == s, a + skips, a)
-        if HAS_GATE and HAS_O:
-            o = o * gl.exp2(sums.index(NUMBERS * at).load(gl.SliceLayout(1, layout)))[:, None]  # [C, W]
-        if HAS_GATE and SLICES == 1:
-            S = S * decay
-        if HAS_O:
-            a, a_unit = in_units(a, q_tile.dtype)
-        if SLICES == 1:
-            q_unit = unit_at(q_units, chunk + c, Ho // R, h // R)
-            kv_unit = unit_at(k_units, chunk + c, Hv // R, h // R // PER_V) * unit_at(v_units, chunk + c, Hv, v_head)
-            if q_units is not None:
-                S = S * (outer / kv_unit)
-        if q_units is not None:
-            outer = kv_unit
-        if HAS_O:
-            if HALF:
-                o = o * (s_unit / (a_unit * kv_unit))  # in the units of A v
-            a = gl.convert_layout(a, operand)  # the left operand of wgmma may stay in registers
-            o = warpgroup_mma(a, v_tile, o, is_async=True)
-        if SLICES == 1:
-            S = warpgroup_mma(k_tile.permute([1, 0]), u_tile, S, is_async=True)
-            if HAS_O:
-                o, S = warpgroup_mma_wait(0, [o, S])
+                leaving = (S,)
             else:
-                S = warpgroup_mma_wait(0, [S])
-            leaving = (S,)
-        else:
+                if HAS_O:
+                    o = warpgroup_mma_wait(0, [o])
+                leaving = updated
             if HAS_O:
-                o = warpgroup_mma_wait(0, [o])
-            leaving = updated
-        if HAS_O:
-            o_factor = scale * a_unit * (q_unit * kv_unit)  # factor of o
-        if skip is not None and not ON_DIAGONAL:
-            o = o * o_factor + v_tile.load(layout).to(gl.float32) * skips
-            o_factor = 1.0
-            fence_async_shared()  # v has been loaded to registers; TMA overwrites the tile
-        mbarrier.arrive(empty.index(slot), count=1)
-        if z_desc is not None:
-            mbarrier.wait(z_full.index(WARPGROUP), i & 1)
-            o = o * (o_factor * silu(o_tile.load(layout).to(gl.float32)))
-            o_factor = 1.0
-        if HAS_O:
-            tma.store_wait(0)  # the copy has read o_tile
-            write(o_desc, o_ptr, o_tile, o * o_factor, first, V, (b, h, start + c * C, T, Ho), rows, PACKED)
-    if h % PER_V == 0:  # the first query head that shares the state
-        for j in gl.static_range(SLICES):
-            write_last_state(leaving[j] * outer, states, n, sequence, v_head, keys + j * BK, value, (Hv, K, V))
+                o_factor = scale * a_unit * (q_unit * kv_unit)  # factor of o
+            if skip is not None and not ON_DIAGONAL:
+                o = o * o_factor + v_tile.load(layout).to(gl.float32) * skips
+                o_factor = 1.0
+                fence_async_shared()  # v has been loaded to registers; TMA overwrites the tile
+            mbarrier.arrive(empty.index(slot), count=1)
+            if z_desc is not None:
+                mbarrier.wait(z_full.index(WARPGROUP), i & 1)
+                o = o * (o_factor * silu(o_tile.load(layout).to(gl.float32)))
+                o_factor = 1.0
+            if HAS_O:
+                tma.store_wait(0)  # the copy has read o_tile
+                write(o_desc, o_ptr, o_tile, o * o_factor, first, V, (b, h, start + c * C, T, Ho), rows, PACKED)
+        if handed is not None:  # noqa: SIM102 -- known when this is compiled
+            if stop < n_chunks:
+                left_over = ()
+                for j in gl.static_range(SLICES):
+                    left_over += (leaving[j] * outer,)
+                hand_over(handed, flags, number, left_over, keys * W + columns)
+        if (h % PER_V == 0) & (stop == n_chunks):  # the first query head that shares the state
+            for j in gl.static_range(SLICES):
+                write_last_state(leaving[j] * outer, states, n, sequence, v_head, keys + j * BK, value, (Hv, K, V))
     tma.store_wait(0)
 
 
 # V and strides are specialised: if they are multiples of 16, a thread moves two elements of a state at once.
 @gluon.jit(
     do_not_specialize=[
-        *("scale", "g_b", "g_t", "g_h", "skip_h", "T", "segment", "segments", "every", "rows", "Hv", "R", "K")
+        *("scale", "g_b", "g_t", "g_h", "skip_h", "T", "segment", "segments", "every", "rows", "jobs", "Hv", "R", "K")
     ]
 )
 def _chunk_gla_fwd_head_kernel(
@@ -571,6 +679,8 @@ def _chunk_gla_fwd_head_kernel(
     v_factor,  # [B, T, Hv], contiguous, or None; only with gates
     skip,  # [Hv] or [Hv, V], or None
     z_desc,  # [B, Hv, T, V], tiles [C, W], or None; only with o_desc
+    handed,  # [P, GROUPS, SLICES BK, W], or None if there is a block for each job
+    flags,  # [P, GROUPS] or None
     scale,
     g_b,  # strides of g
     g_t,
@@ -586,6 +696,7 @@ def _chunk_gla_fwd_head_kernel(
     segments,  # segments of a sequence of a batch
     every,  # tokens between checkpoints
     rows,  # n
+    jobs,
     Hv,
     R,
     K,
@@ -609,26 +720,30 @@ def _chunk_gla_fwd_head_kernel(
     HAS_O: gl.constexpr = o_ptr is not None
     PACKED: gl.constexpr = order is not None
     dtype: gl.constexpr = q_desc.dtype
-    columns = gl.cdiv(V, GROUPS * W)
-    column = gl.program_id(0) % columns * GROUPS * W
-    h = gl.program_id(0) // columns % (Hv * PER_V // HEADS) * HEADS
-    n = gl.program_id(0) // columns // (Hv * PER_V // HEADS)
-    if PACKED and entering is None:
-        wait_for_predecessor()  # the predecessor writes the order
-    n, b, start, length, sequence, origin, end = tokens_of(n, T, segment, segments, order)
-    if PACKED and entering is not None:  # noqa: SIM102 -- known when this is compiled
-        if length == 0:
-            return
-    checkpoint, left = gl.to_tensor(0), gl.to_tensor(0)  # row of the next checkpoint, and number of tokens until it
-    if s_desc is not None or checkpoints is not None:
-        checkpoint, left = next_checkpoint(start, sequence, origin, every, slots, PACKED)
-        left = gl.where(h % PER_V == 0, left, -1)  # only the first query head that shares a state writes it
+    columns, heads = gl.cdiv(V, GROUPS * W), Hv * PER_V // HEADS
+    # If a segment has a block, whether it is the first segment of its sequence. Backwards, whether `entering` holds
+    # nothing for it.
+    if handed is not None:
+        share = share_of_block(jobs, gl.cdiv(T, C))
+        work = (None, share, (columns, heads, HEADS, GROUPS * W, T))
+    else:
+        if PACKED and entering is None:
+            wait_for_predecessor()  # the predecessor writes the order
+        n = gl.program_id(0) // columns // heads
+        n, b, start, length, sequence, origin, end = tokens_of(n, T, segment, segments, order)
+        if PACKED and entering is not None:  # noqa: SIM102 -- known when this is compiled
+            if length == 0:
+                return
+        is_first = start == origin
         if BACKWARDS:
-            checkpoint += gl.cdiv(length, C) - 1
-    # Whether this is the first segment of its sequence. Backwards, whether `entering` holds nothing for it.
-    is_first = start == origin
-    if BACKWARDS:
-        is_first = (start + length == end) & (entering is None or LAST_LEAVE_NONE)
+            is_first = (start + length == end) & (entering is None or LAST_LEAVE_NONE)
+        h, column = gl.program_id(0) // columns % heads * HEADS, gl.program_id(0) % columns * GROUPS * W
+        work = ((b, h, n, sequence, column, start, length, origin, is_first), None, None)
+        v_head = h // PER_V
+        if HAS_GATE:
+            g_ptr += b.to(gl.int64) * g_b + v_head.to(gl.int64) * g_h  # see `first_of_part`
+        if v_factor is not None:
+            v_factor += b.to(gl.int64) * T * Hv + v_head
 
     state_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, 1, BK, W], dtype)
     value_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, W], dtype)
@@ -668,33 +783,22 @@ def _chunk_gla_fwd_head_kernel(
         for i in gl.static_range(GROUPS):
             mbarrier.init(z_full.index(i), count=1)
 
-    v_head = h // PER_V
     gates: gl.constexpr = None
     if HAS_GATE:
-        gates = ((g_ptr + b.to(gl.int64) * g_b + v_head.to(gl.int64) * g_h, g_t),)
-        if HEADS == 2:
-            gates += ((g_ptr + b.to(gl.int64) * g_b + (h + 1).to(gl.int64) * g_h, g_t),)
-    factors: gl.constexpr = None
-    if v_factor is not None:
-        first_factor = v_factor + b.to(gl.int64) * T * Hv + h
-        factors = ((first_factor, Hv),)
-        if HEADS == 2:
-            factors += ((first_factor + 1, Hv),)
+        gates = (g_ptr, g_b, g_t, g_h)
     skips: gl.constexpr = None
     if skip is not None:
         skips = (skip, skip_h)
-    q_head = h // R
-    load_place = (b, q_head, q_head // PER_V, v_head, column, start, gl.cdiv(length, C))
-    load = ((q_desc, k_desc, v_desc), (q_tiles, k_tiles, v_tiles), (full, v_full, empty), load_place)
-    gate = ((q_tiles, k_tiles, v_tiles, u_tiles, sums, decays), (full, v_full, ready, gated), start, length, scale)
+    load = ((q_desc, k_desc, v_desc), (q_tiles, k_tiles, v_tiles), (full, v_full, empty), work, R)
+    gate_tiles = (q_tiles, k_tiles, v_tiles, u_tiles, sums, decays)
+    gate = (gate_tiles, (full, v_full, ready, gated), work, (T, Hv), scale)
     tiles = (q_tiles, k_tiles, v_tiles, u_tiles, sums, decays, s_tiles, o_tiles)
     states = (initial_state, (state_n, state_h, state_k, state_v), entering, final_state, pool, slots)
-    kept = (s_desc, checkpoints, rows, checkpoint, left, every)
-    place = (b, h, n, sequence, is_first, column, start, length)
-    units = (q_units, k_units, v_units, chunk_of(sequence, start, T, C, PACKED))
-    sizes = (T, Hv, R, K, V)
+    kept = (s_desc, checkpoints, rows, every)
+    units = (q_units, k_units, v_units)
     outputs = (o_desc, o_ptr, scale, skips, skip_v, z_desc)
-    state_args = (tiles, (ready, gated, empty, z_full), outputs, states, units, kept, place, sizes)
+    barriers = (ready, gated, empty, z_full)
+    state_args = (tiles, barriers, outputs, states, units, kept, work, (T, Hv, R, K, V), handed, flags)
     # Registers of a thread of the state warps. The gate warps have the remaining registers.
     STATE: gl.constexpr = 168 if TURNS * GROUPS == 4 else 208 if SLICES == 1 else 224
     GATE: gl.constexpr = 56 if GROUPS == 2 else 96
@@ -703,10 +807,10 @@ def _chunk_gla_fwd_head_kernel(
             [
                 (
                     _gate_warps,
-                    (gates, factors, gate, 0, 1, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS),
+                    (gates, v_factor, gate, 0, 1, PER_V, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS),
                 ),
                 (_state_warps, (state_args, 0, PER_V, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES, BACKWARDS)),
-                (_load_warp, (load, HAS_O, HEADS, SLICES, STAGES, BACKWARDS)),
+                (_load_warp, (load, PER_V, HAS_O, HEADS, SLICES, STAGES, BACKWARDS)),
             ],
             [4, 1],
             [STATE, 24],
@@ -716,14 +820,14 @@ def _chunk_gla_fwd_head_kernel(
             [
                 (
                     _gate_warps,
-                    (gates, factors, gate, 0, 2, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS),
+                    (gates, v_factor, gate, 0, 2, PER_V, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS),
                 ),
                 (
                     _gate_warps,
-                    (gates, factors, gate, 1, 2, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS),
+                    (gates, v_factor, gate, 1, 2, PER_V, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS),
                 ),
                 (_state_warps, (state_args, 0, PER_V, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES, BACKWARDS)),
-                (_load_warp, (load, HAS_O, HEADS, SLICES, STAGES, BACKWARDS)),
+                (_load_warp, (load, PER_V, HAS_O, HEADS, SLICES, STAGES, BACKWARDS)),
             ],
             [4, 4, 1],
             [GATE, STATE, 24],
@@ -733,11 +837,11 @@ def _chunk_gla_fwd_head_kernel(
             [
                 (
                     _gate_warps,
-                    (gates, factors, gate, 0, 1, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS),
+                    (gates, v_factor, gate, 0, 1, PER_V, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS),
                 ),
                 (_state_warps, (state_args, 0, PER_V, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES, BACKWARDS)),
                 (_state_warps, (state_args, 1, PER_V, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES, BACKWARDS)),
-                (_load_warp, (load, HAS_O, HEADS, SLICES, STAGES, BACKWARDS)),
+                (_load_warp, (load, PER_V, HAS_O, HEADS, SLICES, STAGES, BACKWARDS)),
             ],
             [4, 4, 1],
             [STATE, STATE, 24],
@@ -747,15 +851,15 @@ def _chunk_gla_fwd_head_kernel(
             [
                 (
                     _gate_warps,
-                    (gates, factors, gate, 0, 2, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS),
+                    (gates, v_factor, gate, 0, 2, PER_V, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS),
                 ),
                 (
                     _gate_warps,
-                    (gates, factors, gate, 1, 2, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS),
+                    (gates, v_factor, gate, 1, 2, PER_V, HAS_O, HEADS, SLICES, NORMALIZER, PACKED, STAGES, BACKWARDS),
                 ),
                 (_state_warps, (state_args, 0, PER_V, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES, BACKWARDS)),
                 (_state_warps, (state_args, 1, PER_V, HAS_O, HEADS, SLICES, HAS_GATE, PACKED, STAGES, BACKWARDS)),
-                (_load_warp, (load, HAS_O, HEADS, SLICES, STAGES, BACKWARDS)),
+                (_load_warp, (load, PER_V, HAS_O, HEADS, SLICES, STAGES, BACKWARDS)),
             ],
             [4, 4, 4, 1],
             [GATE, STATE, STATE, 24],

@@ -34,7 +34,7 @@ from gla_triton_kernels.chunks.price import (
     queries_of_state,
 )
 from gla_triton_kernels.gla.seen import not_addressable
-from gla_triton_kernels.gla.sm90 import warpgroup_columns
+from gla_triton_kernels.gla.sm90 import fastest_division, warpgroup_columns
 from gla_triton_runtime.architecture import Gpu
 
 if TYPE_CHECKING:
@@ -231,11 +231,24 @@ def _forward(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
 def _forward_head(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
     """Returns the launch parameters of forward_head.py.
 
-    A block has two state warpgroups. They have two value heads if a warpgroup can have all values of a head.
+    Two state warpgroups of a block have two value heads if a warpgroup can have all values of a head.
     """
-    V, W = call.dims["V"], warpgroup_columns(call.dims["K"])
-    fit = sequences * _heads(call) * ceil_div(V, W) <= gpu.multiprocessors
-    return _output_parameters(call, W if fit or (V <= W and not _in_pairs(call)) else 2 * W)
+    V, W, heads = call.dims["V"], warpgroup_columns(call.dims["K"]), sequences * _heads(call)
+    one = heads * ceil_div(V, W)
+    if call.variable_length:
+        fit = one <= gpu.multiprocessors
+        return _in_turns(_output_parameters(call, W if fit or (V <= W and not _in_pairs(call)) else 2 * W))
+    jobs = {1: one}
+    if V > W or _in_pairs(call):
+        jobs[2] = heads * ceil_div(V, 2 * W) if V > W else heads // 2
+    chunks, may_share = ceil_div(call.dims["T"], CHUNK), sequences == call.dims["B"]
+    x = fastest_division(jobs, call.dims["K"], chunks, gpu.multiprocessors, may_share)
+    return replace(_in_turns(_output_parameters(call, x.warpgroups * W)), programs=x.programs)
+
+
+def _in_turns(x: Parameters) -> Parameters:
+    """Returns the parameters with an even number of stages, which two gate warpgroups can take in turns."""
+    return replace(x, stages=x.stages // 2 * 2)
 
 
 def _in_pairs(call: OpCall) -> bool:
@@ -279,7 +292,8 @@ def _forward_head_time(call: OpCall, x: Parameters) -> BlockTime:
     slices, W = ceil_div(call.dims["K"], x.BK), warpgroup_columns(call.dims["K"])
     step = HEAD_STEP + HEAD_TILE * (x.BK // 64) + HEAD_SLICE[W] * (slices - 1)
     shared = 2 if x.BV == 2 * W and _in_pairs(call) else 1  # value heads of a block
-    return BlockTime(x.C, x.BV, _forward_start(call), step * (NARROW if x.BV == W else 1), shared)
+    step *= NARROW if x.BV == W else 1
+    return BlockTime(x.C, x.BV, _forward_start(call), step, shared, even=x.programs is not None)
 
 
 def _forward_wide_time(call: OpCall, x: Parameters) -> BlockTime:

@@ -1,0 +1,147 @@
+"""Divides the chunks of whole sequences evenly among blocks, by McNaughton's wrap-around rule.
+
+A job is what one block computes if there are enough multiprocessors: the L chunks of a sequence, for a head or two
+and some columns of v. With a block for each of J jobs, P multiprocessors compute them in ceil(J / P) waves, and most
+are idle in the last wave. Here, the chunks of all jobs are numbered through, and block i computes s of them,
+
+    i s .. (i + 1) s - 1    where s = max(L, ceil(J L / P))
+
+A block begins with the last of its jobs, whose rest is left to block i + 1, and ends with the first one, which block
+i - 1 has begun. Since s >= L, a job has at most two blocks, and its first part ends before the second one begins if all
+blocks are equally fast. The state between them goes through global memory in float32, so the results have the same
+bits as with a block for each job.
+
+A block waits for no block but the previous one, and each begins with the part for which another one waits. So blocks
+that start in the order of their numbers do not wait for each other forever.
+
+P blocks   J jobs   L chunks of a job   GROUPS state warpgroups of a block   SLICES slices of BK keys of a head
+W columns of v of a warpgroup   BF flags of a program
+share   the chunks of a block   part   the chunks of a share that belong to one job
+
+Source: McNaughton, "Scheduling with Deadlines and Loss Functions", Management Science 6 (1959).
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from gla_core.dispatch.tensors import ceil_div
+from gla_triton_runtime.launch import Launch
+
+THREADS = gl.constexpr(128)
+"""Threads of a warpgroup."""
+
+
+def share_jobs(
+    jobs: int, chunks: int, programs: int | None, states: tuple[int, int, int], device: torch.device
+) -> tuple[dict[str, Any], int, list[Launch]]:
+    """Returns arguments of a kernel that divides jobs among blocks, the number of blocks, and launches before it.
+
+    Args:
+        jobs, chunks: J and L.
+        programs: P; None stands for a block for each job.
+        states: GROUPS, the keys of a state and W.
+    """
+    if programs is None:
+        return {"handed": None, "flags": None, "jobs": 0}, jobs, []
+    share = max(chunks, ceil_div(jobs * chunks, programs))
+    blocks = ceil_div(jobs * chunks, share)
+    handed = torch.empty((blocks, *states), dtype=torch.float32, device=device)
+    flags = torch.empty((blocks, states[0]), dtype=torch.int32, device=device)
+    return {"handed": handed, "flags": flags, "jobs": jobs}, blocks, [_clear(flags)]
+
+
+def _clear(flags: Tensor) -> Launch:
+    BF = triton.next_power_of_2(flags.numel())
+    return Launch(_clear_kernel, (1, 1, 1), {"flags": flags, "n": flags.numel(), "BF": BF}, {"num_warps": 4})
+
+
+@gluon.jit
+def _clear_kernel(flags, n, BF: gl.constexpr):
+    """Sets flags [n] to 0."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    i = gl.arange(0, BF, layout)  # [BF]
+    gl.store(flags + i, gl.full([BF], 0, gl.int32, layout), i < n)
+
+
+@gluon.jit
+def share_of_block(jobs, n_chunks):
+    """Returns the share of this block: the number of its last job, the number of parts, its first chunk, its end, L."""
+    size = gl.maximum(gl.cdiv(jobs * n_chunks, gl.num_programs(0)), n_chunks)
+    begin = gl.program_id(0) * size
+    end = gl.minimum(begin + size, jobs * n_chunks)
+    last = (end - 1) // n_chunks
+    return last, last - begin // n_chunks + 1, begin, end, n_chunks
+
+
+@gluon.jit
+def part_of_share(share, p):
+    """Returns the p-th part of a share: the job, the first of its chunks, the end, and the chunks of earlier parts."""
+    last, _, begin, end, n_chunks = share
+    job = last - p
+    first, done = job * n_chunks, gl.maximum(end - (job + 1) * n_chunks, 0)
+    return job, gl.maximum(begin - first, 0), gl.minimum(end - first, n_chunks), done
+
+
+@gluon.jit
+def hand_over(handed, flags, number, S, offsets):
+    """Writes the state S of a job, a tuple of [BK, W] for each slice, for the block that goes on with the job.
+
+    Args:
+        handed: pointer to states [P GROUPS, SLICES BK, W].
+        flags: pointer to the flags of the states, [P GROUPS].
+        number: the number of the state.
+        offsets: offsets of the elements [BK, W] of a slice.
+    """
+    SIZE: gl.constexpr = S[0].shape[0] * S[0].shape[1]
+    for j in gl.static_range(len(S)):
+        gl.store(handed + (number * len(S) + j).to(gl.int64) * SIZE + offsets, S[j])
+    publish(flags + number)
+
+
+@gluon.jit
+def taken_over(handed, flags, number, j, SLICES: gl.constexpr, offsets):
+    """Returns slice j [BK, W] of the state that another block has handed over; see `hand_over`."""
+    SIZE: gl.constexpr = offsets.shape[0] * offsets.shape[1]
+    wait_for_published(flags + number)
+    return gl.load(handed + (number * SLICES + j).to(gl.int64) * SIZE + offsets)
+
+
+@gluon.jit
+def publish(flag):
+    """Makes the earlier writes of a thread visible to the threads that wait for the flag. All threads call this."""
+    gl.inline_asm_elementwise(
+        "fence.acq_rel.gpu; red.relaxed.gpu.global.add.s32 [$1], 1; // $0",
+        "=r,l",
+        [flag.to(gl.int64)],
+        gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def wait_for_published(flag):
+    """Waits until all threads of a warpgroup of another block have called `publish`."""
+    gl.inline_asm_elementwise(
+        """{
+            .reg .pred waits;
+            AGAIN:
+            ld.acquire.gpu.global.s32 $0, [$1];
+            setp.lt.s32 waits, $0, 128;
+            @waits bra AGAIN;
+        }""",
+        "=r,l",
+        [flag.to(gl.int64)],
+        gl.int32,
+        is_pure=False,
+        pack=1,
+    )
