@@ -408,10 +408,10 @@ _failed: list[BaseException] = []
 
 
 def _specialize(partitions: list[tuple[Callable, tuple]], *_: Any) -> None:
-    program = vars(_program)
+    number_and_grid = dict(vars(_program))
 
     def body(function: Callable, args: tuple) -> None:
-        vars(_program).update(program)
+        vars(_program).update(number_and_grid)
         try:
             function(*args)
             assert not _thread.stores, "a copy to memory was not waited for"
@@ -578,14 +578,21 @@ def _simplify(module: Any) -> None:
             setattr(module, name, simple[name])
 
 
+@contextmanager
+def program(number: tuple[int, ...], grid: tuple[int, ...]) -> Any:
+    """Lets device functions run as one program of a grid."""
+    _program.id, _program.grid = number, grid
+    yield
+
+
 def run(launches: Iterable[Any]) -> None:
     """Makes launches: emulates kernels from `load`, and starts all others, which have to be interpreted."""
     for launch in launches:
         if hasattr(launch.kernel, "fn"):
             launch.kernel[launch.grid](*launch.arguments.values(), **launch.options)
             continue
-        for program in itertools.product(*map(range, launch.grid)):
-            _program.id, _program.grid = program, launch.grid
+        for number in itertools.product(*map(range, launch.grid)):
+            _program.id, _program.grid = number, launch.grid
             _failed.clear()
             _thread.stores = []
             _loads.clear()

@@ -8,6 +8,7 @@ from gla_core.conformance.calls import heads_first
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.workloads.inputs import GATES, gla_inputs
 from gla_triton_kernels.gla import forward as launcher
+from gla_triton_kernels.gla.sm90 import Division, fastest_division
 from gla_triton_kernels.gla.sm90 import kernels as sm90
 from tests.backends.prepared_calls import described
 from tests.grid import grid
@@ -82,6 +83,33 @@ def each(pairs, **axes):
 )
 def test_sizes(sizes):
     check(*inputs(**{"initial_state": True, **sizes}))
+
+
+@pytest.mark.usefixtures("tf32_allowed")
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"B": 4, "R": 80, "T": 2000, "K": 64, "V": 64},
+        {"B": 4, "R": 50, "T": 2000, "K": 128, "V": 64, "dtype": torch.float16},
+        {"B": 4, "R": 50, "T": 2000, "K": 64, "V": 128, "dtype": torch.float32},
+        {"B": 5, "R": 40, "T": 1500, "K": 256, "V": 128},
+    ],
+    ids=str,
+)
+def test_shared_chunks_have_the_same_bits(sizes, monkeypatch):
+    q, k, v, g, initial_state, _ = inputs(**{"H": 1, "gate_form": "head", "initial_state": True, **sizes})
+    divisions = []
+
+    def division(*arguments):
+        divisions.append(fastest_division(*arguments))
+        return divisions[-1]
+
+    monkeypatch.setattr(sm90, "fastest_division", division)
+    shared = forward(q, k, v, g, 0.3, initial_state, None)
+    assert any(x.programs for x in divisions)
+    monkeypatch.setattr(sm90, "fastest_division", lambda jobs, *_: Division(max(jobs), None))
+    for x, y in zip(shared, forward(q, k, v, g, 0.3, initial_state, None), strict=True):
+        assert torch.equal(x, y)
 
 
 OTHERS = [

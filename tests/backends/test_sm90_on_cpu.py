@@ -292,6 +292,19 @@ def test_outputs(kernels, sizes):
     check_forward(kernels, **sizes)
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"R": 4, "heads": 2, "T": 200, "B": 2, "initial_state": True},  # four jobs of two heads, by two blocks
+        {"R": 3, "heads": 3, "T": 300, "K": 128, "V": 128, "gates": "strong"},
+    ],
+    ids=str,
+)
+def test_gradients_of_shared_chunks(kernels, sizes, monkeypatch):
+    monkeypatch.setattr("gla_triton_kernels.gla.sm90.SHARES_START", -100)
+    check_gradients(kernels, **sizes)
+
+
 @pytest.mark.parametrize("form", ["head", "key"])
 @pytest.mark.parametrize("factors", [(1e-6, 1e4, 1e4), (1e6, 1e-6, 1e9), (1e-4, 1e-4, 1e-6)], ids=str)
 def test_outputs_of_float32_in_range(kernels, form, factors):

@@ -25,8 +25,10 @@ slot   a pipeline stage in shared memory
 
 The grid has one block per segment, head of o and GROUPS W columns of v. If V is at most W and an even number of value
 heads shares a key head, a block has two value heads, one for each state warpgroup, and both read the same q and k. If
-query heads share a state, each of their blocks computes it, and the first writes it. The warps of a block are
-specialised. They communicate over barriers in shared memory; common.py gives the rules.
+this would leave many multiprocessors idle in the last wave of blocks, as many blocks as there are multiprocessors share
+the chunks of whole sequences evenly; see shares.py. If query heads share a state, each of their blocks computes it, and
+the first writes it. The warps of a block are specialised. They communicate over barriers in shared memory; common.py
+gives the rules.
 
     load    one warp: copies q, k, v of the next chunks to shared memory by TMA
     gate    TURNS warpgroups, which take turns: each sums the gates and computes u of every TURNS-th chunk, while the
@@ -635,17 +637,17 @@ def _state_warps(
             mbarrier.arrive(empty.index(slot), count=1)
             if z_desc is not None:
                 mbarrier.wait(z_full.index(WARPGROUP), i & 1)
-                o = o * (o_factor * silu(o_tile.load(layout).to(gl.float32)))
+                o = o * (o_factor * silu(o_tiles.index(WARPGROUP).reshape([C, W]).load(layout).to(gl.float32)))
                 o_factor = 1.0
             if HAS_O:
                 tma.store_wait(0)  # the copy has read o_tile
                 write(o_desc, o_ptr, o_tile, o * o_factor, first, V, (b, h, start + c * C, T, Ho), rows, PACKED)
         if handed is not None:  # noqa: SIM102 -- known when this is compiled
             if stop < n_chunks:
-                left_over = ()
+                states_of_slices = ()
                 for j in gl.static_range(SLICES):
-                    left_over += (leaving[j] * outer,)
-                hand_over(handed, flags, number, left_over, keys * W + columns)
+                    states_of_slices += (leaving[j] * outer,)
+                hand_over(handed, flags, number, states_of_slices, keys * W + columns)
         if (h % PER_V == 0) & (stop == n_chunks):  # the first query head that shares the state
             for j in gl.static_range(SLICES):
                 write_last_state(leaving[j] * outer, states, n, sequence, v_head, keys + j * BK, value, (Hv, K, V))
@@ -679,8 +681,8 @@ def _chunk_gla_fwd_head_kernel(
     v_factor,  # [B, T, Hv], contiguous, or None; only with gates
     skip,  # [Hv] or [Hv, V], or None
     z_desc,  # [B, Hv, T, V], tiles [C, W], or None; only with o_desc
-    handed,  # [P, GROUPS, SLICES BK, W], or None if there is a block for each job
-    flags,  # [P, GROUPS] or None
+    handed,  # [blocks, GROUPS, SLICES BK, W], or None if there is a block for each job
+    flags,  # [blocks, GROUPS] or None
     scale,
     g_b,  # strides of g
     g_t,
@@ -696,7 +698,7 @@ def _chunk_gla_fwd_head_kernel(
     segments,  # segments of a sequence of a batch
     every,  # tokens between checkpoints
     rows,  # n
-    jobs,
+    jobs,  # see shares.py
     Hv,
     R,
     K,
@@ -721,8 +723,6 @@ def _chunk_gla_fwd_head_kernel(
     PACKED: gl.constexpr = order is not None
     dtype: gl.constexpr = q_desc.dtype
     columns, heads = gl.cdiv(V, GROUPS * W), Hv * PER_V // HEADS
-    # If a segment has a block, whether it is the first segment of its sequence. Backwards, whether `entering` holds
-    # nothing for it.
     if handed is not None:
         share = share_of_block(jobs, gl.cdiv(T, C))
         work = (None, share, (columns, heads, HEADS, GROUPS * W, T))
@@ -734,6 +734,7 @@ def _chunk_gla_fwd_head_kernel(
         if PACKED and entering is not None:  # noqa: SIM102 -- known when this is compiled
             if length == 0:
                 return
+        # Whether this is the first segment of its sequence. Backwards, whether `entering` holds nothing for it.
         is_first = start == origin
         if BACKWARDS:
             is_first = (start + length == end) & (entering is None or LAST_LEAVE_NONE)

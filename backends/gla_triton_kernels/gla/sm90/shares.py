@@ -7,9 +7,9 @@ are idle in the last wave. Here, the chunks of all jobs are numbered through, an
     i s .. (i + 1) s - 1    where s = max(L, ceil(J L / P))
 
 A block begins with the last of its jobs, whose rest is left to block i + 1, and ends with the first one, which block
-i - 1 has begun. Since s >= L, a job has at most two blocks, and its first part ends before the second one begins if all
-blocks are equally fast. The state between them goes through global memory in float32, so the results have the same
-bits as with a block for each job.
+i - 1 has begun. Since s >= L, a job has at most two blocks, and if all blocks are equally fast, its first part ends
+before the second one begins; only the last block, whose share is smaller, may wait. The state between them goes through
+global memory in float32, so the results have the same bits as with a block for each job.
 
 A block waits for no block but the previous one, and each begins with the part for which another one waits. So blocks
 that start in the order of their numbers do not wait for each other forever.
@@ -22,7 +22,7 @@ Source: McNaughton, "Scheduling with Deadlines and Loss Functions", Management S
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
-# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportAssignmentType=false
 from __future__ import annotations
 
 from typing import Any
@@ -35,9 +35,6 @@ from triton.experimental.gluon import language as gl
 
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_runtime.launch import Launch
-
-THREADS = gl.constexpr(128)
-"""Threads of a warpgroup."""
 
 
 def share_jobs(
@@ -64,7 +61,7 @@ def _clear(flags: Tensor) -> Launch:
     return Launch(_clear_kernel, (1, 1, 1), {"flags": flags, "n": flags.numel(), "BF": BF}, {"num_warps": 4})
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["n"])
 def _clear_kernel(flags, n, BF: gl.constexpr):
     """Sets flags [n] to 0."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -84,7 +81,10 @@ def share_of_block(jobs, n_chunks):
 
 @gluon.jit
 def part_of_share(share, p):
-    """Returns the p-th part of a share: the job, the first of its chunks, the end, and the chunks of earlier parts."""
+    """Returns the p-th part of a share: the job, the first of its chunks, the end, and the chunks of earlier parts.
+
+    The latter are computed for each part, because Triton 3.6 and 3.7 lose a count that is carried from part to part.
+    """
     last, _, begin, end, n_chunks = share
     job = last - p
     first, done = job * n_chunks, gl.maximum(end - (job + 1) * n_chunks, 0)
