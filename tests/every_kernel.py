@@ -26,7 +26,7 @@ from gla_core.dispatch import registry
 from gla_core.dispatch.backend import OpCall
 from gla_core.workloads.inputs import GlaInputs, gla_inputs
 from gla_triton_kernels.gla import backward as gradients
-from gla_triton_kernels.gla import forward, summary
+from gla_triton_kernels.gla import forward, sm90, summary
 from gla_triton_kernels.gla.general import kernels as general
 from gla_triton_runtime.architecture import Architecture, Gpu
 
@@ -84,8 +84,10 @@ def hopper_chunks() -> None:
     """Runs the kernels for compute capability 9.0, and those of Mamba-2's scan."""
     with hopper_kernels():
         chunks()
-        for call in share_of(itertools.product(*SCANS)) if torch.bfloat16 in dtypes() else ():
+        for call in scans():
             scan(**call)
+        for dtype in dtypes():  # more heads than multiprocessors, so blocks share chunks
+            chunk({"B": 3, "T": 130, "H": 1, "R": 100, "K": 16, "V": 72, "gate_form": "head", "dtype": dtype})
 
 
 @contextmanager
@@ -117,8 +119,9 @@ def by_general_kernels(plan: Callable[..., Any], architecture: Architecture | No
 
 @contextmanager
 def hopper_kernels() -> Iterator[None]:
-    """Makes the kernels for compute capability 9.0 compute chunk_gla, also for short sequences."""
+    """Makes the kernels for compute capability 9.0 compute chunk_gla, and share chunks, also for short sequences."""
     forward.SM90_TOKENS = 0
+    sm90.SHARES_START = -100
     registry.changed()  # calls that were prepared with other plans are forgotten
     yield
 
@@ -171,11 +174,20 @@ def chunk(call: dict[str, Any]) -> None:
     gla.chunk_gla(x.q, x.k, x.v, x.g, None, x.initial_state, True, x.cu_seqlens, gate=call.get("gate"))
 
 
-def scan(gated: bool, **sizes: Any) -> None:
+def scans() -> Iterator[dict[str, Any]]:
+    """Yields this process's share of the calls of chunk_ssd."""
+    return share_of(itertools.product(*SCANS)) if torch.bfloat16 in dtypes() else iter(())
+
+
+def scan(gated: bool, gradients: bool = False, **sizes: Any) -> None:
     x = gla_inputs(gate_form="head", initial_state=True, device="cuda", **sizes)
     A, D = torch.randn(2, x.v.shape[2], device="cuda")
-    z = x.v.clone() if gated else None
-    gla.chunk_ssd(x.q, x.k, x.v, x.g, -A.abs(), D, A, x.initial_state, True, x.cu_seqlens, z=z, dt_softplus=True)
+    leaves = [y.requires_grad_(gradients) for y in (x.q, x.k, x.v, x.g, D, x.initial_state)]
+    z = x.v.detach().clone() if gated else None
+    steps = (-A.abs(), D, A, x.initial_state)
+    o, state, *_ = gla.chunk_ssd(*leaves[:4], *steps, True, x.cu_seqlens, z=z, dt_softplus=True)
+    if gradients:
+        torch.autograd.grad((o, state), leaves, (torch.randn_like(o), torch.randn_like(state)))
 
 
 def general_backwards() -> None:
@@ -190,6 +202,8 @@ def hopper_backwards() -> None:
         backwards()
         for call in share_of(itertools.product(*MANY_HEADS)):
             backward(call)
+        for call in scans():
+            scan(gradients=True, **call)
 
 
 def backwards() -> None:

@@ -178,6 +178,7 @@ CALLS = {
     "scan of Mamba-2": (SM90, ssd, "triton_fused", {"H": 1, "R": 32, "V": 64}),
     "scan of Mamba-2, in segments": (SM90, ssd, "parallel_scan", PACKED | {"H": 1, "R": 32, "K": 256}),
     "scan of Mamba-2, gated": (SM90, ssd, "triton_fused", PACKED | {"H": 1, "R": 32, "V": 72, "gated": True}),
+    "scan of Mamba-2, shared chunks": (SM90, ssd, "triton_fused", {"B": 4, "H": 1, "R": 80, "V": 64}),
     "gradients of Mamba-2's scan": (SM90, ssd_backward, "triton_fused", {"H": 1, "R": 32, "V": 64}),
     "gradients of Mamba-2's scan, packed": (SM90, ssd_backward, "triton_fused", PACKED | {"H": 1, "R": 32, "K": 256}),
     "gradients of Mamba-2's scan, a skip for each channel": (

@@ -15,7 +15,7 @@ SHARES_START = 8
 
 
 class Division(NamedTuple):
-    """How the jobs of a kernel are divided among blocks; see shares.py.
+    """A division of the jobs of a kernel among blocks; see shares.py.
 
     Attributes:
         warpgroups: state warpgroups of a block, 1 or 2.
