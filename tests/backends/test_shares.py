@@ -44,7 +44,7 @@ def test_every_chunk_has_a_block_and_no_block_waits(seed):
 
 def test_shares_are_taken_where_the_last_wave_would_be_small():
     assert fastest_division({1: 320, 2: 160}, 128, 64, 132, True) == Division(2, 132)
-    assert fastest_division({1: 320, 2: 160}, 128, 64, 132, False) == Division(1, None)
+    assert fastest_division({1: 260, 2: 130}, 128, 64, 132, False) == Division(2, None)
     assert fastest_division({1: 256, 2: 128}, 128, 64, 132, True) == Division(2, None)
     assert fastest_division({1: 128}, 128, 512, 132, True) == Division(1, None)
     assert fastest_division({1: 192, 2: 96}, 256, 64, 132, True) == Division(2, None)

@@ -7,9 +7,6 @@ from typing import NamedTuple
 
 from gla_core.dispatch.tensors import ceil_div
 
-SECOND_WARPGROUP, SECOND_WIDE = 1.6, 1.2
-"""The time of a block of forward_head.py with two state warpgroups, as a multiple of the time with one: with up to 128
-keys, and with more."""
 SHARES_START = 8
 """The time that a division into shares adds, in chunks."""
 
@@ -31,6 +28,11 @@ def warpgroup_columns(K: int) -> int:
     return 64 if K <= 256 else 32 if K <= 512 else 16
 
 
+def second_warpgroup(K: int) -> float:
+    """Returns the time of a block of forward_head.py with two state warpgroups, as a multiple of the time with one."""
+    return 1.5 if K <= 128 else 1.4
+
+
 def fastest_division(jobs: dict[int, int], K: int, chunks: int, multiprocessors: int, may_share: bool) -> Division:
     """Returns the fastest division of jobs among blocks of forward_head.py.
 
@@ -45,7 +47,7 @@ def fastest_division(jobs: dict[int, int], K: int, chunks: int, multiprocessors:
         time = ceil_div(jobs[x.warpgroups], multiprocessors) * chunks
         if x.programs is not None:
             time = max(1.0, waves) * chunks + SHARES_START
-        return time * (1.0 if x.warpgroups == 1 else SECOND_WARPGROUP if K <= 128 else SECOND_WIDE)
+        return time * (second_warpgroup(K) if x.warpgroups == 2 else 1.0)
 
     programs = (None, multiprocessors) if may_share else (None,)
     return min(itertools.starmap(Division, itertools.product(sorted(jobs, reverse=True), programs)), key=chunk_times)

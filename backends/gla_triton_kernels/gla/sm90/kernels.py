@@ -34,7 +34,7 @@ from gla_triton_kernels.chunks.price import (
     queries_of_state,
 )
 from gla_triton_kernels.gla.seen import not_addressable
-from gla_triton_kernels.gla.sm90 import fastest_division, warpgroup_columns
+from gla_triton_kernels.gla.sm90 import fastest_division, second_warpgroup, warpgroup_columns
 from gla_triton_runtime.architecture import Gpu
 
 if TYPE_CHECKING:
@@ -52,9 +52,10 @@ START_APART = 0.5e-6
 FORWARD_STEP, FORWARD_TILE, NARROW = 0.64e-6, 1.05e-6, 0.71
 """Seconds of forward.py for 64 tokens: of a block with 128 values, a constant and a time for each 64 keys; and the time
 of a block with 64 values, as a share of the time with 128."""
-HEAD_STEP, HEAD_TILE = 0.5e-6, 0.75e-6
-HEAD_SLICE = {64: 1.75e-6, 32: 0.9e-6, 16: 0.7e-6}
-"""The same for forward_head.py, and the time of each further slice of 128 keys by the columns of v of a warpgroup."""
+HEAD_STEP, HEAD_TILE, HEAD_SHARE = 1.35e-6, 0.46e-6, 1.1
+HEAD_SLICE = {64: 1.5e-6, 32: 0.79e-6, 16: 0.65e-6}
+"""The same for forward_head.py; the time of a block that takes a share of all chunks, as a multiple of the time without
+shares; and the time of each further slice of 128 keys by the columns of v of a warpgroup."""
 WIDE_STEP, GATE_RATE = 1.5e-6, 2.8e11
 """Seconds of the second kernel of forward_wide.py for 64 tokens and 128 keys, and elements of k per second of its first
 kernel."""
@@ -73,7 +74,7 @@ with 64 keys."""
 MOST_QUERIES = 8
 """The maximum number of query heads of a state that forward_wide.py computes. With 16, it took 0.63 ms, and the general
 kernel, which computes a state once, took 0.43."""
-STATES_ALONE = 0.62
+STATES_ALONE = 0.74
 """The time of forward_head.py without outputs, as a share of its time with outputs."""
 SUM_RATE = 3e12
 """Bytes per second of the sums of partial results."""
@@ -292,7 +293,8 @@ def _forward_head_time(call: OpCall, x: Parameters) -> BlockTime:
     slices, W = ceil_div(call.dims["K"], x.BK), warpgroup_columns(call.dims["K"])
     step = HEAD_STEP + HEAD_TILE * (x.BK // 64) + HEAD_SLICE[W] * (slices - 1)
     shared = 2 if x.BV == 2 * W and _in_pairs(call) else 1  # value heads of a block
-    step *= NARROW if x.BV == W else 1
+    step *= HEAD_SHARE if x.programs is not None else 1
+    step /= second_warpgroup(call.dims["K"]) if x.BV == W else 1
     return BlockTime(x.C, x.BV, _forward_start(call), step, shared, even=x.programs is not None)
 
 
@@ -498,9 +500,8 @@ def _backward_group_seconds(
     P, Hv = checkpoint_bytes(call, CHUNK), call.dims["Hv"]
     W = warpgroup_columns(call.dims["K"])
     states = _forward_head_time(call, _output_parameters(call, 2 * W))
-    before = kernel_seconds(
-        call, states._replace(step=STATES_ALONE * states.step), through, moved_bytes(call) / 2 + P, c
-    )
+    states = states._replace(step=STATES_ALONE * states.step, even=not call.variable_length)
+    before = kernel_seconds(call, states, through, moved_bytes(call) / 2 + P, c)
     seconds = max(_group_seconds(call, x) * c["step"], (size + P) / c["bandwidth"])
     dots = call.dims["B"] * call.dims["T"] * Hv * 4 * 9
     return [before, c["launch"] + seconds, c["launch"] + dots / c["bandwidth"]]
