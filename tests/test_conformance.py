@@ -18,10 +18,11 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # computed token by token. tests/backends has the forms of gates. Left out: the interpreter gives the same bits twice
 # anyway, and opcheck, compiled graphs and autocast test the op and not the kernel. Of pools, values are enough, because
 # tests/backends/test_random_serving.py draws all that may be said of slots.
-PADDED = "padded and not per_head and (float16 or may_be_int32 or g_is_zero)"
+PADDED = "padded and not per_head and not gated_padded and (float16 or may_be_int32 or g_is_zero)"
+GATED = "gated_padded and float16 and (test_values[ or test_gradients[)"  # the largest of these calls
 POOL = "(not chunk_gla_pool or test_values[ or test_refusals)"
 PROPERTIES = "(same_bits or batch_invariance or unchanged or test_torch or test_autocast)"
-SAMPLE = f"(short or small or test_refusals or {PADDED}) and {POOL} and not {PROPERTIES}"
+SAMPLE = f"(short or small or test_refusals or {PADDED} or {GATED}) and {POOL} and not {PROPERTIES}"
 
 
 def kit(backend, device, tests=""):
