@@ -264,6 +264,8 @@ CALLS = {
     "softmax of columns": (SM90, softmax, "parallel_scan", {"shape": (gla_triton_kernels.MAX_LENGTH, 4), "dim": 0}),
 }
 VARIATIONS = {
+    "scan of Mamba-2, in segments",
+    "gradients of Mamba-2's scan, packed",
     "forward, packed",
     "forward, constant",
     "pool, wide",

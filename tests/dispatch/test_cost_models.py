@@ -212,7 +212,7 @@ def test_every_legal_call_has_a_finite_time(data, which):
     assert 0 <= seconds < math.inf
 
 
-@pytest.mark.parametrize("capturing", [False, True])
+@pytest.mark.parametrize("capturing", [False, pytest.param(True, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(("name", "kind", "op"), OPS)
 def test_much_more_work_is_never_predicted_to_be_faster(name, kind, op, capturing):
     # Only twice as much work may be predicted to be faster, if another kernel computes the larger call.

@@ -51,7 +51,7 @@ def assert_same(actual, expected):
 
 
 @pytest.mark.parametrize("fresh", [False, True])
-@pytest.mark.parametrize("prompt", [0, 1, 2, 3, 7, 9])
+@pytest.mark.parametrize("prompt", [0, 1, 3, 9, *(pytest.param(n, marks=pytest.mark.thorough) for n in (2, 7))])
 def test_prefill_then_steps(layer, prompt, fresh):
     """After a prompt, steps and another call read the rest."""
     x, before = inputs(3, 12), None if fresh else states(layer, 3)
@@ -68,8 +68,9 @@ def test_prefill_then_steps(layer, prompt, fresh):
     assert_same(state, final)
 
 
-@pytest.mark.parametrize("fresh", [False, True])
-@pytest.mark.parametrize(("dtype", "longest"), [(torch.int32, None), (torch.int64, 70)])
+@pytest.mark.parametrize(
+    ("dtype", "longest", "fresh"), [(torch.int32, None, False), (torch.int64, 70, False), (torch.int64, None, True)]
+)
 def test_packed_is_separate(layer, dtype, fresh, longest):
     """Rows outside the sequences have y = 0 and no gradient."""
     lengths, before = [3, 0, 70, 1, 2], layer.initial_state(5) if fresh else states(layer, 5)
