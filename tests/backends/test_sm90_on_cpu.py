@@ -57,6 +57,11 @@ PACKED = {"lengths": (0, 65, 1, 0, 130, 3), "padding": 10, "initial_state": True
 pytestmark = pytest.mark.kernels  # Triton's kernels that sort packed segments are interpreted
 
 
+def every_other_thorough(cases):
+    """Returns the cases as parameters of tests of which every second one is thorough."""
+    return [pytest.param(x, marks=pytest.mark.thorough if i % 2 else ()) for i, x in enumerate(cases)]
+
+
 @pytest.fixture(scope="module")
 def kernels():
     return gluon_on_cpu.load(
@@ -621,12 +626,12 @@ def test_gradients_of_every_gate(kernels, form, dtype, gates):
         {"T": 300, "length": 128, "initial_state": True},
         PACKED | {"skips": True, "R": 6, "heads": 6, "gates": "strong"},
         PACKED | {"skips": "channel", "R": 2, "heads": 2, "V": 72},
-        *({"gate_form": "key"} | sizes for sizes in GROUPS),
+        *every_other_thorough([{"gate_form": "key"} | sizes for sizes in GROUPS]),
         {"gate_form": "key", "R": 2, "H": 2, "V": 136, "T": 100, "gates": "strong", "initial_state": True},
         {"gate_form": "key", "R": 3, "K": 136, "V": 136, "gates": "-inf", "dstate": False},
         {"gate_form": "key", "R": 2, "H": 2, "V": 256, "T": 70, "normalizer": 16, "gate_dtype": BFLOAT16},
         PACKED | {"gate_form": "key", "R": 2, "K": 72, "V": 200, "gates": "-inf"},
-        *WIDE_HALF,
+        *every_other_thorough(WIDE_HALF),
     ],
     ids=str,
 )
