@@ -28,6 +28,19 @@ def warpgroup_columns(K: int) -> int:
     return 64 if K <= 256 else 32 if K <= 512 else 16
 
 
+def jobs_of_heads(heads: int, K: int, V: int, in_pairs: bool) -> dict[int, int]:
+    """Returns the number of jobs of forward_head.py, by the number of state warpgroups of a block.
+
+    Args:
+        heads: number of heads of o of all sequences.
+        in_pairs: whether a block can have two heads, one for each warpgroup, if a warpgroup can have all values.
+    """
+    W = warpgroup_columns(K)
+    if V > W:
+        return {groups: heads * ceil_div(V, groups * W) for groups in (1, 2)}
+    return {1: heads, 2: heads // 2} if in_pairs else {1: heads}
+
+
 def second_warpgroup(K: int) -> float:
     """Returns the time of a block of forward_head.py with two state warpgroups, as a multiple of the time with one."""
     return 1.5 if K <= 128 else 1.4

@@ -75,7 +75,7 @@ from gla_core.dispatch.backend import CHUNK
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunks.kernel import ForwardPlan, GradientParameters, Parameters
 from gla_triton_kernels.chunks.segments import Segments
-from gla_triton_kernels.gla.sm90 import fastest_division, warpgroup_columns
+from gla_triton_kernels.gla.sm90 import fastest_division, jobs_of_heads, warpgroup_columns
 from gla_triton_kernels.gla.sm90.common import (
     chunk_of,
     clear_rows,
@@ -182,9 +182,7 @@ def launch_state_gradients(
     is_whole = leaving is x.dstate
     before, after, inside = (leaving, x.dinitial_state, None) if is_whole else (None, None, leaving)
     y = Tensors(x.q, x.q, x.do, x.g, before, x.cu_seqlens, None, after, P, inside)
-    jobs = {1: segments.count * Hv * ceil_div(V, W)}
-    if V > W or Hv // H % 2 == 0:
-        jobs[2] = ceil_div(jobs[1], 2)
+    jobs = jobs_of_heads(segments.count * Hv, K, V, Hv // H % 2 == 0)
     may_share = is_whole and segments.order is None
     division = fastest_division(jobs, K, ceil_div(x.k.shape[1], CHUNK), kernel.programs, may_share)
     stages = 2 if K > 128 else 4  # without q and o, this many fit into shared memory

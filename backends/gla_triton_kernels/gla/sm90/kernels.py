@@ -34,7 +34,7 @@ from gla_triton_kernels.chunks.price import (
     queries_of_state,
 )
 from gla_triton_kernels.gla.seen import not_addressable
-from gla_triton_kernels.gla.sm90 import fastest_division, second_warpgroup, warpgroup_columns
+from gla_triton_kernels.gla.sm90 import fastest_division, jobs_of_heads, second_warpgroup, warpgroup_columns
 from gla_triton_runtime.architecture import Gpu
 
 if TYPE_CHECKING:
@@ -234,16 +234,13 @@ def _forward_head(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
 
     Two state warpgroups of a block have two value heads if a warpgroup can have all values of a head.
     """
-    V, W, heads = call.dims["V"], warpgroup_columns(call.dims["K"]), sequences * _heads(call)
-    one = heads * ceil_div(V, W)
+    K, V, W = call.dims["K"], call.dims["V"], warpgroup_columns(call.dims["K"])
+    jobs = jobs_of_heads(sequences * _heads(call), K, V, _in_pairs(call))
     if call.variable_length:
-        fit = one <= gpu.multiprocessors
-        return _in_turns(_output_parameters(call, W if fit or (V <= W and not _in_pairs(call)) else 2 * W))
-    jobs = {1: one}
-    if V > W or _in_pairs(call):
-        jobs[2] = heads * ceil_div(V, 2 * W) if V > W else heads // 2
+        fit = jobs[1] <= gpu.multiprocessors
+        return _in_turns(_output_parameters(call, W if fit or 2 not in jobs else 2 * W))
     chunks, may_share = ceil_div(call.dims["T"], CHUNK), sequences == call.dims["B"]
-    x = fastest_division(jobs, call.dims["K"], chunks, gpu.multiprocessors, may_share)
+    x = fastest_division(jobs, K, chunks, gpu.multiprocessors, may_share)
     return replace(_in_turns(_output_parameters(call, x.warpgroups * W)), programs=x.programs)
 
 
