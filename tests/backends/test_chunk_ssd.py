@@ -135,4 +135,7 @@ def test_gradients_of_a_skip_for_each_channel(device, B, T, V, dtype):
     dD = torch.empty(3, V, device=device, dtype=dtype)
     start(launch_skip_gradients(x, D, offsets, do, dx, dD))
     torch.testing.assert_close(dx, expected)
+    if offsets is not None:
+        assert not dx[:, :3].any()
+        assert not dx[:, -4:].any()
     torch.testing.assert_close(dD, (x.double() * do.double())[:, rows].sum((0, 1)).to(dtype))
