@@ -92,6 +92,47 @@ def part_of_share(share, p):
 
 
 @gluon.jit
+def parts_of(work):
+    """Returns the number of parts of the work of this block; 1 if a segment has a block."""
+    _, share, _ = work
+    if share is None:
+        return 1
+    else:  # noqa: RET505 -- one branch is compiled
+        return share[1]
+
+
+@gluon.jit
+def part_of(work, part, C: gl.constexpr):
+    """Returns the place of a part of the work of this block, and its chunks.
+
+    The place is (batch, head, segment, sequence, first column of v, first token, number of tokens, first token of the
+    sequence, whether the state is the initial one). The chunks are (number of the first one, end, number of chunks of
+    the segment, number of chunks of the earlier parts).
+    """
+    place, share, widths = work
+    if share is None:
+        return place, (0, gl.cdiv(place[6], C), gl.cdiv(place[6], C), 0)
+    else:  # noqa: RET505 -- one branch is compiled
+        columns, heads, HEADS, BV, T = widths
+        job, passed, stop, done = part_of_share(share, part)
+        n, h, column = job // columns // heads, job // columns % heads * HEADS, job % columns * BV
+        return (n, h, n, n, column, 0, T, 0, passed == 0), (passed, stop, share[4], done)
+
+
+@gluon.jit
+def first_of_part(pointer, offset, work):
+    """Returns the pointer to a part's first number, `offset` from the first one of the tensor.
+
+    If a segment has a block, `pointer` is already there: the kernel computes it, which leaves more registers.
+    """
+    _, share, _ = work
+    if share is None:
+        return pointer
+    else:  # noqa: RET505 -- one branch is compiled
+        return pointer + offset
+
+
+@gluon.jit
 def hand_over(handed, flags, number, S, offsets):
     """Writes the state S of a job, a tuple of [BK, W] for each slice, for the block that goes on with the job.
 
