@@ -126,7 +126,8 @@ def test_other_gpus_take_the_general_kernels(gpu, K):
     ("changes", "BV"),
     [
         ({"B": 4}, 64),  # 128 blocks of 64 values, on 132 multiprocessors
-        ({"B": 5}, 128),
+        ({"B": 5}, 64),  # they share 160 jobs
+        ({"B": 6}, 128),
         ({"B": 2, "V": 200}, 64),
         ({"B": 3, "V": 200}, 128),
         ({"V": 64}, 64),
@@ -461,9 +462,13 @@ def rows_of(**changes):
 
 
 def test_rows_that_do_not_fit_beside_the_others_are_cut():
-    assert rows_of(B=13, H=11) == [(12, 12, False), (1, 1, True)]  # 143 blocks for 132 multiprocessors
-    assert rows_of(B=142, H=1, T=1408) == [(132, 132, False), (10, 10, True)]
-    assert rows_of(B=18, H=8, V=256, T=8192) == [(16, 16, False), (2, 2, True)]  # 288 blocks
+    assert rows_of(B=18, H=8, K=256, V=256, T=8192) == [(16, 16, False), (2, 2, True)]  # 288 blocks
+
+
+def test_rows_are_not_cut_where_blocks_share_chunks():
+    assert rows_of(B=13, H=11) == [(13, 13, False)]  # 143 jobs on 132 multiprocessors
+    assert rows_of(B=142, H=1, T=1408) == [(142, 142, False)]
+    assert rows_of(B=18, H=8, V=256, T=8192) == [(18, 18, False)]
 
 
 @pytest.mark.parametrize(

@@ -90,9 +90,11 @@ def test_sizes(sizes):
     "sizes",
     [
         {"B": 4, "R": 80, "T": 2000, "K": 64, "V": 64},
-        {"B": 4, "R": 50, "T": 2000, "K": 128, "V": 64, "dtype": torch.float16},
+        {"B": 4, "R": 80, "T": 2000, "K": 128, "V": 64, "dtype": torch.float16},
         {"B": 4, "R": 50, "T": 2000, "K": 64, "V": 128, "dtype": torch.float32},
         {"B": 5, "R": 40, "T": 1500, "K": 256, "V": 128},
+        {"B": 4, "H": 80, "T": 2000, "K": 64, "V": 64, "gate_form": "key"},
+        {"B": 5, "H": 32, "T": 2000, "K": 128, "V": 128, "gate_form": "key", "dtype": torch.float16},
     ],
     ids=str,
 )

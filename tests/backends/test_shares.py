@@ -27,7 +27,7 @@ def test_every_chunk_has_a_block_and_no_block_waits(seed):
     shares = gluon_on_cpu.load("shares").shares
     multiprocessors = draw.randint(1, 12)
     jobs, chunks = draw.randint(multiprocessors, 40), draw.randint(1, 30)
-    _, blocks, _ = shares.share_jobs(jobs, chunks, multiprocessors, (1, 64, 64), "cpu")
+    _, blocks, _ = shares.share_jobs(jobs, chunks, multiprocessors, 1, 64 * 64, "cpu")
     assert blocks <= multiprocessors
     made = parts_of_blocks(shares, jobs, chunks, blocks)
     covered = sorted((job, c) for parts in made for job, first, end, _ in parts for c in range(first, end))
@@ -43,17 +43,17 @@ def test_every_chunk_has_a_block_and_no_block_waits(seed):
 
 
 def test_shares_are_taken_where_the_last_wave_would_be_small():
-    assert fastest_division({1: 320, 2: 160}, 128, 64, 132, True) == Division(2, 132)
-    assert fastest_division({1: 260, 2: 130}, 128, 64, 132, False) == Division(2, None)
-    assert fastest_division({1: 256, 2: 128}, 128, 64, 132, True) == Division(2, None)
-    assert fastest_division({1: 128}, 128, 512, 132, True) == Division(1, None)
-    assert fastest_division({1: 192, 2: 96}, 256, 64, 132, True) == Division(2, None)
-    assert fastest_division({1: 160}, 128, 4, 132, True) == Division(1, None)  # too short
-    assert fastest_division({1: 0}, 128, 0, 132, True) == Division(1, None)
+    assert fastest_division({1: 320, 2: 160}, 1.5, 64, 132, True) == Division(2, 132)
+    assert fastest_division({1: 260, 2: 130}, 1.5, 64, 132, False) == Division(2, None)
+    assert fastest_division({1: 256, 2: 128}, 1.5, 64, 132, True) == Division(2, None)
+    assert fastest_division({1: 128}, 1.5, 512, 132, True) == Division(1, None)
+    assert fastest_division({1: 192, 2: 96}, 1.4, 64, 132, True) == Division(2, None)
+    assert fastest_division({1: 160}, 1.5, 4, 132, True) == Division(1, None)  # too short
+    assert fastest_division({1: 0}, 1.5, 0, 132, True) == Division(1, None)
 
 
 def test_a_share_is_never_predicted_to_be_slower(monkeypatch):
     monkeypatch.setattr(sm90, "SHARES_START", 0)
     for jobs in range(1, 500):
-        programs = fastest_division({1: jobs}, 128, 64, 132, True).programs
+        programs = fastest_division({1: jobs}, 1.5, 64, 132, True).programs
         assert (programs is not None) == (jobs > 132 and jobs % 132 != 0), jobs

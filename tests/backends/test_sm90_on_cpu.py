@@ -245,6 +245,8 @@ def test_outputs_of_every_gate(kernels, form, gates, dtype):
         {"programs": 3, "B": 4, "T": 300, "initial_state": True},  # four jobs of five chunks, by three blocks
         {"programs": 2, "B": 3, "R": 4, "BV": 128, "skips": True, "gated": True, "T": 200},
         {"programs": 4, "B": 5, "K": 256, "V": 128, "dtype": torch.float16},
+        {"programs": 3, "B": 4, "T": 200, "gate_form": "key", "initial_state": True, "gates": "strong"},
+        {"programs": 2, "B": 3, "K": 128, "V": 72, "gate_form": "key", "dtype": torch.float32},
         {"skips": True, "R": 3, "K": 128, "V": 128, "initial_state": True},
         PACKED | {"skips": True, "R": 2, "K": 256, "V": 72},
         PACKED | {"skips": True, "dtype": torch.float16, "K": 128},

@@ -46,11 +46,14 @@ def second_warpgroup(K: int) -> float:
     return 1.5 if K <= 128 else 1.4
 
 
-def fastest_division(jobs: dict[int, int], K: int, chunks: int, multiprocessors: int, may_share: bool) -> Division:
-    """Returns the fastest division of jobs among blocks of forward_head.py.
+def fastest_division(
+    jobs: dict[int, int], second: float, chunks: int, multiprocessors: int, may_share: bool
+) -> Division:
+    """Returns the fastest division of jobs among blocks.
 
     Args:
         jobs: the number of jobs, by the number of warpgroups of a block.
+        second: the time of a block with two warpgroups, as a multiple of the time with one.
         chunks: chunks of a job.
         may_share: whether all jobs have the same number of chunks, and begin with known states.
     """
@@ -60,7 +63,7 @@ def fastest_division(jobs: dict[int, int], K: int, chunks: int, multiprocessors:
         time = ceil_div(jobs[x.warpgroups], multiprocessors) * chunks
         if x.programs is not None:
             time = max(1.0, waves) * chunks + SHARES_START
-        return time * (second_warpgroup(K) if x.warpgroups == 2 else 1.0)
+        return time * (second if x.warpgroups == 2 else 1.0)
 
     programs = (None, multiprocessors) if may_share else (None,)
     return min(itertools.starmap(Division, itertools.product(sorted(jobs, reverse=True), programs)), key=chunk_times)

@@ -13,9 +13,10 @@ K, V key and value width   C tokens of a chunk   BK keys of a tile, K rounded up
 W columns of v of a warpgroup   GROUPS state warpgroups of a block   STAGES pipeline stages
 slot   a pipeline stage in shared memory: the tiles of one chunk
 
-The grid has one block per segment, head of o and GROUPS W columns of v. If query heads share a state, each of their
-blocks computes it, and the block of the first one writes it. The warps of a block are specialised. They communicate
-over barriers in shared memory; common.py gives the rules.
+The grid has one block per segment, head of o and GROUPS W columns of v, or as many blocks as there are multiprocessors,
+which share the chunks of whole sequences evenly (shares.py). If query heads share a state, each of their blocks
+computes it, and the block of the first one writes it. The warps of a block are specialised. They communicate over
+barriers in shared memory; common.py gives the rules.
 
     load    one warp: copies q, k, v, g of the next chunks to shared memory by TMA
     gate    a warpgroup: sums g and replaces q, k by qg, kg in shared memory, while the state warps process earlier
@@ -79,9 +80,20 @@ from gla_triton_kernels.gla.sm90.common import (
     write_state,
 )
 from gla_triton_kernels.gla.sm90.half import in_half
+from gla_triton_kernels.gla.sm90.shares import (
+    part_of,
+    parts_of,
+    publish,
+    share_jobs,
+    share_of_block,
+    wait_for_published,
+)
 from gla_triton_kernels.gla.tensors import Tensors
 from gla_triton_runtime.launch import Launch
 from gla_triton_runtime.tma import shared_tiles
+
+COLUMNS = 64
+"""W of this kernel."""
 
 
 def launch_outputs(
@@ -93,8 +105,7 @@ def launch_outputs(
     kernel loads q, k, v, g and the order without waiting for its predecessor. The predecessor may therefore write
     nothing that this kernel reads except the entering states.
     """
-    kernel = plan.parameters
-    g_desc = None if x.g is None else shared_tiles(x.g, kernel.C, kernel.BK)
+    g_desc = None if x.g is None else shared_tiles(x.g, plan.parameters.C, plan.parameters.BK)
     arguments = {"g_desc": g_desc, **heads_of_outputs(x)}
     return launch_kernel(_chunk_gla_fwd_kernel, arguments, plan, x, segments, scale, every, normalizer)
 
@@ -115,7 +126,7 @@ def launch_kernel(
     every: int | None,
     normalizer: int | None,
     heads: int = 1,
-    W: int = 64,
+    W: int = COLUMNS,
 ) -> list[Launch]:
     """Returns the launches of a kernel whose state warpgroups have W columns of v each; see `launch_outputs`.
 
@@ -127,9 +138,13 @@ def launch_kernel(
     """
     x, units, before = in_half(x, ("q", "k", "v"), x.cu_seqlens)
     T, K, V, Ho, kernel = x.k.shape[1], x.k.shape[3], x.v.shape[3], max(x.q.shape[2], x.v.shape[2]), plan.parameters
+    jobs, groups = ceil_div(V, kernel.BV) * segments.count * (Ho // heads), kernel.BV // W
+    size = ceil_div(K, kernel.BK) * kernel.BK * (W + 1)  # forward.py hands over a factor for each key, too
+    shares, blocks, clears = share_jobs(jobs, ceil_div(T, kernel.C), kernel.programs, groups, size, x.k.device)
     s_desc = checkpoint_tiles(x.checkpoints, kernel.BK, W) if x.pool is None else None
     arguments = {
         **arguments,
+        **shares,
         "q_desc": shared_tiles(x.q, kernel.C, kernel.BK),
         "k_desc": shared_tiles(x.k, kernel.C, kernel.BK),
         "v_desc": shared_tiles(x.v, kernel.C, W),
@@ -145,14 +160,13 @@ def launch_kernel(
         "V": V,
         "NORMALIZER": normalizer,
         "STAGES": kernel.stages,
-        "GROUPS": kernel.BV // W,
+        "GROUPS": groups,
     }
-    grid = (ceil_div(V, kernel.BV) * segments.count * (Ho // heads), 1, 1)
     options = {"num_warps": kernel.warps, "maxnreg": 128}
     overlaps = segments.order is not None if plan.segments is None else plan.segments.overlap
     if overlaps and not before:  # otherwise the kernel waits until q, k and v have been converted
         options["launch_pdl"] = True
-    return [*before, Launch(function, grid, arguments, options)]
+    return [*before, *clears, Launch(function, (blocks, 1, 1), arguments, options)]
 
 
 def state_arguments(x: Tensors, segments: Segments, every: int | None) -> dict[str, Any]:
@@ -194,34 +208,38 @@ def _gate_tile(scratch_tiles, slot, g_desc):
 @gluon.jit
 def _load_warp(args, PER_V: gl.constexpr, HAS_O: gl.constexpr, HAS_GATE: gl.constexpr, STAGES: gl.constexpr):
     """Loads q, k, v and g of all chunks, up to STAGES chunks ahead of the other warps."""
-    descriptors, tiles, barriers, place = args
+    descriptors, tiles, barriers, work, per_q = args
     q_desc, k_desc, v_desc, g_desc = descriptors
     q_tiles, k_tiles, v_tiles, scratch_tiles = tiles
     g_full, g_empty, full, empty = barriers
-    b, h, q_head, column, start, n_chunks = place
-    k_head, v_head = q_head // PER_V, h // PER_V
     C: gl.constexpr = q_desc.block_type.shape[2]
     W: gl.constexpr = v_desc.block_type.shape[3]
     GROUPS: gl.constexpr = v_tiles.type.shape[0] // STAGES
     SIZE: gl.constexpr = (2 if HAS_O else 1) * k_desc.block_type.nbytes + GROUPS * v_desc.block_type.nbytes
-    for i in range(n_chunks):
-        slot = i % STAGES
-        phase = (i // STAGES) & 1
-        t = start + i * C
-        if HAS_GATE:
-            mbarrier.wait(g_empty.index(slot), phase ^ 1)  # returns at once for the first STAGES chunks
-            mbarrier.expect(g_full.index(slot), g_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                g_desc, [b, v_head, t, 0], g_full.index(slot), _gate_tile(scratch_tiles, slot, g_desc)
-            )
-        mbarrier.wait(empty.index(slot), phase ^ 1)
-        mbarrier.expect(full.index(slot), SIZE)
-        if HAS_O:
-            tma.async_copy_global_to_shared(q_desc, [b, q_head, t, 0], full.index(slot), q_tiles.index(slot))
-        tma.async_copy_global_to_shared(k_desc, [b, k_head, t, 0], full.index(slot), k_tiles.index(slot))
-        for w in gl.static_range(GROUPS):
-            v_tile = v_tiles.index(GROUPS * slot + w)
-            tma.async_copy_global_to_shared(v_desc, [b, v_head, t, column + w * W], full.index(slot), v_tile)
+    for part in range(parts_of(work)):
+        place, chunks = part_of(work, part, C)
+        b, h, _, _, column, start, _, _, _ = place
+        passed, stop, _, done = chunks
+        q_head, v_head = h // per_q, h // PER_V
+        k_head = q_head // PER_V
+        for i in range(done, done + stop - passed):
+            slot = i % STAGES
+            phase = (i // STAGES) & 1
+            t = start + (passed + i - done) * C
+            if HAS_GATE:
+                mbarrier.wait(g_empty.index(slot), phase ^ 1)  # returns at once for the first STAGES chunks
+                mbarrier.expect(g_full.index(slot), g_desc.block_type.nbytes)
+                tma.async_copy_global_to_shared(
+                    g_desc, [b, v_head, t, 0], g_full.index(slot), _gate_tile(scratch_tiles, slot, g_desc)
+                )
+            mbarrier.wait(empty.index(slot), phase ^ 1)
+            mbarrier.expect(full.index(slot), SIZE)
+            if HAS_O:
+                tma.async_copy_global_to_shared(q_desc, [b, q_head, t, 0], full.index(slot), q_tiles.index(slot))
+            tma.async_copy_global_to_shared(k_desc, [b, k_head, t, 0], full.index(slot), k_tiles.index(slot))
+            for w in gl.static_range(GROUPS):
+                v_tile = v_tiles.index(GROUPS * slot + w)
+                tma.async_copy_global_to_shared(v_desc, [b, v_head, t, column + w * W], full.index(slot), v_tile)
 
 
 @gluon.jit
@@ -237,7 +255,7 @@ def _gate_warps(
 
     The gates arrive before q and k, so that they are summed while q and k are still being loaded.
     """
-    g_desc, tiles, barriers, length = args
+    g_desc, tiles, barriers, work = args
     q_tiles, k_tiles, scratch_tiles, a_tiles, a_units, decays, mild_flags = tiles
     g_full, g_empty, full, gated = barriers
     C: gl.constexpr = k_tiles.type.shape[3]
@@ -245,56 +263,61 @@ def _gate_warps(
     runs: gl.constexpr = layout_of_runs(C, K)
     columns: gl.constexpr = layout_of_columns(C, K)
     HALF: gl.constexpr = k_tiles.dtype == gl.float16
-    for i in range(gl.cdiv(length, C)):
-        slot = i % STAGES
-        phase = (i // STAGES) & 1
-        q_tile = q_tiles.index(slot).reshape([C, K]) if HAS_O else None
-        k_tile = k_tiles.index(slot).reshape([C, K])
-        rows = length - i * C
-        if HAS_GATE:
-            mbarrier.wait(g_full.index(slot), phase)
-            g_tile = _gate_tile(scratch_tiles, slot, g_desc).reshape([C, K])
-            g = log_gates_of_tile(g_tile, rows, runs, NORMALIZER, PACKED)  # [C, K]
-            x, end = exponents_of_mild_chunk(g, NORMALIZER)  # [C, K], [K]
-            mild = gl.min(end, 0) > (-MILD_DECAY_HALF if HALF else -MILD_DECAY_SM90)
-            # The load warp has waited until the state warps have read the slot, so its decay and A may be replaced too.
-            mbarrier.wait(full.index(slot), phase)
-            if HALF and PACKED:  # rows of the next sequence would count in the largest number of the chunk
-                if HAS_O:
-                    clear_rows(q_tile, rows, runs)
-                clear_rows(k_tile, rows, runs)
-            if HALF:
-                mild = mild & fit_mild_chunk(magnitudes(q_tile, k_tile, runs))
-            mild_flags.index(slot).store(gl.full([1], mild, gl.int32, gl.SliceLayout(1, runs)))
-            if PACKED and not HALF:
-                clear_rows(k_tile, rows, runs)
-            if mild:
-                fence_async_shared()  # the tile of g has been accessed from registers; TMA overwrites it next
-                mbarrier.arrive(g_empty.index(slot), count=1)
-                decays.index(slot).store(decay_mild_chunk(q_tile, k_tile, x, end))
-            else:
-                again = log_gates_of_tile(g_tile, rows, columns, NORMALIZER, False)  # [C, K]
-                if HAS_O:
-                    decay, a = decay_any_chunk(
-                        q_tile, k_tile, scratch_tiles.index(slot), again, NORMALIZER
-                    )  # [K], [C, C]
-                    decays.index(slot).store(decay)
-                    a, a_unit = in_units(a, q_tile.dtype)
-                    a_tiles.index(slot).store(a)
-                    if HALF:
-                        a_units.index(slot).store(gl.full([1], a_unit, gl.float32, gl.SliceLayout(1, runs)))
+    for part in range(parts_of(work)):
+        place, chunks = part_of(work, part, C)
+        _, _, _, _, _, _, length, _, _ = place
+        passed, stop, _, done = chunks
+        for i in range(done, done + stop - passed):
+            slot = i % STAGES
+            phase = (i // STAGES) & 1
+            q_tile = q_tiles.index(slot).reshape([C, K]) if HAS_O else None
+            k_tile = k_tiles.index(slot).reshape([C, K])
+            rows = length - (passed + i - done) * C
+            if HAS_GATE:
+                mbarrier.wait(g_full.index(slot), phase)
+                g_tile = _gate_tile(scratch_tiles, slot, g_desc).reshape([C, K])
+                g = log_gates_of_tile(g_tile, rows, runs, NORMALIZER, PACKED)  # [C, K]
+                x, end = exponents_of_mild_chunk(g, NORMALIZER)  # [C, K], [K]
+                mild = gl.min(end, 0) > (-MILD_DECAY_HALF if HALF else -MILD_DECAY_SM90)
+                # The load warp has waited until the state warps have read the slot, so its decay and A may be replaced
+                # too.
+                mbarrier.wait(full.index(slot), phase)
+                if HALF and PACKED:  # rows of the next sequence would count in the largest number of the chunk
+                    if HAS_O:
+                        clear_rows(q_tile, rows, runs)
+                    clear_rows(k_tile, rows, runs)
+                if HALF:
+                    mild = mild & fit_mild_chunk(magnitudes(q_tile, k_tile, runs))
+                mild_flags.index(slot).store(gl.full([1], mild, gl.int32, gl.SliceLayout(1, runs)))
+                if PACKED and not HALF:
+                    clear_rows(k_tile, rows, runs)
+                if mild:
+                    fence_async_shared()  # the tile of g has been accessed from registers; TMA overwrites it next
+                    mbarrier.arrive(g_empty.index(slot), count=1)
+                    decays.index(slot).store(decay_mild_chunk(q_tile, k_tile, x, end))
                 else:
-                    decays.index(slot).store(decay_any_keys(k_tile, again, NORMALIZER))
-                fence_async_shared()  # as above
-                mbarrier.arrive(g_empty.index(slot), count=1)
-        else:
-            mbarrier.wait(full.index(slot), phase)
-            if PACKED:
-                clear_rows(k_tile, rows, runs)
-            if PACKED and HALF and HAS_O:
-                clear_rows(q_tile, rows, runs)
-        fence_async_shared()  # qg and kg have been stored from registers; wgmma reads them
-        mbarrier.arrive(gated.index(slot), count=1)
+                    again = log_gates_of_tile(g_tile, rows, columns, NORMALIZER, False)  # [C, K]
+                    if HAS_O:
+                        decay, a = decay_any_chunk(
+                            q_tile, k_tile, scratch_tiles.index(slot), again, NORMALIZER
+                        )  # [K], [C, C]
+                        decays.index(slot).store(decay)
+                        a, a_unit = in_units(a, q_tile.dtype)
+                        a_tiles.index(slot).store(a)
+                        if HALF:
+                            a_units.index(slot).store(gl.full([1], a_unit, gl.float32, gl.SliceLayout(1, runs)))
+                    else:
+                        decays.index(slot).store(decay_any_keys(k_tile, again, NORMALIZER))
+                    fence_async_shared()  # as above
+                    mbarrier.arrive(g_empty.index(slot), count=1)
+            else:
+                mbarrier.wait(full.index(slot), phase)
+                if PACKED:
+                    clear_rows(k_tile, rows, runs)
+                if PACKED and HALF and HAS_O:
+                    clear_rows(q_tile, rows, runs)
+            fence_async_shared()  # qg and kg have been stored from registers; wgmma reads them
+            mbarrier.arrive(gated.index(slot), count=1)
 
 
 @gluon.jit
@@ -310,23 +333,19 @@ def _state_warps(
     """Carries W columns of the state through the segment, and writes W columns of the outputs.
 
     Args:
-        args: the tuples below. `units` holds the units of q, k and v, and the number of the segment's first chunk.
-            `kept` is about checkpoints: the descriptor, the pointer, the rows of a batch entry, the row of the next
-            checkpoint, the tokens until it, and the tokens between checkpoints. `place` holds batch, head of o, head of
-            q, segment, sequence, first token of the sequence, first column of v of the block, first token and number of
-            tokens of the segment.
+        args: the tuples below. `units` holds the units of q, k and v. `kept` is about checkpoints: the descriptor, the
+            pointer, the rows of a batch entry, and the tokens between checkpoints. See `part_of` for `work`.
         WARPGROUP: the number of this state warpgroup.
     """
-    tiles, barriers, outputs, states, units, kept, place, sizes = args
+    tiles, barriers, outputs, states, units, kept, work, sizes, handed, flags = args
     q_tiles, k_tiles, v_tiles, a_tiles, a_units, decays, mild_flags, s_tiles, o_tiles = tiles
     full, gated, empty = barriers
     o_desc, o_ptr, scale = outputs
-    _, strides, _, _, pool, _ = states
-    q_units, k_units, v_units, chunk = units
-    s_desc, checkpoints, n_rows, checkpoint, left, every = kept
-    b, h, q_head, n, sequence, origin, column, start, length = place
-    T, Ho, Hq, K, V = sizes
-    v_head, Hv = h // PER_V, Ho // PER_V
+    _, strides, _, _, pool, slots = states
+    q_units, k_units, v_units = units
+    s_desc, checkpoints, n_rows, every = kept
+    T, Ho, per_q, K, V = sizes
+    Hv, Hq = Ho // PER_V, Ho // per_q
     C: gl.constexpr = q_tiles.type.shape[3]
     BK: gl.constexpr = q_tiles.type.shape[4]
     W: gl.constexpr = v_tiles.type.shape[4]
@@ -340,96 +359,121 @@ def _state_warps(
     s_block = s_tiles.index(WARPGROUP)  # [1, 1, 1, BK, W], holds S as an operand or as the source of a checkpoint
     s_tile = s_block.reshape([BK, W])
     o_tile = None if o_desc is None else o_tiles.index(WARPGROUP).reshape([C, W])
-    first = column + WARPGROUP * W
     key = gl.arange(0, BK, gl.SliceLayout(1, layout))[:, None]  # [BK, 1]
-    value = first + gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]  # [1, W]
-    S = gl.zeros([BK, W], gl.float32, layout)
-    is_first = start == origin  # whether this is the first segment of its sequence
+    columns = gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]  # [1, W]
+    state_number = gl.program_id(0) * GROUPS + WARPGROUP  # of the state that this warpgroup hands over
     wait_for_predecessor()  # it writes `entering`
-    S = first_state(S, states, n, sequence, v_head, is_first, key, value, (Hv, K, V))
-    waiting = gl.full([BK, 1], 1.0, gl.float32, layout)  # the outer exp(r) of the previous chunk
-    outer = 1.0  # the unit of S, which is the unit of kg^T v in the previous chunk
-    if q_units is not None:
-        outer = gl.to_tensor(1.0)
-    for i in range(gl.cdiv(length, C)):
+    for part in range(parts_of(work)):
+        place, chunks = part_of(work, part, C)
+        b, h, n, sequence, column, start, length, origin, is_first = place
+        passed, stop, n_chunks, done = chunks
+        q_head, v_head = h // per_q, h // PER_V
+        first = column + WARPGROUP * W
+        value = first + columns  # [1, W]
+        chunk = chunk_of(sequence, start, T, C, PACKED)
         if s_desc is not None or checkpoints is not None:
-            if left == 0:  # this chunk begins at a checkpoint
-                if s_desc is not None:
-                    if not HAS_O:
-                        tma.store_wait(0)  # the copy of the previous checkpoint has read s_tile
-                    s_tile.store((S * waiting).to(s_tile.dtype))
-                    fence_async_shared()
-                    tma.async_copy_shared_to_global(s_desc, [b, checkpoint, v_head, 0, first], s_block)
-                elif pool is not None:
-                    write_slot(pool, strides, checkpoint, v_head, S * (waiting * outer), key, value, (K, V))
-                else:
-                    number = (b * n_rows + checkpoint) * Hv + v_head
-                    write_state(checkpoints, number, S * (waiting * outer), key, value, (K, V))
-                checkpoint += 1
-                left = every  # 0 with a pool, so that no other checkpoint follows
-            left -= C
-        slot = i % STAGES
-        phase = (i // STAGES) & 1
-        q_tile = q_tiles.index(slot).reshape([C, BK])
-        k_tile = k_tiles.index(slot).reshape([C, BK])
-        v_tile = v_tiles.index(GROUPS * slot + WARPGROUP).reshape([C, W])
-        rows = length - i * C
-        mbarrier.wait(full.index(slot), phase)
-        if PACKED:
-            clear_rows(v_tile, rows, layout)  # the gate warps clear rows of k
-        mbarrier.wait(gated.index(slot), phase)
-        if HAS_O:
-            a = gl.zeros([C, C], gl.float32, scores)  # computed while S becomes an operand
-            a = warpgroup_mma(q_tile, k_tile.permute([1, 0]), a, use_acc=False, is_async=True)
-        if s_desc is not None and HAS_O:
-            tma.store_wait(0)  # the copy has read s_tile
-        if HAS_GATE:
-            decay = decays.index(slot).load(gl.SliceLayout(1, layout))[:, None]  # [BK, 1], exp(r) or exp(b_C)
-            mild = gl.max(mild_flags.index(slot).load(gl.SliceLayout(1, layout)), 0) != 0
-            r = gl.where(mild, decay, 1.0)  # [BK, 1], exp(r)
-            if HAS_O:
-                s_unit = store_state(s_tile, S, waiting * r, outer)
-            S = S * (waiting * decay)
-            waiting = r
-        elif HAS_O:
-            s_unit = store_state(s_tile, S, None, outer)
-        q_unit = unit_at(q_units, chunk + i, Hq, q_head)
-        kv_unit = unit_at(k_units, chunk + i, Hq // PER_V, q_head // PER_V) * unit_at(v_units, chunk + i, Hv, v_head)
+            # the row of the next checkpoint, and the number of tokens until it
+            checkpoint, left = next_checkpoint(start + passed * C, sequence, origin, every, slots, PACKED)
+            left = gl.where(h % PER_V == 0, left, -1)  # only the first query head that shares a state writes it
+        S = gl.zeros([BK, W], gl.float32, layout)
+        S = first_state(S, states, n, sequence, v_head, is_first & (passed == 0), key, value, (Hv, K, V))
+        waiting = gl.full([BK, 1], 1.0, gl.float32, layout)  # the outer exp(r) of the previous chunk
+        if handed is not None:  # noqa: SIM102 -- known when this is compiled
+            if passed > 0:
+                wait_for_published(flags + (state_number - GROUPS))
+                state = handed + (state_number - GROUPS).to(gl.int64) * (BK * (W + 1))
+                S, waiting = gl.load(state + key * W + columns), gl.load(state + BK * W + key)
+        outer = 1.0  # the unit of S, which is the unit of kg^T v in the previous chunk
         if q_units is not None:
-            S = S * (outer / kv_unit)
-            outer = kv_unit
-        fence_async_shared()  # S, and cleared rows of v, have been stored from registers; wgmma reads them
-        if HAS_O:
-            a = gl.where(t >= s, warpgroup_mma_wait(0, [a]), 0.0)  # [C, C]
-            a, a_unit = in_units(a, q_tile.dtype)
-            if HAS_GATE:  # noqa: SIM102 -- known when this is compiled, and mild is not
-                if not mild:  # qg kg^T is not A; the gate warps have computed A
-                    a = a_tiles.index(slot).load(scores)
-                    if HALF:
-                        a_unit = gl.max(a_units.index(slot).load(gl.SliceLayout(1, layout)), 0)
-            a = gl.convert_layout(a, operand)  # the left operand of wgmma may stay in registers
-            o = gl.zeros([C, W], gl.float32, layout)
-            o = warpgroup_mma(q_tile, s_tile, o, use_acc=False, is_async=True)
-            if HALF:
-                o = warpgroup_mma_wait(0, [o]) * (s_unit / (a_unit * kv_unit))  # in the units of A v
-            o = warpgroup_mma(a, v_tile, o, is_async=True)
-        S = warpgroup_mma(k_tile.permute([1, 0]), v_tile, S, is_async=True)
-        if HAS_O:
-            o, S = warpgroup_mma_wait(0, [o, S])
-        else:
-            S = warpgroup_mma_wait(0, [S])
-        mbarrier.arrive(empty.index(slot), count=1)
-        if HAS_O:
-            tma.store_wait(0)  # the copy has read o_tile
-            o_factor = scale * a_unit * (q_unit * kv_unit)  # factor of o
-            write(o_desc, o_ptr, o_tile, o * o_factor, first, V, (b, h, start + i * C, T, Ho), rows, PACKED)
-    if h % PER_V == 0:  # the first query head that shares the state
-        write_last_state(S * (waiting * outer), states, n, sequence, v_head, key, value, (Hv, K, V))
+            outer = gl.to_tensor(1.0)
+        for i in range(done, done + stop - passed):
+            c = passed + i - done
+            if s_desc is not None or checkpoints is not None:
+                if left == 0:  # this chunk begins at a checkpoint
+                    if s_desc is not None:
+                        if not HAS_O:
+                            tma.store_wait(0)  # the copy of the previous checkpoint has read s_tile
+                        s_tile.store((S * waiting).to(s_tile.dtype))
+                        fence_async_shared()
+                        tma.async_copy_shared_to_global(s_desc, [b, checkpoint, v_head, 0, first], s_block)
+                    elif pool is not None:
+                        write_slot(pool, strides, checkpoint, v_head, S * (waiting * outer), key, value, (K, V))
+                    else:
+                        number = (b * n_rows + checkpoint) * Hv + v_head
+                        write_state(checkpoints, number, S * (waiting * outer), key, value, (K, V))
+                    checkpoint += 1
+                    left = every  # 0 with a pool, so that no other checkpoint follows
+                left -= C
+            slot = i % STAGES
+            phase = (i // STAGES) & 1
+            q_tile = q_tiles.index(slot).reshape([C, BK])
+            k_tile = k_tiles.index(slot).reshape([C, BK])
+            v_tile = v_tiles.index(GROUPS * slot + WARPGROUP).reshape([C, W])
+            rows = length - c * C
+            mbarrier.wait(full.index(slot), phase)
+            if PACKED:
+                clear_rows(v_tile, rows, layout)  # the gate warps clear rows of k
+            mbarrier.wait(gated.index(slot), phase)
+            if HAS_O:
+                a = gl.zeros([C, C], gl.float32, scores)  # computed while S becomes an operand
+                a = warpgroup_mma(q_tile, k_tile.permute([1, 0]), a, use_acc=False, is_async=True)
+            if s_desc is not None and HAS_O:
+                tma.store_wait(0)  # the copy has read s_tile
+            if HAS_GATE:
+                decay = decays.index(slot).load(gl.SliceLayout(1, layout))[:, None]  # [BK, 1], exp(r) or exp(b_C)
+                mild = gl.max(mild_flags.index(slot).load(gl.SliceLayout(1, layout)), 0) != 0
+                r = gl.where(mild, decay, 1.0)  # [BK, 1], exp(r)
+                if HAS_O:
+                    s_unit = store_state(s_tile, S, waiting * r, outer)
+                S = S * (waiting * decay)
+                waiting = r
+            elif HAS_O:
+                s_unit = store_state(s_tile, S, None, outer)
+            q_unit = unit_at(q_units, chunk + c, Hq, q_head)
+            kv_unit = unit_at(k_units, chunk + c, Hq // PER_V, q_head // PER_V) * unit_at(
+                v_units, chunk + c, Hv, v_head
+            )
+            if q_units is not None:
+                S = S * (outer / kv_unit)
+                outer = kv_unit
+            fence_async_shared()  # S, and cleared rows of v, have been stored from registers; wgmma reads them
+            if HAS_O:
+                a = gl.where(t >= s, warpgroup_mma_wait(0, [a]), 0.0)  # [C, C]
+                a, a_unit = in_units(a, q_tile.dtype)
+                if HAS_GATE:  # noqa: SIM102 -- known when this is compiled, and mild is not
+                    if not mild:  # qg kg^T is not A; the gate warps have computed A
+                        a = a_tiles.index(slot).load(scores)
+                        if HALF:
+                            a_unit = gl.max(a_units.index(slot).load(gl.SliceLayout(1, layout)), 0)
+                a = gl.convert_layout(a, operand)  # the left operand of wgmma may stay in registers
+                o = gl.zeros([C, W], gl.float32, layout)
+                o = warpgroup_mma(q_tile, s_tile, o, use_acc=False, is_async=True)
+                if HALF:
+                    o = warpgroup_mma_wait(0, [o]) * (s_unit / (a_unit * kv_unit))  # in the units of A v
+                o = warpgroup_mma(a, v_tile, o, is_async=True)
+            S = warpgroup_mma(k_tile.permute([1, 0]), v_tile, S, is_async=True)
+            if HAS_O:
+                o, S = warpgroup_mma_wait(0, [o, S])
+            else:
+                S = warpgroup_mma_wait(0, [S])
+            mbarrier.arrive(empty.index(slot), count=1)
+            if HAS_O:
+                tma.store_wait(0)  # the copy has read o_tile
+                o_factor = scale * a_unit * (q_unit * kv_unit)  # factor of o
+                write(o_desc, o_ptr, o_tile, o * o_factor, first, V, (b, h, start + c * C, T, Ho), rows, PACKED)
+        if handed is not None:  # noqa: SIM102 -- known when this is compiled
+            if stop < n_chunks:
+                state = handed + state_number.to(gl.int64) * (BK * (W + 1))
+                gl.store(state + key * W + columns, S * outer)
+                gl.store(state + BK * W + key, waiting)
+                publish(flags + state_number)
+        if (h % PER_V == 0) & (stop == n_chunks):  # the first query head that shares the state
+            write_last_state(S * (waiting * outer), states, n, sequence, v_head, key, value, (Hv, K, V))
     tma.store_wait(0)
 
 
 # V and strides are specialised: if they are multiples of 16, a thread moves two elements of a state at once.
-@gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "every", "rows", "Ho", "per_q", "K"])
+@gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "every", "rows", "jobs", "Ho", "per_q", "K"])
 def _chunk_gla_fwd_kernel(
     q_desc,  # [B, Hq, T, K], tiles [C, BK]
     k_desc,  # [B, H, T, K], tiles [C, BK]
@@ -448,6 +492,8 @@ def _chunk_gla_fwd_kernel(
     q_units,  # [chunks, Hq] if q, k and v were float32, else None
     k_units,  # [chunks, H] or None
     v_units,  # [chunks, Hv] or None
+    handed,  # [blocks, GROUPS, BK, W + 1], S and then `waiting`, or None if there is a block for each job
+    flags,  # [blocks, GROUPS] or None
     scale,
     state_n,  # strides of initial_state or of the pool; see `in_state`
     state_h,
@@ -458,6 +504,7 @@ def _chunk_gla_fwd_kernel(
     segments,  # segments of a sequence of a batch
     every,  # tokens between checkpoints
     rows,  # n
+    jobs,  # see shares.py
     Ho,
     per_q,  # heads of o that share a head of q
     K,
@@ -476,19 +523,18 @@ def _chunk_gla_fwd_kernel(
     PACKED: gl.constexpr = order is not None
     dtype: gl.constexpr = q_desc.dtype
     columns = gl.cdiv(V, GROUPS * W)
-    column = gl.program_id(0) % columns * GROUPS * W
-    h = gl.program_id(0) // columns % Ho
-    n = gl.program_id(0) // columns // Ho
-    if PACKED and entering is None:
-        wait_for_predecessor()  # the predecessor writes the order
-    n, b, start, length, sequence, origin, _ = tokens_of(n, T, segment, segments, order)
-    if PACKED and entering is not None:  # noqa: SIM102 -- known when this is compiled
-        if length == 0:
-            return
-    checkpoint, left = gl.to_tensor(0), gl.to_tensor(0)  # row of the next checkpoint, and number of tokens until it
-    if s_desc is not None or checkpoints is not None:
-        checkpoint, left = next_checkpoint(start, sequence, origin, every, slots, PACKED)
-        left = gl.where(h % PER_V == 0, left, -1)  # only the first query head that shares a state writes it
+    if handed is not None:
+        work = (None, share_of_block(jobs, gl.cdiv(T, C)), (columns, Ho, 1, GROUPS * W, T))
+    else:
+        if PACKED and entering is None:
+            wait_for_predecessor()  # the predecessor writes the order
+        n = gl.program_id(0) // columns // Ho
+        n, b, start, length, sequence, origin, _ = tokens_of(n, T, segment, segments, order)
+        if PACKED and entering is not None:  # noqa: SIM102 -- known when this is compiled
+            if length == 0:
+                return
+        h, column = gl.program_id(0) // columns % Ho, gl.program_id(0) % columns * GROUPS * W
+        work = ((b, h, n, sequence, column, start, length, origin, start == origin), None, None)
 
     scores_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
     state_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, 1, BK, W], dtype)
@@ -519,19 +565,17 @@ def _chunk_gla_fwd_kernel(
         mbarrier.init(gated.index(i), count=1)
         mbarrier.init(empty.index(i), count=GROUPS)  # each state warpgroup arrives once
 
-    q_head = h // per_q
     descriptors = (q_desc, k_desc, v_desc, g_desc)
-    load_place = (b, h, q_head, column, start, gl.cdiv(length, C))
-    load = (descriptors, (q_tiles, k_tiles, v_tiles, scratch_tiles), (g_full, g_empty, full, empty), load_place)
+    load = (descriptors, (q_tiles, k_tiles, v_tiles, scratch_tiles), (g_full, g_empty, full, empty), work, per_q)
     gate_tiles = (q_tiles, k_tiles, scratch_tiles, a_tiles, a_units, decays, mild_flags)
-    gate = (g_desc, gate_tiles, (g_full, g_empty, full, gated), length)
+    gate = (g_desc, gate_tiles, (g_full, g_empty, full, gated), work)
     tiles = (q_tiles, k_tiles, v_tiles, a_tiles, a_units, decays, mild_flags, s_tiles, o_tiles)
-    kept = (s_desc, checkpoints, rows, checkpoint, left, every)
+    kept = (s_desc, checkpoints, rows, every)
     states = (initial_state, (state_n, state_h, state_k, state_v), entering, final_state, pool, slots)
-    place = (b, h, q_head, n, sequence, origin, column, start, length)
-    units = (q_units, k_units, v_units, chunk_of(sequence, start, T, C, PACKED))
-    sizes = (T, Ho, Ho // per_q, K, V)
-    state_args = (tiles, (full, gated, empty), (o_desc, o_ptr, scale), states, units, kept, place, sizes)
+    units = (q_units, k_units, v_units)
+    sizes = (T, Ho, per_q, K, V)
+    outputs = (o_desc, o_ptr, scale)
+    state_args = (tiles, (full, gated, empty), outputs, states, units, kept, work, sizes, handed, flags)
     # Registers of a thread of the state warps. With fewer, the state would spill, and the assembler would then wait
     # after every wgmma. The gate warps have the remaining registers, and spill in chunks that are not mild.
     STATE: gl.constexpr = 152 if PACKED or BK <= 64 else 144

@@ -75,7 +75,7 @@ from gla_core.dispatch.backend import CHUNK
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunks.kernel import ForwardPlan, GradientParameters, Parameters
 from gla_triton_kernels.chunks.segments import Segments
-from gla_triton_kernels.gla.sm90 import fastest_division, jobs_of_heads, warpgroup_columns
+from gla_triton_kernels.gla.sm90 import fastest_division, jobs_of_heads, second_warpgroup, warpgroup_columns
 from gla_triton_kernels.gla.sm90.common import (
     chunk_of,
     clear_rows,
@@ -98,7 +98,14 @@ from gla_triton_kernels.gla.sm90.common import (
     write_state,
 )
 from gla_triton_kernels.gla.sm90.forward import launch_kernel
-from gla_triton_kernels.gla.sm90.shares import hand_over, part_of_share, share_jobs, share_of_block, taken_over
+from gla_triton_kernels.gla.sm90.shares import (
+    first_of_part,
+    hand_over,
+    part_of,
+    parts_of,
+    share_of_block,
+    taken_over,
+)
 from gla_triton_kernels.gla.tensors import BackwardTensors, Tensors
 from gla_triton_runtime.arithmetic import LOG2E
 from gla_triton_runtime.launch import Launch
@@ -134,10 +141,6 @@ def launch_outputs(
     # Outputs of several slices leave no registers for a second gate warpgroup. Packed slices use slots in any order.
     can_turn = slices == 1 or (x.o is None and segments.order is None)
     turns = 2 if x.g is not None and plan.parameters.stages % 2 == 0 and can_turn else 1
-    jobs = ceil_div(V, plan.parameters.BV) * segments.count * max(Hq, Hv) // heads
-    states = plan.parameters.BV // W, slices * plan.parameters.BK, W
-    chunks = ceil_div(x.k.shape[1], plan.parameters.C)
-    shares, blocks, clears = share_jobs(jobs, chunks, plan.parameters.programs, states, x.k.device)
     arguments = {
         "g_ptr": x.g,
         **gate_strides(x.g),
@@ -155,12 +158,11 @@ def launch_outputs(
         "BACKWARDS": backwards,
         "LAST_LEAVE_NONE": last_leave_none,
         "TURNS": turns,
-        **shares,
     }
     kernel = _chunk_gla_fwd_head_kernel
     *before, launch = launch_kernel(kernel, arguments, plan, x, segments, scale, every, normalizer, heads, W)
     most = 96 if turns * plan.parameters.BV > 2 * W else 128  # the kernel has one warpgroup more than otherwise
-    return [*before, *clears, replace(launch, grid=(blocks, 1, 1), options={**launch.options, "maxnreg": most})]
+    return [*before, replace(launch, options={**launch.options, "maxnreg": most})]
 
 
 def launch_state_gradients(
@@ -184,7 +186,7 @@ def launch_state_gradients(
     y = Tensors(x.q, x.q, x.do, x.g, before, x.cu_seqlens, None, after, P, inside)
     jobs = jobs_of_heads(segments.count * Hv, K, V, Hv // H % 2 == 0)
     may_share = is_whole and segments.order is None
-    division = fastest_division(jobs, K, ceil_div(x.k.shape[1], CHUNK), kernel.programs, may_share)
+    division = fastest_division(jobs, second_warpgroup(K), ceil_div(x.k.shape[1], CHUNK), kernel.programs, may_share)
     stages = 2 if K > 128 else 4  # without q and o, this many fit into shared memory
     BK, BV = 64 if K <= 64 else 128, division.warpgroups * W
     parameters = Parameters(C=CHUNK, BK=BK, BV=BV, stages=stages, tma=True, programs=division.programs)
@@ -192,47 +194,6 @@ def launch_state_gradients(
     *converted, launch = launch_outputs(plan, y, segments, scale, CHUNK, normalizer, True, x.last_leave_none)
     options = {name: option for name, option in launch.options.items() if name != "launch_pdl"}
     return P, [*converted, replace(launch, options=options)]
-
-
-@gluon.jit
-def parts_of(work):
-    """Returns the number of parts of the work of this block; 1 if a segment has a block."""
-    _, share, _ = work
-    if share is None:
-        return 1
-    else:  # noqa: RET505 -- one branch is compiled
-        return share[1]
-
-
-@gluon.jit
-def part_of(work, part, C: gl.constexpr):
-    """Returns the place of a part of the work of this block, and its chunks.
-
-    The place is (batch, head, segment, sequence, first column of v, first token, number of tokens, first token of the
-    sequence, whether the state is the initial one). The chunks are (number of the first one, end, number of chunks of
-    the segment, number of chunks of the earlier parts).
-    """
-    place, share, widths = work
-    if share is None:
-        return place, (0, gl.cdiv(place[6], C), gl.cdiv(place[6], C), 0)
-    else:  # noqa: RET505 -- one branch is compiled
-        columns, heads, HEADS, BV, T = widths
-        job, passed, stop, done = part_of_share(share, part)
-        n, h, column = job // columns // heads, job // columns % heads * HEADS, job % columns * BV
-        return (n, h, n, n, column, 0, T, 0, passed == 0), (passed, stop, share[4], done)
-
-
-@gluon.jit
-def first_of_part(pointer, offset, work):
-    """Returns the pointer to a part's first number, `offset` from the first one of the tensor.
-
-    If a segment has a block, `pointer` is already there: the kernel computes it, which leaves more registers.
-    """
-    _, share, _ = work
-    if share is None:
-        return pointer
-    else:  # noqa: RET505 -- one branch is compiled
-        return pointer + offset
 
 
 @gluon.jit
@@ -679,7 +640,7 @@ def _chunk_gla_fwd_head_kernel(
     v_factor,  # [B, T, Hv], contiguous, or None; only with gates
     skip,  # [Hv] or [Hv, V], or None
     z_desc,  # [B, Hv, T, V], tiles [C, W], or None; only with o_desc
-    handed,  # [blocks, GROUPS, SLICES BK, W], or None if there is a block for each job
+    handed,  # room for states [blocks, GROUPS, SLICES BK, W], or None if there is a block for each job
     flags,  # [blocks, GROUPS] or None
     scale,
     g_b,  # strides of g

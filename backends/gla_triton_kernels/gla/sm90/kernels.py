@@ -34,7 +34,13 @@ from gla_triton_kernels.chunks.price import (
     queries_of_state,
 )
 from gla_triton_kernels.gla.seen import not_addressable
-from gla_triton_kernels.gla.sm90 import fastest_division, jobs_of_heads, second_warpgroup, warpgroup_columns
+from gla_triton_kernels.gla.sm90 import (
+    Division,
+    fastest_division,
+    jobs_of_heads,
+    second_warpgroup,
+    warpgroup_columns,
+)
 from gla_triton_runtime.architecture import Gpu
 
 if TYPE_CHECKING:
@@ -52,10 +58,11 @@ START_APART = 0.5e-6
 FORWARD_STEP, FORWARD_TILE, NARROW = 0.64e-6, 1.05e-6, 0.71
 """Seconds of forward.py for 64 tokens: of a block with 128 values, a constant and a time for each 64 keys; and the time
 of a block with 64 values, as a share of the time with 128."""
-HEAD_STEP, HEAD_TILE, HEAD_SHARE = 1.35e-6, 0.46e-6, 1.1
+HEAD_STEP, HEAD_TILE = 1.35e-6, 0.46e-6
 HEAD_SLICE = {64: 1.5e-6, 32: 0.79e-6, 16: 0.65e-6}
-"""The same for forward_head.py; the time of a block that takes a share of all chunks, as a multiple of the time without
-shares; and the time of each further slice of 128 keys by the columns of v of a warpgroup."""
+"""The same for forward_head.py, and the time of each further slice of 128 keys by the columns of v of a warpgroup."""
+SHARE = 1.1
+"""The time of a chunk of a block that takes a share of all chunks, as a multiple of the time without shares."""
 WIDE_STEP, GATE_RATE = 1.5e-6, 2.8e11
 """Seconds of the second kernel of forward_wide.py for 64 tokens and 128 keys, and elements of k per second of its first
 kernel."""
@@ -220,13 +227,20 @@ def _forward_wide_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
 
 
 def _forward(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
-    """Returns the launch parameters of forward.py.
+    """Returns the launch parameters of forward.py. The bits of the results do not depend on the columns of a block."""
+    V, heads = call.dims["V"], sequences * _heads(call)
+    jobs = {1: heads * ceil_div(V, 64)} | ({2: heads * ceil_div(V, 128)} if V > 64 else {})
+    x = _division(call, gpu, jobs, 1 / NARROW, sequences)
+    return replace(_output_parameters(call, 64 * x.warpgroups), programs=x.programs)
 
-    A block with 64 columns of v takes a fifth less time than a block with 128. This pays if the device can run all
-    blocks of 64 columns at once. The bits of the results are the same.
-    """
-    fit = sequences * _heads(call) * ceil_div(call.dims["V"], 64) <= gpu.multiprocessors
-    return _output_parameters(call, 64 if call.dims["V"] <= 64 or fit else 128)
+
+def _division(call: OpCall, gpu: Gpu, jobs: dict[int, int], second: float, sequences: int) -> Division:
+    """Returns the division of jobs among blocks; see `fastest_division`."""
+    if call.variable_length:
+        fit = jobs[1] <= gpu.multiprocessors
+        return Division(1 if fit or 2 not in jobs else 2, None)
+    chunks, may_share = ceil_div(call.dims["T"], CHUNK), sequences == call.dims["B"]
+    return fastest_division(jobs, second, chunks, gpu.multiprocessors, may_share)
 
 
 def _forward_head(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
@@ -236,11 +250,7 @@ def _forward_head(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
     """
     K, V, W = call.dims["K"], call.dims["V"], warpgroup_columns(call.dims["K"])
     jobs = jobs_of_heads(sequences * _heads(call), K, V, _in_pairs(call))
-    if call.variable_length:
-        fit = jobs[1] <= gpu.multiprocessors
-        return _in_turns(_output_parameters(call, W if fit or 2 not in jobs else 2 * W))
-    chunks, may_share = ceil_div(call.dims["T"], CHUNK), sequences == call.dims["B"]
-    x = fastest_division(jobs, K, chunks, gpu.multiprocessors, may_share)
+    x = _division(call, gpu, jobs, second_warpgroup(K), sequences)
     return replace(_in_turns(_output_parameters(call, x.warpgroups * W)), programs=x.programs)
 
 
@@ -277,8 +287,9 @@ def _blocks(call: OpCall, gpu: Gpu) -> tuple[int, int]:
 
 
 def _forward_time(call: OpCall, x: Parameters) -> BlockTime:
-    step = FORWARD_STEP + FORWARD_TILE * (x.BK // 64)
-    return BlockTime(x.C, x.BV, _forward_start(call), step * (NARROW if x.BV == 64 else 1))
+    step = (FORWARD_STEP + FORWARD_TILE * (x.BK // 64)) * (NARROW if x.BV == 64 else 1)
+    step *= 1 if x.programs is None else SHARE
+    return BlockTime(x.C, x.BV, _forward_start(call), step, even=x.programs is not None)
 
 
 def _forward_start(call: OpCall) -> float:
@@ -290,7 +301,7 @@ def _forward_head_time(call: OpCall, x: Parameters) -> BlockTime:
     slices, W = ceil_div(call.dims["K"], x.BK), warpgroup_columns(call.dims["K"])
     step = HEAD_STEP + HEAD_TILE * (x.BK // 64) + HEAD_SLICE[W] * (slices - 1)
     shared = 2 if x.BV == 2 * W and _in_pairs(call) else 1  # value heads of a block
-    step *= HEAD_SHARE if x.programs is not None else 1
+    step *= 1 if x.programs is None else SHARE
     step /= second_warpgroup(call.dims["K"]) if x.BV == W else 1
     return BlockTime(x.C, x.BV, _forward_start(call), step, shared, even=x.programs is not None)
 

@@ -38,21 +38,22 @@ from gla_triton_runtime.launch import Launch
 
 
 def share_jobs(
-    jobs: int, chunks: int, programs: int | None, states: tuple[int, int, int], device: torch.device
+    jobs: int, chunks: int, programs: int | None, groups: int, size: int, device: torch.device
 ) -> tuple[dict[str, Any], int, list[Launch]]:
     """Returns arguments of a kernel that divides jobs among blocks, the number of blocks, and launches before it.
 
     Args:
         jobs, chunks: J and L.
         programs: P; None stands for a block for each job.
-        states: GROUPS, the keys of a state and W.
+        groups: GROUPS.
+        size: the number of float32 numbers that a warpgroup hands over.
     """
     if programs is None:
         return {"handed": None, "flags": None, "jobs": 0}, jobs, []
     share = max(chunks, ceil_div(jobs * chunks, programs))
     blocks = ceil_div(jobs * chunks, share)
-    handed = torch.empty((blocks, *states), dtype=torch.float32, device=device)
-    flags = torch.empty((blocks, states[0]), dtype=torch.int32, device=device)
+    handed = torch.empty((blocks, groups, size), dtype=torch.float32, device=device)
+    flags = torch.empty((blocks, groups), dtype=torch.int32, device=device)
     return {"handed": handed, "flags": flags, "jobs": jobs}, blocks, [_clear(flags)]
 
 
@@ -89,6 +90,47 @@ def part_of_share(share, p):
     job = last - p
     first, done = job * n_chunks, gl.maximum(end - (job + 1) * n_chunks, 0)
     return job, gl.maximum(begin - first, 0), gl.minimum(end - first, n_chunks), done
+
+
+@gluon.jit
+def parts_of(work):
+    """Returns the number of parts of the work of this block; 1 if a segment has a block."""
+    _, share, _ = work
+    if share is None:
+        return 1
+    else:  # noqa: RET505 -- one branch is compiled
+        return share[1]
+
+
+@gluon.jit
+def part_of(work, part, C: gl.constexpr):
+    """Returns the place of a part of the work of this block, and its chunks.
+
+    The place is (batch, head, segment, sequence, first column of v, first token, number of tokens, first token of the
+    sequence, whether the state is the initial one). The chunks are (number of the first one, end, number of chunks of
+    the segment, number of chunks of the earlier parts).
+    """
+    place, share, widths = work
+    if share is None:
+        return place, (0, gl.cdiv(place[6], C), gl.cdiv(place[6], C), 0)
+    else:  # noqa: RET505 -- one branch is compiled
+        columns, heads, HEADS, BV, T = widths
+        job, passed, stop, done = part_of_share(share, part)
+        n, h, column = job // columns // heads, job // columns % heads * HEADS, job % columns * BV
+        return (n, h, n, n, column, 0, T, 0, passed == 0), (passed, stop, share[4], done)
+
+
+@gluon.jit
+def first_of_part(pointer, offset, work):
+    """Returns the pointer to a part's first number, `offset` from the first one of the tensor.
+
+    If a segment has a block, `pointer` is already there: the kernel computes it, which leaves more registers.
+    """
+    _, share, _ = work
+    if share is None:
+        return pointer
+    else:  # noqa: RET505 -- one branch is compiled
+        return pointer + offset
 
 
 @gluon.jit
