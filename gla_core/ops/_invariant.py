@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +55,27 @@ class Segment(NamedTuple):
 def is_shared(x: Tensor) -> bool:
     """Returns whether all tokens share a tensor, such as a constant gate [Hv], or a skip [Hv, V]."""
     return x.ndim < 3
+
+
+_inside: ContextVar[bool] = ContextVar("inside", default=False)
+
+
+def is_invariant() -> bool:
+    """Returns whether `batch_invariant` is in force: here, or for the op that is computed."""
+    return _inside.get() or current_request().batch_invariant is not None
+
+
+def inside(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that calls `function`, in which `is_invariant` is true."""
+
+    def run(*args: Any) -> Any:
+        token = _inside.set(True)
+        try:
+            return function(*args)
+        finally:
+            _inside.reset(token)
+
+    return run
 
 
 def function_of(spec: OpSpec, backend: Backend, call: OpCall, run: Callable[..., Any]) -> Callable[..., Any]:

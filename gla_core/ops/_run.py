@@ -168,6 +168,7 @@ def _plan(spec: OpSpec, args: tuple, needs_grad: bool, capturing: bool, request:
     received = as_received(chosen.ops[spec.name], taken)
     try:
         function = _function_of(spec, chosen, received, can.batch_invariant)
+        function = function if tokens is None else _invariant.inside(function)
         function = function if received is taken else _logits.with_log_gates(spec, function)
     except Exception as error:
         if not _is_passed_over(error, chosen, call, request, stacklevel=5):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gla_core.ops._invariant import is_invariant
 from gla_core.ops.calls import tracing, transformed
 
 _compiled = functools.cache(torch.compile)
@@ -21,8 +22,10 @@ def fused(function: Callable[..., Any], x: Tensor, *others: Any) -> Any:
 
     Eager PyTorch would write each product to memory in float32, which takes longer than a scan. The first call takes
     seconds, as does the first with another combination of dtypes and optional arguments. Compilers, tracers and
-    transforms of torch.func see the operations of `function`.
+    transforms of torch.func see the operations of `function`. Under `batch_invariant` nothing is compiled, because code
+    that is compiled for one shape may round otherwise than code for another one.
     """
-    if x.is_cuda and not (torch.compiler.is_compiling() or transformed() or tracing()) and _has_triton():
+    is_seen = torch.compiler.is_compiling() or transformed() or tracing()
+    if x.is_cuda and not is_seen and _has_triton() and not is_invariant():
         function = _compiled(function)
     return function(x, *others)

@@ -1,8 +1,11 @@
 """`gla.batch_invariant`: the bits of a sequence do not depend on the batch, nor on the number of calls."""
 
+import contextlib
+import importlib
 import itertools
 import math
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
 from gla_core.dispatch.backend import Backend, Prepared
 from gla_core.dispatch.registry import get
 from gla_core.dispatch.tensors import pairwise_sum
+from gla_core.ops import fused as fused_module
 from gla_core.ops.gla.chunk_gla import BACKWARD
 from gla_core.workloads.inputs import gla_inputs
 
@@ -312,3 +316,24 @@ def test_a_pairwise_sum_does_not_depend_on_the_rows_beside_it(width, dtype):
     assert torch.equal(sums, torch.stack([pairwise_sum(row) for row in x]))
     bound = torch.finfo(dtype).eps * math.ceil(math.log2(width)) / 2 * x.double().abs().sum(-1)
     assert ((sums.double() - x.double().sum(-1)).abs() <= bound + 1e-14).all()
+
+
+@pytest.mark.parametrize("by_argument", [True, False])
+@pytest.mark.parametrize("tokens", [64, 0])
+def test_nothing_around_a_scan_is_compiled(tokens, by_argument, monkeypatch):
+    """Compiled code may round otherwise for other shapes. A backward after the block has the setting of its forward."""
+    fused, compiled = fused_module.fused, []
+    monkeypatch.setattr(fused_module, "_compiled", lambda function: compiled.append(function) or function)
+    monkeypatch.setattr(fused_module, "_has_triton", lambda: True)
+
+    def fused_on_gpu(function, *args):
+        return fused(lambda gpu: function(*args), SimpleNamespace(is_cuda=True))
+
+    monkeypatch.setattr(importlib.import_module("gla_core.ops.gla.chunk_ssd"), "fused", fused_on_gpu)
+    q, x, dt = (torch.randn(1, 70, 2, *width, requires_grad=True) for width in ((8,), (4,), ()))
+    setting = f"batch_invariant={tokens}"
+    with contextlib.nullcontext() if by_argument else gla.use_backend(setting):
+        backend = setting if by_argument else None
+        o, _ = gla.chunk_ssd(q, q, x, dt, -torch.rand(2), torch.rand(2), z=x, dt_softplus=True, backend=backend)
+    o.sum().backward()
+    assert bool(compiled) == (tokens == 0)

@@ -229,7 +229,9 @@ def chunk_ssd(
         if not state_v_first:
             raise
         raise SSD_FORWARD.error_in_layout(error, args) from None
-    o = fused(_gated, o, z, cu_seqlens) if apart else o
+    if apart:
+        is_invariant = request is not None and request.batch_invariant is not None
+        o = _gated(o, z, cu_seqlens) if is_invariant else fused(_gated, o, z, cu_seqlens)
     state = state if output_final_state else None
     if state_v_first:
         state, checkpoints = checks.transposed(state), checks.transposed(checkpoints)
