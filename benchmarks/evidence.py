@@ -61,7 +61,7 @@ def run_parts(options: argparse.Namespace) -> None:
     start = time.monotonic()
     record.use_cache(options.cache)
     if options.prepare is not None:
-        share = functools.partial(compile_share, options.parts, device)
+        share = functools.partial(compile_share, options.parts, device, options.calls)
         record.prepare(share, options.prepare, say, 60 * options.minutes)
         return
     apart = record.Apart()
@@ -100,8 +100,12 @@ def jobs_of(
     return made[part]() if part in made else shapes.jobs(part, device, bandwidth, seconds)
 
 
-def compile_share(parts: Sequence[str], device: torch.device, share: int, shares: int) -> str:
-    """Compiles a share of the kernels of parts, and returns the name of the share."""
+def compile_share(parts: Sequence[str], device: torch.device, pattern: str, share: int, shares: int) -> str:
+    """Compiles a share of the kernels of parts, and returns the name of the share.
+
+    Args:
+        pattern: a regular expression; of `model_calls` only calls that match it are compiled.
+    """
     if "models" in parts:
         models.compile_share(share, shares, device)
     if "op" in parts:
@@ -109,7 +113,7 @@ def compile_share(parts: Sequence[str], device: torch.device, share: int, shares
     if "mamba2_scan" in parts:
         mamba_scan.compile_share(share, shares, device)
     if "model_calls" in parts:
-        model_calls.compile_share(share, shares, device)
+        model_calls.compile_share(share, shares, device, pattern)
     if "odd_shapes" in parts:
         shapes.compile_share(share, shares, device)
     return f"share {share} of {shares}"

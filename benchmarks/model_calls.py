@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import re
 from typing import Any
 
 import torch
@@ -66,9 +67,14 @@ def _fields(model: Model, way: str, who: str, device: torch.device, bandwidth: f
 # ---- compilation beforehand
 
 
-def compile_share(share: int, shares: int, device: torch.device) -> None:
-    """Runs a share of our calls once, and compiles a share of the peers' kernels without launching any."""
+def compile_share(share: int, shares: int, device: torch.device, pattern: str = "") -> None:
+    """Runs a share of our calls once, and compiles a share of the peers' kernels without launching any.
+
+    Args:
+        pattern: a regular expression; only calls that match it.
+    """
     calls = [(model, way) for model in distinct(MODELS) for way in WAYS[1:]]  # the pair includes the forward
+    calls = [(model, way) for model, way in calls if re.search(pattern, call_in_words(model, way))]
     for model, way in calls[share::shares]:
         attempt(functools.partial(_run, model, way, "gla-core", device))
     importlib.import_module("gla_fla.tune").compile_only(share, shares)

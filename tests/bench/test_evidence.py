@@ -86,7 +86,7 @@ def test_it_prepares_the_parts_that_it_will_measure(evidence, tmp_path, monkeypa
     )
     evidence.main(["run", "--device=cpu", f"--cache={tmp_path}", "--parts=readme", "--prepare=3"])
     ((share, processes),) = asked
-    assert (share.args, processes) == ((evidence.README_PARTS, CPU), 3)
+    assert (share.args, processes) == ((evidence.README_PARTS, CPU, ""), 3)
 
 
 def test_every_call_of_the_headline_is_measured(evidence, script, monkeypatch):
