@@ -14,7 +14,6 @@ from tests.grid import grid
 pytest.importorskip("triton")
 
 from gla_triton_kernels.gla.sm90 import pairs
-from gla_triton_kernels.gla.sm90.half import NO_UNITS
 from gla_triton_kernels.gla.tensors import BackwardTensors
 from gla_triton_runtime.launch import start
 
@@ -83,7 +82,8 @@ def completed(inputs, gradients, cu_seqlens, marks):
     q, k, v, g, do = inputs
     results = [y.clone() for y in gradients]
     x = BackwardTensors(q, k, v, g, None, cu_seqlens, None, do, None, *results, None)
-    start(pairs.launch_pairs(x, NO_UNITS, marks, SCALE, KEYS))
+    no_units = dict.fromkeys(("q_units", "k_units", "v_units", "do_units"))
+    start(pairs.launch_pairs(x, no_units, marks, SCALE, KEYS))
     return results
 
 

@@ -134,10 +134,10 @@ def launch_gradients(
     dv = partials.parts_of(x.dv, blocks_k)
     marks = pairs.new_marks(x, entering, kernel.BK)
     # With one warpgroup, and for packed sequences, it takes less time to write dg from registers.
-    dg_by_tma = x.dg is not None and blocks_v == 1 and kernel.BK > WIDTH and segments.order is None
+    dg_by_tma = blocks_v == 1 and kernel.BK > WIDTH and segments.order is None
     arguments = {
         **gradient_arguments(kernel, x, entering, leaving, segments, scale, bool(converted)),
-        "g_desc": None if x.g is None else shared_tiles(x.g, CHUNK, WIDTH),
+        "g_desc": shared_tiles(x.g, CHUNK, WIDTH),
         "dg_desc": shared_tiles(x.dg, CHUNK, WIDTH) if dg_by_tma and normalizer is None else None,
         "dq_ptr": dq,
         "dk_ptr": dk,
@@ -208,12 +208,11 @@ def _load_warp(loads, PARTS: gl.constexpr, HALVES: gl.constexpr, PER_Q: gl.const
         t = start + c * C
         slot = i % SLOTS
         mbarrier.wait(qk_empty.index(slot), (i // SLOTS & 1) ^ 1)
-        if g_desc is not None:
-            bar = g_full.index(slot)
-            mbarrier.expect(bar, PARTS * g_desc.block_type.nbytes)
-            for p in gl.static_range(PARTS):
-                x_tile = gate_tile(g_desc, x_tiles, PARTS * slot + p)
-                tma.async_copy_global_to_shared(g_desc, [b, h // PER_V, t, key + p * D], bar, x_tile)
+        bar = g_full.index(slot)
+        mbarrier.expect(bar, PARTS * g_desc.block_type.nbytes)
+        for p in gl.static_range(PARTS):
+            x_tile = gate_tile(g_desc, x_tiles, PARTS * slot + p)
+            tma.async_copy_global_to_shared(g_desc, [b, h // PER_V, t, key + p * D], bar, x_tile)
         bar = qk_full.index(slot)
         mbarrier.expect(bar, 2 * PARTS * q_desc.block_type.nbytes)
         for p in gl.static_range(PARTS):
@@ -411,53 +410,44 @@ def _gate_warps(args, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, PACKED: gl.
         if NORMALIZER is not None:  # of the previous chunk
             _prefetch_logits(logits, start + (c + 1) * C, gl.where(i > 0, length - (c + 1) * C, 0), key, K, PARTS)
         if i < chunks:
-            if g_desc is not None:
-                mbarrier.wait(g_full.index(slot), phase)
-                least = gl.to_tensor(0.0)
-                for p in range(PARTS):
-                    if NORMALIZER is None:
-                        g = gates(gate_tile(g_desc, x_tiles, first + p), rows, PACKED)  # [C, D]
-                        end = gl.sum(g, 0)  # [D]
-                    else:
-                        end = _sum_logits(g_desc, x_tiles, r_tiles, first + p, rows, NORMALIZER)  # [D]
-                    least = gl.minimum(least, gl.min(end, 0))
-                if HALF:
-                    mbarrier.wait(qk_full.index(slot), phase)
-                    mild = _is_mild_in_half(least, q_tiles, k_tiles, first, PARTS)
+            mbarrier.wait(g_full.index(slot), phase)
+            least = gl.to_tensor(0.0)
+            for p in range(PARTS):
+                if NORMALIZER is None:
+                    g = gates(gate_tile(g_desc, x_tiles, first + p), rows, PACKED)  # [C, D]
+                    end = gl.sum(g, 0)  # [D]
                 else:
-                    mild = least > -MILD_DECAY_SM90 * LOG2E
-                mild_flags.index(slot).store(gl.full([1], mild, gl.int32, gl.SliceLayout(1, RUNS)))
-                gl.store(marks + c * marks_c, gl.where(mild, 0, 1))
+                    end = _sum_logits(g_desc, x_tiles, r_tiles, first + p, rows, NORMALIZER)  # [D]
+                least = gl.minimum(least, gl.min(end, 0))
+            if HALF:
+                mbarrier.wait(qk_full.index(slot), phase)
+                mild = _is_mild_in_half(least, q_tiles, k_tiles, first, PARTS)
+            else:
+                mild = least > -MILD_DECAY_SM90 * LOG2E
+            mild_flags.index(slot).store(gl.full([1], mild, gl.int32, gl.SliceLayout(1, RUNS)))
+            gl.store(marks + c * marks_c, gl.where(mild, 0, 1))
             mbarrier.wait(qk_full.index(slot), phase)
             if PACKED:
                 for p in gl.static_range(PARTS):
                     clear_rows(q_tiles.index(first + p).reshape([C, D]), rows, RUNS)
                     clear_rows(k_tiles.index(first + p).reshape([C, D]), rows, RUNS)
-            if g_desc is not None:
-                for p in range(PARTS):
-                    if NORMALIZER is None:
-                        g = gates(gate_tile(g_desc, x_tiles, first + p), rows, PACKED)  # [C, D]
-                        _decay(g, mild, first + p, parts, scale)
-                    else:
-                        _decay_by_sums(mild, first + p, parts, scale, NORMALIZER)
-            else:
-                for p in gl.static_range(PARTS):
-                    q_tile = q_tiles.index(first + p).reshape([C, D])
-                    q_tile.store((q_tile.load(RUNS).to(gl.float32) * scale).to(q_tile.dtype))
+            for p in range(PARTS):
+                if NORMALIZER is None:
+                    g = gates(gate_tile(g_desc, x_tiles, first + p), rows, PACKED)  # [C, D]
+                    _decay(g, mild, first + p, parts, scale)
+                else:
+                    _decay_by_sums(mild, first + p, parts, scale, NORMALIZER)
             fence_async_shared()  # qg and kg have been stored from registers; wgmma reads them
             mbarrier.arrive(gated.index(slot), count=1)
         if i > 0:  # the gradient warps have computed w of the previous chunk
             before = (i - 1) % SLOTS
-            if g_desc is not None:
-                mbarrier.wait(w_full.index(before), (i - 1) // SLOTS & 1)
-                where = (b, h, start + (c + 1) * C, T, Ho)
-                rows = gl.minimum(length - (c + 1) * C, C)
-                if NORMALIZER is None:
-                    _write_dg(parts, where, outputs, key, K, before, rows, PARTS)
-                else:
-                    _write_gradients_of_logits(
-                        parts, where, outputs[1], logits, key, K, before, rows, NORMALIZER, PARTS
-                    )
+            mbarrier.wait(w_full.index(before), (i - 1) // SLOTS & 1)
+            where = (b, h, start + (c + 1) * C, T, Ho)
+            rows = gl.minimum(length - (c + 1) * C, C)
+            if NORMALIZER is None:
+                _write_dg(parts, where, outputs, key, K, before, rows, PARTS)
+            else:
+                _write_gradients_of_logits(parts, where, outputs[1], logits, key, K, before, rows, NORMALIZER, PARTS)
             mbarrier.arrive(qk_empty.index(before), count=1)
 
 
@@ -499,7 +489,7 @@ def _write_values(to, dv, part: gl.constexpr, PARTS: gl.constexpr, HALVES: gl.co
 
 
 @gluon.jit
-def _factors_of_dS(waiting, tiles, slot, tile, units, HAS_GATE: gl.constexpr, UNITS: gl.constexpr):
+def _factors_of_dS(waiting, tiles, slot, tile, units, UNITS: gl.constexpr):
     """Returns (mild, first, inner, factor, decay) of a chunk.
 
     They are whether it is mild; `a` of the module's docstring, 0 unless q is float16; the factor of dS' [D], which the
@@ -513,22 +503,19 @@ def _factors_of_dS(waiting, tiles, slot, tile, units, HAS_GATE: gl.constexpr, UN
     """
     q_tiles, _, _, _, _, _, _, r_tiles, firsts, mild_flags, _ = tiles
     HALF: gl.constexpr = q_tiles.dtype == gl.float16
-    mild, first = True, 0.0
-    if HAS_GATE:
-        mild = gl.max(mild_flags.index(slot).load(gl.SliceLayout(1, LAYOUT)), 0) != 0
-        r = r_tiles.index(tile).load(gl.SliceLayout(1, LAYOUT))  # [D], b_C / 2, with keys as rows
-        if HALF:
-            first = gl.max(firsts.index(tile).load(gl.SliceLayout(1, LAYOUT)), 0)
-        inner = gl.exp2(gl.where(mild, r, first))
-        P_factor = gl.exp2(gl.where(mild, r, 0.0)) if HALF else inner  # [D]
-        factor = (waiting * P_factor)[:, None]
-        decay = (waiting * gl.exp2(gl.where(mild, r, 2 * r - first)))[:, None]
-    else:
-        inner, factor, decay = waiting, waiting[:, None], waiting[:, None]
+    first = 0.0
+    mild = gl.max(mild_flags.index(slot).load(gl.SliceLayout(1, LAYOUT)), 0) != 0
+    r = r_tiles.index(tile).load(gl.SliceLayout(1, LAYOUT))  # [D], b_C / 2, with keys as rows
+    if HALF:
+        first = gl.max(firsts.index(tile).load(gl.SliceLayout(1, LAYOUT)), 0)
+    inner = gl.exp2(gl.where(mild, r, first))
+    P_factor = gl.exp2(gl.where(mild, r, 0.0)) if HALF else inner  # [D]
+    factor = (waiting * P_factor)[:, None]
+    decay = (waiting * gl.exp2(gl.where(mild, r, 2 * r - first)))[:, None]
     if UNITS:
         _, q_unit, _, _, do_unit = units
         decay = decay / (q_unit * do_unit)
-        inner = (inner if HAS_GATE else gl.zeros_like(inner) + 1.0) * (q_unit * do_unit)
+        inner = inner * (q_unit * do_unit)
     return mild, first, inner, factor, decay
 
 
@@ -571,7 +558,6 @@ def _chunk(
     part: gl.constexpr,
     PARTS: gl.constexpr,
     HALVES: gl.constexpr,
-    HAS_GATE: gl.constexpr,
     PACKED: gl.constexpr,
     UNITS: gl.constexpr,
 ):
@@ -611,12 +597,12 @@ def _chunk(
     x_tile = x_tiles.index(tile).reshape([C, D])
     none = gl.zeros([C, C], gl.float32, LAYOUT)  # also for [C, D], since C = D
     s_unit, q_unit, k_unit, v_unit, do_unit = units
-    mild, first, inner, factor, decay = _factors_of_dS(waiting, tiles, slot, tile, units, HAS_GATE, UNITS)
+    mild, first, inner, factor, decay = _factors_of_dS(waiting, tiles, slot, tile, units, UNITS)
     P = ()  # [D, D] each
     decayed = ()  # [D, D] each, dS decayed to the start of the chunk, or to the middle of a mild chunk
     for j in gl.static_range(HALVES):
-        P += (dS[j] * factor if HAS_GATE or UNITS else dS[j],)
-        decayed += (dS[j] * decay if HAS_GATE or UNITS else dS[j],)
+        P += (dS[j] * factor,)
+        decayed += (dS[j] * decay,)
     TOGETHER: gl.constexpr = PARTS >= HALVES  # whether registers suffice for most products at once
     # With float16, the largest number of P has to be found, which takes registers, so P is stored before the products.
     LATER: gl.constexpr = TOGETHER and not HALF
@@ -625,7 +611,7 @@ def _chunk(
     if HALF:
         op_units.index(part).store(gl.full([1], p_unit, gl.float32, gl.SliceLayout(1, LAYOUT)))
     scores = _scores(tiles, PARTS * slot, v_first, part, PARTS, HALVES)
-    beyond = gl.where(mild, 0, C) if HAS_GATE else 0  # C masks every element
+    beyond = gl.where(mild, 0, C)  # C masks every element
     if not TOGETHER:
         scores = _masked(warpgroup_mma_wait(0, scores), beyond, op_units, part, PARTS, dtype)
     dq = none  # [C, D], do S^T
@@ -644,13 +630,12 @@ def _chunk(
         scores = _masked(waited if PARTS == 1 else (waited,), beyond, op_units, part, PARTS, dtype)
     products = warpgroup_mma_wait(0, started)
     dq, entering = products[0], products[1:]  # [C, D]; [D, D] each, the gradient of S before the factor `inner`
-    if HAS_GATE:
-        anchor = gl.zeros([D], gl.float32, gl.SliceLayout(1, LAYOUT))
-        for j in gl.static_range(HALVES):
-            s_tile = s_tiles.index(s_first + HALVES * part + j).reshape([D, D])
-            anchor += gl.sum(entering[j] * s_tile.load(LAYOUT).to(gl.float32), 1)
-        half_sums = r_tiles.index(tile).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
-        dq *= gl.exp2(gl.where(mild, half_sums, first))
+    anchor = gl.zeros([D], gl.float32, gl.SliceLayout(1, LAYOUT))
+    for j in gl.static_range(HALVES):
+        s_tile = s_tiles.index(s_first + HALVES * part + j).reshape([D, D])
+        anchor += gl.sum(entering[j] * s_tile.load(LAYOUT).to(gl.float32), 1)
+    half_sums = r_tiles.index(tile).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
+    dq *= gl.exp2(gl.where(mild, half_sums, first))
     # dA and A^T take the place of S: all products with S are done.
     for n in gl.static_range(2):
         if n % PARTS == part:
@@ -698,19 +683,17 @@ def _chunk(
     if HALF:
         dq *= dq_unit * do_unit
         dk *= p_unit * v_unit * outer
-    if HAS_GATE:
-        w = as_float32(q_tile.load(LAYOUT)) * dq  # [C, D], q * dq
-        dq *= gl.exp2(x_tile.load(LAYOUT))
+    w = as_float32(q_tile.load(LAYOUT)) * dq  # [C, D], q * dq
+    dq *= gl.exp2(x_tile.load(LAYOUT))
     write(dq_desc, dq_ptr, q_tile, dq * (q_factor * outer if HALF else q_factor), key, K, where, rows, PACKED)
-    if HAS_GATE:
-        # The compiler would also fuse one of the two products, but not the same one for packed sequences and batches.
-        minus_k = as_float32(k_tile.load(LAYOUT)) * -1.0
-        w = gl.fma(minus_k, dk * k_unit, w * (q_unit * outer)) if HALF else gl.fma(minus_k, dk, w)
-        half_sums = r_tiles.index(tile).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
-        dk *= gl.exp2(gl.where(mild, 0.0, 2 * half_sums - first) - x_tile.load(LAYOUT))
-        x_tile.store(w)
-        r_tiles.index(tile).store(anchor * (inner * (s_unit * outer) if HALF else inner))
-        mbarrier.arrive(w_full.index(slot), count=1)
+    # The compiler would also fuse one of the two products, but not the same one for packed sequences and batches.
+    minus_k = as_float32(k_tile.load(LAYOUT)) * -1.0
+    w = gl.fma(minus_k, dk * k_unit, w * (q_unit * outer)) if HALF else gl.fma(minus_k, dk, w)
+    half_sums = r_tiles.index(tile).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
+    dk *= gl.exp2(gl.where(mild, 0.0, 2 * half_sums - first) - x_tile.load(LAYOUT))
+    x_tile.store(w)
+    r_tiles.index(tile).store(anchor * (inner * (s_unit * outer) if HALF else inner))
+    mbarrier.arrive(w_full.index(slot), count=1)
     if not TOGETHER:
         if dk_desc is not None:  # converted before it is written: half the registers
             dk = dk.to(dtype)
@@ -727,7 +710,6 @@ def _gradient_warps(
     part: gl.constexpr,
     PARTS: gl.constexpr,
     HALVES: gl.constexpr,
-    HAS_GATE: gl.constexpr,
     PACKED: gl.constexpr,
     PER_Q: gl.constexpr,
     PER_V: gl.constexpr,
@@ -793,7 +775,6 @@ def _gradient_warps(
             part,
             PARTS,
             HALVES,
-            HAS_GATE,
             PACKED,
             UNITS,
         )
@@ -812,19 +793,19 @@ def _chunk_gla_bwd_kernel(
     k_desc,  # [B, H, T, K], tiles [C, D]
     v_desc,  # [B, Hv, T, V], tiles [C, D]
     do_desc,  # [B, Ho, T, V], tiles [C, D]
-    g_desc,  # [B, Hv, T, K], tiles [C, D], or None
+    g_desc,  # [B, Hv, T, K], tiles [C, D]
     s_desc,  # states that enter chunks, [rows, Hv, K, V], tiles [D, D], divided by their units
     dq_desc,  # [B, Ho, T, K], tiles [C, D]; None if there are several blocks of values
     dk_desc,  # like dq_desc
     dv_desc,  # [B, Ho, T, V], tiles [C, D]; None if there are several blocks of keys
-    dg_desc,  # [B, Ho, T, K], tiles [C, D]; None if there is no dg, or if it is written from registers
+    dg_desc,  # [B, Ho, T, K], tiles [C, D]; None if it is written from registers
     dq_ptr,  # [blocks of values, B, T, Ho, K]
     dk_ptr,  # [blocks of values, B, T, Ho, K]
     dv_ptr,  # [blocks of keys, B, T, Ho, V]
-    dg_ptr,  # [blocks of values, B, T, Ho, K] or None
+    dg_ptr,  # [blocks of values, B, T, Ho, K]
     g_ptr,  # [B, T, Hv, K] if NORMALIZER is given, else None
     s_units,  # [rows, Hv, tiles of D keys], the units of the states; None for bfloat16
-    marks,  # [rows, Ho, blocks of keys], 1 if a chunk is not mild; None if g is None
+    marks,  # [rows, Ho, blocks of keys], 1 if a chunk is not mild
     leaving,  # gradients of leaving states, [I, Hv, K, V] or None
     dinitial,  # gradients of initial states, [N, Ho, K, V] or None
     order,  # [I, 5], or None for a batch
@@ -855,7 +836,6 @@ def _chunk_gla_bwd_kernel(
     LAST_LEAVE_NONE: gl.constexpr,
 ):
     """Computes the gradients of one head of o of one segment, for a block of keys and of values."""
-    HAS_GATE: gl.constexpr = g_desc is not None
     PACKED: gl.constexpr = order is not None
     blocks_v = gl.cdiv(V, HALVES * D)
     blocks_k = gl.cdiv(K, PARTS * D)
@@ -872,9 +852,8 @@ def _chunk_gla_bwd_kernel(
     dq_ptr += block_v * whole * K
     dk_ptr += block_v * whole * K
     dv_ptr += block_k * whole * V
-    if HAS_GATE:
-        dg_ptr += block_v * whole * K
-        marks += (row * Ho + h).to(gl.int64) * blocks_k + block_k
+    dg_ptr += block_v * whole * K
+    marks += (row * Ho + h).to(gl.int64) * blocks_k + block_k
     logits: gl.constexpr = None
     if NORMALIZER is not None:
         logits = (g_ptr + b.to(gl.int64) * g_b + (h // PER_V).to(gl.int64) * g_h, g_t)
@@ -890,7 +869,7 @@ def _chunk_gla_bwd_kernel(
     v_tiles = gl.allocate_shared_memory(dtype, [VALUE_SLOTS * HALVES, 1, 1, C, D], v_desc.layout)
     do_tiles = gl.allocate_shared_memory(dtype, [VALUE_SLOTS * HALVES, 1, 1, C, D], do_desc.layout)
     # These hold g, then the exponents of queries, then w.
-    x_tiles = gl.allocate_shared_memory(gl.float32, [SLOTS * PARTS, 1, 1, C, D], exponents) if HAS_GATE else q_tiles
+    x_tiles = gl.allocate_shared_memory(gl.float32, [SLOTS * PARTS, 1, 1, C, D], exponents)
     # The tiles of S also hold dA and A^T, so a slot has at least two.
     s_tiles = gl.allocate_shared_memory(dtype, [VALUE_SLOTS * max(PARTS * HALVES, 2), 1, 1, D, D], s_desc.layout)
     p_tiles = gl.allocate_shared_memory(dtype, [PARTS * HALVES, 1, 1, D, D], s_desc.layout)
@@ -948,7 +927,7 @@ def _chunk_gla_bwd_kernel(
         gl.warp_specialize(
             [
                 (_gate_warps, (gate, NORMALIZER, PARTS, PACKED)),
-                (_gradient_warps, (gradients, 0, PARTS, HALVES, HAS_GATE, PACKED, PER_Q, PER_V)),
+                (_gradient_warps, (gradients, 0, PARTS, HALVES, PACKED, PER_Q, PER_V)),
                 (_load_warp, (loads, PARTS, HALVES, PER_Q, PER_V)),
             ],
             [4, 1],
@@ -958,8 +937,8 @@ def _chunk_gla_bwd_kernel(
         gl.warp_specialize(
             [
                 (_gate_warps, (gate, NORMALIZER, PARTS, PACKED)),
-                (_gradient_warps, (gradients, 0, PARTS, HALVES, HAS_GATE, PACKED, PER_Q, PER_V)),
-                (_gradient_warps, (gradients, 1, PARTS, HALVES, HAS_GATE, PACKED, PER_Q, PER_V)),
+                (_gradient_warps, (gradients, 0, PARTS, HALVES, PACKED, PER_Q, PER_V)),
+                (_gradient_warps, (gradients, 1, PARTS, HALVES, PACKED, PER_Q, PER_V)),
                 (_load_warp, (loads, PARTS, HALVES, PER_Q, PER_V)),
             ],
             [4, 4, 1],

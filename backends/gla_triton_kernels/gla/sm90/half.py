@@ -32,7 +32,6 @@ LEAST = 2.0**-20
 LEAST_OF_GRADIENTS = 2.0**-60
 """The least unit of do, because the gradients of a mean over many tokens are small."""
 
-NO_UNITS = dict.fromkeys(("q_units", "k_units", "v_units", "do_units"))
 
 AnyTensors = TypeVar("AnyTensors", Tensors, BackwardTensors, Recurrence)
 
