@@ -74,7 +74,7 @@ def stacks(monkeypatch):
             frame = frame.f_back
         seen.append(names)
 
-    monkeypatch.setattr(prepared.Launches, "start", start)
+    monkeypatch.setattr(prepared.UnrecordedCall, "start", start)
     return seen
 
 

@@ -303,11 +303,10 @@ def test_nothing_is_replayed_on_an_amd_gpu(gpu, monkeypatch):
 
 def test_a_call_that_is_recorded_anew_forgets_what_was_told(gpu):
     def call():
-        if launches.replay((x, y), 0.5):
-            return
-        arguments = {"x_desc": tiles(x, 8, 8), "absent": None, "y_ptr": y, "scale": 0.5, "T": 9}
-        one = [launch(GRID, arguments, compiled(gpu, *TYPES))]
-        launches.start(two_launches(gpu, x, y, tensor(), 0.5) if gpu.index == 1 else one, (x, y), 0.5)
+        if unrecorded := launches.replay((x, y), 0.5):
+            arguments = {"x_desc": tiles(x, 8, 8), "absent": None, "y_ptr": y, "scale": 0.5, "T": 9}
+            one = [launch(GRID, arguments, compiled(gpu, *TYPES))]
+            unrecorded.start(two_launches(gpu, x, y, tensor(), 0.5) if gpu.index == 1 else one)
 
     x, y, launches = tensor(), tensor(), Launches(torch.device("cpu"))
     for _ in range(2):
