@@ -25,6 +25,7 @@ import gla_core as gla
 from gla_core.dispatch import registry
 from gla_core.dispatch.calibration import KNOWN_DEVICES
 from gla_core.ops import OpSpec
+from tests.backends import fake_driver
 
 pytest.importorskip("triton")
 prepared = pytest.importorskip("gla_triton_runtime.prepared")
@@ -95,6 +96,49 @@ def test_functions_on_the_stack_at_the_launch_of_a_backward(stacks):
         o, _ = gla.chunk_gla(*inputs(requires_grad=True), backend="triton_fused")
         o.backward(torch.empty_like(o))
     assert stacks[-1] == ["start", "run", "run", "compute", "backward_of_all"]
+
+
+# ---- functions that a repeated call enters
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """Makes calls on tensors of a CPU record launches of a fake device, and replay them."""
+    gpu = fake_driver.install(monkeypatch)
+
+    def start(launches):
+        for each in launches:
+            types = ["tensordesc<bf16[1,1,8,8]>" if hasattr(x, "base") else "" for x in each.arguments.values()]
+            each.compiled = fake_driver.compiled(gpu, *types)
+
+    monkeypatch.setattr(prepared, "start", start)
+    return gpu
+
+
+def test_functions_that_a_repeated_pair_enters(replays):
+    """Their number does not depend on the version of Python or PyTorch.
+
+    Functions of replay.py do not count, because more of them are entered for addresses that are new.
+    """
+    q, k, v, g, do = torch.zeros(5, 1, 64, 2, 64, dtype=torch.bfloat16).unbind()
+    q.requires_grad_()
+    entered: list[str] = []
+
+    def note(frame, event, _):
+        name = frame.f_code.co_name
+        if event == "call" and is_own(frame) and frame.f_globals["__name__"] != "gla_triton_runtime.replay":
+            entered.extend([] if name.startswith("<") else [name])
+
+    for _ in range(3):
+        entered.clear()
+        replays.launched.clear()
+        sys.setprofile(note)
+        try:
+            gla.chunk_gla(q, k, v, g, checkpoint_every=64, backend="triton_fused").o.backward(do)
+        finally:
+            sys.setprofile(None)
+    assert len(replays.launched) == 3
+    assert len(entered) <= 22, entered
 
 
 # ---- doors
