@@ -129,7 +129,7 @@ def test_functions_that_a_repeated_pair_enters(replays):
         if event == "call" and is_own(frame) and frame.f_globals["__name__"] != "gla_triton_runtime.replay":
             entered.extend([] if name.startswith("<") else [name])
 
-    for _ in range(3):
+    for _ in range(4):  # the first ones plan, record, and remember the plan
         entered.clear()
         replays.launched.clear()
         sys.setprofile(note)
@@ -138,7 +138,7 @@ def test_functions_that_a_repeated_pair_enters(replays):
         finally:
             sys.setprofile(None)
     assert len(replays.launched) == 3
-    assert len(entered) <= 22, entered
+    assert len(entered) <= 20, entered
 
 
 # ---- doors
