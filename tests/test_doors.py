@@ -1,4 +1,4 @@
-"""The way of a call to its launches: the functions on the stack, and the doors.
+"""The way of a call to its launches: the functions on the stack, those that a repeated call enters, and the doors.
 
 A door is a call of a function that a value holds, as in `kernel.refusal(call, gpu)`. In an editor, "go to definition"
 ends there: it leads to the field of the value, and not to the function. The calls are for a GPU that is not here. No
@@ -29,6 +29,7 @@ from tests.backends import fake_driver
 
 pytest.importorskip("triton")
 prepared = pytest.importorskip("gla_triton_runtime.prepared")
+replay = pytest.importorskip("gla_triton_runtime.replay")
 
 OWN = ("gla_core", "gla_triton_fused", "gla_triton_kernels", "gla_triton_runtime")
 
@@ -125,10 +126,11 @@ def test_functions_that_a_repeated_pair_enters(replays):
     entered: list[str] = []
 
     def note(frame, event, _):
-        name = frame.f_code.co_name
-        if event == "call" and is_own(frame) and frame.f_globals["__name__"] != "gla_triton_runtime.replay":
-            entered.extend([] if name.startswith("<") else [name])
+        name, module = frame.f_code.co_name, frame.f_globals.get("__name__")
+        if event == "call" and is_own(frame) and module != replay.__name__ and not name.startswith("<"):
+            entered.append(name)
 
+    earlier = sys.getprofile()
     for _ in range(4):  # the first ones plan, record, and remember the plan
         entered.clear()
         replays.launched.clear()
@@ -136,7 +138,7 @@ def test_functions_that_a_repeated_pair_enters(replays):
         try:
             gla.chunk_gla(q, k, v, g, checkpoint_every=64, backend="triton_fused").o.backward(do)
         finally:
-            sys.setprofile(None)
+            sys.setprofile(earlier)
     assert len(replays.launched) == 3
     assert len(entered) <= 20, entered
 
