@@ -1,4 +1,4 @@
-"""The way of a call to its launches: the functions on the stack, and the doors.
+"""The way of a call to its launches: the functions on the stack, those that a repeated call enters, and the doors.
 
 A door is a call of a function that a value holds, as in `kernel.refusal(call, gpu)`. In an editor, "go to definition"
 ends there: it leads to the field of the value, and not to the function. The calls are for a GPU that is not here. No
@@ -25,9 +25,11 @@ import gla_core as gla
 from gla_core.dispatch import registry
 from gla_core.dispatch.calibration import KNOWN_DEVICES
 from gla_core.ops import OpSpec
+from tests.backends import fake_driver
 
 pytest.importorskip("triton")
 prepared = pytest.importorskip("gla_triton_runtime.prepared")
+replay = pytest.importorskip("gla_triton_runtime.replay")
 
 OWN = ("gla_core", "gla_triton_fused", "gla_triton_kernels", "gla_triton_runtime")
 
@@ -74,7 +76,7 @@ def stacks(monkeypatch):
             frame = frame.f_back
         seen.append(names)
 
-    monkeypatch.setattr(prepared.Launches, "start", start)
+    monkeypatch.setattr(prepared.UnrecordedCall, "start", start)
     return seen
 
 
@@ -95,6 +97,50 @@ def test_functions_on_the_stack_at_the_launch_of_a_backward(stacks):
         o, _ = gla.chunk_gla(*inputs(requires_grad=True), backend="triton_fused")
         o.backward(torch.empty_like(o))
     assert stacks[-1] == ["start", "run", "run", "compute", "backward_of_all"]
+
+
+# ---- functions that a repeated call enters
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """Makes calls on tensors of a CPU record launches of a fake device, and replay them."""
+    gpu = fake_driver.install(monkeypatch)
+
+    def start(launches):
+        for each in launches:
+            types = ["tensordesc<bf16[1,1,8,8]>" if hasattr(x, "base") else "" for x in each.arguments.values()]
+            each.compiled = fake_driver.compiled(gpu, *types)
+
+    monkeypatch.setattr(prepared, "start", start)
+    return gpu
+
+
+def test_functions_that_a_repeated_pair_enters(replays):
+    """Their number does not depend on the version of Python or PyTorch.
+
+    Functions of replay.py do not count, because more of them are entered for addresses that are new.
+    """
+    q, k, v, g, do = torch.zeros(5, 1, 64, 2, 64, dtype=torch.bfloat16).unbind()
+    q.requires_grad_()
+    entered: list[str] = []
+
+    def note(frame, event, _):
+        name, module = frame.f_code.co_name, frame.f_globals.get("__name__")
+        if event == "call" and is_own(frame) and module != replay.__name__ and not name.startswith("<"):
+            entered.append(name)
+
+    earlier = sys.getprofile()
+    for _ in range(4):  # the first ones plan, record, and remember the plan
+        entered.clear()
+        replays.launched.clear()
+        sys.setprofile(note)
+        try:
+            gla.chunk_gla(q, k, v, g, checkpoint_every=64, backend="triton_fused").o.backward(do)
+        finally:
+            sys.setprofile(earlier)
+    assert len(replays.launched) == 3
+    assert len(entered) <= 20, entered
 
 
 # ---- doors

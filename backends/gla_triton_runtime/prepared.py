@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,41 +17,50 @@ from gla_triton_runtime.replay import RecordedCall, check_floats, record, replay
 
 
 class Launches:
-    """The launches of the calls of one signature on a device: `start` makes and records them, `replay` repeats them.
+    """The launches of the calls of one signature on a device.
 
     Example:
-        >>> if not launched.replay(tensors, scale):
-        ...     launched.start(describe(tensors, scale), tensors, scale)
+        >>> if unrecorded := launched.replay(tensors, scale):
+        ...     unrecorded.start(describe(tensors, scale))
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._recorded: RecordedCall | None = None
+        self.device = device
+        self.recorded: RecordedCall | None = None
 
-    def replay(self, tensors: Sequence[Tensor | None], *floats: float) -> bool:
+    def replay(self, tensors: Sequence[Tensor | None], *floats: float) -> UnrecordedCall | None:
         """Makes the recorded launches on the tensors of a call, which include the results, and with its floats.
 
         Returns:
-            Whether the launches were made.
+            None if the launches were made; otherwise the call, whose launches have to be described and started.
         """
-        return self._recorded is not None and replay(self._recorded, tensors, floats)
+        if self.recorded is not None and replay(self.recorded, tensors, floats):
+            return None
+        return UnrecordedCall(self, tensors, floats)
 
-    def start(self, launches: list[Launch], tensors: Sequence[Tensor | None], *floats: float) -> None:
-        """Makes the launches of a call and records them.
 
-        The other arguments are those of `replay`. If a tensor has no values, the kernels are compiled and no launch is
-        made.
+class UnrecordedCall(NamedTuple):
+    """A call of `Launches` whose launches were not replayed."""
+
+    launched: Launches
+    tensors: Sequence[Tensor | None]
+    floats: tuple[float, ...]
+
+    def start(self, launches: list[Launch]) -> None:
+        """Makes the launches of the call and records them.
+
+        If a tensor has no values, the kernels are compiled and no launch is made.
 
         Raises:
             ValueError: a launch takes some floats, but not as many as the call has.
         """
-        check_floats(launches, floats)
-        with on_device(self._device):
-            if any(x is not None and x.is_meta for x in tensors):
+        check_floats(launches, self.floats)
+        with on_device(self.launched.device):
+            if any(x is not None and x.is_meta for x in self.tensors):
                 compile_launches(launches)
                 return
             start(launches)
-            self._recorded = record(tensors, launches)
+            self.launched.recorded = record(self.tensors, launches)
 
 
 @functools.lru_cache(4096)
@@ -64,7 +73,7 @@ def rehearsed(run: FunctionType, call: OpCall) -> Callable[..., Any]:
     """Compiles the kernels of `run` by calling it on tensors without values, and returns `run`.
 
     Args:
-        run: a plain function that takes arguments of the op by name, and makes its launches through `Launches.start`.
+        run: a plain function that takes arguments of the op by name, and makes its launches through `Launches`.
         call: the call that is prepared.
 
     Raises:

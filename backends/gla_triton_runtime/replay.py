@@ -208,6 +208,7 @@ class RecordedCall:
 
     Attributes:
         device: index of the device of the launches.
+        stream: takes this index, and returns the current stream of the device.
         present: takes the tensors of a call, of which there are at least two, and returns those that are not None.
         scratch: size in bytes and device of the scratch memory; None if there are no scratch tensors.
         parts: the scratch tensors, then the parts of tensors (see `part`). For each, the place of the memory or tensor
@@ -217,6 +218,7 @@ class RecordedCall:
     """
 
     device: int
+    stream: Callable[[int], int]
     present: Callable[[Sequence[Tensor | None]], tuple[Tensor, ...]]
     scratch: tuple[int, torch.device] | None
     parts: tuple[tuple[int, int], ...]
@@ -280,7 +282,9 @@ def record(tensors: Sequence[Tensor | None], launches: Sequence[Launch]) -> Reco
     recorded = tuple(_recorded(*each, places) for each in zip(launches, arguments, strict=True))
     wholes = {id(_whole_of(x)) for x in aligned}
     aligned_places = tuple(i for i, x in enumerate(present) if id(x) in wholes)
-    return RecordedCall(current_device(), present_of, memory, tuple(into), aligned_places, recorded)
+    active: Any = driver.active
+    stream = active.get_current_stream
+    return RecordedCall(current_device(), stream, present_of, memory, tuple(into), aligned_places, recorded)
 
 
 class _Arguments(NamedTuple):
@@ -415,8 +419,7 @@ def replay(call: RecordedCall, tensors: Sequence[Tensor | None], floats: tuple[f
             return False
         prepared = call.prepared(addresses, floats)
         _put(_prepared, prepared_for, prepared, _MOST_PREPARED)
-    active: Any = driver.active
-    prepared.start(active.get_current_stream(call.device))
+    prepared.start(call.stream(call.device))
     return True
 
 

@@ -47,6 +47,7 @@ def gradient(
     required = [i for i, a in enumerate(backward.arguments) if a.type == "Tensor" and a not in kept]
     likes = [result.name.removeprefix("d") for result in backward.results]
     likes_of = picker([backward.parameters.index(like) for like in likes])
+    has_one_result = len(likes) == 1
     parameters, number = forward.parameters, len(forward.parameters)
     # A backward that does not know of an argument would return wrong gradients.
     unknown = [i for i, a in enumerate(forward.arguments) if a.is_optional_input and a.name not in backward.parameters]
@@ -65,7 +66,8 @@ def gradient(
         outputs = _without(outputs, absent) if absent else outputs
         values = (*inputs[:number], *outputs)
         ctx.save_for_backward(*tensors_of(values))
-        ctx.kept = others_of(values), absent, inputs[-1], next((i for i in unknown if inputs[i] is not None), None)
+        alone = next((i for i in unknown if inputs[i] is not None), None) if unknown else None
+        ctx.kept = others_of(values), absent, inputs[-1], alone
 
     def compute(ctx: Any, *incoming: Tensor | None) -> tuple:
         others, absent, request, alone = ctx.kept
@@ -80,13 +82,12 @@ def gradient(
             if args[i] is None:
                 args = (*args[:i], _zeros(backward, args, i), *args[i + 1 :])
         if bypasses_torch(args[0]) and not torch.is_grad_enabled():
-            return gradients_of((*as_tuple(run(backward, backward.prepared(args), request_of(request))), None))
-        computed = as_tuple(run_backward(*args, text_of(request)))  # an empty tensor for a gradient that does not exist
+            computed = run(backward, backward.prepared(args), request_of(request))
+            return gradients_of((computed, None) if has_one_result else (*computed, None))
+        computed = run_backward(*args, text_of(request))  # an empty tensor for a gradient that does not exist
+        computed = (computed,) if has_one_result else computed
         gradients = [None if x is None else d for x, d in zip(likes_of(args), computed, strict=True)]
         return gradients_of((*gradients, None))
-
-    def as_tuple(computed: Any) -> Any:
-        return computed if len(likes) > 1 else (computed,)
 
     return setup_context, compute
 

@@ -114,7 +114,7 @@ def _without_none(x: Tensor, results: Any) -> Any:
     # A torch op cannot return None.
     if isinstance(results, Tensor):
         return results
-    return tuple(x.new_empty(0, dtype=wide(x.dtype)) if result is None else result for result in results)
+    return tuple([x.new_empty(0, dtype=wide(x.dtype)) if result is None else result for result in results])
 
 
 def torch_op(

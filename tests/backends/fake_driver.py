@@ -17,7 +17,7 @@ class Device:
     """Takes the place of Triton's driver: tensor maps are tuples, and launches are noted."""
 
     def __init__(self) -> None:
-        self.index = 0
+        self.index, self.stream = 0, 7
         self.encoded, self.launched = [], []
         self.capturing, self.graphs = False, []
         self.utils = SimpleNamespace(fill_tma_descriptor=self.encode, fill_tma_descriptor_tiled=self.encode)
@@ -27,7 +27,7 @@ class Device:
         return (address, repr(form))
 
     def get_current_stream(self, index: int) -> int:
-        return 7
+        return self.stream
 
     def graph(self, launch: Callable[[int], None]) -> SimpleNamespace:
         """Takes the place of a CUDA graph."""

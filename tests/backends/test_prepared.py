@@ -199,8 +199,8 @@ class Described:
 
     def make(self, x, y, scale):
         """Makes the launches of a call as a backend does."""
-        if not self.launches.replay((x, y), scale):
-            self.launches.start(self.describe((x, y), scale), (x, y), scale)
+        if unrecorded := self.launches.replay((x, y), scale):
+            unrecorded.start(self.describe((x, y), scale))
 
     def told(self, x, y, scale):
         """Starts the launches of a call, and returns the addresses and the float that the device received."""
@@ -220,7 +220,7 @@ def test_launches_are_recorded_at_the_first_call_and_replayed_from_the_second_on
 
 def test_a_call_that_writes_the_slots_it_reads_replays_no_launches_of_calls_that_write_others(absent_gpu, monkeypatch):
     started = []
-    monkeypatch.setattr(prepared.Launches, "start", lambda self, _, tensors, *floats: started.append((self, tensors)))
+    monkeypatch.setattr(prepared.UnrecordedCall, "start", lambda call, _: started.append(call[:2]))
     arguments = arguments_of("chunk_gla_pool", "cpu")
     read = arguments[6]
     arguments[7] = read + 1
@@ -254,7 +254,7 @@ def test_launches_that_cannot_be_recorded_are_described_by_every_call(gpu, monke
 def test_launches_take_the_floats_of_the_call(gpu, floats):
     described, x, y = Described(gpu), fake_driver.tensor(), fake_driver.tensor()
     with pytest.raises(ValueError, match="fake takes the floats"):
-        described.launches.start(described.describe((x, y), 0.5), (x, y), *floats)
+        described.launches.replay((x, y), *floats).start(described.describe((x, y), 0.5))
     assert not gpu.launched
 
 

@@ -303,11 +303,10 @@ def test_nothing_is_replayed_on_an_amd_gpu(gpu, monkeypatch):
 
 def test_a_call_that_is_recorded_anew_forgets_what_was_told(gpu):
     def call():
-        if launches.replay((x, y), 0.5):
-            return
-        arguments = {"x_desc": tiles(x, 8, 8), "absent": None, "y_ptr": y, "scale": 0.5, "T": 9}
-        one = [launch(GRID, arguments, compiled(gpu, *TYPES))]
-        launches.start(two_launches(gpu, x, y, tensor(), 0.5) if gpu.index == 1 else one, (x, y), 0.5)
+        if unrecorded := launches.replay((x, y), 0.5):
+            arguments = {"x_desc": tiles(x, 8, 8), "absent": None, "y_ptr": y, "scale": 0.5, "T": 9}
+            one = [launch(GRID, arguments, compiled(gpu, *TYPES))]
+            unrecorded.start(two_launches(gpu, x, y, tensor(), 0.5) if gpu.index == 1 else one)
 
     x, y, launches = tensor(), tensor(), Launches(torch.device("cpu"))
     for _ in range(2):
@@ -320,11 +319,10 @@ def test_a_call_that_is_recorded_anew_forgets_what_was_told(gpu):
     assert len(gpu.launched) == 2
 
 
-def test_the_stream_is_asked_for_by_every_call(gpu, monkeypatch):
+def test_the_stream_is_asked_for_by_every_call(gpu):
     x, y = tensor(), tensor()
     recorded, _ = record(gpu, x, y)
-    for stream in (7, 8, 7):
-        monkeypatch.setattr(gpu, "get_current_stream", lambda _, stream=stream: stream)
+    for gpu.stream in (7, 8, 7):
         assert again(recorded, x, y)
     assert [launched[3] for launched in gpu.launched] == [7, 8, 7]
 

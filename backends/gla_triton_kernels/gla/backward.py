@@ -189,8 +189,8 @@ def prepare(call: OpCall, cut: bool, kernels: Sequence[GradientKernel] = KERNELS
         results = (dq, dk, dv, dg, dinitial)
         x = (q, k, v, g, initial_state, cu_seqlens, checkpoints, do, dstate, *results)
         x = with_copies(BackwardTensors(*x), copied) if copied else x
-        if not launched.replay(x, scale):
-            launched.start(describe(x, scale), x, scale)
+        if unrecorded := launched.replay(x, scale):
+            unrecorded.start(describe(x, scale))
         return results
 
     return rehearsed(run, call)

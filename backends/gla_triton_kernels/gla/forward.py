@@ -271,8 +271,8 @@ def prepare(call: OpCall, cut: bool, kernels: Sequence[OutputKernel] = KERNELS) 
             return o.zero_(), final_state, None if checkpoints is None else checkpoints.zero_()
         x = (q, k, v, g, initial_state, cu_seqlens, o, final_state, checkpoints)
         x = with_copies(Tensors(*x), copied) if copied else x
-        if not launched.replay(x, scale):
-            launched.start(describe(x, scale), x, scale)
+        if unrecorded := launched.replay(x, scale):
+            unrecorded.start(describe(x, scale))
         return o, final_state, checkpoints
 
     return rehearsed(run, call)
@@ -327,8 +327,8 @@ def prepare_pool(call: OpCall, cut: bool, kernels: Sequence[OutputKernel] = KERN
             q, k, v, g, *_ = with_copies(Tensors(q, k, v, g, None, cu_seqlens, o, None), copied)
         slots = (read_slots, write_slots, has_state, checkpoint_offsets, checkpoint_slots)
         x, calls = (q, k, v, g, pool, cu_seqlens, *slots, o), launched_in_place if in_place else launched
-        if not calls.replay(x, scale):
-            calls.start(describe(x, scale), x, scale)
+        if unrecorded := calls.replay(x, scale):
+            unrecorded.start(describe(x, scale))
         return o
 
     return rehearsed(run, call)

@@ -74,13 +74,12 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
     Raises:
         LaunchError: a kernel does not compile for this device, or does not fit it.
     """
-    from gla_triton_kernels.gla.shared.time_steps import launch_time_steps
     from gla_triton_kernels.gla.tensors import Tensors, plans_with_rows
     from gla_triton_runtime.prepared import Launches, rehearsed
 
     plans = _plans(_part_of(call), cut)
     B, T, Hv, K, V, N = (call.dims[name] for name in ("B", "T", "Hv", "K", "V", "N"))
-    every, softplus = call.scalars["checkpoint_every"], call.scalars["dt_softplus"]
+    every = call.scalars["checkpoint_every"]
     n = None if every is None else checkpoint_rows(T, N, every, call.variable_length)
 
     def describe(tensors: tuple[Any, ...]) -> list[Launch]:
@@ -88,7 +87,7 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
         y = Tensors(q, k, x, g, initial_state, cu_seqlens, o, final_state, checkpoints, v_factor=delta, skip=D, z=z)
         return [each for plan, rows in plans_with_rows(plans, y) for each in forward.launches(plan, rows, 1.0, every)]
 
-    before, launched = Launches(call.device), Launches(call.device)
+    time_steps, launched = _time_steps(call), Launches(call.device)
 
     def run(
         q: Tensor,
@@ -107,19 +106,33 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
         checkpoint_every: int | None,
         z: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        delta, g = (x.new_empty(B, T, Hv, dtype=torch.float32) for _ in range(2))
-        inputs = (dt, A, dt_bias, delta, g)
-        if not before.replay(inputs, dt_min, dt_max):
-            before.start(launch_time_steps(*inputs, dt_min, dt_max, softplus), inputs, dt_min, dt_max)
+        delta, g = time_steps(dt, A, dt_bias, dt_min, dt_max)
         o = x.new_empty(B, T, Hv, V)
         final_state = x.new_empty(N, Hv, K, V, dtype=torch.float32) if output_final_state else None
         checkpoints = None if n is None else x.new_empty(B, n, Hv, K, V, dtype=checkpoint_dtype(call.dtype))
         tensors = (q, k, x, D, z, initial_state, cu_seqlens, o, final_state, checkpoints, delta, g)
-        if not launched.replay(tensors, 1.0):
-            launched.start(describe(tensors), tensors, 1.0)
+        if unrecorded := launched.replay(tensors, 1.0):
+            unrecorded.start(describe(tensors))
         return o, final_state, checkpoints
 
     return rehearsed(run, call)
+
+
+def _time_steps(call: OpCall) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Returns the function that computes delta and g [B, T, Hv] from dt, A, its bias and the limits of dt."""
+    from gla_triton_kernels.gla.shared.time_steps import launch_time_steps
+    from gla_triton_runtime.prepared import Launches
+
+    softplus, launched = call.scalars["dt_softplus"], Launches(call.device)
+
+    def run(dt: Tensor, A: Tensor, dt_bias: Tensor | None, dt_min: float, dt_max: float) -> tuple[Tensor, Tensor]:
+        delta, g = (dt.new_empty(*dt.shape, dtype=torch.float32) for _ in range(2))
+        tensors = (dt, A, dt_bias, delta, g)
+        if unrecorded := launched.replay(tensors, dt_min, dt_max):
+            unrecorded.start(launch_time_steps(*tensors, dt_min, dt_max, softplus))
+        return delta, g
+
+    return run
 
 
 # ---- gradients
@@ -162,7 +175,7 @@ def prepare_backward(call: OpCall, cut: bool) -> Callable[..., tuple]:
     """
     from gla_triton_kernels.chunks.padding import clear_padding
     from gla_triton_kernels.gla.shared.skip import launch_skip_gradients
-    from gla_triton_kernels.gla.shared.time_steps import launch_time_step_gradients, launch_time_steps
+    from gla_triton_kernels.gla.shared.time_steps import launch_time_step_gradients
     from gla_triton_kernels.gla.tensors import BackwardTensors, plans_with_rows
     from gla_triton_runtime.prepared import Launches, rehearsed
 
@@ -175,7 +188,8 @@ def prepare_backward(call: OpCall, cut: bool) -> Callable[..., tuple]:
         made = [each for plan, rows in plans_with_rows(plans, y) for each in backward.launches(plan, rows, 1.0)]
         return made if y.cu_seqlens is None else [*made, *clear_padding((y.dq, y.dk, y.dv), y.cu_seqlens)]
 
-    before, launched, added, after = (Launches(call.device) for _ in range(4))
+    time_steps = _time_steps(call)
+    launched, added, after = (Launches(call.device) for _ in range(3))
 
     def run(
         q: Tensor,
@@ -195,28 +209,26 @@ def prepare_backward(call: OpCall, cut: bool) -> Callable[..., tuple]:
         do: Tensor,
         dstate: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        delta, g, dg, ddelta = (x.new_empty(B, T, Hv, dtype=torch.float32) for _ in range(4))
+        delta, g = time_steps(dt, A, dt_bias, dt_min, dt_max)
+        dg, ddelta = torch.empty_like(g), torch.empty_like(g)
         skip = None if D is None or D.ndim == 2 else D  # of heads; the kernel knows no skip of channels
         dskip = None if skip is None else torch.empty_like(dg)
-        inputs = (dt, A, dt_bias, delta, g)
-        if not before.replay(inputs, dt_min, dt_max):
-            before.start(launch_time_steps(*inputs, dt_min, dt_max, softplus), inputs, dt_min, dt_max)
         dq, dk, dx = (torch.empty_like(y, memory_format=torch.contiguous_format) for y in (q, k, x))
         dinitial = None if initial_state is None else x.new_empty(N, Hv, K, V, dtype=torch.float32)
         results = (dq, dk, dx, dg, dinitial)
         tensors = (q, k, x, g, initial_state, cu_seqlens, checkpoints, do, dstate, *results, delta, skip, ddelta, dskip)
-        if not launched.replay(tensors, 1.0):
-            launched.start(describe(tensors), tensors, 1.0)
+        if unrecorded := launched.replay(tensors, 1.0):
+            unrecorded.start(describe(tensors))
         ddt = dt.new_empty(B, T, Hv)
         dA, (dbias, dD) = A.new_empty(Hv), (None if y is None else y.new_empty(Hv) for y in (dt_bias, skip))
         steps = (dt, A, dt_bias, cu_seqlens, ddelta, dg, dskip, ddt, dA, dbias, dD)
-        if not after.replay(steps, dt_min, dt_max):
-            after.start(launch_time_step_gradients(*steps, dt_min, dt_max, softplus), steps, dt_min, dt_max)
+        if unrecorded := after.replay(steps, dt_min, dt_max):
+            unrecorded.start(launch_time_step_gradients(*steps, dt_min, dt_max, softplus))
         if D is not None and skip is None:
             dD = D.new_empty(Hv, V)
             channels = (x, D, cu_seqlens, do, dx, dD)
-            if not added.replay(channels):
-                added.start(launch_skip_gradients(*channels), channels)
+            if unrecorded := added.replay(channels):
+                unrecorded.start(launch_skip_gradients(*channels))
         return dq, dk, dx, ddt, dA, dD, dbias, dinitial
 
     return rehearsed(run, call)

@@ -86,10 +86,10 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple[Tensor, Tensor]]:
         state = allocate(N, Hv, K, V, dtype=torch.float32)
         if not empty:
             tensors = (left, right, g, cu_seqlens, decay, state)
-            if not launched.replay(tensors, 1.0):
+            if unrecorded := launched.replay(tensors, 1.0):
                 ((_, planned),) = plans
                 x = Recurrence(left, right, g, None, state, normalizer=gate_normalizer, backwards=backwards)
-                launched.start(launches(planned, x, decay, cu_seqlens), tensors, 1.0)
+                unrecorded.start(launches(planned, x, decay, cu_seqlens))
         return decay, state
 
     return rehearsed(run, call)

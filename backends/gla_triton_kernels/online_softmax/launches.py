@@ -49,8 +49,8 @@ def _prepare(call: OpCall, launch: Callable[[Tensor, Tensor, int, Gpu], list[Lau
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         if x.numel():
             x = x.contiguous() if copied else x
-            if not launched.replay((x, y)):
-                launched.start(launch(x, y, dim, gpu), (x, y))
+            if unrecorded := launched.replay((x, y)):
+                unrecorded.start(launch(x, y, dim, gpu))
         return y
 
     return rehearsed(run, call)
@@ -67,8 +67,8 @@ def _prepare_gradient(
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
         if x.numel():
             x, dy = x.contiguous() if copied else x, dy.contiguous()
-            if not launched.replay((x, dy, dx)):
-                launched.start(launch(x, dy, dx, dim, gpu), (x, dy, dx))
+            if unrecorded := launched.replay((x, dy, dx)):
+                unrecorded.start(launch(x, dy, dx, dim, gpu))
         return dx
 
     return rehearsed(run, call)

@@ -37,8 +37,8 @@ def prepare(call: OpCall, plan: Plan) -> Callable[..., tuple[Tensor, Tensor]]:
             if scale < 0:  # the kernels assume that the largest product gives the largest score
                 q, scale = _negated(q), -scale
             tensors = (q, k, v, o, lse)
-            if not launched.replay(tensors, scale):
-                launched.start(launches(plan, tensors, scale, causal), tensors, scale)
+            if unrecorded := launched.replay(tensors, scale):
+                unrecorded.start(launches(plan, tensors, scale, causal))
         return o, lse
 
     return rehearsed(run, call)
@@ -88,9 +88,9 @@ def prepare_gradients(
             return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
         dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
         tensors = (q, k, v, o, lse, do, dlse, dq, dk, dv)
-        if not launched.replay(tensors, scale):
+        if unrecorded := launched.replay(tensors, scale):
             launches = launch_gradients(plan, q, k, v, o, lse, scale, causal, do, dlse, dq, dk, dv)
-            launched.start(launches, tensors, scale)
+            unrecorded.start(launches)
         return dq, dk, dv
 
     return rehearsed(run, call)

@@ -31,8 +31,8 @@ def prepare(compute: Callable[..., Gradients], call: OpCall) -> Callable[..., Gr
 
     def fold(o: Tensor, do: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor]:
         tensors = (o, do, dlse, o.new_empty(o.shape), o.new_empty(o.shape))
-        if not launched.replay(tensors):
-            launched.start(launch_fold(*tensors), tensors)
+        if unrecorded := launched.replay(tensors):
+            unrecorded.start(launch_fold(*tensors))
         return tensors[3:]
 
     if "dlse" in call.layouts:

@@ -64,9 +64,9 @@ def prepare(call: OpCall) -> Callable[..., Tensor]:
         o = v.new_empty(len(q), max(q.shape[1], v.shape[1]), v.shape[2])
         if o.numel():
             tensors = (q, k, v, g, state, output_gate, norm_weight, state_indices, o)
-            if not launched.replay(tensors, scale, norm_eps):
+            if unrecorded := launched.replay(tensors, scale, norm_eps):
                 made = launch_layer_step(planned, tensors, scale, norm_eps, activation, gate_normalizer)
-                launched.start(made, tensors, scale, norm_eps)
+                unrecorded.start(made)
         return o
 
     return rehearsed(run, call)

@@ -69,8 +69,8 @@ def prepare(call: OpCall) -> Callable[..., Tensor]:
         o = v.new_empty(v.shape)
         if o.numel():
             tensors = (q, k, v, state, dt, A, dt_bias, D, z, state_indices, o)
-            if not launched.replay(tensors, scale):
-                launched.start(launch_ssd_step(planned, tensors, scale, dt_softplus, A_is_log), tensors, scale)
+            if unrecorded := launched.replay(tensors, scale):
+                unrecorded.start(launch_ssd_step(planned, tensors, scale, dt_softplus, A_is_log))
         return o
 
     return rehearsed(run, call)

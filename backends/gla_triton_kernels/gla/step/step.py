@@ -58,8 +58,8 @@ def prepare(call: OpCall) -> Callable[..., tuple[Tensor, Tensor]]:
         o = v.new_empty(len(q), max(q.shape[1], v.shape[1]), v.shape[2])
         if o.numel():
             tensors = (q, k, v, g, state, state_indices, new, o)
-            if not launched.replay(tensors, scale):
-                launched.start(launch_step(planned, tensors, scale, gate_normalizer), tensors, scale)
+            if unrecorded := launched.replay(tensors, scale):
+                unrecorded.start(launch_step(planned, tensors, scale, gate_normalizer))
         return o, state if new is None else new
 
     return rehearsed(run, call)

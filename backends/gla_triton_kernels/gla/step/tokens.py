@@ -98,8 +98,8 @@ def prepare_steps(call: OpCall) -> Callable[..., Tensor]:
             return o.zero_()
         if o.numel():
             x = (q, k, v, g, pool, slots, cu_seqlens, num_accepted, has_state, o, read_slots)
-            if not launched.replay(x, scale):
-                launched.start(launch_tokens(planned, Tensors(*x), scale, pad_slot, gate_normalizer), x, scale)
+            if unrecorded := launched.replay(x, scale):
+                unrecorded.start(launch_tokens(planned, Tensors(*x), scale, pad_slot, gate_normalizer))
         return o
 
     return rehearsed(run, call)
@@ -133,8 +133,8 @@ def prepare_replay(call: OpCall) -> Callable[..., Tensor]:
             return o.zero_()
         rings = (ring_k, ring_v, ring_g, ring_start)  # without new tokens, the kernel still updates states
         x = (q, k, v, g, pool, slots, cu_seqlens, num_accepted, has_state, o, None, *rings)
-        if not launched.replay(x, scale):
-            launched.start(launch_tokens(planned, Tensors(*x), scale, pad_slot, gate_normalizer), x, scale)
+        if unrecorded := launched.replay(x, scale):
+            unrecorded.start(launch_tokens(planned, Tensors(*x), scale, pad_slot, gate_normalizer))
         return o
 
     return rehearsed(run, call)

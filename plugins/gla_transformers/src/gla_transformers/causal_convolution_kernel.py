@@ -81,8 +81,8 @@ def _start(kernel: Any, tensors: tuple[Tensor | None, ...], silu: bool) -> None:
     if tensors[0] is not None and tensors[0].numel():
         layouts = tuple([None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors])
         launched = launches_for(tensors[0].device, kernel, layouts, silu)
-        if not launched.replay(tensors):
-            launched.start([launch(kernel, tensors, silu)], tensors)
+        if unrecorded := launched.replay(tensors):
+            unrecorded.start([launch(kernel, tensors, silu)])
 
 
 def launch(kernel: Any, tensors: tuple[Any, ...], silu: bool) -> Launch:

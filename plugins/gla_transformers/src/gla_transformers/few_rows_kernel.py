@@ -91,8 +91,8 @@ def product(
     dtypes = (x.dtype, weight.dtype, y.dtype)
     form = (M, K, N, x.stride(0), gated, norm_weight is None, bias is None, residual is None)
     launched, tensors = launches_for(x.device, launches, dtypes, *form), (x, weight, norm_weight, bias, residual, y)
-    if not launched.replay(tensors, norm_eps):
-        launched.start(launches(tensors, norm_eps, gated, gpu_of(x.device).facts.overlaps_kernels), tensors)
+    if unrecorded := launched.replay(tensors, norm_eps):
+        unrecorded.start(launches(tensors, norm_eps, gated, gpu_of(x.device).facts.overlaps_kernels))
     return y
 
 

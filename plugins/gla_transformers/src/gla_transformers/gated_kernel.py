@@ -180,10 +180,10 @@ def _start(kernel: Any, grid: Grid, tensors: tuple[Any, ...], floats: tuple[floa
     if grid[0]:
         dtypes = tuple(None if x is None else x.dtype for x in tensors)
         launched = launches_for(tensors[0].device, kernel, grid, dtypes, rest)
-        if not launched.replay(tensors, *floats):
+        if unrecorded := launched.replay(tensors, *floats):
             arguments = dict(zip(kernel.arg_names, (*tensors, *floats, *rest), strict=True))
             options = {"num_warps": max(4, arguments.get("ALL", 0) // WARP)}
-            launched.start([Launch(kernel, grid, arguments, options)], tensors)
+            unrecorded.start([Launch(kernel, grid, arguments, options)])
 
 
 @triton.jit

@@ -65,8 +65,8 @@ def _start(kernel: Any, grid: tuple[int, int, int], tensors: tuple[Tensor, ...],
     if logits.numel():
         sizes = logits.stride(0), logits.shape[1], ignored
         launched = launches_for(logits.device, kernel, grid, logits.dtype, *sizes)
-        if not launched.replay(tensors):
-            launched.start([launch(kernel, grid, tensors, *sizes)], tensors)
+        if unrecorded := launched.replay(tensors):
+            unrecorded.start([launch(kernel, grid, tensors, *sizes)])
 
 
 def launch(kernel: Any, grid: tuple[int, int, int], tensors: tuple[Tensor, ...], *sizes: int) -> Launch:

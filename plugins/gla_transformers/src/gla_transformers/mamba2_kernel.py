@@ -44,8 +44,8 @@ def convolve_token(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None
     if y.numel():
         layouts = tuple([None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors])
         launched = launches_for(y.device, convolution, layouts, silu)
-        if not launched.replay(tensors):
-            launched.start([convolution(tensors, gpu_of(y.device), silu)], tensors)
+        if unrecorded := launched.replay(tensors):
+            unrecorded.start([convolution(tensors, gpu_of(y.device), silu)])
     return y
 
 
