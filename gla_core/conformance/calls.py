@@ -225,7 +225,7 @@ def written_tensors(name: str, x: Arguments) -> Named:
     return {n: x[n] for n in spec.written if n not in spec.places and x.get(n) is not None}
 
 
-def training_request(backend: Backend, name: str = "chunk_gla") -> str:
+def training_request(backend: Backend, name: str) -> str:
     """Returns a request: `backend` for the op and its backward, the reference for other ops."""
     spec = public_op(name)
     implemented = [f"{op}={backend.name}" for op in (spec.name, spec.backward) if op in backend.ops]
