@@ -372,11 +372,13 @@ def check(
     compare(name, x, out, {n: y for n, y in ref.results.items() if n not in ref.written}, measure, budgets)
     for n, at in ref.written.items():
         label = "states" if n == "pool" else n
-        budget = _budget(name, x, n, budgets) if n == "pool" else 0.0  # rings keep tokens as they are
+        # rings keep tokens as they are; that of a delta rule keeps u in place of v
+        is_computed = n == "pool" or (n == "ring_v" and "beta" in x)
+        budget = _budget(name, x, n, budgets) if is_computed else 0.0
         if n == "ring_g" and "gate" in x:
             budget = FORWARD[torch.float32]
         entries = ref.results[n][at]
-        measure({label: x[n][at]}, {label: entries if budget else entries.to(x[n].dtype)}, budget)
+        measure({label: x[n][at]}, {label: entries if n == "pool" else entries.to(x[n].dtype)}, budget)
         memory = [before[n], _pages(x[n]).clone()]
         for pages in memory:
             pages[:, : x[n][0].numel()].unflatten(1, (x[n].shape[1], -1))[at] = 0

@@ -173,6 +173,7 @@ def test_gradient_of_strong_gates_before_open_ones(backend, case, measure):
     """The large q * dq and k * dk of the later tokens must leave no error in the small dg of the first tokens."""
     x = call_arguments(case, T=300)
     x["g"][:, :192], x["g"][:, 192:] = -8, 0
+    x["do"] *= 2**10 if case.dtype == torch.float16 else 1  # which has no numbers as small as some of this dg
     out, ref = run(case.op, x, backend.name), expected(case.op, x).results
     first = ({"dg of the first tokens": y["dg"][:, :128]} for y in (out, ref))
     compare(case.op, x, *first, measure)

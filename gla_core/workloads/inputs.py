@@ -341,20 +341,16 @@ def beyond_float16(x: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments of a call in a pool, changed so that each token writes states above the range of float16.
 
     These are the first columns of V, which reach 2^17 and more; o stays within the range. A delta rule bounds states by
-    v / |k|, so its keys are short, and its beta is about 1 / |k|^2.
+    v / |k|, so its new keys are short, and its beta is about 1 / |k|^2.
     """
-    if "beta" in x:
-        changed = {name: x[name].abs() * 2**-5 for name in ("k", "ring_k") if name in x}
-        for name, largest in (("v", 2.0**15), ("ring_v", 2.0**24)):  # ring_v holds beta v
-            if name in x:
-                changed[name] = x[name].clone()
-                changed[name][..., 0] = largest
-        return {**x, **changed, "beta": x["beta"] * 2**10, "q": x["q"] * 2**-10}
     large = {name: 2**7 * (1 + y.abs()) for name in ("k", "ring_k") if (y := x.get(name)) is not None}
-    for name in ("v", "ring_v"):
-        if name in x:
-            large[name] = x[name].clone()
-            large[name][..., 0] = 2**10
+    columns = {"v": 2**10, "ring_v": 2**10}
+    if "beta" in x:
+        large |= {"k": x["k"].abs() * 2**-5, "beta": x["beta"] * 2**10}
+        columns["v"] = 2**15
+    for name in columns.keys() & x.keys():
+        large[name] = x[name].clone()
+        large[name][..., 0] = columns[name]
     return {**x, **large, "q": x["q"] * 2**-10}
 
 

@@ -208,7 +208,8 @@ def _widened(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, T
 
 def _apart(states: Tensor, K: int) -> tuple[Tensor, Tensor]:
     """Returns the first K columns of states [N, Hv, K, K+V], and the others."""
-    return states[..., :K].contiguous(), states[..., K:].contiguous()
+    whole = torch.contiguous_format
+    return states[..., :K].clone(memory_format=whole), states[..., K:].clone(memory_format=whole)
 
 
 def _by_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -341,7 +342,7 @@ def _backward(ctx: Any, dtransition: Tensor, dstate: Tensor) -> tuple:
     silent = (torch.zeros_like(k), k, values, g, beta, 1.0, unit, cu_seqlens, None, None, torch.zeros_like(values))
     dstates = torch.cat([dtransition, dstate], -1)
     _, dk, dv, dg, dbeta, _ = torch_bwd(*silent, dstates, ctx.gate_normalizer, None, ctx.backend)
-    return dk, dv[..., k.shape[3] :].contiguous(), None if g is None else dg, dbeta, *(None,) * 4
+    return dk, dv[..., k.shape[3] :].clone(memory_format=torch.contiguous_format), None if g is None else dg, dbeta, *(None,) * 4
 
 
 _torch_summary = torch_op_of(SUMMARY, _setup_context, _backward)
