@@ -396,8 +396,8 @@ def compare(
 ) -> None:
     """Compares the results in `out` whose names are in `ref`.
 
-    Decays are factors of states, so their absolute error counts. No matrix product computes them, so their budget is
-    at most that of float32.
+    Decays and transitions are factors of states, so their absolute error counts. No matrix product computes decays, so
+    their budget is at most that of float32.
 
     Args:
         budgets: the budget of each dtype, by default that of results or of gradients. A result may have the error that
@@ -407,7 +407,15 @@ def compare(
     for n in ref:
         by_budget[_budget(name, x, n, budgets)].append(n)
     for budget, names in by_budget.items():
-        measure(*({n: 1 + y[n].double() if n == "decay" else y[n] for n in names} for y in (out, ref)), budget)
+        measure(*({n: _beside_one(n, y[n]) for n in names} for y in (out, ref)), budget)
+
+
+def _beside_one(name: str, y: Tensor) -> Tensor:
+    """Returns a decay plus 1, a transition beside the identity, and any other result as it is."""
+    if name == "transition":
+        unit = torch.eye(y.shape[-1], dtype=torch.float64, device=y.device)
+        return torch.cat([y.double(), unit.expand_as(y)], -1)
+    return 1 + y.double() if name == "decay" else y
 
 
 def twice(budgets: Mapping[torch.dtype, float]) -> dict[torch.dtype, float]:
