@@ -342,7 +342,13 @@ def _backward(ctx: Any, dtransition: Tensor, dstate: Tensor) -> tuple:
     silent = (torch.zeros_like(k), k, values, g, beta, 1.0, unit, cu_seqlens, None, None, torch.zeros_like(values))
     dstates = torch.cat([dtransition, dstate], -1)
     _, dk, dv, dg, dbeta, _ = torch_bwd(*silent, dstates, ctx.gate_normalizer, None, ctx.backend)
-    return dk, dv[..., k.shape[3] :].clone(memory_format=torch.contiguous_format), None if g is None else dg, dbeta, *(None,) * 4
+    return (
+        dk,
+        dv[..., k.shape[3] :].clone(memory_format=torch.contiguous_format),
+        None if g is None else dg,
+        dbeta,
+        *(None,) * 4,
+    )
 
 
 _torch_summary = torch_op_of(SUMMARY, _setup_context, _backward)
