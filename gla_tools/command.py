@@ -193,8 +193,9 @@ def explain(
     chunk_gla_bwd, chunk_gla_summary, chunk_ssd_fwd, chunk_ssd_bwd, recurrent_gla_steps, softmax_attention and
     softmax_attention_bwd; 1,T,H,K,V,N for N sequences of chunk_gla_pool; B,T,H,K,V,L for recurrent_gla_replay with
     rings of L tokens; B,H,K,V for recurrent_gla_step, recurrent_gla_layer_step and recurrent_ssd_step; ROWS,COLUMNS for
-    online_softmax and online_softmax_bwd. Gates and states are float32, or float64 with --dtype float64. Logits have
-    the dtype of q.
+    online_softmax and online_softmax_bwd. Delta rules, such as chunk_delta or recurrent_delta_step, take the sizes of
+    the like op with gla in place of delta. Gates and states are float32, or float64 with --dtype float64. Logits and
+    beta have the dtype of q.
 
     Exits with 0 if a backend can run the call, 1 if none can, 2 if an argument is wrong.
     """
