@@ -79,7 +79,7 @@ def is_read(function, args, expected, name, place):
 def test_every_op_that_checks_values_is_called():
     public = {spec.public for spec in ABSTRACT_OPS.values() if spec.reads is not None}
     assert public == {function.__name__ for function, _ in CALLS.values()}
-    gradients = ["chunk_gla_bwd", "chunk_ssd_bwd", "online_softmax_bwd", "softmax_attention_bwd"]
+    gradients = ["chunk_gla_bwd", "chunk_ssd_bwd", "chunk_delta_bwd", "online_softmax_bwd", "softmax_attention_bwd"]
     assert [name for name, spec in ABSTRACT_OPS.items() if spec.reads is None] == gradients
 
 

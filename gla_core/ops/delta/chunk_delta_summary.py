@@ -271,7 +271,7 @@ def _part(part: OpSpec, call: OpCall) -> Parts:
     K, V = call.dims["K"], call.dims["V"]
     dims, dtype = {**call.dims, "V": K + V}, wide(call.dtype)
     layouts = {name: layout for name, layout in call.layouts.items() if name in part.contract}
-    given = {"initial_state"} | ({"output_final_state"} if part is FORWARD else {"dstate"})
+    more = {"initial_state", "output_final_state" if part is FORWARD else "dstate"}
     scalars = {**part.scalars, "gate_normalizer": call.scalars.get("gate_normalizer")}
     if part is FORWARD:
         scalars["output_final_state"] = True
@@ -281,7 +281,7 @@ def _part(part: OpSpec, call: OpCall) -> Parts:
         dims={name: dims[name] for name in part.sizes},
         state_dtype=dtype,
         scalars=scalars,
-        given=call.given.intersection(part.contract) | given,
+        given=call.given.intersection(part.contract) | more,
     )
     if layouts:
         made = {a.name: a for a in part.arguments if a.name in ("q", "v", "do", "initial_state", "dstate")}
