@@ -284,10 +284,13 @@ def _part(part: OpSpec, call: OpCall) -> Parts:
         given=call.given.intersection(part.contract) | more,
     )
     if layouts:
-        made = {a.name: a for a in part.arguments if a.name in ("q", "v", "do", "initial_state", "dstate")}
-        made = {name: a for name, a in made.items() if name != "q" or part is FORWARD}
-        of = {name: dtype if name in ("initial_state", "dstate") else call.dtype for name in made}
-        layouts |= {name: contiguous_layout(part.shape(a, whole), of[name]) for name, a in made.items()}
+        states = ("initial_state", "dstate")
+        names = ("v", "do", *states, *(("q",) if part is FORWARD else ()))
+        made = {a.name: a for a in part.arguments if a.name in names}
+        layouts |= {
+            name: contiguous_layout(part.shape(a, whole), dtype if name in states else call.dtype)
+            for name, a in made.items()
+        }
     return [(dataclasses.replace(whole, layouts=layouts), 1)]
 
 
