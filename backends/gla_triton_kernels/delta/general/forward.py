@@ -1,0 +1,272 @@
+"""Computes the delta rule over sequences, or over segments of them, from the pairs of each chunk.
+
+    u_t = beta_t (v_t - k_t diag(alpha_t) S_{t-1})        S_t = diag(alpha_t) S_{t-1} + k_t^T u_t        o_t = scale q_t S_t
+
+One program computes a block of BV values of one value head of one segment. It goes through the segment in chunks of C
+tokens and carries the state S in float32. For a chunk, let kin and qin be k and q times the decay from the start of the
+chunk through their token, kout be k times the decay after its token to the end, and decay the decay of the whole chunk.
+With A and G of pairs.py and B = diag(beta),
+
+    X = V - kin S        E = X - G (B X)        U = B E
+    o = scale (qin S + A U)                     S' = diag(decay) S + kout^T U
+
+X is what the entering state leaves to be explained, and E what the tokens before, too, leave. S' leaves the chunk.
+
+**Layout.** All of it is computed transposed: S^T [BV, BK], X^T, E^T, U^T and o^T [BV, C] are results of products and left
+operands of others, which stay in registers. Right operands do not depend on the state.
+
+If the keys of a head share a gate, the decays are numbers of tokens, and multiply columns of products in place of k and q.
+
+A checkpoint is the state that enters a chunk whose first token comes a multiple of `every` tokens after the start of
+its sequence. Segments are numbered as in segments.py, and chunks are segments of C tokens.
+
+B batch   T tokens   N sequences   I segments, by default the N sequences   J chunks   n rows of checkpoints
+H heads of q and k   Hv heads of values, states, gates and beta   R = Hv / H value heads of a key head
+K, V key and value width   C tokens of a chunk   BK K padded to a power of two   BV values of a block
+
+Source: Yang et al., "Gated Delta Networks" (arXiv 2412.06464); Kimi Team, "Kimi Linear" (arXiv 2510.26692).
+"""
+
+# pyright: reportGeneralTypeIssues=false
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gla_core.dispatch.backend import CHUNK
+from gla_core.dispatch.tensors import ceil_div
+from gla_triton_kernels.chunks.segments import Segments, in_state, lengths_of, segment_at, state_strides
+from gla_triton_kernels.delta.general.common import decays_of_tokens, load_log2_gates, load_numbers, product_in_units
+from gla_triton_kernels.delta.general.pairs import Pairs
+from gla_triton_kernels.delta.plan import StateParameters
+from gla_triton_kernels.delta.tensors import Tensors
+from gla_triton_kernels.gla.general.backward import product
+from gla_triton_kernels.gla.shared.common import gate_arguments, load_tile, store_tile
+from gla_triton_runtime.launch import Launch, strides_of
+
+
+def launch_outputs(
+    kernel: StateParameters,
+    x: Tensors,
+    pairs: Pairs,
+    segments: Segments,
+    scale: float,
+    every: int | None,
+    normalizer: int | None,
+) -> list[Launch]:
+    """Returns the launch that fills o, and final_state and checkpoints if x has them.
+
+    Args:
+        pairs: the pairs of all chunks.
+        segments: the segments, of a multiple of `CHUNK` tokens; a sequence that stays whole is one segment.
+        every: tokens between checkpoints.
+        normalizer: see `launch_pairs`.
+    """
+    T, _, K = x.q.shape[1:]
+    Hv, V = x.v.shape[2:]
+    arguments = {
+        "q_ptr": x.q,
+        "k_ptr": x.k,
+        "v_ptr": x.v,
+        "g_ptr": x.g,
+        "beta_ptr": x.beta,
+        "matrices_ptr": pairs.matrices,
+        "units_ptr": pairs.units,
+        "initial_ptr": x.initial_state,
+        "order_ptr": segments.order,
+        "o_ptr": x.o,
+        "final_ptr": x.final_state,
+        "checkpoints_ptr": x.checkpoints,
+        "entering_ptr": x.entering,
+        "scale": scale,
+        **lengths_of(T, segments),
+        "every": every or 0,
+        "Hv": Hv,
+        **strides_of("q", x.q),
+        **strides_of("k", x.k),
+        **strides_of("v", x.v),
+        **gate_arguments(x.g, normalizer),
+        **strides_of("n", x.beta),
+        **state_strides("stride_s", x.initial_state),
+        "K": K,
+        "V": V,
+        "C": CHUNK,
+        "BK": kernel.BK,
+        "BV": kernel.BV,
+        "R": Hv // x.k.shape[2],
+        "STAGES": kernel.stages,
+        "PRECISION": kernel.precision,
+        "SUMS": kernel.sums,
+    }
+    grid = (ceil_div(V, kernel.BV) * segments.count * Hv, 1, 1)
+    return [Launch(_chunk_delta_fwd_kernel, grid, arguments, {"num_warps": kernel.warps})]
+
+
+@triton.jit(do_not_specialize=["scale", "T", "segment", "segments", "every", "Hv"])
+def _chunk_delta_fwd_kernel(
+    q_ptr,  # [B, T, H, K]
+    k_ptr,  # [B, T, H, K]
+    v_ptr,  # [B, T, Hv, V]
+    g_ptr,  # [B, T, Hv, K], [B, T, Hv] or [Hv] by GATE, or None
+    beta_ptr,  # [B, T, Hv]
+    matrices_ptr,  # A and G, [J, Hv, 2, C, C]
+    units_ptr,  # [J, Hv, 2, C] or None
+    initial_ptr,  # [N, Hv, K, V] or None
+    order_ptr,  # [I, 5], or None for a batch
+    o_ptr,  # [B, T, Hv, V], contiguous, or None
+    final_ptr,  # [N, Hv, K, V], or None
+    checkpoints_ptr,  # [B, n, Hv, K, V] or None
+    entering_ptr,  # [I, Hv, K, V], or None if sequences are whole
+    scale,
+    T,
+    segment,  # tokens of a segment
+    segments,  # segments of a sequence of a batch
+    every,  # tokens between checkpoints
+    Hv,
+    stride_qb,
+    stride_qt,
+    stride_qh,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    stride_gb,
+    stride_gt,
+    stride_gh,
+    GATE: tl.constexpr,
+    NORMALIZER: tl.constexpr,
+    stride_nb,  # strides of beta
+    stride_nt,
+    stride_nh,
+    stride_sn,  # strides of initial_ptr; see `in_state`
+    stride_sh,
+    stride_sk,
+    stride_sv,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    R: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """Computes a block of BV values of the outputs of one value head of one segment."""
+    blocks: tl.constexpr = (V + BV - 1) // BV
+    OPERAND: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float32  # pyright: ignore
+    pid = tl.program_id(0)  # blocks of values come first, so that neighbouring programs read the same rows
+    v0 = pid % blocks * BV
+    ih = pid // blocks
+    i, h = ih // Hv, ih % Hv
+    if order_ptr is None:
+        b, start = i // segments, i % segments * segment
+        end = tl.minimum(start + segment, T)
+        sequence, origin = b, 0  # the sequence of the segment, and the first row of that sequence
+        chunk = b * tl.cdiv(T, C) + start // C  # the number of the first chunk
+    else:
+        b = 0
+        i, start, end, origin, _ = segment_at(order_ptr, i)
+        sequence = i - start // segment
+        chunk = sequence + start // C
+        ih = i * Hv + h
+        if entering_ptr is not None and start == end:
+            return
+
+    b64 = tl.cast(b, tl.int64)
+    q_ptr += b64 * stride_qb
+    k_ptr += b64 * stride_kb
+    v_ptr += b64 * stride_vb
+    beta_ptr += b64 * stride_nb
+    if o_ptr is not None:
+        o_ptr += b64 * T * Hv * V
+    if g_ptr is not None:
+        g_ptr += b64 * stride_gb
+
+    i_k = tl.arange(0, BK)[None, :]  # [1, BK]
+    i_v = v0 + tl.arange(0, BV)[:, None]  # [BV, 1]
+    m_s = (i_k < K) & (i_v < V)  # [BV, BK]
+    S = tl.zeros([BV, BK], tl.float32)  # transposed
+    if entering_ptr is not None and start > origin:
+        S = tl.load(entering_ptr + tl.cast(ih, tl.int64) * (K * V) + i_k * V + i_v, mask=m_s, other=0.0)
+    if initial_ptr is not None and start == origin:
+        initial_ptr += sequence.to(tl.int64) * stride_sn + h.to(tl.int64) * stride_sh
+        S = tl.load(initial_ptr + in_state(i_k, i_v, stride_sk, stride_sv), mask=m_s, other=0.0)
+    if checkpoints_ptr is not None:
+        row = b * tl.cdiv(T, every) if order_ptr is None else sequence + origin // every
+        checkpoints_ptr += (tl.cast(row, tl.int64) * Hv + h) * (K * V)  # the first checkpoint of the sequence
+
+    i_c = tl.arange(0, C)  # [C]
+    pairs = (tl.cast(chunk, tl.int64) * Hv + h) * 2  # the place of A of the first chunk
+    for t in tl.range(start, end, C, num_stages=STAGES):  # pyright: ignore
+        if checkpoints_ptr is not None:
+            passed = t - origin
+            if passed % every == 0:
+                checkpoint = checkpoints_ptr + tl.cast(passed // every, tl.int64) * Hv * (K * V) + i_k * V + i_v
+                tl.store(checkpoint, S.to(checkpoints_ptr.dtype.element_ty), mask=m_s)
+        k = load_tile(None, k_ptr, stride_kt, stride_kh, b, t, h // R, 0, end, K, C, BK)  # [C, BK]
+        v = _load_transposed(v_ptr, stride_vt, stride_vh, t, h, i_v, end, V, C)  # [BV, C]
+        beta = load_numbers(beta_ptr, stride_nt, stride_nh, t, h, end, C)[None, :]  # [1, C]
+        matrix = matrices_ptr + (pairs + (t - start) // C * Hv * 2) * (C * C) + i_c[:, None] * C + i_c[None, :]
+        if units_ptr is None:
+            A_units, G_units = None, None
+        else:
+            units = units_ptr + (pairs + (t - start) // C * Hv * 2) * C + i_c  # [C]
+            A_units, G_units = tl.load(units), tl.load(units + C)  # [C]
+        G = tl.load(matrix + C * C)  # [C, C]
+
+        left = S.to(OPERAND)  # [BV, BK]
+        kin, kout = k, k  # [C, BK]
+        if g_ptr is not None:
+            g = load_log2_gates(g_ptr, stride_gt, stride_gh, t, h, 0, end, GATE, NORMALIZER, K, C, BK)
+            through, after = decays_of_tokens(g, SUMS)  # [C, BK] or [C, 1]
+            decay = tl.exp2(tl.sum(g, 0))[None, :]  # [1, BK] or [1, 1]
+            if GATE == "key":
+                kin, kout = k * through, k * after
+        X = product(left, tl.trans(kin.to(OPERAND)), None, PRECISION)  # [BV, C]
+        if GATE == "head" or GATE == "constant":
+            X *= tl.trans(through)
+        X = v.to(tl.float32) - X
+        E = X - product_in_units(beta * X, tl.trans(G), G_units, PRECISION)
+        U = beta * E  # [BV, C]
+        if o_ptr is not None:
+            q = load_tile(None, q_ptr, stride_qt, stride_qh, b, t, h // R, 0, end, K, C, BK)  # [C, BK]
+            if GATE == "key":
+                q = q * through
+            A = tl.load(matrix)  # [C, C]
+            o = product(left, tl.trans(q.to(OPERAND)), None, PRECISION)  # [BV, C]
+            if GATE == "head" or GATE == "constant":
+                o *= tl.trans(through)
+            o += product_in_units(U, tl.trans(A), A_units, PRECISION)
+            _store_transposed(o_ptr, Hv * V, V, t, h, i_v, end, o * scale, V, C)
+        if g_ptr is not None:
+            S *= decay
+            if GATE == "head" or GATE == "constant":
+                U *= tl.trans(after)
+        S = product(U.to(OPERAND), kout.to(OPERAND), S, PRECISION)
+
+    if final_ptr is not None:
+        tl.store(final_ptr + ih.to(tl.int64) * (K * V) + i_k * V + i_v, S, mask=m_s)
+
+
+@triton.jit
+def _transposed(stride_t, stride_h, t, head, i_v, end, D: tl.constexpr, C: tl.constexpr):
+    """Returns the offsets and the mask of the transpose of C rows of one head from row t on, of columns i_v [BV, 1]."""
+    rows = (t + tl.arange(0, C)).to(tl.int64)[None, :]  # [1, C]
+    return tl.cast(head, tl.int64) * stride_h + rows * stride_t + i_v, (rows < end) & (i_v < D)  # [BV, C]
+
+
+@triton.jit
+def _load_transposed(ptr, stride_t, stride_h, t, head, i_v, end, D: tl.constexpr, C: tl.constexpr):
+    """Loads the transpose [BV, C] of C rows of one head; it is 0 from row `end` on and from column D on."""
+    offsets, inside = _transposed(stride_t, stride_h, t, head, i_v, end, D, C)
+    return tl.load(ptr + offsets, mask=inside, other=0.0)
+
+
+@triton.jit
+def _store_transposed(ptr, stride_t, stride_h, t, head, i_v, end, x, D: tl.constexpr, C: tl.constexpr):
+    """Writes x [BV, C] to the elements that `_load_transposed` loads."""
+    offsets, inside = _transposed(stride_t, stride_h, t, head, i_v, end, D, C)
+    tl.store(ptr + offsets, x.to(ptr.dtype.element_ty), mask=inside)
