@@ -1,11 +1,9 @@
-"""Computes the delta rule over sequences, or over segments of them, from the pairs of each chunk.
+"""Computes the delta rule over sequences, or over segments of them, from what pairs.py computes of each chunk.
 
     u_t = beta_t (v_t - k_t diag(alpha_t) S_{t-1})        S_t = diag(alpha_t) S_{t-1} + k_t^T u_t        o_t = scale q_t S_t
 
 One program computes a block of BV values of one value head of one segment. It goes through the segment in chunks of C
-tokens and carries the state S in float32. For a chunk, let kin and qin be k and q times the decay from the start of the
-chunk through their token, kout be k times the decay after its token to the end, and decay the decay of the whole chunk.
-With A and G of pairs.py and B = diag(beta),
+tokens and carries the state S in float32. For a chunk, with A, G, kin, qin, kout and decay of pairs.py and B = diag(beta),
 
     X = V - kin S        E = X - G (B X)        U = B E
     o = scale (qin S + A U)                     S' = diag(decay) S + kout^T U
@@ -36,42 +34,41 @@ import triton.language as tl
 from gla_core.dispatch.backend import CHUNK
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunks.segments import Segments, in_state, lengths_of, segment_at, state_strides
-from gla_triton_kernels.delta.general.common import decays_of_tokens, load_log2_gates, load_numbers, product_in_units
-from gla_triton_kernels.delta.general.pairs import Pairs
+from gla_triton_kernels.delta.general.common import load_numbers, product_in_units
+from gla_triton_kernels.delta.general.pairs import Chunks
 from gla_triton_kernels.delta.plan import StateParameters
 from gla_triton_kernels.delta.tensors import Tensors
 from gla_triton_kernels.gla.general.backward import product
-from gla_triton_kernels.gla.shared.common import gate_arguments, load_tile, store_tile
+from gla_triton_kernels.gla.shared.common import load_tile
 from gla_triton_runtime.launch import Launch, strides_of
 
 
 def launch_outputs(
     kernel: StateParameters,
     x: Tensors,
-    pairs: Pairs,
+    chunks: Chunks,
     segments: Segments,
     scale: float,
     every: int | None,
-    normalizer: int | None,
 ) -> list[Launch]:
     """Returns the launch that fills o, and final_state and checkpoints if x has them.
 
     Args:
-        pairs: the pairs of all chunks.
+        chunks: what pairs.py computes.
         segments: the segments, of a multiple of `CHUNK` tokens; a sequence that stays whole is one segment.
         every: tokens between checkpoints.
-        normalizer: see `launch_pairs`.
     """
-    T, _, K = x.q.shape[1:]
+    T, _, K = x.k.shape[1:]
     Hv, V = x.v.shape[2:]
     arguments = {
-        "q_ptr": x.q,
-        "k_ptr": x.k,
+        "kin_ptr": chunks.kin,
+        "qin_ptr": chunks.qin,
+        "kout_ptr": None if chunks.kout is chunks.kin else chunks.kout,
         "v_ptr": x.v,
-        "g_ptr": x.g,
         "beta_ptr": x.beta,
-        "matrices_ptr": pairs.matrices,
-        "units_ptr": pairs.units,
+        "matrices_ptr": chunks.matrices,
+        "numbers_ptr": chunks.numbers,
+        "decay_ptr": chunks.decay,
         "initial_ptr": x.initial_state,
         "order_ptr": segments.order,
         "o_ptr": x.o,
@@ -82,10 +79,9 @@ def launch_outputs(
         **lengths_of(T, segments),
         "every": every or 0,
         "Hv": Hv,
-        **strides_of("q", x.q),
-        **strides_of("k", x.k),
+        **strides_of("q", chunks.qin),
+        **strides_of("k", chunks.kin),
         **strides_of("v", x.v),
-        **gate_arguments(x.g, normalizer),
         **strides_of("n", x.beta),
         **state_strides("stride_s", x.initial_state),
         "K": K,
@@ -93,10 +89,10 @@ def launch_outputs(
         "C": CHUNK,
         "BK": kernel.BK,
         "BV": kernel.BV,
-        "R": Hv // x.k.shape[2],
+        "R": Hv // chunks.kin.shape[2],
         "STAGES": kernel.stages,
+        "SHARED": x.g is not None and x.g.ndim < 4,
         "PRECISION": kernel.precision,
-        "SUMS": kernel.sums,
     }
     grid = (ceil_div(V, kernel.BV) * segments.count * Hv, 1, 1)
     return [Launch(_chunk_delta_fwd_kernel, grid, arguments, {"num_warps": kernel.warps})]
@@ -104,13 +100,14 @@ def launch_outputs(
 
 @triton.jit(do_not_specialize=["scale", "T", "segment", "segments", "every", "Hv"])
 def _chunk_delta_fwd_kernel(
-    q_ptr,  # [B, T, H, K]
-    k_ptr,  # [B, T, H, K]
+    kin_ptr,  # [B, T, Hv / R, K]
+    qin_ptr,  # [B, T, Hv / R, K]
+    kout_ptr,  # [B, T, Hv / R, K], with the strides of kin, or None if it is kin
     v_ptr,  # [B, T, Hv, V]
-    g_ptr,  # [B, T, Hv, K], [B, T, Hv] or [Hv] by GATE, or None
     beta_ptr,  # [B, T, Hv]
     matrices_ptr,  # A and G, [J, Hv, 2, C, C]
-    units_ptr,  # [J, Hv, 2, C] or None
+    numbers_ptr,  # [J, Hv, 4, C]
+    decay_ptr,  # [J, Hv, K], [J, Hv, 1] with SHARED, or None
     initial_ptr,  # [N, Hv, K, V] or None
     order_ptr,  # [I, 5], or None for a batch
     o_ptr,  # [B, T, Hv, V], contiguous, or None
@@ -132,11 +129,6 @@ def _chunk_delta_fwd_kernel(
     stride_vb,
     stride_vt,
     stride_vh,
-    stride_gb,
-    stride_gt,
-    stride_gh,
-    GATE: tl.constexpr,
-    NORMALIZER: tl.constexpr,
     stride_nb,  # strides of beta
     stride_nt,
     stride_nh,
@@ -151,8 +143,8 @@ def _chunk_delta_fwd_kernel(
     BV: tl.constexpr,
     R: tl.constexpr,
     STAGES: tl.constexpr,
+    SHARED: tl.constexpr,  # whether the keys of a head share a gate
     PRECISION: tl.constexpr,
-    SUMS: tl.constexpr,
 ):
     """Computes a block of BV values of the outputs of one value head of one segment."""
     blocks: tl.constexpr = (V + BV - 1) // BV
@@ -176,14 +168,14 @@ def _chunk_delta_fwd_kernel(
             return
 
     b64 = tl.cast(b, tl.int64)
-    q_ptr += b64 * stride_qb
-    k_ptr += b64 * stride_kb
+    kin_ptr += b64 * stride_kb
+    if kout_ptr is not None:
+        kout_ptr += b64 * stride_kb
+    qin_ptr += b64 * stride_qb
     v_ptr += b64 * stride_vb
     beta_ptr += b64 * stride_nb
     if o_ptr is not None:
         o_ptr += b64 * T * Hv * V
-    if g_ptr is not None:
-        g_ptr += b64 * stride_gb
 
     i_k = tl.arange(0, BK)[None, :]  # [1, BK]
     i_v = v0 + tl.arange(0, BV)[:, None]  # [BV, 1]
@@ -199,53 +191,55 @@ def _chunk_delta_fwd_kernel(
         checkpoints_ptr += (tl.cast(row, tl.int64) * Hv + h) * (K * V)  # the first checkpoint of the sequence
 
     i_c = tl.arange(0, C)  # [C]
-    pairs = (tl.cast(chunk, tl.int64) * Hv + h) * 2  # the place of A of the first chunk
+    UNITS: tl.constexpr = PRECISION == "bf16"  # pyright: ignore
+    i_s = i_c[:, None] + i_c[None, :] * C  # [C, C], the offsets of the transpose of a matrix
+    place = tl.cast(chunk, tl.int64) * Hv + h  # of the first chunk
+    matrices_ptr += place * (2 * C * C)
+    numbers_ptr += place * (4 * C)
+    if decay_ptr is not None:
+        decay_ptr += place * (1 if SHARED else K)
     for t in tl.range(start, end, C, num_stages=STAGES):  # pyright: ignore
         if checkpoints_ptr is not None:
             passed = t - origin
             if passed % every == 0:
                 checkpoint = checkpoints_ptr + tl.cast(passed // every, tl.int64) * Hv * (K * V) + i_k * V + i_v
                 tl.store(checkpoint, S.to(checkpoints_ptr.dtype.element_ty), mask=m_s)
-        k = load_tile(None, k_ptr, stride_kt, stride_kh, b, t, h // R, 0, end, K, C, BK)  # [C, BK]
+        kin = load_tile(None, kin_ptr, stride_kt, stride_kh, b, t, h // R, 0, end, K, C, BK)  # [C, BK]
         v = _load_transposed(v_ptr, stride_vt, stride_vh, t, h, i_v, end, V, C)  # [BV, C]
         beta = load_numbers(beta_ptr, stride_nt, stride_nh, t, h, end, C)[None, :]  # [1, C]
-        matrix = matrices_ptr + (pairs + (t - start) // C * Hv * 2) * (C * C) + i_c[:, None] * C + i_c[None, :]
-        if units_ptr is None:
-            A_units, G_units = None, None
-        else:
-            units = units_ptr + (pairs + (t - start) // C * Hv * 2) * C + i_c  # [C]
-            A_units, G_units = tl.load(units), tl.load(units + C)  # [C]
-        G = tl.load(matrix + C * C)  # [C, C]
-
+        A_units, G_units = None, None
+        if UNITS:
+            A_units, G_units = tl.load(numbers_ptr + i_c), tl.load(numbers_ptr + C + i_c)  # [C]
+        if SHARED:
+            through, after = tl.load(numbers_ptr + 2 * C + i_c)[None, :], tl.load(numbers_ptr + 3 * C + i_c)[None, :]
+        G = tl.load(matrices_ptr + C * C + i_s)  # [C, C], transposed
         left = S.to(OPERAND)  # [BV, BK]
-        kin, kout = k, k  # [C, BK]
-        if g_ptr is not None:
-            g = load_log2_gates(g_ptr, stride_gt, stride_gh, t, h, 0, end, GATE, NORMALIZER, K, C, BK)
-            through, after = decays_of_tokens(g, SUMS)  # [C, BK] or [C, 1]
-            decay = tl.exp2(tl.sum(g, 0))[None, :]  # [1, BK] or [1, 1]
-            if GATE == "key":
-                kin, kout = k * through, k * after
-        X = product(left, tl.trans(kin.to(OPERAND)), None, PRECISION)  # [BV, C]
-        if GATE == "head" or GATE == "constant":
-            X *= tl.trans(through)
+        X = product(left, tl.trans(kin), None, PRECISION)  # [BV, C]
+        if SHARED:
+            X *= through
         X = v.to(tl.float32) - X
-        E = X - product_in_units(beta * X, tl.trans(G), G_units, PRECISION)
-        U = beta * E  # [BV, C]
+        U = beta * (X - product_in_units(beta * X, G, G_units, PRECISION))  # [BV, C]
         if o_ptr is not None:
-            q = load_tile(None, q_ptr, stride_qt, stride_qh, b, t, h // R, 0, end, K, C, BK)  # [C, BK]
-            if GATE == "key":
-                q = q * through
-            A = tl.load(matrix)  # [C, C]
-            o = product(left, tl.trans(q.to(OPERAND)), None, PRECISION)  # [BV, C]
-            if GATE == "head" or GATE == "constant":
-                o *= tl.trans(through)
-            o += product_in_units(U, tl.trans(A), A_units, PRECISION)
+            qin = load_tile(None, qin_ptr, stride_qt, stride_qh, b, t, h // R, 0, end, K, C, BK)  # [C, BK]
+            A = tl.load(matrices_ptr + i_s)  # [C, C], transposed
+            o = product(left, tl.trans(qin), None, PRECISION)  # [BV, C]
+            if SHARED:
+                o *= through
+            o += product_in_units(U, A, A_units, PRECISION)
             _store_transposed(o_ptr, Hv * V, V, t, h, i_v, end, o * scale, V, C)
-        if g_ptr is not None:
-            S *= decay
-            if GATE == "head" or GATE == "constant":
-                U *= tl.trans(after)
-        S = product(U.to(OPERAND), kout.to(OPERAND), S, PRECISION)
+        if SHARED:
+            U *= after
+            S *= tl.load(decay_ptr)
+            decay_ptr += Hv
+        elif decay_ptr is not None:
+            S *= tl.load(decay_ptr + i_k, mask=i_k < K, other=0.0)
+            decay_ptr += Hv * K
+        kout = kin  # [C, BK]
+        if kout_ptr is not None:
+            kout = load_tile(None, kout_ptr, stride_kt, stride_kh, b, t, h // R, 0, end, K, C, BK)
+        S = product(U, kout, S, PRECISION)
+        matrices_ptr += Hv * (2 * C * C)
+        numbers_ptr += Hv * (4 * C)
 
     if final_ptr is not None:
         tl.store(final_ptr + ih.to(tl.int64) * (K * V) + i_k * V + i_v, S, mask=m_s)

@@ -1,4 +1,4 @@
-"""Computes the pairs of tokens of all chunks in parallel: what the delta rule needs of a chunk without its state.
+"""Computes, for all chunks in parallel, what the delta rule needs of a chunk beside its state.
 
 For tokens t, s of a chunk, let D_ts be the product of the gates after s through t, one number for each key, and
 B = diag(beta). A and G are lower triangular matrices:
@@ -17,7 +17,12 @@ decays are exponentials of sums of gates, so a gate of any strength is exact, do
 
 and a single token has G = 0. No step divides by beta, so beta may be 0.
 
-If the keys of a head share a gate, D_ts is one number, and q k^T and k k^T are multiplied by it.
+**Operands.** With D_t0 the decay from the start of the chunk through token t, and D_Cs the decay after token s to its end,
+
+    kin_t = k_t D_t0        qin_t = q_t D_t0        kout_s = k_s D_Cs        decay = D_C0
+
+If the keys of a head share a gate, D_ts is one number: q k^T and k k^T are multiplied by it, and other kernels multiply
+products by D_t0 and D_Cs in place of k and q.
 
 B batch   T tokens   I chunks   H heads of q and k   Hv heads of values, gates and beta   R = Hv / H value heads of a key head
 K key width   C tokens of a chunk   LEVELS = log2 C   BK keys of a tile   TILES tiles of a head
@@ -29,6 +34,7 @@ Rule" (arXiv 2406.06484), for T = B (I + M B)^-1; here the solve has no factor b
 # pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -38,65 +44,93 @@ from torch import Tensor
 
 from gla_core.dispatch.backend import CHUNK
 from gla_core.dispatch.tensors import ceil_div
-from gla_triton_kernels.chunks.segments import Segments
-from gla_triton_kernels.delta.general.common import chunk_at, load_log2_gates, load_numbers, units_of_rows
+from gla_triton_kernels.chunks.segments import Segments, cut
+from gla_triton_kernels.delta.general.common import (
+    chunk_at,
+    decays_of_tokens,
+    load_log2_gates,
+    load_numbers,
+    units_of_rows,
+)
 from gla_triton_kernels.delta.plan import PairParameters
 from gla_triton_kernels.delta.tensors import Tokens
 from gla_triton_kernels.gla.general.backward import operands_of_halves, product
-from gla_triton_kernels.gla.shared.common import gate_arguments, load_tile
+from gla_triton_kernels.gla.shared.common import gate_arguments, load_tile, store_tile
 from gla_triton_runtime.launch import Launch, strides_of
 
 
-class Pairs(NamedTuple):
-    """The pairs of all chunks.
+class Chunks(NamedTuple):
+    """What other kernels read of chunks. With a gate for each key, kin, qin and kout are new memory, else k, q and k.
 
     Attributes:
-        matrices: A and G [I, Hv, 2, C, C], float32, or float16 in units.
-        units: the units of the rows of A and of G [I, Hv, 2, C]; None if `matrices` is float32.
+        segments: the chunks, as segments of `CHUNK` tokens.
+        matrices: A and G [I, Hv, 2, C, C], float32, or float16 in units; common.py explains units.
+        numbers: for each token the units of its rows of A and of G, D_t0 and D_Ct [I, Hv, 4, C]. Units are undefined
+            if `matrices` is float32, and decays unless the keys of a head share a gate.
+        kin, qin, kout: [B, T, Hv, K] or [B, T, H, K].
+        decay: [I, Hv, K], or [I, Hv, 1] if the keys of a head share a gate; None without gates.
     """
 
+    segments: Segments
     matrices: Tensor
-    units: Tensor | None
+    numbers: Tensor
+    kin: Tensor
+    qin: Tensor
+    kout: Tensor
+    decay: Tensor | None
 
 
-def launch_pairs(
-    kernel: PairParameters, x: Tokens, chunks: Segments, normalizer: int | None
-) -> tuple[Pairs, list[Launch]]:
-    """Returns the pairs of all chunks, and the launch that fills them. Those of empty chunks are undefined.
+def launch_chunks(
+    kernel: PairParameters, x: Tokens, cu_seqlens: Tensor | None, normalizer: int | None
+) -> tuple[Chunks, list[Launch]]:
+    """Returns what other kernels read of chunks, and the launches that fill it. It is undefined for empty chunks.
 
     Args:
-        chunks: the chunks, as segments of `CHUNK` tokens.
         normalizer: the number by which log sigma is divided if x.g holds logits; None if it holds log gates.
     """
-    K, Hv = x.k.shape[3], x.v.shape[2]
-    shape, in_units = (chunks.count, Hv, 2, CHUNK), kernel.precision == "bf16"
-    matrices = x.v.new_empty(*shape, CHUNK, dtype=torch.float16 if in_units else torch.float32)
-    pairs = Pairs(matrices, x.v.new_empty(shape, dtype=torch.float32) if in_units else None)
+    (B, T, H, K), Hv = x.k.shape, x.v.shape[2]
+    segments = cut(B, T, CHUNK, CHUNK, cu_seqlens, longest_first=False)
+    in_units, gates = kernel.precision == "bf16", gate_arguments(x.g, normalizer)
+    by_key = gates["GATE"] == "key"
+    places = (segments.count, Hv)
+    new = functools.partial(x.v.new_empty, dtype=torch.float32)
+    matrices = new(*places, 2, CHUNK, CHUNK, dtype=torch.float16 if in_units else torch.float32)
+    kin, qin, kout = x.k, x.q, x.k
+    if by_key:
+        kin, qin, kout = (new(B, T, Hv, K, dtype=torch.bfloat16 if in_units else torch.float32) for _ in range(3))
+    decay = None if x.g is None else new(*places, K if by_key else 1)
+    chunks = Chunks(segments, matrices, new(*places, 4, CHUNK), kin, qin, kout, decay)
     arguments = {
         "q_ptr": x.q,
         "k_ptr": x.k,
         "g_ptr": x.g,
         "beta_ptr": x.beta,
-        "order_ptr": chunks.order,
-        "matrices_ptr": pairs.matrices,
-        "units_ptr": pairs.units,
-        "T": x.k.shape[1],
-        "chunks": chunks.per_sequence,
+        "order_ptr": segments.order,
+        "matrices_ptr": matrices,
+        "numbers_ptr": chunks.numbers,
+        "kin_ptr": kin if by_key else None,
+        "qin_ptr": qin if by_key else None,
+        "kout_ptr": kout if by_key else None,
+        "decay_ptr": decay,
+        "T": T,
+        "chunks": segments.per_sequence,
         "Hv": Hv,
         **strides_of("q", x.q),
         **strides_of("k", x.k),
-        **gate_arguments(x.g, normalizer),
+        **gates,
         **strides_of("n", x.beta),
         "K": K,
         "C": CHUNK,
         "LEVELS": CHUNK.bit_length() - 1,
         "BK": kernel.BK,
         "TILES": ceil_div(K, kernel.BK),
-        "R": Hv // x.k.shape[2],
+        "R": Hv // H,
+        "UNITS": in_units,
         "PRECISION": kernel.precision,
         "SUMS": kernel.sums,
     }
-    return pairs, [Launch(_pairs_kernel, (chunks.count * Hv, 1, 1), arguments, {"num_warps": kernel.warps})]
+    launch = Launch(_pairs_kernel, (segments.count * Hv, 1, 1), arguments, {"num_warps": kernel.warps})
+    return chunks, [*segments.launches, launch]
 
 
 @triton.jit(do_not_specialize=["T", "chunks", "Hv"])
@@ -107,7 +141,11 @@ def _pairs_kernel(
     beta_ptr,  # [B, T, Hv]
     order_ptr,  # [I, 5], or None for a batch
     matrices_ptr,  # [I, Hv, 2, C, C]
-    units_ptr,  # [I, Hv, 2, C] or None
+    numbers_ptr,  # [I, Hv, 4, C]
+    kin_ptr,  # [B, T, Hv, K], contiguous, or None, as the next two
+    qin_ptr,
+    kout_ptr,
+    decay_ptr,  # [I, Hv, K], or [I, Hv, 1] if the keys of a head share a gate, or None
     T,
     chunks,  # chunks of a sequence of a batch
     Hv,
@@ -131,12 +169,13 @@ def _pairs_kernel(
     BK: tl.constexpr,
     TILES: tl.constexpr,
     R: tl.constexpr,
+    UNITS: tl.constexpr,  # whether matrices are in units
     PRECISION: tl.constexpr,
     SUMS: tl.constexpr,
 ):
     """Computes A and G of a chunk of one value head."""
     place, h = tl.program_id(0) // Hv, tl.program_id(0) % Hv  # neighbouring programs read the same rows
-    b, t, end, _, _, i = chunk_at(order_ptr, place, T, chunks, C)
+    b, t, end, _opening, _last, i = chunk_at(order_ptr, place, T, chunks, C)
     if t >= end:
         return
     b64 = tl.cast(b, tl.int64)
@@ -150,69 +189,82 @@ def _pairs_kernel(
     row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]  # [C, 1], [1, C]
     apart = row ^ column  # [C, C]
     BY_KEY: tl.constexpr = GATE == "key"
-    A = tl.zeros([C, C], tl.float32)
-    M = tl.zeros([C, C], tl.float32)  # k k^T, unless each key has a gate
-    for i_k in tl.static_range(TILES):
-        q = load_tile(None, q_ptr, stride_qt, stride_qh, b, t, h // R, i_k * BK, end, K, C, BK)  # [C, BK]
-        k = load_tile(None, k_ptr, stride_kt, stride_kh, b, t, h // R, i_k * BK, end, K, C, BK)  # [C, BK]
+    place = tl.cast(i, tl.int64) * Hv + h
+    numbers_ptr += place * (4 * C)
+    if BY_KEY:
+        kin_ptr += b64 * T * Hv * K
+        qin_ptr += b64 * T * Hv * K
+        kout_ptr += b64 * T * Hv * K
+    A, M = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    for i_k in tl.range(0, TILES, num_stages=1):
+        k0 = i_k * BK
+        q = load_tile(None, q_ptr, stride_qt, stride_qh, b, t, h // R, k0, end, K, C, BK)  # [C, BK]
+        k = load_tile(None, k_ptr, stride_kt, stride_kh, b, t, h // R, k0, end, K, C, BK)  # [C, BK]
         if BY_KEY:
-            A += tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)[:, None]
+            g = load_log2_gates(g_ptr, stride_gt, stride_gh, t, h, k0, end, GATE, NORMALIZER, K, C, BK)  # [C, BK]
+            A, M = _add_pairs_of_halves(A, M, q.to(tl.float32), k.to(tl.float32), g, row, column, LEVELS, PRECISION, SUMS)
+            through, after = decays_of_tokens(g, SUMS)  # [C, BK]
+            store_tile(None, kin_ptr, Hv * K, K, b, t, h, k0, end, k * through, K, C, BK)
+            store_tile(None, qin_ptr, Hv * K, K, b, t, h, k0, end, q * through, K, C, BK)
+            store_tile(None, kout_ptr, Hv * K, K, b, t, h, k0, end, k * after, K, C, BK)
+            i_d = k0 + tl.arange(0, BK)  # [BK]
+            tl.store(decay_ptr + place * K + i_d, tl.exp2(tl.sum(g, 0)), mask=i_d < K)
         else:
             A = product(q, tl.trans(k), A, PRECISION)
             M = product(k, tl.trans(k), M, PRECISION)
-    if BY_KEY and TILES == 1:
-        g = load_log2_gates(g_ptr, stride_gt, stride_gh, t, h, 0, end, GATE, NORMALIZER, K, C, BK)  # [C, BK]
-        q, k = q.to(tl.float32), k.to(tl.float32)
-    elif GATE == "head" or GATE == "constant":
+    if GATE == "head" or GATE == "constant":
         g = load_log2_gates(g_ptr, stride_gt, stride_gh, t, h, 0, end, GATE, NORMALIZER, K, C, BK)  # [C, 1]
+        D = _pair_decays(g, row, column, LEVELS)  # [C, C]
+        A *= D
+        M *= D
+        through, after = decays_of_tokens(g, SUMS)  # [C, 1]
+        tl.store(numbers_ptr + 2 * C + row, through)
+        tl.store(numbers_ptr + 3 * C + row, after)
+        tl.store(decay_ptr + place, tl.exp2(tl.sum(g)))
 
-    QK = A  # q k^T, unless each key has a gate
-    A = tl.where(apart == 0, A, 0.0)
     G = tl.zeros([C, C], tl.float32)
     for level in tl.range(0, LEVELS, num_stages=1):
-        m = 1 << level
-        pair = (apart >= m) & (apart < 2 * m) & (column < row)  # [C, C]
-        if g_ptr is None:
-            A_pair, M_pair = QK, M
-        elif not BY_KEY:
-            decay = _decay_of_half(g, row, column, apart, m)  # [C, 1]
-            D = decay * tl.trans(decay)  # [C, C]
-            A_pair, M_pair = QK * D, M * D
-        else:
-            A_pair, M_pair = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
-            for i_k in tl.static_range(TILES):
-                if TILES > 1:
-                    k0 = i_k * BK
-                    q = load_tile(None, q_ptr, stride_qt, stride_qh, b, t, h // R, k0, end, K, C, BK)  # [C, BK]
-                    k = load_tile(None, k_ptr, stride_kt, stride_kh, b, t, h // R, k0, end, K, C, BK)  # [C, BK]
-                    g = load_log2_gates(g_ptr, stride_gt, stride_gh, t, h, k0, end, GATE, NORMALIZER, K, C, BK)
-                    q, k = q.to(tl.float32), k.to(tl.float32)
-                qg, kg, decay, _, _ = operands_of_halves(q, k, g, row, column, apart, level, SUMS)  # [C, BK]
-                A_pair = product(qg, tl.trans(kg), A_pair, PRECISION)
-                M_pair = product(k * decay, tl.trans(kg), M_pair, PRECISION)
-        A = tl.where(pair, A_pair, A)
-        M_pair = tl.where(pair, M_pair, 0.0)
+        pair = (apart >> level == 1) & (column < row)  # [C, C], those of blocks of 2^(level + 1) tokens
+        M_pair = tl.where(pair, M, 0.0)
         M_pair -= product(G * beta[None, :], M_pair, None, PRECISION)
         G += M_pair - product(M_pair, beta[:, None] * G, None, PRECISION)
-
-    at = (tl.cast(i, tl.int64) * Hv + h) * 2
-    _store(matrices_ptr, units_ptr, at, A, C)
-    _store(matrices_ptr, units_ptr, at + 1, G, C)
-
-
-@triton.jit
-def _decay_of_half(g, row, column, apart, m):
-    """Returns the decays [C, 1] of tokens in the halves of blocks of 2m tokens, from gates g [C, 1]."""
-    chosen = (apart < m) & tl.where((row & m) != 0, column <= row, column > row)  # [C, C], gate `column` decays `row`
-    return tl.exp2(tl.sum(tl.where(chosen, tl.trans(g), 0.0), 1))[:, None]
+    matrices_ptr += place * (2 * C * C)
+    _store(matrices_ptr, numbers_ptr, tl.where(column <= row, A, 0.0), C, UNITS)
+    _store(matrices_ptr + C * C, numbers_ptr + C, G, C, UNITS)
 
 
 @triton.jit
-def _store(matrices_ptr, units_ptr, at, x, C: tl.constexpr):
-    """Writes x [C, C] to a place among the matrices, and its units if there are any."""
+def _add_pairs_of_halves(A, M, q, k, g, row, column, LEVELS: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr):
+    """Adds the terms of BK keys to A and M [C, C], from q, k and g [C, BK]."""
+    apart = row ^ column  # [C, C]
+    A += tl.where(apart == 0, tl.sum(q * k, 1)[:, None], 0.0)
+    for level in tl.range(0, LEVELS, num_stages=1):
+        qg, kg, decay, pair, _decayed = operands_of_halves(q, k, g, row, column, apart, level, SUMS)
+        pair &= column < row
+        A += tl.where(pair, product(qg, tl.trans(kg), None, PRECISION), 0.0)
+        M += tl.where(pair, product(k * decay, tl.trans(kg), None, PRECISION), 0.0)
+    return A, M
+
+
+@triton.jit
+def _pair_decays(g, row, column, LEVELS: tl.constexpr):
+    """Returns the decays D_ts of pairs s <= t [C, C] from gates g [C, 1]; the rest is undefined, but finite."""
+    apart = row ^ column  # [C, C]
+    D = tl.full(apart.shape, 1.0, tl.float32)
+    for level in tl.range(0, LEVELS, num_stages=1):
+        m = 1 << level
+        chosen = (apart < m) & tl.where((row & m) != 0, column <= row, column > row)  # gate `column` decays `row`
+        decay = tl.exp2(tl.sum(tl.where(chosen, tl.trans(g), 0.0), 1))[:, None]  # [C, 1]
+        D = tl.where(apart >> level == 1, decay * tl.trans(decay), D)
+    return D
+
+
+@triton.jit
+def _store(matrix_ptr, units_ptr, x, C: tl.constexpr, UNITS: tl.constexpr):
+    """Writes a matrix x [C, C], divided by the units of its rows with UNITS, and the units [C]."""
     i_c = tl.arange(0, C)  # [C]
-    if units_ptr is not None:
+    if UNITS:
         unit = units_of_rows(x)  # [C]
-        tl.store(units_ptr + at * C + i_c, unit)
+        tl.store(units_ptr + i_c, unit)
         x /= unit[:, None]
-    tl.store(matrices_ptr + at * (C * C) + i_c[:, None] * C + i_c[None, :], x.to(matrices_ptr.dtype.element_ty))
+    tl.store(matrix_ptr + i_c[:, None] * C + i_c[None, :], x.to(matrix_ptr.dtype.element_ty))
