@@ -14,6 +14,7 @@ from gla_core.dispatch.request import batch_invariant, use_backend
 from gla_core.dispatch.selection import Explanation
 from gla_core.explanation import explain
 from gla_core.ops.attention import SoftmaxAttention, merge_attention, online_softmax, softmax_attention
+from gla_core.ops.delta import chunk_delta, recurrent_delta_step
 from gla_core.ops.gla import (
     ChunkGla,
     ChunkGlaGradientSummary,
@@ -53,6 +54,7 @@ __all__ = [
     "UnknownOpError",
     "backends",
     "batch_invariant",
+    "chunk_delta",
     "chunk_gla",
     "chunk_gla_gradient_summary",
     "chunk_gla_pool",
@@ -63,6 +65,7 @@ __all__ = [
     "merge_attention",
     "nn",
     "online_softmax",
+    "recurrent_delta_step",
     "recurrent_gla_layer_step",
     "recurrent_gla_replay",
     "recurrent_gla_step",

@@ -1,0 +1,41 @@
+"""Computes one token of the delta rule.
+
+    u = beta (v - k diag(alpha) S)        S' = diag(alpha) S + k^T u        o = scale * q S'
+
+B batch   P states in the pool   H key heads   Hv value heads   K, V key and value width
+
+chunk_delta.py names the sources.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from gla_core.dispatch.tensors import log_gates, wide
+from gla_reference.recurrent_gla_step import advance, decayed
+
+
+def recurrent_delta_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    state: Tensor,
+    scale: float,
+    state_indices: Tensor | None,
+    gate_normalizer: int | None,
+    inplace: bool,
+) -> tuple[Tensor, Tensor]:
+    """Computes the op; see gla_core/ops/delta/recurrent_delta_step.py."""
+    dtype, Hv = wide(q.dtype), v.shape[1]
+    q, k = (x.to(dtype).repeat_interleave(Hv // x.shape[1], dim=1)[..., None] for x in (q, k))  # [B, Hv, K, 1]
+    g = None if g is None else log_gates(g, gate_normalizer, dtype)
+
+    def step(S: Tensor) -> tuple[Tensor, Tensor]:
+        S = decayed(S, g, dtype)  # [B, Hv, K, V]
+        u = beta.to(dtype)[..., None] * (v.to(dtype) - (k * S).sum(-2))  # [B, Hv, V]
+        S = S + k * u[..., None, :]
+        return (scale * (q * S).sum(-2)).to(v.dtype), S
+
+    return advance(step, v, Hv, state, state_indices, inplace)
