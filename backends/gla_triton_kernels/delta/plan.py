@@ -10,16 +10,19 @@ from dataclasses import dataclass
 import torch
 
 from gla_core.dispatch.backend import OpCall
+from gla_core.dispatch.tensors import ceil_div
 from gla_triton_runtime.architecture import Architecture, Gpu
 from gla_triton_runtime.sizes import power_of_two
 
 MOST_KEYS = 256
 """The most keys of a head whose state the kernels over sequences keep on chip."""
+LITTLE_SHARED_MEMORY = 100 * 1024
+"""The number of bytes of shared memory below which no chunk is loaded ahead."""
 
 
 @dataclass(frozen=True, slots=True)
-class PairParameters:
-    """Launch parameters of the kernel for pairs of tokens.
+class ChunkParameters:
+    """Launch parameters of a kernel that computes chunks in parallel.
 
     Attributes:
         BK: keys of a tile.
@@ -43,7 +46,7 @@ class StateParameters:
         BV: number of values of a block.
         warps: number of warps of a program.
         stages: number of chunks that are loaded at once.
-        precision, sums: as in `PairParameters`.
+        precision: as in `ChunkParameters`.
     """
 
     BK: int
@@ -51,7 +54,19 @@ class StateParameters:
     warps: int
     stages: int
     precision: str
-    sums: str
+
+
+@dataclass(frozen=True, slots=True)
+class PassParameters:
+    """Launch parameters of a pass over sequences: of pairs.py, and of the kernel that carries states."""
+
+    chunks: ChunkParameters
+    states: StateParameters
+
+
+def plan_pass(call: OpCall, gpu: Gpu) -> PassParameters:
+    """Returns the launch parameters of a pass over sequences, forwards or backwards."""
+    return PassParameters(plan_chunks(call, gpu), plan_states(call, gpu))
 
 
 def precision_of(call: OpCall, gpu: Gpu) -> str:
@@ -68,16 +83,33 @@ def sums_of(precision: str) -> str:
     return {"ieee": "ieee", "bf16x6": "three parts"}.get(precision, "two parts")
 
 
-def plan_pairs(call: OpCall, gpu: Gpu) -> PairParameters:
-    """Returns the launch parameters of the kernel for pairs of tokens."""
+def plan_chunks(call: OpCall, gpu: Gpu) -> ChunkParameters:
+    """Returns the launch parameters of pairs.py."""
     precision = precision_of(call, gpu)
-    widest = 128 if precision == "bf16" else 64
-    return PairParameters(min(widest, power_of_two(call.dims["K"], 16)), 4, precision, sums_of(precision))
+    if gpu.facts.has_wgmma and precision == "bf16":
+        widest, warps = 64, 8
+    else:
+        widest, warps = 32, 4
+    if call.gate_form in ("head", "constant") or call.gate_dtype is None:
+        widest, warps = 128 if precision == "bf16" else 32, 8
+    return ChunkParameters(min(widest, power_of_two(call.dims["K"], 16)), warps, precision, sums_of(precision))
 
 
 def plan_states(call: OpCall, gpu: Gpu) -> StateParameters:
-    """Returns the launch parameters of a kernel that carries states."""
-    precision = precision_of(call, gpu)
-    BK = power_of_two(call.dims["K"], 16)
-    BV = min(64, power_of_two(call.dims["V"], 16))
-    return StateParameters(BK, BV, 4, 2, precision, sums_of(precision))
+    """Returns the launch parameters of a kernel that carries states.
+
+    A program of eight warps takes 128 values where products read states from registers by warpgroups, so that operands
+    are read once, if such programs fill the device.
+    """
+    N, Hv, K, V = (call.dims[name] for name in ("N", "Hv", "K", "V"))
+    precision, BK = precision_of(call, gpu), power_of_two(K, 16)
+    if gpu.architecture is Architecture.INTERPRETED:
+        return StateParameters(BK, min(64, power_of_two(V, 16)), 4, 1, precision)
+    BV, warps, stages = 64, 8, 2
+    if precision != "bf16" or BK > 128:
+        BV, warps, stages = 32, 4, 1
+    elif gpu.facts.has_wgmma:
+        BV, warps = (128, 8) if N * Hv * ceil_div(V, 128) >= 3 * gpu.multiprocessors // 4 else (64, 4)
+    if gpu.facts.shared_memory < LITTLE_SHARED_MEMORY:
+        stages = 1
+    return StateParameters(BK, min(BV, power_of_two(V, 16)), warps, stages, precision)

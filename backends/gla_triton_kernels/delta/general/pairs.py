@@ -52,7 +52,7 @@ from gla_triton_kernels.delta.general.common import (
     load_numbers,
     units_of_rows,
 )
-from gla_triton_kernels.delta.plan import PairParameters
+from gla_triton_kernels.delta.plan import ChunkParameters
 from gla_triton_kernels.delta.tensors import Tokens
 from gla_triton_kernels.gla.general.backward import operands_of_halves, product
 from gla_triton_kernels.gla.shared.common import gate_arguments, load_tile, store_tile
@@ -81,7 +81,7 @@ class Chunks(NamedTuple):
 
 
 def launch_chunks(
-    kernel: PairParameters, x: Tokens, cu_seqlens: Tensor | None, normalizer: int | None
+    kernel: ChunkParameters, x: Tokens, cu_seqlens: Tensor | None, normalizer: int | None
 ) -> tuple[Chunks, list[Launch]]:
     """Returns what other kernels read of chunks, and the launches that fill it. It is undefined for empty chunks.
 
