@@ -44,6 +44,21 @@ def load_numbers(ptr, stride_t, stride_h, t, head, end, C: tl.constexpr):
 
 
 @triton.jit
+def load_chunk_numbers(numbers_ptr, C: tl.constexpr, UNITS: tl.constexpr, SHARED: tl.constexpr):
+    """Loads the numbers of a chunk that pairs.py writes: units of A and of G [C], decays through and after [1, C].
+
+    Each is None if the chunk has none.
+    """
+    i_c = tl.arange(0, C)  # [C]
+    A_units, G_units, through, after = None, None, None, None
+    if UNITS:
+        A_units, G_units = tl.load(numbers_ptr + i_c), tl.load(numbers_ptr + C + i_c)
+    if SHARED:
+        through, after = tl.load(numbers_ptr + 2 * C + i_c)[None, :], tl.load(numbers_ptr + 3 * C + i_c)[None, :]
+    return A_units, G_units, through, after
+
+
+@triton.jit
 def load_log2_gates(
     ptr,
     stride_t,
@@ -89,14 +104,82 @@ def units_of_rows(x):
 
 @triton.jit
 def product_in_units(x, y, units, PRECISION: tl.constexpr):
-    """Returns the product [rows, columns] of x [rows, C] and the transpose of a matrix y [columns, C].
+    """Returns the product [rows, columns] of x [rows, C] and the transpose of a matrix, y [C, columns].
 
     Args:
-        y: [C, columns], the transpose, divided by units [columns] in float16; or in float32 without units.
+        y: float16, each column divided by its unit; or float32 without units.
         units: [columns]; None without units.
     """
     if units is None:
         return product(x, y, None, PRECISION)
     else:  # noqa: RET505 -- one branch is compiled
-        unit = units_of_rows(x)  # [rows]
-        return tl.dot((x / unit[:, None]).to(tl.float16), y) * unit[:, None] * units[None, :]
+        unit = units_of_rows(x)[:, None]  # [rows, 1]
+        return tl.dot((x / unit).to(tl.float16), y) * unit * units[None, :]
+
+
+@triton.jit
+def product_with_units(x, y, units, PRECISION: tl.constexpr):
+    """Returns the product [rows, columns] of x [rows, C] and a matrix y [C, columns] whose rows were divided by units.
+
+    Args:
+        units: [C]; None without units.
+    """
+    if units is None:
+        return product(x, y, None, PRECISION)
+    else:  # noqa: RET505 -- one branch is compiled
+        x *= units[None, :]
+        unit = units_of_rows(x)[:, None]  # [rows, 1]
+        return tl.dot((x / unit).to(tl.float16), y) * unit
+
+
+@triton.jit
+def transposed(stride_t, stride_h, t, head, i_v, end, D: tl.constexpr, C: tl.constexpr):
+    """Returns the offsets and the mask of the transpose of C rows of one head from row t on, of columns i_v [BV, 1]."""
+    rows = (t + tl.arange(0, C)).to(tl.int64)[None, :]  # [1, C]
+    return tl.cast(head, tl.int64) * stride_h + rows * stride_t + i_v, (rows < end) & (i_v < D)  # [BV, C]
+
+
+@triton.jit
+def load_transposed(ptr, stride_t, stride_h, t, head, i_v, end, D: tl.constexpr, C: tl.constexpr):
+    """Loads the transpose [BV, C] of C rows of one head; it is 0 from row `end` on and from column D on."""
+    offsets, inside = transposed(stride_t, stride_h, t, head, i_v, end, D, C)
+    return tl.load(ptr + offsets, mask=inside, other=0.0)
+
+
+@triton.jit
+def store_transposed(ptr, stride_t, stride_h, t, head, i_v, end, x, D: tl.constexpr, C: tl.constexpr):
+    """Writes x [BV, C] to the elements that `load_transposed` loads."""
+    offsets, inside = transposed(stride_t, stride_h, t, head, i_v, end, D, C)
+    tl.store(ptr + offsets, x.to(ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def errors(S, kin, v, beta, G, G_units, through, PRECISION: tl.constexpr):
+    """Returns E^T [BV, C], what the entering state and the tokens before leave to be explained of each token.
+
+    Args:
+        S: the transpose of the entering state [BV, BK], an operand.
+        kin: [C, BK].
+        v: the transpose of values [BV, C].
+        beta: [1, C].
+        G, G_units: the transpose of G [C, C], and the units of its rows [C] or None.
+        through: factors of kin [1, C]; None if kin has them.
+    """
+    held = product(S, tl.trans(kin), None, PRECISION)  # [BV, C]
+    if through is not None:
+        held *= through
+    X = v.to(tl.float32) - held  # [BV, C]
+    return X - product_in_units(beta * X, G, G_units, PRECISION)
+
+
+@triton.jit
+def pair_decays(g, row, column, LEVELS: tl.constexpr):
+    """Returns the decays D_ts of pairs s <= t [C, C] from gates g [C, 1]; the rest is undefined, but finite."""
+    apart = row ^ column  # [C, C]
+    D = tl.full(apart.shape, 1.0, tl.float32)
+    for level in tl.range(0, LEVELS, num_stages=1):
+        m = 1 << level
+        chosen = (apart < m) & tl.where((row & m) != 0, column <= row, column > row)  # gate `column` decays `row`
+        decay = tl.exp2(tl.sum(tl.where(chosen, tl.trans(g), 0.0), 1))[:, None]  # [C, 1]
+        D = tl.where(apart >> level == 1, decay * tl.trans(decay), D)
+    return D

@@ -34,7 +34,14 @@ import triton.language as tl
 from gla_core.dispatch.backend import CHUNK
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunks.segments import Segments, in_state, lengths_of, segment_at, state_strides
-from gla_triton_kernels.delta.general.common import load_numbers, product_in_units
+from gla_triton_kernels.delta.general.common import (
+    errors,
+    load_chunk_numbers,
+    load_numbers,
+    load_transposed,
+    product_in_units,
+    store_transposed,
+)
 from gla_triton_kernels.delta.general.pairs import Chunks
 from gla_triton_kernels.delta.plan import StateParameters
 from gla_triton_kernels.delta.tensors import Tensors
@@ -191,7 +198,6 @@ def _chunk_delta_fwd_kernel(
         checkpoints_ptr += (tl.cast(row, tl.int64) * Hv + h) * (K * V)  # the first checkpoint of the sequence
 
     i_c = tl.arange(0, C)  # [C]
-    UNITS: tl.constexpr = PRECISION == "bf16"  # pyright: ignore
     i_s = i_c[:, None] + i_c[None, :] * C  # [C, C], the offsets of the transpose of a matrix
     place = tl.cast(chunk, tl.int64) * Hv + h  # of the first chunk
     matrices_ptr += place * (2 * C * C)
@@ -205,20 +211,12 @@ def _chunk_delta_fwd_kernel(
                 checkpoint = checkpoints_ptr + tl.cast(passed // every, tl.int64) * Hv * (K * V) + i_k * V + i_v
                 tl.store(checkpoint, S.to(checkpoints_ptr.dtype.element_ty), mask=m_s)
         kin = load_tile(None, kin_ptr, stride_kt, stride_kh, b, t, h // R, 0, end, K, C, BK)  # [C, BK]
-        v = _load_transposed(v_ptr, stride_vt, stride_vh, t, h, i_v, end, V, C)  # [BV, C]
+        v = load_transposed(v_ptr, stride_vt, stride_vh, t, h, i_v, end, V, C)  # [BV, C]
         beta = load_numbers(beta_ptr, stride_nt, stride_nh, t, h, end, C)[None, :]  # [1, C]
-        A_units, G_units = None, None
-        if UNITS:
-            A_units, G_units = tl.load(numbers_ptr + i_c), tl.load(numbers_ptr + C + i_c)  # [C]
-        if SHARED:
-            through, after = tl.load(numbers_ptr + 2 * C + i_c)[None, :], tl.load(numbers_ptr + 3 * C + i_c)[None, :]
+        A_units, G_units, through, after = load_chunk_numbers(numbers_ptr, C, PRECISION == "bf16", SHARED)
         G = tl.load(matrices_ptr + C * C + i_s)  # [C, C], transposed
         left = S.to(OPERAND)  # [BV, BK]
-        X = product(left, tl.trans(kin), None, PRECISION)  # [BV, C]
-        if SHARED:
-            X *= through
-        X = v.to(tl.float32) - X
-        U = beta * (X - product_in_units(beta * X, G, G_units, PRECISION))  # [BV, C]
+        U = beta * errors(left, kin, v, beta, G, G_units, through, PRECISION)  # [BV, C]
         if o_ptr is not None:
             qin = load_tile(None, qin_ptr, stride_qt, stride_qh, b, t, h // R, 0, end, K, C, BK)  # [C, BK]
             A = tl.load(matrices_ptr + i_s)  # [C, C], transposed
@@ -226,7 +224,7 @@ def _chunk_delta_fwd_kernel(
             if SHARED:
                 o *= through
             o += product_in_units(U, A, A_units, PRECISION)
-            _store_transposed(o_ptr, Hv * V, V, t, h, i_v, end, o * scale, V, C)
+            store_transposed(o_ptr, Hv * V, V, t, h, i_v, end, o * scale, V, C)
         if SHARED:
             U *= after
             S *= tl.load(decay_ptr)
@@ -244,23 +242,3 @@ def _chunk_delta_fwd_kernel(
     if final_ptr is not None:
         tl.store(final_ptr + ih.to(tl.int64) * (K * V) + i_k * V + i_v, S, mask=m_s)
 
-
-@triton.jit
-def _transposed(stride_t, stride_h, t, head, i_v, end, D: tl.constexpr, C: tl.constexpr):
-    """Returns the offsets and the mask of the transpose of C rows of one head from row t on, of columns i_v [BV, 1]."""
-    rows = (t + tl.arange(0, C)).to(tl.int64)[None, :]  # [1, C]
-    return tl.cast(head, tl.int64) * stride_h + rows * stride_t + i_v, (rows < end) & (i_v < D)  # [BV, C]
-
-
-@triton.jit
-def _load_transposed(ptr, stride_t, stride_h, t, head, i_v, end, D: tl.constexpr, C: tl.constexpr):
-    """Loads the transpose [BV, C] of C rows of one head; it is 0 from row `end` on and from column D on."""
-    offsets, inside = _transposed(stride_t, stride_h, t, head, i_v, end, D, C)
-    return tl.load(ptr + offsets, mask=inside, other=0.0)
-
-
-@triton.jit
-def _store_transposed(ptr, stride_t, stride_h, t, head, i_v, end, x, D: tl.constexpr, C: tl.constexpr):
-    """Writes x [BV, C] to the elements that `_load_transposed` loads."""
-    offsets, inside = _transposed(stride_t, stride_h, t, head, i_v, end, D, C)
-    tl.store(ptr + offsets, x.to(ptr.dtype.element_ty), mask=inside)

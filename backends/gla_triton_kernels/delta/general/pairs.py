@@ -50,6 +50,7 @@ from gla_triton_kernels.delta.general.common import (
     decays_of_tokens,
     load_log2_gates,
     load_numbers,
+    pair_decays,
     units_of_rows,
 )
 from gla_triton_kernels.delta.plan import ChunkParameters
@@ -214,7 +215,7 @@ def _pairs_kernel(
             M = product(k, tl.trans(k), M, PRECISION)
     if GATE == "head" or GATE == "constant":
         g = load_log2_gates(g_ptr, stride_gt, stride_gh, t, h, 0, end, GATE, NORMALIZER, K, C, BK)  # [C, 1]
-        D = _pair_decays(g, row, column, LEVELS)  # [C, C]
+        D = pair_decays(g, row, column, LEVELS)  # [C, C]
         A *= D
         M *= D
         through, after = decays_of_tokens(g, SUMS)  # [C, 1]
@@ -244,19 +245,6 @@ def _add_pairs_of_halves(A, M, q, k, g, row, column, LEVELS: tl.constexpr, PRECI
         A += tl.where(pair, product(qg, tl.trans(kg), None, PRECISION), 0.0)
         M += tl.where(pair, product(k * decay, tl.trans(kg), None, PRECISION), 0.0)
     return A, M
-
-
-@triton.jit
-def _pair_decays(g, row, column, LEVELS: tl.constexpr):
-    """Returns the decays D_ts of pairs s <= t [C, C] from gates g [C, 1]; the rest is undefined, but finite."""
-    apart = row ^ column  # [C, C]
-    D = tl.full(apart.shape, 1.0, tl.float32)
-    for level in tl.range(0, LEVELS, num_stages=1):
-        m = 1 << level
-        chosen = (apart < m) & tl.where((row & m) != 0, column <= row, column > row)  # gate `column` decays `row`
-        decay = tl.exp2(tl.sum(tl.where(chosen, tl.trans(g), 0.0), 1))[:, None]  # [C, 1]
-        D = tl.where(apart >> level == 1, decay * tl.trans(decay), D)
-    return D
 
 
 @triton.jit
