@@ -1,9 +1,9 @@
 """Computes delta rules: KDA (a gate for each key), the gated delta rule (a gate for each head) and DeltaNet (no gate).
 
-    forward.py     the launches of a call over sequences
-    plan.py        launch parameters
-    tensors.py     the tensors of a call by name
-    general/       kernels for every GPU
+    forward.py backward.py   the plan of a call over sequences, and its launches
+    plan.py                  launch parameters
+    tensors.py               the tensors of a call by name
+    general/                 kernels for every GPU
 
 A delta rule is gated linear attention (../gla/) of u in place of v, so these kernels load tiles and gates as its do.
 Plans import no Triton. The first call that is prepared imports it.
@@ -12,7 +12,7 @@ Plans import no Triton. The first call that is prepared imports it.
 from __future__ import annotations
 
 from gla_core.dispatch.backend import Prepared
-from gla_triton_kernels.delta import forward
+from gla_triton_kernels.delta import backward, forward
 from gla_triton_kernels.delta.plan import MOST_KEYS
 
 KEY_WIDTHS = range(1, MOST_KEYS + 1)
@@ -20,8 +20,13 @@ KEY_WIDTHS = range(1, MOST_KEYS + 1)
 
 _INPUTS = ("q", "k", "v", "g", "beta", "scale", "initial_state")
 _FORWARD = (*_INPUTS, "output_final_state", "cu_seqlens", "checkpoint_every", "gate_normalizer")
+_SAVED = ("cu_seqlens", "checkpoints", "checkpoint_every", "do", "dstate")
+_BACKWARD = (*_INPUTS, *_SAVED, "gate_normalizer")
 
 
 def ops() -> dict[str, Prepared]:
     """Returns the ops of the family by name."""
-    return {"chunk_delta_fwd": Prepared(forward.prepare, _FORWARD, forward.explain)}
+    return {
+        "chunk_delta_fwd": Prepared(forward.prepare, _FORWARD, forward.explain),
+        "chunk_delta_bwd": Prepared(backward.prepare, _BACKWARD, backward.explain),
+    }

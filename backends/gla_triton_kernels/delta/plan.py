@@ -26,12 +26,14 @@ class ChunkParameters:
 
     Attributes:
         BK: keys of a tile.
+        BV: values of a tile, for gradients.
         warps: number of warps of a program.
         precision: precision of products: "bf16", or float32 split into bfloat16 parts, "bf16x3" or "bf16x6".
         sums: precision of sums of gates, a name of `sums` in gla/general/backward.py.
     """
 
     BK: int
+    BV: int
     warps: int
     precision: str
     sums: str
@@ -64,6 +66,14 @@ class PassParameters:
     states: StateParameters
 
 
+@dataclass(frozen=True, slots=True)
+class GradientParameters:
+    """Launch parameters of the two kernels of gradients.py, which compute all values, and a block of keys."""
+
+    values: ChunkParameters
+    keys: ChunkParameters
+
+
 def plan_pass(call: OpCall, gpu: Gpu) -> PassParameters:
     """Returns the launch parameters of a pass over sequences, forwards or backwards."""
     return PassParameters(plan_chunks(call, gpu), plan_states(call, gpu))
@@ -92,7 +102,7 @@ def plan_chunks(call: OpCall, gpu: Gpu) -> ChunkParameters:
         widest, warps = 32, 4
     if call.gate_form in ("head", "constant") or call.gate_dtype is None:
         widest, warps = 128 if precision == "bf16" else 32, 8
-    return ChunkParameters(min(widest, power_of_two(call.dims["K"], 16)), warps, precision, sums_of(precision))
+    return ChunkParameters(min(widest, power_of_two(call.dims["K"], 16)), 0, warps, precision, sums_of(precision))
 
 
 def plan_states(call: OpCall, gpu: Gpu) -> StateParameters:
@@ -113,3 +123,11 @@ def plan_states(call: OpCall, gpu: Gpu) -> StateParameters:
     if gpu.facts.shared_memory < LITTLE_SHARED_MEMORY:
         stages = 1
     return StateParameters(BK, min(BV, power_of_two(V, 16)), warps, stages, precision)
+
+
+def plan_gradients(call: OpCall, gpu: Gpu) -> GradientParameters:
+    """Returns the launch parameters of gradients.py."""
+    precision = precision_of(call, gpu)
+    sums, BK, BV = sums_of(precision), power_of_two(call.dims["K"], 16), power_of_two(call.dims["V"], 16)
+    values = ChunkParameters(BK, min(BV, 64 if precision == "bf16" else 32), 8, precision, sums)
+    return GradientParameters(values, ChunkParameters(min(BK, 32), min(BV, 64), 4, precision, sums))

@@ -40,3 +40,29 @@ class Tensors(NamedTuple):
     final_state: Tensor | None  # [N, Hv, K, V]
     checkpoints: Tensor | None = None  # [B, n, Hv, K, V]
     entering: Tensor | None = None  # [I, Hv, K, V], the states that enter segments if sequences are cut
+
+
+class BackwardTensors(NamedTuple):
+    """All tensors of a backward, results included."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor | None
+    beta: Tensor
+    initial_state: Tensor | None  # [N, Hv, K, V]
+    cu_seqlens: Tensor | None  # [N+1]
+    checkpoints: Tensor | None  # [B, n, Hv, K, V]
+    do: Tensor  # [B, T, Hv, V]
+    dstate: Tensor | None  # [N, Hv, K, V]
+    dq: Tensor  # as q
+    dk: Tensor  # as k
+    dv: Tensor  # as v
+    dg: Tensor | None  # as g
+    dbeta: Tensor  # as beta
+    dinitial_state: Tensor | None  # [N, Hv, K, V]
+
+    @property
+    def last_leave_none(self) -> bool:
+        """Returns whether the last segments of packed sequences have no gradient of their leaving state."""
+        return self.cu_seqlens is not None and self.dstate is None

@@ -1,0 +1,235 @@
+"""Carries gradients of states of the delta rule backwards through sequences, or segments of them: the forward's mirror.
+
+One program computes a block of BV values of one value head of one segment. It goes through the segment in chunks of C
+tokens, the last chunk first, and carries the gradient dS of a state in float32. For a chunk, dS' is the gradient of the
+state that leaves it. With A, G, kin, qin, kout and decay of pairs.py and B = diag(beta),
+
+    dU = scale A^T dO + kout dS'        Y = dU - G^T (B dU)        Z = B Y
+    dS = diag(decay) dS' + scale qin^T dO - kin^T Z
+
+Y is the gradient of E, before beta, and Z is dV. The kernel writes Y, and dS' of each chunk; gradients.py computes the
+rest from them. This needs neither the states nor v.
+
+All of it is computed transposed, as in forward.py, and the keys of a head may share a gate, as there.
+
+B batch   T tokens   N sequences   I segments, by default the N sequences   J chunks
+H heads of q and k   Hv heads of values, states, gates and beta   R = Hv / H value heads of a key head
+K, V key and value width   C tokens of a chunk   BK K padded to a power of two   BV values of a block
+"""
+
+# pyright: reportGeneralTypeIssues=false
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gla_core.dispatch.backend import CHUNK
+from gla_core.dispatch.tensors import ceil_div
+from gla_triton_kernels.chunks.segments import Segments, in_state, lengths_of, segment_at, state_strides
+from gla_triton_kernels.delta.general.common import (
+    load_chunk_numbers,
+    load_numbers,
+    load_transposed,
+    product_with_units,
+    store_transposed,
+)
+from gla_triton_kernels.delta.general.pairs import Chunks
+from gla_triton_kernels.delta.plan import StateParameters
+from gla_triton_kernels.delta.tensors import BackwardTensors
+from gla_triton_kernels.gla.general.backward import product
+from gla_triton_kernels.gla.shared.common import load_tile
+from gla_triton_runtime.launch import Launch, strides_of
+
+
+def launch_states(
+    kernel: StateParameters,
+    x: BackwardTensors,
+    chunks: Chunks,
+    last: Tensor | None,
+    segments: Segments,
+    scale: float,
+    y: Tensor | None,
+    leaving: Tensor | None,
+) -> list[Launch]:
+    """Returns the launch that fills y, leaving and x.dinitial_state, each unless it is None.
+
+    Args:
+        chunks: what pairs.py computes.
+        last: the gradients of the states that leave segments, [I, Hv, K, V]; None stands for 0.
+        segments: the segments, of a multiple of `CHUNK` tokens; a sequence that stays whole is one segment.
+        y: receives Y, [B, T, Hv, V], contiguous.
+        leaving: receives the gradients of the states that leave chunks, [J, Hv, K, V].
+    """
+    T, _, K = x.k.shape[1:]
+    Hv, V = x.v.shape[2:]
+    arguments = {
+        "kin_ptr": chunks.kin,
+        "qin_ptr": chunks.qin,
+        "kout_ptr": None if chunks.kout is chunks.kin else chunks.kout,
+        "do_ptr": x.do,
+        "beta_ptr": x.beta,
+        "matrices_ptr": chunks.matrices,
+        "numbers_ptr": chunks.numbers,
+        "decay_ptr": chunks.decay,
+        "last_ptr": last,
+        "order_ptr": segments.order,
+        "y_ptr": y,
+        "leaving_ptr": leaving,
+        "dinitial_ptr": x.dinitial_state,
+        "scale": scale,
+        **lengths_of(T, segments),
+        "Hv": Hv,
+        **strides_of("q", chunks.qin),
+        **strides_of("k", chunks.kin),
+        **strides_of("o", x.do),
+        **strides_of("n", x.beta),
+        **state_strides("stride_s", last),
+        "K": K,
+        "V": V,
+        "C": CHUNK,
+        "BK": kernel.BK,
+        "BV": kernel.BV,
+        "R": Hv // chunks.kin.shape[2],
+        "STAGES": kernel.stages,
+        "SHARED": x.g is not None and x.g.ndim < 4,
+        "TO_ZERO": x.last_leave_none,
+        "PRECISION": kernel.precision,
+    }
+    grid = (ceil_div(V, kernel.BV) * segments.count * Hv, 1, 1)
+    return [Launch(_state_gradients_kernel, grid, arguments, {"num_warps": kernel.warps})]
+
+
+@triton.jit(do_not_specialize=["scale", "T", "segment", "segments", "Hv"])
+def _state_gradients_kernel(
+    kin_ptr,  # [B, T, Hv / R, K]
+    qin_ptr,  # [B, T, Hv / R, K]
+    kout_ptr,  # [B, T, Hv / R, K], with the strides of kin, or None if it is kin
+    do_ptr,  # [B, T, Hv, V]
+    beta_ptr,  # [B, T, Hv]
+    matrices_ptr,  # A and G, [J, Hv, 2, C, C]
+    numbers_ptr,  # [J, Hv, 4, C]
+    decay_ptr,  # [J, Hv, K], [J, Hv, 1] with SHARED, or None
+    last_ptr,  # [I, Hv, K, V] or None
+    order_ptr,  # [I, 5], or None for a batch
+    y_ptr,  # [B, T, Hv, V], contiguous, or None
+    leaving_ptr,  # [J, Hv, K, V] or None
+    dinitial_ptr,  # [N, Hv, K, V] or None
+    scale,
+    T,
+    segment,  # tokens of a segment
+    segments,  # segments of a sequence of a batch
+    Hv,
+    stride_qb,
+    stride_qt,
+    stride_qh,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_ob,
+    stride_ot,
+    stride_oh,
+    stride_nb,  # strides of beta
+    stride_nt,
+    stride_nh,
+    stride_sn,  # strides of last_ptr; see `in_state`
+    stride_sh,
+    stride_sk,
+    stride_sv,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    R: tl.constexpr,
+    STAGES: tl.constexpr,
+    SHARED: tl.constexpr,  # whether the keys of a head share a gate
+    TO_ZERO: tl.constexpr,  # whether the last segment of each sequence has no gradient of its leaving state
+    PRECISION: tl.constexpr,
+):
+    """Computes a block of BV values of the gradients of states of one value head of one segment, backwards."""
+    blocks: tl.constexpr = (V + BV - 1) // BV
+    OPERAND: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float32  # pyright: ignore
+    pid = tl.program_id(0)  # blocks of values come first, so that neighbouring programs read the same rows
+    v0 = pid % blocks * BV
+    ih = pid // blocks
+    i, h = ih // Hv, ih % Hv
+    if order_ptr is None:
+        b, start = i // segments, i % segments * segment
+        end = tl.minimum(start + segment, T)
+        last = T
+        chunk = b * tl.cdiv(T, C) + start // C  # the number of the first chunk
+    else:
+        b = 0
+        i, start, end, _, last = segment_at(order_ptr, i)
+        chunk = i - start // segment + start // C
+        ih = i * Hv + h
+
+    b64 = tl.cast(b, tl.int64)
+    kin_ptr += b64 * stride_kb
+    if kout_ptr is not None:
+        kout_ptr += b64 * stride_kb
+    qin_ptr += b64 * stride_qb
+    do_ptr += b64 * stride_ob
+    beta_ptr += b64 * stride_nb
+    if y_ptr is not None:
+        y_ptr += b64 * T * Hv * V
+
+    i_k = tl.arange(0, BK)[None, :]  # [1, BK]
+    i_v = v0 + tl.arange(0, BV)[:, None]  # [BV, 1]
+    m_s = (i_k < K) & (i_v < V)  # [BV, BK]
+    dS = tl.zeros([BV, BK], tl.float32)  # transposed
+    if last_ptr is not None:
+        last_ptr += i.to(tl.int64) * stride_sn + h.to(tl.int64) * stride_sh
+        m_l = m_s  # [BV, BK]
+        if TO_ZERO:
+            m_l &= end < last
+        dS = tl.load(last_ptr + in_state(i_k, i_v, stride_sk, stride_sv), mask=m_l, other=0.0).to(tl.float32)
+
+    i_c = tl.arange(0, C)  # [C]
+    i_s = i_c[:, None] * C + i_c[None, :]  # [C, C]
+    chunks = tl.cdiv(end - start, C)
+    place = tl.cast(chunk + chunks - 1, tl.int64) * Hv + h  # of the last chunk
+    matrices_ptr += place * (2 * C * C)
+    numbers_ptr += place * (4 * C)
+    if decay_ptr is not None:
+        decay_ptr += place * (1 if SHARED else K)
+    if leaving_ptr is not None:
+        leaving_ptr += place * (K * V)
+    for j in tl.range(0, chunks, num_stages=STAGES):  # pyright: ignore
+        t = start + (chunks - 1 - j) * C
+        if leaving_ptr is not None:
+            tl.store(leaving_ptr + i_k * V + i_v, dS.to(leaving_ptr.dtype.element_ty), mask=m_s)
+            leaving_ptr -= Hv * (K * V)
+        kin = load_tile(None, kin_ptr, stride_kt, stride_kh, b, t, h // R, 0, end, K, C, BK)  # [C, BK]
+        kout = kin  # [C, BK]
+        if kout_ptr is not None:
+            kout = load_tile(None, kout_ptr, stride_kt, stride_kh, b, t, h // R, 0, end, K, C, BK)
+        do = load_transposed(do_ptr, stride_ot, stride_oh, t, h, i_v, end, V, C).to(tl.float32) * scale  # [BV, C]
+        beta = load_numbers(beta_ptr, stride_nt, stride_nh, t, h, end, C)[None, :]  # [1, C]
+        A_units, G_units, through, after = load_chunk_numbers(numbers_ptr, C, PRECISION == "bf16", SHARED)
+        A, G = tl.load(matrices_ptr + i_s), tl.load(matrices_ptr + C * C + i_s)  # [C, C]
+        dU = product(dS.to(OPERAND), tl.trans(kout), None, PRECISION)  # [BV, C]
+        if SHARED:
+            dU *= after
+        dU += product_with_units(do, A, A_units, PRECISION)
+        Y = dU - product_with_units(beta * dU, G, G_units, PRECISION)  # [BV, C]
+        if y_ptr is not None:
+            store_transposed(y_ptr, Hv * V, V, t, h, i_v, end, Y, V, C)
+        Z = beta * Y  # [BV, C]
+        if SHARED:
+            Z *= through
+            do *= through
+            dS *= tl.load(decay_ptr)
+            decay_ptr -= Hv
+        elif decay_ptr is not None:
+            dS *= tl.load(decay_ptr + i_k, mask=i_k < K, other=0.0)
+            decay_ptr -= Hv * K
+        qin = load_tile(None, qin_ptr, stride_qt, stride_qh, b, t, h // R, 0, end, K, C, BK)  # [C, BK]
+        dS = product(do.to(OPERAND), qin, dS, PRECISION)
+        dS = product((-Z).to(OPERAND), kin, dS, PRECISION)
+        matrices_ptr -= Hv * (2 * C * C)
+        numbers_ptr -= Hv * (4 * C)
+
+    if dinitial_ptr is not None:
+        tl.store(dinitial_ptr + ih.to(tl.int64) * (K * V) + i_k * V + i_v, dS, mask=m_s)
