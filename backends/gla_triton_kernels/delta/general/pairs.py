@@ -223,12 +223,14 @@ def _pairs_kernel(
         tl.store(numbers_ptr + 3 * C + row, after)
         tl.store(decay_ptr + place, tl.exp2(tl.sum(g)))
 
-    G = tl.zeros([C, C], tl.float32)
-    for level in tl.range(0, LEVELS, num_stages=1):
+    # Rounding G to bfloat16 here would double the error of outputs with correlated keys.
+    SOLVE: tl.constexpr = "bf16x3" if PRECISION == "bf16" else PRECISION  # pyright: ignore
+    G = tl.where((apart == 1) & (column < row), M, 0.0)
+    for level in tl.range(1, LEVELS, num_stages=1):
         pair = (apart >> level == 1) & (column < row)  # [C, C], those of blocks of 2^(level + 1) tokens
         M_pair = tl.where(pair, M, 0.0)
-        M_pair -= product(G * beta[None, :], M_pair, None, PRECISION)
-        G += M_pair - product(M_pair, beta[:, None] * G, None, PRECISION)
+        M_pair -= product(G * beta[None, :], M_pair, None, SOLVE)
+        G += M_pair - product(M_pair, beta[:, None] * G, None, SOLVE)
     matrices_ptr += place * (2 * C * C)
     _store(matrices_ptr, numbers_ptr, tl.where(column <= row, A, 0.0), C, UNITS)
     _store(matrices_ptr + C * C, numbers_ptr + C, G, C, UNITS)
