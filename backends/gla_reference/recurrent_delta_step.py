@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gla_core.dispatch.tensors import log_gates, wide
-from gla_reference.recurrent_gla_step import advance, decayed
+from gla_core.dispatch.tensors import decayed, log_gates, wide
+from gla_reference.recurrent_gla_step import advance
 
 
 def recurrent_delta_step(

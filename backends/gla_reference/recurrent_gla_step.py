@@ -15,7 +15,7 @@ import torch
 from einops import einsum, rearrange
 from torch import Tensor
 
-from gla_core.dispatch.tensors import log_gates, new_state, wide
+from gla_core.dispatch.tensors import decayed, log_gates, new_state, wide
 
 
 def recurrent_gla_step(
@@ -46,14 +46,6 @@ def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, scal
     new = decayed(state, g, dtype) + update
     o = scale * einsum(queries, new, "b h g k, b h k v -> b h g v")
     return o.flatten(1, 2).to(v.dtype, copy=True), new
-
-
-def decayed(state: Tensor, g: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Returns the states [B, H, K, V] multiplied by exp(g); g is [H], [B, H] or [B, H, K], or None for no decay."""
-    if g is None:
-        return state.to(dtype)
-    alpha = g.to(dtype).exp()
-    return (alpha[..., None] if g.ndim == 3 else alpha[..., None, None]) * state.to(dtype)
 
 
 def advance(

@@ -202,8 +202,8 @@ def chunk_delta(
     """
     if state_v_first:
         initial_state = checks.transposed(initial_state)
-    tokens = (q, k, v, g, beta)
-    q, k, v, g, beta, c = inputs(FORWARD, tokens, cu_seqlens, normalize, gate, gate_normalizer, beta_limit)
+    tokens, options = {"q": q, "k": k, "v": v, "g": g, "beta": beta}, (normalize, gate, gate_normalizer, beta_limit)
+    q, k, v, g, beta, c = inputs(FORWARD, tokens, cu_seqlens, *options).values()
     needs_grad, every = plans_gradient(q, k, v, g, beta, initial_state), checkpoint_every
     request = current_request(backend) if bypasses_torch(q) else None  # None if PyTorch has to see the call
     if request is None:
@@ -285,7 +285,7 @@ BACKWARD = OpSpec(
 )
 
 
-_torch_bwd = torch_op_of(BACKWARD, backward=no_second_derivative("chunk_delta"))
-_gradient = gradient(FORWARD, BACKWARD, _torch_bwd)
+torch_bwd = torch_op_of(BACKWARD, backward=no_second_derivative("chunk_delta"))
+_gradient = gradient(FORWARD, BACKWARD, torch_bwd)
 _torch_fwd = torch_op_of(FORWARD, *_gradient)
 _eager_fwd = eager_op_of(FORWARD, *_gradient)

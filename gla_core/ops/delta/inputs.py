@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,60 +31,44 @@ A_log is [Hv], dt_bias is [Hv] or, for gates per key, [Hv, K]; None stands for 0
 """
 
 
-class Inputs(NamedTuple):
-    """The tokens as an abstract op takes them, and the gate_normalizer of their gates."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor | None
-    beta: Tensor
-    gate_normalizer: int | None
-
-
 def inputs(
     spec: OpSpec,
-    tokens: tuple[Any, ...],
+    tokens: Mapping[str, Any],
     cu_seqlens: Tensor | None,
     normalize: float | None,
     gate: Gate,
     gate_normalizer: int,
     beta_limit: float | None,
-) -> Inputs:
-    """Returns the inputs of an op from the arguments of its public function.
+) -> dict[str, Any]:
+    """Returns the tokens as an op takes them, by name, and behind them the gate_normalizer of their gates.
 
     Args:
-        tokens: q, k, v, g and beta as they were passed.
+        tokens: the tokens as they were passed to the public function of `spec`, in order.
         cu_seqlens: the offsets of packed sequences, if gradients are computed: rows of no sequence get none, whatever
             they hold.
 
     Raises:
         ValueError, TypeError: a token, an option, or a parameter of the gates is not as expected.
     """
-    q, k, v, g, beta = tokens
-    c = checks.normalizer(gate, gate_normalizer, g) if isinstance(gate, str) else None
-    parameters = gate if isinstance(gate, tuple) else None
-    if gate is not None and parameters is None and c is None:
-        raise TypeError(f"gate is {type(gate).__name__}; expected None, a name, or a tuple of a name and parameters")
+    x, g = dict(tokens), tokens["g"]
+    x["gate_normalizer"] = checks.normalizer(gate, gate_normalizer, g) if isinstance(gate, str) else None
+    parameters = None if gate is None or isinstance(gate, str) else gate
     if normalize is None and parameters is None and beta_limit is None:
-        return Inputs(q, k, v, g, beta, c)
-    sizes = _sizes(spec, dict(zip(spec.tokens, tokens, strict=True)))
+        return x
+    sizes = _sizes(spec, tokens)
     if normalize is not None:
         eps = _positive("normalize", normalize, "the eps of an l2 norm")
-        q, k = (fused(_unit_rows, _sequences.rows_of_sequences(x, cu_seqlens), eps) for x in (q, k))
+        for name in ("q", "k"):
+            if name in x:
+                x[name] = fused(_unit_rows, _sequences.rows_of_sequences(x[name], cu_seqlens), eps)
     if parameters is not None:
-        A_log, dt_bias, bound = _parameters(parameters, g, sizes)
-        argument = spec.has(Role.GATE)
-        assert argument is not None
-        form = argument.form(g)
-        if dt_bias is not None and dt_bias.ndim == 2 and form != "key":
-            raise ValueError("dt_bias has a bias for each key and g has none; expected [Hv]")
-        g = g if form == "constant" else _sequences.rows_of_sequences(g, cu_seqlens)
-        g = fused(_log_gates, g, A_log, dt_bias, bound, form == "key")
+        A_log, dt_bias, bound, form = _parameters(spec, parameters, g, sizes)
+        logits = g if form == "constant" else _sequences.rows_of_sequences(g, cu_seqlens)
+        x["g"] = fused(_log_gates, logits, A_log, dt_bias, bound, form == "key")
     if beta_limit is not None:
         limit = _positive("beta_limit", beta_limit, "the largest beta")
-        beta = fused(_betas, _sequences.rows_of_sequences(beta, cu_seqlens), limit)
-    return Inputs(q, k, v, g, beta, c)
+        x["beta"] = fused(_betas, _sequences.rows_of_sequences(x["beta"], cu_seqlens), limit)
+    return x
 
 
 def _unit_rows(x: Tensor, eps: float) -> Tensor:
@@ -126,29 +110,33 @@ def _sizes(spec: OpSpec, tokens: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parameters(
-    gate: tuple[Any, ...], g: Tensor | None, sizes: dict[str, Any]
-) -> tuple[Tensor | None, Tensor | None, float | None]:
-    """Returns A_log, dt_bias and the bound of a gate, after their checks; the bound of softplus is None."""
-    names = {"softplus": ("A_log", "dt_bias"), "bounded": ("A_log", "dt_bias", "bound")}
-    name, *parameters = gate or ("",)
-    if name not in names or len(parameters) != len(names[name]):
+    spec: OpSpec, gate: Any, g: Any, sizes: dict[str, Any]
+) -> tuple[Tensor | None, Tensor | None, float | None, str | None]:
+    """Returns A_log, dt_bias, the bound, which is None for softplus, and the form of the gates g, after checks."""
+    name, *parameters = gate if isinstance(gate, tuple) and gate else (None,)
+    if (name, len(parameters)) not in (("softplus", 2), ("bounded", 3)):
         raise ValueError(
-            f"gate is {(name, *map(type, parameters))}; expected ('softplus', A_log, dt_bias) or "
-            "('bounded', A_log, dt_bias, bound)"
+            f"gate is {gate if name is None else (name, '..')!r}; expected None, 'logsigmoid', "
+            "('softplus', A_log, dt_bias) or ('bounded', A_log, dt_bias, bound)"
         )
     if g is None:
         raise ValueError(f"gate is {name!r} and g is None; expected the logits of the gates as g")
-    A_log, dt_bias, *bound = parameters
-    for of, x, shapes in (("A_log", A_log, ("Hv",)), ("dt_bias", dt_bias, ("Hv", "Hv K"))):
+    argument = spec.has(Role.GATE)
+    assert argument is not None
+    form = argument.form(g)
+    A_log, dt_bias, *last = parameters
+    biases = ("Hv", "Hv K") if form == "key" else ("Hv",)
+    for of, x, shapes in (("A_log", A_log, ("Hv",)), ("dt_bias", dt_bias, biases)):
         if x is not None:
             checks.tensor_of_any(of, x, shapes, sizes)
             checks.dtype(of, x, checks.FLOATS)
             checks.device(of, x, "g", g)
-    if not bound:
-        return A_log, dt_bias, None
-    if not _is_number(bound[0]) or not bound[0] < 0:
-        raise ValueError(f"the bound of the gates is {bound[0]!r}; expected a number below 0")
-    return A_log, dt_bias, float(bound[0])
+    if name == "softplus":
+        return A_log, dt_bias, None, form
+    (bound,) = last
+    if not _is_number(bound) or not bound < 0:
+        raise ValueError(f"the bound of the gates is {bound!r}; expected a number below 0")
+    return A_log, dt_bias, float(bound), form
 
 
 def _is_number(x: Any) -> bool:
