@@ -51,8 +51,7 @@ from gla_triton_kernels.softmax_attention import cost as softmax_attention_cost
 from gla_triton_kernels.softmax_attention.plan import plan_splits
 from gla_triton_runtime.architecture import interpreted
 
-_DELTA = delta.ops()
-_RECURRENT = {**gla.ops(cut=True), **_DELTA}
+_RECURRENT = {**gla.ops(cut=True), **delta.ops()}
 """The ops of families with a recurrent state. Both Triton backends have the same kernels for them."""
 _BY_TRITON = {
     **_RECURRENT,
@@ -90,7 +89,7 @@ def gla_register_backends() -> list[Backend]:
             capabilities=capabilities,
             op_capabilities={
                 **dict.fromkeys(_BY_TRITON.keys() - pytorch.OPS.keys(), triton_only),
-                **dict.fromkeys(_DELTA, replace(triton_only, key_widths=delta.KEY_WIDTHS)),
+                **dict.fromkeys(delta.OVER_SEQUENCES, replace(triton_only, key_widths=delta.KEY_WIDTHS)),
             },
             supports=_supports,
             cost=CostModel(

@@ -30,8 +30,7 @@ from gla_triton_kernels.softmax_attention import cost as softmax_attention_cost
 from gla_triton_kernels.softmax_attention.plan import plan_one_pass
 from gla_triton_runtime.architecture import interpreted
 
-_DELTA = delta.ops()
-_RECURRENT = {**gla.ops(cut=False), **_DELTA}
+_RECURRENT = {**gla.ops(cut=False), **delta.ops()}
 """The ops of families with a recurrent state. Both Triton backends have the same kernels for them."""
 
 
@@ -60,7 +59,7 @@ def gla_register_backends() -> list[Backend]:
                 "softmax_attention_bwd": GRADIENTS,
             },
             capabilities=capabilities,
-            op_capabilities=dict.fromkeys(_DELTA, replace(capabilities, key_widths=delta.KEY_WIDTHS)),
+            op_capabilities=dict.fromkeys(delta.OVER_SEQUENCES, replace(capabilities, key_widths=delta.KEY_WIDTHS)),
             supports=kernels.refusal,
             cost=CostModel(
                 predicted_seconds,

@@ -1,6 +1,7 @@
 """Computes delta rules: KDA (a gate for each key), the gated delta rule (a gate for each head) and DeltaNet (no gate).
 
     forward.py backward.py   the plan of a call over sequences, and its launches
+    step.py                  one token, and several tokens, of each sequence
     plan.py                  launch parameters
     tensors.py               the tensors of a call by name
     general/                 kernels for every GPU
@@ -12,11 +13,12 @@ Plans import no Triton. The first call that is prepared imports it.
 from __future__ import annotations
 
 from gla_core.dispatch.backend import Prepared
-from gla_triton_kernels.delta import backward, forward
+from gla_triton_kernels.delta import backward, forward, step
 from gla_triton_kernels.delta.plan import MOST_KEYS
 
+OVER_SEQUENCES = ("chunk_delta_fwd", "chunk_delta_bwd")
 KEY_WIDTHS = range(1, MOST_KEYS + 1)
-"""The key widths of heads that the kernels compute."""
+"""The key widths of heads that the kernels over sequences compute."""
 
 _INPUTS = ("q", "k", "v", "g", "beta", "scale", "initial_state")
 _FORWARD = (*_INPUTS, "output_final_state", "cu_seqlens", "checkpoint_every", "gate_normalizer")
@@ -29,4 +31,7 @@ def ops() -> dict[str, Prepared]:
     return {
         "chunk_delta_fwd": Prepared(forward.prepare, _FORWARD, forward.explain),
         "chunk_delta_bwd": Prepared(backward.prepare, _BACKWARD, backward.explain),
+        "recurrent_delta_step": step.STEP,
+        "recurrent_delta_steps": step.STEPS,
+        "recurrent_delta_replay": step.REPLAY,
     }
