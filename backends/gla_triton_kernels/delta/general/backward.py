@@ -10,7 +10,7 @@ state that leaves it. With A, G, kin, qin, kout and decay of pairs.py and B = di
 Y is the gradient of E, before beta, and Z is dV. The kernel writes Y, and dS' of each chunk; gradients.py computes the
 rest from them. This needs neither the states nor v.
 
-All of it is computed transposed, as in forward.py, and the keys of a head may share a gate, as there.
+All of it is computed transposed, as in forward.py, and the rows of kin, qin and kout may have factors, as there.
 
 B batch   T tokens   N sequences   I segments, by default the N sequences   J chunks
 H heads of q and k   Hv heads of values, states, gates and beta   R = Hv / H value heads of a key head
@@ -28,11 +28,15 @@ from gla_core.dispatch.backend import CHUNK
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunks.segments import Segments, in_state, lengths_of, segment_at, state_strides
 from gla_triton_kernels.delta.general.common import (
-    load_chunk_numbers,
+    as_operand,
+    load_factors,
     load_numbers,
     load_transposed,
+    load_units,
+    product_of_rows,
     product_with_units,
     store_transposed,
+    units_of_rows,
 )
 from gla_triton_kernels.delta.general.pairs import Chunks
 from gla_triton_kernels.delta.plan import StateParameters
@@ -92,7 +96,9 @@ def launch_states(
         "BV": kernel.BV,
         "R": Hv // chunks.kin.shape[2],
         "STAGES": kernel.stages,
-        "SHARED": x.g is not None and x.g.ndim < 4,
+        "SHARED": chunks.shared,
+        "HALF": chunks.half,
+        "FACTORS": chunks.has_factors,
         "TO_ZERO": x.last_leave_none,
         "PRECISION": kernel.precision,
     }
@@ -108,7 +114,7 @@ def _state_gradients_kernel(
     do_ptr,  # [B, T, Hv, V]
     beta_ptr,  # [B, T, Hv]
     matrices_ptr,  # A and G, [J, Hv, 2, C, C]
-    numbers_ptr,  # [J, Hv, 4, C]
+    numbers_ptr,  # [J, Hv, 5, C]
     decay_ptr,  # [J, Hv, K], [J, Hv, 1] with SHARED, or None
     last_ptr,  # [I, Hv, K, V] or None
     order_ptr,  # [I, 5], or None for a batch
@@ -144,12 +150,13 @@ def _state_gradients_kernel(
     R: tl.constexpr,
     STAGES: tl.constexpr,
     SHARED: tl.constexpr,  # whether the keys of a head share a gate
+    HALF: tl.constexpr,  # whether kin, qin and kout are float16
+    FACTORS: tl.constexpr,  # whether their rows have factors
     TO_ZERO: tl.constexpr,  # whether the last segment of each sequence has no gradient of its leaving state
     PRECISION: tl.constexpr,
 ):
     """Computes a block of BV values of the gradients of states of one value head of one segment, backwards."""
     blocks: tl.constexpr = (V + BV - 1) // BV
-    OPERAND: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float32  # pyright: ignore
     pid = tl.program_id(0)  # blocks of values come first, so that neighbouring programs read the same rows
     v0 = pid % blocks * BV
     ih = pid // blocks
@@ -191,7 +198,7 @@ def _state_gradients_kernel(
     chunks = tl.cdiv(end - start, C)
     place = tl.cast(chunk + chunks - 1, tl.int64) * Hv + h  # of the last chunk
     matrices_ptr += place * (2 * C * C)
-    numbers_ptr += place * (4 * C)
+    numbers_ptr += place * (5 * C)
     if decay_ptr is not None:
         decay_ptr += place * (1 if SHARED else K)
     if leaving_ptr is not None:
@@ -207,29 +214,35 @@ def _state_gradients_kernel(
             kout = load_tile(None, kout_ptr, stride_kt, stride_kh, b, t, h // R, 0, end, K, C, BK)
         do = load_transposed(do_ptr, stride_ot, stride_oh, t, h, i_v, end, V, C).to(tl.float32) * scale  # [BV, C]
         beta = load_numbers(beta_ptr, stride_nt, stride_nh, t, h, end, C)[None, :]  # [1, C]
-        A_units, G_units, through, after = load_chunk_numbers(numbers_ptr, C, PRECISION == "bf16", SHARED)
+        A_units, G_units = load_units(numbers_ptr, C, PRECISION)  # [C]
+        k_factors, q_factors, out_factors = load_factors(numbers_ptr, C, FACTORS)  # [1, C]
         A, G = tl.load(matrices_ptr + i_s), tl.load(matrices_ptr + C * C + i_s)  # [C, C]
-        dU = product(dS.to(OPERAND), tl.trans(kout), None, PRECISION)  # [BV, C]
-        if SHARED:
-            dU *= after
+        left, unit = as_operand(dS, HALF, PRECISION)  # [BV, BK]
+        dU = product_of_rows(left, unit, kout, out_factors, PRECISION)  # [BV, C]
         dU += product_with_units(do, A, A_units, PRECISION)
         Y = dU - product_with_units(beta * dU, G, G_units, PRECISION)  # [BV, C]
         if y_ptr is not None:
             store_transposed(y_ptr, Hv * V, V, t, h, i_v, end, Y, V, C)
         Z = beta * Y  # [BV, C]
+        if FACTORS:
+            Z *= k_factors
+            do *= q_factors
         if SHARED:
-            Z *= through
-            do *= through
             dS *= tl.load(decay_ptr)
             decay_ptr -= Hv
         elif decay_ptr is not None:
             dS *= tl.load(decay_ptr + i_k, mask=i_k < K, other=0.0)
             decay_ptr -= Hv * K
         qin = load_tile(None, qin_ptr, stride_qt, stride_qh, b, t, h // R, 0, end, K, C, BK)  # [C, BK]
-        dS = product(do.to(OPERAND), qin, dS, PRECISION)
-        dS = product((-Z).to(OPERAND), kin, dS, PRECISION)
+        if HALF:
+            unit = tl.maximum(units_of_rows(do), units_of_rows(Z))[:, None]  # [BV, 1]
+            of_q = tl.dot((do * (1.0 / unit)).to(tl.float16), qin)  # [BV, BK]
+            dS += tl.dot((Z * (-1.0 / unit)).to(tl.float16), kin, of_q) * unit
+        else:
+            dS = product(do, qin, dS, PRECISION)
+            dS = product(-Z, kin, dS, PRECISION)
         matrices_ptr -= Hv * (2 * C * C)
-        numbers_ptr -= Hv * (4 * C)
+        numbers_ptr -= Hv * (5 * C)
 
     if dinitial_ptr is not None:
         tl.store(dinitial_ptr + ih.to(tl.int64) * (K * V) + i_k * V + i_v, dS, mask=m_s)

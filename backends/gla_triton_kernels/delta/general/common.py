@@ -1,8 +1,9 @@
 """Places of chunks, decays, and products in units, which the general kernels of the delta rule share.
 
-**Units.** In bfloat16, rounding A, G and the vectors that they multiply would be most of the error of the outputs, because
-correlated keys make sums of like signs. float16 has three bits more, but a short range. So each row of a matrix is
-divided by a unit, a power of two near its largest number, and the product is multiplied by the units again:
+**Units.** In bfloat16, rounding operands would be most of the error of the outputs, because correlated keys make sums of
+like signs, and because a state explains values that are then subtracted. float16 has three bits more, but a short
+range. So each row of a matrix is divided by a unit, a power of two near its largest number, and the product is
+multiplied by the units again:
 
     x y^T  =  unit_x (x / unit_x) (y / unit_y)^T unit_y
 
@@ -44,18 +45,23 @@ def load_numbers(ptr, stride_t, stride_h, t, head, end, C: tl.constexpr):
 
 
 @triton.jit
-def load_chunk_numbers(numbers_ptr, C: tl.constexpr, UNITS: tl.constexpr, SHARED: tl.constexpr):
-    """Loads the numbers of a chunk that pairs.py writes: units of A and of G [C], decays through and after [1, C].
+def load_units(numbers_ptr, C: tl.constexpr, PRECISION: tl.constexpr):
+    """Loads the units of the rows of A and of G of a chunk [C]; None unless matrices are in units."""
+    if PRECISION == "bf16":
+        i_c = tl.arange(0, C)  # [C]
+        return tl.load(numbers_ptr + i_c), tl.load(numbers_ptr + C + i_c)
+    else:  # noqa: RET505 -- one branch is compiled
+        return None, None
 
-    Each is None if the chunk has none.
-    """
-    i_c = tl.arange(0, C)  # [C]
-    A_units, G_units, through, after = None, None, None, None
-    if UNITS:
-        A_units, G_units = tl.load(numbers_ptr + i_c), tl.load(numbers_ptr + C + i_c)
-    if SHARED:
-        through, after = tl.load(numbers_ptr + 2 * C + i_c)[None, :], tl.load(numbers_ptr + 3 * C + i_c)[None, :]
-    return A_units, G_units, through, after
+
+@triton.jit
+def load_factors(numbers_ptr, C: tl.constexpr, FACTORS: tl.constexpr):
+    """Loads the factors of the rows of kin, of qin and of kout of a chunk [1, C]; None without factors."""
+    if FACTORS:
+        at = numbers_ptr + 2 * C + tl.arange(0, C)[None, :]  # [1, C]
+        return tl.load(at), tl.load(at + C), tl.load(at + 2 * C)
+    else:  # noqa: RET505 -- one branch is compiled
+        return None, None, None
 
 
 @triton.jit
@@ -103,6 +109,39 @@ def units_of_rows(x):
 
 
 @triton.jit
+def in_units(x):
+    """Returns the rows of x [rows, columns] in float16, divided by their units, and the units [rows, 1]."""
+    unit = units_of_rows(x)[:, None]  # [rows, 1]
+    return (x * (1.0 / unit)).to(tl.float16), unit
+
+
+@triton.jit
+def as_operand(x, HALF: tl.constexpr, PRECISION: tl.constexpr):
+    """Returns x [rows, columns] as an operand of products, and the units of its rows [rows, 1] with HALF, else 1."""
+    if HALF:
+        return in_units(x.to(tl.float32))
+    else:  # noqa: RET505 -- one branch is compiled
+        return x.to(tl.bfloat16 if PRECISION == "bf16" else tl.float32), 1.0
+
+
+@triton.jit
+def product_of_rows(x, unit, y, factors, PRECISION: tl.constexpr):
+    """Returns the product [rows, C] of x [rows, BK] and the transpose of y [C, BK], whose rows have factors.
+
+    Args:
+        x, unit: what `as_operand` returns.
+        factors: [1, C]; None without factors.
+    """
+    if x.dtype == tl.float16:
+        z = tl.dot(x, tl.trans(y))  # [rows, C]
+    else:
+        z = product(x, tl.trans(y), None, PRECISION)
+    if factors is not None:
+        z *= unit * factors
+    return z
+
+
+@triton.jit
 def product_in_units(x, y, units, PRECISION: tl.constexpr):
     """Returns the product [rows, columns] of x [rows, C] and the transpose of a matrix, y [C, columns].
 
@@ -113,8 +152,8 @@ def product_in_units(x, y, units, PRECISION: tl.constexpr):
     if units is None:
         return product(x, y, None, PRECISION)
     else:  # noqa: RET505 -- one branch is compiled
-        unit = units_of_rows(x)[:, None]  # [rows, 1]
-        return tl.dot((x / unit).to(tl.float16), y) * unit * units[None, :]
+        x, unit = in_units(x)
+        return tl.dot(x, y) * unit * units[None, :]
 
 
 @triton.jit
@@ -127,9 +166,8 @@ def product_with_units(x, y, units, PRECISION: tl.constexpr):
     if units is None:
         return product(x, y, None, PRECISION)
     else:  # noqa: RET505 -- one branch is compiled
-        x *= units[None, :]
-        unit = units_of_rows(x)[:, None]  # [rows, 1]
-        return tl.dot((x / unit).to(tl.float16), y) * unit
+        x, unit = in_units(x * units[None, :])
+        return tl.dot(x, y) * unit
 
 
 @triton.jit
@@ -154,21 +192,17 @@ def store_transposed(ptr, stride_t, stride_h, t, head, i_v, end, x, D: tl.conste
 
 
 @triton.jit
-def errors(S, kin, v, beta, G, G_units, through, PRECISION: tl.constexpr):
+def errors(S, S_unit, kin, k_factors, v, beta, G, G_units, PRECISION: tl.constexpr):
     """Returns E^T [BV, C], what the entering state and the tokens before leave to be explained of each token.
 
     Args:
-        S: the transpose of the entering state [BV, BK], an operand.
-        kin: [C, BK].
+        S, S_unit: the transpose of the entering state [BV, BK], as `as_operand` returns it.
+        kin, k_factors: [C, BK], and the factors of its rows [1, C] or None.
         v: the transpose of values [BV, C].
         beta: [1, C].
         G, G_units: the transpose of G [C, C], and the units of its rows [C] or None.
-        through: factors of kin [1, C]; None if kin has them.
     """
-    held = product(S, tl.trans(kin), None, PRECISION)  # [BV, C]
-    if through is not None:
-        held *= through
-    X = v.to(tl.float32) - held  # [BV, C]
+    X = v.to(tl.float32) - product_of_rows(S, S_unit, kin, k_factors, PRECISION)  # [BV, C]
     return X - product_in_units(beta * X, G, G_units, PRECISION)
 
 

@@ -13,7 +13,7 @@ X is what the entering state leaves to be explained, and E what the tokens befor
 **Layout.** All of it is computed transposed: S^T [BV, BK], X^T, E^T, U^T and o^T [BV, C] are results of products and left
 operands of others, which stay in registers. Right operands do not depend on the state.
 
-If the keys of a head share a gate, the decays are numbers of tokens, and multiply columns of products in place of k and q.
+The rows of kin, qin and kout may have factors, which multiply columns of products; common.py explains units.
 
 A checkpoint is the state that enters a chunk whose first token comes a multiple of `every` tokens after the start of
 its sequence. Segments are numbered as in segments.py, and chunks are segments of C tokens.
@@ -35,11 +35,15 @@ from gla_core.dispatch.backend import CHUNK
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunks.segments import Segments, in_state, lengths_of, segment_at, state_strides
 from gla_triton_kernels.delta.general.common import (
+    as_operand,
     errors,
-    load_chunk_numbers,
+    in_units,
+    load_factors,
     load_numbers,
     load_transposed,
+    load_units,
     product_in_units,
+    product_of_rows,
     store_transposed,
 )
 from gla_triton_kernels.delta.general.pairs import Chunks
@@ -98,7 +102,9 @@ def launch_outputs(
         "BV": kernel.BV,
         "R": Hv // chunks.kin.shape[2],
         "STAGES": kernel.stages,
-        "SHARED": x.g is not None and x.g.ndim < 4,
+        "SHARED": chunks.shared,
+        "HALF": chunks.half,
+        "FACTORS": chunks.has_factors,
         "PRECISION": kernel.precision,
     }
     grid = (ceil_div(V, kernel.BV) * segments.count * Hv, 1, 1)
@@ -113,7 +119,7 @@ def _chunk_delta_fwd_kernel(
     v_ptr,  # [B, T, Hv, V]
     beta_ptr,  # [B, T, Hv]
     matrices_ptr,  # A and G, [J, Hv, 2, C, C]
-    numbers_ptr,  # [J, Hv, 4, C]
+    numbers_ptr,  # [J, Hv, 5, C]
     decay_ptr,  # [J, Hv, K], [J, Hv, 1] with SHARED, or None
     initial_ptr,  # [N, Hv, K, V] or None
     order_ptr,  # [I, 5], or None for a batch
@@ -151,11 +157,12 @@ def _chunk_delta_fwd_kernel(
     R: tl.constexpr,
     STAGES: tl.constexpr,
     SHARED: tl.constexpr,  # whether the keys of a head share a gate
+    HALF: tl.constexpr,  # whether kin, qin and kout are float16
+    FACTORS: tl.constexpr,  # whether their rows have factors
     PRECISION: tl.constexpr,
 ):
     """Computes a block of BV values of the outputs of one value head of one segment."""
     blocks: tl.constexpr = (V + BV - 1) // BV
-    OPERAND: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float32  # pyright: ignore
     pid = tl.program_id(0)  # blocks of values come first, so that neighbouring programs read the same rows
     v0 = pid % blocks * BV
     ih = pid // blocks
@@ -201,7 +208,7 @@ def _chunk_delta_fwd_kernel(
     i_s = i_c[:, None] + i_c[None, :] * C  # [C, C], the offsets of the transpose of a matrix
     place = tl.cast(chunk, tl.int64) * Hv + h  # of the first chunk
     matrices_ptr += place * (2 * C * C)
-    numbers_ptr += place * (4 * C)
+    numbers_ptr += place * (5 * C)
     if decay_ptr is not None:
         decay_ptr += place * (1 if SHARED else K)
     for t in tl.range(start, end, C, num_stages=STAGES):  # pyright: ignore
@@ -213,20 +220,20 @@ def _chunk_delta_fwd_kernel(
         kin = load_tile(None, kin_ptr, stride_kt, stride_kh, b, t, h // R, 0, end, K, C, BK)  # [C, BK]
         v = load_transposed(v_ptr, stride_vt, stride_vh, t, h, i_v, end, V, C)  # [BV, C]
         beta = load_numbers(beta_ptr, stride_nt, stride_nh, t, h, end, C)[None, :]  # [1, C]
-        A_units, G_units, through, after = load_chunk_numbers(numbers_ptr, C, PRECISION == "bf16", SHARED)
+        A_units, G_units = load_units(numbers_ptr, C, PRECISION)  # [C]
+        k_factors, q_factors, out_factors = load_factors(numbers_ptr, C, FACTORS)  # [1, C]
         G = tl.load(matrices_ptr + C * C + i_s)  # [C, C], transposed
-        left = S.to(OPERAND)  # [BV, BK]
-        U = beta * errors(left, kin, v, beta, G, G_units, through, PRECISION)  # [BV, C]
+        left, unit = as_operand(S, HALF, PRECISION)  # [BV, BK]
+        U = beta * errors(left, unit, kin, k_factors, v, beta, G, G_units, PRECISION)  # [BV, C]
         if o_ptr is not None:
             qin = load_tile(None, qin_ptr, stride_qt, stride_qh, b, t, h // R, 0, end, K, C, BK)  # [C, BK]
             A = tl.load(matrices_ptr + i_s)  # [C, C], transposed
-            o = product(left, tl.trans(qin), None, PRECISION)  # [BV, C]
-            if SHARED:
-                o *= through
+            o = product_of_rows(left, unit, qin, q_factors, PRECISION)  # [BV, C]
             o += product_in_units(U, A, A_units, PRECISION)
             store_transposed(o_ptr, Hv * V, V, t, h, i_v, end, o * scale, V, C)
+        if FACTORS:
+            U *= out_factors
         if SHARED:
-            U *= after
             S *= tl.load(decay_ptr)
             decay_ptr += Hv
         elif decay_ptr is not None:
@@ -235,9 +242,13 @@ def _chunk_delta_fwd_kernel(
         kout = kin  # [C, BK]
         if kout_ptr is not None:
             kout = load_tile(None, kout_ptr, stride_kt, stride_kh, b, t, h // R, 0, end, K, C, BK)
-        S = product(U, kout, S, PRECISION)
+        if HALF:
+            left, unit = in_units(U)
+            S += tl.dot(left, kout) * unit
+        else:
+            S = product(U, kout, S, PRECISION)
         matrices_ptr += Hv * (2 * C * C)
-        numbers_ptr += Hv * (4 * C)
+        numbers_ptr += Hv * (5 * C)
 
     if final_ptr is not None:
         tl.store(final_ptr + ih.to(tl.int64) * (K * V) + i_k * V + i_v, S, mask=m_s)

@@ -41,13 +41,15 @@ from gla_core.dispatch.backend import CHUNK
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunks import partials
 from gla_triton_kernels.delta.general.common import (
+    as_operand,
     chunk_at,
     decays_of_tokens,
     errors,
-    load_chunk_numbers,
+    load_factors,
     load_log2_gates,
     load_numbers,
     load_transposed,
+    load_units,
     pair_decays,
     store_transposed,
 )
@@ -123,6 +125,7 @@ def launch_gradients(
         **strides_of("i", chunks.kin),
         **strides_of("v", x.v),
         "R_KIN": Hv // chunks.kin.shape[2],
+        "HALF": chunks.half,
         **_parameters(kernel.values),
     }
     keys = {"q_ptr": x.q, "dq_ptr": dq, "dk_ptr": dk, **_parameters(kernel.keys)}
@@ -158,7 +161,7 @@ def _values_kernel(
     do_ptr,  # [B, T, Hv, V]
     order_ptr,  # [I, 5], or None for a batch
     matrices_ptr,  # A and G, [I, Hv, 2, C, C]
-    numbers_ptr,  # [I, Hv, 4, C]
+    numbers_ptr,  # [I, Hv, 5, C]
     entering_ptr,  # [I, Hv, K, V]
     leaving_ptr,  # [I, Hv, K, V]
     y_ptr,  # [B, T, Hv, V], contiguous, as the next two
@@ -202,6 +205,7 @@ def _values_kernel(
     BV: tl.constexpr,
     R: tl.constexpr,
     R_KIN: tl.constexpr,
+    HALF: tl.constexpr,  # whether kin is float16
     PRECISION: tl.constexpr,
     SUMS: tl.constexpr,
 ):
@@ -227,7 +231,7 @@ def _values_kernel(
     dbeta_ptr += b64 * T * Hv
     place = tl.cast(i, tl.int64) * Hv + h
     matrices_ptr += place * (2 * C * C)
-    numbers_ptr += place * (4 * C)
+    numbers_ptr += place * (5 * C)
     dA_ptr += place * (2 * C * C)
     entering_ptr += place * (K * V)
     leaving_ptr += place * (K * V)
@@ -237,7 +241,8 @@ def _values_kernel(
     i_k = tl.arange(0, BK)[None, :]  # [1, BK]
     beta = load_numbers(beta_ptr, stride_nt, stride_nh, t, h, end, C)  # [C]
     kin = load_tile(None, kin_ptr, stride_it, stride_ih, b, t, h // R_KIN, 0, end, K, C, BK)  # [C, BK]
-    _A_units, G_units, through, after = load_chunk_numbers(numbers_ptr, C, PRECISION == "bf16", SHARED)
+    _A_units, G_units = load_units(numbers_ptr, C, PRECISION)  # [C]
+    k_factors, _q_factors, out_factors = load_factors(numbers_ptr, C, SHARED or HALF)  # [1, C]
     G = tl.load(matrices_ptr + C * C + column * C + row)  # [C, C], transposed
     dA, dM = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     dbeta = tl.zeros([C], tl.float32)
@@ -249,7 +254,8 @@ def _values_kernel(
         m_s = (i_k < K) & (i_v < V)  # [BV, BK]
         S = tl.load(entering_ptr + i_k * V + i_v, mask=m_s, other=0.0)  # [BV, BK], transposed
         v = load_transposed(v_ptr, stride_vt, stride_vh, t, h, i_v, end, V, C)  # [BV, C]
-        E = errors(S.to(OPERAND), kin, v, beta[None, :], G, G_units, through, PRECISION)  # [BV, C]
+        left, unit = as_operand(S, HALF, PRECISION)  # [BV, BK]
+        E = errors(left, unit, kin, k_factors, v, beta[None, :], G, G_units, PRECISION)  # [BV, C]
         U = beta[None, :] * E  # [BV, C]
         store_transposed(u_ptr, Hv * V, V, t, h, i_v, end, U, V, C)
         y = load_transposed(y_ptr, Hv * V, V, t, h, i_v, end, V, C).to(tl.float32)  # [BV, C]
@@ -283,7 +289,7 @@ def _values_kernel(
         # Row u of the product sums the pairs of tokens from u on.
         from_u = sums(column >= row, pairs, SUMS)  # [C, C]
         dg = tl.sum(tl.where(column < row, from_u, 0.0), 1)  # [C], pairs across gate u
-        rows, columns = rows * tl.reshape(through, [C]), columns * tl.reshape(after, [C])  # [C]
+        rows, columns = rows * tl.reshape(k_factors, [C]), columns * tl.reshape(out_factors, [C])  # [C]
         dg += tl.sum(tl.where(column >= row, rows[None, :], 0.0) + tl.where(column < row, columns[None, :], 0.0), 1)
         dg += crossing * tl.exp2(tl.sum(g))
         if NORMALIZER is not None:

@@ -21,8 +21,9 @@ and a single token has G = 0. No step divides by beta, so beta may be 0.
 
     kin_t = k_t D_t0        qin_t = q_t D_t0        kout_s = k_s D_Cs        decay = D_C0
 
-If the keys of a head share a gate, D_ts is one number: q k^T and k k^T are multiplied by it, and other kernels multiply
-products by D_t0 and D_Cs in place of k and q.
+If the keys of a head share a gate, D_ts is one number: q k^T and k k^T are multiplied by it, and other kernels read k and
+q, and multiply products by D_t0 and D_Cs. Otherwise kin, qin and kout are written, for bfloat16 inputs in float16, each
+row divided by the unit of the row of k or q.
 
 B batch   T tokens   I chunks   H heads of q and k   Hv heads of values, gates and beta   R = Hv / H value heads of a key head
 K key width   C tokens of a chunk   LEVELS = log2 C   BK keys of a tile   TILES tiles of a head
@@ -66,10 +67,12 @@ class Chunks(NamedTuple):
     Attributes:
         segments: the chunks, as segments of `CHUNK` tokens.
         matrices: A and G [I, Hv, 2, C, C], float32, or float16 in units; common.py explains units.
-        numbers: for each token the units of its rows of A and of G, D_t0 and D_Ct [I, Hv, 4, C]. Units are undefined
-            if `matrices` is float32, and decays unless the keys of a head share a gate.
+        numbers: for each token the units of its rows of A and of G, and the factors of its rows of kin, qin and kout
+            [I, Hv, 5, C]. Units are undefined if `matrices` is float32, and factors if there are none.
         kin, qin, kout: [B, T, Hv, K] or [B, T, H, K].
         decay: [I, Hv, K], or [I, Hv, 1] if the keys of a head share a gate; None without gates.
+        shared: whether the keys of a head share a gate. The factors are then decays.
+        half: whether kin, qin and kout are float16. The factors are then units.
     """
 
     segments: Segments
@@ -79,6 +82,13 @@ class Chunks(NamedTuple):
     qin: Tensor
     kout: Tensor
     decay: Tensor | None
+    shared: bool
+    half: bool
+
+    @property
+    def has_factors(self) -> bool:
+        """Returns whether the rows of kin, qin and kout have factors."""
+        return self.shared or self.half
 
 
 def launch_chunks(
@@ -98,9 +108,10 @@ def launch_chunks(
     matrices = new(*places, 2, CHUNK, CHUNK, dtype=torch.float16 if in_units else torch.float32)
     kin, qin, kout = x.k, x.q, x.k
     if by_key:
-        kin, qin, kout = (new(B, T, Hv, K, dtype=torch.bfloat16 if in_units else torch.float32) for _ in range(3))
+        kin, qin, kout = (new(B, T, Hv, K, dtype=torch.float16 if in_units else torch.float32) for _ in range(3))
     decay = None if x.g is None else new(*places, K if by_key else 1)
-    chunks = Chunks(segments, matrices, new(*places, 4, CHUNK), kin, qin, kout, decay)
+    shared = x.g is not None and not by_key
+    chunks = Chunks(segments, matrices, new(*places, 5, CHUNK), kin, qin, kout, decay, shared, by_key and in_units)
     arguments = {
         "q_ptr": x.q,
         "k_ptr": x.k,
@@ -142,7 +153,7 @@ def _pairs_kernel(
     beta_ptr,  # [B, T, Hv]
     order_ptr,  # [I, 5], or None for a batch
     matrices_ptr,  # [I, Hv, 2, C, C]
-    numbers_ptr,  # [I, Hv, 4, C]
+    numbers_ptr,  # [I, Hv, 5, C]
     kin_ptr,  # [B, T, Hv, K], contiguous, or None, as the next two
     qin_ptr,
     kout_ptr,
@@ -191,11 +202,17 @@ def _pairs_kernel(
     apart = row ^ column  # [C, C]
     BY_KEY: tl.constexpr = GATE == "key"
     place = tl.cast(i, tl.int64) * Hv + h
-    numbers_ptr += place * (4 * C)
+    numbers_ptr += place * (5 * C)
     if BY_KEY:
         kin_ptr += b64 * T * Hv * K
         qin_ptr += b64 * T * Hv * K
         kout_ptr += b64 * T * Hv * K
+        if UNITS:
+            k_unit = _units(k_ptr, stride_kt, stride_kh, b, t, h // R, end, K, C, BK, TILES)  # [C]
+            q_unit = _units(q_ptr, stride_qt, stride_qh, b, t, h // R, end, K, C, BK, TILES)  # [C]
+            tl.store(numbers_ptr + 2 * C + tl.arange(0, C), k_unit)
+            tl.store(numbers_ptr + 3 * C + tl.arange(0, C), q_unit)
+            tl.store(numbers_ptr + 4 * C + tl.arange(0, C), k_unit)
     A, M = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     for i_k in tl.range(0, TILES, num_stages=1):
         k0 = i_k * BK
@@ -205,6 +222,8 @@ def _pairs_kernel(
             g = load_log2_gates(g_ptr, stride_gt, stride_gh, t, h, k0, end, GATE, NORMALIZER, K, C, BK)  # [C, BK]
             A, M = _add_pairs_of_halves(A, M, q.to(tl.float32), k.to(tl.float32), g, row, column, LEVELS, PRECISION, SUMS)
             through, after = decays_of_tokens(g, SUMS)  # [C, BK]
+            if UNITS:
+                q, k = q * (1.0 / q_unit)[:, None], k * (1.0 / k_unit)[:, None]
             store_tile(None, kin_ptr, Hv * K, K, b, t, h, k0, end, k * through, K, C, BK)
             store_tile(None, qin_ptr, Hv * K, K, b, t, h, k0, end, q * through, K, C, BK)
             store_tile(None, kout_ptr, Hv * K, K, b, t, h, k0, end, k * after, K, C, BK)
@@ -220,7 +239,8 @@ def _pairs_kernel(
         M *= D
         through, after = decays_of_tokens(g, SUMS)  # [C, 1]
         tl.store(numbers_ptr + 2 * C + row, through)
-        tl.store(numbers_ptr + 3 * C + row, after)
+        tl.store(numbers_ptr + 3 * C + row, through)
+        tl.store(numbers_ptr + 4 * C + row, after)
         tl.store(decay_ptr + place, tl.exp2(tl.sum(g)))
 
     # Rounding G to bfloat16 here would double the error of outputs with correlated keys.
@@ -250,11 +270,23 @@ def _add_pairs_of_halves(A, M, q, k, g, row, column, LEVELS: tl.constexpr, PRECI
 
 
 @triton.jit
+def _units(
+    ptr, stride_t, stride_h, b, t, head, end, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr
+):
+    """Returns the units [C] of C rows of one head from row t on."""
+    largest = tl.zeros([C, BK], tl.float32)
+    for i_k in tl.range(0, TILES, num_stages=1):
+        x = load_tile(None, ptr, stride_t, stride_h, b, t, head, i_k * BK, end, K, C, BK)  # [C, BK]
+        largest = tl.maximum(largest, tl.abs(x.to(tl.float32)))
+    return units_of_rows(largest)
+
+
+@triton.jit
 def _store(matrix_ptr, units_ptr, x, C: tl.constexpr, UNITS: tl.constexpr):
     """Writes a matrix x [C, C], divided by the units of its rows with UNITS, and the units [C]."""
     i_c = tl.arange(0, C)  # [C]
     if UNITS:
         unit = units_of_rows(x)  # [C]
         tl.store(units_ptr + i_c, unit)
-        x /= unit[:, None]
+        x *= (1.0 / unit)[:, None]
     tl.store(matrix_ptr + i_c[:, None] * C + i_c[None, :], x.to(matrix_ptr.dtype.element_ty))
