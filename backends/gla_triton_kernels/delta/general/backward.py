@@ -97,7 +97,6 @@ def launch_states(
         "R": Hv // chunks.kin.shape[2],
         "STAGES": kernel.stages,
         "SHARED": chunks.shared,
-        "HALF": chunks.half,
         "FACTORS": chunks.has_factors,
         "TO_ZERO": x.last_leave_none,
         "PRECISION": kernel.precision,
@@ -150,8 +149,7 @@ def _state_gradients_kernel(
     R: tl.constexpr,
     STAGES: tl.constexpr,
     SHARED: tl.constexpr,  # whether the keys of a head share a gate
-    HALF: tl.constexpr,  # whether kin, qin and kout are float16
-    FACTORS: tl.constexpr,  # whether their rows have factors
+    FACTORS: tl.constexpr,  # whether the rows of kin, qin and kout have factors
     TO_ZERO: tl.constexpr,  # whether the last segment of each sequence has no gradient of its leaving state
     PRECISION: tl.constexpr,
 ):
@@ -217,7 +215,7 @@ def _state_gradients_kernel(
         A_units, G_units = load_units(numbers_ptr, C, PRECISION)  # [C]
         k_factors, q_factors, out_factors = load_factors(numbers_ptr, C, FACTORS)  # [1, C]
         A, G = tl.load(matrices_ptr + i_s), tl.load(matrices_ptr + C * C + i_s)  # [C, C]
-        left, unit = as_operand(dS, HALF, PRECISION)  # [BV, BK]
+        left, unit = as_operand(dS, PRECISION)  # [BV, BK]
         dU = product_of_rows(left, unit, kout, out_factors, PRECISION)  # [BV, C]
         dU += product_with_units(do, A, A_units, PRECISION)
         Y = dU - product_with_units(beta * dU, G, G_units, PRECISION)  # [BV, C]
@@ -234,7 +232,7 @@ def _state_gradients_kernel(
             dS *= tl.load(decay_ptr + i_k, mask=i_k < K, other=0.0)
             decay_ptr -= Hv * K
         qin = load_tile(None, qin_ptr, stride_qt, stride_qh, b, t, h // R, 0, end, K, C, BK)  # [C, BK]
-        if HALF:
+        if PRECISION == "bf16":
             unit = tl.maximum(units_of_rows(do), units_of_rows(Z))[:, None]  # [BV, 1]
             of_q = tl.dot((do * (1.0 / unit)).to(tl.float16), qin)  # [BV, BK]
             dS += tl.dot((Z * (-1.0 / unit)).to(tl.float16), kin, of_q) * unit

@@ -116,12 +116,12 @@ def in_units(x):
 
 
 @triton.jit
-def as_operand(x, HALF: tl.constexpr, PRECISION: tl.constexpr):
-    """Returns x [rows, columns] as an operand of products, and the units of its rows [rows, 1] with HALF, else 1."""
-    if HALF:
+def as_operand(x, PRECISION: tl.constexpr):
+    """Returns x [rows, columns] as an operand of products, and the units of its rows [rows, 1] or 1."""
+    if PRECISION == "bf16":
         return in_units(x.to(tl.float32))
     else:  # noqa: RET505 -- one branch is compiled
-        return x.to(tl.bfloat16 if PRECISION == "bf16" else tl.float32), 1.0
+        return x.to(tl.float32), 1.0
 
 
 @triton.jit
@@ -132,13 +132,11 @@ def product_of_rows(x, unit, y, factors, PRECISION: tl.constexpr):
         x, unit: what `as_operand` returns.
         factors: [1, C]; None without factors.
     """
-    if x.dtype == tl.float16:
-        z = tl.dot(x, tl.trans(y))  # [rows, C]
-    else:
-        z = product(x, tl.trans(y), None, PRECISION)
-    if factors is not None:
-        z *= unit * factors
-    return z
+    if PRECISION == "bf16":
+        return tl.dot(x, tl.trans(y)) * (unit * factors)
+    else:  # noqa: RET505 -- one branch is compiled
+        z = product(x, tl.trans(y), None, PRECISION)  # [rows, C]
+        return z if factors is None else z * factors
 
 
 @triton.jit

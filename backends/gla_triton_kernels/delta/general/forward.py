@@ -103,7 +103,6 @@ def launch_outputs(
         "R": Hv // chunks.kin.shape[2],
         "STAGES": kernel.stages,
         "SHARED": chunks.shared,
-        "HALF": chunks.half,
         "FACTORS": chunks.has_factors,
         "PRECISION": kernel.precision,
     }
@@ -157,8 +156,7 @@ def _chunk_delta_fwd_kernel(
     R: tl.constexpr,
     STAGES: tl.constexpr,
     SHARED: tl.constexpr,  # whether the keys of a head share a gate
-    HALF: tl.constexpr,  # whether kin, qin and kout are float16
-    FACTORS: tl.constexpr,  # whether their rows have factors
+    FACTORS: tl.constexpr,  # whether the rows of kin, qin and kout have factors
     PRECISION: tl.constexpr,
 ):
     """Computes a block of BV values of the outputs of one value head of one segment."""
@@ -223,7 +221,7 @@ def _chunk_delta_fwd_kernel(
         A_units, G_units = load_units(numbers_ptr, C, PRECISION)  # [C]
         k_factors, q_factors, out_factors = load_factors(numbers_ptr, C, FACTORS)  # [1, C]
         G = tl.load(matrices_ptr + C * C + i_s)  # [C, C], transposed
-        left, unit = as_operand(S, HALF, PRECISION)  # [BV, BK]
+        left, unit = as_operand(S, PRECISION)  # [BV, BK]
         U = beta * errors(left, unit, kin, k_factors, v, beta, G, G_units, PRECISION)  # [BV, C]
         if o_ptr is not None:
             qin = load_tile(None, qin_ptr, stride_qt, stride_qh, b, t, h // R, 0, end, K, C, BK)  # [C, BK]
@@ -242,7 +240,7 @@ def _chunk_delta_fwd_kernel(
         kout = kin  # [C, BK]
         if kout_ptr is not None:
             kout = load_tile(None, kout_ptr, stride_kt, stride_kh, b, t, h // R, 0, end, K, C, BK)
-        if HALF:
+        if PRECISION == "bf16":
             left, unit = in_units(U)
             S += tl.dot(left, kout) * unit
         else:

@@ -51,6 +51,7 @@ from gla_triton_kernels.delta.general.common import (
     load_transposed,
     load_units,
     pair_decays,
+    product_of_rows,
     store_transposed,
 )
 from gla_triton_kernels.delta.general.pairs import Chunks
@@ -117,15 +118,17 @@ def launch_gradients(
     values = {
         "q_ptr": x.q,
         "kin_ptr": chunks.kin,
+        "qin_ptr": chunks.qin,
         "v_ptr": x.v,
         "matrices_ptr": chunks.matrices,
         "numbers_ptr": chunks.numbers,
         "dv_ptr": x.dv,
         "dbeta_ptr": x.dbeta,
         **strides_of("i", chunks.kin),
+        **strides_of("j", chunks.qin),
         **strides_of("v", x.v),
         "R_KIN": Hv // chunks.kin.shape[2],
-        "HALF": chunks.half,
+        "FACTORS": chunks.has_factors,
         **_parameters(kernel.values),
     }
     keys = {"q_ptr": x.q, "dq_ptr": dq, "dk_ptr": dk, **_parameters(kernel.keys)}
@@ -155,6 +158,7 @@ def _values_kernel(
     q_ptr,  # [B, T, H, K]
     k_ptr,  # [B, T, H, K]
     kin_ptr,  # [B, T, Hv / R_KIN, K]
+    qin_ptr,  # as kin_ptr, with its own strides
     v_ptr,  # [B, T, Hv, V]
     g_ptr,  # [B, T, Hv, K], [B, T, Hv] or [Hv] by GATE, or None
     beta_ptr,  # [B, T, Hv]
@@ -183,6 +187,9 @@ def _values_kernel(
     stride_ib,  # strides of kin
     stride_it,
     stride_ih,
+    stride_jb,  # strides of qin
+    stride_jt,
+    stride_jh,
     stride_vb,
     stride_vt,
     stride_vh,
@@ -205,7 +212,7 @@ def _values_kernel(
     BV: tl.constexpr,
     R: tl.constexpr,
     R_KIN: tl.constexpr,
-    HALF: tl.constexpr,  # whether kin is float16
+    FACTORS: tl.constexpr,  # whether the rows of kin and qin have factors
     PRECISION: tl.constexpr,
     SUMS: tl.constexpr,
 ):
@@ -222,6 +229,7 @@ def _values_kernel(
     q_ptr += b64 * stride_qb
     k_ptr += b64 * stride_kb
     kin_ptr += b64 * stride_ib
+    qin_ptr += b64 * stride_jb
     v_ptr += b64 * stride_vb
     do_ptr += b64 * stride_ob
     beta_ptr += b64 * stride_nb
@@ -242,19 +250,19 @@ def _values_kernel(
     beta = load_numbers(beta_ptr, stride_nt, stride_nh, t, h, end, C)  # [C]
     kin = load_tile(None, kin_ptr, stride_it, stride_ih, b, t, h // R_KIN, 0, end, K, C, BK)  # [C, BK]
     _A_units, G_units = load_units(numbers_ptr, C, PRECISION)  # [C]
-    k_factors, _q_factors, out_factors = load_factors(numbers_ptr, C, SHARED or HALF)  # [1, C]
+    k_factors, q_factors, out_factors = load_factors(numbers_ptr, C, FACTORS)  # [1, C]
     G = tl.load(matrices_ptr + C * C + column * C + row)  # [C, C], transposed
     dA, dM = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     dbeta = tl.zeros([C], tl.float32)
     if SHARED:
         rows, columns, crossing = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32), 0.0
-        q = load_tile(None, q_ptr, stride_qt, stride_qh, b, t, h // R, 0, end, K, C, BK)  # [C, BK]
+        qin = load_tile(None, qin_ptr, stride_jt, stride_jh, b, t, h // R_KIN, 0, end, K, C, BK)  # [C, BK]
     for v0 in tl.range(0, V, BV, num_stages=1):
         i_v = v0 + tl.arange(0, BV)[:, None]  # [BV, 1]
         m_s = (i_k < K) & (i_v < V)  # [BV, BK]
         S = tl.load(entering_ptr + i_k * V + i_v, mask=m_s, other=0.0)  # [BV, BK], transposed
         v = load_transposed(v_ptr, stride_vt, stride_vh, t, h, i_v, end, V, C)  # [BV, C]
-        left, unit = as_operand(S, HALF, PRECISION)  # [BV, BK]
+        left, unit = as_operand(S, PRECISION)  # [BV, BK]
         E = errors(left, unit, kin, k_factors, v, beta[None, :], G, G_units, PRECISION)  # [BV, C]
         U = beta[None, :] * E  # [BV, C]
         store_transposed(u_ptr, Hv * V, V, t, h, i_v, end, U, V, C)
@@ -268,9 +276,10 @@ def _values_kernel(
         if SHARED:
             dS = tl.load(leaving_ptr + i_k * V + i_v, mask=m_s, other=0.0)  # [BV, BK], transposed
             crossing += tl.sum(S.to(tl.float32) * dS.to(tl.float32))
-            qS = product(S.to(OPERAND), tl.trans(q), None, PRECISION)  # [BV, C]
-            kS = product(S.to(OPERAND), tl.trans(kin), None, PRECISION)  # [BV, C]
-            kdS = product(dS.to(OPERAND), tl.trans(kin), None, PRECISION)  # [BV, C]
+            qS = product_of_rows(left, unit, qin, q_factors, PRECISION)  # [BV, C]
+            kS = product_of_rows(left, unit, kin, k_factors, PRECISION)  # [BV, C]
+            left, unit = as_operand(dS, PRECISION)  # [BV, BK]
+            kdS = product_of_rows(left, unit, kin, out_factors, PRECISION)  # [BV, C]
             do_t = load_transposed(do_ptr, stride_ot, stride_oh, t, h, i_v, end, V, C).to(tl.float32)  # [BV, C]
             rows += tl.sum(scale * do_t * qS - beta[None, :] * y * kS, 0)
             columns += tl.sum(U * kdS, 0)
@@ -284,12 +293,13 @@ def _values_kernel(
         D = pair_decays(g, row, column, LEVELS)  # [C, C]
         dA *= D
         dM *= D
-        QK, KK = product(q, tl.trans(kin), None, PRECISION), product(kin, tl.trans(kin), None, PRECISION)  # [C, C]
+        q = load_tile(None, q_ptr, stride_qt, stride_qh, b, t, h // R, 0, end, K, C, BK)  # [C, BK]
+        k = load_tile(None, k_ptr, stride_kt, stride_kh, b, t, h // R, 0, end, K, C, BK)  # [C, BK]
+        QK, KK = product(q, tl.trans(k), None, PRECISION), product(k, tl.trans(k), None, PRECISION)  # [C, C]
         pairs = tl.where(column < row, dA * QK + dM * KK, 0.0)  # [C, C]
         # Row u of the product sums the pairs of tokens from u on.
         from_u = sums(column >= row, pairs, SUMS)  # [C, C]
         dg = tl.sum(tl.where(column < row, from_u, 0.0), 1)  # [C], pairs across gate u
-        rows, columns = rows * tl.reshape(k_factors, [C]), columns * tl.reshape(out_factors, [C])  # [C]
         dg += tl.sum(tl.where(column >= row, rows[None, :], 0.0) + tl.where(column < row, columns[None, :], 0.0), 1)
         dg += crossing * tl.exp2(tl.sum(g))
         if NORMALIZER is not None:

@@ -21,9 +21,9 @@ and a single token has G = 0. No step divides by beta, so beta may be 0.
 
     kin_t = k_t D_t0        qin_t = q_t D_t0        kout_s = k_s D_Cs        decay = D_C0
 
-If the keys of a head share a gate, D_ts is one number: q k^T and k k^T are multiplied by it, and other kernels read k and
-q, and multiply products by D_t0 and D_Cs. Otherwise kin, qin and kout are written, for bfloat16 inputs in float16, each
-row divided by the unit of the row of k or q.
+If the keys of a head share a gate, D_ts is one number: q k^T and k k^T are multiplied by it, kin and kout are k and qin
+is q, and their decays are factors of their rows. With bfloat16 inputs, kin, qin and kout are float16, each row divided
+by the unit of the row of k or q, and these units are factors as well.
 
 B batch   T tokens   I chunks   H heads of q and k   Hv heads of values, gates and beta   R = Hv / H value heads of a key head
 K key width   C tokens of a chunk   LEVELS = log2 C   BK keys of a tile   TILES tiles of a head
@@ -62,7 +62,7 @@ from gla_triton_runtime.launch import Launch, strides_of
 
 
 class Chunks(NamedTuple):
-    """What other kernels read of chunks. With a gate for each key, kin, qin and kout are new memory, else k, q and k.
+    """What other kernels read of chunks. kout is kin unless each key has a gate.
 
     Attributes:
         segments: the chunks, as segments of `CHUNK` tokens.
@@ -71,8 +71,7 @@ class Chunks(NamedTuple):
             [I, Hv, 5, C]. Units are undefined if `matrices` is float32, and factors if there are none.
         kin, qin, kout: [B, T, Hv, K] or [B, T, H, K].
         decay: [I, Hv, K], or [I, Hv, 1] if the keys of a head share a gate; None without gates.
-        shared: whether the keys of a head share a gate. The factors are then decays.
-        half: whether kin, qin and kout are float16. The factors are then units.
+        shared: whether the keys of a head share a gate.
     """
 
     segments: Segments
@@ -83,12 +82,11 @@ class Chunks(NamedTuple):
     kout: Tensor
     decay: Tensor | None
     shared: bool
-    half: bool
 
     @property
     def has_factors(self) -> bool:
         """Returns whether the rows of kin, qin and kout have factors."""
-        return self.shared or self.half
+        return self.shared or self.kin.dtype == torch.float16
 
 
 def launch_chunks(
@@ -107,11 +105,13 @@ def launch_chunks(
     new = functools.partial(x.v.new_empty, dtype=torch.float32)
     matrices = new(*places, 2, CHUNK, CHUNK, dtype=torch.float16 if in_units else torch.float32)
     kin, qin, kout = x.k, x.q, x.k
-    if by_key:
-        kin, qin, kout = (new(B, T, Hv, K, dtype=torch.float16 if in_units else torch.float32) for _ in range(3))
+    if by_key or in_units:
+        heads, dtype = Hv if by_key else H, torch.float16 if in_units else torch.float32
+        kin, qin = (new(B, T, heads, K, dtype=dtype) for _ in range(2))
+        kout = torch.empty_like(kin) if by_key else kin
     decay = None if x.g is None else new(*places, K if by_key else 1)
     shared = x.g is not None and not by_key
-    chunks = Chunks(segments, matrices, new(*places, 5, CHUNK), kin, qin, kout, decay, shared, by_key and in_units)
+    chunks = Chunks(segments, matrices, new(*places, 5, CHUNK), kin, qin, kout, decay, shared)
     arguments = {
         "q_ptr": x.q,
         "k_ptr": x.k,
@@ -120,8 +120,8 @@ def launch_chunks(
         "order_ptr": segments.order,
         "matrices_ptr": matrices,
         "numbers_ptr": chunks.numbers,
-        "kin_ptr": kin if by_key else None,
-        "qin_ptr": qin if by_key else None,
+        "kin_ptr": None if kin is x.k else kin,
+        "qin_ptr": None if kin is x.k else qin,
         "kout_ptr": kout if by_key else None,
         "decay_ptr": decay,
         "T": T,
@@ -154,9 +154,9 @@ def _pairs_kernel(
     order_ptr,  # [I, 5], or None for a batch
     matrices_ptr,  # [I, Hv, 2, C, C]
     numbers_ptr,  # [I, Hv, 5, C]
-    kin_ptr,  # [B, T, Hv, K], contiguous, or None, as the next two
-    qin_ptr,
-    kout_ptr,
+    kin_ptr,  # [B, T, Hv, K] if each key has a gate, else [B, T, H, K], contiguous; None if it is k
+    qin_ptr,  # as kin_ptr
+    kout_ptr,  # [B, T, Hv, K], contiguous; None if it is kin
     decay_ptr,  # [I, Hv, K], or [I, Hv, 1] if the keys of a head share a gate, or None
     T,
     chunks,  # chunks of a sequence of a batch
@@ -203,45 +203,56 @@ def _pairs_kernel(
     BY_KEY: tl.constexpr = GATE == "key"
     place = tl.cast(i, tl.int64) * Hv + h
     numbers_ptr += place * (5 * C)
+    HEADS = Hv if BY_KEY else Hv // R  # of kin and qin
+    head = h if BY_KEY else h // R
+    if kin_ptr is not None:
+        kin_ptr += b64 * T * HEADS * K
+        qin_ptr += b64 * T * HEADS * K
     if BY_KEY:
-        kin_ptr += b64 * T * Hv * K
-        qin_ptr += b64 * T * Hv * K
         kout_ptr += b64 * T * Hv * K
-        if UNITS:
-            k_unit = _units(k_ptr, stride_kt, stride_kh, b, t, h // R, end, K, C, BK, TILES)  # [C]
-            q_unit = _units(q_ptr, stride_qt, stride_qh, b, t, h // R, end, K, C, BK, TILES)  # [C]
-            tl.store(numbers_ptr + 2 * C + tl.arange(0, C), k_unit)
-            tl.store(numbers_ptr + 3 * C + tl.arange(0, C), q_unit)
-            tl.store(numbers_ptr + 4 * C + tl.arange(0, C), k_unit)
+    k_unit, q_unit = tl.full([C], 1.0, tl.float32), tl.full([C], 1.0, tl.float32)
+    if UNITS:
+        k_unit = _units(k_ptr, stride_kt, stride_kh, b, t, h // R, end, K, C, BK, TILES)  # [C]
+        q_unit = _units(q_ptr, stride_qt, stride_qh, b, t, h // R, end, K, C, BK, TILES)  # [C]
     A, M = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     for i_k in tl.range(0, TILES, num_stages=1):
         k0 = i_k * BK
         q = load_tile(None, q_ptr, stride_qt, stride_qh, b, t, h // R, k0, end, K, C, BK)  # [C, BK]
         k = load_tile(None, k_ptr, stride_kt, stride_kh, b, t, h // R, k0, end, K, C, BK)  # [C, BK]
+        if UNITS:
+            q = (q * (1.0 / q_unit)[:, None]).to(tl.float16)
+            k = (k * (1.0 / k_unit)[:, None]).to(tl.float16)
+        kin, qin = k, q  # [C, BK]
         if BY_KEY:
             g = load_log2_gates(g_ptr, stride_gt, stride_gh, t, h, k0, end, GATE, NORMALIZER, K, C, BK)  # [C, BK]
-            A, M = _add_pairs_of_halves(A, M, q.to(tl.float32), k.to(tl.float32), g, row, column, LEVELS, PRECISION, SUMS)
+            A, M = _add_pairs_of_halves(A, M, q, k, g, row, column, LEVELS, PRECISION, SUMS)
             through, after = decays_of_tokens(g, SUMS)  # [C, BK]
-            if UNITS:
-                q, k = q * (1.0 / q_unit)[:, None], k * (1.0 / k_unit)[:, None]
-            store_tile(None, kin_ptr, Hv * K, K, b, t, h, k0, end, k * through, K, C, BK)
-            store_tile(None, qin_ptr, Hv * K, K, b, t, h, k0, end, q * through, K, C, BK)
             store_tile(None, kout_ptr, Hv * K, K, b, t, h, k0, end, k * after, K, C, BK)
+            kin, qin = k * through, q * through
             i_d = k0 + tl.arange(0, BK)  # [BK]
             tl.store(decay_ptr + place * K + i_d, tl.exp2(tl.sum(g, 0)), mask=i_d < K)
         else:
-            A = product(q, tl.trans(k), A, PRECISION)
-            M = product(k, tl.trans(k), M, PRECISION)
+            A, M = _dot(q, k, A, PRECISION), _dot(k, k, M, PRECISION)
+        if kin_ptr is not None:
+            stop = tl.where(BY_KEY or h % R == 0, end, t)  # the first value head of a group writes those of its key head
+            store_tile(None, kin_ptr, HEADS * K, K, b, t, head, k0, stop, kin, K, C, BK)
+            store_tile(None, qin_ptr, HEADS * K, K, b, t, head, k0, stop, qin, K, C, BK)
+    A *= q_unit[:, None] * k_unit[None, :]
+    M *= k_unit[:, None] * k_unit[None, :]
+    k_factor, q_factor, out_factor = k_unit[:, None], q_unit[:, None], k_unit[:, None]  # [C, 1]
     if GATE == "head" or GATE == "constant":
         g = load_log2_gates(g_ptr, stride_gt, stride_gh, t, h, 0, end, GATE, NORMALIZER, K, C, BK)  # [C, 1]
         D = pair_decays(g, row, column, LEVELS)  # [C, C]
         A *= D
         M *= D
         through, after = decays_of_tokens(g, SUMS)  # [C, 1]
-        tl.store(numbers_ptr + 2 * C + row, through)
-        tl.store(numbers_ptr + 3 * C + row, through)
-        tl.store(numbers_ptr + 4 * C + row, after)
+        k_factor *= through
+        q_factor *= through
+        out_factor *= after
         tl.store(decay_ptr + place, tl.exp2(tl.sum(g)))
+    tl.store(numbers_ptr + 2 * C + row, k_factor)
+    tl.store(numbers_ptr + 3 * C + row, q_factor)
+    tl.store(numbers_ptr + 4 * C + row, out_factor)
 
     # Rounding G to bfloat16 here would double the error of outputs with correlated keys.
     SOLVE: tl.constexpr = "bf16x3" if PRECISION == "bf16" else PRECISION  # pyright: ignore
@@ -259,14 +270,26 @@ def _pairs_kernel(
 @triton.jit
 def _add_pairs_of_halves(A, M, q, k, g, row, column, LEVELS: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr):
     """Adds the terms of BK keys to A and M [C, C], from q, k and g [C, BK]."""
+    OPERAND: tl.constexpr = q.dtype  # pyright: ignore
     apart = row ^ column  # [C, C]
+    q, k = q.to(tl.float32), k.to(tl.float32)
     A += tl.where(apart == 0, tl.sum(q * k, 1)[:, None], 0.0)
     for level in tl.range(0, LEVELS, num_stages=1):
         qg, kg, decay, pair, _decayed = operands_of_halves(q, k, g, row, column, apart, level, SUMS)
         pair &= column < row
-        A += tl.where(pair, product(qg, tl.trans(kg), None, PRECISION), 0.0)
-        M += tl.where(pair, product(k * decay, tl.trans(kg), None, PRECISION), 0.0)
+        kg = kg.to(OPERAND)
+        A += tl.where(pair, _dot(qg.to(OPERAND), kg, None, PRECISION), 0.0)
+        M += tl.where(pair, _dot((k * decay).to(OPERAND), kg, None, PRECISION), 0.0)
     return A, M
+
+
+@triton.jit
+def _dot(x, y, acc, PRECISION: tl.constexpr):
+    """Returns the product of x and the transpose of y, plus acc unless it is None; rows in units are float16."""
+    if PRECISION == "bf16":
+        return tl.dot(x, tl.trans(y), acc)
+    else:  # noqa: RET505 -- one branch is compiled
+        return product(x, tl.trans(y), acc, PRECISION)
 
 
 @triton.jit
