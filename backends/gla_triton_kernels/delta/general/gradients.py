@@ -217,7 +217,6 @@ def _values_kernel(
     SUMS: tl.constexpr,
 ):
     """Computes U, dv, dbeta, dA and dM of a chunk of one value head, and dg if the keys of a head share a gate."""
-    OPERAND: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float32  # pyright: ignore
     SHARED: tl.constexpr = GATE == "head" or GATE == "constant"
     place, h = tl.program_id(0) // Hv, tl.program_id(0) % Hv
     b, t, end, _opening, _last, i = chunk_at(order_ptr, place, T, chunks, C)
@@ -271,8 +270,9 @@ def _values_kernel(
         z = beta[:, None] * load_tile(None, y_ptr, Hv * V, V, b, t, h, v0, end, V, C, BV).to(tl.float32)  # [C, BV]
         store_tile(None, dv_ptr, Hv * V, V, b, t, h, v0, end, z, V, C, BV)
         do = load_tile(None, do_ptr, stride_ot, stride_oh, b, t, h, v0, end, V, C, BV)  # [C, BV]
-        dA = product(do, U.to(OPERAND), dA, PRECISION)
-        dM = product(z.to(OPERAND), U.to(OPERAND), dM, PRECISION)
+        right, right_unit = as_operand(U, PRECISION)  # [BV, C]
+        dA += _product_over_values(do, right, right_unit, PRECISION)
+        dM += _product_over_values(z, right, right_unit, PRECISION)
         if SHARED:
             dS = tl.load(leaving_ptr + i_k * V + i_v, mask=m_s, other=0.0)  # [BV, BK], transposed
             crossing += tl.sum(S.to(tl.float32) * dS.to(tl.float32))
@@ -311,6 +311,16 @@ def _values_kernel(
             store_tile(None, dg_ptr + b64 * T * Hv, Hv, 1, b, t, h, 0, end, dg[:, None], 1, C, 1)
     tl.store(dA_ptr + row * C + column, dA.to(dA_ptr.dtype.element_ty))
     tl.store(dA_ptr + C * C + row * C + column, dM.to(dA_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _product_over_values(x, y, y_unit, PRECISION: tl.constexpr):
+    """Returns the product [C, C] of x [C, BV] and y [BV, C]; y and y_unit are what `as_operand` returns."""
+    if PRECISION == "bf16":
+        x, unit = as_operand(x.to(tl.float32) * tl.trans(y_unit), PRECISION)
+        return tl.dot(x, y) * unit
+    else:  # noqa: RET505 -- one branch is compiled
+        return product(x, y, None, PRECISION)
 
 
 @triton.jit(do_not_specialize=["scale", "T", "chunks", "Hv"])
