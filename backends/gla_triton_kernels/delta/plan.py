@@ -5,7 +5,7 @@ K, V key and value width   BK, BV keys and values of a block
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -28,7 +28,9 @@ class ChunkParameters:
         BK: keys of a tile.
         BV: values of a tile, for gradients.
         warps: number of warps of a program.
-        precision: precision of products: "bf16", or float32 split into bfloat16 parts, "bf16x3" or "bf16x6".
+        precision: precision of products: "units" for float16 in units (general/common.py), "bf16", or float32 split into
+            bfloat16 parts, "bf16x3" or "bf16x6".
+        solve: precision of products of matrices that are not in units.
         sums: precision of sums of gates, a name of `sums` in gla/general/backward.py.
     """
 
@@ -36,6 +38,7 @@ class ChunkParameters:
     BV: int
     warps: int
     precision: str
+    solve: str
     sums: str
 
 
@@ -80,29 +83,32 @@ def plan_pass(call: OpCall, gpu: Gpu) -> PassParameters:
 
 
 def precision_of(call: OpCall, gpu: Gpu) -> str:
-    """Returns the precision of the products of a call."""
+    """Returns the precision of products with states."""
+    return "units" if call.dtype in (torch.bfloat16, torch.float16) else _float32_precision(call, gpu)
+
+
+def _float32_precision(call: OpCall, gpu: Gpu) -> str:
+    """Returns the precision of products of float32."""
     if gpu.architecture is Architecture.INTERPRETED:
         return "ieee"  # the interpreter does not split operands
-    if call.dtype == torch.bfloat16:
-        return "bf16"
     return "bf16x6" if call.dtype == torch.float32 and call.float32_matmul_precision == "highest" else "bf16x3"
 
 
-def sums_of(precision: str) -> str:
-    """Returns the precision of sums of gates in a call with products of this precision."""
-    return {"ieee": "ieee", "bf16x6": "three parts"}.get(precision, "two parts")
+def _chunk_parameters(call: OpCall, gpu: Gpu, BK: int, BV: int, warps: int) -> ChunkParameters:
+    precise = _float32_precision(call, gpu)
+    sums = {"ieee": "ieee", "bf16x6": "three parts"}.get(precise, "two parts")
+    BK, BV = min(BK, power_of_two(call.dims["K"], 16)), min(BV, power_of_two(call.dims["V"], 16))
+    return ChunkParameters(BK, BV, warps, precision_of(call, gpu), precise, sums)
 
 
 def plan_chunks(call: OpCall, gpu: Gpu) -> ChunkParameters:
     """Returns the launch parameters of pairs.py."""
-    precision = precision_of(call, gpu)
-    if gpu.facts.has_wgmma and precision == "bf16":
-        widest, warps = 64, 8
-    else:
-        widest, warps = 32, 4
+    units = precision_of(call, gpu) == "units"
     if call.gate_form in ("head", "constant") or call.gate_dtype is None:
-        widest, warps = 128 if precision == "bf16" else 32, 8
-    return ChunkParameters(min(widest, power_of_two(call.dims["K"], 16)), 0, warps, precision, sums_of(precision))
+        return _chunk_parameters(call, gpu, 128 if units else 32, 16, 8)
+    if gpu.facts.has_wgmma and units:
+        return _chunk_parameters(call, gpu, 64, 16, 8)
+    return _chunk_parameters(call, gpu, 32, 16, 4)
 
 
 def plan_states(call: OpCall, gpu: Gpu) -> StateParameters:
@@ -116,8 +122,8 @@ def plan_states(call: OpCall, gpu: Gpu) -> StateParameters:
     if gpu.architecture is Architecture.INTERPRETED:
         return StateParameters(BK, min(64, power_of_two(V, 16)), 4, 1, precision)
     BV, warps, stages = 64, 8, 2
-    if precision != "bf16" or BK > 128:
-        BV, warps, stages = 32, 4, 1
+    if precision != "units" or BK > 128:
+        BV, warps, stages = 32, 8, 1
     elif gpu.facts.has_wgmma:
         BV, warps = (128, 8) if N * Hv * ceil_div(V, 128) >= 3 * gpu.multiprocessors // 4 else (64, 4)
     if gpu.facts.shared_memory < LITTLE_SHARED_MEMORY:
@@ -127,7 +133,9 @@ def plan_states(call: OpCall, gpu: Gpu) -> StateParameters:
 
 def plan_gradients(call: OpCall, gpu: Gpu) -> GradientParameters:
     """Returns the launch parameters of gradients.py."""
-    precision = precision_of(call, gpu)
-    sums, BK, BV = sums_of(precision), power_of_two(call.dims["K"], 16), power_of_two(call.dims["V"], 16)
-    values = ChunkParameters(BK, min(BV, 64 if precision == "bf16" else 32), 8, precision, sums)
-    return GradientParameters(values, ChunkParameters(min(BK, 32), min(BV, 64), 4, precision, sums))
+    by_key = call.gate_form in (None, "key") and call.gate_dtype is not None
+    units = precision_of(call, gpu) == "units"
+    values = _chunk_parameters(call, gpu, MOST_KEYS, 64 if units and by_key else 32, 8)
+    keys = _chunk_parameters(call, gpu, 32 if by_key else 64, 64, 4)
+    precision = "bf16" if call.dtype == torch.bfloat16 else keys.solve
+    return GradientParameters(values, replace(keys, precision=precision))

@@ -232,7 +232,7 @@ def _state_gradients_kernel(
             dS *= tl.load(decay_ptr + i_k, mask=i_k < K, other=0.0)
             decay_ptr -= Hv * K
         qin = load_tile(None, qin_ptr, stride_qt, stride_qh, b, t, h // R, 0, end, K, C, BK)  # [C, BK]
-        if PRECISION == "bf16":
+        if PRECISION == "units":
             unit = tl.maximum(units_of_rows(do), units_of_rows(Z))[:, None]  # [BV, 1]
             of_q = tl.dot((do * (1.0 / unit)).to(tl.float16), qin)  # [BV, BK]
             dS += tl.dot((Z * (-1.0 / unit)).to(tl.float16), kin, of_q) * unit

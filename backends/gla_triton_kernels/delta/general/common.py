@@ -47,7 +47,7 @@ def load_numbers(ptr, stride_t, stride_h, t, head, end, C: tl.constexpr):
 @triton.jit
 def load_units(numbers_ptr, C: tl.constexpr, PRECISION: tl.constexpr):
     """Loads the units of the rows of A and of G of a chunk [C]; None unless matrices are in units."""
-    if PRECISION == "bf16":
+    if PRECISION == "units":
         i_c = tl.arange(0, C)  # [C]
         return tl.load(numbers_ptr + i_c), tl.load(numbers_ptr + C + i_c)
     else:  # noqa: RET505 -- one branch is compiled
@@ -118,7 +118,7 @@ def in_units(x):
 @triton.jit
 def as_operand(x, PRECISION: tl.constexpr):
     """Returns x [rows, columns] as an operand of products, and the units of its rows [rows, 1] or 1."""
-    if PRECISION == "bf16":
+    if PRECISION == "units":
         return in_units(x.to(tl.float32))
     else:  # noqa: RET505 -- one branch is compiled
         return x.to(tl.float32), 1.0
@@ -132,7 +132,7 @@ def product_of_rows(x, unit, y, factors, PRECISION: tl.constexpr):
         x, unit: what `as_operand` returns.
         factors: [1, C]; None without factors.
     """
-    if PRECISION == "bf16":
+    if PRECISION == "units":
         return tl.dot(x, tl.trans(y)) * (unit * factors)
     else:  # noqa: RET505 -- one branch is compiled
         z = product(x, tl.trans(y), None, PRECISION)  # [rows, C]

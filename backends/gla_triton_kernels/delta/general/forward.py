@@ -240,7 +240,7 @@ def _chunk_delta_fwd_kernel(
         kout = kin  # [C, BK]
         if kout_ptr is not None:
             kout = load_tile(None, kout_ptr, stride_kt, stride_kh, b, t, h // R, 0, end, K, C, BK)
-        if PRECISION == "bf16":
+        if PRECISION == "units":
             left, unit = in_units(U)
             S += tl.dot(left, kout) * unit
         else:

@@ -130,6 +130,7 @@ def launch_gradients(
         "R_KIN": Hv // chunks.kin.shape[2],
         "FACTORS": chunks.has_factors,
         **_parameters(kernel.values),
+        "SOLVE": kernel.values.solve,
     }
     keys = {"q_ptr": x.q, "dq_ptr": dq, "dk_ptr": dk, **_parameters(kernel.keys)}
     blocks = ceil_div(K, kernel.keys.BK)
@@ -214,6 +215,7 @@ def _values_kernel(
     R_KIN: tl.constexpr,
     FACTORS: tl.constexpr,  # whether the rows of kin and qin have factors
     PRECISION: tl.constexpr,
+    SOLVE: tl.constexpr,
     SUMS: tl.constexpr,
 ):
     """Computes U, dv, dbeta, dA and dM of a chunk of one value head, and dg if the keys of a head share a gate."""
@@ -295,7 +297,7 @@ def _values_kernel(
         dM *= D
         q = load_tile(None, q_ptr, stride_qt, stride_qh, b, t, h // R, 0, end, K, C, BK)  # [C, BK]
         k = load_tile(None, k_ptr, stride_kt, stride_kh, b, t, h // R, 0, end, K, C, BK)  # [C, BK]
-        QK, KK = product(q, tl.trans(k), None, PRECISION), product(k, tl.trans(k), None, PRECISION)  # [C, C]
+        QK, KK = product(q, tl.trans(k), None, SOLVE), product(k, tl.trans(k), None, SOLVE)  # [C, C]
         pairs = tl.where(column < row, dA * QK + dM * KK, 0.0)  # [C, C]
         # Row u of the product sums the pairs of tokens from u on.
         from_u = sums(column >= row, pairs, SUMS)  # [C, C]
@@ -316,7 +318,7 @@ def _values_kernel(
 @triton.jit
 def _product_over_values(x, y, y_unit, PRECISION: tl.constexpr):
     """Returns the product [C, C] of x [C, BV] and y [BV, C]; y and y_unit are what `as_operand` returns."""
-    if PRECISION == "bf16":
+    if PRECISION == "units":
         x, unit = as_operand(x.to(tl.float32) * tl.trans(y_unit), PRECISION)
         return tl.dot(x, y) * unit
     else:  # noqa: RET505 -- one branch is compiled

@@ -99,7 +99,7 @@ def launch_chunks(
     """
     (B, T, H, K), Hv = x.k.shape, x.v.shape[2]
     segments = cut(B, T, CHUNK, CHUNK, cu_seqlens, longest_first=False)
-    in_units, gates = kernel.precision == "bf16", gate_arguments(x.g, normalizer)
+    in_units, gates = kernel.precision == "units", gate_arguments(x.g, normalizer)
     by_key = gates["GATE"] == "key"
     places = (segments.count, Hv)
     new = functools.partial(x.v.new_empty, dtype=torch.float32)
@@ -139,6 +139,7 @@ def launch_chunks(
         "R": Hv // H,
         "UNITS": in_units,
         "PRECISION": kernel.precision,
+        "SOLVE": kernel.solve,
         "SUMS": kernel.sums,
     }
     launch = Launch(_pairs_kernel, (segments.count * Hv, 1, 1), arguments, {"num_warps": kernel.warps})
@@ -183,6 +184,7 @@ def _pairs_kernel(
     R: tl.constexpr,
     UNITS: tl.constexpr,  # whether matrices are in units
     PRECISION: tl.constexpr,
+    SOLVE: tl.constexpr,
     SUMS: tl.constexpr,
 ):
     """Computes A and G of a chunk of one value head."""
@@ -255,7 +257,6 @@ def _pairs_kernel(
     tl.store(numbers_ptr + 4 * C + row, out_factor)
 
     # Rounding G to bfloat16 here would double the error of outputs with correlated keys.
-    SOLVE: tl.constexpr = "bf16x3" if PRECISION == "bf16" else PRECISION  # pyright: ignore
     G = tl.where((apart == 1) & (column < row), M, 0.0)
     for level in tl.range(1, LEVELS, num_stages=1):
         pair = (apart >> level == 1) & (column < row)  # [C, C], those of blocks of 2^(level + 1) tokens
@@ -286,7 +287,7 @@ def _add_pairs_of_halves(A, M, q, k, g, row, column, LEVELS: tl.constexpr, PRECI
 @triton.jit
 def _dot(x, y, acc, PRECISION: tl.constexpr):
     """Returns the product of x and the transpose of y, plus acc unless it is None; rows in units are float16."""
-    if PRECISION == "bf16":
+    if PRECISION == "units":
         return tl.dot(x, tl.trans(y), acc)
     else:  # noqa: RET505 -- one branch is compiled
         return product(x, tl.trans(y), acc, PRECISION)
