@@ -102,10 +102,10 @@ def decays_of_tokens(g, SUMS: tl.constexpr):
 
 @triton.jit
 def units_of_rows(x):
-    """Returns the units [rows] of the rows of x [rows, columns]."""
-    largest = tl.max(tl.abs(x), 1)  # [rows]
+    """Returns the units [rows] of the rows of x [rows, columns]. That of zeros is small, so that it never is the larger."""
+    largest = tl.maximum(tl.max(tl.abs(x), 1), 2.0**-100)  # [rows]
     bits = largest.to(tl.int32, bitcast=True) & 0x7F800000  # of the exponent alone: a power of two
-    return tl.where(bits == 0, 1.0, bits.to(tl.float32, bitcast=True) * 2.0**-14)
+    return bits.to(tl.float32, bitcast=True) * 2.0**-14
 
 
 @triton.jit
