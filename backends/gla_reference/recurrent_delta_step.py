@@ -9,6 +9,7 @@ chunk_delta.py names the sources.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from gla_core.dispatch.tensors import decayed, log_gates, wide
@@ -29,13 +30,13 @@ def recurrent_delta_step(
 ) -> tuple[Tensor, Tensor]:
     """Computes the op; see gla_core/ops/delta/recurrent_delta_step.py."""
     dtype, Hv = wide(q.dtype), v.shape[1]
-    q, k = (x.to(dtype).repeat_interleave(Hv // x.shape[1], dim=1)[..., None] for x in (q, k))  # [B, Hv, K, 1]
+    q, k = (x.to(dtype).repeat_interleave(Hv // x.shape[1], dim=1)[:, :, None] for x in (q, k))  # [B, Hv, 1, K]
+    values, beta = v.to(dtype)[:, :, None], beta.to(dtype)[:, :, None, None]  # [B, Hv, 1, V], [B, Hv, 1, 1]
     g = None if g is None else log_gates(g, gate_normalizer, dtype)
 
     def step(S: Tensor) -> tuple[Tensor, Tensor]:
         S = decayed(S, g, dtype)  # [B, Hv, K, V]
-        u = beta.to(dtype)[..., None] * (v.to(dtype) - (k * S).sum(-2))  # [B, Hv, V]
-        S = S + k * u[..., None, :]
-        return (scale * (q * S).sum(-2)).to(v.dtype), S
+        S = torch.addcmul(S, k.mT, beta * (values - k @ S))
+        return (scale * (q @ S)).squeeze(2).to(v.dtype, copy=True), S
 
     return advance(step, v, Hv, state, state_indices, inplace)

@@ -1,4 +1,4 @@
-"""What ops over sequences share: checks of their values, `OpSpec.reads`, and the rows that belong to sequences."""
+"""Checks the values of calls over sequences, `OpSpec.reads`, and clears rows that belong to no sequence."""
 
 from __future__ import annotations
 

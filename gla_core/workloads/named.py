@@ -68,11 +68,16 @@ def _cut(tokens: int, sequences: int) -> tuple[int, ...]:
     return tuple(end - start for start, end in itertools.pairwise(cuts))
 
 
-def _of_delta(op: str, workloads: tuple[Workload, ...]) -> tuple[Workload, ...]:
-    """Returns the small workloads of an op of GLA for the like op of the delta rule, which has no grouped queries."""
-    small = (w for w in workloads if w.tags & {"ci", "odd", "packed", "extreme", "narrow"} and "quer" not in w.name)
+def _for_delta(op: str, workloads: tuple[Workload, ...]) -> tuple[Workload, ...]:
+    """Returns the small workloads of an op of GLA for a delta rule, with groups of values where those have queries."""
+    small = (w for w in workloads if w.tags & {"ci", "odd", "packed", "extreme", "narrow"})
     return tuple(
-        dataclasses.replace(w, op=op, sizes={"R" if name == "G" else name: size for name, size in w.sizes.items()})
+        Workload(
+            w.name.replace("queries", "values"),
+            op,
+            w.tags,
+            {"R" if name == "G" else name: size for name, size in w.sizes.items()},
+        )
         for w in small
     )
 
@@ -342,9 +347,8 @@ RECURRENT_GLA_REPLAY = _workloads(
         for B in (1, 16, 64)
     ),
 )
-# The delta rule has the small workloads of GLA, with groups of value heads in place of those of queries.
 CHUNK_DELTA = (
-    *_of_delta("chunk_delta", CHUNK_GLA),
+    *_for_delta("chunk_delta", CHUNK_GLA),
     *_workloads(
         "chunk_delta",
         _row("model_512", "train", "B1 T512 H4 K128 V128", **IN_BFLOAT16),
@@ -356,10 +360,16 @@ CHUNK_DELTA = (
         _row("packed_16_t8192_h32", "prefill", "H32 K128 V128", lengths=_cut(8192, 16), **IN_BFLOAT16),
     ),
 )
-CHUNK_DELTA_SUMMARY = _of_delta("chunk_delta_summary", CHUNK_GLA_SUMMARY)
-CHUNK_DELTA_GRADIENT_SUMMARY = _of_delta("chunk_delta_gradient_summary", CHUNK_GLA_SUMMARY)
+_FOR_SUMMARIES = tuple(
+    w for w in CHUNK_GLA_SUMMARY
+    if w.name in ("short", "no_token", "last_chunk_partial", "odd_widths", "width_one", "ungated", "minus_infinity",
+                  "packed", "padded", "per_head", "per_head_padded", "constant_packed", "grouped_values",
+                  "many_sequences")
+)
+CHUNK_DELTA_SUMMARY = _for_delta("chunk_delta_summary", _FOR_SUMMARIES)
+CHUNK_DELTA_GRADIENT_SUMMARY = _for_delta("chunk_delta_gradient_summary", _FOR_SUMMARIES)
 CHUNK_DELTA_POOL = (
-    *_of_delta("chunk_delta_pool", CHUNK_GLA_POOL),
+    *_for_delta("chunk_delta_pool", CHUNK_GLA_POOL),
     *_workloads(
         "chunk_delta_pool",
         *(
@@ -370,7 +380,7 @@ CHUNK_DELTA_POOL = (
     ),
 )
 RECURRENT_DELTA_STEP = (
-    *_of_delta("recurrent_delta_step", RECURRENT_GLA_STEP),
+    *_for_delta("recurrent_delta_step", RECURRENT_GLA_STEP),
     *_workloads(
         "recurrent_delta_step",
         *(_row(f"decode_b{B}", "decode", "H16 K128 V128", B=B, **IN_BFLOAT16) for B in (1, 64, 1024)),
@@ -378,7 +388,7 @@ RECURRENT_DELTA_STEP = (
     ),
 )
 RECURRENT_DELTA_STEPS = (
-    *_of_delta("recurrent_delta_steps", RECURRENT_GLA_STEPS),
+    *_for_delta("recurrent_delta_steps", RECURRENT_GLA_STEPS),
     *_workloads(
         "recurrent_delta_steps",
         _row("verify_b64_h16", "decode", "B64 T8 H16 K128 V128", pool=512, num_accepted=(8,) * 64,
@@ -386,7 +396,7 @@ RECURRENT_DELTA_STEPS = (
     ),
 )
 RECURRENT_DELTA_REPLAY = (
-    *_of_delta("recurrent_delta_replay", RECURRENT_GLA_REPLAY),
+    *_for_delta("recurrent_delta_replay", RECURRENT_GLA_REPLAY),
     *_workloads(
         "recurrent_delta_replay",
         _row("verify_b64_h16", "decode", "B64 T8 H16 K128 V128 L16", pool=64, slots=tuple(range(64)),

@@ -271,7 +271,7 @@ def _part(part: OpSpec, call: OpCall) -> Parts:
     K, V = call.dims["K"], call.dims["V"]
     dims, dtype = {**call.dims, "V": K + V}, wide(call.dtype)
     layouts = {name: layout for name, layout in call.layouts.items() if name in part.contract}
-    given = {"initial_state"} | ({"output_final_state"} if part is FORWARD else {"dstate"})
+    more = {"initial_state", "output_final_state" if part is FORWARD else "dstate"}
     scalars = {**part.scalars, "gate_normalizer": call.scalars.get("gate_normalizer")}
     if part is FORWARD:
         scalars["output_final_state"] = True
@@ -281,7 +281,7 @@ def _part(part: OpSpec, call: OpCall) -> Parts:
         dims={name: dims[name] for name in part.sizes},
         state_dtype=dtype,
         scalars=scalars,
-        given=call.given.intersection(part.contract) | given,
+        given=call.given.intersection(part.contract) | more,
     )
     if layouts:
         made = {a.name: a for a in part.arguments if a.name in ("q", "v", "do", "initial_state", "dstate")}
@@ -342,7 +342,13 @@ def _backward(ctx: Any, dtransition: Tensor, dstate: Tensor) -> tuple:
     silent = (torch.zeros_like(k), k, values, g, beta, 1.0, unit, cu_seqlens, None, None, torch.zeros_like(values))
     dstates = torch.cat([dtransition, dstate], -1)
     _, dk, dv, dg, dbeta, _ = torch_bwd(*silent, dstates, ctx.gate_normalizer, None, ctx.backend)
-    return dk, dv[..., k.shape[3] :].clone(memory_format=torch.contiguous_format), None if g is None else dg, dbeta, *(None,) * 4
+    return (
+        dk,
+        dv[..., k.shape[3] :].clone(memory_format=torch.contiguous_format),
+        None if g is None else dg,
+        dbeta,
+        *(None,) * 4,
+    )
 
 
 _torch_summary = torch_op_of(SUMMARY, _setup_context, _backward)
