@@ -9,7 +9,7 @@ B batch   T tokens   N sequences   H heads of q and k   Hv value heads   K, V ke
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor

@@ -28,8 +28,8 @@ class ChunkParameters:
         BK: keys of a tile.
         BV: values of a tile, for gradients.
         warps: number of warps of a program.
-        precision: precision of products: "units" for float16 in units (general/common.py), "bf16", or float32 split into
-            bfloat16 parts, "bf16x3" or "bf16x6".
+        precision: precision of products: "units" for float16 in units (general/common.py), "bf16", or float32 split
+            into bfloat16 parts, "bf16x3" or "bf16x6".
         solve: precision of products of matrices that are not in units.
         sums: precision of sums of gates, a name of `sums` in gla/general/backward.py.
     """

@@ -6,7 +6,8 @@ A delta rule adds u at its keys where gated linear attention adds v. A program h
 so it can compute the read k diag(exp g) S itself. Rings hold u, so accepted tokens are replayed as in gated linear
 attention.
 
-B batch   T tokens   N sequences   P slots   H key heads   Hv value heads   K, V key and value width   L tokens of a ring
+B batch   T tokens   N sequences   P slots   H key heads   Hv value heads   K, V key and value width
+L tokens of a ring
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Places of chunks, decays, and products in units, which the general kernels of the delta rule share.
 
-**Units.** In bfloat16, rounding operands would be most of the error of the outputs, because correlated keys make sums of
-like signs, and because a state explains values that are then subtracted. float16 has three bits more, but a short
+**Units.** In bfloat16, rounding operands would be most of the error of the outputs, because correlated keys make sums
+of like signs, and because a state explains values that are then subtracted. float16 has three bits more, but a short
 range. So each row of a matrix is divided by a unit, a power of two near its largest number, and the product is
 multiplied by the units again:
 
@@ -102,7 +102,7 @@ def decays_of_tokens(g, SUMS: tl.constexpr):
 
 @triton.jit
 def units_of_rows(x):
-    """Returns the units [rows] of the rows of x [rows, columns]. That of zeros is small, so that it never is the larger."""
+    """Returns the units [rows] of the rows of x [rows, columns]. That of a row of zeros is small."""
     largest = tl.maximum(tl.max(tl.abs(x), 1), 2.0**-100)  # [rows]
     bits = largest.to(tl.int32, bitcast=True) & 0x7F800000  # of the exponent alone: a power of two
     return bits.to(tl.float32, bitcast=True) * 2.0**-14

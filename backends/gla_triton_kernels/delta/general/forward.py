@@ -1,17 +1,20 @@
 """Computes the delta rule over sequences, or over segments of them, from what pairs.py computes of each chunk.
 
-    u_t = beta_t (v_t - k_t diag(alpha_t) S_{t-1})        S_t = diag(alpha_t) S_{t-1} + k_t^T u_t        o_t = scale q_t S_t
+    u_t = beta_t (v_t - k_t diag(alpha_t) S_{t-1})
+    S_t = diag(alpha_t) S_{t-1} + k_t^T u_t
+    o_t = scale q_t S_t
 
 One program computes a block of BV values of one value head of one segment. It goes through the segment in chunks of C
-tokens and carries the state S in float32. For a chunk, with A, G, kin, qin, kout and decay of pairs.py and B = diag(beta),
+tokens and carries the state S in float32. For a chunk, with A, G, kin, qin, kout and decay of pairs.py, and with
+B = diag(beta),
 
     X = V - kin S        E = X - G (B X)        U = B E
     o = scale (qin S + A U)                     S' = diag(decay) S + kout^T U
 
 X is what the entering state leaves to be explained, and E what the tokens before, too, leave. S' leaves the chunk.
 
-**Layout.** All of it is computed transposed: S^T [BV, BK], X^T, E^T, U^T and o^T [BV, C] are results of products and left
-operands of others, which stay in registers. Right operands do not depend on the state.
+**Layout.** All of it is computed transposed: S^T [BV, BK], X^T, E^T, U^T and o^T [BV, C] are results of products and
+left operands of others, which stay in registers. Right operands do not depend on the state.
 
 The rows of kin, qin and kout may have factors, which multiply columns of products; common.py explains units.
 
@@ -250,4 +253,3 @@ def _chunk_delta_fwd_kernel(
 
     if final_ptr is not None:
         tl.store(final_ptr + ih.to(tl.int64) * (K * V) + i_k * V + i_v, S, mask=m_s)
-

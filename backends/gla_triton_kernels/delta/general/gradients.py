@@ -18,8 +18,8 @@ these contribute: each product of a row t >= u with S, of a column s < u with dS
 diag(decay) S with dS'. If exp(g_u) is 0 in float32, each of them is 0, and so is dg_u.
 
 With a gate for each key, the pairs are halved as in pairs.py: at each level, gate u decays the tokens of its half that
-it separates from the middle, and dg_u adds the products of these tokens with their gradients. If the keys of a head share
-a gate, the first kernel computes dg from products over values, and multiplies dA and dM by D.
+it separates from the middle, and dg_u adds the products of these tokens with their gradients. If the keys of a head
+share a gate, the first kernel computes dg from products over values, and multiplies dA and dM by D.
 
 Each value head writes its own dq and dk. If value heads share a head of q and k, another launch sums their gradients.
 

@@ -17,7 +17,8 @@ decays are exponentials of sums of gates, so a gate of any strength is exact, do
 
 and a single token has G = 0. No step divides by beta, so beta may be 0.
 
-**Operands.** With D_t0 the decay from the start of the chunk through token t, and D_Cs the decay after token s to its end,
+**Operands.** With D_t0 the decay from the start of the chunk through token t, and D_Cs the decay after token s to its
+end,
 
     kin_t = k_t D_t0        qin_t = q_t D_t0        kout_s = k_s D_Cs        decay = D_C0
 
@@ -25,8 +26,9 @@ If the keys of a head share a gate, D_ts is one number: q k^T and k k^T are mult
 is q, and their decays are factors of their rows. With bfloat16 inputs, kin, qin and kout are float16, each row divided
 by the unit of the row of k or q, and these units are factors as well.
 
-B batch   T tokens   I chunks   H heads of q and k   Hv heads of values, gates and beta   R = Hv / H value heads of a key head
-K key width   C tokens of a chunk   LEVELS = log2 C   BK keys of a tile   TILES tiles of a head
+B batch   T tokens   I chunks   H heads of q and k   Hv heads of values, gates and beta
+R = Hv / H value heads of a key head   K key width   C tokens of a chunk   LEVELS = log2 C
+BK keys of a tile   TILES tiles of a head
 
 Source: Yang et al., "Gated Delta Networks" (arXiv 2412.06464) and "Parallelizing Linear Transformers with the Delta
 Rule" (arXiv 2406.06484), for T = B (I + M B)^-1; here the solve has no factor beta.
@@ -236,7 +238,9 @@ def _pairs_kernel(
         else:
             A, M = _dot(q, k, A, PRECISION), _dot(k, k, M, PRECISION)
         if kin_ptr is not None:
-            stop = tl.where(BY_KEY or h % R == 0, end, t)  # the first value head of a group writes those of its key head
+            stop = tl.where(
+                BY_KEY or h % R == 0, end, t
+            )  # the first value head of a group writes those of its key head
             store_tile(None, kin_ptr, HEADS * K, K, b, t, head, k0, stop, kin, K, C, BK)
             store_tile(None, qin_ptr, HEADS * K, K, b, t, head, k0, stop, qin, K, C, BK)
     A *= q_unit[:, None] * k_unit[None, :]
