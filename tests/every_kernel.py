@@ -319,6 +319,7 @@ if __name__ == "__main__":
         SHARE[:] = map(int, names.pop().split("/"))
     for module in (forward, gradients, summary):
         module.segment_length = lambda *sizes: 64  # else so few tokens would be one segment
+    plan.LEAST_CHUNKS = plan.LEAST_SEGMENTS = 1
     with gla.use_backend(backend):
         for precision in ("highest", "high"):
             torch.set_float32_matmul_precision(precision)

@@ -51,7 +51,7 @@ from gla_triton_kernels.softmax_attention import cost as softmax_attention_cost
 from gla_triton_kernels.softmax_attention.plan import plan_splits
 from gla_triton_runtime.architecture import interpreted
 
-_RECURRENT = {**gla.ops(cut=True), **delta.ops()}
+_RECURRENT = {**gla.ops(cut=True), **delta.ops(cut=True)}
 """The ops of families with a recurrent state. Both Triton backends have the same kernels for them."""
 _BY_TRITON = {
     **_RECURRENT,

@@ -30,7 +30,7 @@ from gla_triton_kernels.softmax_attention import cost as softmax_attention_cost
 from gla_triton_kernels.softmax_attention.plan import plan_one_pass
 from gla_triton_runtime.architecture import interpreted
 
-_RECURRENT = {**gla.ops(cut=False), **delta.ops()}
+_RECURRENT = {**gla.ops(cut=False), **delta.ops(cut=False)}
 """The ops of families with a recurrent state. Both Triton backends have the same kernels for them."""
 
 

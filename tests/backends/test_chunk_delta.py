@@ -18,6 +18,7 @@ pytestmark = pytest.mark.kernels
 OP = "chunk_delta_fwd"
 NAMES = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
 SIZES = {"B": 1, "T": CHUNK + 6, "H": 1, "K": 20, "V": 35}
+SEGMENT = CHUNK
 HALF = torch.float16 if INTERPRETED else torch.bfloat16
 
 
@@ -64,6 +65,25 @@ def test_values_and_gradients(device, sizes):
     x = arguments(device, **sizes)
     check_values(x)
     check_gradients(x)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"T": 2 * SEGMENT + 3, "initial_state": True},
+        {"lengths": (2 * SEGMENT + 3, 0, 10), "padding": 7, "gates": "-inf", "initial_state": True},
+        *thorough(grid(T=5 * SEGMENT, gates=["none", "-inf"], gate_form=["key", "head"], R=2, dtype=DTYPES)),
+        *thorough(grid(lengths=(3, SEGMENT, 2 * SEGMENT + 3, 0), gate_form=["key", "constant"], dtype=DTYPES)),
+    ],
+    ids=str,
+)
+def test_segments(device, sizes, change_plans):
+    """A scan with dense transitions computes the states that enter segments, and their gradients."""
+    change_plans("LEAST_CHUNKS", 1)
+    change_plans("LEAST_SEGMENTS", 2)
+    x = arguments(device, **{"dtype": HALF, **sizes})
+    check_values(x, "parallel_scan")
+    check_gradients(x, "parallel_scan")
 
 
 @pytest.mark.parametrize("gate_form", ["key", "head"])

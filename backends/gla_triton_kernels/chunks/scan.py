@@ -25,7 +25,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gla_core.dispatch.tensors import ceil_div
-from gla_triton_kernels.chunks.kernel import SegmentPlan
 from gla_triton_kernels.chunks.segments import Recurrence, Segments, cut_of, in_state, segment_at, state_strides
 from gla_triton_runtime.launch import Launch, overlapping
 from gla_triton_runtime.sizes import power_of_two
@@ -38,7 +37,7 @@ DENSE_VALUES = 16
 
 
 def launch_scan(
-    plan: SegmentPlan,
+    overlap: bool,
     x: Recurrence,
     segments: Segments,
     S: Tensor,
@@ -52,6 +51,7 @@ def launch_scan(
     It does not write the states of empty segments.
 
     Args:
+        overlap: whether the scan may start while its predecessor ends.
         S: states of the segments from a zero initial state, [I, Hv, K, V].
         D: transitions of the segments, [I, Hv, K] or [I, Hv, K, K]; None without gates.
         out: receives the entering states, in any dtype; it may be S. None if only x.after is needed.
@@ -95,9 +95,9 @@ def launch_scan(
         "DENSE": dense,
         "BACKWARDS": x.backwards,
         "SKIP_FIRST": skip_first,
-        "OVERLAPS": plan.overlap,
+        "OVERLAPS": overlap,
     }
-    return [Launch(_scan_kernel, (programs, 1, 1), arguments, {"num_warps": 4, **overlapping(plan.overlap)})]
+    return [Launch(_scan_kernel, (programs, 1, 1), arguments, {"num_warps": 4, **overlapping(overlap)})]
 
 
 @triton.jit

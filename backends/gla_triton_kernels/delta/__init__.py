@@ -12,6 +12,8 @@ Plans import no Triton. The first call that is prepared imports it.
 
 from __future__ import annotations
 
+from functools import partial
+
 from gla_core.dispatch.backend import Prepared
 from gla_triton_kernels.delta import backward, forward, step
 from gla_triton_kernels.delta.plan import MOST_KEYS
@@ -26,11 +28,15 @@ _SAVED = ("cu_seqlens", "checkpoints", "checkpoint_every", "do", "dstate")
 _BACKWARD = (*_INPUTS, *_SAVED, "gate_normalizer")
 
 
-def ops() -> dict[str, Prepared]:
-    """Returns the ops of the family by name."""
+def ops(cut: bool) -> dict[str, Prepared]:
+    """Returns the ops of the family by name.
+
+    Args:
+        cut: whether to cut sequences into segments if they do not fill the device. If not, sequences stay whole.
+    """
     return {
-        "chunk_delta_fwd": Prepared(forward.prepare, _FORWARD, forward.explain),
-        "chunk_delta_bwd": Prepared(backward.prepare, _BACKWARD, backward.explain),
+        "chunk_delta_fwd": Prepared(partial(forward.prepare, cut=cut), _FORWARD, partial(forward.explain, cut=cut)),
+        "chunk_delta_bwd": Prepared(partial(backward.prepare, cut=cut), _BACKWARD, partial(backward.explain, cut=cut)),
         "recurrent_delta_step": step.STEP,
         "recurrent_delta_steps": step.STEPS,
         "recurrent_delta_replay": step.REPLAY,

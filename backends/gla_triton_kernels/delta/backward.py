@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gla_core.dispatch.backend import CHUNK, OpCall
 from gla_core.dispatch.tensors import checkpoint_dtype
+from gla_triton_kernels.delta.forward import copy_or_clear
 from gla_triton_kernels.delta.plan import GradientParameters, PassParameters, plan_gradients, plan_pass
 from gla_triton_runtime.architecture import Gpu, gpu_of_call
 
@@ -41,21 +42,24 @@ class BackwardPlan:
     has_entering: bool
 
 
-def explain(call: OpCall) -> list[str]:
+def explain(call: OpCall, cut: bool) -> list[str]:
     """Returns the line that names the kernels of a call."""
     return ["kernel delta.general.gradients after delta.general.pairs and delta.general.backward"]
 
 
-def plan(call: OpCall, gpu: Gpu) -> BackwardPlan:
-    """Plans a call."""
+def plan(call: OpCall, gpu: Gpu, cut: bool) -> BackwardPlan:
+    """Plans a call; for `cut` see forward.py."""
     layout = call.layouts.get("checkpoints")
     readable = not call.layouts or (layout is not None and layout.aligned and layout.is_contiguous)
     has_entering = call.scalars["checkpoint_every"] == CHUNK and readable
-    return BackwardPlan(plan_pass(call, gpu), plan_gradients(call, gpu), has_entering)
+    return BackwardPlan(plan_pass(call, gpu, cut), plan_gradients(call, gpu), has_entering)
 
 
-def prepare(call: OpCall) -> Callable[..., tuple]:
+def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
     """Plans a call, compiles its kernels, and returns the function that computes calls of the same signature.
+
+    Args:
+        cut: whether to cut sequences into segments if they do not fill the device.
 
     Raises:
         LaunchError: a kernel does not compile for this device, or does not fit it.
@@ -65,7 +69,7 @@ def prepare(call: OpCall) -> Callable[..., tuple]:
     from gla_triton_runtime.prepared import Launches, rehearsed
 
     T, Hv, K, V, N = (call.dims[name] for name in ("T", "Hv", "K", "V", "N"))
-    empty, normalizer, planned = N == 0 or T == 0, call.scalars["gate_normalizer"], plan(call, gpu_of_call(call))
+    empty, normalizer, planned = N == 0 or T == 0, call.scalars["gate_normalizer"], plan(call, gpu_of_call(call), cut)
 
     def describe(x: BackwardTensors, scale: float) -> list[Launch]:
         cleared = []
@@ -102,8 +106,10 @@ def prepare(call: OpCall) -> Callable[..., tuple]:
                 if y is not None:
                     y.zero_()  # tokens, if there are any, belong to no sequence
             if dinitial is not None:
-                dinitial.zero_() if dstate is None else dinitial.copy_(dstate)
+                copy_or_clear(dinitial, dstate)
             return results
+        if dinitial is not None and planned.states.length is not None and cu_seqlens is not None:
+            copy_or_clear(dinitial, dstate)  # the gradients of empty sequences, which have no segment
         x = BackwardTensors(q, k, v, g, beta, initial_state, cu_seqlens, checkpoints, do, dstate, *results)
         if not launched.replay(x, scale):
             launched.start(describe(x, scale), x, scale)
@@ -119,8 +125,10 @@ def _contiguous_like(x: Tensor) -> Tensor:
 
 def launches(plan: BackwardPlan, x: BackwardTensors, scale: float, normalizer: int | None) -> list[Launch]:
     """Returns the launches that fill the gradients in x; for `normalizer` see `launches` of forward.py."""
-    from gla_triton_kernels.chunks.segments import whole
-    from gla_triton_kernels.delta.general.backward import launch_states
+    from gla_triton_kernels.chunks.scan import launch_scan
+    from gla_triton_kernels.chunks.segments import Recurrence
+    from gla_triton_kernels.delta.forward import launch_entering, segments_of
+    from gla_triton_kernels.delta.general.backward import launch_states, launch_summaries
     from gla_triton_kernels.delta.general.forward import launch_outputs
     from gla_triton_kernels.delta.general.gradients import launch_gradients
     from gla_triton_kernels.delta.general.pairs import launch_chunks
@@ -128,15 +136,22 @@ def launches(plan: BackwardPlan, x: BackwardTensors, scale: float, normalizer: i
 
     (B, T), (Hv, V), K = x.k.shape[:2], x.v.shape[2:], x.k.shape[3]
     chunks, made = launch_chunks(plan.states.chunks, x, x.cu_seqlens, normalizer)
-    segments = whole(B, T, x.cu_seqlens)
+    segments = segments_of(plan.states, x.k, x.cu_seqlens)
     made += segments.launches
     leaving = x.v.new_empty(chunks.segments.count, Hv, K, V, dtype=checkpoint_dtype(x.q.dtype))
     entering = x.checkpoints
     if not plan.has_entering:
         entering = torch.empty_like(leaving)
         tensors = Tensors(x.q, x.k, x.v, x.g, x.beta, x.initial_state, x.cu_seqlens, None, None, entering)
-        made += launch_outputs(plan.states.states, tensors, chunks, segments, scale, CHUNK)
+        starts, before = launch_entering(plan.states, tensors, chunks, segments)
+        tensors = tensors._replace(entering=starts)
+        made += [*before, *launch_outputs(plan.states.states, tensors, chunks, segments, scale, CHUNK)]
     assert entering is not None
+    behind = None
+    if plan.states.length is not None:
+        behind, transitions, before = launch_summaries(plan.states.states, x, chunks, segments, scale)
+        recurrence = Recurrence(x.q, x.do, x.g, x.dstate, None, scale, backwards=True)
+        made += [*before, *launch_scan(False, recurrence, segments, behind, transitions, behind, skip_first=True)]
     y = x.v.new_empty(B, T, Hv, V, dtype=torch.bfloat16 if x.v.dtype == torch.bfloat16 else torch.float32)
-    made += launch_states(plan.states.states, x, chunks, x.dstate, segments, scale, y, leaving)
+    made += launch_states(plan.states.states, x, chunks, behind, segments, scale, y, leaving)
     return made + launch_gradients(plan.gradients, x, chunks, entering, leaving, y, scale, normalizer)

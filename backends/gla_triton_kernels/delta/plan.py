@@ -9,13 +9,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gla_core.dispatch.backend import OpCall
+from gla_core.dispatch.backend import CHUNK, OpCall
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_runtime.architecture import Architecture, Gpu
 from gla_triton_runtime.sizes import power_of_two
 
 MOST_KEYS = 256
 """The most keys of a head whose state the kernels over sequences keep on chip."""
+LEAST_CHUNKS, LEAST_SEGMENTS = 4, 4
+"""The fewest chunks of a segment, and the fewest segments of a sequence that is cut."""
 LITTLE_SHARED_MEMORY = 100 * 1024
 """The number of bytes of shared memory below which no chunk is loaded ahead."""
 
@@ -63,10 +65,16 @@ class StateParameters:
 
 @dataclass(frozen=True, slots=True)
 class PassParameters:
-    """Launch parameters of a pass over sequences: of pairs.py, and of the kernel that carries states."""
+    """Launch parameters of a pass over sequences.
+
+    Attributes:
+        chunks, states: those of pairs.py, and of the kernel that carries states.
+        length: tokens of a segment; None if sequences stay whole.
+    """
 
     chunks: ChunkParameters
     states: StateParameters
+    length: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +85,31 @@ class GradientParameters:
     keys: ChunkParameters
 
 
-def plan_pass(call: OpCall, gpu: Gpu) -> PassParameters:
-    """Returns the launch parameters of a pass over sequences, forwards or backwards."""
-    return PassParameters(plan_chunks(call, gpu), plan_states(call, gpu))
+def plan_pass(call: OpCall, gpu: Gpu, cut: bool) -> PassParameters:
+    """Returns the launch parameters of a pass over sequences, forwards or backwards.
+
+    Args:
+        cut: whether to cut sequences into segments if they do not fill the device.
+    """
+    states = plan_states(call, gpu)
+    return PassParameters(plan_chunks(call, gpu), states, _segment_length(call, gpu, states.BV) if cut else None)
+
+
+def _segment_length(call: OpCall, gpu: Gpu, BV: int) -> int | None:
+    """Returns the tokens of a segment, so that the segments of all sequences fill the device; None for no cut.
+
+    Transitions take about as long as outputs, so two or three segments of a sequence would not pay. A sequence in
+    chunks of `CHUNK` tokens has the same bits in one call as in several, so batch-invariant calls need no cut.
+    """
+    T, N, Hv, V = (call.dims[name] for name in ("T", "N", "Hv", "V"))
+    if call.batch_invariant is not None or T == 0 or N == 0:
+        return None
+    if gpu.architecture is Architecture.INTERPRETED:
+        return CHUNK if T > CHUNK else None
+    blocks = Hv * ceil_div(V, BV) * (1 if call.variable_length else N)
+    length = CHUNK * max(LEAST_CHUNKS, ceil_div(T * blocks, gpu.multiprocessors * CHUNK))
+    longest = T if call.longest is None else min(T, call.longest)
+    return length if LEAST_SEGMENTS * length <= longest else None
 
 
 def precision_of(call: OpCall, gpu: Gpu) -> str:
@@ -123,9 +153,10 @@ def plan_states(call: OpCall, gpu: Gpu) -> StateParameters:
         return StateParameters(BK, min(64, power_of_two(V, 16)), 4, 1, precision)
     BV, warps, stages = 64, 8, 2
     if precision != "units" or BK > 128:
-        BV, warps, stages = 32, 8, 1
+        BV, warps, stages = 32 if precision == "units" else 16, 8, 1
     elif gpu.facts.has_wgmma:
-        BV, warps = (128, 8) if N * Hv * ceil_div(V, 128) >= 3 * gpu.multiprocessors // 4 else (64, 4)
+        fills = call.batch_invariant is None and N * Hv * ceil_div(V, 128) >= 3 * gpu.multiprocessors // 4
+        BV, warps = (128, 8) if fills else (64, 4)
     if gpu.facts.shared_memory < LITTLE_SHARED_MEMORY:
         stages = 1
     return StateParameters(BK, min(BV, power_of_two(V, 16)), warps, stages, precision)
@@ -135,7 +166,10 @@ def plan_gradients(call: OpCall, gpu: Gpu) -> GradientParameters:
     """Returns the launch parameters of gradients.py."""
     by_key = call.gate_form in (None, "key") and call.gate_dtype is not None
     units = precision_of(call, gpu) == "units"
-    values = _chunk_parameters(call, gpu, MOST_KEYS, 64 if units and by_key else 32, 8)
-    keys = _chunk_parameters(call, gpu, 32 if by_key else 64, 64, 4)
+    registers = gpu.facts.has_wgmma  # suffice for more, because operands stay in shared memory
+    values = _chunk_parameters(call, gpu, MOST_KEYS, (64 if by_key else 32 if registers else 16) if units else 16, 8)
+    keys = _chunk_parameters(call, gpu, 32 if by_key or not units else 64, 64, 4)
+    if not (units or registers):
+        keys = replace(keys, BK=16)
     precision = "bf16" if call.dtype == torch.bfloat16 else keys.solve
     return GradientParameters(values, replace(keys, precision=precision))

@@ -61,8 +61,3 @@ class BackwardTensors(NamedTuple):
     dg: Tensor | None  # as g
     dbeta: Tensor  # as beta
     dinitial_state: Tensor | None  # [N, Hv, K, V]
-
-    @property
-    def last_leave_none(self) -> bool:
-        """Returns whether the last segments of packed sequences have no gradient of their leaving state."""
-        return self.cu_seqlens is not None and self.dstate is None

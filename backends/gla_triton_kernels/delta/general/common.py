@@ -125,6 +125,15 @@ def as_operand(x, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def add_product(acc, x, unit, y, PRECISION: tl.constexpr):
+    """Returns acc [rows, columns] plus the product of x [rows, C], from `as_operand`, and y [C, columns]."""
+    if PRECISION == "units":
+        return acc + tl.dot(x, y) * unit
+    else:  # noqa: RET505 -- one branch is compiled
+        return product(x, y, acc, PRECISION)
+
+
+@triton.jit
 def product_of_rows(x, unit, y, factors, PRECISION: tl.constexpr):
     """Returns the product [rows, C] of x [rows, BK] and the transpose of y [C, BK], whose rows have factors.
 

@@ -31,16 +31,20 @@ Source: Yang et al., "Gated Delta Networks" (arXiv 2412.06464); Kimi Team, "Kimi
 # pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from gla_core.dispatch.backend import CHUNK
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunks.segments import Segments, in_state, lengths_of, segment_at, state_strides
 from gla_triton_kernels.delta.general.common import (
+    add_product,
     as_operand,
     errors,
-    in_units,
     load_factors,
     load_numbers,
     load_transposed,
@@ -52,7 +56,6 @@ from gla_triton_kernels.delta.general.common import (
 from gla_triton_kernels.delta.general.pairs import Chunks
 from gla_triton_kernels.delta.plan import StateParameters
 from gla_triton_kernels.delta.tensors import Tensors
-from gla_triton_kernels.gla.general.backward import product
 from gla_triton_kernels.gla.shared.common import load_tile
 from gla_triton_runtime.launch import Launch, strides_of
 
@@ -65,20 +68,58 @@ def launch_outputs(
     scale: float,
     every: int | None,
 ) -> list[Launch]:
-    """Returns the launch that fills o, and final_state and checkpoints if x has them.
+    """Returns the launch that fills o, final_state and checkpoints, each unless it is None.
 
     Args:
         chunks: what pairs.py computes.
         segments: the segments, of a multiple of `CHUNK` tokens; a sequence that stays whole is one segment.
         every: tokens between checkpoints.
     """
-    T, _, K = x.k.shape[1:]
+    arguments = _arguments(kernel, x, x.v, chunks, segments, scale, every)
+    grid = (ceil_div(x.v.shape[3], kernel.BV) * segments.count * x.v.shape[2], 1, 1)
+    return [Launch(_chunk_delta_fwd_kernel, grid, arguments, {"num_warps": kernel.warps})]
+
+
+def launch_summaries(
+    kernel: StateParameters, x: Tensors, chunks: Chunks, segments: Segments
+) -> tuple[Tensor, Tensor, list[Launch]]:
+    """Returns the states that segments reach from 0, [I, Hv, K, V], their transitions [I, Hv, K, K], and the launches.
+
+    Those of empty segments and of the last segment of a sequence are undefined. The columns of a state do not depend on
+    each other, so the transition is the state that a segment with values of 0 reaches from the identity.
+    """
     Hv, V = x.v.shape[2:]
-    arguments = {
+    K = x.k.shape[3]
+    places = segments.count if segments.order is None else segments.most
+    states, transitions = (x.v.new_empty(segments.count, Hv, K, n, dtype=torch.float32) for n in (V, K))
+    launches = []
+    for v, reached in ((x.v, states), (None, transitions)):
+        arguments = _arguments(kernel, x, v, chunks, segments, 1.0, None)
+        nothing = dict.fromkeys(("o_ptr", "initial_ptr", "final_ptr", "checkpoints_ptr", "entering_ptr"))
+        arguments |= nothing | {"reached_ptr": reached, "counts_ptr": segments.counts}
+        grid = (ceil_div(reached.shape[3], kernel.BV) * places * Hv, 1, 1)
+        launches.append(Launch(_chunk_delta_fwd_kernel, grid, arguments, {"num_warps": kernel.warps}))
+    return states, transitions, launches if places > 0 else []
+
+
+def _arguments(
+    kernel: StateParameters,
+    x: Tensors,
+    v: Tensor | None,
+    chunks: Chunks,
+    segments: Segments,
+    scale: float,
+    every: int | None,
+) -> dict[str, Any]:
+    """Returns the arguments of the kernel; v is None for a transition."""
+    T, _, K = x.k.shape[1:]
+    Hv = x.v.shape[2]
+    V = K if v is None else v.shape[3]
+    return {
         "kin_ptr": chunks.kin,
         "qin_ptr": chunks.qin,
         "kout_ptr": None if chunks.kout is chunks.kin else chunks.kout,
-        "v_ptr": x.v,
+        "v_ptr": v,
         "beta_ptr": x.beta,
         "matrices_ptr": chunks.matrices,
         "numbers_ptr": chunks.numbers,
@@ -89,13 +130,15 @@ def launch_outputs(
         "final_ptr": x.final_state,
         "checkpoints_ptr": x.checkpoints,
         "entering_ptr": x.entering,
+        "reached_ptr": None,
+        "counts_ptr": None,
         "scale": scale,
         **lengths_of(T, segments),
         "every": every or 0,
         "Hv": Hv,
         **strides_of("q", chunks.qin),
         **strides_of("k", chunks.kin),
-        **strides_of("v", x.v),
+        **strides_of("v", v),
         **strides_of("n", x.beta),
         **state_strides("stride_s", x.initial_state),
         "K": K,
@@ -109,8 +152,6 @@ def launch_outputs(
         "FACTORS": chunks.has_factors,
         "PRECISION": kernel.precision,
     }
-    grid = (ceil_div(V, kernel.BV) * segments.count * Hv, 1, 1)
-    return [Launch(_chunk_delta_fwd_kernel, grid, arguments, {"num_warps": kernel.warps})]
 
 
 @triton.jit(do_not_specialize=["scale", "T", "segment", "segments", "every", "Hv"])
@@ -118,7 +159,7 @@ def _chunk_delta_fwd_kernel(
     kin_ptr,  # [B, T, Hv / R, K]
     qin_ptr,  # [B, T, Hv / R, K]
     kout_ptr,  # [B, T, Hv / R, K], with the strides of kin, or None if it is kin
-    v_ptr,  # [B, T, Hv, V]
+    v_ptr,  # [B, T, Hv, V], or None for a transition, whose V is K
     beta_ptr,  # [B, T, Hv]
     matrices_ptr,  # A and G, [J, Hv, 2, C, C]
     numbers_ptr,  # [J, Hv, 5, C]
@@ -129,6 +170,8 @@ def _chunk_delta_fwd_kernel(
     final_ptr,  # [N, Hv, K, V], or None
     checkpoints_ptr,  # [B, n, Hv, K, V] or None
     entering_ptr,  # [I, Hv, K, V], or None if sequences are whole
+    reached_ptr,  # [I, Hv, K, V] for the states of segments that are followed, else None
+    counts_ptr,  # [2] or None; see `Segments`
     scale,
     T,
     segment,  # tokens of a segment
@@ -171,11 +214,16 @@ def _chunk_delta_fwd_kernel(
     if order_ptr is None:
         b, start = i // segments, i % segments * segment
         end = tl.minimum(start + segment, T)
-        sequence, origin = b, 0  # the sequence of the segment, and the first row of that sequence
+        sequence, origin, last = b, 0, T  # the sequence of the segment, and its first row and end
+        if reached_ptr is not None and i % segments == segments - 1:
+            return
         chunk = b * tl.cdiv(T, C) + start // C  # the number of the first chunk
     else:
         b = 0
-        i, start, end, origin, _ = segment_at(order_ptr, i)
+        if reached_ptr is not None:  # noqa: SIM102 -- known when this is compiled
+            if i >= tl.load(counts_ptr):
+                return
+        i, start, end, origin, last = segment_at(order_ptr, i)
         sequence = i - start // segment
         chunk = sequence + start // C
         ih = i * Hv + h
@@ -187,7 +235,8 @@ def _chunk_delta_fwd_kernel(
     if kout_ptr is not None:
         kout_ptr += b64 * stride_kb
     qin_ptr += b64 * stride_qb
-    v_ptr += b64 * stride_vb
+    if v_ptr is not None:
+        v_ptr += b64 * stride_vb
     beta_ptr += b64 * stride_nb
     if o_ptr is not None:
         o_ptr += b64 * T * Hv * V
@@ -196,6 +245,8 @@ def _chunk_delta_fwd_kernel(
     i_v = v0 + tl.arange(0, BV)[:, None]  # [BV, 1]
     m_s = (i_k < K) & (i_v < V)  # [BV, BK]
     S = tl.zeros([BV, BK], tl.float32)  # transposed
+    if v_ptr is None:
+        S = tl.where(i_k == i_v, 1.0, S)
     if entering_ptr is not None and start > origin:
         S = tl.load(entering_ptr + tl.cast(ih, tl.int64) * (K * V) + i_k * V + i_v, mask=m_s, other=0.0)
     if initial_ptr is not None and start == origin:
@@ -219,7 +270,9 @@ def _chunk_delta_fwd_kernel(
                 checkpoint = checkpoints_ptr + tl.cast(passed // every, tl.int64) * Hv * (K * V) + i_k * V + i_v
                 tl.store(checkpoint, S.to(checkpoints_ptr.dtype.element_ty), mask=m_s)
         kin = load_tile(None, kin_ptr, stride_kt, stride_kh, b, t, h // R, 0, end, K, C, BK)  # [C, BK]
-        v = load_transposed(v_ptr, stride_vt, stride_vh, t, h, i_v, end, V, C)  # [BV, C]
+        v = tl.zeros([BV, C], tl.float32)
+        if v_ptr is not None:
+            v = load_transposed(v_ptr, stride_vt, stride_vh, t, h, i_v, end, V, C).to(tl.float32)
         beta = load_numbers(beta_ptr, stride_nt, stride_nh, t, h, end, C)[None, :]  # [1, C]
         A_units, G_units = load_units(numbers_ptr, C, PRECISION)  # [C]
         k_factors, q_factors, out_factors = load_factors(numbers_ptr, C, FACTORS)  # [1, C]
@@ -243,13 +296,13 @@ def _chunk_delta_fwd_kernel(
         kout = kin  # [C, BK]
         if kout_ptr is not None:
             kout = load_tile(None, kout_ptr, stride_kt, stride_kh, b, t, h // R, 0, end, K, C, BK)
-        if PRECISION == "units":
-            left, unit = in_units(U)
-            S += tl.dot(left, kout) * unit
-        else:
-            S = product(U, kout, S, PRECISION)
+        left, unit = as_operand(U, PRECISION)  # [BV, C]
+        S = add_product(S, left, unit, kout, PRECISION)
         matrices_ptr += Hv * (2 * C * C)
         numbers_ptr += Hv * (5 * C)
 
+    if reached_ptr is not None:
+        tl.store(reached_ptr + tl.cast(ih, tl.int64) * (K * V) + i_k * V + i_v, S, mask=m_s)
     if final_ptr is not None:
-        tl.store(final_ptr + ih.to(tl.int64) * (K * V) + i_k * V + i_v, S, mask=m_s)
+        final_ptr += (sequence.to(tl.int64) * Hv + h) * (K * V)
+        tl.store(final_ptr + i_k * V + i_v, S, mask=m_s & (end == last))
