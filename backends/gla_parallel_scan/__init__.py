@@ -137,6 +137,7 @@ def _supports(call: OpCall) -> Reason | None:
 
 _SECONDS = {
     **gla.seconds(cut=True),
+    **delta.seconds(cut=True),
     "online_softmax": online_softmax_cost.splits,
     "online_softmax_bwd": online_softmax_cost.splits,
     "softmax_attention": softmax_attention_cost.splits,

@@ -73,6 +73,7 @@ def gla_register_backends() -> list[Backend]:
 
 _SECONDS = {
     **gla.seconds(cut=False),
+    **delta.seconds(cut=False),
     "online_softmax": online_softmax_cost.one_pass,
     "online_softmax_bwd": online_softmax_cost.one_pass,
     "softmax_attention": softmax_attention_cost.one_pass,
