@@ -123,7 +123,7 @@ def chunk_delta_summary(
         ...     k, v, None, beta, normalize=1e-6
         ... )
     """
-    options = (cu_seqlens, normalize, gate, gate_normalizer, beta_limit)
+    options = (cu_seqlens, normalize, gate, gate_normalizer, beta_limit, backend)
     x = inputs(SUMMARY, {"k": k, "v": v, "g": g, "beta": beta}, *options)
     return ChunkDeltaSummary(*_call(SUMMARY, _torch_summary, x, cu_seqlens, backend))
 
@@ -176,7 +176,7 @@ def chunk_delta_gradient_summary(
     """
     if needs_gradient(q, k, do, g, beta):
         raise NotImplementedError("chunk_delta_gradient_summary has no gradient; call it under torch.no_grad()")
-    options = (cu_seqlens, normalize, gate, gate_normalizer, beta_limit)
+    options = (cu_seqlens, normalize, gate, gate_normalizer, beta_limit, backend)
     x = inputs(GRADIENT_SUMMARY, {"q": q, "k": k, "do": do, "g": g, "beta": beta}, *options)
     return ChunkDeltaGradientSummary(*_call(GRADIENT_SUMMARY, _torch_gradient_summary, x, cu_seqlens, backend))
 
