@@ -128,6 +128,7 @@ def _chunk_parameters(call: OpCall, gpu: Gpu, BK: int, BV: int, warps: int) -> C
     precise = _float32_precision(call, gpu)
     sums = {"ieee": "ieee", "bf16x6": "three parts"}.get(precise, "two parts")
     BK, BV = min(BK, power_of_two(call.dims["K"], 16)), min(BV, power_of_two(call.dims["V"], 16))
+    warps = max(4, warps * 32 // gpu.facts.lanes)
     return ChunkParameters(BK, BV, warps, precision_of(call, gpu), precise, sums)
 
 
@@ -138,7 +139,13 @@ def plan_chunks(call: OpCall, gpu: Gpu) -> ChunkParameters:
         return _chunk_parameters(call, gpu, 128 if units else 32, 16, 8)
     if gpu.facts.has_wgmma and units:
         return _chunk_parameters(call, gpu, 64, 16, 8)
-    return _chunk_parameters(call, gpu, 32, 16, 4)
+    return _chunk_parameters(call, gpu, _key_tile(call, gpu), 16, 4)
+
+
+def _key_tile(call: OpCall, gpu: Gpu) -> int:
+    """Returns the keys of a tile that is halved, of which a program holds many; the compiler spills more on SM120."""
+    registers_suffice = precision_of(call, gpu) == "units" or gpu.facts.has_wgmma
+    return 32 if registers_suffice and gpu.architecture is not Architecture.SM120 else 16
 
 
 def plan_states(call: OpCall, gpu: Gpu) -> StateParameters:
@@ -159,17 +166,14 @@ def plan_states(call: OpCall, gpu: Gpu) -> StateParameters:
         BV, warps = (128, 8) if fills else (64, 4)
     if gpu.facts.shared_memory < LITTLE_SHARED_MEMORY:
         stages = 1
-    return StateParameters(BK, min(BV, power_of_two(V, 16)), warps, stages, precision)
+    return StateParameters(BK, min(BV, power_of_two(V, 16)), max(4, warps * 32 // gpu.facts.lanes), stages, precision)
 
 
 def plan_gradients(call: OpCall, gpu: Gpu) -> GradientParameters:
     """Returns the launch parameters of gradients.py."""
     by_key = call.gate_form in (None, "key") and call.gate_dtype is not None
     units = precision_of(call, gpu) == "units"
-    registers = gpu.facts.has_wgmma  # suffice for more, because operands stay in shared memory
-    values = _chunk_parameters(call, gpu, MOST_KEYS, (64 if by_key else 32 if registers else 16) if units else 16, 8)
-    keys = _chunk_parameters(call, gpu, 32 if by_key or not units else 64, 64, 4)
-    if not (units or registers):
-        keys = replace(keys, BK=16)
+    values = _chunk_parameters(call, gpu, MOST_KEYS, (64 if by_key else 32) if units else 16, 8)
+    keys = _chunk_parameters(call, gpu, _key_tile(call, gpu) if by_key or not units else 64, 64, 4)
     precision = "bf16" if call.dtype == torch.bfloat16 else keys.solve
     return GradientParameters(values, replace(keys, precision=precision))

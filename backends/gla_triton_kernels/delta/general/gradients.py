@@ -130,7 +130,6 @@ def launch_gradients(
         "R_KIN": Hv // chunks.kin.shape[2],
         "FACTORS": chunks.has_factors,
         **_parameters(kernel.values),
-        "SOLVE": kernel.values.solve,
     }
     keys = {"q_ptr": x.q, "dq_ptr": dq, "dk_ptr": dk, **_parameters(kernel.keys)}
     blocks = ceil_div(K, kernel.keys.BK)
@@ -215,7 +214,6 @@ def _values_kernel(
     R_KIN: tl.constexpr,
     FACTORS: tl.constexpr,  # whether the rows of kin and qin have factors
     PRECISION: tl.constexpr,
-    SOLVE: tl.constexpr,
     SUMS: tl.constexpr,
 ):
     """Computes U, dv, dbeta, dA and dM of a chunk of one value head, and dg if the keys of a head share a gate."""
@@ -297,7 +295,10 @@ def _values_kernel(
         dM *= D
         q = load_tile(None, q_ptr, stride_qt, stride_qh, b, t, h // R, 0, end, K, C, BK)  # [C, BK]
         k = load_tile(None, k_ptr, stride_kt, stride_kh, b, t, h // R, 0, end, K, C, BK)  # [C, BK]
-        QK, KK = product(q, tl.trans(k), None, SOLVE), product(k, tl.trans(k), None, SOLVE)  # [C, C]
+        if PRECISION == "units":  # the inputs are operands as they are
+            QK, KK = tl.dot(q, tl.trans(k)), tl.dot(k, tl.trans(k))  # [C, C]
+        else:
+            QK, KK = product(q, tl.trans(k), None, PRECISION), product(k, tl.trans(k), None, PRECISION)  # [C, C]
         pairs = tl.where(column < row, dA * QK + dM * KK, 0.0)  # [C, C]
         # Row u of the product sums the pairs of tokens from u on.
         from_u = sums(column >= row, pairs, SUMS)  # [C, C]

@@ -249,6 +249,7 @@ def advance(
     k = tl.load(k_block, mask=in_k, other=0.0)  # [BK]
     v = tl.load(v_block, mask=in_v, other=0.0)  # [BV]
     q = tl.load(q_block, mask=in_k, other=0.0)  # [BK]
+    beta = beta_block
     if beta_block is not None:
         beta = tl.load(beta_block)
     if g_ptr is not None:
