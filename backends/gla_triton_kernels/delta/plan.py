@@ -16,6 +16,8 @@ from gla_triton_runtime.sizes import power_of_two
 
 MOST_KEYS = 256
 """The most keys of a head whose state the kernels over sequences keep on chip."""
+MOST_KEYS_OF_TRANSITION = 128
+"""The most keys of a dense transition that the scan holds on chip."""
 LEAST_CHUNKS, LEAST_SEGMENTS = 4, 4
 """The fewest chunks of a segment, and the fewest segments of a sequence that is cut."""
 LITTLE_SHARED_MEMORY = 100 * 1024
@@ -101,8 +103,8 @@ def _segment_length(call: OpCall, gpu: Gpu, BV: int) -> int | None:
     Transitions take about as long as outputs, so two or three segments of a sequence would not pay. A sequence in
     chunks of `CHUNK` tokens has the same bits in one call as in several, so batch-invariant calls need no cut.
     """
-    T, N, Hv, V = (call.dims[name] for name in ("T", "N", "Hv", "V"))
-    if call.batch_invariant is not None or T == 0 or N == 0:
+    T, N, Hv, K, V = (call.dims[name] for name in ("T", "N", "Hv", "K", "V"))
+    if call.batch_invariant is not None or T == 0 or N == 0 or K > MOST_KEYS_OF_TRANSITION:
         return None
     if gpu.architecture is Architecture.INTERPRETED:
         return CHUNK if T > CHUNK else None
@@ -158,7 +160,7 @@ def plan_states(call: OpCall, gpu: Gpu) -> StateParameters:
     precision, BK = precision_of(call, gpu), power_of_two(K, 16)
     if gpu.architecture is Architecture.INTERPRETED:
         return StateParameters(BK, min(64, power_of_two(V, 16)), 4, 1, precision)
-    BV, warps, stages = 64, 8, 2
+    BV, warps, stages = 32 if gpu.architecture is Architecture.SM100 else 64, 8, 2
     if precision != "units" or BK > 128:
         BV, warps, stages = 32 if precision == "units" else 16, 8, 1
     elif gpu.facts.has_wgmma:
