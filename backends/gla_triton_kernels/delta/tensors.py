@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Tokens(Protocol):
-    """What describes the tokens of a call, forwards or backwards."""
+    """The tensors that describe the tokens of a call, forwards or backwards."""
 
     @property
     def q(self) -> Tensor: ...  # [B, T, H, K]

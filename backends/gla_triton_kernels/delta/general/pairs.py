@@ -64,7 +64,7 @@ from gla_triton_runtime.launch import Launch, strides_of
 
 
 class Chunks(NamedTuple):
-    """What other kernels read of chunks. kout is kin unless each key has a gate.
+    """The tensors of chunks that other kernels read. kout is kin unless each key has a gate.
 
     Attributes:
         segments: the chunks, as segments of `CHUNK` tokens.
