@@ -141,7 +141,7 @@ def plan_chunks(call: OpCall, gpu: Gpu) -> ChunkParameters:
         return _chunk_parameters(call, gpu, 128 if units else 32, 16, 8)
     if gpu.facts.has_wgmma and units:
         return _chunk_parameters(call, gpu, 64, 16, 8)
-    return _chunk_parameters(call, gpu, _key_tile(call, gpu), 16, 4)
+    return _chunk_parameters(call, gpu, _key_tile(call, gpu), 16, 8 if gpu.architecture is Architecture.SM120 else 4)
 
 
 def _key_tile(call: OpCall, gpu: Gpu) -> int:
