@@ -18,6 +18,8 @@ MOST_KEYS = 256
 """The most keys of a head whose state the kernels over sequences keep on chip."""
 MOST_KEYS_OF_TRANSITION = 128
 """The most keys of a dense transition that the scan holds on chip."""
+FEW_KEYS = 16
+"""The most keys over which rounding errors do not average out."""
 LEAST_CHUNKS, LEAST_SEGMENTS = 4, 4
 """The fewest chunks of a segment, and the fewest segments of a sequence that is cut."""
 LITTLE_SHARED_MEMORY = 100 * 1024
@@ -115,8 +117,12 @@ def _segment_length(call: OpCall, gpu: Gpu, BV: int) -> int | None:
 
 
 def precision_of(call: OpCall, gpu: Gpu) -> str:
-    """Returns the precision of products with states."""
-    return "units" if call.dtype in (torch.bfloat16, torch.float16) else _float32_precision(call, gpu)
+    """Returns the precision of products with states.
+
+    Over few keys, rounding errors do not average out, and float16 inputs are multiplied as float32.
+    """
+    in_units = call.dtype == torch.bfloat16 or (call.dtype == torch.float16 and call.dims["K"] > FEW_KEYS)
+    return "units" if in_units else _float32_precision(call, gpu)
 
 
 def _float32_precision(call: OpCall, gpu: Gpu) -> str:

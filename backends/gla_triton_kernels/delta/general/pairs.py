@@ -88,7 +88,7 @@ class Chunks(NamedTuple):
     @property
     def has_factors(self) -> bool:
         """Returns whether the rows of kin, qin and kout have factors."""
-        return self.shared or self.kin.dtype == torch.float16
+        return self.shared or self.matrices.dtype == torch.float16
 
 
 def launch_chunks(
