@@ -181,7 +181,8 @@ def plan_gradients(call: OpCall, gpu: Gpu) -> GradientParameters:
     """Returns the launch parameters of gradients.py."""
     by_key = call.gate_form in (None, "key") and call.gate_dtype is not None
     units = precision_of(call, gpu) == "units"
-    values = _chunk_parameters(call, gpu, MOST_KEYS, (64 if by_key else 32) if units else 16, 8)
+    narrow = 16 if gpu.architecture is Architecture.AMD else 32
+    values = _chunk_parameters(call, gpu, MOST_KEYS, (64 if by_key else narrow) if units else 16, 8)
     keys = _chunk_parameters(call, gpu, _key_tile(call, gpu) if by_key or not units else 64, 64, 4)
     precision = "bf16" if call.dtype == torch.bfloat16 else keys.solve
     return GradientParameters(values, replace(keys, precision=precision))
