@@ -111,8 +111,8 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
         if dinitial is not None and planned.states.length is not None and cu_seqlens is not None:
             copy_or_clear(dinitial, dstate)  # the gradients of empty sequences, which have no segment
         x = BackwardTensors(q, k, v, g, beta, initial_state, cu_seqlens, checkpoints, do, dstate, *results)
-        if not launched.replay(x, scale):
-            launched.start(describe(x, scale), x, scale)
+        if unrecorded := launched.replay(x, scale):
+            unrecorded.start(describe(x, scale))
         return results
 
     return rehearsed(run, call)

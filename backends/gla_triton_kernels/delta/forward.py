@@ -79,8 +79,8 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
         if final_state is not None and plan.length is not None and cu_seqlens is not None:
             copy_or_clear(final_state, initial_state)  # the final states of empty sequences, which have no segment
         x = Tensors(q, k, v, g, beta, initial_state, cu_seqlens, o, final_state, checkpoints)
-        if not launched.replay(x, scale):
-            launched.start(launches(plan, x, scale, every, normalizer), x, scale)
+        if unrecorded := launched.replay(x, scale):
+            unrecorded.start(launches(plan, x, scale, every, normalizer))
         return o, final_state, checkpoints
 
     return rehearsed(run, call)

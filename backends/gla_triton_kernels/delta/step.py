@@ -47,8 +47,8 @@ def _prepare(call: OpCall) -> Callable[..., tuple[Tensor, Tensor]]:
         if o.numel():
             tensors = (q, k, v, g, state, state_indices, new, o)
             x = (*tensors, beta)
-            if not launched.replay(x, scale):
-                launched.start(launch_step(planned, tensors, scale, gate_normalizer, beta), x, scale)
+            if unrecorded := launched.replay(x, scale):
+                unrecorded.start(launch_step(planned, tensors, scale, gate_normalizer, beta))
         return o, state if new is None else new
 
     return rehearsed(run, call)
@@ -83,8 +83,8 @@ def _prepare_steps(call: OpCall) -> Callable[..., Tensor]:
         if o.numel():
             no_rings = (None, None, None, None)
             x = (q, k, v, g, pool, slots, cu_seqlens, num_accepted, has_state, o, read_slots, *no_rings, beta)
-            if not launched.replay(x, scale):
-                launched.start(launch_tokens(planned, Tensors(*x), scale, pad_slot, gate_normalizer), x, scale)
+            if unrecorded := launched.replay(x, scale):
+                unrecorded.start(launch_tokens(planned, Tensors(*x), scale, pad_slot, gate_normalizer))
         return o
 
     return rehearsed(run, call)
@@ -121,8 +121,8 @@ def _prepare_replay(call: OpCall) -> Callable[..., Tensor]:
             return o.zero_()
         rings = (ring_k, ring_v, ring_g, ring_start)  # without new tokens, the kernel still updates states
         x = (q, k, v, g, pool, slots, cu_seqlens, num_accepted, has_state, o, None, *rings, beta)
-        if not launched.replay(x, scale):
-            launched.start(launch_tokens(planned, Tensors(*x), scale, pad_slot, gate_normalizer), x, scale)
+        if unrecorded := launched.replay(x, scale):
+            unrecorded.start(launch_tokens(planned, Tensors(*x), scale, pad_slot, gate_normalizer))
         return o
 
     return rehearsed(run, call)
