@@ -1,4 +1,4 @@
-"""Layers with delta rules beside flash-linear-attention's own, which compute by its naive functions: `make test-fla`."""
+"""Layers with delta rules beside flash-linear-attention's own, computed by its naive functions: `make test-fla`."""
 
 import functools
 import importlib
