@@ -19,7 +19,7 @@ import gla_core as gla
 from gla_core import distributed
 from gla_core.conformance.tolerances import relative_error
 from gla_core.distributed import history
-from gla_core.nn import HGRN2, GatedLinearAttention, Mamba2
+from gla_core.nn import HGRN2, DeltaNet, GatedLinearAttention, KimiDeltaAttention, Mamba2
 
 REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 DRAWN = 5
@@ -27,7 +27,7 @@ DRAWN = 5
 
 
 def layers(ranks):
-    """Returns four different layers in float64; every parameter is random, so that none can be ignored unnoticed."""
+    """Returns six different layers in float64; every parameter is random, so that none can be ignored unnoticed."""
     torch.manual_seed(0)
     made = nn.ModuleList(
         [
@@ -35,6 +35,8 @@ def layers(ranks):
             HGRN2(16, expand_ratio=4, use_short_conv=True, conv_size=3, conv_bias=True),
             GatedLinearAttention(16, num_heads=2),
             Mamba2(16, d_state=3, headdim=8, ngroups=2, D_has_hdim=True, bias=True),
+            KimiDeltaAttention(16, head_dim=4, num_heads=1, num_v_heads=2, allow_neg_eigval=True, lower_bound=-5.0),
+            DeltaNet(16, num_heads=2, use_gate=True, use_short_conv=False),
         ]
     )
     for parameter in made.parameters():
@@ -113,7 +115,7 @@ def check_a_layer_with_a_mesh(ranks):
             )
             <= 1e-12
         )
-        assert gather.call_count == 3  # one of the four layers has no convolutions
+        assert gather.call_count == 4  # two of the six layers have no convolutions
         x[:, :3] = torch.nan
         y = through(spread, x[:, local], cu_seqlens=cu_seqlens)
         assert y[0, max(0, 3 - local.start) :].isfinite().all()
