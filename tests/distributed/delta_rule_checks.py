@@ -17,7 +17,7 @@ from gla_core.distributed import exchange, over_ranks
 from gla_core.distributed.shard import LAYOUTS
 from gla_core.workloads.inputs import delta_inputs
 
-DRAWN = 6
+DRAWN = 3
 """Number of random batches for each group of ranks."""
 HEADS = ({"R": 1}, {"R": 2})
 compare_delta = functools.partial(compare, alone=gla.chunk_delta, together=distributed.chunk_delta)
