@@ -157,11 +157,11 @@ def _parameters(spec: OpSpec, gate: Any, g: Any, sizes: dict[str, Any]) -> Logit
     form = argument.form(g)
     A_log, dt_bias, *last = parameters
     biases = ("Hv", "Hv K") if form == "key" else ("Hv",)
-    for of, x, shapes in (("A_log", A_log, ("Hv",)), ("dt_bias", dt_bias, biases)):
+    for parameter, x, shapes in (("A_log", A_log, ("Hv",)), ("dt_bias", dt_bias, biases)):
         if x is not None:
-            checks.tensor_of_any(of, x, shapes, sizes)
-            checks.dtype(of, x, checks.FLOATS)
-            checks.device(of, x, "g", g)
+            checks.tensor_of_any(parameter, x, shapes, sizes)
+            checks.dtype(parameter, x, checks.FLOATS)
+            checks.device(parameter, x, "g", g)
     if name == "softplus":
         return A_log, dt_bias, None, form
     (bound,) = last
