@@ -1,11 +1,11 @@
-"""What the layers with a delta rule share: `KimiDeltaAttention`, `GatedDeltaNet` and `DeltaNet`. For an input x:
+"""Holds what `KimiDeltaAttention`, `GatedDeltaNet` and `DeltaNet` share, the layers with a delta rule. For an input x:
 
     q = x W_q        k = x W_k        v = x W_v       each through a short convolution, if asked for, and silu
     beta = limit * sigma(x W_b)                       how much of v_t is learnt; the limit is 1 or 2
     o = chunk_delta(q, k, v, g, beta)                 per head, with unit q and k; g depends on the layer
     y = (rms_norm(o) * f(gate)) W_o
 
-A query and key head is shared by num_v_heads // num_heads value heads. The parameters have the names and shapes of
+num_v_heads // num_heads value heads share a query and key head. The parameters have the names and shapes of
 flash-linear-attention's layers, so weights move between the two.
 """
 

@@ -98,8 +98,8 @@ def read_sequences(
         x = padded.front(x)
     places = None if cu_seqlens is None or not layer.convolutions else packing(cu_seqlens, dims["T"], layer.conv_size)
     convolve = _Convolved(layer, None if state is None else state.conv, places, padded and padded.lengths)
-    inputs, number = op_inputs(x, convolve), layer.ops.tokens
-    (q, k, v, g, *more), others = inputs[:number], inputs[number:]
+    inputs, ops = op_inputs(x, convolve), layer.ops
+    (q, k, v, g, *more), others = inputs[: ops.tokens], inputs[ops.tokens :]
     position = None
     if layer.rotary_base is not None:
         begun = None if state is None else state.position
@@ -111,7 +111,7 @@ def read_sequences(
             g = padded.filled(g.expand(*v.shape[:3]) if g.ndim == 1 else g, layer.neutral_gate)
     # FSDP2's mixed precision casts every input to half precision; this casts the state back.
     initial = None if state is None else state.recurrent.to(wide(state.recurrent.dtype))
-    o, recurrent = layer.ops.chunk(
+    o, recurrent = ops.chunk(
         *(q, k, v, g, *more),
         scale=layer.scale,
         initial_state=initial,
@@ -157,8 +157,8 @@ def read_tokens(
     _check_state(layer, state, dims["B"] if state_indices is None else None)
     convolve = _Convolved(layer, state.conv and tuple(_rows(pool, state_indices) for pool in state.conv))
     x = x.unsqueeze(1)  # the layer's modules, which may have hooks, get sequences of one token
-    inputs, number = op_inputs(x, convolve), layer.ops.tokens
-    (q, k, v, g, *more), others = inputs[:number], inputs[number:]
+    inputs, ops = op_inputs(x, convolve), layer.ops
+    (q, k, v, g, *more), others = inputs[: ops.tokens], inputs[ops.tokens :]
     before = None
     if layer.rotary_base is not None and state.position is not None:
         before = _rows(state.position, state_indices)
@@ -169,7 +169,7 @@ def read_tokens(
         o: Any = Step(layer, token, recurrent, state_indices)
     else:
         args = (state.recurrent, layer.scale, state_indices, inplace)
-        o, recurrent = layer.ops.step(*token, *args, backend=layer.backend, **gate_options(layer))
+        o, recurrent = ops.step(*token, *args, backend=layer.backend, **gate_options(layer))
         o = o.unsqueeze(1)
     conv, position = state.conv, state.position
     if conv is not None:

@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from gla_core.compat.fla import accelerate
-from gla_core.nn import DeltaNet, GatedDeltaNet, GLAState, KimiDeltaAttention
+from gla_core.compat.fla import accelerate, state_from_fla
+from gla_core.nn import DeltaNet, GatedDeltaNet, KimiDeltaAttention
 from tests.compat.test_layers_of_others import CLOSE, check_values_and_gradients, randomize
 
 LAYERS = {
@@ -167,9 +167,9 @@ def test_decoding(layers, padded):
     expected, _, cache = theirs(x[:, :28], mask[:, :28] if padded else None, Cache(), use_cache=True)
     torch.testing.assert_close(y, expected, **CLOSE)
     for t in (28, 29):
-        conv, recurrent = cache[0]["conv_state"], cache[0]["recurrent_state"]
-        conv = conv and tuple(inputs[..., 1:].mT for inputs in conv)
-        taken = GLAState(recurrent if isinstance(ours, DeltaNet) else recurrent.mT, conv)
+        taken = state_from_fla(cache[0])
+        if isinstance(ours, DeltaNet):
+            taken = taken._replace(recurrent=cache[0]["recurrent_state"].clone())
         torch.testing.assert_close(tuple(taken), tuple(state), **CLOSE)
         y, state = ours.step(x[:, t], taken)  # first, because FLA's layer overwrites its cache
         expected, _, cache = theirs(x[:, t : t + 1], mask[:, : t + 1] if padded else None, cache, use_cache=True)
