@@ -59,7 +59,7 @@ def check_random_batches_of_a_delta_rule(ranks):
 
 def check_logits_of_a_delta_rule(ranks):
     """Norms, gates and betas are computed on each rank, and gradients reach their parameters from all tokens."""
-    T, lengths = 4 * ranks.number, (4,) * ranks.number
+    T, lengths = 8 * ranks.number, (8,) * ranks.number
     x = delta_inputs(lengths=(3, T - 5), padding=2, R=2, K=3, V=4, dtype=torch.float64)
     tokens = [x.q * 3, x.k * 2, x.v, torch.randn_like(x.g), torch.randn_like(x.beta)]
     for y in tokens:
@@ -75,7 +75,7 @@ def check_logits_of_a_delta_rule(ranks):
         do = torch.randn_like(o)
         *expected, dA, dbias = torch.autograd.grad(o, [*whole, *parameters], do)
         local = [rows_of_rank(y, ranks.rank, lengths, "contiguous").detach().requires_grad_() for y in tokens]
-        cut = distributed.shard(4, x.cu_seqlens, lengths=lengths)
+        cut = distributed.shard(8, x.cu_seqlens, lengths=lengths)
         (y, _), forward = collectives(distributed.chunk_delta, *local, shard=cut, **options)
         mine = rows_of_rank(do, ranks.rank, lengths, "contiguous")
         actual, backward = collectives(torch.autograd.grad, y, [*local, *parameters], mine)
