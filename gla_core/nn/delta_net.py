@@ -88,11 +88,21 @@ class DeltaNet(DeltaRule):
         hidden_size, num_heads = positive(hidden_size=hidden_size, num_heads=num_heads)
         check_known("qk_activation", qk_activation, ACTIVATIONS)
         check_known("qk_norm", qk_norm, NORMS)
-        K = head_width("expand_k", expand_k, hidden_size, num_heads)
-        V = head_width("expand_v", expand_v, hidden_size, num_heads)
-        convolution = (use_short_conv, conv_size, ACTIVATIONS[qk_activation])
-        shared = (mode, layer_idx, backend, context_parallel)
-        super().__init__(hidden_size, (num_heads, num_heads), (K, V), *convolution, allow_neg_eigval, *shared)
+        super().__init__(
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            num_v_heads=num_heads,
+            head_k_dim=head_width("expand_k", expand_k, hidden_size, num_heads),
+            head_v_dim=head_width("expand_v", expand_v, hidden_size, num_heads),
+            use_short_conv=use_short_conv,
+            conv_size=conv_size,
+            allow_neg_eigval=allow_neg_eigval,
+            mode=mode,
+            layer_idx=layer_idx,
+            backend=backend,
+            context_parallel=context_parallel,
+            qk_activation=ACTIVATIONS[qk_activation],
+        )
         self.use_beta, self.qk_norm = use_beta, qk_norm
         self.normalize = DeltaRule.normalize if qk_norm == "l2" else None
         where: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -103,7 +113,7 @@ class DeltaNet(DeltaRule):
             self.projections = (*self.projections, "b_proj")
         self._make_convolutions(conv_bias, **where)
         if use_gate:
-            self.g_proj = nn.Linear(hidden_size, num_heads * V, bias=False, **where)
+            self.g_proj = nn.Linear(hidden_size, num_heads * self.head_v_dim, bias=False, **where)
             self.projections = (*self.projections, "g_proj")
         self._make_output(norm_eps, "swish", **where)
 

@@ -55,26 +55,34 @@ class DeltaRule(Recurrent, Merging):
 
     def __init__(
         self,
+        *,
         hidden_size: int,
-        heads: tuple[int, int],
-        widths: tuple[int, int],
+        num_heads: int,
+        num_v_heads: int | None,
+        head_k_dim: int,
+        head_v_dim: int,
         use_short_conv: bool,
         conv_size: int,
-        qk_activation: Activation | None,
         allow_neg_eigval: bool,
         mode: str,
         layer_idx: int | None,
         backend: str | None,
         context_parallel: ProcessGroup | DeviceMesh | None,
+        qk_activation: Activation | None = F.silu,
     ) -> None:
         super().__init__()
-        hidden_size, conv_size = positive(hidden_size=hidden_size, conv_size=conv_size)
+        num_v_heads = num_heads if num_v_heads is None else num_v_heads
+        hidden_size, num_heads = positive(hidden_size=hidden_size, num_heads=num_heads)
+        num_v_heads, conv_size = positive(num_v_heads=num_v_heads, conv_size=conv_size)
+        if num_v_heads % num_heads != 0:
+            raise ValueError(f"num_v_heads is {num_v_heads}; expected a multiple of num_heads = {num_heads}")
         check_computation(mode, backend)
-        self.hidden_size, self.conv_size, self.use_short_conv = hidden_size, conv_size, use_short_conv
-        (self.num_heads, self.num_v_heads), (self.head_k_dim, self.head_v_dim) = heads, widths
-        self.qk_activation, self.allow_neg_eigval = qk_activation, allow_neg_eigval
-        self.mode, self.layer_idx = mode, layer_idx
-        self.backend, self.context_parallel = backend, context_parallel
+        self.hidden_size, self.num_heads, self.num_v_heads = hidden_size, num_heads, num_v_heads
+        self.head_k_dim, self.head_v_dim = head_k_dim, head_v_dim
+        self.use_short_conv, self.conv_size, self.qk_activation = use_short_conv, conv_size, qk_activation
+        self.allow_neg_eigval = allow_neg_eigval
+        self.backend, self.mode, self.layer_idx = backend, mode, layer_idx
+        self.context_parallel = context_parallel
         self.local: Callable[[Tensor], Tensor] | None = None
 
     def _make_projections(self, **where: Any) -> None:
@@ -207,16 +215,6 @@ def _first(module: nn.Module) -> nn.Module:
     if isinstance(module, nn.Sequential) and is_plain(module, nn.Sequential) and len(module) == 2:
         return module[0]
     return module
-
-
-def value_heads(num_heads: int, num_v_heads: int | None) -> tuple[int, int]:
-    """Returns the numbers of query and key heads, and of value heads, after checks; num_v_heads None means as many."""
-    num_heads, num_v_heads = positive(
-        num_heads=num_heads, num_v_heads=num_heads if num_v_heads is None else num_v_heads
-    )
-    if num_v_heads % num_heads != 0:
-        raise ValueError(f"num_v_heads is {num_v_heads}; expected a multiple of num_heads = {num_heads}")
-    return num_heads, num_v_heads
 
 
 def head_widths(head_dim: int, expand_v: float) -> tuple[int, int]:

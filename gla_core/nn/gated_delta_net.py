@@ -14,12 +14,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.types import Device
 
 from gla_core.nn.activations import Activation
-from gla_core.nn.delta_rule import DeltaRule, head_widths, value_heads
+from gla_core.nn.delta_rule import DeltaRule, head_widths
 from gla_core.ops.delta.inputs import Gate
 
 if TYPE_CHECKING:
@@ -69,19 +68,30 @@ class GatedDeltaNet(DeltaRule):
         layer_idx: int | None = None,
         context_parallel: ProcessGroup | DeviceMesh | None = None,
     ) -> None:
-        heads, widths = value_heads(num_heads, num_v_heads), head_widths(head_dim, expand_v)
-        convolution, shared = (use_short_conv, conv_size, F.silu), (mode, layer_idx, backend, context_parallel)
-        super().__init__(hidden_size, heads, widths, *convolution, allow_neg_eigval, *shared)
+        head_dim, head_v_dim = head_widths(head_dim, expand_v)
+        super().__init__(
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            num_v_heads=num_v_heads,
+            head_k_dim=head_dim,
+            head_v_dim=head_v_dim,
+            use_short_conv=use_short_conv,
+            conv_size=conv_size,
+            allow_neg_eigval=allow_neg_eigval,
+            mode=mode,
+            layer_idx=layer_idx,
+            backend=backend,
+            context_parallel=context_parallel,
+        )
         where: dict[str, Any] = {"device": device, "dtype": dtype}
-        (_, Hv), (_, V) = heads, widths
         self._make_projections(**where)
-        self.a_proj = nn.Linear(self.hidden_size, Hv, bias=False, **where)
-        self.b_proj = nn.Linear(self.hidden_size, Hv, bias=False, **where)
-        self._make_gates(Hv, **where)
+        self.a_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False, **where)
+        self.b_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False, **where)
+        self._make_gates(self.num_v_heads, **where)
         self._make_convolutions(conv_bias, **where)
         self.projections = ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj")
         if use_gate:
-            self.g_proj = nn.Linear(self.hidden_size, Hv * V, bias=False, **where)
+            self.g_proj = nn.Linear(self.hidden_size, self.num_v_heads * head_v_dim, bias=False, **where)
             self.projections = (*self.projections, "g_proj")
         self._make_output(norm_eps, output_gate_activation, **where)
 

@@ -15,11 +15,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.types import Device
 
-from gla_core.nn.delta_rule import DeltaRule, head_widths, value_heads
+from gla_core.nn.delta_rule import DeltaRule, head_widths
 from gla_core.ops.delta.inputs import Gate
 
 if TYPE_CHECKING:
@@ -90,24 +89,40 @@ class KimiDeltaAttention(DeltaRule):
         layer_idx: int | None = None,
         context_parallel: ProcessGroup | DeviceMesh | None = None,
     ) -> None:
-        heads, widths = value_heads(num_heads, num_v_heads), head_widths(head_dim, expand_v)
-        convolution, shared = (use_short_conv, conv_size, F.silu), (mode, layer_idx, backend, context_parallel)
-        super().__init__(hidden_size, heads, widths, *convolution, allow_neg_eigval, *shared)
+        head_dim, head_v_dim = head_widths(head_dim, expand_v)
+        super().__init__(
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            num_v_heads=num_v_heads,
+            head_k_dim=head_dim,
+            head_v_dim=head_v_dim,
+            use_short_conv=use_short_conv,
+            conv_size=conv_size,
+            allow_neg_eigval=allow_neg_eigval,
+            mode=mode,
+            layer_idx=layer_idx,
+            backend=backend,
+            context_parallel=context_parallel,
+        )
         if lower_bound is not None and not lower_bound < 0:
             raise ValueError(f"lower_bound is {lower_bound}; expected a number below 0: it bounds the log of a gate")
         if safe_gate and lower_bound is None:
             raise ValueError("safe_gate is True and lower_bound is None; expected a lower bound such as -5.0")
         self.lower_bound, self.rates = lower_bound, (1.0, 1.0) if safe_gate else (1.0, 16.0)
         where: dict[str, Any] = {"device": device, "dtype": dtype}
-        (_, Hv), (K, V) = heads, widths
+        low_rank, key_dim = head_v_dim, self.num_v_heads * head_dim
         self._make_projections(**where)
         self._make_convolutions(conv_bias, **where)
         self.f_proj = nn.Sequential(
-            nn.Linear(self.hidden_size, V, bias=False, **where), nn.Linear(V, Hv * K, bias=False, **where)
+            nn.Linear(self.hidden_size, low_rank, bias=False, **where),
+            nn.Linear(low_rank, key_dim, bias=False, **where),
         )
-        self.b_proj = nn.Linear(self.hidden_size, Hv, bias=False, **where)
-        self._make_gates(Hv * K, **where)
-        self.g_proj = nn.Sequential(nn.Linear(self.hidden_size, V, bias=False, **where), nn.Linear(V, Hv * V, **where))
+        self.b_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False, **where)
+        self._make_gates(key_dim, **where)
+        self.g_proj = nn.Sequential(
+            nn.Linear(self.hidden_size, low_rank, bias=False, **where),
+            nn.Linear(low_rank, self.num_v_heads * head_v_dim, **where),
+        )
         self._make_output(norm_eps, "sigmoid", **where)
 
     def _gate(self) -> Gate:
