@@ -66,7 +66,8 @@ def chunk_delta(
         initial_state: [N, Hv, K, V] float32 (float64 with float64 inputs), of all sequences. None means zeros.
         output_final_state: whether to return the states after the last tokens too; see
             `gla_core.distributed.chunk_gla` for what ranks then send.
-        cu_seqlens: [N+1] offsets of packed sequences in the row of all ranks' tokens; see `shard`.
+        cu_seqlens: [N+1] offsets of packed sequences in the row of all ranks' tokens; see `shard`. Rows of no sequence
+            have to be finite if gradients reach the parameters of `gate`; with `shard`, they may hold anything.
         group: the ranks in the order of their shards; all ranks by default.
         layout: "contiguous" or "zigzag"; see `shard`.
         backend: a request such as "reference"; see `use_backend`.
