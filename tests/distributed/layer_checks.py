@@ -121,15 +121,16 @@ def check_a_layer_with_a_mesh(ranks):
         assert y[0, max(0, 3 - local.start) :].isfinite().all()
 
 
-def check_how_often_mamba2_communicates(ranks):
-    """Its one convolution and its op communicate once per direction, and packed sequences cost one more gather."""
-    layer, x = layers(ranks)[3], torch.randn(1, 5, 16, dtype=torch.float64, device=ranks.device)
-    layer.context_parallel = dist.group.WORLD
-    for cu_seqlens, expected in ((None, 2), (torch.tensor([0, 3, 5 * ranks.number], device=ranks.device), 3)):
-        (y, _), forward = collectives(layer, x, cu_seqlens=cu_seqlens)
-        _, backward = collectives(y.sum().backward)
-        assert forward == [GATHER] * expected
-        assert backward == [GATHER, REDUCE_SCATTER]
+def check_how_often_layers_communicate(ranks):
+    """Their convolutions and their op communicate once per direction, and packed sequences cost one more gather."""
+    for layer in layers(ranks)[3:5]:
+        x = torch.randn(1, 5, 16, dtype=torch.float64, device=ranks.device)
+        layer.context_parallel = dist.group.WORLD
+        for cu_seqlens, expected in ((None, 2), (torch.tensor([0, 3, 5 * ranks.number], device=ranks.device), 3)):
+            (y, _), forward = collectives(layer, x, cu_seqlens=cu_seqlens)
+            _, backward = collectives(y.sum().backward)
+            assert forward == [GATHER] * expected
+            assert backward == [GATHER, REDUCE_SCATTER]
 
 
 def check_checkpointed_and_compiled_layers(ranks):
