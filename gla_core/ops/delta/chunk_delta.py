@@ -218,7 +218,7 @@ def chunk_delta(
     args = (q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens, every, c, max_seqlen)
     try:
         if request is None:
-            o, state, checkpoints = _torch_fwd(*args, needs_grad, request_text(backend))
+            o, state, checkpoints = torch_fwd(*args, needs_grad, request_text(backend))
         elif needs_grad:
             o, state, checkpoints = _eager_fwd(*args, True, request)
         else:
@@ -288,5 +288,5 @@ BACKWARD = OpSpec(
 
 torch_bwd = torch_op_of(BACKWARD, backward=no_second_derivative("chunk_delta"))
 _gradient = gradient(FORWARD, BACKWARD, torch_bwd)
-_torch_fwd = torch_op_of(FORWARD, *_gradient)
+torch_fwd = torch_op_of(FORWARD, *_gradient)
 _eager_fwd = eager_op_of(FORWARD, *_gradient)
