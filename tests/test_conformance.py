@@ -16,9 +16,9 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 # Every property on the smallest workload of each op, and padding. Padding is tested in float16, because float32 is
 # computed token by token. tests/backends has the forms of gates. Left out: the interpreter gives the same bits twice
-# anyway, and opcheck, compiled graphs, autocast and projected inputs test the op and not the kernel. Of pools, values are
-# enough, because tests/backends/test_random_serving.py draws all that may be said of slots; and of delta rules that other
-# kernels compute: those of forwards, or those of the steps of gated linear attention.
+# anyway; opcheck, compiled graphs, autocast and projected inputs test the op and not the kernel. Of pools, values are
+# enough, because tests/backends/test_random_serving.py draws all that may be said of slots; and of those delta rules
+# that other kernels compute: the kernels of forwards, or of the steps of gated linear attention.
 PADDED = "padded and not per_head and not gated_padded and (float16 or may_be_int32 or g_is_zero)"
 GATED = "gated_padded and float16 and (test_values[ or test_gradients[)"  # the largest of these calls
 BY_OTHERS = "chunk_delta_pool or chunk_delta_summary or chunk_delta_gradient or delta_steps or delta_replay"

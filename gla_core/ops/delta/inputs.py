@@ -123,10 +123,11 @@ def _log_gates(
         rate = rate[:, None] if by_key else rate
     if dt_bias is not None:
         x = x + (dt_bias[:, None] if by_key and dt_bias.ndim == 1 else dt_bias).to(dtype)
+    # finite, because a logit of -inf, and a gate of -inf, give `rate` the gradient 0 and not 0 * inf
+    least = torch.finfo(dtype).min
     if bound is not None:
-        return bound * torch.sigmoid(x if rate is None else rate * x)
-    # finite, because a gate of -inf gives `rate` the gradient 0 and not 0 * inf
-    g = F.logsigmoid(-x).clamp(min=torch.finfo(dtype).min)  # -softplus(x)
+        return bound * torch.sigmoid(x if rate is None else rate * x.clamp(min=least))
+    g = F.logsigmoid(-x).clamp(min=least)  # -softplus(x)
     return g if rate is None else rate * g
 
 
