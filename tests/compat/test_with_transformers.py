@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from gla_core.compat.mamba_ssm import ops
-from gla_core.compat.transformers import accelerate, delta
+from gla_core.compat.transformers import accelerate
 from gla_core.compat.transformers.accelerate import MODELS
 from gla_core.compat.transformers.delta import GATED_DELTA_RULE, KIMI_DELTA_ATTENTION
 from gla_core.compat.transformers.mamba2 import MAMBA2
@@ -29,6 +29,9 @@ transformers = pytest.importorskip("transformers", reason="needs transformers: m
 
 from gla_transformers import causal_convolution, few_rows, few_rows_kernel, gated, mamba2
 from gla_triton_runtime import prepared
+from tests.compat.conftest import counted
+
+pytestmark = pytest.mark.usefixtures("delta_rules_in_pytorch")
 
 COMMON = {"vocab_size": 61, "hidden_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_chunk_size": 16}
@@ -140,18 +143,6 @@ def model_of(name, seed=0, **options):
     return model
 
 
-@pytest.fixture(autouse=True)
-def delta_rules_in_pytorch(monkeypatch):
-    """Has transformers compute delta rules in PyTorch, also if it has bound the kernels of an FLA, which need a GPU."""
-    for family in (GATED_DELTA_RULE, KIMI_DELTA_ATTENTION):
-        for model in family.models:
-            path = f"transformers.models.{model}.modeling_{model}"
-            if importlib.util.find_spec(f"transformers.models.{model}") is not None:
-                module = importlib.import_module(path)
-                for name in set(family.functions) & RULES:
-                    monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)
-
-
 def tokens_of(seed=0, length=40):
     return torch.randint(3, 61, (2, length), generator=torch.Generator().manual_seed(seed))
 
@@ -176,7 +167,9 @@ def tolerances_of(model):
 
 def norms_of(model):
     """Returns the number of norms that a call of the model computes by kernels, if there are kernels."""
-    return family_of(model) is MAMBA2 and sum(type(module).__name__.endswith(("RMSNorm", "RMSNormGated")) for module in model.modules())
+    return family_of(model) is MAMBA2 and sum(
+        type(module).__name__.endswith(("RMSNorm", "RMSNormGated")) for module in model.modules()
+    )
 
 
 def blocks_of(model):
@@ -195,7 +188,6 @@ def model(request):
     return model_of(request.param)
 
 
-RULES = {name for family in (GATED_DELTA_RULE, KIMI_DELTA_ATTENTION) for name in family.functions if "delta" in name}
 IN_KERNELS = [pytest.mark.kernels, pytest.mark.skipif(not INTERPRETED, reason="the models are on a CPU")]
 
 
@@ -218,31 +210,6 @@ def by_kernels(request, monkeypatch):
     product = counted(counts, "product", few_rows_kernel.product)
     products = SimpleNamespace(is_served=few_rows_kernel.is_served, product=product)
     monkeypatch.setattr(few_rows, "kernel_of", lambda device: products)
-    return counts
-
-
-def counted(counts, name, function):
-    """Returns a function that counts its calls."""
-
-    def call(*args, **kwargs):
-        counts[name] += 1
-        return function(*args, **kwargs)
-
-    return call
-
-
-@pytest.fixture
-def calls(by_kernels, monkeypatch):
-    """The numbers of calls of our ops."""
-    counts = {"scan": 0, "step": 0}
-    for module, counter, names in (
-        (ops, "scan", ("chunk_ssd", "chunk_gla")),
-        (ops, "step", ("recurrent_ssd_step",)),
-        (delta, "scan", ("chunk_delta",)),
-        (delta, "step", ("recurrent_delta_step",)),
-    ):
-        for name in names:
-            monkeypatch.setattr(module, name, counted(counts, counter, getattr(module, name)))
     return counts
 
 
@@ -632,6 +599,8 @@ def test_compiled_without_a_break(calls):
 def test_generating_with_a_static_cache_compiles_a_step_without_a_break(model):
     """A GPU replays this step as a CUDA graph."""
     pytest.importorskip("gla_transformers")  # whose kernels are left out of compiled code
+    if "Qwen4Exp" in type(model).__name__:
+        pytest.skip("its layers of attention read values on the host")
     graphs = []
 
     def backend(graph, inputs):
@@ -650,11 +619,12 @@ def test_generating_with_a_static_cache_compiles_a_step_without_a_break(model):
         actual = model.generate(tokens_of(), **options, compile_config=every_device)
     assert torch.equal(actual, expected)
     (graph,) = graphs
-    assert sum("recurrent_" in str(node.target) for node in graph.graph.nodes) == layers_of(model)
+    step = "recurrent_ssd_step" if family_of(model) is MAMBA2 else "recurrent_delta_step"
+    assert sum(step in str(node.target) for node in graph.graph.nodes) == layers_of(model)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["Mamba2", "FalconH1"])
+@pytest.mark.parametrize("name", ["Mamba2", "FalconH1", "Qwen3_5", "OlmoHybrid", "KimiLinear", "BailingHybrid"])
 def test_bfloat16(name, calls):
     """The error is that of transformers' own computation in bfloat16, up to the rounding of the scan's result."""
     model, tokens = model_of(name), tokens_of()
