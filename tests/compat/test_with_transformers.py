@@ -80,7 +80,7 @@ MAMBA2_CONFIGS = {
 }
 """Small models, each with several Mamba-2 layers of 8 heads in 2 groups."""
 THREE_LAYERS = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
-INDEXED = THREE_LAYERS | {"layer_types": ["linear_attention", "indexed_attention", "linear_attention"]}
+FOUR_LAYERS = {"num_hidden_layers": 4, "layer_types": None}  # the last with indexed attention, whose name has changed
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 GATED_DELTA = ATTENTION | {
     "head_dim": 8,
@@ -100,7 +100,7 @@ DELTA_CONFIGS = {
     "Qwen3_5": QWEN,
     "Qwen3_5Moe": QWEN_EXPERTS,
     "Qwen4Exp": QWEN_EXPERTS
-    | INDEXED
+    | FOUR_LAYERS
     | {"hc_count": 2, "hc_lowrank": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8}
     | {"indexer_budget": 64, "indexer_compress_ratio": 4},
     "LaraMini": QWEN_EXPERTS,
@@ -109,11 +109,12 @@ DELTA_CONFIGS = {
     "BailingHybrid": KIMI | {"head_dim": 4},
     "BailingHybrid, unbounded": KIMI | {"head_dim": 4, "kda_safe_gate": False},
     "Glm5Next": KIMI
-    | INDEXED
+    | FOUR_LAYERS
     | {"q_lora_rank": 8, "qk_rope_head_dim": 0, "hc_mult": 2}
     | {"index_head_dim": 8, "index_n_heads": 2, "index_topk": 64, "index_kpool": 4},
 }
-"""Small models, each with two layers that have a delta rule of 4 heads, and gates for each head or for each key."""
+"""Small models, each with two or three layers that have a delta rule, of 4 value heads, 2 or 4 heads of keys, and gates
+for each head or for each key."""
 CONFIGS = {
     name: config
     for name, config in (MAMBA2_CONFIGS | DELTA_CONFIGS).items()
