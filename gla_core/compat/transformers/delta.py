@@ -39,7 +39,7 @@ def _delta_rule(
     tokens, normalize = (query, key, value, g, beta), EPS if use_qk_l2norm_in_kernel else None
     state = None if initial_state is None else initial_state.to(wide(query.dtype))
     if state is None or query.shape[1] != 1 or cu_seqlens is not None or needs_gradient(*tokens, state):
-        return tuple(chunk_delta(*tokens, None, state, output_final_state, cu_seqlens, normalize=normalize))
+        return chunk_delta(*tokens, None, state, output_final_state, cu_seqlens, normalize=normalize)
     o, state = recurrent_delta_step(*(x[:, 0] for x in tokens), state=state, normalize=normalize)
     return o[:, None], state if output_final_state else None
 
@@ -58,17 +58,11 @@ _RULE = Function(_delta_rule, _has_offsets_if_packed, HOW)
 GATED_DELTA_RULE = Family(
     models=dict.fromkeys(("olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp"), "5.16")
     | {"lara_mini": "5.24"},
-    functions={
-        "torch_chunk_gated_delta_rule": _RULE,
-        "torch_recurrent_gated_delta_rule": _RULE,
-        **CONVOLUTIONS,
-    },
-    methods=lambda module: [],
+    functions={"torch_chunk_gated_delta_rule": _RULE, "torch_recurrent_gated_delta_rule": _RULE, **CONVOLUTIONS},
 )
 """The models with one gate for each head."""
 KIMI_DELTA_ATTENTION = Family(
     models={"bailing_hybrid": "5.20", "glm5_next": "5.16", "kimi_linear": "5.17"},
     functions={"chunk_kimi_delta_attention": _RULE, "recurrent_kimi_delta_attention": _RULE, **CONVOLUTIONS},
-    methods=lambda module: [],
 )
 """The models with a gate for each key."""

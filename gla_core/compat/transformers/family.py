@@ -28,12 +28,12 @@ class Family(NamedTuple):
         models: the names of the models' folders in `transformers.models`, and the first versions of transformers that
             have the models with these functions.
         functions: the replacements of these functions, by name.
-        methods: returns the replacements of methods in a model's module.
+        methods: returns the replacements of methods in a model's module; by default none.
     """
 
     models: Mapping[str, str]
     functions: Mapping[str, Function]
-    methods: Callable[[ModuleType], list[MethodReplacement]]
+    methods: Callable[[ModuleType], list[MethodReplacement]] = lambda module: []
 
 
 def result_or_original(result: Tensor | None) -> Any:
