@@ -20,7 +20,6 @@ from tests.compat.conftest import RULES
 from tests.compat.test_with_transformers import (
     CLOSE_DELTA,
     CLOSE_DELTA_GRADIENTS,
-    CONFIGS,
     DELTA_CONFIGS,
     INTERPRETED,
     assert_close,
@@ -33,7 +32,6 @@ from tests.compat.test_with_transformers import (
 )
 
 pytestmark = pytest.mark.usefixtures("delta_rules_in_pytorch")
-NAMES = [name for name in DELTA_CONFIGS if name in CONFIGS]
 CLOSE, CLOSE_GRADIENTS = 5e-6, 2e-5
 """Differences of the functions alone, in float32, in which transformers subtracts sums of 64 log gates."""
 FAMILIES = {"gated_delta_rule": ("qwen3_5", 4), "kimi_delta_attention": ("kimi_linear", 2)}
@@ -173,7 +171,7 @@ def test_on_a_cpu_where_transformers_has_bound_other_kernels(monkeypatch):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", DELTA_CONFIGS)
 def test_turns_with_padding_on_either_side(name):
     """A cache goes on over turns of several tokens; the first prompt is padded on the left or on the right."""
     model, tokens = model_of(name), tokens_of(length=33)
@@ -194,7 +192,7 @@ def test_turns_with_padding_on_either_side(name):
             assert_close([turns()], [expected], CLOSE_DELTA)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", DELTA_CONFIGS)
 def test_beams(name, calls):
     model, how = model_of(name), {"num_beams": 3, "max_new_tokens": 6, "do_sample": False}
     mask = torch.ones(2, 40, dtype=torch.long)
@@ -205,7 +203,7 @@ def test_beams(name, calls):
     assert calls == {"scan": layers_of(model), "step": 5 * layers_of(model)}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", DELTA_CONFIGS)
 def test_checkpoints_in_training(name, calls):
     """Layers compute once more in the backward."""
     model, tokens = model_of(name), tokens_of()

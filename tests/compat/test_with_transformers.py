@@ -115,11 +115,12 @@ DELTA_CONFIGS = {
 }
 """Small models, each with two or three layers that have a delta rule, of 4 value heads, 2 or 4 heads of keys, and gates
 for each head or for each key."""
-CONFIGS = {
+DELTA_CONFIGS = {
     name: config
-    for name, config in (MAMBA2_CONFIGS | DELTA_CONFIGS).items()
+    for name, config in DELTA_CONFIGS.items()
     if hasattr(transformers, f"{name.split(',')[0]}Config")  # in the installed version
 }
+CONFIGS = MAMBA2_CONFIGS | DELTA_CONFIGS
 
 
 def model_of(name, seed=0, **options):
@@ -168,9 +169,9 @@ def tolerances_of(model):
 
 def norms_of(model):
     """Returns the number of norms that a call of the model computes by kernels, if there are kernels."""
-    return family_of(model) is MAMBA2 and sum(
-        type(module).__name__.endswith(("RMSNorm", "RMSNormGated")) for module in model.modules()
-    )
+    if family_of(model) is not MAMBA2:
+        return 0
+    return sum(type(module).__name__.endswith(("RMSNorm", "RMSNormGated")) for module in model.modules())
 
 
 def blocks_of(model):
