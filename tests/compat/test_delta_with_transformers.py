@@ -1,4 +1,4 @@
-"""Delta rules of transformers' models, accelerated: the functions themselves, and what Mamba-2's models cannot do.
+"""Delta rules of transformers' models, accelerated: the functions alone, turns, beams, checkpoints, copies, compilers.
 
 test_with_transformers.py runs the same models through the tests that all families share.
 """
