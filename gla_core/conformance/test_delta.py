@@ -13,6 +13,7 @@ from gla_core.conformance.calls import (
     expected,
     gradients,
     inputs,
+    oracle_gradients,
     public_op,
     run,
     span,
@@ -25,9 +26,9 @@ from gla_core.dispatch.tensors import wide
 from gla_core.workloads.inputs import normal
 
 DELTA = having("beta", among=PAIRS)
-ALL = (*DELTA, *(differentiated(op) for op in DELTA))
-BACKWARDS = ("chunk_delta_gradient_summary",)
-SUMMARIES = ("chunk_delta_summary", *BACKWARDS)
+BACKWARDS = tuple(differentiated(op) for op in DELTA)
+ALL = (*DELTA, *BACKWARDS)
+SUMMARY, GRADIENT_SUMMARY = "chunk_delta_summary", "chunk_delta_gradient_summary"
 
 
 @over(ALL, "short", "last_chunk_partial", "grouped", "packed", "minus_infinity", "per_head", dtypes="rotating")
@@ -64,6 +65,13 @@ def test_keys_of_any_length(backend, case, length, beta, measure):
     x["k"] *= length
     x["beta"] *= beta
     check(case.op, x, backend.name, measure)
+
+
+@over(BACKWARDS, "short", "grouped_values", "packed", "per_head", "constant", dtypes="one")
+def test_gradient_of_beta_alone(backend, case, measure):
+    x, request = inputs(case), training_request(backend, case.op)
+    ref = oracle_gradients(case.op, x)
+    compare(case.op, x, gradients(case.op, x, request, ("beta",)), {"dbeta": ref["dbeta"]}, measure)
 
 
 # ---- inputs as layers project them: no unit vectors, log gates or betas
@@ -113,7 +121,7 @@ def test_projected_inputs(backend, case, gate, measure):
         measure({"states": raw["pool"][at]}, {"states": ref.results["pool"][at]}, 2 * FORWARD[case.dtype])
 
 
-@over(tuple(differentiated(op) for op in DELTA), "short", "packed", "grouped_values", "per_head", dtypes="rotating")
+@over(BACKWARDS, "short", "packed", "grouped_values", "per_head", dtypes="rotating")
 @pytest.mark.parametrize("gate", ["softplus", "bounded"])
 def test_gradients_of_projected_inputs(backend, case, gate, measure):
     """They reach the projections and the parameters of the gates."""
@@ -143,13 +151,21 @@ def gradient_of_o(case, x):
 # ---- summaries
 
 
-@over(SUMMARIES, "last_chunk_partial", "minus_infinity", "ungated", "per_head", "grouped_values", dtypes="rotating")
+@over(
+    (SUMMARY, GRADIENT_SUMMARY),
+    "last_chunk_partial",
+    "minus_infinity",
+    "ungated",
+    "per_head",
+    "grouped_values",
+    dtypes="rotating",
+)
 @pytest.mark.parametrize("cut", [1, 64, 77])
 def test_two_parts_equal_the_whole(backend, case, cut, measure):
     x = call_arguments(case)
     parts = [run(case.op, span(case.op, x, *rows), backend.name) for rows in ((None, cut), (cut, None))]
-    first, then = reversed(parts) if case.op in BACKWARDS else parts
-    state = "dstate" if case.op in BACKWARDS else "state"
+    first, then = reversed(parts) if case.op == GRADIENT_SUMMARY else parts
+    state = "dstate" if case.op == GRADIENT_SUMMARY else "state"
     joined = {
         "transition": then["transition"] @ first["transition"],
         state: then["transition"] @ first[state] + then[state],

@@ -360,8 +360,14 @@ CHUNK_DELTA = (
         _row("packed_16_t8192_h32", "prefill", "H32 K128 V128", lengths=_cut(8192, 16), **IN_BFLOAT16),
     ),
 )
-CHUNK_DELTA_SUMMARY = _for_delta("chunk_delta_summary", CHUNK_GLA_SUMMARY)
-CHUNK_DELTA_GRADIENT_SUMMARY = _for_delta("chunk_delta_gradient_summary", CHUNK_GLA_SUMMARY)
+_FOR_SUMMARIES = tuple(
+    w for w in CHUNK_GLA_SUMMARY
+    if w.name in ("short", "no_token", "last_chunk_partial", "odd_widths", "width_one", "ungated", "minus_infinity",
+                  "packed", "padded", "per_head", "per_head_padded", "constant_packed", "grouped_values",
+                  "many_sequences")
+)
+CHUNK_DELTA_SUMMARY = _for_delta("chunk_delta_summary", _FOR_SUMMARIES)
+CHUNK_DELTA_GRADIENT_SUMMARY = _for_delta("chunk_delta_gradient_summary", _FOR_SUMMARIES)
 CHUNK_DELTA_POOL = (
     *_for_delta("chunk_delta_pool", CHUNK_GLA_POOL),
     *_workloads(

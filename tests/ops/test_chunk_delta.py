@@ -192,6 +192,17 @@ def test_options_that_are_refused(options, message):
         gla.chunk_delta(**{**x, **options})
 
 
+def test_a_sequence_has_the_same_bits_in_any_company():
+    """Also what is computed of projections, such as the sums of an l2 norm."""
+    x, A_log, dt_bias = projected(lengths=(150, 70), K=12)
+    x = {n: y.float() if y is not None and y.is_floating_point() else y for n, y in x.items()}
+    options = {"normalize": 1e-6, "gate": ("softplus", A_log, dt_bias), "beta_limit": 1.0}
+    alone = {n: None if n == "cu_seqlens" or y is None else y[:, 150:] for n, y in x.items()}
+    with gla.batch_invariant(64):
+        both, one = (gla.chunk_delta(**y, **options).o for y in (x, alone))
+    assert torch.equal(both[:, 150:], one)
+
+
 # ---- summaries, and drafts of a server
 
 

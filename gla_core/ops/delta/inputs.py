@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gla_core.dispatch.tensors import wide
+from gla_core.dispatch.tensors import pairwise_sum, wide
 from gla_core.ops import _sequences, checks
 from gla_core.ops.fused import fused
 from gla_core.ops.spec import OpSpec, Role
@@ -56,30 +56,54 @@ def inputs(
     if normalize is None and parameters is None and beta_limit is None:
         return x
     sizes = _sizes(spec, tokens)
-    if normalize is not None:
-        eps = _positive("normalize", normalize, "the eps of an l2 norm")
-        for name in ("q", "k"):
-            if name in x:
-                x[name] = fused(_unit_rows, _sequences.rows_of_sequences(x[name], cu_seqlens), eps)
-    if parameters is not None:
-        A_log, dt_bias, bound, form = _parameters(spec, parameters, g, sizes)
-        logits = g if form == "constant" else _sequences.rows_of_sequences(g, cu_seqlens)
-        x["g"] = fused(_log_gates, logits, A_log, dt_bias, bound, form == "key")
-    if beta_limit is not None:
-        limit = _positive("beta_limit", beta_limit, "the largest beta")
-        x["beta"] = fused(_betas, _sequences.rows_of_sequences(x["beta"], cu_seqlens), limit)
-    return x
+    eps = None if normalize is None else _positive("normalize", normalize, "the eps of an l2 norm")
+    limit = None if beta_limit is None else _positive("beta_limit", beta_limit, "the largest beta")
+    logits = None if parameters is None else _parameters(spec, parameters, g, sizes)
+    x["beta"], *others = fused(_computed, x["beta"], x.get("q"), x["k"], g, cu_seqlens, eps, logits, limit)
+    return x | {name: y for name, y in zip(("q", "k", "g"), others, strict=True) if name in x}
+
+
+Logits = tuple[Tensor | None, Tensor | None, float | None, str | None]
+"""A_log, dt_bias, the bound, which is None for softplus, and the form of the gates."""
+
+
+def _computed(
+    beta: Tensor,
+    q: Tensor | None,
+    k: Tensor,
+    g: Tensor | None,
+    cu_seqlens: Tensor | None,
+    eps: float | None,
+    logits: Logits | None,
+    limit: float | None,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """Returns beta, q, k and g, of which those are computed whose option is not None."""
+
+    def rows(x: Tensor) -> Tensor:
+        return _sequences.rows_of_sequences(x, cu_seqlens)
+
+    if eps is not None:
+        q, k = None if q is None else _unit_rows(rows(q), eps), _unit_rows(rows(k), eps)
+    if logits is not None:
+        assert g is not None
+        g = _log_gates(g if logits[-1] == "constant" else rows(g), *logits)
+    if limit is not None:
+        beta = limit * torch.sigmoid(rows(beta).to(wide(beta.dtype)))
+    return beta, q, k, g
 
 
 def _unit_rows(x: Tensor, eps: float) -> Tensor:
     """Returns x / sqrt(sum of squares + eps) for each row [.., K], in the dtype of x."""
     rows = x.to(wide(x.dtype))
-    return (rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + eps)).to(x.dtype)
+    squares = pairwise_sum(rows * rows)[..., None]  # the same bits whatever rows are beside it
+    return (rows * torch.rsqrt(squares + eps)).to(x.dtype)
 
 
-def _log_gates(x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, bound: float | None, by_key: bool) -> Tensor:
-    """Returns log gates from logits [.., Hv], or [.., Hv, K] if `by_key`; without a bound those of softplus."""
-    dtype = wide(x.dtype)
+def _log_gates(
+    x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, bound: float | None, form: str | None
+) -> Tensor:
+    """Returns log gates from logits [.., Hv, K] for each key, or [.., Hv]; without a bound those of softplus."""
+    dtype, by_key = wide(x.dtype), form == "key"
     x, rate = x.to(dtype), None
     if A_log is not None:
         rate = A_log.to(dtype).exp()
@@ -91,10 +115,6 @@ def _log_gates(x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, bound: f
     # finite, because a gate of -inf gives `rate` the gradient 0 and not 0 * inf
     g = F.logsigmoid(-x).clamp(min=torch.finfo(dtype).min)  # -softplus(x)
     return g if rate is None else rate * g
-
-
-def _betas(x: Tensor, limit: float) -> Tensor:
-    return limit * torch.sigmoid(x.to(wide(x.dtype)))
 
 
 def _sizes(spec: OpSpec, tokens: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,10 +129,8 @@ def _sizes(spec: OpSpec, tokens: Mapping[str, Any]) -> dict[str, Any]:
     return sizes
 
 
-def _parameters(
-    spec: OpSpec, gate: Any, g: Any, sizes: dict[str, Any]
-) -> tuple[Tensor | None, Tensor | None, float | None, str | None]:
-    """Returns A_log, dt_bias, the bound, which is None for softplus, and the form of the gates g, after checks."""
+def _parameters(spec: OpSpec, gate: Any, g: Any, sizes: dict[str, Any]) -> Logits:
+    """Returns what `gate` says of the logits g, after checks."""
     name, *parameters = gate if isinstance(gate, tuple) and gate else (None,)
     if (name, len(parameters)) not in (("softplus", 2), ("bounded", 3)):
         raise ValueError(
