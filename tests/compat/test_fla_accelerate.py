@@ -121,7 +121,7 @@ def test_all_are_replaced_wherever_they_are_and_put_back(fla):
         "mode": ("fla.layers.gla", "fla.layers.hgrn2"),
     }
     lines = str(acceleration).splitlines()
-    assert lines[0] == "14 modules of flash-linear-attention now call gla_core; see `replaced`:"
+    assert lines[0] == "17 modules of flash-linear-attention now call gla_core; see `replaced`:"
     assert lines[1].startswith("- computed by gla_core: chunk_gla, fused_chunk_gla, ")
     said = " ".join(" ".join(lines).split())
     assert 'on a GPU, so are sequences in float32 under the matmul precision "highest"' in said

@@ -1,7 +1,7 @@
-"""Helpers for flash-linear-attention 0.6.0: its functions that are GLA or a delta rule, computed here, and conversion of
-its states.
+"""Helpers for flash-linear-attention 0.6.0: its functions that are GLA or a delta rule, and conversion of its states.
 
-Importing this package does not import flash-linear-attention; `accelerate` does. `use_gla_core` is the same function.
+The functions are computed here. Importing this package does not import flash-linear-attention; `accelerate` does.
+`use_gla_core` is the same function.
 """
 
 from gla_core.compat.fla.accelerate import Acceleration, accelerate, use_gla_core

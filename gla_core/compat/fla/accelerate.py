@@ -284,7 +284,7 @@ _PARTLY = {
 }
 """For modules whose calls are chosen in another way: a test for those computed here, and a line for the report."""
 NOTE = (
-    "gates of values (gv), a beta for each value, cp_context, return_intermediate_states and output_attentions are left "
-    "to flash-linear-attention; on a GPU, so are sequences in "
-    'float32 under the matmul precision "highest", for which it is faster because it multiplies TF32'
+    "gates of values (gv), a beta for each value, cp_context, return_intermediate_states and output_attentions are "
+    "left to flash-linear-attention; on a GPU, so are sequences in float32 under the matmul precision "
+    '"highest", for which it is faster because it multiplies TF32'
 )

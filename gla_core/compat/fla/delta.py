@@ -1,23 +1,25 @@
-"""Functions of `fla.ops` that are a delta rule, with the same arguments and results, computed by `gla_core.chunk_delta`.
+"""Functions of `fla.ops` that are a delta rule, with the same arguments and results, computed here.
 
     kda                a gate for each key
     gated_delta_rule   a gate for each head
     delta_rule         no gate
 
-Dimensions, dtypes and states are as in `gla_core.chunk_delta`; an initial state may have any dtype. Gates are natural
-logarithms, or logits with use_gate_in_kernel. A call of a recurrent function with one token and no gradients is
-computed as a decoding step.
+Dimensions and states are as in `gla_core.chunk_delta`. Tokens and the initial state may have different dtypes; o has
+that of v. Gates are natural logarithms, or logits with use_gate_in_kernel. A call of a recurrent function with one
+token and no gradients is computed as a decoding step.
 Source: flash-linear-attention 0.6.0, fla/ops/kda, fla/ops/gated_delta_rule and fla/ops/delta_rule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gla_core.compat.fla.ops import is_one_token, layout, no_more, one_token, over_sequences
+from gla_core.dispatch.tensors import wide
 from gla_core.ops.delta import chunk_delta as _chunk_delta
 from gla_core.ops.delta import recurrent_delta_step as _recurrent_delta_step
 
@@ -89,7 +91,9 @@ def chunk_kda(
     state_v_first = layout("chunk_kda", state_v_first, kwargs)
     options = _options(use_qk_l2norm_in_kernel, logits, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     rest = (scale, initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu)
-    return over_sequences(_chunk_delta, (q, k, v, g, beta), *rest, recompute_states=not disable_recompute, **options)
+    return _call(
+        over_sequences, _chunk_delta, (q, k, v, g, beta), *rest, recompute_states=not disable_recompute, **options
+    )
 
 
 def fused_recurrent_kda(
@@ -165,7 +169,7 @@ def chunk_gated_delta_rule(
     state_v_first = layout("chunk_gated_delta_rule", state_v_first, kwargs)
     options = _options(use_qk_l2norm_in_kernel, logits, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     rest = (scale, initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu)
-    return over_sequences(_chunk_delta, (q, k, v, g, beta), *rest, **options)
+    return _call(over_sequences, _chunk_delta, (q, k, v, g, beta), *rest, **options)
 
 
 def fused_recurrent_gated_delta_rule(
@@ -239,7 +243,7 @@ def chunk_delta_rule(
     """
     no_more("chunk_delta_rule", kwargs)
     rest = (scale, initial_state, output_final_state, False, cu_seqlens, cu_seqlens_cpu)
-    return over_sequences(_chunk_delta, (q, k, v, None, beta), *rest, **_options(use_qk_l2norm_in_kernel))
+    return _call(over_sequences, _chunk_delta, (q, k, v, None, beta), *rest, **_options(use_qk_l2norm_in_kernel))
 
 
 def fused_recurrent_delta_rule(
@@ -295,8 +299,24 @@ def _recurrent(
     q, *others = tokens
     rest = (scale, initial_state, output_final_state, state_v_first)
     if is_one_token(q, cu_seqlens, *others, initial_state, *(options["gate"] or ())):
-        return one_token(_recurrent_delta_step, tokens, *rest, **options)
-    return over_sequences(_chunk_delta, tokens, *rest, cu_seqlens, **options)
+        return _call(one_token, _recurrent_delta_step, tokens, *rest, **options)
+    return _call(over_sequences, _chunk_delta, tokens, *rest, cu_seqlens, **options)
+
+
+def _call(
+    function: Callable[..., tuple], op: Callable[..., tuple], tokens: tuple[Any, ...], *rest: Any, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Calls `over_sequences` or `one_token` with tokens whose dtypes may differ; o then has that of v."""
+    v, alike = tokens[2], _alike(*tokens)
+    o, state = function(op, alike, *rest, **options)
+    return o if alike[2] is v else o.to(v.dtype), state
+
+
+def _alike(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor) -> tuple[Any, ...]:
+    """Returns the tokens in dtypes that the ops take together; the original functions convert each by itself."""
+    dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    return q, k, v, *(x if x is None or x.dtype == dtype else x.to(wide(dtype)) for x in (g, beta))
 
 
 def _gate(
@@ -326,7 +346,9 @@ def _options(
 ) -> dict[str, Any]:
     """Returns the options of `chunk_delta` and `recurrent_delta_step`."""
     if allow_neg_eigval and not use_beta_sigmoid:
-        raise ValueError("allow_neg_eigval is set; expected use_beta_sigmoid_in_kernel too, or betas up to 2 without it")
+        raise ValueError(
+            "allow_neg_eigval is set; expected use_beta_sigmoid_in_kernel too, or betas up to 2 without it"
+        )
     beta_limit = (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else None
     return {"normalize": 1e-6 if use_qk_l2norm else None, "gate": gate, "beta_limit": beta_limit}
 
