@@ -1,5 +1,6 @@
 """Functions of flash-linear-attention that are a delta rule, against the oracle and against its own naive functions."""
 
+import importlib
 import inspect
 
 import pytest
@@ -64,7 +65,7 @@ def expected(naive, family, x, form, lengths):
         g = -rate * F.softplus(logits) if bound is None else bound * torch.sigmoid(rate * logits)
     if SIGMOID.keys() & form:
         beta = beta.sigmoid() * (2 if "allow_neg_eigval" in form else 1)
-    tokens, scale, state = (q, k, v, g, beta), form.get("scale", K**-0.5), x["initial_state"]
+    tokens, scale, state = (q, k, v, g, beta), form.get("scale", q.shape[-1] ** -0.5), x["initial_state"]
     if lengths is None:
         return naive(family, *tokens, scale, state)
     parts = zip(*([None] * len(lengths) if y is None else y.split(lengths, 1) for y in tokens), strict=True)
@@ -220,3 +221,69 @@ def test_what_is_refused():
         fla.chunk_kda(*tokens, allow_neg_eigval=True)
     with pytest.raises(TypeError, match="chunk_delta_rule takes no argument 'head_first'"):
         fla.chunk_delta_rule(q, k, v, beta, chunk_size=32, head_first=False)
+
+
+MODELS = [
+    ("KDA", "kda", {"num_heads": 2, "num_v_heads": 4, "head_dim": 8}),
+    ("KDA", "kda", {"num_heads": 2, "head_dim": 8, "safe_gate": True, "lower_bound": -5.0, "allow_neg_eigval": True}),
+    ("GatedDeltaNet", "gated_delta_rule", {"num_heads": 2, "num_v_heads": 4, "head_dim": 8, "allow_neg_eigval": True}),
+    ("DeltaNet", "delta_rule", {"num_heads": 2, "allow_neg_eigval": True}),
+]
+
+
+def in_place_of_kernels(family):
+    """Returns a function that takes what the layers pass, and calls flash-linear-attention's naive function."""
+
+    def function(**x):
+        state, offsets, v_first = (x.pop(name, None) for name in ("initial_state", "cu_seqlens", "state_v_first"))
+        form = {
+            name: y for name, y in x.items() if y is not None and not isinstance(y, torch.Tensor) and y is not False
+        }
+        q, v, lengths = x["q"], x["v"], None if offsets is None else offsets.diff().tolist()
+        if state is None:
+            state = q.new_zeros(len(lengths or q), v.shape[2], q.shape[3], v.shape[3])
+        elif v_first:
+            state = state.mT
+        o, state = expected(by_fla, family, {**x, "initial_state": state}, form, lengths)
+        return o, state.mT if v_first else state
+
+    return function
+
+
+@pytest.mark.filterwarnings("ignore:.*attention mask")
+@pytest.mark.parametrize(("name", "family", "options"), MODELS, ids=str)
+def test_models_compute_what_they_compute_with_its_naive_functions(monkeypatch, name, family, options):
+    """Logits, loss, gradients and text before and after `accelerate`, with padding and from a cache."""
+    models = pytest.importorskip("fla.models", reason="needs flash-linear-attention 0.6.0: make test-fla")
+    config = getattr(models, f"{name}Config")(
+        hidden_size=32, num_hidden_layers=2, vocab_size=61, intermediate_size=48, pad_token_id=0, **options
+    )
+    torch.manual_seed(0)
+    model, tokens = getattr(models, f"{name}ForCausalLM")(config), torch.randint(3, 61, (2, 70))
+    mask = torch.ones_like(tokens)
+    mask[0, :5] = 0
+
+    def results():
+        model.zero_grad()
+        model.train()
+        out = model(tokens, attention_mask=mask, labels=tokens)
+        out.loss.backward()
+        gradients = {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
+        model.eval()
+        with torch.no_grad():
+            text = [
+                model.generate(tokens[:, -n:], attention_mask=mask[:, -n:], max_new_tokens=6, do_sample=False)
+                for n in (70, 66)
+            ]
+            logits = model(tokens, attention_mask=mask).logits
+        return text, (out.loss.detach(), logits, gradients)
+
+    layers = importlib.import_module(type(model.model.layers[0].attn).__module__)
+    with fla.accelerate(cpu=True):
+        with monkeypatch.context() as patch:
+            for function in FUNCTIONS[family]:
+                patch.setattr(layers, function.__name__, in_place_of_kernels(family))
+            text, wanted = results()
+        again, actual = results()
+    torch.testing.assert_close(again, text, rtol=0, atol=0)
+    close(actual, wanted, 1e-4)
