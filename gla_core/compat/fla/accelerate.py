@@ -95,8 +95,8 @@ def accelerate(*functions: str, cpu: bool = False) -> Acceleration:
     Args:
         functions: names among `FUNCTIONS`; all by default. Functions that are replaced already stay replaced. With
             "fused_chunk_gla", flash-linear-attention's GLA and HGRN2 layers in mode "fused_chunk" run in mode "chunk".
-        cpu: whether to compute in PyTorch, for tensors on a CPU, the other functions that flash-linear-attention's GLA
-            and HGRN2 models have only in Triton; see on_cpu.py.
+        cpu: whether to compute in PyTorch, for tensors on a CPU, the other functions that flash-linear-attention's GLA,
+            HGRN2, KDA, GatedDeltaNet and DeltaNet models have only in Triton; see on_cpu.py.
 
     Returns:
         The replacements that were made. Print it to see them, and call `undo` to remove them; as a context manager it

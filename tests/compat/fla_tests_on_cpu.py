@@ -1,0 +1,38 @@
+"""Runs flash-linear-attention's own tests of delta rules on a CPU, with `accelerate` in force.
+
+Its tests are not in its wheel. In a folder that has `tests/` of its repository (at bc3b101d for 0.6.0):
+
+    FLA_DISABLE_BACKEND_DISPATCH=1 PYTHONPATH=<this repository>/.fla python fla_tests_on_cpu.py
+
+Left out are tests of functions and backends that are not replaced, tests that a function refuses a size of chunks, and
+sizes for which flash-linear-attention's naive functions take minutes or gigabytes.
+"""
+
+import sys
+
+import fla.utils
+import fla.utils.hardware
+import pytest
+
+from gla_core.compat.fla import accelerate
+
+LARGE = "T2048 or T1500 or B4-T1024 or B3 or D256 or H96 or 8192 or T4096"
+SELECTED = {
+    "tests/ops/test_delta.py": "test",
+    "tests/ops/test_kda.py": "not (test_gate or naive_chunk or invalid_chunk_size or intermediate_states "
+    f"or vllm_decode or flash_kda or ascend or {LARGE})",
+    "tests/ops/test_gdn.py": f"(fused_recurrent or test_chunk) and not (fwd_h or flash_qla or {LARGE})",
+}
+"""The tests of each file, as pytest's option -k selects them."""
+
+
+def main() -> int:
+    """Runs the tests of each file, and returns the number of files with a failure."""
+    fla.utils.device = fla.utils.hardware.device = "cpu"
+    options = ["-q", "--noconftest", "-p", "no:cacheprovider", "-W", "ignore", "-rs", *sys.argv[1:]]
+    with accelerate(cpu=True):
+        return sum(pytest.main([path, "-k", tests, *options]) != 0 for path, tests in SELECTED.items())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
