@@ -1,8 +1,8 @@
 """PyTorch versions of the functions that some of flash-linear-attention's models have only in Triton, for a CPU.
 
-The models are GLA, HGRN2, KDA, GatedDeltaNet and DeltaNet. The functions are norms, activations, convolutions and losses
-with the same arguments and results. They are meant for training and generating on a machine without a GPU, not for
-speed.
+The models are GLA, HGRN2, KDA, GatedDeltaNet and DeltaNet. The functions are norms, activations, convolutions and
+losses with the same arguments and results. They are meant for training and generating on a machine without a GPU, not
+for speed.
 
 B batch   T tokens   D channels   N sequences   W the width of a convolution
 
