@@ -89,7 +89,7 @@ def chunk_delta_fwd(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Computes the op; see gla_core/ops/delta/chunk_delta.py."""
     chunks, *tokens = _split(q, k, v, g, beta, scale, cu_seqlens, gate_normalizer)
-    x = _Chunk.of(*tokens)
+    x = _Chunk.from_tokens(*tokens)
     start = initial_or_zeros(initial_state, k, v, chunks.N)  # [N, H, K, V]
     entering, final = chunks.scan(start, x.transition, x.update)  # [R, H, n, K, V]
     o = join(chunks, x.q_in @ entering + x.A @ x.corrections(entering), v.dtype)
@@ -117,7 +117,7 @@ def chunk_delta_bwd(
     """Computes the op; see gla_core/ops/delta/chunk_delta.py."""
     chunks, qc, kc, vc, alpha, bc = _split(q, k, v, g, beta, scale, cu_seqlens, gate_normalizer)
     doc = chunks.split(do).to(alpha.dtype)  # [R, H, n, C, V]
-    x = _Chunk.of(qc, kc, vc, alpha, bc)
+    x = _Chunk.from_tokens(qc, kc, vc, alpha, bc)
 
     start = initial_or_zeros(initial_state, k, v, chunks.N)  # [N, H, K, V]
     if checkpoints is None or checkpoint_every is None:
@@ -166,7 +166,6 @@ class _Chunk(NamedTuple):
 
     rows: Tensor  # [.., C, 2, K], q_in and k_in
     k_out: Tensor  # [.., C, K]
-    decay: Tensor  # [.., D]
     A: Tensor  # [.., C, C]
     G: Tensor  # [.., C, C]
     v: Tensor  # [.., C, V]
@@ -175,7 +174,7 @@ class _Chunk(NamedTuple):
     update: Tensor  # R [.., K, V]
 
     @staticmethod
-    def of(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> _Chunk:
+    def from_tokens(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> _Chunk:
         """Computes the matrices of chunks from scale * q, k [R, H, n, C, K], v, alpha and beta."""
         rows, k_out, block_decay = _rows(q, k, alpha), k.clone(), alpha
         pairs = rows.new_zeros(*rows.shape[:-1], rows.shape[3])  # A and M [R, H, n, C, 2, C]
@@ -185,11 +184,11 @@ class _Chunk(NamedTuple):
             block_decay = double(rows, k_out, block_decay, L)
         decay = block_decay.squeeze(-2)  # [R, H, n, D]
         A, M = pairs.unbind(-2)
-        # The diagonal of I + M B is taken as 1.
+        # unitriangular: the diagonal of I + M B is 1
         G = torch.linalg.solve_triangular(M * beta.mT, M, upper=False, unitriangular=True)
         read, written = (beta * (x - G @ (beta * x)) for x in (rows[..., 1, :], v))  # W k_in, W V
         transition = torch.diag_embed(decay.expand(*decay.shape[:-1], k.shape[-1])) - k_out.mT @ read
-        return _Chunk(rows, k_out, decay, A, G, v, beta, transition, k_out.mT @ written)
+        return _Chunk(rows, k_out, A, G, v, beta, transition, k_out.mT @ written)
 
     @property
     def q_in(self) -> Tensor:

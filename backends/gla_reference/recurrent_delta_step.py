@@ -30,7 +30,9 @@ def recurrent_delta_step(
 ) -> tuple[Tensor, Tensor]:
     """Computes the op; see gla_core/ops/delta/recurrent_delta_step.py."""
     dtype, Hv = wide(q.dtype), v.shape[1]
-    q, k = (x.to(dtype).repeat_interleave(Hv // x.shape[1], dim=1)[:, :, None] for x in (q, k))  # [B, Hv, 1, K]
+    if k.shape[1] < Hv:  # several value heads read one head of k and q
+        q, k = (x.repeat_interleave(Hv // k.shape[1], dim=1) for x in (q, k))
+    q, k = (x.to(dtype)[:, :, None] for x in (q, k))  # [B, Hv, 1, K]
     values, beta = v.to(dtype)[:, :, None], beta.to(dtype)[:, :, None, None]  # [B, Hv, 1, V], [B, Hv, 1, 1]
     g = None if g is None else log_gates(g, gate_normalizer, dtype)
 

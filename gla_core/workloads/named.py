@@ -351,6 +351,7 @@ CHUNK_DELTA = (
     *_for_delta("chunk_delta", CHUNK_GLA),
     *_workloads(
         "chunk_delta",
+        _row("wide_values", "odd", "B1 T130 H1 R2 K96 V192", gate_form="head", initial_state=True),
         _row("model_512", "train", "B1 T512 H4 K128 V128", **IN_BFLOAT16),
         _row("train_b8_t4096_h16", "train", "B8 T4096 H16 K128 V128", **IN_BFLOAT16),
         _row("train_b8_t4096_h16_per_head", "train", "B8 T4096 H16 K128 V128", gate_form="head", **IN_BFLOAT16),

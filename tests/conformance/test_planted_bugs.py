@@ -1129,11 +1129,11 @@ def causal_gradients_one_key_off(x):
 # ---- delta rules
 
 
-def recurrence(x, read_first=False, all_of_the_error=False, keys=None):
+def recurrence(x, transition_first=False, all_of_the_error=False, keys=None):
     """Computes a delta rule token by token, without packed sequences, and perhaps wrongly.
 
     Args:
-        read_first: whether the state is read before it is decayed.
+        transition_first: whether the state forgets a key before it is decayed, and not after.
         all_of_the_error: whether the whole error is written, and not its share beta.
         keys: the keys by which the state is read, by default those by which it is written.
     """
@@ -1143,10 +1143,11 @@ def recurrence(x, read_first=False, all_of_the_error=False, keys=None):
     alpha = torch.ones_like(k) if x.g is None else x.g.exp()
     o = []
     for t in range(k.shape[1]):
-        decayed = alpha[:, t, :, :, None] * state
-        error = x.v[:, t] - torch.einsum("bhk,bhkv->bhv", read[:, t], state if read_first else decayed)
-        u = error if all_of_the_error else x.beta[:, t, :, None] * error
-        state = decayed + torch.einsum("bhk,bhv->bhkv", k[:, t], u)
+        decay, beta = alpha[:, t, :, :, None], 1 if all_of_the_error else x.beta[:, t, :, None]
+        state = state if transition_first else decay * state
+        forgotten, learnt = beta * torch.einsum("bhk,bhkv->bhv", read[:, t], state), beta * x.v[:, t]
+        state = state - torch.einsum("bhk,bhv->bhkv", k[:, t], forgotten)
+        state = (decay * state if transition_first else state) + torch.einsum("bhk,bhv->bhkv", k[:, t], learnt)
         o.append(x.scale * torch.einsum("bhk,bhkv->bhv", q[:, t], state))
     return torch.stack(o, 1), state
 
@@ -1154,7 +1155,7 @@ def recurrence(x, read_first=False, all_of_the_error=False, keys=None):
 delta.bugs(
     "test_values[short-float32]",
     beta_of_the_token_before=lambda x: delta(x, beta=x.beta.roll(1, 1)),
-    state_read_before_it_is_decayed=lambda x: (*recurrence(x, read_first=True), None),
+    transition_applied_before_the_decay=lambda x: (*recurrence(x, transition_first=True), None),
     u_not_times_beta=lambda x: (*recurrence(x, all_of_the_error=True), None),
     # (I + B M) U = B X with the diagonal of k k^T in M
     block_solved_with_its_diagonal=lambda x: delta(

@@ -202,7 +202,8 @@ def chunk_delta(
     """
     if state_v_first:
         initial_state = checks.transposed(initial_state)
-    tokens, options = {"q": q, "k": k, "v": v, "g": g, "beta": beta}, (normalize, gate, gate_normalizer, beta_limit)
+    tokens = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    options = (normalize, gate, gate_normalizer, beta_limit, backend)
     q, k, v, g, beta, c = inputs(FORWARD, tokens, cu_seqlens, *options).values()
     needs_grad, every = plans_gradient(q, k, v, g, beta, initial_state), checkpoint_every
     request = current_request(backend) if bypasses_torch(q) else None  # None if PyTorch has to see the call

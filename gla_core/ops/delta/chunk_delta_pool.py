@@ -100,7 +100,8 @@ def chunk_delta_pool(
         >>> batch = (q, k, v, g, beta, pool, cu_seqlens, slots)
         >>> o = gla.chunk_delta_pool(*batch, normalize=1e-6)
     """
-    tokens, options = {"q": q, "k": k, "v": v, "g": g, "beta": beta}, (normalize, gate, gate_normalizer, beta_limit)
+    tokens = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    options = (normalize, gate, gate_normalizer, beta_limit, backend)
     q, k, v, g, beta, c = inputs(CHUNK_POOL, tokens, None, *options).values()
     slots, more = (cu_seqlens, read_slots, write_slots), (has_state, snapshot_offsets, snapshot_slots, pad_slot)
     return _call((q, k, v, g, beta, pool, *slots, scale, *more, c, out, max_seqlen), backend, state_v_first)

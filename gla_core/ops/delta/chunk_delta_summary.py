@@ -123,7 +123,7 @@ def chunk_delta_summary(
         ...     k, v, None, beta, normalize=1e-6
         ... )
     """
-    options = (cu_seqlens, normalize, gate, gate_normalizer, beta_limit)
+    options = (cu_seqlens, normalize, gate, gate_normalizer, beta_limit, backend)
     x = inputs(SUMMARY, {"k": k, "v": v, "g": g, "beta": beta}, *options)
     return ChunkDeltaSummary(*_call(SUMMARY, _torch_summary, x, cu_seqlens, backend))
 
@@ -155,7 +155,10 @@ def chunk_delta_gradient_summary(
         g: natural logarithm of the forget gate, as in `chunk_delta_summary`.
         beta: which part of the difference to v_t is learnt [B, T, Hv], dtype of q or float32.
         cu_seqlens: offsets of packed sequences [N+1], as in `chunk_delta_summary`.
-        normalize, gate, gate_normalizer, beta_limit: as in `chunk_delta`.
+        normalize: the eps of an l2 norm of q and k, as in `chunk_delta`; None means that they are used as they are.
+        gate: None if g holds log gates; otherwise how they are computed from the logits g, as in `chunk_delta`.
+        gate_normalizer: the whole number by which log sigma of the logits is divided.
+        beta_limit: None if beta holds betas. Otherwise beta holds logits, and beta_limit sigma(beta) is used.
         backend: a request such as "reference"; see `use_backend`.
 
     Returns:
@@ -176,7 +179,7 @@ def chunk_delta_gradient_summary(
     """
     if needs_gradient(q, k, do, g, beta):
         raise NotImplementedError("chunk_delta_gradient_summary has no gradient; call it under torch.no_grad()")
-    options = (cu_seqlens, normalize, gate, gate_normalizer, beta_limit)
+    options = (cu_seqlens, normalize, gate, gate_normalizer, beta_limit, backend)
     x = inputs(GRADIENT_SUMMARY, {"q": q, "k": k, "do": do, "g": g, "beta": beta}, *options)
     return ChunkDeltaGradientSummary(*_call(GRADIENT_SUMMARY, _torch_gradient_summary, x, cu_seqlens, backend))
 
@@ -284,10 +287,13 @@ def _part(part: OpSpec, call: OpCall) -> Parts:
         given=call.given.intersection(part.contract) | more,
     )
     if layouts:
-        made = {a.name: a for a in part.arguments if a.name in ("q", "v", "do", "initial_state", "dstate")}
-        made = {name: a for name, a in made.items() if name != "q" or part is FORWARD}
-        of = {name: dtype if name in ("initial_state", "dstate") else call.dtype for name in made}
-        layouts |= {name: contiguous_layout(part.shape(a, whole), of[name]) for name, a in made.items()}
+        states = ("initial_state", "dstate")
+        names = ("v", "do", *states, *(("q",) if part is FORWARD else ()))
+        made = {a.name: a for a in part.arguments if a.name in names}
+        layouts |= {
+            name: contiguous_layout(part.shape(a, whole), dtype if name in states else call.dtype)
+            for name, a in made.items()
+        }
     return [(dataclasses.replace(whole, layouts=layouts), 1)]
 
 

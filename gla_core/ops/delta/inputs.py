@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gla_core.dispatch.request import current_request
 from gla_core.dispatch.tensors import pairwise_sum, wide
 from gla_core.ops import _sequences, checks
 from gla_core.ops.fused import fused
@@ -39,6 +40,7 @@ def inputs(
     gate: Gate,
     gate_normalizer: int,
     beta_limit: float | None,
+    backend: str | None,
 ) -> dict[str, Any]:
     """Returns the tokens as an op takes them, by name, and behind them the gate_normalizer of their gates.
 
@@ -59,8 +61,17 @@ def inputs(
     eps = None if normalize is None else _positive("normalize", normalize, "the eps of an l2 norm")
     limit = None if beta_limit is None else _positive("beta_limit", beta_limit, "the largest beta")
     logits = None if parameters is None else _parameters(spec, parameters, g, sizes)
-    x["beta"], *others = fused(_computed, x["beta"], x.get("q"), x["k"], g, cu_seqlens, eps, logits, limit)
+    exact = eps is not None and _any_company(x["beta"], backend)
+    x["beta"], *others = fused(_computed, x["beta"], x.get("q"), x["k"], g, cu_seqlens, eps, exact, logits, limit)
     return x | {name: y for name, y in zip(("q", "k", "g"), others, strict=True) if name in x}
+
+
+def _any_company(x: Tensor, backend: str | None) -> bool:
+    """Returns whether sums have the same bits whatever rows are beside them; on a CPU, if batch invariance asks for it.
+
+    Compiled code computes them in the same time.
+    """
+    return x.is_cuda or torch.compiler.is_compiling() or current_request(backend).batch_invariant is not None
 
 
 Logits = tuple[Tensor | None, Tensor | None, float | None, str | None]
@@ -74,6 +85,7 @@ def _computed(
     g: Tensor | None,
     cu_seqlens: Tensor | None,
     eps: float | None,
+    exact: bool,
     logits: Logits | None,
     limit: float | None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
@@ -83,7 +95,7 @@ def _computed(
         return _sequences.rows_of_sequences(x, cu_seqlens)
 
     if eps is not None:
-        q, k = None if q is None else _unit_rows(rows(q), eps), _unit_rows(rows(k), eps)
+        q, k = None if q is None else _unit_rows(rows(q), eps, exact), _unit_rows(rows(k), eps, exact)
     if logits is not None:
         assert g is not None
         g = _log_gates(g if logits[-1] == "constant" else rows(g), *logits)
@@ -92,10 +104,11 @@ def _computed(
     return beta, q, k, g
 
 
-def _unit_rows(x: Tensor, eps: float) -> Tensor:
+def _unit_rows(x: Tensor, eps: float, exact: bool) -> Tensor:
     """Returns x / sqrt(sum of squares + eps) for each row [.., K], in the dtype of x."""
     rows = x.to(wide(x.dtype))
-    squares = pairwise_sum(rows * rows)[..., None]  # the same bits whatever rows are beside it
+    squares = rows * rows
+    squares = pairwise_sum(squares)[..., None] if exact else squares.sum(-1, keepdim=True)
     return (rows * torch.rsqrt(squares + eps)).to(x.dtype)
 
 
@@ -144,11 +157,11 @@ def _parameters(spec: OpSpec, gate: Any, g: Any, sizes: dict[str, Any]) -> Logit
     form = argument.form(g)
     A_log, dt_bias, *last = parameters
     biases = ("Hv", "Hv K") if form == "key" else ("Hv",)
-    for of, x, shapes in (("A_log", A_log, ("Hv",)), ("dt_bias", dt_bias, biases)):
+    for parameter, x, shapes in (("A_log", A_log, ("Hv",)), ("dt_bias", dt_bias, biases)):
         if x is not None:
-            checks.tensor_of_any(of, x, shapes, sizes)
-            checks.dtype(of, x, checks.FLOATS)
-            checks.device(of, x, "g", g)
+            checks.tensor_of_any(parameter, x, shapes, sizes)
+            checks.dtype(parameter, x, checks.FLOATS)
+            checks.device(parameter, x, "g", g)
     if name == "softplus":
         return A_log, dt_bias, None, form
     (bound,) = last

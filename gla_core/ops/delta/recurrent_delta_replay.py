@@ -118,7 +118,8 @@ def recurrent_delta_replay(
         ...     *tokens, pool, *rings, slots, start, accepted
         ... )
     """
-    tokens, options = {"q": q, "k": k, "v": v, "g": g, "beta": beta}, (normalize, gate, gate_normalizer, beta_limit)
+    tokens = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    options = (normalize, gate, gate_normalizer, beta_limit, backend)
     q, k, v, g, beta, c = inputs(REPLAY, tokens, None, *options).values()
     memory, numbers = (pool, ring_k, ring_v, ring_g), (slots, ring_start, num_accepted)
     sequences = (cu_seqlens, has_state, pad_slot)

@@ -99,7 +99,8 @@ def recurrent_delta_step(
         >>> o, state = gla.recurrent_delta_step(*token, state, normalize=1e-6)
     """
     S = checks.transposed(state) if state_v_first else state
-    tokens, options = {"q": q, "k": k, "v": v, "g": g, "beta": beta}, (normalize, gate, gate_normalizer, beta_limit)
+    tokens = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    options = (normalize, gate, gate_normalizer, beta_limit, backend)
     q, k, v, g, beta, c = inputs(STEP, tokens, None, *options).values()
     if needs_gradient(q, k, v, g, beta, state):
         _no_backward()

@@ -95,7 +95,8 @@ def recurrent_delta_steps(
     """
     if isinstance(slots, Tensor) and slots.ndim == 1:
         slots = slots[:, None]
-    tokens, options = {"q": q, "k": k, "v": v, "g": g, "beta": beta}, (normalize, gate, gate_normalizer, beta_limit)
+    tokens = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    options = (normalize, gate, gate_normalizer, beta_limit, backend)
     q, k, v, g, beta, c = inputs(STEPS, tokens, None, *options).values()
     sequences = (cu_seqlens, num_accepted, read_slots, has_state, pad_slot)
     return _call((q, k, v, g, beta, pool, slots, scale, *sequences, c, out), backend, state_v_first)
