@@ -217,7 +217,8 @@ def fused_recurrent_gated_delta_rule(
     return _recurrent((q, k, v, gk if g is None else g, _or_one(beta, v)), *rest, **options)
 
 
-chunk_gdn, fused_recurrent_gdn = chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+chunk_gdn = chunk_gated_delta_rule
+fused_recurrent_gdn = fused_recurrent_gated_delta_rule
 
 
 def chunk_delta_rule(
