@@ -152,6 +152,14 @@ def test_a_logit_of_infinity_closes_a_gate_and_has_gradients():
     assert torch.autograd.grad(o.sum(), A_log)[0].isfinite().all()
 
 
+def test_a_logit_of_minus_infinity_opens_a_bounded_gate_and_has_gradients():
+    x, A_log, dt_bias = projected()
+    x["g"][:, 7] = -torch.inf
+    leaves = [y.requires_grad_() for y in (A_log, dt_bias, x["g"])]
+    o, _ = gla.chunk_delta(**x, gate=("bounded", A_log, dt_bias, -3.0), normalize=1e-6, beta_limit=1.0)
+    assert all(d.isfinite().all() for d in torch.autograd.grad(o.sum(), leaves))
+
+
 def test_autocast_casts_unit_vectors_and_not_projections():
     x, A_log, dt_bias = projected()
     x = {n: y if y is None else y.float() for n, y in x.items()}
