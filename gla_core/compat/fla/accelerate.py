@@ -270,17 +270,24 @@ def _is_on_cpu(arguments: dict[str, Any]) -> bool:
     return all(x.device.type == "cpu" for x in arguments.values() if isinstance(x, Tensor))
 
 
+def _is_delta_rule_on_cpu(arguments: dict[str, Any]) -> bool:
+    return _has_no_more(arguments) and _is_on_cpu(arguments)
+
+
 def _is_one_call(arguments: dict[str, Any]) -> bool:
     return _is_on_cpu(arguments) or (arguments.get("normalize") is False and _is_computed_here(arguments))
 
 
 ON_CPU = "computed by gla_core on a CPU; on a GPU the original, which is faster"
+UNTIL_MEASURED = "computed by gla_core on a CPU; on a GPU the original, until the kernels here have been measured there"
 _PARTLY = {
     "fla.ops.linear_attn": (_is_one_call, "computed by gla_core on a CPU, and on a GPU with normalize=False"),
     "fla.ops.lightnet": (_is_on_cpu, ON_CPU),
     "fla.ops.gsa": (_is_on_cpu, ON_CPU),
     "fla.ops.rwkv6": (_is_on_cpu, ON_CPU),
-    "fla.ops.delta_rule": (_has_no_more, COMPUTED),  # the original chunk_delta_rule refuses float32
+    "fla.ops.kda": (_is_delta_rule_on_cpu, UNTIL_MEASURED),
+    "fla.ops.gated_delta_rule": (_is_delta_rule_on_cpu, UNTIL_MEASURED),
+    "fla.ops.delta_rule": (_is_delta_rule_on_cpu, UNTIL_MEASURED),
 }
 """For modules whose calls are chosen in another way: a test for those computed here, and a line for the report."""
 NOTE = (

@@ -44,17 +44,20 @@ def _delta_rule(
     return o[:, None], state if output_final_state else None
 
 
-def _has_offsets_if_packed(arguments: dict[str, Any]) -> bool:
-    """Returns whether `cu_seqlens` says where sequences begin, if something does.
+def _is_computed_here(arguments: dict[str, Any]) -> bool:
+    """Returns whether a call is on a CPU, and `cu_seqlens` says where sequences begin, if something does.
 
-    In transformers, layers with gates per key do not pass on `cu_seq_lens_q` as `cu_seqlens`.
+    In transformers, layers with gates per key do not pass on `cu_seq_lens_q` as `cu_seqlens`. On a GPU the kernels for
+    delta rules have not been measured yet.
     """
+    if any(isinstance(x, Tensor) and x.is_cuda for x in arguments.values()):
+        return False
     is_packed = any(arguments.get(name) is not None for name in ("seq_idx", "cu_seq_lens_q"))
     return arguments.get("cu_seqlens") is not None or not is_packed
 
 
-HOW = "computed by gla_core, but for packed sequences without cu_seqlens"
-_RULE = Function(_delta_rule, _has_offsets_if_packed, HOW)
+HOW = "computed by gla_core on a CPU, but for packed sequences without cu_seqlens; on a GPU the original"
+_RULE = Function(_delta_rule, _is_computed_here, HOW)
 GATED_DELTA_RULE = Family(
     models=dict.fromkeys(("olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp"), "5.16")
     | {"lara_mini": "5.24"},
