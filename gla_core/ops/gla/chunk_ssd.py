@@ -229,7 +229,7 @@ def chunk_ssd(
         if not state_v_first:
             raise
         raise SSD_FORWARD.error_in_layout(error, args) from None
-    if apart:
+    if z is not None and apart:
         is_invariant = request is not None and request.batch_invariant is not None
         o = _gated(o, z, cu_seqlens) if is_invariant else fused(_gated, o, z, cu_seqlens)
     state = state if output_final_state else None
