@@ -75,7 +75,10 @@ def chunk_delta(
             call makes one.
         max_seqlen: number of tokens of the longest packed sequence, or an upper bound; see `shard`.
         state_v_first: whether given and returned states are [N, Hv, V, K]. No copy is made: returned states are views.
-        normalize, gate, gate_normalizer, beta_limit: as in `gla_core.chunk_delta`.
+        normalize: the eps of an l2 norm of q and k, or None; see `gla_core.chunk_delta`, also for the rest.
+        gate: how log gates are computed from g; None if g holds log gates.
+        gate_normalizer: the whole number by which log sigma is divided.
+        beta_limit: None if beta holds betas; otherwise beta holds logits.
 
     Returns:
         o [B, T, Hv, V] with v's dtype, and the final states [N, Hv, K, V] (None unless output_final_state), on every
