@@ -380,8 +380,9 @@ def test_float32_without_tf32_on_a_gpu_is_left_to_the_original(fla, monkeypatch,
             assert fla["fla.ops.retention"].chunk_retention.accepts(q=q, k=q, v=q) is not left
             assert fla["fla.ops.linear_attn"].chunk_linear_attn.accepts(q, q, q, normalize=False) is not left
             assert not fla["fla.ops.linear_attn"].chunk_linear_attn.accepts(q, q, q)
-            assert fla["fla.ops.kda"].chunk_kda.accepts(q, q, q, q, beta) is not left
-            assert fla["fla.ops.delta_rule"].chunk_delta_rule.accepts(q, q, q, beta)  # FLA's refuses float32
+            # on a GPU, kernels of delta rules have not been measured yet
+            assert not fla["fla.ops.kda"].chunk_kda.accepts(q, q, q, q, beta)
+            assert not fla["fla.ops.delta_rule"].chunk_delta_rule.accepts(q, q, q, beta)
             # the original needs all heads
             assert fla["fla.layers.gla"].repeat.accepts(x, "... (h d) -> ... (h g) d", g=2, d=4) is not left
     finally:

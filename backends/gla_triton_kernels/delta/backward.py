@@ -19,7 +19,7 @@ from torch import Tensor
 from gla_core.dispatch.backend import CHUNK, OpCall
 from gla_core.dispatch.tensors import checkpoint_dtype
 from gla_triton_kernels.delta.forward import copy_or_clear
-from gla_triton_kernels.delta.plan import GradientParameters, PassParameters, plan_gradients, plan_pass
+from gla_triton_kernels.delta.plan import GradientParameters, PassParameters, parameters_of_gradients, plan_pass
 from gla_triton_runtime.architecture import Gpu, gpu_of_call
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def plan(call: OpCall, gpu: Gpu, cut: bool) -> BackwardPlan:
     layout = call.layouts.get("checkpoints")
     readable = not call.layouts or (layout is not None and layout.aligned and layout.is_contiguous)
     has_entering = call.scalars["checkpoint_every"] == CHUNK and readable
-    return BackwardPlan(plan_pass(call, gpu, cut), plan_gradients(call, gpu), has_entering)
+    return BackwardPlan(plan_pass(call, gpu, cut), parameters_of_gradients(call, gpu), has_entering)
 
 
 def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:

@@ -95,8 +95,10 @@ def plan_pass(call: OpCall, gpu: Gpu, cut: bool) -> PassParameters:
     Args:
         cut: whether to cut sequences into segments if they do not fill the device.
     """
-    states = plan_states(call, gpu)
-    return PassParameters(plan_chunks(call, gpu), states, _segment_length(call, gpu, states.BV) if cut else None)
+    states = parameters_of_states(call, gpu)
+    return PassParameters(
+        parameters_of_chunks(call, gpu), states, _segment_length(call, gpu, states.BV) if cut else None
+    )
 
 
 def _segment_length(call: OpCall, gpu: Gpu, BV: int) -> int | None:
@@ -140,7 +142,7 @@ def _chunk_parameters(call: OpCall, gpu: Gpu, BK: int, BV: int, warps: int) -> C
     return ChunkParameters(BK, BV, warps, precision_of(call, gpu), precise, sums)
 
 
-def plan_chunks(call: OpCall, gpu: Gpu) -> ChunkParameters:
+def parameters_of_chunks(call: OpCall, gpu: Gpu) -> ChunkParameters:
     """Returns the launch parameters of pairs.py."""
     units = precision_of(call, gpu) == "units"
     if call.gate_form in ("head", "constant") or call.gate_dtype is None:
@@ -156,7 +158,7 @@ def _key_tile(call: OpCall, gpu: Gpu) -> int:
     return 32 if registers_suffice and gpu.architecture is not Architecture.SM120 else 16
 
 
-def plan_states(call: OpCall, gpu: Gpu) -> StateParameters:
+def parameters_of_states(call: OpCall, gpu: Gpu) -> StateParameters:
     """Returns the launch parameters of a kernel that carries states.
 
     A program of eight warps takes 128 values where products read states from registers by warpgroups, so that operands
@@ -177,7 +179,7 @@ def plan_states(call: OpCall, gpu: Gpu) -> StateParameters:
     return StateParameters(BK, min(BV, power_of_two(V, 16)), max(4, warps * 32 // gpu.facts.lanes), stages, precision)
 
 
-def plan_gradients(call: OpCall, gpu: Gpu) -> GradientParameters:
+def parameters_of_gradients(call: OpCall, gpu: Gpu) -> GradientParameters:
     """Returns the launch parameters of gradients.py."""
     by_key = call.gate_form in (None, "key") and call.gate_dtype is not None
     units = precision_of(call, gpu) == "units"
