@@ -14,6 +14,17 @@ from gla_core.dispatch.request import batch_invariant, use_backend
 from gla_core.dispatch.selection import Explanation
 from gla_core.explanation import explain
 from gla_core.ops.attention import SoftmaxAttention, merge_attention, online_softmax, softmax_attention
+from gla_core.ops.delta import (
+    ChunkDeltaGradientSummary,
+    ChunkDeltaSummary,
+    chunk_delta,
+    chunk_delta_gradient_summary,
+    chunk_delta_pool,
+    chunk_delta_summary,
+    recurrent_delta_replay,
+    recurrent_delta_step,
+    recurrent_delta_steps,
+)
 from gla_core.ops.gla import (
     ChunkGla,
     ChunkGlaGradientSummary,
@@ -39,6 +50,8 @@ __version__ = "0.1.0"
 __all__ = [
     "BackendError",
     "BackendInfo",
+    "ChunkDeltaGradientSummary",
+    "ChunkDeltaSummary",
     "ChunkGla",
     "ChunkGlaGradientSummary",
     "ChunkGlaSummary",
@@ -53,6 +66,10 @@ __all__ = [
     "UnknownOpError",
     "backends",
     "batch_invariant",
+    "chunk_delta",
+    "chunk_delta_gradient_summary",
+    "chunk_delta_pool",
+    "chunk_delta_summary",
     "chunk_gla",
     "chunk_gla_gradient_summary",
     "chunk_gla_pool",
@@ -63,6 +80,9 @@ __all__ = [
     "merge_attention",
     "nn",
     "online_softmax",
+    "recurrent_delta_replay",
+    "recurrent_delta_step",
+    "recurrent_delta_steps",
     "recurrent_gla_layer_step",
     "recurrent_gla_replay",
     "recurrent_gla_step",

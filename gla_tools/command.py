@@ -190,11 +190,13 @@ def explain(
     Nothing is run, except with --measure.
 
     --shape takes B,T,H,K,V (batch, tokens, heads, key width, value width) for chunk_gla_fwd (chunk_gla for short),
-    chunk_gla_bwd, chunk_gla_summary, chunk_ssd_fwd, chunk_ssd_bwd, recurrent_gla_steps, softmax_attention and
-    softmax_attention_bwd; 1,T,H,K,V,N for N sequences of chunk_gla_pool; B,T,H,K,V,L for recurrent_gla_replay with
-    rings of L tokens; B,H,K,V for recurrent_gla_step, recurrent_gla_layer_step and recurrent_ssd_step; ROWS,COLUMNS for
-    online_softmax and online_softmax_bwd. Gates and states are float32, or float64 with --dtype float64. Logits have
-    the dtype of q.
+    chunk_gla_bwd, chunk_gla_summary, chunk_ssd_fwd, chunk_ssd_bwd, recurrent_gla_steps, chunk_delta_fwd,
+    chunk_delta_bwd, chunk_delta_summary, chunk_delta_gradient_summary, recurrent_delta_steps, softmax_attention and
+    softmax_attention_bwd; 1,T,H,K,V,N for N sequences of chunk_gla_pool and chunk_delta_pool; B,T,H,K,V,L for
+    recurrent_gla_replay and recurrent_delta_replay with rings of L tokens; B,H,K,V for recurrent_gla_step,
+    recurrent_gla_layer_step, recurrent_ssd_step and recurrent_delta_step; ROWS,COLUMNS for online_softmax and
+    online_softmax_bwd. Gates and states are float32, or float64 with --dtype float64. Logits and beta have the dtype of
+    q.
 
     Exits with 0 if a backend can run the call, 1 if none can, 2 if an argument is wrong.
     """

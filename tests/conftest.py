@@ -214,7 +214,10 @@ def tf32_allowed():
     torch.set_float32_matmul_precision(before)
 
 
-PLANNING = ("chunks.cutting", "gla.forward", "gla.backward", "gla.summary", "gla.general.kernels", "gla.sm90.kernels")
+PLANNING = (
+    *("chunks.cutting", "gla.forward", "gla.backward", "gla.summary", "gla.general.kernels", "gla.sm90.kernels"),
+    "delta.plan",
+)
 """Modules of gla_triton_kernels that plan calls."""
 
 

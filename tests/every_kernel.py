@@ -1,7 +1,7 @@
 """Runs every kernel of a backend on small inputs, for a checker to watch:
 
     python tests/every_kernel.py BACKEND [general_chunks] [hopper_chunks] [general_backwards] [hopper_backwards]
-        [summaries] [steps] [softmaxes] [attentions]
+        [summaries] [delta_rules] [steps] [softmaxes] [attentions]
     compute-sanitizer --tool memcheck python tests/every_kernel.py triton_fused
     compute-sanitizer --tool racecheck python tests/every_kernel.py triton_fused general_chunks steps softmaxes
     compute-sanitizer --tool memcheck python tests/every_kernel.py triton_fused hopper_backwards 0/8  # one of 8
@@ -24,7 +24,8 @@ import gla_core as gla
 from gla_core.conformance.calls import output_shape
 from gla_core.dispatch import registry
 from gla_core.dispatch.backend import OpCall
-from gla_core.workloads.inputs import GlaInputs, gla_inputs
+from gla_core.workloads.inputs import GlaInputs, delta_inputs, gla_inputs
+from gla_triton_kernels.delta import plan
 from gla_triton_kernels.gla import backward as gradients
 from gla_triton_kernels.gla import forward, sm90, summary
 from gla_triton_kernels.gla.general import kernels as general
@@ -239,6 +240,19 @@ def summaries() -> None:
                     function(k, v, x.g, x.cu_seqlens)
 
 
+def delta_rules() -> None:
+    """Computes delta rules of the same calls and their gradients, from checkpoints and from states computed again."""
+    for call in calls():
+        sizes = {name: value for name, value in call.items() if name not in ("gate", "checkpoint_every", "G")}
+        if sizes["K"] > plan.MOST_KEYS:
+            continue
+        x = delta_inputs(gate_dtype=torch.float32, device="cuda", **sizes)
+        options = {"gate": call.get("gate"), "checkpoint_every": call["checkpoint_every"]}
+        leaves = [y.requires_grad_() for y in (x.q, x.k, x.v, x.g, x.beta, x.initial_state) if y is not None]
+        o, *_ = gla.chunk_delta(x.q, x.k, x.v, x.g, x.beta, None, x.initial_state, False, x.cu_seqlens, **options)
+        torch.autograd.grad(o, leaves, torch.randn_like(o))
+
+
 def steps() -> None:
     """Runs steps of few states and many, narrow and wide, in both dtypes."""
     for B, K, state_dtype in itertools.product((1, 40), (64, 128, 256, 512), (torch.float32, torch.bfloat16)):
@@ -255,6 +269,10 @@ def steps() -> None:
         gla.recurrent_gla_steps(x.q, x.k, x.v, x.g, state.clone(), rows)
         rings = [y.expand(-1, 3, -1, -1).contiguous() for y in (x.k, x.v, x.g.float())]
         gla.recurrent_gla_replay(x.q, x.k, x.v, x.g, state.clone(), *rings, rows, rows % 3, rows % 2)
+        beta = x.v[..., 0].sigmoid()
+        gla.recurrent_delta_step(*token, beta[:, 0], state.clone(), slots=rows, inplace=True)
+        gla.recurrent_delta_steps(x.q, x.k, x.v, x.g, beta, state.clone(), rows[:, None])
+        gla.recurrent_delta_replay(x.q, x.k, x.v, x.g, beta, state.clone(), *rings, rows, rows % 3, rows % 2)
 
 
 def softmaxes() -> None:
@@ -288,7 +306,10 @@ def attentions() -> None:
         differentiated(lambda q: gla.softmax_attention(q, k, k, causal=causal), q)  # noqa: B023
 
 
-KINDS = (general_chunks, hopper_chunks, general_backwards, hopper_backwards, summaries, steps, softmaxes, attentions)
+KINDS = (
+    *(general_chunks, hopper_chunks, general_backwards, hopper_backwards, summaries),
+    *(delta_rules, steps, softmaxes, attentions),
+)
 PARTS = {run.__name__: run for run in KINDS}
 
 
@@ -298,6 +319,7 @@ if __name__ == "__main__":
         SHARE[:] = map(int, names.pop().split("/"))
     for module in (forward, gradients, summary):
         module.segment_length = lambda *sizes: 64  # else so few tokens would be one segment
+    plan.LEAST_CHUNKS = plan.LEAST_SEGMENTS = 1
     with gla.use_backend(backend):
         for precision in ("highest", "high"):
             torch.set_float32_matmul_precision(precision)

@@ -63,8 +63,15 @@ def equal_on_any_default_device(call, *args):
     torch.testing.assert_close(*outcomes, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("requested", REQUESTS)
-@pytest.mark.parametrize("op", PUBLIC_OPS)
+def with_each_request(op):
+    """Yields an op with each request; lowered ops of delta rules are quick with the first one alone."""
+    is_alike = "delta" in op and PUBLIC_OPS[op].lowering is not None
+    for requested in REQUESTS:
+        marks = pytest.mark.thorough if is_alike and requested != REQUESTS[0] else ()
+        yield pytest.param(op, requested, marks=marks, id=f"{op}-{requested}")
+
+
+@pytest.mark.parametrize(("op", "requested"), [each for op in PUBLIC_OPS for each in with_each_request(op)])
 def test_ops(op, requested):
     def run(device, workload):
         x = arguments(workload)

@@ -43,7 +43,7 @@ from gla_core.dispatch.backend import (
     shipped_constants,
 )
 from gla_parallel_scan import pytorch
-from gla_triton_kernels import gla
+from gla_triton_kernels import delta, gla
 from gla_triton_kernels.online_softmax import SPLITS
 from gla_triton_kernels.online_softmax import cost as online_softmax_cost
 from gla_triton_kernels.softmax_attention import GRADIENTS, softmax_attention
@@ -51,7 +51,7 @@ from gla_triton_kernels.softmax_attention import cost as softmax_attention_cost
 from gla_triton_kernels.softmax_attention.plan import plan_splits
 from gla_triton_runtime.architecture import interpreted
 
-_RECURRENT = gla.ops(cut=True)
+_RECURRENT = {**gla.ops(cut=True), **delta.ops(cut=True)}
 """The ops of families with a recurrent state. Both Triton backends have the same kernels for them."""
 _BY_TRITON = {
     **_RECURRENT,
@@ -87,7 +87,10 @@ def gla_register_backends() -> list[Backend]:
             version="0.1.0",
             ops={op: _by_device(x, pytorch.OPS[op]) if op in pytorch.OPS else x for op, x in _BY_TRITON.items()},
             capabilities=capabilities,
-            op_capabilities=dict.fromkeys(_BY_TRITON.keys() - pytorch.OPS.keys(), triton_only),
+            op_capabilities={
+                **dict.fromkeys(_BY_TRITON.keys() - pytorch.OPS.keys(), triton_only),
+                **dict.fromkeys(delta.OVER_SEQUENCES, replace(triton_only, key_widths=delta.KEY_WIDTHS)),
+            },
             supports=_supports,
             cost=CostModel(
                 predicted_seconds,
@@ -134,6 +137,7 @@ def _supports(call: OpCall) -> Reason | None:
 
 _SECONDS = {
     **gla.seconds(cut=True),
+    **delta.seconds(cut=True),
     "online_softmax": online_softmax_cost.splits,
     "online_softmax_bwd": online_softmax_cost.splits,
     "softmax_attention": softmax_attention_cost.splits,

@@ -13,8 +13,10 @@ from gla_reference.cost import predicted_seconds
 
 @hookimpl
 def gla_register_backends() -> list[Backend]:
+    from gla_reference.chunk_delta import chunk_delta_bwd, chunk_delta_fwd
     from gla_reference.chunk_gla import chunk_gla_bwd, chunk_gla_fwd, chunk_gla_summary
     from gla_reference.online_softmax import online_softmax
+    from gla_reference.recurrent_delta_step import recurrent_delta_step
     from gla_reference.recurrent_gla_step import recurrent_gla_step
     from gla_reference.softmax_attention import softmax_attention
 
@@ -27,6 +29,9 @@ def gla_register_backends() -> list[Backend]:
                 "chunk_gla_bwd": chunk_gla_bwd,
                 "chunk_gla_summary": chunk_gla_summary,
                 "recurrent_gla_step": recurrent_gla_step,
+                "chunk_delta_fwd": chunk_delta_fwd,
+                "chunk_delta_bwd": chunk_delta_bwd,
+                "recurrent_delta_step": recurrent_delta_step,
                 "online_softmax": online_softmax,
                 "softmax_attention": softmax_attention,
             },

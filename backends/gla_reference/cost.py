@@ -82,6 +82,20 @@ def _chunk_gla_summary(call: OpCall) -> Count:
     return Count(steps, B * H * chunks * C * per_token * (1.5 if packed else 1), B * H * chunks * C * held)
 
 
+def _chunk_delta(call: OpCall) -> Count:
+    """Counts, per token, the halvings of k and of the rows of q and k, the pairs, and its share of a transition."""
+    B, T, H, K, V, N = (call.dims[name] for name in ("B", "T", "Hv", "K", "V", "N"))
+    C = min(CHUNK, 1 << max(T - 1, 0).bit_length())
+    chunks = T // C + N if call.variable_length else ceil_div(T, C)
+    halvings = math.log2(C)
+    products = K * (K + 3 * V) + K * K * V / C + 2 * C * (K + V) + 2 * C * K
+    per_token = 3 * K * (4 + halvings) + 4 * V + 4 * C + products / 10 + 2 * K * (K + V) / C
+    held = 5 * K + 3 * V + 3 * C + (2 * K * K + 3 * K * V) / C
+    packed = call.variable_length  # also gathered and scattered; three operations per chunk carry the state
+    steps = HALVING * halvings + chunks * (3 if packed else 1)
+    return Count(steps, B * H * chunks * C * per_token * (1.5 if packed else 1), B * H * chunks * C * held)
+
+
 def _recurrent_gla_step(call: OpCall) -> Count:
     """Counts reading, decaying, multiplying and writing states; a pool's states are also gathered and scattered."""
     B, H, K, V, P = (call.dims[name] for name in ("B", "Hv", "K", "V", "P"))
@@ -104,6 +118,9 @@ _COUNT: Mapping[str, Callable[[OpCall], Count]] = {
     "chunk_gla_bwd": _chunk_gla,
     "chunk_gla_summary": _chunk_gla_summary,
     "recurrent_gla_step": _recurrent_gla_step,
+    "chunk_delta_fwd": _chunk_delta,
+    "chunk_delta_bwd": _chunk_delta,
+    "recurrent_delta_step": _recurrent_gla_step,
     "online_softmax": _online_softmax,
     "softmax_attention": _softmax_attention,
 }

@@ -9,11 +9,13 @@ Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficien
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from einops import einsum, rearrange
 from torch import Tensor
 
-from gla_core.dispatch.tensors import log_gates, new_state, wide
+from gla_core.dispatch.tensors import decayed, log_gates, new_state, wide
 
 
 def recurrent_gla_step(
@@ -29,11 +31,8 @@ def recurrent_gla_step(
 ) -> tuple[Tensor, Tensor]:
     """Computes the op; see gla_core/ops/gla/recurrent_gla_step.py."""
     g = None if g is None else log_gates(g, gate_normalizer, wide(q.dtype))
-    if state_indices is None:
-        o, new = _step(q, k, v, g, state, scale)
-        return (o, state.copy_(new)) if inplace else (o, new)
-    pool = state if inplace else new_state(state).copy_(state)
-    return _step_in_pool(q, k, v, g, pool, scale, state_indices.long())
+    heads = max(q.shape[1], v.shape[1])
+    return advance(lambda states: _step(q, k, v, g, states, scale), v, heads, state, state_indices, inplace)
 
 
 def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -44,29 +43,44 @@ def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, scal
         q, k = (x.repeat_interleave(H // k.shape[1], dim=1) for x in (q, k))
     queries = rearrange(q.to(dtype), "b (h g) k -> b h g k", h=H)  # [B, H, G, K]
     update = k.to(dtype)[..., :, None] * v.to(dtype)[..., None, :]  # [B, H, K, V]
-    kept = state.to(dtype) if g is None else _alpha(g, dtype) * state.to(dtype)
-    new = kept + update
+    new = decayed(state, g, dtype) + update
     o = scale * einsum(queries, new, "b h g k, b h k v -> b h g v")
-    return o.flatten(1, 2).to(v.dtype, copy=True), new_state(state).copy_(new)
+    return o.flatten(1, 2).to(v.dtype, copy=True), new
 
 
-def _alpha(g: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns exp(g), shaped to multiply states [B, H, K, V]; g is [H], [B, H] or [B, H, K]."""
-    alpha = g.to(dtype).exp()
-    return alpha[..., None] if g.ndim == 3 else alpha[..., None, None]
-
-
-def _step_in_pool(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, pool: Tensor, scale: float, indices: Tensor
+def advance(
+    step: Callable[[Tensor], tuple[Tensor, Tensor]],
+    v: Tensor,
+    heads: int,
+    state: Tensor,
+    indices: Tensor | None,
+    inplace: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Computes one step of the rows pool[indices] in place; rows with an index outside the pool are skipped."""
+    """Advances the states of the rows of a batch, which `indices` names if it is not None, by one token each.
+
+    Args:
+        step: takes states [B, H, K, V], and returns o [B, heads, V] with the dtype of v, and the states after the
+            token, in the dtype of sums.
+        v: the values [B, H, V].
+    """
+    if indices is None:
+        o, new = step(state)
+        return o, (state if inplace else new_state(state)).copy_(new)
+    pool = state if inplace else new_state(state).copy_(state)
+    return _advance_in_pool(step, v, heads, pool, indices.long())
+
+
+def _advance_in_pool(
+    step: Callable[[Tensor], tuple[Tensor, Tensor]], v: Tensor, heads: int, pool: Tensor, indices: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Advances the states pool[indices] in place; rows with an index outside the pool are skipped."""
     if not len(indices) or not len(pool):
-        return v.new_zeros(len(q), max(q.shape[1], v.shape[1]), v.shape[2]), pool
+        return v.new_zeros(len(v), heads, v.shape[2]), pool
     used = (indices >= 0) & (indices < len(pool))  # [B]
     indices = torch.where(used, indices, 0)
     state = pool[indices]  # [B, H, K, V]
-    o, new = _step(q, k, v, g, state, scale)
-    new = torch.where(used[:, None, None, None], new, state)
+    o, new = step(state)
+    new = torch.where(used[:, None, None, None], new.to(pool.dtype), state)
     # A skipped row must write nothing, but reading the mask on the host would wait for the device. So it repeats the
     # first row that is not skipped, and writes the same values to the same place (row 0 unchanged if all are skipped).
     first = used.int().argmax(keepdim=True)  # [1]

@@ -9,6 +9,8 @@ The kernels are in gla_triton_kernels, in one folder per op. Triton is imported 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import gla_triton_kernels as kernels
 from gla_core.dispatch.backend import (
     GATES,
@@ -20,7 +22,7 @@ from gla_core.dispatch.backend import (
     hookimpl,
     shipped_constants,
 )
-from gla_triton_kernels import gla
+from gla_triton_kernels import delta, gla
 from gla_triton_kernels.online_softmax import ONE_PASS
 from gla_triton_kernels.online_softmax import cost as online_softmax_cost
 from gla_triton_kernels.softmax_attention import GRADIENTS, softmax_attention
@@ -28,12 +30,24 @@ from gla_triton_kernels.softmax_attention import cost as softmax_attention_cost
 from gla_triton_kernels.softmax_attention.plan import plan_one_pass
 from gla_triton_runtime.architecture import interpreted
 
-_RECURRENT = gla.ops(cut=False)
+_RECURRENT = {**gla.ops(cut=False), **delta.ops(cut=False)}
 """The ops of families with a recurrent state. Both Triton backends have the same kernels for them."""
 
 
 @hookimpl
 def gla_register_backends() -> list[Backend]:
+    capabilities = Capabilities(
+        devices=None if interpreted() else frozenset({"cuda"}),
+        dtypes=kernels.dtypes(),
+        min_compute_capability=(8, 0),
+        key_widths=range(1, kernels.MAX_WIDTH + 1),
+        value_widths=range(1, kernels.MAX_WIDTH + 1),
+        grouped_values=True,
+        gates=frozenset(GATES),
+        checkpoints=True,
+        swapped_states=True,
+        cuda_graphs=not interpreted(),
+    )
     return [
         Backend(
             name="triton_fused",
@@ -44,18 +58,8 @@ def gla_register_backends() -> list[Backend]:
                 "softmax_attention": softmax_attention(plan_one_pass),
                 "softmax_attention_bwd": GRADIENTS,
             },
-            capabilities=Capabilities(
-                devices=None if interpreted() else frozenset({"cuda"}),
-                dtypes=kernels.dtypes(),
-                min_compute_capability=(8, 0),
-                key_widths=range(1, kernels.MAX_WIDTH + 1),
-                value_widths=range(1, kernels.MAX_WIDTH + 1),
-                grouped_values=True,
-                gates=frozenset(GATES),
-                checkpoints=True,
-                swapped_states=True,
-                cuda_graphs=not interpreted(),
-            ),
+            capabilities=capabilities,
+            op_capabilities=dict.fromkeys(delta.OVER_SEQUENCES, replace(capabilities, key_widths=delta.KEY_WIDTHS)),
             supports=kernels.refusal,
             cost=CostModel(
                 predicted_seconds,
@@ -69,6 +73,7 @@ def gla_register_backends() -> list[Backend]:
 
 _SECONDS = {
     **gla.seconds(cut=False),
+    **delta.seconds(cut=False),
     "online_softmax": online_softmax_cost.one_pass,
     "online_softmax_bwd": online_softmax_cost.one_pass,
     "softmax_attention": softmax_attention_cost.one_pass,

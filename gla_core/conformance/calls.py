@@ -225,7 +225,7 @@ def written_tensors(name: str, x: Arguments) -> Named:
     return {n: x[n] for n in spec.written if n not in spec.places and x.get(n) is not None}
 
 
-def training_request(backend: Backend, name: str = "chunk_gla") -> str:
+def training_request(backend: Backend, name: str) -> str:
     """Returns a request: `backend` for the op and its backward, the reference for other ops."""
     spec = public_op(name)
     implemented = [f"{op}={backend.name}" for op in (spec.name, spec.backward) if op in backend.ops]
@@ -372,11 +372,13 @@ def check(
     compare(name, x, out, {n: y for n, y in ref.results.items() if n not in ref.written}, measure, budgets)
     for n, at in ref.written.items():
         label = "states" if n == "pool" else n
-        budget = _budget(name, x, n, budgets) if n == "pool" else 0.0  # rings keep tokens as they are
+        # rings keep tokens as they are; that of a delta rule keeps u in place of v
+        is_computed = n == "pool" or (n == "ring_v" and "beta" in x)
+        budget = _budget(name, x, n, budgets) if is_computed else 0.0
         if n == "ring_g" and "gate" in x:
             budget = FORWARD[torch.float32]
         entries = ref.results[n][at]
-        measure({label: x[n][at]}, {label: entries if budget else entries.to(x[n].dtype)}, budget)
+        measure({label: x[n][at]}, {label: entries if n == "pool" else entries.to(x[n].dtype)}, budget)
         memory = [before[n], _pages(x[n]).clone()]
         for pages in memory:
             pages[:, : x[n][0].numel()].unflatten(1, (x[n].shape[1], -1))[at] = 0
@@ -394,8 +396,8 @@ def compare(
 ) -> None:
     """Compares the results in `out` whose names are in `ref`.
 
-    Decays are factors of states, so their absolute error counts. No matrix product computes them, so their budget is
-    at most that of float32.
+    Decays and transitions are factors of states, so their absolute error counts. No matrix product computes decays, so
+    their budget is at most that of float32.
 
     Args:
         budgets: the budget of each dtype, by default that of results or of gradients. A result may have the error that
@@ -405,7 +407,15 @@ def compare(
     for n in ref:
         by_budget[_budget(name, x, n, budgets)].append(n)
     for budget, names in by_budget.items():
-        measure(*({n: 1 + y[n].double() if n == "decay" else y[n] for n in names} for y in (out, ref)), budget)
+        measure(*({n: _beside_one(n, y[n]) for n in names} for y in (out, ref)), budget)
+
+
+def _beside_one(name: str, y: Tensor) -> Tensor:
+    """Returns a decay plus 1, a transition beside the identity, and any other result as it is."""
+    if name == "transition":
+        unit = torch.eye(y.shape[-1], dtype=torch.float64, device=y.device)
+        return torch.cat([y.double(), unit.expand_as(y)], -1)
+    return 1 + y.double() if name == "decay" else y
 
 
 def twice(budgets: Mapping[torch.dtype, float]) -> dict[torch.dtype, float]:

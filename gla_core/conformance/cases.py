@@ -62,6 +62,8 @@ PROMPTS = having("checkpoint_slots")
 """The ops on prompts whose states are in a pool."""
 DRAFTS = having("slots", "read_slots")
 """The ops of several tokens that keep the state after each in a pool."""
+REPLAYS = having("ring_k")
+"""The ops of several tokens that keep these in rings."""
 
 
 def relative(op: str, name: str) -> str:

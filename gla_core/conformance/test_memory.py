@@ -13,6 +13,7 @@ from gla_core.conformance.cases import (
     GATED_BACKWARDS,
     GRADIENTS_OF_STATES,
     PROMPTS,
+    REPLAYS,
     WITH_STATES,
     WRITING,
     having,
@@ -24,7 +25,7 @@ from gla_core.workloads.inputs import normal
 FEW = {
     "recurrent_gla_layer_step": "small odd_widths grouped",
     DRAFTS: "small packed grouped odd_widths",
-    "recurrent_gla_replay": "small packed grouped odd_widths",
+    REPLAYS: "small packed grouped odd_widths",
 }
 PER_SEQUENCE = ("read_slots", "slots", "ring_start", "num_accepted")
 
@@ -81,7 +82,7 @@ def test_initial_states_with_values_first(backend, case, measure):
     few={
         PROMPTS: "scattered_slots grouped odd_widths checkpoints",
         DRAFTS: "scattered_slots grouped odd_widths",
-        "recurrent_gla_replay": "packed grouped odd_widths",
+        REPLAYS: "packed grouped odd_widths",
     },
     dtypes="rotating",
 )
@@ -161,7 +162,7 @@ def test_results_can_be_changed_in_place(backend, case):
     having("out"),
     few={
         DRAFTS: "small packed grouped odd_widths",
-        "recurrent_gla_replay": "small packed grouped odd_widths",
+        REPLAYS: "small packed grouped odd_widths",
     },
     dtypes="rotating",
 )
@@ -182,7 +183,7 @@ def test_out(backend, case, measure):
 FEW_INPUTS = {
     "recurrent_gla_layer_step": "small odd_widths pool",
     DRAFTS: "small packed scattered_slots",
-    "recurrent_gla_replay": "small packed grouped",
+    REPLAYS: "small packed grouped",
 }
 
 

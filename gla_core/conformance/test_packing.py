@@ -11,6 +11,7 @@ from gla_core.conformance.cases import (
     DRAFTS,
     GRADIENTS_OF_STATES,
     PROMPTS,
+    REPLAYS,
     SEQUENCES,
     SERVING,
     STEPS,
@@ -50,7 +51,7 @@ def test_packed_offsets_may_be_int32(backend, case, measure):
         "recurrent_gla_layer_step": "small grouped per_head",
         "recurrent_ssd_step": "small grouped_values plain",
         DRAFTS: "small accepted per_head",
-        "recurrent_gla_replay": "small grouped per_head",
+        REPLAYS: "small grouped per_head",
     },
     dtypes="rotating",
     requires="deterministic",
@@ -97,7 +98,7 @@ def test_padding(backend, case, measure):
     few={
         PROMPTS: "padded per_head constant",
         DRAFTS: "packed empty_batch",
-        "recurrent_gla_replay": "packed empty_batch",
+        REPLAYS: "packed empty_batch",
     },
     dtypes="rotating",
 )

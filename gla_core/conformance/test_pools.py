@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from gla_core.conformance.calls import Arguments, call_arguments, check, expected
-from gla_core.conformance.cases import DRAFTS, PROMPTS, SERVING, having, over
+from gla_core.conformance.cases import DRAFTS, PROMPTS, REPLAYS, SERVING, having, over
 from gla_core.workloads.inputs import beyond_float16
 
-SMALL = {PROMPTS: "small checkpoints", DRAFTS: "small", "recurrent_gla_replay": "small"}
+SMALL = {PROMPTS: "small checkpoints", DRAFTS: "small", REPLAYS: "small"}
 
 
 @over(SERVING, few=SMALL, dtypes="no_float64")
@@ -33,7 +33,7 @@ def test_numbers_beyond_float16(backend, case, measure):
     few={
         PROMPTS: "small scattered_slots per_head checkpoints",
         DRAFTS: "small scattered_slots per_head",
-        "recurrent_gla_replay": "small packed per_head",
+        REPLAYS: "small packed per_head",
     },
     dtypes="rotating",
 )

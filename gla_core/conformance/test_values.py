@@ -7,7 +7,7 @@ import torch
 
 from gla_core.conformance import calls
 from gla_core.conformance.calls import Arguments, Named
-from gla_core.conformance.cases import DRAFTS, FORWARDS, PROMPTS, STEPS, WITH_STATES, WRITING, having, over
+from gla_core.conformance.cases import DRAFTS, FORWARDS, PROMPTS, REPLAYS, STEPS, WITH_STATES, WRITING, having, over
 from gla_core.ops import RUNS
 
 
@@ -58,7 +58,7 @@ def attention_by_heads(x: Arguments) -> Named:
         PROMPTS: "small odd_widths checkpoints",
         STEPS: "small odd_widths pool",
         DRAFTS: "small odd_widths",
-        "recurrent_gla_replay": "small odd_widths",
+        REPLAYS: "small odd_widths",
         "softmax_attention": "small odd",
     },
     dtypes="rotating",

@@ -36,6 +36,16 @@ def log_gates(g: torch.Tensor, gate_normalizer: int | None, dtype: torch.dtype) 
     return g if gate_normalizer is None else torch.nn.functional.logsigmoid(g) / gate_normalizer
 
 
+def decayed(state: torch.Tensor, g: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Returns states [B, Hv, K, V] times exp(g) in `dtype`, for the log gates of a token: [Hv], [B, Hv] or [B, Hv, K],
+    or None for no decay.
+    """
+    if g is None:
+        return state.to(dtype)
+    alpha = g.to(dtype).exp()
+    return (alpha[..., None] if g.ndim == 3 else alpha[..., None, None]) * state.to(dtype)
+
+
 def gradient_of_logits(dg: torch.Tensor, g: torch.Tensor, gate_normalizer: int | None) -> torch.Tensor:
     """Returns the gradient of g from that of the log gates, dg; see `log_gates`.
 

@@ -5,7 +5,8 @@
 The forward sums the outputs of all ranks, and the backward sums their gradients of x. The norm of HGRN2 covers all
 heads, so it also sums the squares over the ranks, one number per token. Parameters are DTensors, as optimizers and
 checkpoints need. A module computes with its rank's shards of them as plain tensors, so layers need no code for tensor
-parallelism. `Retention` alone has to know its `first_head`, because its constant gates depend on the index of a head.
+parallelism, with two exceptions. `Retention` has to know its `first_head`, because its constant gates depend on the
+index of a head. Layers that have parameters beside their modules take this rank's part of them by a function, `local`.
 """
 
 from __future__ import annotations
@@ -36,51 +37,68 @@ HGRN2_PLACEMENTS: Placements = {
     "g_norm": COLUMNS,  # over all heads together
     "o_proj": ROWS,
 }
+DELTA_RULE_PLACEMENTS: Placements = {  # of KimiDeltaAttention, GatedDeltaNet and DeltaNet
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj"), COLUMNS),
+    **dict.fromkeys(("q_conv1d", "k_conv1d", "v_conv1d"), COLUMNS),
+    **dict.fromkeys(("f_proj.0", "g_proj.0"), WHOLE),
+    **dict.fromkeys(("f_proj.1", "g_proj.1"), COLUMNS),
+    "o_norm": WHOLE,
+    "o_proj": ROWS,
+}
 
 
 def tensor_parallel_plan(layer: nn.Module) -> dict[str, ParallelStyle]:
     """Returns a plan for `parallelize_module` that spreads the heads of a layer of `gla_core.nn` over ranks.
 
-    Every rank then calls the layer with the same whole x and gets the whole y. The layer's `num_heads` and
-    `num_kv_heads`, its states, and the `lower_bound` of `HGRN2` cover the rank's heads only. Everything else works as
-    before, including `context_parallel` over other ranks.
+    Every rank then calls the layer with the same whole x and gets the whole y. The layer's `num_heads`, `num_kv_heads`
+    and `num_v_heads`, its states, and the `lower_bound` of `HGRN2` cover the rank's heads only. Everything else works
+    as before, including `context_parallel` over other ranks.
 
     `Mamba2` has no plan, because one projection and one convolution compute all its heads together. Keep it whole on
     every rank, or spread its tokens with `context_parallel`.
 
     Raises:
         TypeError: `layer` is `Mamba2`, or no layer of `gla_core.nn`.
-        ValueError: raised by `parallelize_module` if num_kv_heads, or num_heads of `HGRN2`, is not a multiple of the
+        ValueError: raised by `parallelize_module` if num_heads, num_kv_heads or num_v_heads is not a multiple of the
             number of ranks.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (2,))
         >>> parallelize_module(layer, mesh, tensor_parallel_plan(layer))
     """
-    modules = [name for name, module in layer.named_modules() if module._parameters]
-    for placements in (GLA_PLACEMENTS, HGRN2_PLACEMENTS):
+    modules = [name for name, module in layer.named_modules() if name and module._parameters]
+    for placements in (GLA_PLACEMENTS, HGRN2_PLACEMENTS, DELTA_RULE_PLACEMENTS):
         if modules and placements.keys() >= set(modules):
             return {"": _LocalHeads(), **{name: _Spread(placements[name]) for name in modules}}
     raise TypeError(
-        f"layer is {type(layer).__name__}; expected GatedLinearAttention, SimpleGatedLinearAttention, Retention or "
-        "HGRN2 of gla_core.nn: make a plan for each of these layers, and keep other layers whole on every rank; the "
-        "tokens of Mamba2 can be spread over ranks instead, with context_parallel"
+        f"layer is {type(layer).__name__}; expected GatedLinearAttention, SimpleGatedLinearAttention, Retention, "
+        "HGRN2, KimiDeltaAttention, GatedDeltaNet or DeltaNet of gla_core.nn: make a plan for each of these layers, "
+        "and keep other layers whole on every rank; the tokens of Mamba2 can be spread over ranks instead, with "
+        "context_parallel"
     )
 
 
 class _LocalHeads(ParallelStyle):
-    """Sets a layer's sizes to this rank's number of heads, and sums the ranks' gradients of the layer's input."""
+    """Sets a layer's sizes to this rank's number of heads, and sums the ranks' gradients of the layer's input.
+
+    It also spreads the parameters of the layer itself, each of which has a part for every head.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layer: Any = module
         ranks = device_mesh.size()
-        for name in ("num_kv_heads", "num_heads") if hasattr(layer, "num_kv_heads") else ("num_heads",):
+        for name in ("num_kv_heads", "num_v_heads", "num_heads"):
+            if not hasattr(layer, name):
+                continue
             number = getattr(layer, name)
             if number % ranks:
                 raise ValueError(f"{name} is {number}; expected a multiple of the mesh's {ranks} ranks")
             setattr(layer, name, number // ranks)
         if hasattr(layer, "first_head"):
             layer.first_head = device_mesh.get_local_rank() * layer.num_heads
+        if hasattr(layer, "local"):
+            _spread(layer, device_mesh, COLUMNS, self.src_data_rank)
+            layer.local = _local
         for convolution in layer.convolutions:
             convolution.width //= ranks
 
@@ -100,9 +118,7 @@ class _Spread(ParallelStyle):
         self.placement = placement
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name, parameter in list(module.named_parameters()):
-            sharded = distribute_tensor(parameter, device_mesh, [self.placement], src_data_rank=self.src_data_rank)
-            module.register_parameter(name, nn.Parameter(sharded, parameter.requires_grad))
+        _spread(module, device_mesh, self.placement, self.src_data_rank)
         if self.placement == COLUMNS and hasattr(module, "mean_over_ranks"):  # a norm
             norm: Any = module
             norm.width //= device_mesh.size()
@@ -121,6 +137,13 @@ class _Spread(ParallelStyle):
         module.register_forward_pre_hook(enter)
         module.register_forward_hook(leave, always_call=True)
         return module
+
+
+def _spread(module: nn.Module, mesh: DeviceMesh, placement: Placement, src_data_rank: int | None) -> None:
+    """Makes DTensors of the parameters that a module itself has."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        sharded = distribute_tensor(parameter, mesh, [placement], src_data_rank=src_data_rank)
+        module.register_parameter(name, nn.Parameter(sharded, parameter.requires_grad))
 
 
 def _local(parameter: DTensor) -> Tensor:

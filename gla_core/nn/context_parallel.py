@@ -54,10 +54,10 @@ def read_shard(
             return projections
         return _convolved(layer.convolutions, projections, layer.conv_size, shard)
 
-    inputs, number = op_inputs(x, convolve), layer.ops.tokens
-    tokens, others = inputs[:number], inputs[number:]
+    inputs, ops = op_inputs(x, convolve), layer.ops
+    tokens, others = inputs[: ops.tokens], inputs[ops.tokens :]
     options = {"scale": layer.scale, "backend": layer.backend, "shard": shard} | gate_options(layer)
-    o, _ = layer.ops.chunk_over_ranks(*tokens, **options)
+    o, _ = ops.chunk_over_ranks(*tokens, **options)
     offsets = None if shard.packed is None or not others else shard.packed.parts
     mask = None if offsets is None else functools.partial(within, cu_seqlens=offsets)
     return with_residual(output, residual, mask)(o, x, *others)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -19,8 +20,8 @@ Histories = tuple[Tensor, ...]
 Convolve = Callable[..., tuple[Tensor, ...]]
 """Sends one projection [B, T, width] of x through each convolution; returns them unchanged if there is none."""
 OpInputs = Callable[[Tensor, Convolve], tuple[Tensor, ...]]
-"""Maps x [B, T, hidden_size] to q [B, T, Hq, K], k [B, T, H, K], v [B, T, Hv, V], g in one of its forms, and the other
-tokens of the layer's ops. Further tensors [B, T, ..] may follow. They are arguments of `Output`.
+"""Maps x [B, T, hidden_size] to q [B, T, Hq, K], k [B, T, H, K], v [B, T, Hv, V], g in one of its forms or None, and
+the other tokens of the layer's ops. Further tensors [B, T, ..] may follow. They are arguments of `Output`.
 """
 Output = Callable[..., Tensor]
 """Maps the op's o [B, T, Ho, V], x [B, T, hidden_size] and the tensors that follow the tokens to y [B, T, hidden_size].
@@ -45,6 +46,13 @@ class Ops:
     chunk_over_ranks: Callable[..., tuple[Any, Any]]
     step: Callable[..., tuple[Tensor, Tensor]]
     layer_step: Callable[..., Tensor] | None
+
+    def with_options(self, **options: Any) -> Ops:
+        """Returns the ops of a family without a `layer_step`, called with these options."""
+        chunk, chunk_over_ranks, step = (
+            functools.partial(op, **options) for op in (self.chunk, self.chunk_over_ranks, self.step)
+        )
+        return replace(self, chunk=chunk, chunk_over_ranks=chunk_over_ranks, step=step)
 
 
 class RecurrentLayer(Protocol):

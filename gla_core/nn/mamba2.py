@@ -21,6 +21,7 @@ from torch.types import Device
 
 from gla_core.dispatch.tensors import wide
 from gla_core.nn.families import GATED_LINEAR_ATTENTION
+from gla_core.nn.gates import draw_gates
 from gla_core.nn.interface import Convolve, OpInputs, Ops, Output
 from gla_core.nn.layer import Recurrent
 from gla_core.nn.merged import added
@@ -129,7 +130,7 @@ class Mamba2(Recurrent):
         self.hidden_size = self.d_model = d_model
         self.conv_size, self.conv_init = d_conv, conv_init
         self.d_state, self.headdim, self.nheads, self.ngroups = d_state, headdim, d_inner // headdim, ngroups
-        self.A_init_range, self.dt_init = A_init_range, (dt_min, dt_max, dt_init_floor)
+        self.A_init_range, self.dt_init, self.dt_init_floor = A_init_range, (dt_min, dt_max), dt_init_floor
         self.dt_limit, self.rmsnorm, self.layer_idx = dt_limit, rmsnorm, layer_idx
         self.backend, self.context_parallel = backend, context_parallel
 
@@ -155,11 +156,7 @@ class Mamba2(Recurrent):
     def _reset_own_parameters(self) -> None:
         if self.conv_init is not None:
             nn.init.uniform_(self.conv1d.weight, -self.conv_init, self.conv_init)
-        least, most, floor = self.dt_init
-        dt = torch.empty_like(self.dt_bias, dtype=torch.float32).uniform_(math.log(least), math.log(most)).exp_()
-        dt.clamp_(min=floor)
-        self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # softplus gives dt
-        self.A_log.copy_(torch.empty_like(dt).uniform_(*self.A_init_range).log())
+        draw_gates(self.A_log, self.dt_bias, self.A_init_range, self.dt_init, self.dt_init_floor)
         nn.init.ones_(self.D)
 
     @property

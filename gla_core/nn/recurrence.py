@@ -98,19 +98,20 @@ def read_sequences(
         x = padded.front(x)
     places = None if cu_seqlens is None or not layer.convolutions else packing(cu_seqlens, dims["T"], layer.conv_size)
     convolve = _Convolved(layer, None if state is None else state.conv, places, padded and padded.lengths)
-    inputs, number = op_inputs(x, convolve), layer.ops.tokens
-    (q, k, v, g, *more), others = inputs[:number], inputs[number:]
+    inputs, ops = op_inputs(x, convolve), layer.ops
+    (q, k, v, g, *more), others = inputs[: ops.tokens], inputs[ops.tokens :]
     position = None
     if layer.rotary_base is not None:
         begun = None if state is None else state.position
         tokens, position = positions(x, begun, cu_seqlens, padded and padded.lengths)
         q, k = rotated(q, k, tokens, layer.rotary_base)
     if padded is not None:  # padding behind the tokens must not change the state
-        g = g.expand(*v.shape[:3]) if g.ndim == 1 else g
-        k, g = padded.zeroed(k), padded.filled(g, layer.neutral_gate)
+        k = padded.zeroed(k)
+        if g is not None:
+            g = padded.filled(g.expand(*v.shape[:3]) if g.ndim == 1 else g, layer.neutral_gate)
     # FSDP2's mixed precision casts every input to half precision; this casts the state back.
     initial = None if state is None else state.recurrent.to(wide(state.recurrent.dtype))
-    o, recurrent = layer.ops.chunk(
+    o, recurrent = ops.chunk(
         *(q, k, v, g, *more),
         scale=layer.scale,
         initial_state=initial,
@@ -156,19 +157,19 @@ def read_tokens(
     _check_state(layer, state, dims["B"] if state_indices is None else None)
     convolve = _Convolved(layer, state.conv and tuple(_rows(pool, state_indices) for pool in state.conv))
     x = x.unsqueeze(1)  # the layer's modules, which may have hooks, get sequences of one token
-    inputs, number = op_inputs(x, convolve), layer.ops.tokens
-    (q, k, v, g, *more), others = inputs[:number], inputs[number:]
+    inputs, ops = op_inputs(x, convolve), layer.ops
+    (q, k, v, g, *more), others = inputs[: ops.tokens], inputs[ops.tokens :]
     before = None
     if layer.rotary_base is not None and state.position is not None:
         before = _rows(state.position, state_indices)
         q, k = rotated(q, k, before[:, None], layer.rotary_base)
-    token = tuple(t if t.ndim == 1 else t.squeeze(1) for t in (q, k, v, g, *more))
+    token = tuple(t if t is None or t.ndim == 1 else t.squeeze(1) for t in (q, k, v, g, *more))
     if layer.norms_heads and (is_compiling() or not transformed()):
         recurrent = state.recurrent if inplace else state.recurrent.clone()
         o: Any = Step(layer, token, recurrent, state_indices)
     else:
         args = (state.recurrent, layer.scale, state_indices, inplace)
-        o, recurrent = layer.ops.step(*token, *args, backend=layer.backend, **gate_options(layer))
+        o, recurrent = ops.step(*token, *args, backend=layer.backend, **gate_options(layer))
         o = o.unsqueeze(1)
     conv, position = state.conv, state.position
     if conv is not None:
@@ -347,9 +348,14 @@ def positive(**sizes: int) -> tuple[int, ...]:
 
 def head_width(name: str, expand: float, hidden_size: int, num_heads: int) -> int:
     """Returns hidden_size * expand / num_heads; raises ValueError unless it is a whole number."""
-    total = hidden_size * expand
-    if not math.isfinite(total) or round(total) < 1 or not math.isclose(total, round(total)):
-        raise ValueError(f"hidden_size * {name} is {total}; expected a whole number, at least 1")
-    if round(total) % num_heads != 0:
-        raise ValueError(f"hidden_size * {name} is {round(total)}; expected a multiple of num_heads = {num_heads}")
-    return round(total) // num_heads
+    total = whole_width(f"hidden_size * {name}", hidden_size * expand)
+    if total % num_heads != 0:
+        raise ValueError(f"hidden_size * {name} is {total}; expected a multiple of num_heads = {num_heads}")
+    return total // num_heads
+
+
+def whole_width(name: str, width: float) -> int:
+    """Returns the width as an int; raises ValueError unless it is a whole number, at least 1."""
+    if not math.isfinite(width) or round(width) < 1 or not math.isclose(width, round(width)):
+        raise ValueError(f"{name} is {width}; expected a whole number, at least 1")
+    return round(width)

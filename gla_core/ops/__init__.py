@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from gla_core.ops import attention, gla
+from gla_core.ops import attention, delta, gla
 from gla_core.ops.spec import OpSpec, declare
 
 __all__ = ["ABSTRACT_OPS", "FAMILIES", "PUBLIC_OPS", "RUNS", "OpSpec"]
 
-FAMILIES = (gla.SPECS, attention.SPECS)
+FAMILIES = (gla.SPECS, delta.SPECS, attention.SPECS)
 """The ops of each family."""
 ABSTRACT_OPS = {spec.name: spec for family in FAMILIES for spec in family}
 for _spec in ABSTRACT_OPS.values():

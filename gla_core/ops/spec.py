@@ -156,6 +156,12 @@ def gate(forms: Mapping[str, str], differentiable: bool = False) -> Argument:
     return Argument("g", "Tensor?", shape, AS_INPUT_OR_FLOAT32, None, role, differentiable=differentiable, forms=forms)
 
 
+def arguments_of(spec: OpSpec, *names: str) -> tuple[Argument, ...]:
+    """Returns arguments of another op by their names, for an op that has them too."""
+    arguments = {argument.name: argument for argument in spec.arguments}
+    return tuple(arguments[name] for name in names)
+
+
 LONGEST = Argument("max_seqlen", "SymInt?", default=None, hint=True)
 """The number of tokens of the longest packed sequence, or an upper bound."""
 

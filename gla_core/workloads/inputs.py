@@ -137,6 +137,29 @@ def gla_inputs(
     return GlaInputs(q, k, v, g, state, offsets)
 
 
+@dataclass(frozen=True, slots=True)
+class DeltaInputs(GlaInputs):
+    """The arguments of `chunk_delta`."""
+
+    beta: Tensor
+
+
+def delta_inputs(**sizes: Any) -> DeltaInputs:
+    """Returns random arguments of `chunk_delta`, with the parameters of `gla_inputs`.
+
+    Queries and keys have length 1, as in models. beta is between 0 and 1, and has the dtype of gates.
+    """
+    x = gla_inputs(**sizes)
+    generator = _generator({**sizes, "seed": sizes.get("seed", 0) + 2})
+    beta = normal(tuple(x.v.shape[:3]), sizes.get("gate_dtype") or x.q.dtype, generator).sigmoid()
+    return DeltaInputs(_unit(x.q), _unit(x.k), x.v, x.g, x.initial_state, x.cu_seqlens, beta)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Returns rows of length 1."""
+    return torch.nn.functional.normalize(x.to(wide(x.dtype)), dim=-1).to(x.dtype)
+
+
 def token_of(x: Tensor | None, t: int) -> Tensor | None:
     """Returns token t of x [B, T, ..], an argument of `chunk_gla`; None and a constant gate [Hv] have no tokens."""
     return x if x is None or x.ndim == 1 else x[:, t]
@@ -248,11 +271,11 @@ def steps_inputs(workload: Workload, inputs: Callable[..., Any] = gla_inputs, **
     return {**x, "slots": x["slots"].reshape(len(x["slots"]), -1 if len(x["slots"]) else 1)}
 
 
-def replay_inputs(workload: Workload, **changes: object) -> dict[str, Any]:
-    """Returns the arguments of `recurrent_gla_replay` by name, without the scale and `out`."""
+def replay_inputs(workload: Workload, inputs: Callable[..., Any] = gla_inputs, **changes: object) -> dict[str, Any]:
+    """Returns the arguments of a replay by name, without the scale and `out`; `inputs` as in `step_inputs`."""
     sizes = {**workload.sizes, **changes}
     L, ring_dtype, page = sizes.pop("L"), sizes.pop("ring_dtype", None), sizes.get("page", 0)
-    x = _served_inputs(workload, ("slots", "ring_start", "num_accepted", "has_state"), sizes, gla_inputs)
+    x = _served_inputs(workload, ("slots", "ring_start", "num_accepted", "has_state"), sizes, inputs)
     generator, dtype = _generator({**sizes, "seed": sizes.get("seed", 0) + 1}), x["q"].dtype
 
     def ring(of: str, new: Callable[..., Any], dtype: torch.dtype) -> Tensor:
@@ -317,13 +340,17 @@ def _pool_dtype(dtype: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
 def beyond_float16(x: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments of a call in a pool, changed so that each token writes states above the range of float16.
 
-    These are the first columns of V, which reach 2^17 and more; o stays within the range.
+    These are the first columns of V, which reach 2^17 and more; o stays within the range. A delta rule bounds states by
+    v / |k|, so its new keys are short, and its beta is about 1 / |k|^2.
     """
     large = {name: 2**7 * (1 + y.abs()) for name in ("k", "ring_k") if (y := x.get(name)) is not None}
-    for name in ("v", "ring_v"):
-        if name in x:
-            large[name] = x[name].clone()
-            large[name][..., 0] = 2**10
+    columns = {"v": 2**10, "ring_v": 2**10}
+    if "beta" in x:
+        large |= {"k": x["k"].abs() * 2**-5, "beta": x["beta"] * 2**10}
+        columns["v"] = 2**15
+    for name in columns.keys() & x.keys():
+        large[name] = x[name].clone()
+        large[name][..., 0] = columns[name]
     return {**x, **large, "q": x["q"] * 2**-10}
 
 
@@ -356,9 +383,13 @@ def _chunk_arguments(workload: Workload, inputs: Callable[..., Any] = gla_inputs
     return {**{name: getattr(x, name) for name in names}, "output_final_state": x.initial_state is not None}
 
 
-def _summary_arguments(workload: Workload, **changes: object) -> dict[str, Any]:
-    x = chunk_inputs(workload, **changes)
-    return {name: getattr(x, name) for name in ("k", "v", "g", "cu_seqlens")}
+def _summary_arguments(
+    workload: Workload, inputs: Callable[..., Any] = gla_inputs, **changes: object
+) -> dict[str, Any]:
+    x, spec = inputs(**{**workload.sizes, **changes}), PUBLIC_OPS[workload.op]
+    named = {"left": x.k, "right": x.v, "do": x.v}
+    tokens = {name: named[name] if name in named else getattr(x, name) for name in spec.tokens}
+    return {**tokens, "cu_seqlens": x.cu_seqlens}
 
 
 _ARGUMENTS: Mapping[str, Callable[..., dict[str, Any]]] = {
@@ -371,6 +402,13 @@ _ARGUMENTS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "recurrent_ssd_step": ssd_step_inputs,
     "recurrent_gla_steps": steps_inputs,
     "recurrent_gla_replay": replay_inputs,
+    "chunk_delta": functools.partial(_chunk_arguments, inputs=delta_inputs),
+    "chunk_delta_pool": functools.partial(pool_inputs, inputs=delta_inputs),
+    "chunk_delta_summary": functools.partial(_summary_arguments, inputs=delta_inputs),
+    "chunk_delta_gradient_summary": functools.partial(_summary_arguments, inputs=delta_inputs),
+    "recurrent_delta_step": functools.partial(step_inputs, inputs=delta_inputs),
+    "recurrent_delta_steps": functools.partial(steps_inputs, inputs=delta_inputs),
+    "recurrent_delta_replay": functools.partial(replay_inputs, inputs=delta_inputs),
     "online_softmax": lambda workload, **changes: dict(
         zip(("x", "dim"), softmax_inputs(workload, **changes), strict=True)
     ),
@@ -437,10 +475,14 @@ def random_arguments(call: OpCall, seed: int = 0) -> tuple[Any, ...]:
     """Returns random arguments with the sizes and dtypes of `call`, in order; equal calls and seeds give equal
     arguments.
 
-    Gates are mild. Packed sequences have different lengths, from half to one and a half times their mean.
+    Gates are mild. Packed sequences have different lengths, from half to one and a half times their mean. The keys of a
+    delta rule have length 1, and its betas are between 0 and 1.
     """
     spec, generator = ABSTRACT_OPS[call.op], torch.Generator(call.device).manual_seed(seed)
-    return spec.prepared(tuple(_random(argument, spec, call, generator) for argument in spec.arguments))
+    x = {argument.name: _random(argument, spec, call, generator) for argument in spec.arguments}
+    if "beta" in x:
+        x |= {"beta": x["beta"].sigmoid(), **{name: _unit(x[name]) for name in ("k", "ring_k") if name in x}}
+    return spec.prepared(tuple(x.values()))
 
 
 def _random(argument: Argument, spec: OpSpec, call: OpCall, generator: torch.Generator) -> Any:

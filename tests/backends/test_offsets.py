@@ -144,6 +144,34 @@ def replay(N=2**14, T=8, P=2**20, H=16, K=128, V=128, packed=False, form="key"):
     return "recurrent_gla_replay", q, k, v, g, pool, *rings, numbers, numbers, numbers, scale, cu_seqlens, has_state
 
 
+def delta_forward(**sizes):
+    q, k, v, g, state, cu_seqlens = gla_inputs(**sizes)
+    return "chunk_delta_fwd", q, k, v, g, empty(*v.shape[:3]), 0.1, state, True, cu_seqlens, 64
+
+
+def delta_backward(kept=True, **sizes):
+    q, k, v, g, state, cu_seqlens = gla_inputs(**sizes)
+    beta, checkpoints = empty(*v.shape[:3]), new_checkpoints(k, v, cu_seqlens, 64) if kept else None
+    return "chunk_delta_bwd", q, k, v, g, beta, 0.1, state, cu_seqlens, checkpoints, 64 if kept else None, v, state
+
+
+def delta_step(**sizes):
+    _, *token, state, scale, indices, normalizer, inplace = step(G=1, **sizes)
+    beta = empty(*token[2].shape[:2])
+    return "recurrent_delta_step", *token, beta, state, scale, indices, normalizer, inplace
+
+
+def delta_steps(**sizes):
+    _, *token, pool, slots, scale, cu_seqlens, accepted, _read, _has_state = steps(**sizes)
+    return "recurrent_delta_steps", *token, empty(*token[2].shape[:3]), pool, slots, scale, cu_seqlens, accepted
+
+
+def delta_replay(**sizes):
+    _, *token, pool, k, v, g, slots, start, accepted, scale, cu_seqlens, has_state = replay(**sizes)
+    beta, rings = empty(*token[2].shape[:3]), (k, v, g)
+    return "recurrent_delta_replay", *token, beta, pool, *rings, slots, start, accepted, scale, cu_seqlens, has_state
+
+
 def attention(B, Tq, Tk, H=32, G=1, K=128, new=heads_first):
     return "softmax_attention", new(B, Tq, G * H, K), new(B, Tk, H, K), new(B, Tk, H, K), 0.1, True
 
@@ -232,6 +260,15 @@ CALLS = {
     "steps, packed": (SM90, steps, "parallel_scan", {"packed": True, "form": "head"}),
     "replay": (SM90, replay, "triton_fused", {}),
     "replay, packed": (SM90, replay, "parallel_scan", {"packed": True, "form": "head"}),
+    "delta rule": (SM90, delta_forward, "triton_fused", {"R": 2, "H": 16}),
+    "delta rule, packed": (SM80, delta_forward, "triton_fused", PACKED | {"K": 256}),
+    "delta rule, per head": (SM80, delta_forward, "parallel_scan", {"R": 2, "H": 16, "form": "head"}),
+    "delta rule backward": (SM90, delta_backward, "triton_fused", {"R": 2, "H": 16}),
+    "delta rule backward, packed": (SM80, delta_backward, "triton_fused", PACKED | {"kept": False}),
+    "delta rule backward, per head": (SM80, delta_backward, "parallel_scan", {"R": 2, "H": 16, "form": "constant"}),
+    "delta rule step": (SM90, delta_step, "triton_fused", {"R": 2}),
+    "delta rule steps": (SM90, delta_steps, "triton_fused", {}),
+    "delta rule replay": (SM90, delta_replay, "triton_fused", {"packed": True, "form": "head"}),
     "attention": (SM90, attention, "triton_fused", {"B": 2, "Tq": 2**20, "Tk": 2**20}),
     "general attention": (SM80, attention, "triton_fused", {"B": 2, "Tq": 2**18, "Tk": 2**20, "G": 4}),
     "attention in splits": (SM90, attention, "parallel_scan", {"B": 1, "Tq": 1, "Tk": 2**24, "H": 2}),
@@ -275,6 +312,11 @@ VARIATIONS = {
     "backward of many rows",
     "general backward",
     "general backward, constant",
+    "delta rule, packed",
+    "delta rule, per head",
+    "delta rule backward, packed",
+    "delta rule backward, per head",
+    "delta rule steps",
 }
 """Calls of kernels that other calls have in the same form of gates, widths and layout; they are thorough tests."""
 

@@ -43,6 +43,9 @@ def absent_gpu(monkeypatch):
 
 # ---- kernels are compiled when a call is prepared
 
+BY_OTHERS = {"chunk_ssd_bwd", "chunk_delta_pool", "chunk_delta_summary", "chunk_delta_gradient_summary"}
+"""Ops that are computed by others, whose kernels the calls of those compile."""
+
 
 def fake(monkeypatch, module, name, told, error=None):
     """Replaces a kernel of a module by one that notes its calls."""
@@ -64,7 +67,7 @@ def test_a_second_kernel_that_does_not_fit_is_found_before_the_first_is_launched
     assert [(what, name) for what, name, *_ in told] == beside + loaded
 
 
-@pytest.mark.parametrize("op", sorted(get("triton_fused").ops.keys() - {"chunk_ssd_bwd"}))  # by chunk_gla_bwd
+@pytest.mark.parametrize("op", sorted(get("triton_fused").ops.keys() - BY_OTHERS))
 @pytest.mark.parametrize("backend", ["triton_fused", "parallel_scan"])
 def test_all_kernels_of_a_call_are_compiled_when_it_is_prepared(op, backend, absent_gpu, monkeypatch):
     """For this, the launches of the call are described with tensors without values."""
@@ -86,7 +89,9 @@ def arguments_of(op, device, seed=0):
     token, few = ([y[:, at] for y in (x.q, x.k, x.v, x.g)] for at in (0, slice(3)))
     pool, offsets, one = x.initial_state.repeat(3, 1, 1, 1), torch.tensor([0, 20]), torch.tensor([1])
     scan = (x.q, x.k, x.v, x.g[..., 0], -torch.rand(2), torch.ones(2), torch.rand(2), True, 0.0, 1.0)
+    beta = torch.rand(1, 20, 2)
     rings = [y[:, :6].repeat(3, 1, 1, 1) for y in (x.k, x.v, x.g)]
+    family, betas = op.replace("_delta_", "_gla_"), {"step": beta[:, 0], "steps": beta[:, :3], "replay": beta[:, :3]}
     values = {
         "chunk_gla_fwd": (x.q, x.k, x.v, x.g, 0.3, x.initial_state, True, None, None, None),
         "chunk_gla_bwd": (x.q, x.k, x.v, x.g, 0.3, x.initial_state, None, None, None, do, None, None),
@@ -112,7 +117,9 @@ def arguments_of(op, device, seed=0):
         "online_softmax_bwd": (torch.randn(3, 700), 1, torch.randn(3, 700)),
         "softmax_attention": (x.q, x.k, x.v, 0.3, True),
         "softmax_attention_bwd": (x.q, x.k, x.v, do, do[..., 0], 0.3, True, do, do[..., 0]),
-    }[op]
+    }[family]
+    if family != op:
+        values = (*values[:4], betas.get(op.rsplit("_", 1)[1], beta), *values[4:])
     return [y.to(device) if isinstance(y, Tensor) else y for y in values]
 
 

@@ -200,7 +200,7 @@ def check_states(backwards, length=32, more=0, skip_first=False, **sizes):
     """
     x, offsets = recurrence(backwards, **sizes)
     cut, S, D = own_states(x, length, length + more, offsets)
-    start(scan.launch_scan(planned(x, length, length + more), x, cut, S, D, S, skip_first))
+    start(scan.launch_scan(planned(x, length, length + more).overlap, x, cut, S, D, S, skip_first))
     for n, numbered in enumerate(segments_of(x, length, length + more, offsets)):
         state = torch.zeros(S.shape[1:], dtype=torch.float64, device=S.device)
         if x.before is not None:
@@ -297,7 +297,7 @@ def test_dense_transitions(device, sizes, backwards):
     S = torch.randn(cut.count, *x.before.shape[1:], device=device)
     D = torch.randn(cut.count, H, 20, 20, device=device) / 20**0.5
     entering, composed = torch.full_like(S, torch.nan), torch.full((len(x.before), H, 20, 20), torch.nan, device=device)
-    scanned = scan.launch_scan(planned(x, 32, 32), x, cut, S, D, entering, decay=composed)
+    scanned = scan.launch_scan(planned(x, 32, 32).overlap, x, cut, S, D, entering, decay=composed)
     start([*cut.launches, *scanned])
     for n, numbers in enumerate(segments_of(x, 32, 32, offsets)):
         state, product = x.before[n].double(), torch.eye(20, dtype=torch.float64, device=device).expand(H, 20, 20)

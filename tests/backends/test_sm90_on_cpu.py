@@ -359,7 +359,7 @@ def check_pool(kernels, length=None, pool_dtype=torch.float32, v_first=False, **
         segments, S, D = built_states(kernels, x, False, None, length, actual, slots)
         plan = ForwardPlan(None, parameters, SegmentPlan(length, length, None, parameters, False))  # pyright: ignore
         recurrence = Recurrence(x.k, x.v, x.g, pool, pool, in_slots=True)
-        gluon_on_cpu.run(launch_scan(plan.segments, recurrence, segments, S, D, S))
+        gluon_on_cpu.run(launch_scan(plan.segments.overlap, recurrence, segments, S, D, S))
         tensors = tensors._replace(entering=S)
     kernel = forward_kernel(kernels, x, sizes.get("gate_form"))
     gluon_on_cpu.run(kernel.launch_outputs(plan, tensors, segments, K**-0.5, None))

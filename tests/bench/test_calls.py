@@ -86,7 +86,10 @@ def test_the_reference_runs_them_and_leaves_them(call):
 GROWING = {"B", "T", "N", "P", "Tq", "Tk", "rows", "columns"}
 
 
-@pytest.mark.parametrize("op", OP_PARAMETERS)
+# Delta rules are measured at the sizes of the like ops of GLA.
+@pytest.mark.parametrize(
+    "op", [pytest.param(op, marks=pytest.mark.thorough if "recurrent_delta" in op else ()) for op in OP_PARAMETERS]
+)
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_calibration_shapes_are_legal_and_distinct(op, kind):
     shape_calls = shapes(op, torch.device(kind))

@@ -16,7 +16,11 @@ FAMILIES = {  # module of fla.ops: tokens after q, k and v, and further argument
     "lightnet": ((), {}),
     "gsa": (("s", "slot_gates"), {}),
     "rwkv6": (("w",), {}),
+    "kda": (("key_gates", "beta"), {"use_qk_l2norm_in_kernel": True}),
+    "gated_delta_rule": (("g", "beta"), {"use_qk_l2norm_in_kernel": True}),
+    "delta_rule": (("beta",), {"use_qk_l2norm_in_kernel": True}),
 }
+GATES = ("g", "slot_gates", "key_gates", "w")
 
 
 def apart(a, b):
@@ -26,12 +30,14 @@ def apart(a, b):
 def tokens(family):
     """Returns the tensors of a function of FLA, by name, which require gradients."""
     torch.manual_seed(0)
-    sizes = {"q": (K,), "k": (K,), "v": (K,), "s": (M,), "g": (), "slot_gates": (M,), "w": (K,)}
+    sizes = {"q": (K,), "k": (K,), "v": (K,), "s": (M,), "g": (), "slot_gates": (M,), "key_gates": (K,), "w": (K,)}
+    sizes |= {"beta": ()}
     actual = {}
     for name in ("q", "k", "v", *FAMILIES[family][0]):
         x = torch.randn(B, T, H, *sizes[name], device="cuda")
-        x = torch.nn.functional.logsigmoid(x) if name in ("g", "slot_gates", "w") else x.bfloat16()
-        actual["g" if name == "slot_gates" else "r" if (family, name) == ("rwkv6", "q") else name] = x.requires_grad_()
+        x = torch.nn.functional.logsigmoid(x) if name in GATES else x.sigmoid() if name == "beta" else x.bfloat16()
+        name = "g" if name in GATES[:3] else "r" if (family, name) == ("rwkv6", "q") else name
+        actual[name] = x.requires_grad_()
     if family == "rwkv6":
         actual["u"] = torch.randn(H, K, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     return actual

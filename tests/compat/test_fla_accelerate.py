@@ -121,7 +121,7 @@ def test_all_are_replaced_wherever_they_are_and_put_back(fla):
         "mode": ("fla.layers.gla", "fla.layers.hgrn2"),
     }
     lines = str(acceleration).splitlines()
-    assert lines[0] == "14 modules of flash-linear-attention now call gla_core; see `replaced`:"
+    assert lines[0] == "17 modules of flash-linear-attention now call gla_core; see `replaced`:"
     assert lines[1].startswith("- computed by gla_core: chunk_gla, fused_chunk_gla, ")
     said = " ".join(" ".join(lines).split())
     assert 'on a GPU, so are sequences in float32 under the matmul precision "highest"' in said
@@ -328,6 +328,17 @@ def test_what_is_not_computed_here_is_left_to_the_original(fla):
             assert recurrent(*args, **kwargs) == ("fused_recurrent_gla", args, kwargs)
         q, k, v, g = tokens()
         assert recurrent(q, k, v, g, None, reverse=True)[0].shape == v.shape
+        kda, gated = fla["fla.ops.kda"], fla["fla.ops.gated_delta_rule"]
+        beta = torch.rand(1, 3, 2)
+        for function, args, kwargs in (
+            (kda.chunk_kda, (q, k, v, g, beta), {"cp_context": 1}),
+            (kda.chunk_kda, (q, k, v, g, beta), {"return_intermediate_states": True}),
+            (kda.fused_recurrent_kda, (q, k, v, g, v), {}),
+            (gated.fused_recurrent_gdn, (q, k, v, g[..., 0], g, None, beta), {}),
+            (gated.fused_recurrent_gated_delta_rule, (q, k, v), {"gv": v}),
+        ):
+            assert function(*args, **kwargs) == (function.__name__, args, kwargs)
+            assert function(q, k, v, g=g[..., 0], beta=beta)[0].shape == v.shape
         parallel = fla["fla.ops.retention"].parallel_retention
         assert parallel(q, k, v, output_attentions=True)[0] == "parallel_retention"
         assert parallel(q, k, v)[0].shape == v.shape
@@ -362,12 +373,16 @@ def test_float32_without_tf32_on_a_gpu_is_left_to_the_original(fla, monkeypatch,
     try:
         torch.set_float32_matmul_precision(precision)
         with accelerate(), FakeTensorMode():
-            q, x = (torch.empty(shape, dtype=dtype, device="cuda") for shape in ((1, T, 2, 4), (1, T, 8)))
+            shapes = ((1, T, 2, 4), (1, T, 8), (1, T, 2))
+            q, x, beta = (torch.empty(shape, dtype=dtype, device="cuda") for shape in shapes)
             for name in ("chunk_gla", "fused_recurrent_gla"):
                 assert getattr(fla["fla.layers.gla"], name).accepts(q, q, q, q) is not left
             assert fla["fla.ops.retention"].chunk_retention.accepts(q=q, k=q, v=q) is not left
             assert fla["fla.ops.linear_attn"].chunk_linear_attn.accepts(q, q, q, normalize=False) is not left
             assert not fla["fla.ops.linear_attn"].chunk_linear_attn.accepts(q, q, q)
+            # on a GPU, kernels of delta rules have not been measured yet
+            assert not fla["fla.ops.kda"].chunk_kda.accepts(q, q, q, q, beta)
+            assert not fla["fla.ops.delta_rule"].chunk_delta_rule.accepts(q, q, q, beta)
             # the original needs all heads
             assert fla["fla.layers.gla"].repeat.accepts(x, "... (h d) -> ... (h g) d", g=2, d=4) is not left
     finally:

@@ -14,7 +14,7 @@ SIZES = {"hidden_size": 256, "num_hidden_layers": 2, "num_heads": 2, "vocab_size
 SIZES |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 
 
-@pytest.fixture(params=["GLA", "HGRN2"])
+@pytest.fixture(params=["GLA", "HGRN2", "KDA", "GatedDeltaNet", "DeltaNet"])
 def model(request):
     config = getattr(models, f"{request.param}Config")(**SIZES)
     return getattr(models, f"{request.param}ForCausalLM")(config).to("cuda", torch.bfloat16)
@@ -29,6 +29,7 @@ def apart(a, b):
     return float((a.float() - b.float()).norm() / b.float().norm())
 
 
+@pytest.mark.parametrize("model", ["GLA", "HGRN2"], indirect=True)
 def test_losses_and_gradients(model, words):
     parameters, results = list(model.parameters()), []
     for how in (accelerate, contextlib.nullcontext):

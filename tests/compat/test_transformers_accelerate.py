@@ -8,12 +8,15 @@ import torch
 
 from gla_core.compat.mamba_ssm import kernels
 from gla_core.compat.transformers import accelerate
-from gla_core.compat.transformers.accelerate import FUNCTIONS, MODELS, NO_KERNELS, NOTE
+from gla_core.compat.transformers.accelerate import MODELS, NO_KERNELS, NOTE
+from gla_core.compat.transformers.delta import GATED_DELTA_RULE, KIMI_DELTA_ATTENTION
+from gla_core.compat.transformers.mamba2 import MAMBA2
 from gla_core.compat.transformers.one_token import blocks, layers
 
-PRESENT = ("bamba", "mamba2")
+PRESENT = ("bamba", "mamba2", "qwen3_5", "kimi_linear")
 PATHS = {model: f"transformers.models.{model}.modeling_{model}" for model in MODELS}
-SCAN, STEP, SPLIT, CONVOLUTION, UPDATE = FUNCTIONS
+SCAN, STEP, SPLIT, CONVOLUTION, UPDATE = MAMBA2.functions
+RULES = {"qwen3_5": list(GATED_DELTA_RULE.functions)[:2], "kimi_linear": list(KIMI_DELTA_ATTENTION.functions)[:2]}
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +27,7 @@ def no_kernels(monkeypatch):
 
 @pytest.fixture
 def fakes(monkeypatch):
-    """Fake modules of transformers with two of the models; their functions return their name and their arguments."""
+    """Fake modules of transformers with four of the models; their functions return their name and their arguments."""
 
     def original(name):
         return lambda *args, **kwargs: (name, args, kwargs)
@@ -35,7 +38,7 @@ def fakes(monkeypatch):
     modules = {}
     for model, path in PATHS.items():
         module = types.ModuleType(path)
-        vars(module).update({name: original(name) for name in FUNCTIONS})
+        vars(module).update({name: original(name) for name in MODELS[model].functions})
         monkeypatch.setitem(sys.modules, path, module if model in PRESENT else None)
         modules[model] = module
     return modules
@@ -65,22 +68,37 @@ def one_token(requires_grad=False):
     )
 
 
+def places(*models):
+    """Returns the names of the functions of models, and for each the modules of the models that have it."""
+    names = dict.fromkeys(name for model in models for name in MODELS[model].functions)
+    return {name: tuple(PATHS[model] for model in models if name in MODELS[model].functions) for name in names}
+
+
 def test_all_models_that_exist(fakes):
     before = originals(fakes)
     acceleration = accelerate()
-    assert acceleration.replaced == {name: tuple(PATHS[model] for model in PRESENT) for name in FUNCTIONS}
-    for model in PRESENT:
+    assert acceleration.replaced == places(*PRESENT)
+    for model in ("bamba", "mamba2"):
         out, state = fakes[model].mamba2_chunk_scan(*tokens(), return_final_states=True)
         assert (out.shape, state.shape) == ((2, 3, 4, 5), (2, 4, 5, 6))
         assert fakes[model].mamba2_selective_state_update(*one_token()).shape == (2, 4, 5)
         assert fakes[model].mamba2_split_conv1d_scan_combined(torch.zeros(2, 3, 8), dt_limit=(0.0, 1.0)) is None
+    for model in PRESENT:
         assert fakes[model].causal_conv1d_fn(1, 2)[0] == CONVOLUTION
+    for model, (chunk, recurrent) in RULES.items():
+        x, g, beta = torch.randn(2, 3, 4, 5), -torch.rand(2, 3, 4), torch.rand(2, 3, 4)
+        o, state = getattr(fakes[model], chunk)(x, x, x, g=g, beta=beta, output_final_state=True)
+        assert (o.shape, state.shape) == ((2, 3, 4, 5), (2, 4, 5, 5))
+        assert getattr(fakes[model], recurrent)(x, x, x, g=g, beta=beta, initial_state=state)[1] is None
     assert str(acceleration).replace("\n  ", " ").splitlines() == [
-        "2 modules of transformers now call gla_core; see `replaced`:",
+        "4 modules of transformers now call gla_core; see `replaced`:",
         "- computed by gla_core: mamba2_chunk_scan, mamba2_selective_state_update",
         "- left out for mamba2_chunk_scan: mamba2_split_conv1d_scan_combined",
         "- computed on a GPU by a kernel of gla_transformers, if it is imported: causal_conv1d_fn, "
         "causal_conv1d_update",
+        "- computed by gla_core on a CPU, but for packed sequences without cu_seqlens; on a GPU the original: "
+        "torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule, chunk_kimi_delta_attention, "
+        "recurrent_kimi_delta_attention",
         f"- {NO_KERNELS}",
     ]
     acceleration.undo()
@@ -93,7 +111,7 @@ def test_several_in_force(fakes):
     first = accelerate("mamba2")
     assert vars(fakes["bamba"]) == before["bamba"]
     second = accelerate()
-    assert second.replaced == dict.fromkeys(FUNCTIONS, (PATHS["bamba"],))
+    assert second.replaced == places("bamba", "qwen3_5", "kimi_linear")
     first.undo()
     first.undo()
     kept = fakes["mamba2"].mamba2_chunk_scan
@@ -267,9 +285,11 @@ def test_models_that_the_installed_version_does_not_have(fakes):
     with pytest.raises(ImportError, match=message):
         accelerate("mamba2", "zamba2")
     assert originals(fakes) == before
+    with pytest.raises(ImportError, match=r"no torch_chunk_gated_delta_rule or .* for lara_mini; install .* 5\.24 or"):
+        accelerate("lara_mini", "qwen3_5")
     for model in PRESENT:
-        del vars(fakes[model])[STEP]
-    message = "for bamba, falcon_h1, granitemoehybrid, mamba2, nemotron_h, zamba2; install"
+        del vars(fakes[model])[RULES[model][1] if model in RULES else STEP]
+    message = r"for bamba, falcon_h1, granitemoehybrid, mamba2, nemotron_h, zamba2, .*kimi_linear; install .* 5\.16 or"
     with pytest.raises(ImportError, match=message):
         accelerate()
 

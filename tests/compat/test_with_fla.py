@@ -146,6 +146,15 @@ MODELS = [
     ("GLA", {"num_heads": 2, "attn_mode": "fused_chunk"}),
     ("HGRN2", {"expand_ratio": 32, "attn_mode": "fused_chunk"}),
     ("GSA", {"num_heads": 2, "num_slots": 8}),
+    ("KDA", {"num_heads": 2, "num_v_heads": 4, "head_dim": 16}),
+    ("KDA", {"num_heads": 2, "head_dim": 16, "safe_gate": True, "lower_bound": -5.0, "allow_neg_eigval": True}),
+    ("GatedDeltaNet", {"num_heads": 2, "head_dim": 16, "num_v_heads": 4, "allow_neg_eigval": True}),
+    ("GatedDeltaNet", {"num_heads": 2, "head_dim": 16, "use_gate": False, "use_short_conv": False}),
+    ("DeltaNet", {"num_heads": 2}),
+    (
+        "DeltaNet",
+        {"num_heads": 2, "qk_norm": "sum", "qk_activation": "elu", "use_gate": True, "allow_neg_eigval": True},
+    ),
 ]
 
 

@@ -348,6 +348,7 @@ def test_every_op_has_the_cases_that_follow_from_its_description(monkeypatch):
     assert pytest.main([*options, *SETTINGS, "--pyargs", *modules], [kept]) == 0
     every, public = set(ABSTRACT_OPS), {spec.name for spec in PUBLIC_OPS.values()}
     gradients = {"chunk_gla_bwd", "chunk_gla_summary", "chunk_ssd_bwd", "online_softmax_bwd", "softmax_attention_bwd"}
+    gradients |= {"chunk_delta_bwd", "chunk_delta_summary"}
     covered = {"opcheck": every, "no_wait": every, "graph": every, "compiled": public, "autocast": public}
     covered |= {f"{name}_inplace": set(WRITING) for name in covered}
     covered |= {"compiled_with_backward": gradients, "autocast_of_gradients": gradients}

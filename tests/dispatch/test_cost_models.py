@@ -120,7 +120,7 @@ def measured(name, kind):
     if kind == "NVIDIA H100 80GB HBM3":
         return {"chunk_gla_fwd", "chunk_gla_bwd", "chunk_gla_summary"} if name != "reference" else set()
     if kind == "cpu" and name != "reference":
-        return {op for op in ops if grid_of(op) is not CHUNK} if name == "parallel_scan" else set()
+        return {op for op in ops if "cpu" in (backend.can(op).devices or ())}
     return ops
 
 

@@ -49,11 +49,16 @@ class Batch:
         return y if y.ndim == 1 else rows_of_rank(y, rank, self.lengths, self.layout)
 
 
-LEAVES = ("q", "k", "v", "g", "initial_state")
+LEAVES = ("q", "k", "v", "g", "beta", "initial_state")
 
 
 def leaves(x):
-    return {name: y for name in LEAVES if (y := getattr(x, name)) is not None}
+    return {name: y for name in LEAVES if (y := getattr(x, name, None)) is not None}
+
+
+def tokens_of(x):
+    """Returns the first arguments of an op: q, k, v, g, and beta if x has one."""
+    return (x.q, x.k, x.v, x.g, *((x.beta,) if hasattr(x, "beta") else ()))
 
 
 def results(x, o, state, do, dstate):
@@ -72,17 +77,18 @@ def in_float64(x):
     return dataclasses.replace(x, **{name: y.double() for name, y in leaves(x).items()})
 
 
-def compare(ranks, batch, tolerance, exact=False, alone=gla.chunk_gla, **options):
+def compare(ranks, batch, tolerance, exact=False, alone=gla.chunk_gla, together=distributed.chunk_gla, **options):
     """Compares this rank's values and gradients with one process that has all tokens, in the same dtype or float64.
 
     Args:
         alone: the function that this process calls.
+        together: the function that all ranks call.
     """
     generator = torch.Generator(ranks.device).manual_seed(0)
     x = with_leaves(in_float64(batch.x) if exact else batch.x)
     number = batch.gate_normalizer
     gates = {} if number is None else {"gate": "logsigmoid", "gate_normalizer": number}
-    o, state = alone(x.q, x.k, x.v, x.g, 0.3, x.initial_state, batch.final_state, x.cu_seqlens, **gates)
+    o, state = alone(*tokens_of(x), 0.3, x.initial_state, batch.final_state, x.cu_seqlens, **gates)
     do = normal(o.shape, batch.x.v.dtype, generator)
     dstate = None if state is None else normal(state.shape, wide(do.dtype), generator)
     whole = results(x, o, state, do.to(o.dtype), None if state is None else dstate.to(state.dtype))
@@ -92,8 +98,8 @@ def compare(ranks, batch, tolerance, exact=False, alone=gla.chunk_gla, **options
     local = {name: y if name == "initial_state" else batch.rows(y, ranks.rank) for name, y in leaves(batch.x).items()}
     y = with_leaves(dataclasses.replace(x, **local))
     where = {} if "shard" in options else {"cu_seqlens": x.cu_seqlens, "layout": batch.layout}
-    args = (y.q, y.k, y.v, y.g, 0.3, y.initial_state, batch.final_state)
-    o, state = distributed.chunk_gla(*args, **where, **gates, **options)
+    args = (*tokens_of(y), 0.3, y.initial_state, batch.final_state)
+    o, state = together(*args, **where, **gates, **options)
     actual = results(y, o, state, batch.rows(do, ranks.rank), dstate)
     if y.g is not None and y.g.ndim == 1:  # each rank has its share
         dist.all_reduce(actual["dg"])
@@ -106,10 +112,14 @@ def compare(ranks, batch, tolerance, exact=False, alone=gla.chunk_gla, **options
         assert error <= tolerance, f"{name} is off by {error:.3g}: {batch}"
 
 
-def drawn(ranks, seed):
+def drawn(ranks, seed, inputs=gla_inputs, heads=HEADS):
     """Returns a random batch: one in two packed, one in two zigzag, and one rank in four without tokens.
 
     Two in three of those that have gates give them as logits.
+
+    Args:
+        inputs: makes the arguments of the op.
+        heads: the groups of heads that are drawn.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -120,13 +130,13 @@ def drawn(ranks, seed):
     lengths = tuple(min(draw(0, 3), 1) * 2 * draw(1, 40) for _ in range(ranks.number))
     T = sum(lengths)
     sizes = {"gates": GATES[draw(0, 3)], "initial_state": bool(draw(0, 1)), "K": 5, "V": 7}
-    sizes |= {"gate_form": FORMS[seed % 3], **HEADS[seed // 3 % 3]}
+    sizes |= {"gate_form": FORMS[seed % 3], **heads[seed // 3 % len(heads)]}
     if is_packed:
         offsets = [0, *sorted(draw(0, T) for _ in range(draw(0, 5))), T]
         packed = [end - start for start, end in itertools.pairwise(offsets)]
         padding = packed.pop() if layout == "contiguous" and len(packed) > 1 and draw(0, 1) else 0
         sizes |= {"lengths": tuple(packed), "padding": padding}
-    x = gla_inputs(B=2, T=T, dtype=torch.float64, seed=seed, device=ranks.device, **{"padding": 0, **sizes})
+    x = inputs(B=2, T=T, dtype=torch.float64, seed=seed, device=ranks.device, **{"padding": 0, **sizes})
     number = (None, 1, 16)[draw(0, 2)] if x.g is not None else None
     return Batch(x if number is None else with_logits(x), lengths, layout, bool(draw(0, 1)), number)
 

@@ -5,6 +5,7 @@ import itertools
 from unittest import mock
 
 import chunk_gla_checks
+import delta_rule_checks
 import layer_checks
 import torch
 import torch.distributed as dist
@@ -139,6 +140,7 @@ CHECKS = (
     chunk_gla_checks.check_random_batches,
     chunk_gla_checks.check_random_batches_by_a_scan,
     chunk_gla_checks.check_ranks_that_differ,
+    delta_rule_checks.check_random_batches_of_a_delta_rule,
     layer_checks.check_layers_of_random_batches,
     layer_checks.check_a_layer_with_a_mesh,
     check_kernels,

@@ -19,7 +19,7 @@ import gla_core as gla
 from gla_core import distributed
 from gla_core.conformance.tolerances import relative_error
 from gla_core.distributed import history
-from gla_core.nn import HGRN2, GatedLinearAttention, Mamba2
+from gla_core.nn import HGRN2, DeltaNet, GatedLinearAttention, KimiDeltaAttention, Mamba2
 
 REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 DRAWN = 5
@@ -27,7 +27,7 @@ DRAWN = 5
 
 
 def layers(ranks):
-    """Returns four different layers in float64; every parameter is random, so that none can be ignored unnoticed."""
+    """Returns six different layers in float64; every parameter is random, so that none can be ignored unnoticed."""
     torch.manual_seed(0)
     made = nn.ModuleList(
         [
@@ -35,6 +35,8 @@ def layers(ranks):
             HGRN2(16, expand_ratio=4, use_short_conv=True, conv_size=3, conv_bias=True),
             GatedLinearAttention(16, num_heads=2),
             Mamba2(16, d_state=3, headdim=8, ngroups=2, D_has_hdim=True, bias=True),
+            KimiDeltaAttention(16, head_dim=4, num_heads=1, num_v_heads=2, allow_neg_eigval=True, lower_bound=-5.0),
+            DeltaNet(16, num_heads=2, use_gate=True, use_short_conv=False),
         ]
     )
     for parameter in made.parameters():
@@ -113,21 +115,22 @@ def check_a_layer_with_a_mesh(ranks):
             )
             <= 1e-12
         )
-        assert gather.call_count == 3  # one of the four layers has no convolutions
+        assert gather.call_count == 4  # two of the six layers have no convolutions
         x[:, :3] = torch.nan
         y = through(spread, x[:, local], cu_seqlens=cu_seqlens)
         assert y[0, max(0, 3 - local.start) :].isfinite().all()
 
 
-def check_how_often_mamba2_communicates(ranks):
-    """Its one convolution and its op communicate once per direction, and packed sequences cost one more gather."""
-    layer, x = layers(ranks)[3], torch.randn(1, 5, 16, dtype=torch.float64, device=ranks.device)
-    layer.context_parallel = dist.group.WORLD
-    for cu_seqlens, expected in ((None, 2), (torch.tensor([0, 3, 5 * ranks.number], device=ranks.device), 3)):
-        (y, _), forward = collectives(layer, x, cu_seqlens=cu_seqlens)
-        _, backward = collectives(y.sum().backward)
-        assert forward == [GATHER] * expected
-        assert backward == [GATHER, REDUCE_SCATTER]
+def check_how_often_layers_communicate(ranks):
+    """Their convolutions and their op communicate once per direction, and packed sequences cost one more gather."""
+    for layer in layers(ranks)[3:5]:
+        x = torch.randn(1, 5, 16, dtype=torch.float64, device=ranks.device)
+        layer.context_parallel = dist.group.WORLD
+        for cu_seqlens, expected in ((None, 2), (torch.tensor([0, 3, 5 * ranks.number], device=ranks.device), 3)):
+            (y, _), forward = collectives(layer, x, cu_seqlens=cu_seqlens)
+            _, backward = collectives(y.sum().backward)
+            assert forward == [GATHER] * expected
+            assert backward == [GATHER, REDUCE_SCATTER]
 
 
 def check_checkpointed_and_compiled_layers(ranks):

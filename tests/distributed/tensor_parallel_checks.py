@@ -10,7 +10,16 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from gla_core import distributed
 from gla_core.conformance.tolerances import relative_error
-from gla_core.nn import HGRN2, GatedLinearAttention, Mamba2, Retention, SimpleGatedLinearAttention
+from gla_core.nn import (
+    HGRN2,
+    DeltaNet,
+    GatedDeltaNet,
+    GatedLinearAttention,
+    KimiDeltaAttention,
+    Mamba2,
+    Retention,
+    SimpleGatedLinearAttention,
+)
 
 
 def spread(alone, mesh):
@@ -23,7 +32,8 @@ def new_layer(kind=GatedLinearAttention, **options):
     """Returns a layer whose parameters are random and equal on all ranks."""
     torch.manual_seed(0)
     local = {GatedLinearAttention: {"gate_low_rank_dim": 3}, HGRN2: {"expand_ratio": 3}}
-    layer = kind(16, num_heads=4, dtype=torch.float64, **local.get(kind, {}), **options)
+    local |= {gated: {"head_dim": 3} for gated in (KimiDeltaAttention, GatedDeltaNet)}
+    layer = kind(16, **{"num_heads": 4, "dtype": torch.float64, **local.get(kind, {}), **options})
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.5)
     return layer
@@ -39,6 +49,10 @@ def check_heads_over_ranks(ranks):
         {"kind": SimpleGatedLinearAttention, "conv_bias": True},
         {"kind": Retention, "num_kv_heads": 2, "use_short_conv": True, "conv_bias": True},
         {"kind": Retention, "use_output_gate": False},
+        {"kind": KimiDeltaAttention, "num_heads": 2, "num_v_heads": 4, "conv_bias": True},
+        {"kind": KimiDeltaAttention, "lower_bound": -5.0, "use_short_conv": False},
+        {"kind": GatedDeltaNet, "use_gate": False},
+        {"kind": DeltaNet, "use_gate": True},
     ):
         alone = new_layer(**options)
         layer = spread(alone, init_device_mesh("cpu", (ranks.number,)))
@@ -66,7 +80,7 @@ def check_heads_over_ranks(ranks):
 def check_heads_and_tokens_over_ranks(ranks):
     """Two ranks share the heads, and two share the tokens."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tokens", "heads"))
-    for kind in (GatedLinearAttention, HGRN2, SimpleGatedLinearAttention):
+    for kind in (GatedLinearAttention, HGRN2, SimpleGatedLinearAttention, KimiDeltaAttention):
         alone = new_layer(kind, use_short_conv=True)
         layer = spread(alone, mesh["heads"])
         layer.context_parallel = mesh["tokens"]
@@ -93,6 +107,7 @@ def check_what_cannot_be_spread(ranks):
     for layer, named in (
         (GatedLinearAttention(16, num_heads=4, num_kv_heads=1), "num_kv_heads is 1"),
         (HGRN2(18, num_heads=3), "num_heads is 3"),
+        (GatedDeltaNet(16, head_dim=4, num_heads=1, num_v_heads=2), "num_heads is 1"),
     ):
         with pytest.raises(ValueError, match=f"{named}; expected a multiple of the mesh's 2 ranks"):
             spread(layer, init_device_mesh("cpu", (2,)))

@@ -39,6 +39,15 @@ def test_every_argument_of_its_functions_is_there(function):
     assert sorted(theirs) == sorted(parameters(function))
 
 
+def test_every_argument_of_delta_rules_is_there():
+    theirs, ours = arguments("`chunk_kda`, `chunk_gated_delta_rule` and `chunk_delta_rule`")
+    common = arguments("`chunk_gla`")
+    theirs, ours = {*theirs, *common[0]}, {*ours, *common[1]}
+    functions = (fla.chunk_kda, fla.chunk_gated_delta_rule, fla.chunk_delta_rule)
+    assert theirs - {"A_log", "dt_bias", "chunk_size"} == {name for f in functions for name in parameters(f)}
+    assert ours == set(parameters(gla.chunk_delta))
+
+
 def test_every_function_is_in_the_table():
     section = PAGE.split("\n### What is covered\n")[1].split("\n#")[0]
     named = {name for name in re.findall(r"`(\w+)`", section) if hasattr(fla, name)}

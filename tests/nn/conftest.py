@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from gla_core.nn import HGRN2, GatedLinearAttention, Mamba2, Retention, SimpleGatedLinearAttention
+from gla_core.nn import (
+    HGRN2,
+    DeltaNet,
+    GatedDeltaNet,
+    GatedLinearAttention,
+    KimiDeltaAttention,
+    Mamba2,
+    Retention,
+    SimpleGatedLinearAttention,
+)
 
 SMALL = {"hidden_size": 16, "expand_k": 0.5, "expand_v": 1.0, "num_heads": 2, "gate_low_rank_dim": 3}
 LAYERS = {
@@ -44,10 +53,22 @@ KINDS = {
         {"d_model": 16, "d_state": 4, "headdim": 4, "ngroups": 2, "norm_before_gate": True, "D_has_hdim": True}
         | {"dt_limit": (0.1, 2)},
     ),
+    "kda": (
+        KimiDeltaAttention,
+        {"hidden_size": 16, "head_dim": 4, "num_heads": 1, "num_v_heads": 2, "lower_bound": -5.0},
+    ),
+    "gated_delta_net": (
+        GatedDeltaNet,
+        {"hidden_size": 16, "head_dim": 4, "num_heads": 2, "allow_neg_eigval": True, "conv_size": 3, "conv_bias": True},
+    ),
+    "delta_net": (DeltaNet, {"hidden_size": 16, "num_heads": 2, "use_short_conv": False, "qk_norm": "sum"}),
 }
 
 
-@pytest.fixture(params=KINDS)
+THOROUGH = ("gated_delta_net", "delta_net")
+
+
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.thorough] * (name in THOROUGH)) for name in KINDS])
 def layer(request):
     """A small layer of each kind in turn, in float64; every parameter is random."""
     kind, options = KINDS[request.param]

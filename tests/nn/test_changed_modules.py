@@ -17,6 +17,9 @@ LAYERS = {
     "simple_gla": lambda: gla.nn.SimpleGatedLinearAttention(**SIZES),
     "retention": lambda: gla.nn.Retention(**SIZES),
     "mamba2": lambda: gla.nn.Mamba2(8, d_state=4, headdim=4, ngroups=2),
+    "kda": lambda: gla.nn.KimiDeltaAttention(**SIZES, head_dim=4),
+    "gated_delta_net": lambda: gla.nn.GatedDeltaNet(**SIZES, head_dim=4),
+    "delta_net": lambda: gla.nn.DeltaNet(**SIZES),
 }
 STEPS = 2
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
@@ -66,7 +69,7 @@ def test_each_module_in_turn(name, change):
 
 
 @pytest.mark.parametrize(
-    "names", ["gla", pytest.param("hgrn2,simple_gla,retention,mamba2", marks=pytest.mark.thorough)]
+    "names", ["gla", pytest.param(",".join(name for name in LAYERS if name != "gla"), marks=pytest.mark.thorough)]
 )
 def test_each_module_as_a_unit_of_fsdp2(names, tmp_path):
     command = [sys.executable, Path(__file__).with_name("fsdp_units.py"), tmp_path, names]

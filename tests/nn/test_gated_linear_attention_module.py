@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gla_core as gla
-from gla_core.nn import HGRN2, GatedLinearAttention, Mamba2, Retention, SimpleGatedLinearAttention
+from gla_core.nn import GatedLinearAttention
 
-SIZES = ("num_heads", "num_kv_heads", "conv_size", "gate_low_rank_dim", "expand_ratio", "d_state", "d_conv", "headdim")
+SIZES = ("num_heads", "num_kv_heads", "num_v_heads", "head_dim", "conv_size", "gate_low_rank_dim", "expand_ratio")
+SIZES = (*SIZES, "d_state", "d_conv", "headdim")
+KINDS = [getattr(gla.nn, name) for name in sorted(set(gla.nn.__all__) - {"GLAState"})]
 
 
 class LoRA(nn.Module):
@@ -179,7 +181,7 @@ def test_bad_options(options, message, small):
         GatedLinearAttention(**{**small, **options})
 
 
-@pytest.mark.parametrize("kind", [GatedLinearAttention, HGRN2, Mamba2, Retention, SimpleGatedLinearAttention])
+@pytest.mark.parametrize("kind", KINDS)
 def test_sizes_of_numpy(kind):
     """A layer has Python's integers, whatever integers it was given."""
     known = inspect.signature(kind).parameters

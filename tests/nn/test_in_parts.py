@@ -165,7 +165,7 @@ def test_a_step_waits_for_no_value(layer, inplace):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("layer", ["retention", "mamba2"], indirect=True)
+@pytest.mark.parametrize("layer", ["retention", "mamba2", "kda", "gated_delta_net", "delta_net"], indirect=True)
 def test_compiled_once(layer):
     torch._dynamo.reset()
     options = {"fullgraph": True, "backend": "eager", "dynamic": True}

@@ -9,7 +9,14 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gla_core.nn import HGRN2, GatedLinearAttention, SimpleGatedLinearAttention
+from gla_core.nn import (
+    HGRN2,
+    DeltaNet,
+    GatedDeltaNet,
+    GatedLinearAttention,
+    KimiDeltaAttention,
+    SimpleGatedLinearAttention,
+)
 from gla_core.nn.merged import _ALLOCATIONS, added, matrix_of, products
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -184,7 +191,13 @@ def test_added():
 
 @pytest.mark.parametrize(
     ("layer", "number"),
-    [(SimpleGatedLinearAttention(16, num_heads=2, use_short_conv=False), 3), (HGRN2(16, num_heads=2), 2)],
+    [
+        (SimpleGatedLinearAttention(16, num_heads=2, use_short_conv=False), 3),
+        (HGRN2(16, num_heads=2), 2),
+        (KimiDeltaAttention(16, head_dim=4, num_heads=4), 4),
+        (GatedDeltaNet(16, head_dim=4, num_heads=4), 2),
+        (DeltaNet(16), 2),
+    ],
 )
 def test_other_layers(layer, number):
     x = torch.randn(1, 3, 16)

@@ -44,10 +44,15 @@ def tensors(state):
     return [x for x in (state.recurrent, *(state.conv or ()), state.position) if x is not None]
 
 
-@pytest.fixture(params=sorted(set(gla.nn.__all__) - {"GLAState"}))
+THOROUGH = ("KimiDeltaAttention", "GatedDeltaNet", "DeltaNet")
+LAYERS = sorted(set(gla.nn.__all__) - {"GLAState"})
+
+
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.thorough] * (name in THOROUGH)) for name in LAYERS])
 def layer(request):
     """A layer of every kind, with convolutions."""
     sizes = {"d_state": 4, "headdim": 8} if request.param == "Mamba2" else {"num_heads": 2, "use_short_conv": True}
+    sizes |= {"head_dim": 8} if request.param in ("KimiDeltaAttention", "GatedDeltaNet") else {}
     return getattr(gla.nn, request.param)(D, **sizes).double()
 
 

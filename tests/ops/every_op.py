@@ -3,13 +3,14 @@
 import torch
 
 import gla_core as gla
-from gla_core.conformance.cases import DRAFTS, PROMPTS, STEPS, WITH_STATES, relative
+from gla_core.conformance.cases import DRAFTS, PROMPTS, REPLAYS, STEPS, WITH_STATES, relative
 from gla_core.ops import ABSTRACT_OPS
 from gla_core.ops.spec import Role
 from gla_core.workloads.inputs import arguments, token_of
 from gla_core.workloads.named import Workload
 
 SUMMARY, LAYER_STEP, REPLAY = "chunk_gla_summary", "recurrent_gla_layer_step", "recurrent_gla_replay"
+DELTA_SUMMARIES = ("chunk_delta_summary", "chunk_delta_gradient_summary")
 OFFSETS = torch.tensor([2, 4, 4, 7, 8])  # rows in front of the first sequence and behind the last; an empty sequence
 
 
@@ -82,7 +83,31 @@ def drafts(op):
     }
 
 
-KINDS = ((WITH_STATES, sequences), (PROMPTS, prompts), (STEPS, steps), (DRAFTS, drafts))
+def replays(op):
+    memory = {"pool": states(6)} | rings(6) | ONE_SLOT
+    return {
+        "": tokens(op, 4, 2) | HAS_STATE | memory,
+        " packed": tokens(op) | {"cu_seqlens": ints(2, 4, 4, 6, 8)} | memory,
+        " alone": tokens(op, 4, 0) | HAS_STATE | memory,
+    }
+
+
+def delta_summaries(op):
+    def call(**options):
+        do = {"do": states(options.get("B", 1), options.get("T", 10), 1, 2)} if "gradient" in op else {}
+        return tokens(op, **options) | do
+
+    return {"": call(B=2, T=3), " packed": call(gate_form="head") | PACKED}
+
+
+KINDS = (
+    (WITH_STATES, sequences),
+    (PROMPTS, prompts),
+    (STEPS, steps),
+    (DRAFTS, drafts),
+    (REPLAYS, replays),
+    (DELTA_SUMMARIES, delta_summaries),
+)
 IN_EACH_FAMILY = {
     f"{ABSTRACT_OPS[op].public}{what}": (getattr(gla, ABSTRACT_OPS[op].public), args)
     for ops, calls in KINDS
@@ -105,18 +130,6 @@ CALLS = IN_EACH_FAMILY | {
         token("recurrent_ssd_step", 3)
         | {"state": states(5), "slots": ints(4, -1, 1), "z": states(3, 1, 2)}
         | {"dt": states(3, 1).abs(), "A": -torch.ones(1)},
-    ),
-    "recurrent_gla_replay": (
-        gla.recurrent_gla_replay,
-        tokens(REPLAY, 4, 2) | HAS_STATE | {"pool": states(6)} | rings(6) | ONE_SLOT,
-    ),
-    "recurrent_gla_replay packed": (
-        gla.recurrent_gla_replay,
-        tokens(REPLAY) | {"cu_seqlens": ints(2, 4, 4, 6, 8)} | {"pool": states(6)} | rings(6) | ONE_SLOT,
-    ),
-    "recurrent_gla_replay alone": (
-        gla.recurrent_gla_replay,
-        tokens(REPLAY, 4, 0) | HAS_STATE | {"pool": states(6)} | rings(6) | ONE_SLOT,
     ),
     "softmax_attention": (
         gla.softmax_attention,

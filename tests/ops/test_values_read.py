@@ -79,11 +79,14 @@ def is_read(function, args, expected, name, place):
 def test_every_op_that_checks_values_is_called():
     public = {spec.public for spec in ABSTRACT_OPS.values() if spec.reads is not None}
     assert public == {function.__name__ for function, _ in CALLS.values()}
-    gradients = ["chunk_gla_bwd", "chunk_ssd_bwd", "online_softmax_bwd", "softmax_attention_bwd"]
+    gradients = ["chunk_gla_bwd", "chunk_ssd_bwd", "chunk_delta_bwd", "online_softmax_bwd", "softmax_attention_bwd"]
     assert [name for name, spec in ABSTRACT_OPS.items() if spec.reads is None] == gradients
 
 
-@pytest.mark.parametrize("name", CALLS)
+# Delta rules have the `OpSpec.reads` of the like ops of GLA, so one call of each is quick.
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.thorough if "delta" in n and " " in n else ()) for n in CALLS]
+)
 def test_what_is_read_is_checked_and_nothing_else(name, values):
     function, args = CALLS[name]
     floats = {argument: x for argument, x in args.items() if torch.is_tensor(x) and x.is_floating_point()}

@@ -58,6 +58,7 @@ def layers(wanted: bool) -> None:
     maybe: tuple[Tensor, gla.nn.GLAState | None] = layer(x, residual=x)
     assert_type(gla.nn.HGRN2(128)(x, lower_bound=maybe[0]), tuple[Tensor, gla.nn.GLAState | Any])
     assert_type(gla.nn.Mamba2(128)(x, output_final_state=True), tuple[Tensor, gla.nn.GLAState | Any])
+    assert_type(gla.nn.KimiDeltaAttention(128)(x), tuple[Tensor, gla.nn.GLAState | Any])
     y.square().mean().backward()
     assert_type(RMSNormGated(32)(q, gate=q), Tensor)
     assert_type(ShortConvolution(128, 4)(x), tuple[Tensor, Tensor])

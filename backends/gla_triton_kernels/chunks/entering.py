@@ -42,5 +42,5 @@ def launch_entering(
     D = None if x.g is None else torch.empty(segments.count, Hv, K, dtype=torch.float32, device=x.left.device)
     before = S if dtype == S.dtype else torch.empty_like(S, dtype=dtype)
     built = plan.states.load()(plan, x, segments, S, D)
-    scanned = launch_scan(plan, x, segments, S, D, before, skip_first)
+    scanned = launch_scan(plan.overlap, x, segments, S, D, before, skip_first)
     return before, segments, [*segments.launches, *built, *scanned]

@@ -25,8 +25,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gla_core.dispatch.tensors import ceil_div
-from gla_triton_kernels.chunks.kernel import SegmentPlan
 from gla_triton_kernels.chunks.segments import Recurrence, Segments, cut_of, in_state, segment_at, state_strides
+from gla_triton_runtime.architecture import interpreted
 from gla_triton_runtime.launch import Launch, overlapping
 from gla_triton_runtime.sizes import power_of_two
 
@@ -38,7 +38,7 @@ DENSE_VALUES = 16
 
 
 def launch_scan(
-    plan: SegmentPlan,
+    overlap: bool,
     x: Recurrence,
     segments: Segments,
     S: Tensor,
@@ -52,6 +52,7 @@ def launch_scan(
     It does not write the states of empty segments.
 
     Args:
+        overlap: whether the scan may start while its predecessor ends.
         S: states of the segments from a zero initial state, [I, Hv, K, V].
         D: transitions of the segments, [I, Hv, K] or [I, Hv, K, K]; None without gates.
         out: receives the entering states, in any dtype; it may be S. None if only x.after is needed.
@@ -93,27 +94,30 @@ def launch_scan(
         "BV": BV,
         "GROUP": 1 if dense else min(16, power_of_two(segments.per_sequence or 16)),
         "DENSE": dense,
+        "PRECISION": "ieee" if interpreted() else "bf16x6",  # of products with dense transitions
         "BACKWARDS": x.backwards,
         "SKIP_FIRST": skip_first,
-        "OVERLAPS": plan.overlap,
+        "OVERLAPS": overlap,
     }
-    return [Launch(_scan_kernel, (programs, 1, 1), arguments, {"num_warps": 4, **overlapping(plan.overlap)})]
+    # A dense transition of 128 keys takes 64 KiB, so none is loaded ahead.
+    options = {"num_warps": 8, "num_stages": 1} if dense else {"num_warps": 4}
+    return [Launch(_scan_kernel, (programs, 1, 1), arguments, {**options, **overlapping(overlap)})]
 
 
 @triton.jit
-def apply(transition, state, DENSE: tl.constexpr):
+def apply(transition, state, DENSE: tl.constexpr, PRECISION: tl.constexpr):
     """Returns a state [BK, BV] after a transition, [BK, BK] if DENSE, else [BK]."""
     if DENSE:
-        return tl.dot(transition, state, input_precision="ieee")
+        return tl.dot(transition, state, input_precision=PRECISION)
     else:  # noqa: RET505 -- one branch is compiled
         return state * tl.expand_dims(transition, 1)
 
 
 @triton.jit
-def compose(later, earlier, DENSE: tl.constexpr):
+def compose(later, earlier, DENSE: tl.constexpr, PRECISION: tl.constexpr):
     """Returns the transition that is `earlier` followed by `later`, all [BK, BK] if DENSE, else [BK]."""
     if DENSE:
-        return tl.dot(later, earlier, input_precision="ieee")
+        return tl.dot(later, earlier, input_precision=PRECISION)
     else:  # noqa: RET505 -- one branch is compiled
         return earlier * later
 
@@ -165,6 +169,7 @@ def _scan_kernel(
     BV: tl.constexpr,
     GROUP: tl.constexpr,
     DENSE: tl.constexpr,
+    PRECISION: tl.constexpr,
     BACKWARDS: tl.constexpr,
     SKIP_FIRST: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -227,8 +232,8 @@ def _scan_kernel(
                     asked = (m + j < count) & (m + j > 0) if SKIP_FIRST else m + j < count
                     tl.store(out_ptr + ih * (K * V) + block, before, mask=inside & asked)
                 if D_ptr is not None:
-                    running = apply(D[j], running, DENSE)
-                    decay = compose(D[j], decay, DENSE)
+                    running = apply(D[j], running, DENSE, PRECISION)
+                    decay = compose(D[j], decay, DENSE, PRECISION)
                 running += S[j]
         if after_ptr is not None:
             states = after_ptr + write.to(tl.int64) * after_n + h.to(tl.int64) * after_h

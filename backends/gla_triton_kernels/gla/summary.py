@@ -111,5 +111,5 @@ def launches(plan: SegmentPlan, x: Recurrence, decay: Tensor, cu_seqlens: Tensor
     S = state.new_empty(segments.count, *state.shape[1:])
     D = None if x.g is None else decay.new_empty(segments.count, *decay.shape[1:])
     built = launch_states(plan, x, segments, S, D)
-    scanned = launch_scan(plan, x, segments, S, D, None, decay=None if D is None else decay)
+    scanned = launch_scan(plan.overlap, x, segments, S, D, None, decay=None if D is None else decay)
     return [*segments.launches, *built, *scanned]

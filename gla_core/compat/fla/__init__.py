@@ -1,6 +1,7 @@
-"""Helpers for flash-linear-attention 0.6.0: its functions that are GLA, computed here, and conversion of its states.
+"""Helpers for flash-linear-attention 0.6.0: its functions that are GLA or a delta rule, and conversion of its states.
 
-Importing this package does not import flash-linear-attention; `accelerate` does. `use_gla_core` is the same function.
+The functions are computed here. Importing this package does not import flash-linear-attention; `accelerate` does.
+`use_gla_core` is the same function.
 """
 
 from gla_core.compat.fla.accelerate import Acceleration, accelerate, use_gla_core
@@ -11,6 +12,16 @@ from gla_core.compat.fla.composed import (
     fused_recurrent_gsa,
     fused_recurrent_lightnet,
     fused_recurrent_rwkv6,
+)
+from gla_core.compat.fla.delta import (
+    chunk_delta_rule,
+    chunk_gated_delta_rule,
+    chunk_gdn,
+    chunk_kda,
+    fused_recurrent_delta_rule,
+    fused_recurrent_gated_delta_rule,
+    fused_recurrent_gdn,
+    fused_recurrent_kda,
 )
 from gla_core.compat.fla.heads import (
     chunk_lightning_attn,
@@ -33,8 +44,12 @@ from gla_core.compat.fla.states import state_from_fla, state_to_fla
 __all__ = [
     "Acceleration",
     "accelerate",
+    "chunk_delta_rule",
+    "chunk_gated_delta_rule",
+    "chunk_gdn",
     "chunk_gla",
     "chunk_gsa",
+    "chunk_kda",
     "chunk_lightnet",
     "chunk_lightning_attn",
     "chunk_linear_attn",
@@ -45,8 +60,12 @@ __all__ = [
     "fused_chunk_linear_attn",
     "fused_chunk_retention",
     "fused_chunk_simple_gla",
+    "fused_recurrent_delta_rule",
+    "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_gdn",
     "fused_recurrent_gla",
     "fused_recurrent_gsa",
+    "fused_recurrent_kda",
     "fused_recurrent_lightnet",
     "fused_recurrent_lightning_attn",
     "fused_recurrent_linear_attn",

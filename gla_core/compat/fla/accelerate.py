@@ -1,5 +1,5 @@
-"""Makes flash-linear-attention's models compute gated linear attention here, with one line before or after they are
-created.
+"""Makes flash-linear-attention's models compute gated linear attention and delta rules here, with one line before or
+after they are created.
 
 Besides those of `fla.ops.gla` these are the functions with one gate for each head or none. Functions that are composed
 of several calls are computed here on a CPU. On a GPU they are left to flash-linear-attention, whose kernels take less
@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gla_core.compat.fla import composed, heads, on_cpu, ops, registry
+from gla_core.compat.fla import composed, delta, heads, on_cpu, ops, registry
 from gla_core.compat.replace import COMPUTED, LOCK, Acceleration, Replacement, parameters, replacement
 from gla_core.dispatch.errors import check_known
 
@@ -69,6 +69,17 @@ HOMES: Mapping[str, Mapping[str, Callable]] = {
     },
     "fla.ops.gsa": {"chunk_gsa": composed.chunk_gsa, "fused_recurrent_gsa": composed.fused_recurrent_gsa},
     "fla.ops.rwkv6": {"chunk_rwkv6": composed.chunk_rwkv6, "fused_recurrent_rwkv6": composed.fused_recurrent_rwkv6},
+    "fla.ops.kda": {"chunk_kda": delta.chunk_kda, "fused_recurrent_kda": delta.fused_recurrent_kda},
+    "fla.ops.gated_delta_rule": {
+        "chunk_gated_delta_rule": delta.chunk_gated_delta_rule,
+        "chunk_gdn": delta.chunk_gdn,
+        "fused_recurrent_gated_delta_rule": delta.fused_recurrent_gated_delta_rule,
+        "fused_recurrent_gdn": delta.fused_recurrent_gdn,
+    },
+    "fla.ops.delta_rule": {
+        "chunk_delta_rule": delta.chunk_delta_rule,
+        "fused_recurrent_delta_rule": delta.fused_recurrent_delta_rule,
+    },
 }
 """Functions that are computed here, by the module that has the original and then by name."""
 FUNCTIONS: Mapping[str, Callable] = {name: function for home in HOMES.values() for name, function in home.items()}
@@ -84,8 +95,8 @@ def accelerate(*functions: str, cpu: bool = False) -> Acceleration:
     Args:
         functions: names among `FUNCTIONS`; all by default. Functions that are replaced already stay replaced. With
             "fused_chunk_gla", flash-linear-attention's GLA and HGRN2 layers in mode "fused_chunk" run in mode "chunk".
-        cpu: whether to compute in PyTorch, for tensors on a CPU, the other functions that flash-linear-attention's GLA
-            and HGRN2 models have only in Triton; see on_cpu.py.
+        cpu: whether to compute in PyTorch, for tensors on a CPU, the other functions that flash-linear-attention's GLA,
+            HGRN2, KDA, GatedDeltaNet and DeltaNet models have only in Triton; see on_cpu.py.
 
     Returns:
         The replacements that were made. Print it to see them, and call `undo` to remove them; as a context manager it
@@ -237,8 +248,11 @@ def _repeats_heads(arguments: dict[str, Any]) -> bool:
 
 
 def _is_computed_here(arguments: dict[str, Any]) -> bool:
-    has_more = arguments.get("gv") is not None or bool(arguments.get("output_attentions"))
-    return not has_more and not _is_faster_there(arguments.get("q"))
+    return _has_no_more(arguments) and not _is_faster_there(arguments.get("q"))
+
+
+def _has_no_more(arguments: dict[str, Any]) -> bool:
+    return delta.left_out(arguments) is None and not arguments.get("output_attentions")
 
 
 def _is_faster_there(x: Any) -> bool:
@@ -256,19 +270,28 @@ def _is_on_cpu(arguments: dict[str, Any]) -> bool:
     return all(x.device.type == "cpu" for x in arguments.values() if isinstance(x, Tensor))
 
 
+def _is_delta_rule_on_cpu(arguments: dict[str, Any]) -> bool:
+    return _has_no_more(arguments) and _is_on_cpu(arguments)
+
+
 def _is_one_call(arguments: dict[str, Any]) -> bool:
     return _is_on_cpu(arguments) or (arguments.get("normalize") is False and _is_computed_here(arguments))
 
 
 ON_CPU = "computed by gla_core on a CPU; on a GPU the original, which is faster"
+UNTIL_MEASURED = "computed by gla_core on a CPU; on a GPU the original, until the kernels here have been measured there"
 _PARTLY = {
     "fla.ops.linear_attn": (_is_one_call, "computed by gla_core on a CPU, and on a GPU with normalize=False"),
     "fla.ops.lightnet": (_is_on_cpu, ON_CPU),
     "fla.ops.gsa": (_is_on_cpu, ON_CPU),
     "fla.ops.rwkv6": (_is_on_cpu, ON_CPU),
+    "fla.ops.kda": (_is_delta_rule_on_cpu, UNTIL_MEASURED),
+    "fla.ops.gated_delta_rule": (_is_delta_rule_on_cpu, UNTIL_MEASURED),
+    "fla.ops.delta_rule": (_is_delta_rule_on_cpu, UNTIL_MEASURED),
 }
-"""For modules of which not all calls are computed here: a test for those that are, and a line for the report."""
+"""For modules whose calls are chosen in another way: a test for those computed here, and a line for the report."""
 NOTE = (
-    "gates of values (gv) and output_attentions are left to flash-linear-attention; on a GPU, so are sequences in "
-    'float32 under the matmul precision "highest", for which it is faster because it multiplies TF32'
+    "gates of values (gv), a beta for each value, cp_context, return_intermediate_states and output_attentions are "
+    "left to flash-linear-attention; on a GPU, so are sequences in float32 under the matmul precision "
+    '"highest", for which it is faster because it multiplies TF32'
 )

@@ -1,7 +1,8 @@
-"""PyTorch versions of the functions that flash-linear-attention's GLA and HGRN2 models have only in Triton, for a CPU.
+"""PyTorch versions of the functions that some of flash-linear-attention's models have only in Triton, for a CPU.
 
-They are norms, activations, convolutions and losses with the same arguments and results. They are meant for training
-and generating on a machine without a GPU, not for speed.
+The models are GLA, HGRN2, KDA, GatedDeltaNet and DeltaNet. The functions are norms, activations, convolutions and
+losses with the same arguments and results. They are meant for training and generating on a machine without a GPU, not
+for speed.
 
 B batch   T tokens   D channels   N sequences   W the width of a convolution
 

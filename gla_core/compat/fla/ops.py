@@ -53,12 +53,8 @@ def chunk_gla(
     Raises:
         ValueError, TypeError, NoBackendError, UnknownBackendError, NotImplementedError: as in `gla_core.chunk_gla`.
     """
-    options: Any = {"state_v_first": state_v_first, "recompute_states": True, "max_seqlen": None}
-    if cu_seqlens_cpu is not None and len(cu_seqlens_cpu) > 1:
-        options["max_seqlen"] = int(cu_seqlens_cpu.diff().max())
-    state = wide_state(initial_state, q)
-    o, state = _chunk_gla(q, k, v, g, scale, state, output_final_state, cu_seqlens, **options)
-    return o, state
+    rest = (scale, initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu)
+    return over_sequences(_chunk_gla, (q, k, v, g), *rest)
 
 
 def fused_chunk_gla(
@@ -137,9 +133,9 @@ def recurrent(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Computes `chunk_gla` with gates of any form, and as a decoding step if there is one token and no gradient."""
-    if q.shape[1] == 1 and cu_seqlens is None and not needs_gradient(q, k, v, g, initial_state):
-        o, state = _step(q, k, v, g, scale, initial_state, state_v_first)
-        return o, state if output_final_state else None
+    if is_one_token(q, cu_seqlens, k, v, g, initial_state):
+        rest = (scale, initial_state, output_final_state, state_v_first)
+        return one_token(_recurrent_gla_step, (q, k, v, g), *rest)
 
     def run(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Any, offsets: Any) -> tuple[Tensor, Any]:
         return chunk_gla(q, k, v, g, scale, state, output_final_state, state_v_first, offsets)
@@ -167,24 +163,57 @@ def from_last_to_first(run: Callable[..., tuple[Tensor, Any]]) -> Callable[..., 
     return call
 
 
-def _step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
+def over_sequences(
+    op: Callable[..., tuple],
+    tokens: tuple[Any, ...],
     scale: float | None,
     initial_state: Tensor | None,
+    output_final_state: bool,
     state_v_first: bool,
-) -> tuple[Tensor, Tensor]:
-    """Returns the output [B, 1, Ho, V] of one token [B, 1, ...], and the state after it."""
-    B, _, Hv, V = v.shape
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None = None,
+    *,
+    recompute_states: bool = True,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Calls a public op of sequences, such as `gla_core.chunk_gla`, with an initial state of any dtype.
+
+    Args:
+        op: the op.
+        tokens: its tokens [B, T, ...], q first.
+        options: further arguments of the op by keyword.
+    """
+    options |= {"state_v_first": state_v_first, "recompute_states": recompute_states, "max_seqlen": None}
+    if cu_seqlens_cpu is not None and len(cu_seqlens_cpu) > 1:
+        options["max_seqlen"] = int(cu_seqlens_cpu.diff().max())
+    state = wide_state(initial_state, tokens[0])
+    o, state = op(*tokens, scale, state, output_final_state, cu_seqlens, **options)
+    return o, state
+
+
+def is_one_token(q: Tensor, cu_seqlens: Tensor | None, *others: Tensor | None) -> bool:
+    """Returns whether a call has one token in each row, and no gradient of q or of the others is asked for."""
+    return q.shape[1] == 1 and cu_seqlens is None and not needs_gradient(q, *others)
+
+
+def one_token(
+    op: Callable[..., tuple],
+    tokens: tuple[Any, ...],
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    state_v_first: bool,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Calls a public op of one token, such as `gla_core.recurrent_gla_step`; arguments are as in `over_sequences`."""
+    q, _, v, *_ = tokens
     state = wide_state(initial_state, q)
     if state is None:
-        sizes = (V, k.shape[3]) if state_v_first else (k.shape[3], V)
-        state = q.new_zeros(B, Hv, *sizes, dtype=wide(q.dtype))
-    gate = g if g is None or g.ndim == 1 else g[:, 0]
-    o, state = _recurrent_gla_step(q[:, 0], k[:, 0], v[:, 0], gate, state, scale, state_v_first=state_v_first)
-    return o[:, None], state
+        sizes = (v.shape[3], q.shape[3]) if state_v_first else (q.shape[3], v.shape[3])
+        state = q.new_zeros(len(v), v.shape[2], *sizes, dtype=wide(q.dtype))
+    rows = [x if x is None or x.ndim == 1 else x[:, 0] for x in tokens]  # a gate [H] is the same for all tokens
+    o, state = op(*rows, state, scale, state_v_first=state_v_first, **options)
+    return o[:, None], state if output_final_state else None
 
 
 def wide_state(state: Tensor | None, q: Tensor) -> Tensor | None:

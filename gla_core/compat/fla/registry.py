@@ -14,6 +14,9 @@ from typing import Any
 
 from gla_core.compat.replace import Replacement
 
+OPERATIONS = {"chunk_gated_delta_rule": "gated_delta_rule"}
+"""Functions whose entry has the name of an operation, which may hold entries of other functions too."""
+
 
 def register(new: Replacement) -> None:
     """Registers a replacement's function for the original, if flash-linear-attention has an entry for it.
@@ -35,7 +38,8 @@ def register(new: Replacement) -> None:
             return new.in_force
 
         def verify(self, function_name: str, *args: Any, **kwargs: Any) -> tuple[bool, str]:
-            return new.accepts(*args, **kwargs), "gla_core does not compute this call"
+            serves = function_name == new.original.__name__ and new.accepts(*args, **kwargs)
+            return serves, "gla_core does not compute this call"
 
     with contextlib.suppress(KeyError):  # most functions have no entry
-        backends.register(new.original)(Backend)
+        backends.register(OPERATIONS.get(new.name, new.original))(Backend)

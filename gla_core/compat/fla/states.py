@@ -4,7 +4,8 @@
     recurrent   [N, H, K, V]                recurrent_state   [N, Hq, V, K], a key/value head once per query head
     conv        [N, W - 1, D] three times   conv_state        [N, D, W] three times; the oldest input is never read
 
-Source: `GatedLinearAttention`, `HGRN2Attention` and `ShortConvolution` of flash-linear-attention 0.6.0.
+Source: `GatedLinearAttention`, `HGRN2Attention`, `KimiDeltaAttention`, `GatedDeltaNet` and `ShortConvolution` of
+flash-linear-attention 0.6.0.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from gla_core.ops import checks
 def state_from_fla(entry: Mapping[str, Any], groups: int = 1) -> GLAState:
     """Returns the state of a layer here, from the entry of flash-linear-attention's cache for the same layer.
 
-    Entries of `MultiScaleRetention` do not fit: their recurrent states are [N, Hq, K, V], and they have no number of
-    tokens for each sequence, which `Retention` needs as `position`. The function cannot recognize such an entry. Make a
-    `GLAState` from it in place of the call, as docs/from-fla.md shows.
+    Entries of `MultiScaleRetention` and `DeltaNet` do not fit: their recurrent states are [N, Hq, K, V], and those of
+    the former have no number of tokens for each sequence, which `Retention` needs as `position`. The function cannot
+    recognize such an entry. Make a `GLAState` from it in place of the call, as docs/from-fla.md shows.
 
     Args:
         entry: "recurrent_state" [N, Hq, V, K], and "conv_state", three tensors [N, D, W], or None without convolutions.
@@ -61,7 +62,8 @@ def state_to_fla(state: GLAState, groups: int = 1) -> dict[str, Any]:
     """Returns the entry of flash-linear-attention's cache for a layer, from the state of the same layer here.
 
     Args:
-        state: the state that `forward` or `step` returned. States of `Retention` do not fit, see `state_from_fla`.
+        state: the state that `forward` or `step` returned. States of `Retention` and `DeltaNet` do not fit, see
+            `state_from_fla`.
         groups: as in `state_from_fla`.
 
     Returns:

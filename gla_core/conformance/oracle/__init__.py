@@ -10,6 +10,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gla_core.conformance.oracle.attention import softmax, softmax_attention
+from gla_core.conformance.oracle.delta import (
+    chunk_delta,
+    chunk_delta_gradient_summary,
+    chunk_delta_pool,
+    chunk_delta_summary,
+    chunk_delta_with_checkpoints,
+    recurrent_delta_replay,
+    recurrent_delta_step,
+    recurrent_delta_steps,
+)
 from gla_core.conformance.oracle.gla import (
     chunk_gla,
     chunk_gla_checkpoints,
@@ -38,6 +48,13 @@ ORACLES: Mapping[str, Callable[..., Any]] = {
     "recurrent_ssd_step": recurrent_ssd_step,
     "recurrent_gla_steps": recurrent_gla_steps,
     "recurrent_gla_replay": recurrent_gla_replay,
+    "chunk_delta": chunk_delta_with_checkpoints,
+    "chunk_delta_pool": chunk_delta_pool,
+    "chunk_delta_summary": chunk_delta_summary,
+    "chunk_delta_gradient_summary": chunk_delta_gradient_summary,
+    "recurrent_delta_step": recurrent_delta_step,
+    "recurrent_delta_steps": recurrent_delta_steps,
+    "recurrent_delta_replay": recurrent_delta_replay,
     "online_softmax": softmax,
     "softmax_attention": softmax_attention,
 }

@@ -11,6 +11,7 @@ from torch import Tensor
 from gla_core.conformance.oracle.pools import (
     for_value_heads,
     prompts_in_pool,
+    replay_in_pool,
     step_in_pool,
     steps_in_pool,
     tokens_of,
@@ -40,7 +41,7 @@ def chunk_gla(
     if cu_seqlens is not None:
         return _packed_chunk_gla(q, k, v, g, scale, initial_state, cu_seqlens)
     q, k, v = for_value_heads(q, v), for_value_heads(k, v), v.double()
-    alpha = _alpha(g, v)
+    alpha = alpha_of(g, v)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     state = zero_state(q, k, v) if initial_state is None else initial_state.double()
     states = []
@@ -129,57 +130,7 @@ def chunk_ssd(
     return o, *states
 
 
-def recurrent_gla_replay(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    pool: Tensor,
-    ring_k: Tensor,
-    ring_v: Tensor,
-    ring_g: Tensor | None,
-    slots: Tensor,
-    ring_start: Tensor,
-    num_accepted: Tensor,
-    scale: float | None = None,
-    cu_seqlens: Tensor | None = None,
-    has_state: Tensor | None = None,
-    pad_slot: int = -1,
-) -> tuple[Tensor, dict[int, Tensor], dict[tuple[int, int], tuple[Tensor, Tensor, Tensor | None]]]:
-    """Computes sequences one after another, in float64; the pool and the rings are only read.
-
-    Returns:
-        o [B, T, Ho, V]; for each slot that is written its state [Hv, K, V]; for each slot and token of the rings that
-        are written k [H, K], v [Hv, V] and the log gate, which is None if ring_g is None.
-    """
-    used = {slot for slot in range(len(pool)) if slot != pad_slot}
-    (B, T), N, L = q.shape[:2], len(slots), ring_k.shape[1]
-    o, written, entries = zero_rows(q.flatten(0, 1)[None], v.flatten(0, 1)[None], B * T), {}, {}
-    q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
-    g = g if g is None or g.ndim == 1 else g.flatten(0, 1)[None]
-    offsets = [n * T for n in range(N + 1)] if cu_seqlens is None else cu_seqlens.tolist()
-    for n, (a, b) in enumerate(itertools.pairwise(offsets)):
-        slot, b = int(slots[n]), min(b, a + L // 2)
-        if slot not in used:
-            continue
-        is_new = has_state is not None and not bool(has_state[n])
-        accepted, start = max(0, min(L // 2, int(num_accepted[n]))), int(ring_start[n])
-        old = [(start + i) % L for i in range(accepted)]
-        old_k, old_v, old_g = ring_k[slot, old][None], ring_v[slot, old][None], g
-        if ring_g is not None:
-            old_g = ring_g[slot, old][None]
-        state = zero_state(q[:1], k, v) if is_new else pool[slot][None].double()
-        _, state = chunk_gla(q.new_zeros(1, accepted, *q.shape[2:]), old_k, old_v, old_g, scale, state)
-        if is_new or accepted:
-            written[slot] = state[0]
-        o[:, a:b], _ = chunk_gla(q[:, a:b], k[:, a:b], v[:, a:b], tokens_of(g, a, b), scale, state)
-        for t in range(a, b):
-            entry = (k[0, t], v[0, t], None if g is None or ring_g is None else g[0, t])
-            entries[slot, (start + accepted + t - a) % L] = entry
-    return o[0].unflatten(0, (B, T)), written, entries
-
-
-def _alpha(g: Tensor | None, v: Tensor) -> Tensor:
+def alpha_of(g: Tensor | None, v: Tensor) -> Tensor:
     """Returns the forget gate of each token and value head [B, T, Hv, 1], or of each key of them [B, T, Hv, K]."""
     if g is None:
         return torch.ones_like(v[..., :1], dtype=torch.float64)
@@ -212,7 +163,7 @@ def chunk_gla_summary(
     H = v.shape[2] if g is None else g.shape[-1] if g.ndim < 4 else g.shape[2]
     k = for_value_heads(k, v[:, :, :H])
     k, v = (x.double().unflatten(2, (H, -1)) for x in (k, v))  # [B, T, H, heads of a group, K or V]
-    alpha = _alpha(g, v[:, :, :, 0])
+    alpha = alpha_of(g, v[:, :, :, 0])
     decay = k.new_ones(len(k), H, k.shape[-1])
     state = k.new_zeros(*decay.shape, v.shape[-1])
     tokens = range(k.shape[1])
@@ -335,3 +286,4 @@ def _packed_chunk_gla(
 chunk_gla_pool = prompts_in_pool(chunk_gla)
 recurrent_gla_step_in_pool = step_in_pool(chunk_gla)
 recurrent_gla_steps = steps_in_pool(chunk_gla)
+recurrent_gla_replay = replay_in_pool(chunk_gla, chunk_gla, lambda x, state: x["v"])

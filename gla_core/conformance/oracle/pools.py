@@ -99,6 +99,67 @@ def steps_in_pool(whole: Whole) -> Callable[..., tuple[Tensor, dict[int, Tensor]
     return oracle
 
 
+def replay_in_pool(
+    whole: Whole, replayed: Whole, kept: Callable[[Mapping[str, Any], Tensor], Tensor]
+) -> Callable[..., tuple[Tensor, dict[int, Tensor], dict[tuple[int, int], tuple[Tensor, Tensor, Tensor | None]]]]:
+    """Returns the oracle of new tokens after the accepted ones of the last call, which are in rings.
+
+    Args:
+        replayed: advances a state by tokens q = 0, k, v and g, as rings hold them.
+        kept: takes the tokens of a sequence [1, T, ..] by name and the state before them; returns what ring_v holds of
+            them [1, T, Hv, V].
+    """
+
+    def oracle(
+        *,
+        pool: Tensor,
+        ring_k: Tensor,
+        ring_v: Tensor,
+        ring_g: Tensor | None,
+        slots: Tensor,
+        ring_start: Tensor,
+        num_accepted: Tensor,
+        scale: float | None = None,
+        cu_seqlens: Tensor | None = None,
+        has_state: Tensor | None = None,
+        pad_slot: int = -1,
+        **x: Any,
+    ) -> tuple[Tensor, dict[int, Tensor], dict[tuple[int, int], tuple[Tensor, Tensor, Tensor | None]]]:
+        """Computes sequences one after another, in float64; the pool and the rings are only read.
+
+        Returns:
+            o [B, T, Ho, V]; for each slot that is written its state [Hv, K, V]; for each slot and token of the rings
+            that are written k [H, K], what ring_v holds [Hv, V], and the log gate, which is None if ring_g is None.
+        """
+        used = {slot for slot in range(len(pool)) if slot != pad_slot}
+        (B, T), N, L = x["q"].shape[:2], len(slots), ring_k.shape[1]
+        x = {name: y if y is None or y.ndim == 1 else y.flatten(0, 1)[None] for name, y in x.items()}
+        o, written, entries = zero_rows(x["q"], x["v"], B * T), {}, {}
+        offsets = [n * T for n in range(N + 1)] if cu_seqlens is None else cu_seqlens.tolist()
+        for n, (a, b) in enumerate(itertools.pairwise(offsets)):
+            slot, b = int(slots[n]), min(b, a + L // 2)
+            if slot not in used:
+                continue
+            is_new = has_state is not None and not bool(has_state[n])
+            accepted, start = max(0, min(L // 2, int(num_accepted[n]))), int(ring_start[n])
+            at = [(start + i) % L for i in range(accepted)]
+            old = {"q": x["q"].new_zeros(1, accepted, *x["q"].shape[2:]), "k": ring_k[slot, at][None]}
+            old |= {"v": ring_v[slot, at][None], "g": x["g"] if ring_g is None else ring_g[slot, at][None]}
+            state = zero_state(**x) if is_new else pool[slot][None].double()
+            _, state = replayed(**old, initial_state=state)
+            if is_new or accepted:
+                written[slot] = state[0]
+            new = span(x, a, b)
+            o[:, a:b], _ = whole(**new, scale=scale, initial_state=state)
+            values = kept(new, state)[0]
+            for t in range(b - a):
+                gate = None if new["g"] is None or ring_g is None else new["g"][0, t]
+                entries[slot, (start + accepted + t) % L] = (new["k"][0, t], values[t], gate)
+        return o[0].unflatten(0, (B, T)), written, entries
+
+    return oracle
+
+
 def step_in_pool(whole: Whole) -> Callable[..., tuple[Tensor, Tensor]]:
     """Returns the oracle of one token of each row, whose states may be in a pool."""
 

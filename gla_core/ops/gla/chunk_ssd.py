@@ -69,7 +69,7 @@ from gla_core.ops.gla.chunk_gla import (
     interval_for_backward,
 )
 from gla_core.ops.gla.ssd import for_channels, output, time_steps
-from gla_core.ops.spec import AS_INPUT, INPUT, WIDE, Argument, DType, OpSpec, Result, plain_number
+from gla_core.ops.spec import AS_INPUT, INPUT, WIDE, Argument, DType, OpSpec, Result, arguments_of, plain_number
 
 
 @overload
@@ -229,7 +229,7 @@ def chunk_ssd(
         if not state_v_first:
             raise
         raise SSD_FORWARD.error_in_layout(error, args) from None
-    if apart:
+    if z is not None and apart:
         is_invariant = request is not None and request.batch_invariant is not None
         o = _gated(o, z, cu_seqlens) if is_invariant else fused(_gated, o, z, cu_seqlens)
     state = state if output_final_state else None
@@ -267,22 +267,13 @@ def values_and_gates(
 
 def _skipped_and_gated(o: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
     """Returns (o + D x) silu(z) with the dtype of x; 0 in rows of no sequence."""
-    z = z if z is None else _rows_of_sequences(z, cu_seqlens)
-    return output(o, _rows_of_sequences(x, cu_seqlens), D, z).contiguous()
+    z = z if z is None else _sequences.rows_of_sequences(z, cu_seqlens)
+    return output(o, _sequences.rows_of_sequences(x, cu_seqlens), D, z).contiguous()
 
 
 def _gated(o: Tensor, z: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Returns o silu(z) with the dtype of o; 0 in rows of no sequence, where o is 0."""
-    return output(o, o, None, _rows_of_sequences(z, cu_seqlens)).contiguous()
-
-
-def _rows_of_sequences(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Returns x [B, T, Hv, ..] with 0 in the rows that belong to no sequence, whatever they hold."""
-    if cu_seqlens is None:
-        return x
-    rows = torch.arange(x.shape[1], device=x.device)
-    inside = (rows >= cu_seqlens[0]) & (rows < cu_seqlens[-1])
-    return torch.where(inside.view(-1, *[1] * (x.ndim - 2)), x, 0)
+    return output(o, o, None, _sequences.rows_of_sequences(z, cu_seqlens)).contiguous()
 
 
 def _input_gradients(
@@ -301,7 +292,7 @@ def _input_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Returns dx, ddt, dA, dD and ddt_bias from the gradients of v and g."""
     dtype = wide(x.dtype)
-    x, dt, do = (_rows_of_sequences(y, cu_seqlens) for y in (x, dt, do))
+    x, dt, do = (_sequences.rows_of_sequences(y, cu_seqlens) for y in (x, dt, do))
     steps = time_steps(dt, dt_bias, softplus, dtype)
     delta, dv, do = steps.clamp(low, high), dv.to(dtype), do.to(dtype)
     ddelta = pairwise_sum(x * dv) + A.to(dtype) * dg
@@ -422,22 +413,15 @@ _PARAMETERS = (
     Argument("dt_max", "float", default=math.inf, in_call=False),
 )
 
-
-def _arguments(part: OpSpec, *names: str) -> tuple[Argument, ...]:
-    """Returns the arguments of chunk_gla_fwd or chunk_gla_bwd that these ops have too."""
-    arguments = {argument.name: argument for argument in part.arguments}
-    return tuple(arguments[name] for name in names)
-
-
 _SIZES = {name: size for name, size in FORWARD.sizes.items() if name != "Hq"}
 SSD_FORWARD = OpSpec(
     name="chunk_ssd_fwd",
     public="chunk_ssd",
     arguments=(
         *_PARAMETERS,
-        *_arguments(FORWARD, "initial_state", "output_final_state", "cu_seqlens", "checkpoint_every"),
+        *arguments_of(FORWARD, "initial_state", "output_final_state", "cu_seqlens", "checkpoint_every"),
         Argument("z", "Tensor?", "B T Hv V", AS_INPUT, None, differentiable=True),
-        *_arguments(FORWARD, "max_seqlen"),
+        *arguments_of(FORWARD, "max_seqlen"),
     ),
     results=(Result("o", "B T Hv V"), *FORWARD.results[1:]),
     sizes=_SIZES,
@@ -453,9 +437,9 @@ SSD_BACKWARD = OpSpec(
     public="chunk_ssd",
     arguments=(
         *(dataclasses.replace(argument, differentiable=False) for argument in _PARAMETERS),
-        *_arguments(BACKWARD, "initial_state", "cu_seqlens", "checkpoints", "checkpoint_every"),
+        *arguments_of(BACKWARD, "initial_state", "cu_seqlens", "checkpoints", "checkpoint_every"),
         Argument("do", "Tensor", "B T Hv V", AS_INPUT, None),
-        *_arguments(BACKWARD, "dstate", "max_seqlen"),
+        *arguments_of(BACKWARD, "dstate", "max_seqlen"),
     ),
     results=tuple(
         Result(f"d{name}", like=name) for name in ("q", "k", "x", "dt", "A", "D", "dt_bias", "initial_state")

@@ -32,22 +32,17 @@ The rings are those of ReplaySSM, which vLLM uses for Mamba-2 (vLLM #48018 and #
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import Lowering, OpCall, Parts, call_with_log_gates
-from gla_core.dispatch.slots import is_slot, states_of_slots, write_entries, write_states
-from gla_core.dispatch.tensors import log_gates, wide
 from gla_core.ops import checks
 from gla_core.ops._deprecated import backend_by_position
+from gla_core.ops._replay import spec_of_replay
 from gla_core.ops._serving import serving
-from gla_core.ops._steps import in_shape, one_step, rows_of_outputs, token_by_token
 from gla_core.ops.gla.chunk_gla import FORWARD, NORMALIZER
 from gla_core.ops.gla.recurrent_gla_step import STEP, refuse_in_place
-from gla_core.ops.spec import AS_INPUT, AS_INPUT_OR_FLOAT32, FLAG, INTEGER, POOL, WIDE, Argument, OpSpec, Result, Role
 
 
 def recurrent_gla_replay(
@@ -163,155 +158,14 @@ def recurrent_gla_replay(
     )
 
 
-def _limit(sizes: Mapping[str, int], packed: bool) -> None:
-    T, L = sizes["T"], sizes["L"]
-    most = 2 * checks.MOST_STEPS
-    if not 2 <= L <= most:
-        raise ValueError(
-            f"ring_k has L = {L} tokens; expected 2 to {most}: twice the tokens of a sequence in a call. "
-            "A longer part of a sequence is a call of chunk_gla_pool"
-        )
-    if not packed and 2 * T > L:
-        raise ValueError(
-            f"q has T = {T} tokens for each sequence and ring_k has L = {L}; expected L of at least 2 T, "
-            "so that accepted and new tokens fit: use longer rings, or fewer tokens"
-        )
+def _replayed(step: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor) -> Tensor:
+    """Advances states by a token in rings: a step without a query."""
+    tokens = {"q": q, "k": k.to(q.dtype), "v": v.to(q.dtype), "g": g}
+    return step(**tokens, state=state, state_indices=None, inplace=False)[1]
 
 
-def _bind(args: Mapping[str, Any], sizes: dict[str, Any]) -> None:
-    """Raises ValueError unless ring_g is given for gates that differ from token to token, in the form of g."""
-    g, ring_g = args["g"], args["ring_g"]
-    if g is None or g.ndim == 1:
-        if ring_g is not None:
-            kind = "None" if g is None else "constant"
-            raise ValueError(f"ring_g is given and g is {kind}; expected None, as all tokens have the same gate")
-        return
-    shape = "[P, L, Hv, K]" if g.ndim == 4 else "[P, L, Hv]"
-    if ring_g is None:
-        raise ValueError(f"ring_g is None and g has shape {list(g.shape)}; expected memory {shape} for its log gates")
-    if ring_g.ndim != g.ndim:
-        raise ValueError(f"ring_g has shape {list(ring_g.shape)}; expected {shape}, because g has {list(g.shape)}")
-
-
-def _reads(x: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the rows and the accepted tokens of sequences that are not skipped, and their states.
-
-    A state is read if it is advanced, by an accepted or a new token.
-    """
-    slots, L = x["slots"].long(), x["ring_k"].shape[1]
-    lengths = checks.lengths_of(x["cu_seqlens"], x["q"])
-    for n, length in enumerate(lengths.tolist()):
-        if 2 * length > L:
-            raise ValueError(f"sequence {n} has {length} tokens; a ring of L = {L} tokens serves {L // 2}")
-    served = is_slot(x["pool"], slots, x["pad_slot"])
-    checks.slots([], {"slots": checks.slots_where(slots, served)})
-    advanced = served & ((lengths > 0) | (x["num_accepted"] > 0))
-    begins = advanced if x["has_state"] is None else advanced & x["has_state"]
-    steps = torch.arange(L // 2, device=slots.device)
-    places = (x["ring_start"][:, None].long() + steps) % L  # [N, L // 2]
-    replayed = served[:, None] & (steps < x["num_accepted"][:, None])
-    ring = slots[:, None].expand_as(places)[replayed], places[replayed]
-    return {"B T": checks.rows_of(x["cu_seqlens"], served), "P L": ring, "P": slots[begins]}
-
-
-# ---- by recurrent_gla_step, one token of each sequence at a time, old tokens first
-
-
-def _parts(call: OpCall) -> Parts:
-    """Returns one step for each token of half a ring, and for each new token."""
-    half, step = call.dims["L"] // 2, one_step(STEP, call)
-    step = step if step.gate_dtype is None else call_with_log_gates(step)  # rings hold log gates, in a wide dtype
-    return [(step, half + (half if call.variable_length else call.dims["T"]))]
-
-
-def _by_step(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that computes recurrent_gla_replay by one that takes the arguments of recurrent_gla_step."""
-
-    def recurrent_gla_replay(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor | None,
-        pool: Tensor,
-        ring_k: Tensor,
-        ring_v: Tensor,
-        ring_g: Tensor | None,
-        slots: Tensor,
-        ring_start: Tensor,
-        num_accepted: Tensor,
-        scale: float,
-        cu_seqlens: Tensor | None,
-        has_state: Tensor | None,
-        pad_slot: int,
-        gate_normalizer: int | None,
-        out: Tensor | None,
-    ) -> Tensor:
-        (N, L), dtype = (len(slots), ring_k.shape[1]), wide(q.dtype)
-        g = None if g is None else log_gates(g, gate_normalizer, dtype).contiguous()
-        options = {"scale": scale, "gate_normalizer": None}
-        served = is_slot(pool, slots, pad_slot)  # [N]
-        accepted = num_accepted.clamp(0, L // 2).long()
-        state = states_of_slots(pool, slots, has_state, dtype, pad_slot)  # [N, Hv, K, V]
-        is_new = False if has_state is None else ~has_state
-
-        def at(i: int | Tensor) -> tuple[Tensor, Tensor]:
-            """Returns the slots and the positions in the rings [N] of token i, counted from the ring's start."""
-            return torch.where(served, slots, 0).long(), (ring_start.long() + i) % L
-
-        no_query = q.new_zeros(N, *q.shape[2:])
-        for i in range(L // 2 if N * len(pool) else 0):
-            k_i, v_i = ring_k[at(i)].to(k.dtype), ring_v[at(i)].to(v.dtype)
-            token = {"q": no_query, "k": k_i, "v": v_i, "g": g if ring_g is None else ring_g[at(i)]}
-            _, new = step(**token, state=state, state_indices=None, inplace=False, **options)
-            state = torch.where((i < accepted)[:, None, None, None], new, state)
-        write_states(pool, slots, state, served & ((accepted > 0) | is_new))
-
-        o, tokens = rows_of_outputs(q, v), {"q": q, "k": k, "v": v, "g": g}
-        computed = token_by_token(step, tokens, cu_seqlens, L // 2, served, state, o, **options)
-        for j, (here, token, _) in enumerate(computed):
-            for ring, name in ((ring_k, "k"), (ring_v, "v"), (ring_g, "g")):
-                if ring is not None:
-                    write_entries(ring, at(accepted + j), token[name], here)
-        return in_shape(o, q, out)
-
-    return recurrent_gla_replay
-
-
-REPLAY = OpSpec(
-    name="recurrent_gla_replay",
-    public="recurrent_gla_replay",
-    arguments=(
-        *FORWARD.token_arguments,
-        Argument("pool", "Tensor(a!)", "P Hv K V", POOL, role=Role.STATE),
-        Argument("ring_k", "Tensor(b!)", "P L H K", AS_INPUT_OR_FLOAT32, role=Role.RING),
-        Argument("ring_v", "Tensor(c!)", "P L Hv V", AS_INPUT_OR_FLOAT32, role=Role.RING),
-        Argument(
-            "ring_g",
-            "Tensor(d!)?",
-            "P L Hv K",
-            WIDE,
-            None,
-            forms={"head": "P L Hv", "key": "P L Hv K"},
-            role=Role.GATE_RING,
-        ),
-        Argument("slots", "Tensor", "N", INTEGER, role=Role.SLOTS),
-        Argument("ring_start", "Tensor", "N", INTEGER, role=Role.SLOTS),
-        Argument("num_accepted", "Tensor", "N", INTEGER, role=Role.SLOTS),
-        Argument("scale", "float?", default=None, in_call=False),
-        Argument("cu_seqlens", "Tensor?", "N+1", INTEGER, None, role=Role.OFFSETS),
-        Argument("has_state", "Tensor?", "N", FLAG, None, role=Role.MARKS),
-        Argument("pad_slot", "int", default=-1),
-        NORMALIZER,
-        Argument("out", "Tensor(e!)?", "B T Ho V", AS_INPUT, None),
-    ),
-    results=(Result("o", "B T Ho V", into="out"),),
-    sizes={"B": "B", "T": "T", "H": "H", "Hq": "H", "Hv": "H", "K": "K", "V": "V", "L": "L", "N": "B", "P": "N"},
-    limit=_limit,
-    bind=_bind,
-    reads=_reads,
-    flops=FORWARD.flops,  # the number of replayed tokens is known on the device alone
-    tokens=FORWARD.tokens,
-    lowering=Lowering(STEP.name, _parts, _by_step),
+REPLAY = spec_of_replay(
+    "recurrent_gla_replay", FORWARD, STEP, "chunk_gla_pool", _replayed, lambda token, state: token["v"], NORMALIZER
 )
 
 _call = serving(REPLAY, train_with=FORWARD, refuse_in_place=refuse_in_place)

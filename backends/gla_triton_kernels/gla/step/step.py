@@ -2,6 +2,8 @@
 
     S' = diag(exp g) S + k^T v        o = scale * q S'
 
+With beta it computes a delta rule, in which u = beta (v - k diag(exp g) S) takes the place of v.
+
 B batch   P states of the pool   H key heads   Hq query heads   Hv heads of values, states and gates
 Ho = max(Hq, Hv) heads of o   G = Ho / Hv query heads of a state   R = Hv / H value heads of a key head
 K, V key and value width   BK K rounded up to a power of two   BV values of a block
@@ -65,10 +67,13 @@ def prepare(call: OpCall) -> Callable[..., tuple[Tensor, Tensor]]:
     return rehearsed(run, call)
 
 
-def launch_step(plan: Plan, tensors: Tensors, scale: float, normalizer: int | None) -> list[Launch]:
+def launch_step(
+    plan: Plan, tensors: Tensors, scale: float, normalizer: int | None, beta: Tensor | None = None
+) -> list[Launch]:
     """Returns the launch of a step.
 
     Args:
+        beta: [B, Hv] for a delta rule, else None.
         normalizer: the number by which log sigma is divided if g holds logits; None if g holds log gates.
     """
     q, k, v, g, state, state_indices, new, o = tensors
@@ -79,8 +84,10 @@ def launch_step(plan: Plan, tensors: Tensors, scale: float, normalizer: int | No
         "indices_ptr": state_indices,
         "new_ptr": new,
         "o_ptr": o,
+        "beta_ptr": beta,
         "scale": scale,
         "P": P,
+        **token_strides("beta", beta),
         "new_stride_k": written.stride(2),
         "new_stride_v": written.stride(3),
         "V": V,
@@ -120,12 +127,12 @@ def step_arguments(
     }
 
 
-def token_strides(name: str, x: Tensor) -> dict[str, int]:
+def token_strides(name: str, x: Tensor | None) -> dict[str, int | None]:
     """Returns the strides of rows and heads of x [B, heads, width] or [B, heads], as arguments of a kernel.
 
-    All rows share a gate [heads], so its stride of rows is 0.
+    All rows share a gate [heads], so its stride of rows is 0. The strides are None if x is None.
     """
-    b, h = (0, x.stride(0)) if x.ndim == 1 else x.stride()[:2]
+    b, h = (None, None) if x is None else (0, x.stride(0)) if x.ndim == 1 else x.stride()[:2]
     return {f"{name}_stride_b": b, f"{name}_stride_h": h}
 
 
@@ -139,8 +146,11 @@ def _recurrent_gla_step(
     indices_ptr,  # [B], or None if row b has state b
     new_ptr,  # [B, Hv, K, V], dense, or None to update state_ptr in place
     o_ptr,  # [B, Ho, V], contiguous
+    beta_ptr,  # [B, Hv] for a delta rule, or None
     scale,
     P,
+    beta_stride_b,
+    beta_stride_h,
     q_stride_b,
     q_stride_h,
     k_stride_b,
@@ -192,7 +202,9 @@ def _recurrent_gla_step(
     token = (q_ptr, k_ptr, v_ptr, g_ptr)
     strides = (q_stride_b, q_stride_h, k_stride_b, k_stride_h, v_stride_b, v_stride_h, g_stride_b, g_stride_h)
     blocks = (state_block, new_block, o_block)
-    advance(token, strides, (b, h, rows, columns), blocks, scale, KEY_GATES, NORMALIZER, G, R, K, V)
+    if beta_ptr is not None:
+        beta_ptr += b * beta_stride_b + h * beta_stride_h
+    advance(token, strides, (b, h, rows, columns), blocks, scale, KEY_GATES, NORMALIZER, G, R, K, V, beta_ptr)
 
 
 @triton.jit
@@ -208,6 +220,7 @@ def advance(
     R: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    beta_block=None,
 ):
     """Computes BV columns of a state after a token, and the same columns of the outputs of its G query heads.
 
@@ -217,6 +230,7 @@ def advance(
         place: the row, the head of values, the keys [BK] and the values [BV].
         blocks: pointers [BK, BV] from which the state is read, pointers [BK, BV] to which it is written, and pointers
             to the output of the first query head [BV].
+        beta_block: pointer to the beta of a delta rule, or None.
     """
     q_ptr, k_ptr, v_ptr, g_ptr = token
     q_stride_b, q_stride_h, k_stride_b, k_stride_h, v_stride_b, v_stride_h, g_stride_b, g_stride_h = strides
@@ -235,6 +249,9 @@ def advance(
     k = tl.load(k_block, mask=in_k, other=0.0)  # [BK]
     v = tl.load(v_block, mask=in_v, other=0.0)  # [BV]
     q = tl.load(q_block, mask=in_k, other=0.0)  # [BK]
+    beta = beta_block
+    if beta_block is not None:
+        beta = tl.load(beta_block)
     if g_ptr is not None:
         if KEY_GATES:
             g = tl.load(g_block, mask=in_k, other=0.0)  # [BK]
@@ -242,6 +259,9 @@ def advance(
         else:
             g = tl.load(g_block)
             state = tl.exp(log_gates(g, NORMALIZER)) * state.to(tl.float32)
+    if beta_block is not None:
+        state = state.to(tl.float32)
+        v = added(state, k, v, beta)
     state = state.to(tl.float32) + k.to(tl.float32)[:, None] * v.to(tl.float32)[None, :]
 
     for i in range(G):
@@ -252,3 +272,9 @@ def advance(
         q = following
 
     tl.store(new_block, state.to(new_block.dtype.element_ty), mask=in_state)
+
+
+@triton.jit
+def added(state, k, v, beta):
+    """Returns u = beta (v - k S) [BV], what a token of a delta rule adds at its key to the decayed state [BK, BV]."""
+    return beta.to(tl.float32) * (v.to(tl.float32) - tl.sum(k.to(tl.float32)[:, None] * state, axis=0))

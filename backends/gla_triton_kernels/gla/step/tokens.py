@@ -2,6 +2,9 @@
 
     S_t = diag(exp g_t) S_t-1 + k_t^T v_t        o_t = scale * q_t S_t
 
+With beta they are those of a delta rule: u_t = beta_t (v_t - k_t diag(exp g_t) S_t-1) takes the place of v_t. Then the
+ring for v holds u, so accepted tokens are replayed in the same way.
+
 A state stays in registers, in float32, from the first token to the last. Each copy that is written is rounded from it.
 
     steps     writes the state after each token to a slot of its own
@@ -42,6 +45,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from gla_core.dispatch.backend import OpCall
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.gla.step.plan import Plan, plan
+from gla_triton_kernels.gla.step.step import added
 from gla_triton_kernels.slots import is_slot
 from gla_triton_runtime.architecture import gpu_of_call
 from gla_triton_runtime.gates import log_gates
@@ -67,6 +71,7 @@ class Tensors(NamedTuple):
     ring_v: Tensor | None = None  # [P, L, Hv, V]
     ring_g: Tensor | None = None  # [P, L, Hv, K] or [P, L, Hv]
     ring_start: Tensor | None = None  # [N]
+    beta: Tensor | None = None  # [B, T, Hv], for a delta rule
 
 
 def prepare_steps(call: OpCall) -> Callable[..., Tensor]:
@@ -75,7 +80,7 @@ def prepare_steps(call: OpCall) -> Callable[..., Tensor]:
     Raises:
         LaunchError: the kernel does not compile for this device, or does not fit it.
     """
-    planned, launched = _plan(call), Launches(call.device)
+    planned, launched = plan_tokens(call), Launches(call.device)
 
     def run(
         q: Tensor,
@@ -107,7 +112,7 @@ def prepare_steps(call: OpCall) -> Callable[..., Tensor]:
 
 def prepare_replay(call: OpCall) -> Callable[..., Tensor]:
     """Prepares a replay; see `prepare_steps`."""
-    planned, launched = _plan(call), Launches(call.device)
+    planned, launched = plan_tokens(call), Launches(call.device)
 
     def run(
         q: Tensor,
@@ -140,7 +145,7 @@ def prepare_replay(call: OpCall) -> Callable[..., Tensor]:
     return rehearsed(run, call)
 
 
-def _plan(call: OpCall) -> Plan:
+def plan_tokens(call: OpCall) -> Plan:
     """Plans a call as a step in which each sequence is a row."""
     return plan(dataclasses.replace(call, dims={**call.dims, "B": call.dims["N"]}), gpu_of_call(call))
 
@@ -159,6 +164,7 @@ def launch_tokens(plan: Plan, x: Tensors, scale: float, pad_slot: int, normalize
         "offsets_ptr": x.cu_seqlens,
         "has_ptr": x.has_state,
         "o_ptr": x.o,
+        "beta_ptr": x.beta,
         "scale": scale,
         "P": P,
         "PAD": pad_slot,
@@ -168,6 +174,7 @@ def launch_tokens(plan: Plan, x: Tensors, scale: float, pad_slot: int, normalize
         **_strides("k", x.k),
         **_strides("v", x.v),
         **_strides("g", x.q if x.g is None else x.g),
+        **_strides("beta", x.beta),
         "slots_n": x.slots.stride(0),
         "has_n": _stride(x.has_state),
         "pool_p": x.pool.stride(0),
@@ -225,12 +232,12 @@ def _replay_arguments(x: Tensors) -> dict[str, Any]:
     }
 
 
-def _strides(name: str, x: Tensor) -> dict[str, int]:
+def _strides(name: str, x: Tensor | None) -> dict[str, int | None]:
     """Returns the strides of rows, tokens and heads of x [B, T, heads, width] or [B, T, heads], as arguments.
 
-    All tokens share a gate [heads], so its strides of rows and tokens are 0.
+    All tokens share a gate [heads], so its strides of rows and tokens are 0. The strides are None if x is None.
     """
-    b, t, h = (0, 0, x.stride(0)) if x.ndim == 1 else x.stride()[:3]
+    b, t, h = (None, None, None) if x is None else (0, 0, x.stride(0)) if x.ndim == 1 else x.stride()[:3]
     return {f"{name}_b": b, f"{name}_t": t, f"{name}_h": h}
 
 
@@ -265,6 +272,7 @@ def _recurrent_gla_tokens(
     read_ptr,  # [N] or None
     has_ptr,  # [N] or None
     o_ptr,  # [B, T, Ho, V], contiguous
+    beta_ptr,  # [B, T, Hv] for a delta rule, or None
     scale,
     P,
     PAD,
@@ -282,6 +290,9 @@ def _recurrent_gla_tokens(
     g_b,
     g_t,
     g_h,
+    beta_b,
+    beta_t,
+    beta_h,
     ring_k_b,
     ring_k_t,
     ring_k_h,
@@ -388,7 +399,8 @@ def _recurrent_gla_tokens(
             writes_key = live & (tile == 0)
             keys = in_k & writes_key & (h % R == 0)
             tl.store(ring_k_block + at * ring_k_t, k.to(ring_k_ptr.dtype.element_ty), mask=keys)
-            tl.store(ring_v_block + at * ring_v_t, v.to(ring_v_ptr.dtype.element_ty), mask=in_v & live)
+            if beta_ptr is None:
+                tl.store(ring_v_block + at * ring_v_t, v.to(ring_v_ptr.dtype.element_ty), mask=in_v & live)
         else:
             to = tl.load(slots_ptr + j * slots_s).to(tl.int64)
         if g_ptr is not None:
@@ -400,6 +412,10 @@ def _recurrent_gla_tokens(
                     tl.store(ring_g_block + rows, g, mask=in_k & writes_key)
                 else:
                     tl.store(ring_g_block, g, mask=writes_key)
+        if beta_ptr is not None:
+            v = added(state, k, v, tl.load(beta_ptr + b * beta_b + t * beta_t + h * beta_h, mask=live, other=0.0))
+            if RINGS:
+                tl.store(ring_v_block + at * ring_v_t, v.to(ring_v_ptr.dtype.element_ty), mask=in_v & live)
         state += k.to(tl.float32)[:, None] * v.to(tl.float32)[None, :]
         q_block = q_ptr + b * q_b + t * q_t + h * G // R * q_h + rows  # [BK], of the first query head
         o_block = o_ptr + ((b * T + t) * Hv + h) * G * V + columns  # [BV], of the first query head

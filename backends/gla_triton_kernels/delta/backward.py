@@ -1,0 +1,157 @@
+"""Plans a backward of the delta rule over sequences, and describes its launches.
+
+The first launches compute what all chunks need beside the state, and the states that enter chunks, unless checkpoints
+hold them. A pass backwards over each sequence computes the gradients of states (general/backward.py). Then all
+other gradients are computed, in parallel over chunks (general/gradients.py). Planning imports no Triton.
+
+B batch   T tokens   N sequences   H heads of q and k   Hv value heads   K, V key and value width
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gla_core.dispatch.backend import CHUNK, OpCall
+from gla_core.dispatch.tensors import checkpoint_dtype
+from gla_triton_kernels.delta.forward import copy_or_clear
+from gla_triton_kernels.delta.plan import GradientParameters, PassParameters, parameters_of_gradients, plan_pass
+from gla_triton_runtime.architecture import Gpu, gpu_of_call
+
+if TYPE_CHECKING:
+    from gla_triton_kernels.delta.tensors import BackwardTensors
+    from gla_triton_runtime.launch import Launch
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardPlan:
+    """The plan of a backward.
+
+    Attributes:
+        states: the launch parameters of the passes forwards and backwards.
+        gradients: those of the kernels for gradients.
+        has_entering: whether checkpoints hold the states that enter chunks.
+    """
+
+    states: PassParameters
+    gradients: GradientParameters
+    has_entering: bool
+
+
+def explain(call: OpCall, cut: bool) -> list[str]:
+    """Returns the line that names the kernels of a call."""
+    return ["kernel delta.general.gradients after delta.general.pairs and delta.general.backward"]
+
+
+def plan(call: OpCall, gpu: Gpu, cut: bool) -> BackwardPlan:
+    """Plans a call; for `cut` see forward.py."""
+    layout = call.layouts.get("checkpoints")
+    readable = not call.layouts or (layout is not None and layout.aligned and layout.is_contiguous)
+    has_entering = call.scalars["checkpoint_every"] == CHUNK and readable
+    return BackwardPlan(plan_pass(call, gpu, cut), parameters_of_gradients(call, gpu), has_entering)
+
+
+def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
+    """Plans a call, compiles its kernels, and returns the function that computes calls of the same signature.
+
+    Args:
+        cut: whether to cut sequences into segments if they do not fill the device.
+
+    Raises:
+        LaunchError: a kernel does not compile for this device, or does not fit it.
+    """
+    from gla_triton_kernels.chunks.padding import clear_padding
+    from gla_triton_kernels.delta.tensors import BackwardTensors
+    from gla_triton_runtime.prepared import Launches, rehearsed
+
+    T, Hv, K, V, N = (call.dims[name] for name in ("T", "Hv", "K", "V", "N"))
+    empty, normalizer, planned = N == 0 or T == 0, call.scalars["gate_normalizer"], plan(call, gpu_of_call(call), cut)
+
+    def describe(x: BackwardTensors, scale: float) -> list[Launch]:
+        cleared = []
+        if x.cu_seqlens is not None:
+            gates = [x.dg] if x.dg is not None and x.dg.ndim > 1 else []
+            cleared = [
+                *clear_padding([x.dq, x.dk, x.dv], x.cu_seqlens),
+                *clear_padding([x.dbeta, *gates], x.cu_seqlens),
+            ]
+        return [*launches(planned, x, scale, normalizer), *cleared]
+
+    launched = Launches(call.device)
+
+    def run(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor | None,
+        beta: Tensor,
+        scale: float,
+        initial_state: Tensor | None,
+        cu_seqlens: Tensor | None,
+        checkpoints: Tensor | None,
+        checkpoint_every: int | None,
+        do: Tensor,
+        dstate: Tensor | None,
+        gate_normalizer: int | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
+        dq, dk, dv, dbeta, dg = (None if x is None else _contiguous_like(x) for x in (q, k, v, beta, g))
+        dinitial = None if initial_state is None else v.new_empty(N, Hv, K, V, dtype=torch.float32)
+        results: Any = (dq, dk, dv, dg, dbeta, dinitial)
+        if empty:
+            for y in results[:-1]:
+                if y is not None:
+                    y.zero_()  # tokens, if there are any, belong to no sequence
+            if dinitial is not None:
+                copy_or_clear(dinitial, dstate)
+            return results
+        if dinitial is not None and planned.states.length is not None and cu_seqlens is not None:
+            copy_or_clear(dinitial, dstate)  # the gradients of empty sequences, which have no segment
+        x = BackwardTensors(q, k, v, g, beta, initial_state, cu_seqlens, checkpoints, do, dstate, *results)
+        if unrecorded := launched.replay(x, scale):
+            unrecorded.start(describe(x, scale))
+        return results
+
+    return rehearsed(run, call)
+
+
+def _contiguous_like(x: Tensor) -> Tensor:
+    """Returns new, contiguous memory for the gradient of x."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def launches(plan: BackwardPlan, x: BackwardTensors, scale: float, normalizer: int | None) -> list[Launch]:
+    """Returns the launches that fill the gradients in x; for `normalizer` see `launches` of forward.py."""
+    from gla_triton_kernels.chunks.scan import launch_scan
+    from gla_triton_kernels.chunks.segments import Recurrence
+    from gla_triton_kernels.delta.forward import launch_entering, segments_of
+    from gla_triton_kernels.delta.general.backward import launch_states, launch_summaries
+    from gla_triton_kernels.delta.general.forward import launch_outputs
+    from gla_triton_kernels.delta.general.gradients import launch_gradients
+    from gla_triton_kernels.delta.general.pairs import launch_chunks
+    from gla_triton_kernels.delta.tensors import Tensors
+
+    (B, T), (Hv, V), K = x.k.shape[:2], x.v.shape[2:], x.k.shape[3]
+    chunks, made = launch_chunks(plan.states.chunks, x, x.cu_seqlens, normalizer)
+    segments = segments_of(plan.states, x.k, x.cu_seqlens)
+    made += segments.launches
+    leaving = x.v.new_empty(chunks.segments.count, Hv, K, V, dtype=checkpoint_dtype(x.q.dtype))
+    entering = x.checkpoints
+    if not plan.has_entering:
+        entering = torch.empty_like(leaving)
+        tensors = Tensors(x.q, x.k, x.v, x.g, x.beta, x.initial_state, x.cu_seqlens, None, None, entering)
+        starts, before = launch_entering(plan.states, tensors, chunks, segments)
+        tensors = tensors._replace(entering=starts)
+        made += [*before, *launch_outputs(plan.states.states, tensors, chunks, segments, scale, CHUNK)]
+    assert entering is not None
+    behind = None
+    if plan.states.length is not None:
+        behind, transitions, before = launch_summaries(plan.states.states, x, chunks, segments, scale)
+        recurrence = Recurrence(x.q, x.do, x.g, x.dstate, None, scale, backwards=True)
+        made += [*before, *launch_scan(False, recurrence, segments, behind, transitions, behind, skip_first=True)]
+    y = x.v.new_empty(B, T, Hv, V, dtype=torch.bfloat16 if x.v.dtype == torch.bfloat16 else torch.float32)
+    made += launch_states(plan.states.states, x, chunks, behind, segments, scale, y, leaving)
+    return made + launch_gradients(plan.gradients, x, chunks, entering, leaving, y, scale, normalizer)

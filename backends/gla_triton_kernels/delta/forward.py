@@ -1,0 +1,138 @@
+"""Plans a forward of the delta rule over sequences, and describes its launches.
+
+The first launch computes what all chunks need beside the state (general/pairs.py). Then one pass over each sequence
+carries the state (general/forward.py). If sequences are cut into segments, the launches before it compute the states
+that segments reach from 0 and their transitions, which are dense matrices, and a scan computes the states that enter
+segments. Planning imports no Triton.
+
+B batch   T tokens   N sequences   H heads of q and k   Hv value heads   K, V key and value width
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gla_core.dispatch.backend import OpCall
+from gla_core.dispatch.tensors import checkpoint_dtype, checkpoint_rows
+from gla_triton_kernels.delta.plan import PassParameters, plan_pass
+from gla_triton_runtime.architecture import gpu_of_call
+
+if TYPE_CHECKING:
+    from gla_triton_kernels.chunks.segments import Segments
+    from gla_triton_kernels.delta.general.pairs import Chunks
+    from gla_triton_kernels.delta.tensors import Tensors
+    from gla_triton_runtime.launch import Launch
+
+
+def explain(call: OpCall, cut: bool) -> list[str]:
+    """Returns the line that names the kernels of a call."""
+    length = plan_pass(call, gpu_of_call(call), cut).length
+    segments = "" if length is None else f", in segments of {length} tokens"
+    return [f"kernel delta.general.forward after delta.general.pairs{segments}"]
+
+
+def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
+    """Plans a call, compiles its kernels, and returns the function that computes calls of the same signature.
+
+    Args:
+        cut: whether to cut sequences into segments if they do not fill the device.
+
+    Raises:
+        LaunchError: a kernel does not compile for this device, or does not fit it.
+    """
+    from gla_triton_kernels.delta.tensors import Tensors
+    from gla_triton_runtime.prepared import Launches, rehearsed
+
+    B, T, Hv, K, V, N = (call.dims[name] for name in ("B", "T", "Hv", "K", "V", "N"))
+    every, normalizer = call.scalars["checkpoint_every"], call.scalars["gate_normalizer"]
+    n = None if every is None else checkpoint_rows(T, N, every, call.variable_length)
+    checkpoints_dtype = checkpoint_dtype(call.dtype)
+    empty = N == 0 or T == 0
+    plan = plan_pass(call, gpu_of_call(call), cut)
+    launched = Launches(call.device)
+
+    def run(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor | None,
+        beta: Tensor,
+        scale: float,
+        initial_state: Tensor | None,
+        output_final_state: bool,
+        cu_seqlens: Tensor | None,
+        checkpoint_every: int | None,
+        gate_normalizer: int | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        o = v.new_empty(B, T, Hv, V)
+        final_state = v.new_empty(N, Hv, K, V, dtype=torch.float32) if output_final_state else None
+        checkpoints = None if n is None else v.new_empty(B, n, Hv, K, V, dtype=checkpoints_dtype)
+        if empty:
+            if final_state is not None:
+                copy_or_clear(final_state, initial_state)
+            # Tokens, if there are any, belong to no sequence.
+            return o.zero_(), final_state, None if checkpoints is None else checkpoints.zero_()
+        if final_state is not None and plan.length is not None and cu_seqlens is not None:
+            copy_or_clear(final_state, initial_state)  # the final states of empty sequences, which have no segment
+        x = Tensors(q, k, v, g, beta, initial_state, cu_seqlens, o, final_state, checkpoints)
+        if unrecorded := launched.replay(x, scale):
+            unrecorded.start(launches(plan, x, scale, every, normalizer))
+        return o, final_state, checkpoints
+
+    return rehearsed(run, call)
+
+
+def copy_or_clear(y: Tensor, x: Tensor | None) -> None:
+    """Copies x to y, or writes 0 to y if x is None."""
+    y.zero_() if x is None else y.copy_(x)
+
+
+def launches(plan: PassParameters, x: Tensors, scale: float, every: int | None, normalizer: int | None) -> list[Launch]:
+    """Returns the launches that fill the results in x.
+
+    Args:
+        every: tokens between checkpoints.
+        normalizer: the number by which log sigma is divided if x.g holds logits; None if it holds log gates.
+    """
+    from gla_triton_kernels.chunks.padding import clear_unused_checkpoints
+    from gla_triton_kernels.delta.general.forward import launch_outputs
+    from gla_triton_kernels.delta.general.pairs import launch_chunks
+
+    cleared = []
+    if every is not None and x.checkpoints is not None and x.cu_seqlens is not None:
+        cleared = clear_unused_checkpoints(x.checkpoints, x.cu_seqlens, every)
+    chunks, computed = launch_chunks(plan.chunks, x, x.cu_seqlens, normalizer)
+    segments = segments_of(plan, x.k, x.cu_seqlens, x.o)
+    entering, before = launch_entering(plan, x, chunks, segments)
+    outputs = launch_outputs(plan.states, x._replace(entering=entering), chunks, segments, scale, every)
+    return [*cleared, *computed, *segments.launches, *before, *outputs]
+
+
+def segments_of(plan: PassParameters, k: Tensor, cu_seqlens: Tensor | None, o: Tensor | None = None) -> Segments:
+    """Returns the segments of sequences; a launch of theirs clears the rows of o that belong to no sequence."""
+    from gla_triton_kernels.chunks.cutting import uncut_length
+    from gla_triton_kernels.chunks.segments import cut, whole
+
+    B, T = k.shape[:2]
+    if plan.length is None:
+        return whole(B, T, cu_seqlens, o)
+    return cut(B, T, plan.length, uncut_length(plan.length), cu_seqlens, o)
+
+
+def launch_entering(
+    plan: PassParameters, x: Tensors, chunks: Chunks, segments: Segments
+) -> tuple[Tensor | None, list[Launch]]:
+    """Returns the states that enter segments, except first ones, and the launches; None if sequences are whole."""
+    from gla_triton_kernels.chunks.scan import launch_scan
+    from gla_triton_kernels.chunks.segments import Recurrence
+    from gla_triton_kernels.delta.general.forward import launch_summaries
+
+    if plan.length is None:
+        return None, []
+    states, transitions, made = launch_summaries(plan.states, x, chunks, segments)
+    recurrence = Recurrence(x.k, x.v, x.g, x.initial_state, None)
+    return states, made + launch_scan(False, recurrence, segments, states, transitions, states, skip_first=True)

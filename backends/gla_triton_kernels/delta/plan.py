@@ -1,0 +1,190 @@
+"""Chooses the launch parameters of the kernels of the delta rule. Imports no Triton.
+
+K, V key and value width   BK, BV keys and values of a block
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from gla_core.dispatch.backend import CHUNK, OpCall
+from gla_core.dispatch.tensors import ceil_div
+from gla_triton_runtime.architecture import Architecture, Gpu
+from gla_triton_runtime.sizes import power_of_two
+
+MOST_KEYS = 256
+"""The most keys of a head whose state the kernels over sequences keep on chip."""
+MOST_KEYS_OF_TRANSITION = 128
+"""The most keys of a dense transition that the scan holds on chip."""
+FEW_KEYS = 16
+"""The most keys over which rounding errors do not average out."""
+LEAST_CHUNKS, LEAST_SEGMENTS = 4, 4
+"""The fewest chunks of a segment, and the fewest segments of a sequence that is cut."""
+LITTLE_SHARED_MEMORY = 100 * 1024
+"""The number of bytes of shared memory below which no chunk is loaded ahead."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkParameters:
+    """Launch parameters of a kernel that computes chunks in parallel.
+
+    Attributes:
+        BK: keys of a tile.
+        BV: values of a tile, for gradients.
+        warps: number of warps of a program.
+        precision: precision of products: "units" for float16 in units (general/common.py), "bf16", or float32 split
+            into bfloat16 parts, "bf16x3" or "bf16x6".
+        solve: precision of products of matrices that are not in units.
+        sums: precision of sums of gates, a name of `sums` in gla/general/backward.py.
+    """
+
+    BK: int
+    BV: int
+    warps: int
+    precision: str
+    solve: str
+    sums: str
+
+
+@dataclass(frozen=True, slots=True)
+class StateParameters:
+    """Launch parameters of a kernel that carries states, or gradients of states, through sequences.
+
+    Attributes:
+        BK: number of keys K, rounded up.
+        BV: number of values of a block.
+        warps: number of warps of a program.
+        stages: number of chunks that are loaded at once.
+        precision: as in `ChunkParameters`.
+    """
+
+    BK: int
+    BV: int
+    warps: int
+    stages: int
+    precision: str
+
+
+@dataclass(frozen=True, slots=True)
+class PassParameters:
+    """Launch parameters of a pass over sequences.
+
+    Attributes:
+        chunks, states: those of pairs.py, and of the kernel that carries states.
+        length: tokens of a segment; None if sequences stay whole.
+    """
+
+    chunks: ChunkParameters
+    states: StateParameters
+    length: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class GradientParameters:
+    """Launch parameters of the two kernels of gradients.py, which compute all values, and a block of keys."""
+
+    values: ChunkParameters
+    keys: ChunkParameters
+
+
+def plan_pass(call: OpCall, gpu: Gpu, cut: bool) -> PassParameters:
+    """Returns the launch parameters of a pass over sequences, forwards or backwards.
+
+    Args:
+        cut: whether to cut sequences into segments if they do not fill the device.
+    """
+    states = parameters_of_states(call, gpu)
+    return PassParameters(
+        parameters_of_chunks(call, gpu), states, _segment_length(call, gpu, states.BV) if cut else None
+    )
+
+
+def _segment_length(call: OpCall, gpu: Gpu, BV: int) -> int | None:
+    """Returns the tokens of a segment, so that the segments of all sequences fill the device; None for no cut.
+
+    Transitions take about as long as outputs, so two or three segments of a sequence would not pay. A sequence in
+    chunks of `CHUNK` tokens has the same bits in one call as in several, so batch-invariant calls need no cut.
+    """
+    T, N, Hv, K, V = (call.dims[name] for name in ("T", "N", "Hv", "K", "V"))
+    if call.batch_invariant is not None or T == 0 or N == 0 or K > MOST_KEYS_OF_TRANSITION:
+        return None
+    if gpu.architecture is Architecture.INTERPRETED:
+        return CHUNK if T > CHUNK else None
+    blocks = Hv * ceil_div(V, BV) * (1 if call.variable_length else N)
+    length = CHUNK * max(LEAST_CHUNKS, ceil_div(T * blocks, gpu.multiprocessors * CHUNK))
+    longest = T if call.longest is None else min(T, call.longest)
+    return length if LEAST_SEGMENTS * length <= longest else None
+
+
+def precision_of(call: OpCall, gpu: Gpu) -> str:
+    """Returns the precision of products with states.
+
+    Over few keys, rounding errors do not average out, and float16 inputs are multiplied as float32.
+    """
+    in_units = call.dtype == torch.bfloat16 or (call.dtype == torch.float16 and call.dims["K"] > FEW_KEYS)
+    return "units" if in_units else _float32_precision(call, gpu)
+
+
+def _float32_precision(call: OpCall, gpu: Gpu) -> str:
+    """Returns the precision of products of float32."""
+    if gpu.architecture is Architecture.INTERPRETED:
+        return "ieee"  # the interpreter does not split operands
+    return "bf16x6" if call.dtype == torch.float32 and call.float32_matmul_precision == "highest" else "bf16x3"
+
+
+def _chunk_parameters(call: OpCall, gpu: Gpu, BK: int, BV: int, warps: int) -> ChunkParameters:
+    precise = _float32_precision(call, gpu)
+    sums = {"ieee": "ieee", "bf16x6": "three parts"}.get(precise, "two parts")
+    BK, BV = min(BK, power_of_two(call.dims["K"], 16)), min(BV, power_of_two(call.dims["V"], 16))
+    warps = max(4, warps * 32 // gpu.facts.lanes)
+    return ChunkParameters(BK, BV, warps, precision_of(call, gpu), precise, sums)
+
+
+def parameters_of_chunks(call: OpCall, gpu: Gpu) -> ChunkParameters:
+    """Returns the launch parameters of pairs.py."""
+    units = precision_of(call, gpu) == "units"
+    if call.gate_form in ("head", "constant") or call.gate_dtype is None:
+        return _chunk_parameters(call, gpu, 128 if units else 32, 16, 8)
+    if gpu.facts.has_wgmma and units:
+        return _chunk_parameters(call, gpu, 64, 16, 8)
+    return _chunk_parameters(call, gpu, _key_tile(call, gpu), 16, 8 if gpu.architecture is Architecture.SM120 else 4)
+
+
+def _key_tile(call: OpCall, gpu: Gpu) -> int:
+    """Returns the keys of a tile that is halved, of which a program holds many; the compiler spills more on SM120."""
+    registers_suffice = precision_of(call, gpu) == "units" or gpu.facts.has_wgmma
+    return 32 if registers_suffice and gpu.architecture is not Architecture.SM120 else 16
+
+
+def parameters_of_states(call: OpCall, gpu: Gpu) -> StateParameters:
+    """Returns the launch parameters of a kernel that carries states.
+
+    A program of eight warps takes 128 values where products read states from registers by warpgroups, so that operands
+    are read once, if such programs fill the device.
+    """
+    N, Hv, K, V = (call.dims[name] for name in ("N", "Hv", "K", "V"))
+    precision, BK = precision_of(call, gpu), power_of_two(K, 16)
+    if gpu.architecture is Architecture.INTERPRETED:
+        return StateParameters(BK, min(64, power_of_two(V, 16)), 4, 1, precision)
+    BV, warps, stages = 32 if gpu.architecture is Architecture.SM100 else 64, 8, 2
+    if precision != "units" or BK > 128:
+        BV, warps, stages = 32 if precision == "units" else 16, 8, 1
+    elif gpu.facts.has_wgmma:
+        fills = call.batch_invariant is None and N * Hv * ceil_div(V, 128) >= 3 * gpu.multiprocessors // 4
+        BV, warps = (128, 8) if fills else (64, 4)
+    if gpu.facts.shared_memory < LITTLE_SHARED_MEMORY:
+        stages = 1
+    return StateParameters(BK, min(BV, power_of_two(V, 16)), max(4, warps * 32 // gpu.facts.lanes), stages, precision)
+
+
+def parameters_of_gradients(call: OpCall, gpu: Gpu) -> GradientParameters:
+    """Returns the launch parameters of gradients.py."""
+    by_key = call.gate_form in (None, "key") and call.gate_dtype is not None
+    units = precision_of(call, gpu) == "units"
+    narrow = 16 if gpu.architecture is Architecture.AMD else 32
+    values = _chunk_parameters(call, gpu, MOST_KEYS, (64 if by_key else narrow) if units else 16, 8)
+    keys = _chunk_parameters(call, gpu, _key_tile(call, gpu) if by_key or not units else 64, 64, 4)
+    precision = "bf16" if call.dtype == torch.bfloat16 else keys.solve
+    return GradientParameters(values, replace(keys, precision=precision))

@@ -1,0 +1,71 @@
+"""Computes the functions that transformers' layers with a delta rule call, for sequences and for one token.
+
+Most models have a gate for each head (gated delta rule), and some a gate for each key (Kimi delta attention). The
+shape of the gates says which rule it is, so one function computes both. If flash-linear-attention is installed,
+transformers binds the names of these functions to its kernels, which need a GPU; the replacements run on a CPU too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from gla_core.compat.transformers.family import CONVOLUTIONS, Family, Function
+from gla_core.dispatch.tensors import wide
+from gla_core.ops.calls import needs_gradient
+from gla_core.ops.delta import chunk_delta, recurrent_delta_step
+
+EPS = 1e-6
+"""The eps of the l2 norm of queries and keys, in all models."""
+
+
+def _delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *others: Any,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **_: Any,
+) -> Any:
+    """Computes a delta rule of any number of tokens. Like transformers, it ignores arguments for other functions."""
+    if others:  # the functions for sequences and for one token do not agree on what they are
+        return NotImplemented
+    tokens, normalize = (query, key, value, g, beta), EPS if use_qk_l2norm_in_kernel else None
+    state = None if initial_state is None else initial_state.to(wide(query.dtype))
+    if state is None or query.shape[1] != 1 or cu_seqlens is not None or needs_gradient(*tokens, state):
+        return chunk_delta(*tokens, None, state, output_final_state, cu_seqlens, normalize=normalize)
+    o, state = recurrent_delta_step(*(x[:, 0] for x in tokens), state=state, normalize=normalize)
+    return o[:, None], state if output_final_state else None
+
+
+def _is_computed_here(arguments: dict[str, Any]) -> bool:
+    """Returns whether a call is on a CPU, and `cu_seqlens` says where sequences begin, if something does.
+
+    In transformers, layers with gates per key do not pass on `cu_seq_lens_q` as `cu_seqlens`. On a GPU the kernels for
+    delta rules have not been measured yet.
+    """
+    if any(isinstance(x, Tensor) and x.is_cuda for x in arguments.values()):
+        return False
+    is_packed = any(arguments.get(name) is not None for name in ("seq_idx", "cu_seq_lens_q"))
+    return arguments.get("cu_seqlens") is not None or not is_packed
+
+
+HOW = "computed by gla_core on a CPU, but for packed sequences without cu_seqlens; on a GPU the original"
+_RULE = Function(_delta_rule, _is_computed_here, HOW)
+GATED_DELTA_RULE = Family(
+    models=dict.fromkeys(("olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp"), "5.16")
+    | {"lara_mini": "5.24"},
+    functions={"torch_chunk_gated_delta_rule": _RULE, "torch_recurrent_gated_delta_rule": _RULE, **CONVOLUTIONS},
+)
+"""The models with one gate for each head."""
+KIMI_DELTA_ATTENTION = Family(
+    models={"bailing_hybrid": "5.20", "glm5_next": "5.16", "kimi_linear": "5.17"},
+    functions={"chunk_kimi_delta_attention": _RULE, "recurrent_kimi_delta_attention": _RULE, **CONVOLUTIONS},
+)
+"""The models with a gate for each key."""

@@ -1,0 +1,181 @@
+"""Computes the inputs of a delta rule from what a layer projects: unit queries and keys, log gates, and betas.
+
+PyTorch's operations compute them before an abstract op runs, so gradients reach the projections and the parameters of
+the gates. Everything is computed in float32 (float64 with float64 inputs).
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gla_core.dispatch.request import current_request
+from gla_core.dispatch.tensors import pairwise_sum, wide
+from gla_core.ops import _sequences, checks
+from gla_core.ops.fused import fused
+from gla_core.ops.spec import OpSpec, Role
+
+Gate = str | tuple[Any, ...] | None
+"""Says how log gates are computed from g.
+
+    None                                      g holds log gates
+    "logsigmoid"                              log sigma(g) / gate_normalizer
+    ("softplus", A_log, dt_bias)              -exp(A_log) softplus(g + dt_bias)
+    ("bounded", A_log, dt_bias, bound)        bound sigma(exp(A_log) (g + dt_bias))
+
+A_log is [Hv], dt_bias is [Hv] or, for gates per key, [Hv, K]; None stands for 0. bound is a negative number.
+"""
+
+
+def inputs(
+    spec: OpSpec,
+    tokens: Mapping[str, Any],
+    cu_seqlens: Tensor | None,
+    normalize: float | None,
+    gate: Gate,
+    gate_normalizer: int,
+    beta_limit: float | None,
+    backend: str | None,
+) -> dict[str, Any]:
+    """Returns the tokens as an op takes them, by name, and behind them the gate_normalizer of their gates.
+
+    Args:
+        tokens: the tokens as they were passed to the public function of `spec`, in order.
+        cu_seqlens: the offsets of packed sequences, if gradients are computed: rows of no sequence get none, whatever
+            they hold.
+
+    Raises:
+        ValueError, TypeError: a token, an option, or a parameter of the gates is not as expected.
+    """
+    x, g = dict(tokens), tokens["g"]
+    x["gate_normalizer"] = checks.normalizer(gate, gate_normalizer, g) if isinstance(gate, str) else None
+    parameters = None if gate is None or isinstance(gate, str) else gate
+    if normalize is None and parameters is None and beta_limit is None:
+        return x
+    sizes = _sizes(spec, tokens)
+    eps = None if normalize is None else _positive("normalize", normalize, "the eps of an l2 norm")
+    limit = None if beta_limit is None else _positive("beta_limit", beta_limit, "the largest beta")
+    logits = None if parameters is None else _parameters(spec, parameters, g, sizes)
+    exact = eps is not None and _any_company(x["beta"], backend)
+    x["beta"], *others = fused(_computed, x["beta"], x.get("q"), x["k"], g, cu_seqlens, eps, exact, logits, limit)
+    return x | {name: y for name, y in zip(("q", "k", "g"), others, strict=True) if name in x}
+
+
+def _any_company(x: Tensor, backend: str | None) -> bool:
+    """Returns whether sums have the same bits whatever rows are beside them; on a CPU, if batch invariance asks for it.
+
+    Compiled code computes them in the same time.
+    """
+    return x.is_cuda or torch.compiler.is_compiling() or current_request(backend).batch_invariant is not None
+
+
+Logits = tuple[Tensor | None, Tensor | None, float | None, str | None]
+"""A_log, dt_bias, the bound, which is None for softplus, and the form of the gates."""
+
+
+def _computed(
+    beta: Tensor,
+    q: Tensor | None,
+    k: Tensor,
+    g: Tensor | None,
+    cu_seqlens: Tensor | None,
+    eps: float | None,
+    exact: bool,
+    logits: Logits | None,
+    limit: float | None,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """Returns beta, q, k and g, of which those are computed whose option is not None."""
+
+    def rows(x: Tensor) -> Tensor:
+        return _sequences.rows_of_sequences(x, cu_seqlens)
+
+    if eps is not None:
+        q, k = None if q is None else _unit_rows(rows(q), eps, exact), _unit_rows(rows(k), eps, exact)
+    if logits is not None:
+        assert g is not None
+        g = _log_gates(g if logits[-1] == "constant" else rows(g), *logits)
+    if limit is not None:
+        beta = limit * torch.sigmoid(rows(beta).to(wide(beta.dtype)))
+    return beta, q, k, g
+
+
+def _unit_rows(x: Tensor, eps: float, exact: bool) -> Tensor:
+    """Returns x / sqrt(sum of squares + eps) for each row [.., K], in the dtype of x."""
+    rows = x.to(wide(x.dtype))
+    squares = rows * rows
+    squares = pairwise_sum(squares)[..., None] if exact else squares.sum(-1, keepdim=True)
+    return (rows * torch.rsqrt(squares + eps)).to(x.dtype)
+
+
+def _log_gates(
+    x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, bound: float | None, form: str | None
+) -> Tensor:
+    """Returns log gates from logits [.., Hv, K] for each key, or [.., Hv]; without a bound those of softplus."""
+    dtype, by_key = wide(x.dtype), form == "key"
+    x, rate = x.to(dtype), None
+    if A_log is not None:
+        rate = A_log.to(dtype).exp()
+        rate = rate[:, None] if by_key else rate
+    if dt_bias is not None:
+        x = x + (dt_bias[:, None] if by_key and dt_bias.ndim == 1 else dt_bias).to(dtype)
+    # finite, because a logit of -inf, and a gate of -inf, give `rate` the gradient 0 and not 0 * inf
+    least = torch.finfo(dtype).min
+    if bound is not None:
+        return bound * torch.sigmoid(x if rate is None else rate * x.clamp(min=least))
+    g = F.logsigmoid(-x).clamp(min=least)  # -softplus(x)
+    return g if rate is None else rate * g
+
+
+def _sizes(spec: OpSpec, tokens: Mapping[str, Any]) -> dict[str, Any]:
+    """Checks the shapes of tokens, and that they hold floating-point numbers; returns their sizes."""
+    sizes: dict[str, Any] = {}
+    for argument in spec.token_arguments:
+        x = tokens[argument.name]
+        if argument.forms is None or x is not None:
+            shapes = (argument.shape or "",) if argument.forms is None else tuple(argument.forms.values())
+            checks.tensor_of_any(argument.name, x, shapes, sizes)
+            checks.dtype(argument.name, x, checks.FLOATS)
+    return sizes
+
+
+def _parameters(spec: OpSpec, gate: Any, g: Any, sizes: dict[str, Any]) -> Logits:
+    """Returns what `gate` says of the logits g, after checks."""
+    name, *parameters = gate if isinstance(gate, tuple) and gate else (None,)
+    if (name, len(parameters)) not in (("softplus", 2), ("bounded", 3)):
+        raise ValueError(
+            f"gate is {gate if name is None else (name, '..')!r}; expected None, 'logsigmoid', "
+            "('softplus', A_log, dt_bias) or ('bounded', A_log, dt_bias, bound)"
+        )
+    if g is None:
+        raise ValueError(f"gate is {name!r} and g is None; expected the logits of the gates as g")
+    argument = spec.has(Role.GATE)
+    assert argument is not None
+    form = argument.form(g)
+    A_log, dt_bias, *last = parameters
+    biases = ("Hv", "Hv K") if form == "key" else ("Hv",)
+    for parameter, x, shapes in (("A_log", A_log, ("Hv",)), ("dt_bias", dt_bias, biases)):
+        if x is not None:
+            checks.tensor_of_any(parameter, x, shapes, sizes)
+            checks.dtype(parameter, x, checks.FLOATS)
+            checks.device(parameter, x, "g", g)
+    if name == "softplus":
+        return A_log, dt_bias, None, form
+    (bound,) = last
+    if not _is_number(bound) or not bound < 0:
+        raise ValueError(f"the bound of the gates is {bound!r}; expected a number below 0")
+    return A_log, dt_bias, float(bound), form
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, numbers.Real) and not isinstance(x, bool)
+
+
+def _positive(name: str, x: Any, what: str) -> float:
+    if not _is_number(x) or not x > 0:
+        raise ValueError(f"{name} is {x!r}; expected {what}, a number above 0, or None")
+    return float(x)
