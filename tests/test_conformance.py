@@ -17,12 +17,12 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Every property on the smallest workload of each op, and padding. Padding is tested in float16, because float32 is
 # computed token by token. tests/backends has the forms of gates. Left out: the interpreter gives the same bits twice
 # anyway; opcheck, compiled graphs, autocast and projected inputs test the op and not the kernel. Values and gradients
-# are enough of pools, because tests/backends/test_random_serving.py draws all that may be said of slots, and of ops
-# that the kernels of other ops compute, interpreted.
+# are enough of pools and of delta rules, because tests/backends/test_random_serving.py draws all that may be said of
+# slots and test_chunk_delta.py tests the kernels, and of Mamba-2's scan, which other kernels compute where they are
+# interpreted.
 PADDED = "padded and not per_head and not gated_padded and (float16 or may_be_int32 or g_is_zero)"
 GATED = "gated_padded and float16"  # the largest of these calls
-BY_OTHERS = "chunk_ssd or chunk_delta_pool or delta_summary or delta_gradient_summary or delta_steps or delta_replay"
-OTHERS = f"(not (chunk_gla_pool or {BY_OTHERS}) or test_values[ or test_gradients[ or test_refusals)"
+OTHERS = "(not (chunk_gla_pool or chunk_ssd or delta) or test_values[ or test_gradients[ or test_refusals)"
 LONG = "delta_summary and padded or delta_gradient_summary and padded"
 PROPERTIES = f"(same_bits or batch_invariance or unchanged or test_torch or test_autocast or projected or {LONG})"
 SAMPLE = f"(short or small or test_refusals or {PADDED} or {GATED}) and {OTHERS} and not {PROPERTIES}"
