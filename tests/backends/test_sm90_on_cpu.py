@@ -649,7 +649,11 @@ def test_gradients(kernels, sizes):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("widths", [{}, {"K": 136, "V": 136}, {"K": 72, "V": 200}], ids=str)
+@pytest.mark.parametrize(
+    "widths",
+    [{}, {"K": 136, "V": 136}, pytest.param({"K": 72, "V": 200}, marks=pytest.mark.thorough)],  # by the same kernel
+    ids=str,
+)
 def test_gradients_of_float16_in_range(kernels, widths, factors):
     check_gradients(kernels, dtype=torch.float16, gate_form="key", factors=factors, dstate=False, T=300, **widths)
 
