@@ -60,9 +60,9 @@ def is_shared(x: Tensor) -> bool:
 _inside: ContextVar[bool] = ContextVar("inside", default=False)
 
 
-def is_invariant() -> bool:
-    """Returns whether `batch_invariant` is in force: here, or for the op that is computed."""
-    return _inside.get() or current_request().batch_invariant is not None
+def is_invariant(backend: str | None = None) -> bool:
+    """Returns whether `batch_invariant` is in force: here, for the op that is computed, or by a call's `backend=`."""
+    return _inside.get() or current_request(backend).batch_invariant is not None
 
 
 def inside(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -318,22 +318,32 @@ def test_a_pairwise_sum_does_not_depend_on_the_rows_beside_it(width, dtype):
     assert ((sums.double() - x.double().sum(-1)).abs() <= bound + 1e-14).all()
 
 
+def scan(q, x, dt, backend):
+    return gla.chunk_ssd(q, q, x, dt, -torch.rand(2), torch.rand(2), z=x, dt_softplus=True, backend=backend)
+
+
+def delta_rule(q, x, dt, backend):
+    return gla.chunk_delta(
+        q, q, x, dt, dt, normalize=1e-6, gate=("softplus", None, None), beta_limit=1, backend=backend
+    )
+
+
+@pytest.mark.parametrize(("module", "call"), [("gla.chunk_ssd", scan), ("delta.inputs", delta_rule)])
 @pytest.mark.parametrize("by_argument", [True, False])
 @pytest.mark.parametrize("tokens", [64, 0])
-def test_nothing_around_a_scan_is_compiled(tokens, by_argument, monkeypatch):
+def test_nothing_around_an_op_is_compiled(tokens, by_argument, module, call, monkeypatch):
     """Compiled code may round otherwise for other shapes. A backward after the block has the setting of its forward."""
     fused, compiled = fused_module.fused, []
     monkeypatch.setattr(fused_module, "_compiled", lambda function: compiled.append(function) or function)
     monkeypatch.setattr(fused_module, "_has_triton", lambda: True)
 
-    def fused_on_gpu(function, *args):
-        return fused(lambda gpu: function(*args), SimpleNamespace(is_cuda=True))
+    def fused_on_gpu(function, *args, **options):
+        return fused(lambda gpu: function(*args), SimpleNamespace(is_cuda=True), **options)
 
-    monkeypatch.setattr(importlib.import_module("gla_core.ops.gla.chunk_ssd"), "fused", fused_on_gpu)
+    monkeypatch.setattr(importlib.import_module(f"gla_core.ops.{module}"), "fused", fused_on_gpu)
     q, x, dt = (torch.randn(1, 70, 2, *width, requires_grad=True) for width in ((8,), (4,), ()))
     setting = f"batch_invariant={tokens}"
     with contextlib.nullcontext() if by_argument else gla.use_backend(setting):
-        backend = setting if by_argument else None
-        o, _ = gla.chunk_ssd(q, q, x, dt, -torch.rand(2), torch.rand(2), z=x, dt_softplus=True, backend=backend)
+        o, _ = call(q, x, dt, setting if by_argument else None)
     o.sum().backward()
     assert bool(compiled) == (tokens == 0)

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gla_core.dispatch.request import current_request
 from gla_core.dispatch.tensors import pairwise_sum, wide
 from gla_core.ops import _sequences, checks
+from gla_core.ops._invariant import is_invariant
 from gla_core.ops.fused import fused
 from gla_core.ops.spec import OpSpec, Role
 
@@ -62,7 +62,8 @@ def inputs(
     limit = None if beta_limit is None else _positive("beta_limit", beta_limit, "the largest beta")
     logits = None if parameters is None else _parameters(spec, parameters, g, sizes)
     exact = eps is not None and _any_company(x["beta"], backend)
-    x["beta"], *others = fused(_computed, x["beta"], x.get("q"), x["k"], g, cu_seqlens, eps, exact, logits, limit)
+    options = (eps, exact, logits, limit)
+    x["beta"], *others = fused(_computed, x["beta"], x.get("q"), x["k"], g, cu_seqlens, *options, backend=backend)
     return x | {name: y for name, y in zip(("q", "k", "g"), others, strict=True) if name in x}
 
 
@@ -71,7 +72,7 @@ def _any_company(x: Tensor, backend: str | None) -> bool:
 
     Compiled code computes them in the same time.
     """
-    return x.is_cuda or torch.compiler.is_compiling() or current_request(backend).batch_invariant is not None
+    return x.is_cuda or torch.compiler.is_compiling() or is_invariant(backend)
 
 
 Logits = tuple[Tensor | None, Tensor | None, float | None, str | None]

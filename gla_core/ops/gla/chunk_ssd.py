@@ -229,9 +229,7 @@ def chunk_ssd(
         if not state_v_first:
             raise
         raise SSD_FORWARD.error_in_layout(error, args) from None
-    if z is not None and apart:
-        is_invariant = request is not None and request.batch_invariant is not None
-        o = _gated(o, z, cu_seqlens) if is_invariant else fused(_gated, o, z, cu_seqlens)
+    o = fused(_gated, o, z, cu_seqlens, backend=backend) if apart else o
     state = state if output_final_state else None
     if state_v_first:
         state, checkpoints = checks.transposed(state), checks.transposed(checkpoints)
