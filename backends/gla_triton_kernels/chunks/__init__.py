@@ -7,4 +7,5 @@ entering.py             both in order: the states that enter segments
 slots.py                states in a pool
 partials.py             sums of partial results
 padding.py widths.py    rows of no sequence; copies to wider heads
+results.py              memory of results, and those that no kernel writes
 """

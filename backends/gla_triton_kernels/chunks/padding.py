@@ -25,13 +25,18 @@ ROWS = 64
 BLOCK = 1024
 """The number of elements that a program writes at once."""
 MOST = 4
-"""The maximum number of tensors that one launch clears: a call has at most four gradients with a token axis."""
+"""The maximum number of tensors that one launch clears: most calls have at most four gradients with a token axis."""
 BLOCKS = 8
 """The number of blocks of a row of checkpoints that a program clears."""
 
 
 def clear_padding(tensors: Sequence[Tensor], cu_seqlens: Tensor) -> list[Launch]:
-    """Returns the launch that clears the padding of up to `MOST` contiguous tensors [1, T, ...]."""
+    """Returns the launches that clear the padding of contiguous tensors [1, T, ...]."""
+    return [_clear_some(tensors[i : i + MOST], cu_seqlens) for i in range(0, len(tensors), MOST)]
+
+
+def _clear_some(tensors: Sequence[Tensor], cu_seqlens: Tensor) -> Launch:
+    """Returns the launch that clears the padding of up to `MOST` tensors."""
     T, N = tensors[0].shape[1], len(cu_seqlens) - 1
     missing = MOST - len(tensors)
     padded = [*tensors, *[None] * missing]
@@ -44,7 +49,7 @@ def clear_padding(tensors: Sequence[Tensor], cu_seqlens: Tensor) -> list[Launch]
         **{f"D{i}": width for i, width in enumerate(widths)},
         "BD": BLOCK,
     }
-    return [Launch(_clear_padding_kernel, (ceil_div(T, ROWS), 1, 1), arguments, {"num_warps": 4})]
+    return Launch(_clear_padding_kernel, (ceil_div(T, ROWS), 1, 1), arguments, {"num_warps": 4})
 
 
 def clear_unused_checkpoints(checkpoints: Tensor, cu_seqlens: Tensor, every: int) -> list[Launch]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gla_core.dispatch.backend import CHUNK, OpCall
 from gla_core.dispatch.tensors import checkpoint_dtype
-from gla_triton_kernels.delta.forward import copy_or_clear
+from gla_triton_kernels.chunks.results import contiguous_like, copy_or_clear
 from gla_triton_kernels.delta.plan import GradientParameters, PassParameters, parameters_of_gradients, plan_pass
 from gla_triton_runtime.architecture import Gpu, gpu_of_call
 
@@ -33,7 +33,7 @@ class BackwardPlan:
 
     Attributes:
         states: the launch parameters of the passes forwards and backwards.
-        gradients: those of the kernels for gradients.
+        gradients: the launch parameters of the kernels of gradients.py.
         has_entering: whether checkpoints hold the states that enter chunks.
     """
 
@@ -75,10 +75,7 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
         cleared = []
         if x.cu_seqlens is not None:
             gates = [x.dg] if x.dg is not None and x.dg.ndim > 1 else []
-            cleared = [
-                *clear_padding([x.dq, x.dk, x.dv], x.cu_seqlens),
-                *clear_padding([x.dbeta, *gates], x.cu_seqlens),
-            ]
+            cleared = clear_padding([x.dq, x.dk, x.dv, x.dbeta, *gates], x.cu_seqlens)
         return [*launches(planned, x, scale, normalizer), *cleared]
 
     launched = Launches(call.device)
@@ -98,7 +95,7 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
         dstate: Tensor | None,
         gate_normalizer: int | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
-        dq, dk, dv, dbeta, dg = (None if x is None else _contiguous_like(x) for x in (q, k, v, beta, g))
+        dq, dk, dv, dbeta, dg = (None if x is None else contiguous_like(x) for x in (q, k, v, beta, g))
         dinitial = None if initial_state is None else v.new_empty(N, Hv, K, V, dtype=torch.float32)
         results: Any = (dq, dk, dv, dg, dbeta, dinitial)
         if empty:
@@ -116,11 +113,6 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
         return results
 
     return rehearsed(run, call)
-
-
-def _contiguous_like(x: Tensor) -> Tensor:
-    """Returns new, contiguous memory for the gradient of x."""
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def launches(plan: BackwardPlan, x: BackwardTensors, scale: float, normalizer: int | None) -> list[Launch]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gla_core.dispatch.backend import OpCall
 from gla_core.dispatch.tensors import checkpoint_dtype, checkpoint_rows
+from gla_triton_kernels.chunks.results import copy_or_clear
 from gla_triton_kernels.delta.plan import PassParameters, plan_pass
 from gla_triton_runtime.architecture import gpu_of_call
 
@@ -84,11 +85,6 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
         return o, final_state, checkpoints
 
     return rehearsed(run, call)
-
-
-def copy_or_clear(y: Tensor, x: Tensor | None) -> None:
-    """Copies x to y, or writes 0 to y if x is None."""
-    y.zero_() if x is None else y.copy_(x)
 
 
 def launches(plan: PassParameters, x: Tensors, scale: float, every: int | None, normalizer: int | None) -> list[Launch]:

@@ -28,6 +28,7 @@ from gla_triton_kernels.chunks.kernel import (
     first_able,
     refusals,
 )
+from gla_triton_kernels.chunks.results import contiguous_like, copy_or_clear
 from gla_triton_kernels.gla import forward
 from gla_triton_kernels.gla.cost import backward_prices
 from gla_triton_kernels.gla.general import kernels as general
@@ -161,7 +162,7 @@ def prepare(call: OpCall, cut: bool, kernels: Sequence[GradientKernel] = KERNELS
     launched = Launches(call.device)
     inputs = [call.layouts.get(name) for name in ("q", "k", "v", "g")]
     are_contiguous = call.layouts and all(x is None or x.is_contiguous for x in inputs)
-    like = torch.empty_like if are_contiguous else _contiguous_like
+    like = torch.empty_like if are_contiguous else contiguous_like
 
     def run(
         q: Tensor,
@@ -184,7 +185,7 @@ def prepare(call: OpCall, cut: bool, kernels: Sequence[GradientKernel] = KERNELS
                 if y is not None:
                     y.zero_()  # tokens, if there are any, belong to no sequence
             if dinitial is not None:
-                dinitial.zero_() if dstate is None else dinitial.copy_(dstate)
+                copy_or_clear(dinitial, dstate)
             return dq, dk, dv, dg, dinitial
         results = (dq, dk, dv, dg, dinitial)
         x = (q, k, v, g, initial_state, cu_seqlens, checkpoints, do, dstate, *results)
@@ -203,11 +204,6 @@ def without_unusable_checkpoints(call: OpCall) -> OpCall:
     if usable or not call.layouts:
         return call
     return replace(call, scalars={**call.scalars, "checkpoint_every": None})
-
-
-def _contiguous_like(x: Tensor) -> Tensor:
-    """Returns new, contiguous memory for the gradient of x. This takes longer than torch.empty_like(x)."""
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def launches(plan: BackwardPlan, x: BackwardTensors, scale: float, normalizer: int | None = None) -> list[Launch]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gla_core.dispatch.backend import OP_LOWERINGS, OpCall, Reason
 from gla_core.dispatch.tensors import checkpoint_dtype, checkpoint_rows
+from gla_triton_kernels.chunks.results import contiguous_like
 from gla_triton_kernels.gla import backward, forward
 from gla_triton_kernels.gla.seen import seen_by_kernels
 from gla_triton_kernels.gla.sm90 import kernels as sm90
@@ -213,7 +214,7 @@ def prepare_backward(call: OpCall, cut: bool) -> Callable[..., tuple]:
         dg, ddelta = torch.empty_like(g), torch.empty_like(g)
         skip = None if D is None or D.ndim == 2 else D  # of heads; the kernel knows no skip of channels
         dskip = None if skip is None else torch.empty_like(dg)
-        dq, dk, dx = (torch.empty_like(y, memory_format=torch.contiguous_format) for y in (q, k, x))
+        dq, dk, dx = map(contiguous_like, (q, k, x))
         dinitial = None if initial_state is None else x.new_empty(N, Hv, K, V, dtype=torch.float32)
         results = (dq, dk, dx, dg, dinitial)
         tensors = (q, k, x, g, initial_state, cu_seqlens, checkpoints, do, dstate, *results, delta, skip, ddelta, dskip)
