@@ -146,12 +146,12 @@ def replay(N=2**14, T=8, P=2**20, H=16, K=128, V=128, packed=False, form="key"):
 
 def delta_forward(**sizes):
     q, k, v, g, state, cu_seqlens = gla_inputs(**sizes)
-    return "chunk_delta_fwd", q, k, v, g, empty(*v.shape[:3]), 0.1, state, True, cu_seqlens, 64
+    return "chunk_delta_fwd", q, k, v, g, empty(*v.shape[:3], dtype=v.dtype), 0.1, state, True, cu_seqlens, 64
 
 
 def delta_backward(kept=True, **sizes):
     q, k, v, g, state, cu_seqlens = gla_inputs(**sizes)
-    beta, checkpoints = empty(*v.shape[:3]), new_checkpoints(k, v, cu_seqlens, 64) if kept else None
+    beta, checkpoints = empty(*v.shape[:3], dtype=v.dtype), new_checkpoints(k, v, cu_seqlens, 64) if kept else None
     return "chunk_delta_bwd", q, k, v, g, beta, 0.1, state, cu_seqlens, checkpoints, 64 if kept else None, v, state
 
 

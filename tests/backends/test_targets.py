@@ -124,6 +124,8 @@ CALLS = {
     "delta rule backward": (delta_backward, "triton_fused", TRAINING),
     "delta rule backward, per head": (delta_backward, "triton_fused", TRAINING | {"R": 2, "form": "head"}),
     "delta rule backward, in segments": (delta_backward, "parallel_scan", {"B": 1, "T": 65536, "H": 2}),
+    "delta rule, float32": (delta_forward, "triton_fused", TRAINING | {"dtype": torch.float32}),
+    "delta rule backward, float32": (delta_backward, "triton_fused", TRAINING | {"dtype": torch.float32}),
     "delta rule step": (delta_step, "triton_fused", {"B": 64, "P": 100}),
     "attention": (attention, "triton_fused", {"B": 2, "Tq": 4096, "Tk": 4096, "H": 8}),
     "attention, wide": (attention, "triton_fused", {"B": 2, "Tq": 4096, "Tk": 4096, "H": 8, "K": 256}),
@@ -145,8 +147,20 @@ CALLS = {
 STACK = 512
 """The most bytes of stack of a thread. The gate warps of kernels for Hopper have up to 300, which they seldom read."""
 
-DO_NOT_FIT = {"H100": {"backward, float32"}}
-"""Calls that do not fit a GPU. The backward of float32 at full precision has a stack of 4.7 KB on an H100."""
+DO_NOT_FIT = {
+    "H100": {
+        "backward, float32",
+        "delta rule, float32",
+        "delta rule backward",
+        "delta rule backward, in segments",
+        "delta rule backward, float32",
+    }
+}
+"""Calls that do not fit a GPU.
+
+On an H100, the backward of float32 at full precision has a stack of 4.7 KB, and kernels of the delta rule with a gate
+for each key have up to 2 KB, because Triton 3.6 miscompiles tiles of fewer than 64 keys there.
+"""
 
 
 SAMPLE = {

@@ -134,10 +134,10 @@ def _float32_precision(call: OpCall, gpu: Gpu) -> str:
     return "bf16x6" if call.dtype == torch.float32 and call.float32_matmul_precision == "highest" else "bf16x3"
 
 
-def _chunk_parameters(call: OpCall, gpu: Gpu, BK: int, BV: int, warps: int) -> ChunkParameters:
+def _chunk_parameters(call: OpCall, gpu: Gpu, BK: int, BV: int, warps: int, least_keys: int = 16) -> ChunkParameters:
     precise = _float32_precision(call, gpu)
     sums = {"ieee": "ieee", "bf16x6": "three parts"}.get(precise, "two parts")
-    BK, BV = min(BK, power_of_two(call.dims["K"], 16)), min(BV, power_of_two(call.dims["V"], 16))
+    BK, BV = min(BK, power_of_two(call.dims["K"], least_keys)), min(BV, power_of_two(call.dims["V"], 16))
     warps = max(4, warps * 32 // gpu.facts.lanes)
     return ChunkParameters(BK, BV, warps, precision_of(call, gpu), precise, sums)
 
@@ -147,15 +147,18 @@ def parameters_of_chunks(call: OpCall, gpu: Gpu) -> ChunkParameters:
     units = precision_of(call, gpu) == "units"
     if call.gate_form in ("head", "constant") or call.gate_dtype is None:
         return _chunk_parameters(call, gpu, 128 if units else 32, 16, 8)
-    if gpu.facts.has_wgmma and units:
-        return _chunk_parameters(call, gpu, 64, 16, 8)
-    return _chunk_parameters(call, gpu, _key_tile(call, gpu), 16, 8 if gpu.architecture is Architecture.SM120 else 4)
+    return _halved_parameters(call, gpu, 16, 8 if gpu.architecture is Architecture.SM120 else 4)
 
 
-def _key_tile(call: OpCall, gpu: Gpu) -> int:
-    """Returns the keys of a tile that is halved, of which a program holds many; the compiler spills more on SM120."""
-    registers_suffice = precision_of(call, gpu) == "units" or gpu.facts.has_wgmma
-    return 32 if registers_suffice and gpu.architecture is not Architecture.SM120 else 16
+def _halved_parameters(call: OpCall, gpu: Gpu, BV: int, warps: int) -> ChunkParameters:
+    """Returns the launch parameters of a program that halves tiles, of which it holds many.
+
+    The compiler spills more on SM120. On Hopper, Triton 3.6 miscompiles tiles of fewer than 64 keys.
+    """
+    if gpu.facts.has_wgmma:
+        return _chunk_parameters(call, gpu, 64, BV, 8, least_keys=64)
+    little = gpu.architecture is Architecture.SM120 or precision_of(call, gpu) != "units"
+    return _chunk_parameters(call, gpu, 16 if little else 32, BV, warps)
 
 
 def parameters_of_states(call: OpCall, gpu: Gpu) -> StateParameters:
@@ -185,6 +188,7 @@ def parameters_of_gradients(call: OpCall, gpu: Gpu) -> GradientParameters:
     units = precision_of(call, gpu) == "units"
     narrow = 16 if gpu.architecture is Architecture.AMD else 32
     values = _chunk_parameters(call, gpu, MOST_KEYS, (64 if by_key else narrow) if units else 16, 8)
-    keys = _chunk_parameters(call, gpu, _key_tile(call, gpu) if by_key or not units else 64, 64, 4)
+    halved = by_key or not units
+    keys = _halved_parameters(call, gpu, 64, 4) if halved else _chunk_parameters(call, gpu, 64, 64, 4)
     precision = "bf16" if call.dtype == torch.bfloat16 else keys.solve
     return GradientParameters(values, replace(keys, precision=precision))

@@ -46,22 +46,22 @@ def load_numbers(ptr, stride_t, stride_h, t, head, end, C: tl.constexpr):
 
 @triton.jit
 def load_units(numbers_ptr, C: tl.constexpr, PRECISION: tl.constexpr):
-    """Loads the units of the rows of A and of G of a chunk [C]; None unless matrices are in units."""
+    """Loads the units of the rows of A and of G of a chunk [C]; they are 1 unless matrices are in units."""
     if PRECISION == "units":
         i_c = tl.arange(0, C)  # [C]
         return tl.load(numbers_ptr + i_c), tl.load(numbers_ptr + C + i_c)
     else:  # noqa: RET505 -- one branch is compiled
-        return None, None
+        return 1.0, 1.0  # Triton 3.6 cannot assign None to one of several names
 
 
 @triton.jit
 def load_factors(numbers_ptr, C: tl.constexpr, FACTORS: tl.constexpr):
-    """Loads the factors of the rows of kin, of qin and of kout of a chunk [1, C]; None without factors."""
+    """Loads the factors of the rows of kin, of qin and of kout of a chunk [1, C]; they are 1 without factors."""
     if FACTORS:
         at = numbers_ptr + 2 * C + tl.arange(0, C)[None, :]  # [1, C]
         return tl.load(at), tl.load(at + C), tl.load(at + 2 * C)
     else:  # noqa: RET505 -- one branch is compiled
-        return None, None, None
+        return 1.0, 1.0, 1.0
 
 
 @triton.jit
@@ -139,13 +139,13 @@ def product_of_rows(x, unit, y, factors, PRECISION: tl.constexpr):
 
     Args:
         x, unit: what `as_operand` returns.
-        factors: [1, C]; None without factors.
+        factors: [1, C]; 1 without factors.
     """
     if PRECISION == "units":
         return tl.dot(x, tl.trans(y)) * (unit * factors)
     else:  # noqa: RET505 -- one branch is compiled
         z = product(x, tl.trans(y), None, PRECISION)  # [rows, C]
-        return z if factors is None else z * factors
+        return z * factors
 
 
 @triton.jit
@@ -154,13 +154,13 @@ def product_in_units(x, y, units, PRECISION: tl.constexpr):
 
     Args:
         y: float16, each column divided by its unit; or float32 without units.
-        units: [columns]; None without units.
+        units: [columns]; unused without units.
     """
-    if units is None:
-        return product(x, y, None, PRECISION)
-    else:  # noqa: RET505 -- one branch is compiled
+    if PRECISION == "units":
         x, unit = in_units(x)
         return tl.dot(x, y) * unit * units[None, :]
+    else:  # noqa: RET505 -- one branch is compiled
+        return product(x, y, None, PRECISION)
 
 
 @triton.jit
@@ -168,13 +168,13 @@ def product_with_units(x, y, units, PRECISION: tl.constexpr):
     """Returns the product [rows, columns] of x [rows, C] and a matrix y [C, columns] whose rows were divided by units.
 
     Args:
-        units: [C]; None without units.
+        units: [C]; unused without units.
     """
-    if units is None:
-        return product(x, y, None, PRECISION)
-    else:  # noqa: RET505 -- one branch is compiled
+    if PRECISION == "units":
         x, unit = in_units(x * units[None, :])
         return tl.dot(x, y) * unit
+    else:  # noqa: RET505 -- one branch is compiled
+        return product(x, y, None, PRECISION)
 
 
 @triton.jit
@@ -204,10 +204,10 @@ def errors(S, S_unit, kin, k_factors, v, beta, G, G_units, PRECISION: tl.constex
 
     Args:
         S, S_unit: the transpose of the entering state [BV, BK], as `as_operand` returns it.
-        kin, k_factors: [C, BK], and the factors of its rows [1, C] or None.
+        kin, k_factors: [C, BK], and the factors of its rows [1, C] or 1.
         v: the transpose of values [BV, C].
         beta: [1, C].
-        G, G_units: the transpose of G [C, C], and the units of its rows [C] or None.
+        G, G_units: the transpose of G [C, C], and the units of its rows [C] or 1.
     """
     X = v.to(tl.float32) - product_of_rows(S, S_unit, kin, k_factors, PRECISION)  # [BV, C]
     return X - product_in_units(beta * X, G, G_units, PRECISION)
