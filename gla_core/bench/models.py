@@ -108,24 +108,25 @@ def op_calls(model: Model, way: str, device: torch.device, **facts: Any) -> list
         way: "forward", "backward" or "step".
         facts: further fields of `OpCall`, such as `assumed`.
     """
-    op = {"forward": "chunk_gla_fwd", "backward": "chunk_gla_bwd", "step": "recurrent_gla_step"}[way]
-    scalars = {"inplace": True, "state_v_first": model.function == SCAN, "checkpoint_every": None}
-    scalars = scalars if way != "backward" else {**scalars, "checkpoint_every": CHUNK}
     called = model.resized(B=SEQUENCES, T=1) if way == "step" else model
-    return [describe(op, {**sizes, **scalars}, device, **facts) for sizes in _gla_sizes(called)]
+    return [describe(op, sizes, device, **facts) for op, sizes in _gla_calls(called, way)]
 
 
-def _gla_sizes(model: Model) -> Iterator[dict[str, Any]]:
-    """Yields the sizes of each call of GLA that computes a model's call."""
+def _gla_calls(model: Model, way: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the op and the sizes of each call of GLA that computes a model's call."""
+    op = {"forward": "chunk_gla_fwd", "backward": "chunk_gla_bwd", "step": "recurrent_gla_step"}[way]
     form = FUNCTIONS[model.function].gate_form
     gates = {"gates": "none"} if form == "none" else {"gate_form": form}
-    sizes = {**model.sizes, "dtype": torch.bfloat16, "gate_dtype": torch.float32}
-    if "M" not in sizes:
-        yield {**sizes, **gates}
-        return
-    M = sizes.pop("M")  # each slot is a value head of width 1 in the first pass: see gla_core/compat/fla/composed.py
-    yield {**sizes, "H": model.dims["Hq"], "G": 1, "R": M, "V": 1, "gate_form": "head"}
-    yield {**sizes, "K": M, **gates}
+    scalars = {"inplace": True, "state_v_first": model.function == SCAN, "checkpoint_every": None}
+    kept = {"checkpoint_every": CHUNK} if way == "backward" else {}
+    sizes = {**model.sizes, "dtype": torch.bfloat16, "gate_dtype": torch.float32, **gates, **scalars}
+    if "M" in sizes:  # the keys of both passes are slots: see gla_core/compat/fla/slots.py
+        M = sizes.pop("M")
+        ops = {"forward": ("chunk_gla_bwd",), "backward": ("chunk_gla_fwd", "chunk_gla_bwd"), "step": (op,)}[way]
+        for each in ops:
+            yield each, {**sizes, "K": M, "V": sizes["K"]}
+        sizes["K"] = M
+    yield op, {**sizes, **kept}
 
 
 def backends_of(model: Model, way: str, device: torch.device) -> str:

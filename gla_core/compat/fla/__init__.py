@@ -6,10 +6,8 @@ The functions are computed here. Importing this package does not import flash-li
 
 from gla_core.compat.fla.accelerate import Acceleration, accelerate, use_gla_core
 from gla_core.compat.fla.composed import (
-    chunk_gsa,
     chunk_lightnet,
     chunk_rwkv6,
-    fused_recurrent_gsa,
     fused_recurrent_lightnet,
     fused_recurrent_rwkv6,
 )
@@ -39,6 +37,7 @@ from gla_core.compat.fla.heads import (
     parallel_simple_gla,
 )
 from gla_core.compat.fla.ops import chunk_gla, fused_chunk_gla, fused_recurrent_gla
+from gla_core.compat.fla.slots import chunk_gsa, fused_recurrent_gsa
 from gla_core.compat.fla.states import state_from_fla, state_to_fla
 
 __all__ = [

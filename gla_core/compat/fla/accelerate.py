@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gla_core.compat.fla import composed, delta, heads, on_cpu, ops, registry
+from gla_core.compat.fla import composed, delta, heads, on_cpu, ops, registry, slots
 from gla_core.compat.replace import COMPUTED, LOCK, Acceleration, Replacement, parameters, replacement
 from gla_core.dispatch.errors import check_known
 
@@ -67,7 +67,7 @@ HOMES: Mapping[str, Mapping[str, Callable]] = {
         "chunk_lightnet": composed.chunk_lightnet,
         "fused_recurrent_lightnet": composed.fused_recurrent_lightnet,
     },
-    "fla.ops.gsa": {"chunk_gsa": composed.chunk_gsa, "fused_recurrent_gsa": composed.fused_recurrent_gsa},
+    "fla.ops.gsa": {"chunk_gsa": slots.chunk_gsa, "fused_recurrent_gsa": slots.fused_recurrent_gsa},
     "fla.ops.rwkv6": {"chunk_rwkv6": composed.chunk_rwkv6, "fused_recurrent_rwkv6": composed.fused_recurrent_rwkv6},
     "fla.ops.kda": {"chunk_kda": delta.chunk_kda, "fused_recurrent_kda": delta.fused_recurrent_kda},
     "fla.ops.gated_delta_rule": {

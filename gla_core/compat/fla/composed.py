@@ -2,16 +2,13 @@
 
     rwkv6      S_t = diag(exp(w_t)) S_{t-1} + k_t^T v_t     o_t = scale r_t (S_{t-1} + diag(u) k_t^T v_t)
     lightnet   z_t = log(exp(z_{t-1}) + exp(k_t))           GLA with keys exp(k_t - z_t) and gates z_{t-1} - z_t
-    gsa        P_t = P_{t-1} diag(exp(g_t)) + k_t^T s_t     p_t = softmax(scale q_t P_t)
-               S_t = diag(exp(g_t)) S_{t-1} + s_t^T v_t     o_t = p_t S_t
 
 rwkv6 reads the state before the token: it is GLA of the keys, values and gates of the token before, and the bonus
-(r_t . u k_t) v_t. The first pass of gsa has gates on the side of the values: each of its M slots is a value head of
-width 1 that shares q and k with the others. This is exact, but takes M products of q and k.
+(r_t . u k_t) v_t.
 
-Dimensions, dtypes and errors are as in `ops.chunk_gla`; M is the number of slots. Gates are natural logarithms.
+Dimensions, dtypes and errors are as in `ops.chunk_gla`. Gates are natural logarithms.
 Source: flash-linear-attention 0.6.0, fla/ops; Peng et al., "Eagle and Finch" (arXiv 2404.05892); Qin et al., "You Only
-Scan Once" (arXiv 2405.21022); Zhang et al., "Gated Slot Attention" (arXiv 2409.07146).
+Scan Once" (arXiv 2405.21022).
 """
 
 from __future__ import annotations
@@ -107,7 +104,7 @@ def chunk_lightnet(
         float32 (float64 with float64 inputs), -inf for an empty sequence without an initial one.
     """
     state, z = (None, None) if initial_state is None else initial_state
-    keys, gate, z = _additive_gate(k, z, cu_seqlens)
+    keys, gate, z = additive_gate(k, z, cu_seqlens)
     rest = (scale, state, output_final_state, False, state_v_first, cu_seqlens)
     o, state = recurrent(q, keys.to(k.dtype), v, gate, *rest)
     return o, (state, z)
@@ -116,81 +113,7 @@ def chunk_lightnet(
 fused_recurrent_lightnet = chunk_lightnet
 
 
-def chunk_gsa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    s: Tensor,
-    g: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Pair | None = None,
-    output_final_state: bool = False,
-    checkpoint_level: int = 2,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Pair]:
-    """Computes gated slot attention, as `fla.ops.gsa.chunk_gsa` does.
-
-    Args:
-        s: writes into the slots [B, T, H, M].
-        g: natural logarithm of the forget gate of the slots [B, T, H, M], at most 0. None means that s are logits, and
-            s and g follow from them as the keys and gates of `chunk_lightnet`.
-        scale: factor of the logits of the softmax; K^-1/2 by default.
-        initial_state: a pair of states, [N, H, K, M] and [N, H, M, V].
-        checkpoint_level: it has no effect.
-        cu_seqlens_cpu: the offsets on the CPU; not used.
-        kwargs: chunk_size, which has no effect. Another argument raises TypeError.
-
-    The other arguments and the errors are as in `ops.chunk_gla`.
-
-    Returns:
-        o [B, T, Hq, V] and the pair of final states (each None unless output_final_state).
-    """
-    no_more("chunk_gsa", kwargs)
-    return fused_recurrent_gsa(q, k, v, s, g, scale, initial_state, output_final_state, False, cu_seqlens)
-
-
-def fused_recurrent_gsa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    s: Tensor,
-    g: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Pair | None = None,
-    output_final_state: bool = False,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Pair]:
-    """Computes `chunk_gsa`; `reverse` is as in `ops.fused_recurrent_gla`, but gates that follow from s stay causal."""
-    if g is None:
-        s, g, _ = _additive_gate(s, None, cu_seqlens)
-        s = s.to(k.dtype)
-    first, second = (None, None) if initial_state is None else initial_state
-    rest = (output_final_state, reverse, False, cu_seqlens)
-    logits, first = _slots(q, k, s, g, scale, first, *rest)
-    p = logits.softmax(-1, dtype=wide(logits.dtype)).to(q.dtype)
-    o, second = recurrent(p, s, v, g, 1.0, second, *rest)
-    return o, (first, second)
-
-
-def _slots(
-    q: Tensor, k: Tensor, s: Tensor, g: Tensor, scale: float | None, state: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor | None]:
-    """Returns scale q_t P_t [B, T, Hq, M] and the final P [N, H, K, M]."""
-    Hq, H, M = q.shape[2], k.shape[2], s.shape[3]
-    if Hq != H:
-        k, s, g = (x.repeat_interleave(Hq // H, 2) for x in (k, s, g))
-        state = None if state is None else state.repeat_interleave(Hq // H, 1)
-    columns = None if state is None else state.mT.flatten(1, 2)[..., None]  # [N, Hq * M, K, 1]
-    o, final = recurrent(q, k, s.flatten(2)[..., None], g.flatten(2), scale, columns, *rest)
-    if final is not None:
-        final = final[..., 0].unflatten(1, (Hq, M)).mT[:, :: Hq // H]
-    return o[..., 0].unflatten(2, (Hq, M)), final
-
-
-def _additive_gate(x: Tensor, z: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def additive_gate(x: Tensor, z: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Returns exp(x_t - z_t), z_{t-1} - z_t (0 if exp(z_{t-1}) is 0), and the last z [N, 1, H, K].
 
     They are a sigmoid and its logarithm, which loses no digits if x_t changes z little.
