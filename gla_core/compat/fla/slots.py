@@ -83,10 +83,10 @@ def fused_recurrent_gsa(
         s, g, _ = additive_gate(s, None, cu_seqlens)
         s = s.to(k.dtype)
     first, second = (None, None) if initial_state is None else initial_state
-    scale = q.shape[3] ** -0.5 if scale is None else scale
+    factor = q.shape[3] ** -0.5 if scale is None else scale
 
     def read(q: Tensor, k: Tensor, s: Tensor, g: Tensor | None, state: Any, offsets: Any) -> tuple[Tensor, Any]:
-        return _logits(q, k, s, g, scale, state, output_final_state, offsets)
+        return _logits(q, k, s, g, factor, state, output_final_state, offsets)
 
     call = from_last_to_first(read) if reverse else read
     logits, first = call(q, k, s, g, first, cu_seqlens)
@@ -127,7 +127,8 @@ class _Logits(torch.autograd.Function):
         ctx.save_for_backward(*tensors, offsets)
 
     @staticmethod
-    def backward(ctx: Any, d: Tensor) -> tuple:
+    def backward(ctx: Any, *incoming: Tensor) -> tuple:
+        (d,) = incoming
         q, k, s, g, S, offsets = ctx.saved_tensors
         dq = torch_fwd(d, s, k, g, ctx.scale, S, False, offsets, None, None, None, False, ctx.backend)[0]
         _, ds, dk, dg, dS = _gradients(d, q, k, s, g, S, ctx.scale, offsets, ctx.backend)
