@@ -30,9 +30,11 @@ from gla_core.dispatch.backend import (
     by_keyword,
     contiguous_layout,
     prepared,
+    takes_raw_inputs,
 )
 from gla_core.dispatch.environment import environment
 from gla_core.dispatch.errors import BackendError
+from gla_core.dispatch.lowering import with_plain_inputs
 from gla_core.dispatch.request import Request, current_request, request_in_graph
 from gla_core.dispatch.selection import is_launch_failure, remember_launch_failure, select
 from gla_core.dispatch.steps import step
@@ -165,11 +167,17 @@ def _plan(spec: OpSpec, args: tuple, needs_grad: bool, capturing: bool, request:
     )
     copies = {spec.parameters[i]: contiguous_layout(tuple(args[i].shape), args[i].dtype) for i in copied}
     taken = dataclasses.replace(call, layouts={**call.layouts, **copies}) if copied else call
-    received = as_received(chosen.ops[spec.name], taken)
-    try:
+    op, by_segments = chosen.ops[spec.name], tokens is not None and call.device.type not in can.batch_invariant
+
+    def prepare(call: OpCall) -> Callable[..., Any]:
+        received = as_received(op, call)
         function = _function_of(spec, chosen, received, can.batch_invariant)
+        return function if received is call else _logits.with_log_gates(spec, function)
+
+    try:
+        is_raw = takes_raw_inputs(op, spec.name) and not by_segments
+        function = prepare(taken) if is_raw else with_plain_inputs(taken, prepare)
         function = function if tokens is None else _invariant.inside(function)
-        function = function if received is taken else _logits.with_log_gates(spec, function)
     except Exception as error:
         if not _is_passed_over(error, chosen, call, request, stacklevel=5):
             raise
