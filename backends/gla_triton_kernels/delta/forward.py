@@ -20,10 +20,12 @@ from gla_core.dispatch.backend import OpCall
 from gla_core.dispatch.tensors import checkpoint_dtype, checkpoint_rows
 from gla_triton_kernels.chunks.results import copy_or_clear
 from gla_triton_kernels.delta.plan import PassParameters, plan_pass
+from gla_triton_kernels.gla.seen import forward_of_pool
 from gla_triton_runtime.architecture import gpu_of_call
 
 if TYPE_CHECKING:
     from gla_triton_kernels.chunks.segments import Segments
+    from gla_triton_kernels.chunks.slots import Slots
     from gla_triton_kernels.delta.general.pairs import Chunks
     from gla_triton_kernels.delta.tensors import Tensors
     from gla_triton_runtime.launch import Launch
@@ -34,6 +36,11 @@ def explain(call: OpCall, cut: bool) -> list[str]:
     length = plan_pass(call, gpu_of_call(call), cut).length
     segments = "" if length is None else f", in segments of {length} tokens"
     return [f"kernel delta.general.forward after delta.general.pairs{segments}"]
+
+
+def explain_pool(call: OpCall, cut: bool) -> list[str]:
+    """Returns the line that names the kernels of a call whose states are in a pool; see `explain`."""
+    return explain(forward_of_pool(call), cut)
 
 
 def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
@@ -87,12 +94,75 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
     return rehearsed(run, call)
 
 
-def launches(plan: PassParameters, x: Tensors, scale: float, every: int | None, normalizer: int | None) -> list[Launch]:
+def pool_refusal(call: OpCall, cut: bool) -> str | None:
+    """Returns why kernels do not read and write the pool of a call themselves; None if they do."""
+    if call.dims["N"] == 0 or call.dims["T"] == 0:
+        return "there are no tokens"
+    # The last segment of a sequence might write a slot before the first one has read it.
+    is_cut = plan_pass(forward_of_pool(call), gpu_of_call(call), cut).length is not None
+    return "sequences are cut into segments" if is_cut else None
+
+
+def prepare_pool(call: OpCall, cut: bool) -> Callable[..., Tensor]:
+    """Prepares a forward whose kernels read and write states in slots of a pool; see `prepare`.
+
+    Raises:
+        LaunchError: a kernel does not compile for this device, or does not fit it.
+    """
+    from gla_triton_kernels.chunks.slots import Slots
+    from gla_triton_kernels.delta.tensors import Tensors
+    from gla_triton_runtime.prepared import Launches, rehearsed
+
+    pad, normalizer = call.scalars["pad_slot"], call.scalars["gate_normalizer"]
+    plan = plan_pass(forward_of_pool(call), gpu_of_call(call), cut)
+    launched, launched_in_place = Launches(call.device), Launches(call.device)
+
+    def run(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor | None,
+        beta: Tensor,
+        pool: Tensor,
+        cu_seqlens: Tensor,
+        read_slots: Tensor,
+        write_slots: Tensor | None,
+        scale: float,
+        has_state: Tensor | None,
+        checkpoint_offsets: Tensor | None,
+        checkpoint_slots: Tensor | None,
+        pad_slot: int,
+        gate_normalizer: int | None,
+        out: Tensor | None,
+    ) -> Tensor:
+        o = v.new_empty(v.shape) if out is None else out
+        in_place = write_slots is None or write_slots is read_slots
+        write_slots = None if in_place else write_slots  # a tensor passed twice prevents replays
+        named = (read_slots, write_slots, has_state, checkpoint_offsets, checkpoint_slots)
+        x, calls = (q, k, v, g, beta, pool, cu_seqlens, *named, o), launched_in_place if in_place else launched
+        if unrecorded := calls.replay(x, scale):
+            checkpoints = None if checkpoint_slots is None else pool
+            tensors = Tensors(q, k, v, g, beta, None, cu_seqlens, o, None, checkpoints, pool=pool)
+            unrecorded.start(launches(plan, tensors, scale, None, normalizer, Slots(*named, len(pool), pad)))
+        return o
+
+    return rehearsed(run, call)
+
+
+def launches(
+    plan: PassParameters,
+    x: Tensors,
+    scale: float,
+    every: int | None,
+    normalizer: int | None,
+    slots: Slots | None = None,
+) -> list[Launch]:
     """Returns the launches that fill the results in x.
 
     Args:
         every: tokens between checkpoints.
         normalizer: the number by which log sigma is divided if x.g holds logits; None if it holds log gates.
+        slots: the slots that sequences read and write, if states are in a pool.
     """
     from gla_triton_kernels.chunks.padding import clear_unused_checkpoints
     from gla_triton_kernels.delta.general.forward import launch_outputs
@@ -102,20 +172,26 @@ def launches(plan: PassParameters, x: Tensors, scale: float, every: int | None, 
     if every is not None and x.checkpoints is not None and x.cu_seqlens is not None:
         cleared = clear_unused_checkpoints(x.checkpoints, x.cu_seqlens, every)
     chunks, computed = launch_chunks(plan.chunks, x, x.cu_seqlens, normalizer)
-    segments = segments_of(plan, x.k, x.cu_seqlens, x.o)
+    segments = segments_of(plan, x.k, x.cu_seqlens, x.o, slots)
     entering, before = launch_entering(plan, x, chunks, segments)
     outputs = launch_outputs(plan.states, x._replace(entering=entering), chunks, segments, scale, every)
     return [*cleared, *computed, *segments.launches, *before, *outputs]
 
 
-def segments_of(plan: PassParameters, k: Tensor, cu_seqlens: Tensor | None, o: Tensor | None = None) -> Segments:
+def segments_of(
+    plan: PassParameters,
+    k: Tensor,
+    cu_seqlens: Tensor | None,
+    o: Tensor | None = None,
+    slots: Slots | None = None,
+) -> Segments:
     """Returns the segments of sequences; a launch of theirs clears the rows of o that belong to no sequence."""
     from gla_triton_kernels.chunks.cutting import uncut_length
     from gla_triton_kernels.chunks.segments import cut, whole
 
     B, T = k.shape[:2]
     if plan.length is None:
-        return whole(B, T, cu_seqlens, o)
+        return whole(B, T, cu_seqlens, o, slots)
     return cut(B, T, plan.length, uncut_length(plan.length), cu_seqlens, o)
 
 
