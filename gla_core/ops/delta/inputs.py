@@ -284,7 +284,9 @@ def _check_options(args: Mapping[str, Any]) -> None:
     if (activation == "bounded") != (args["bound"] is not None):
         raise ValueError(f"gate_activation is {activation!r} and bound is {args['bound']}; 'bounded' takes a bound")
     if bias is not None and bias.ndim == 2 and not _by_key(args):
-        raise ValueError(f"dt_bias has shape {list(bias.shape)}; expected [Hv], because all keys of a head share a gate")
+        raise ValueError(
+            f"dt_bias has shape {list(bias.shape)}; expected [Hv], because all keys of a head share a gate"
+        )
 
 
 def _by_key(x: Mapping[str, Any]) -> bool:
