@@ -76,8 +76,8 @@ def spec_of_replay(
         flops=forward.flops,  # the number of replayed tokens is known on the device alone
         tokens=forward.tokens,
     )
-    options = {} if step.raw_inputs is None else dict.fromkeys(step.raw_inputs.options)  # inputs are computed before
-    by_step = functools.partial(_by_step, spec.contract, step.tokens, options, replay, keep)
+    none = {} if step.raw_inputs is None else dict.fromkeys(step.raw_inputs.options)  # inputs are computed before
+    by_step = functools.partial(_by_step, spec.contract, step.tokens, none, replay, keep)
     return dataclasses.replace(spec, lowering=Lowering(step.name, functools.partial(_parts, step), by_step))
 
 

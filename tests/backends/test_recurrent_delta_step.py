@@ -8,7 +8,7 @@ from gla_core.conformance.calls import check, expected, projected, run
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.workloads.inputs import arguments
 from gla_core.workloads.named import Workload
-from tests.grid import grid, thorough
+from tests.grid import grid
 from tests.kernels import DTYPES, INTERPRETED
 
 pytest.importorskip("triton")

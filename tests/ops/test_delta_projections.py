@@ -1,4 +1,4 @@
-"""Steps of a delta rule with what a layer projects: the core computes inputs for functions that do not, and only then."""
+"""Steps of a delta rule with what a layer projects: the core computes the inputs of functions that do not."""
 
 import inspect
 

@@ -173,6 +173,7 @@ def _logits(spec: OpSpec, gate: Any, g: Any, sizes: dict[str, Any]) -> Logits:
 
 def _parameters(gate: Any, g: Any) -> tuple[str, float | None, Tensor | None, Tensor | None]:
     """Returns the name of the function of the gates, its bound, A_log and dt_bias, after checks of all but tensors."""
+    name: Any
     name, *parameters = gate if isinstance(gate, tuple) and gate else (None,)
     if (name, len(parameters)) not in (("softplus", 2), ("bounded", 3)):
         raise ValueError(

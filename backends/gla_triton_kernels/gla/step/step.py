@@ -13,6 +13,7 @@ The grid has one program per row of the batch, value head and BV values.
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
 """
 
+# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -283,10 +284,10 @@ def advance(
     eps=None,
     limit=None,
     bound=None,
-    KEY_BIAS: tl.constexpr = False,
-    ACTIVATION: tl.constexpr = None,
-    NORMALIZE: tl.constexpr = False,
-    LIMITED: tl.constexpr = False,
+    KEY_BIAS=False,
+    ACTIVATION=None,
+    NORMALIZE=False,
+    LIMITED=False,
 ):
     """Computes BV columns of a state after a token, and the same columns of the outputs of its G query heads.
 
