@@ -12,6 +12,7 @@ BK K rounded up to a power of two   BV values of a block
 # pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import triton
@@ -23,6 +24,8 @@ from gla_triton_runtime.gates import log_gates
 
 LEAST = tl.constexpr(-3.4028234663852886e38)
 """The least finite float32. An infinite number times exp(A_log) = 0 would be NaN."""
+FLOATS = ("eps", "limit", "bound")
+"""The arguments of a kernel that are `Inputs.floats`."""
 
 
 class Inputs(NamedTuple):
@@ -39,32 +42,48 @@ class Inputs(NamedTuple):
     """
 
     beta: Tensor
-    floats: tuple[float, ...] = ()
-    normalize: bool = False
-    limited: bool = False
-    activation: str | None = None
-    A_log: Tensor | None = None
-    dt_bias: Tensor | None = None
+    floats: tuple[float, ...]
+    normalize: bool
+    limited: bool
+    activation: str | None
+    A_log: Tensor | None
+    dt_bias: Tensor | None
 
 
-def floats_of(call: OpCall) -> Any:
-    """Returns a function that takes normalize, beta_limit and bound of a call, and returns `Inputs.floats`."""
+def floats_of(call: OpCall) -> Callable[..., tuple[float, ...]]:
+    """Returns a function that takes normalize, beta_limit and bound of a call, and returns `Inputs.floats`.
+
+    Launches that are replayed take the floats of their call, so calls of one signature have equally many.
+    """
     if not has_raw_inputs(call):
         return lambda *_: ()
     return lambda *options: tuple([x or 0.0 for x in options])
 
 
+def inputs_of(
+    beta: Tensor | None,
+    floats: tuple[float, ...],
+    normalize: float | None,
+    beta_limit: float | None,
+    gate_activation: str | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+) -> Inputs | None:
+    """Returns the inputs of a call from its arguments and its `floats_of`; None for gated linear attention."""
+    options = (normalize is not None, beta_limit is not None, gate_activation)
+    return None if beta is None else Inputs(beta, floats, *options, A_log, dt_bias)
+
+
 def delta_arguments(x: Inputs | None) -> dict[str, Any]:
     """Returns the arguments that kernels have for a delta rule, except the strides of beta."""
-    x = x or Inputs(None)  # type: ignore[arg-type]
-    eps, limit, bound = x.floats or (None, None, None)
+    if x is None:
+        flags = dict.fromkeys(("KEY_BIAS", "NORMALIZE", "LIMITED"), False)
+        return {**dict.fromkeys(("beta_ptr", "A_log_ptr", "bias_ptr", "bias_h", *FLOATS, "ACTIVATION")), **flags}
     return {
         "beta_ptr": x.beta,
         "A_log_ptr": x.A_log,
         "bias_ptr": x.dt_bias,
-        "eps": eps,
-        "limit": limit,
-        "bound": bound,
+        **dict(zip(FLOATS, x.floats or (None,) * len(FLOATS), strict=True)),
         "bias_h": None if x.dt_bias is None else x.dt_bias.stride(0),
         "KEY_BIAS": x.dt_bias is not None and x.dt_bias.ndim == 2,
         "ACTIVATION": x.activation,

@@ -32,6 +32,7 @@ from gla_triton_kernels.gla.step.delta import (
     added,
     delta_arguments,
     floats_of,
+    inputs_of,
     learnt,
     load_parameters,
     unit,
@@ -80,8 +81,7 @@ def prepare(call: OpCall) -> Callable[..., tuple[Tensor, Tensor]]:
         if o.numel():
             tensors, floats = (q, k, v, g, state, state_indices, new, o), floats_of_call(normalize, beta_limit, bound)
             if unrecorded := launched.replay((*tensors, beta, A_log, dt_bias), scale, *floats):
-                options = (normalize is not None, beta_limit is not None, gate_activation)
-                delta = None if beta is None else Inputs(beta, floats, *options, A_log, dt_bias)
+                delta = inputs_of(beta, floats, normalize, beta_limit, gate_activation, A_log, dt_bias)
                 unrecorded.start(launch_step(planned, tensors, scale, gate_normalizer, delta))
         return o, state if new is None else new
 

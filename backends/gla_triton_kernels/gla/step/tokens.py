@@ -50,6 +50,7 @@ from gla_triton_kernels.gla.step.delta import (
     added,
     delta_arguments,
     floats_of,
+    inputs_of,
     learnt,
     load_parameters,
     unit,
@@ -121,8 +122,7 @@ def prepare_steps(call: OpCall) -> Callable[..., Tensor]:
             x = (q, k, v, g, pool, slots, cu_seqlens, num_accepted, has_state, o, read_slots)
             floats = floats_of_call(normalize, beta_limit, bound)
             if unrecorded := launched.replay((*x, beta, A_log, dt_bias), scale, *floats):
-                options = (normalize is not None, beta_limit is not None, gate_activation)
-                delta = None if beta is None else Inputs(beta, floats, *options, A_log, dt_bias)
+                delta = inputs_of(beta, floats, normalize, beta_limit, gate_activation, A_log, dt_bias)
                 unrecorded.start(launch_tokens(planned, Tensors(*x), scale, pad_slot, gate_normalizer, delta))
         return o
 
@@ -166,8 +166,7 @@ def prepare_replay(call: OpCall) -> Callable[..., Tensor]:
         x = (q, k, v, g, pool, slots, cu_seqlens, num_accepted, has_state, o, None, *rings)
         floats = floats_of_call(normalize, beta_limit, bound)
         if unrecorded := launched.replay((*x, beta, A_log, dt_bias), scale, *floats):
-            options = (normalize is not None, beta_limit is not None, gate_activation)
-            delta = None if beta is None else Inputs(beta, floats, *options, A_log, dt_bias)
+            delta = inputs_of(beta, floats, normalize, beta_limit, gate_activation, A_log, dt_bias)
             unrecorded.start(launch_tokens(planned, Tensors(*x), scale, pad_slot, gate_normalizer, delta))
         return o
 
