@@ -41,7 +41,7 @@ from gla_core.dispatch.steps import step
 from gla_core.dispatch.tensors import new_state, swapped
 from gla_core.ops import _invariant, _logits, _memory, _results, _values, autocast
 from gla_core.ops.checks import as_backends_take
-from gla_core.ops.spec import OpSpec, Role
+from gla_core.ops.spec import OpSpec, Role, picker
 
 # Called for every op: PyTorch's wrappers would take longer.
 _deterministic = torch._C._get_deterministic_algorithms
@@ -204,7 +204,8 @@ def _function_of(spec: OpSpec, backend: Backend, call: OpCall, native: frozenset
         return function
     picked = [spec.contract.index(name) for name in takes]
     if isinstance(op, Prepared) or not by_keyword(op):
-        return lambda *args: function(*(args[i] for i in picked))
+        in_order = picker(picked)
+        return lambda *args: function(*in_order(args))
     return lambda *args: function(**{spec.contract[i]: args[i] for i in picked})
 
 

@@ -345,6 +345,10 @@ IN_MEMORY |= {
 """Bounds of integers that kernels load, by the name of the pointer to them: rows of tensors, numbers of sequences."""
 
 
+FLOATS = ("scale", "norm_eps", "dt_min", "dt_max", "eps", "limit", "bound")
+"""The parameters of kernels that take the floats of a call."""
+
+
 @pytest.fixture
 def launches_of(monkeypatch):
     """Returns a function from the name of one of `CALLS` to the launches that preparing the call compiles."""
@@ -596,9 +600,8 @@ def test_launches_name_the_parameters_of_their_kernels(name, launches_of):
         assert list(launch.arguments) == parameters, name_of(launch.kernel)
         tensors, floats, fixed = replay._arguments(launch)
         assert tensors
-        assert floats == [
-            launch.arguments[name] for name in parameters if name in ("scale", "norm_eps", "dt_min", "dt_max")
-        ]
+        named = [launch.arguments[name] for name in parameters if name in FLOATS]
+        assert floats == [x for x in named if x is not None]
         assert all(map(replay._is_fixed, fixed))
 
 
