@@ -136,3 +136,14 @@ def test_a_row_has_the_same_bits_in_any_company():
     with gla.batch_invariant(64):
         both, one = (gla.recurrent_delta_step(**y).o for y in (x, alone))
     assert torch.equal(both[1:], one)
+
+
+@pytest.mark.parametrize("op", [STEP, STEPS, REPLAY])
+def test_checks_of_values_know_logits(op, check_values):
+    """A logit may be above 0, and NaN in a parameter of the gates is refused."""
+    x = inputs(op)
+    assert (x["g"] > 0).any()
+    getattr(gla, op)(**x)
+    x["gate"][1][0] = torch.nan
+    with pytest.raises(ValueError, match="A_log holds NaN in 1 of 2 places"):
+        getattr(gla, op)(**x)
