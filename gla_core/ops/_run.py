@@ -29,6 +29,7 @@ from gla_core.dispatch.backend import (
     as_received,
     by_keyword,
     contiguous_layout,
+    has_raw_inputs,
     prepared,
     takes_raw_inputs,
 )
@@ -167,16 +168,12 @@ def _plan(spec: OpSpec, args: tuple, needs_grad: bool, capturing: bool, request:
     )
     copies = {spec.parameters[i]: contiguous_layout(tuple(args[i].shape), args[i].dtype) for i in copied}
     taken = dataclasses.replace(call, layouts={**call.layouts, **copies}) if copied else call
-    op, by_segments = chosen.ops[spec.name], tokens is not None and call.device.type not in can.batch_invariant
-
-    def prepare(call: OpCall) -> Callable[..., Any]:
-        received = as_received(op, call)
-        function = _function_of(spec, chosen, received, can.batch_invariant)
-        return function if received is call else _logits.with_log_gates(spec, function)
-
+    native, by_segments = can.batch_invariant, tokens is not None and call.device.type not in can.batch_invariant
     try:
-        is_raw = takes_raw_inputs(op, spec.name) and not by_segments
-        function = prepare(taken) if is_raw else with_plain_inputs(taken, prepare)
+        if has_raw_inputs(taken) and (by_segments or not takes_raw_inputs(chosen.ops[spec.name], spec.name)):
+            function = with_plain_inputs(taken, lambda plain: _function_of(spec, chosen, plain, native))
+        else:
+            function = _function_of(spec, chosen, taken, native)
         function = function if tokens is None else _invariant.inside(function)
     except Exception as error:
         if not _is_passed_over(error, chosen, call, request, stacklevel=5):
@@ -186,7 +183,17 @@ def _plan(spec: OpSpec, args: tuple, needs_grad: bool, capturing: bool, request:
 
 
 def _function_of(spec: OpSpec, backend: Backend, call: OpCall, native: frozenset[str]) -> Callable[..., Any]:
-    """Returns the function that computes a call. It takes all arguments of the contract in order.
+    """Returns the function that computes a call, from log gates if the backend takes no logits.
+
+    It takes all arguments of the contract in order. `native` is as in `_function_for`.
+    """
+    received = as_received(backend.ops[spec.name], call)
+    function = _function_for(spec, backend, received, native)
+    return function if received is call else _logits.with_log_gates(spec, function)
+
+
+def _function_for(spec: OpSpec, backend: Backend, call: OpCall, native: frozenset[str]) -> Callable[..., Any]:
+    """Returns the function that computes a call as the backend receives it; see `_function_of`.
 
     Args:
         native: device types on which the backend honours `batch_invariant` itself.
