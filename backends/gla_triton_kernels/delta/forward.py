@@ -25,7 +25,6 @@ from gla_triton_runtime.architecture import gpu_of_call
 
 if TYPE_CHECKING:
     from gla_triton_kernels.chunks.segments import Segments
-    from gla_triton_kernels.chunks.slots import Slots
     from gla_triton_kernels.delta.general.pairs import Chunks
     from gla_triton_kernels.delta.tensors import Tensors
     from gla_triton_runtime.launch import Launch
@@ -36,11 +35,6 @@ def explain(call: OpCall, cut: bool) -> list[str]:
     length = plan_pass(call, gpu_of_call(call), cut).length
     segments = "" if length is None else f", in segments of {length} tokens"
     return [f"kernel delta.general.forward after delta.general.pairs{segments}"]
-
-
-def explain_pool(call: OpCall, cut: bool) -> list[str]:
-    """Returns the line that names the kernels of a call whose states are in a pool; see `explain`."""
-    return explain(forward_of_pool(call), cut)
 
 
 def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
@@ -94,6 +88,61 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
     return rehearsed(run, call)
 
 
+def launches(plan: PassParameters, x: Tensors, scale: float, every: int | None, normalizer: int | None) -> list[Launch]:
+    """Returns the launches that fill the results in x.
+
+    Args:
+        every: tokens between checkpoints.
+        normalizer: the number by which log sigma is divided if x.g holds logits; None if it holds log gates.
+    """
+    from gla_triton_kernels.chunks.padding import clear_unused_checkpoints
+    from gla_triton_kernels.delta.general.forward import launch_outputs
+    from gla_triton_kernels.delta.general.pairs import launch_chunks
+
+    cleared = []
+    if every is not None and x.checkpoints is not None and x.cu_seqlens is not None:
+        cleared = clear_unused_checkpoints(x.checkpoints, x.cu_seqlens, every)
+    chunks, computed = launch_chunks(plan.chunks, x, x.cu_seqlens, normalizer)
+    segments = segments_of(plan, x.k, x.cu_seqlens, x.o)
+    entering, before = launch_entering(plan, x, chunks, segments)
+    outputs = launch_outputs(plan.states, x._replace(entering=entering), chunks, segments, scale, every)
+    return [*cleared, *computed, *segments.launches, *before, *outputs]
+
+
+def segments_of(plan: PassParameters, k: Tensor, cu_seqlens: Tensor | None, o: Tensor | None = None) -> Segments:
+    """Returns the segments of sequences; a launch of theirs clears the rows of o that belong to no sequence."""
+    from gla_triton_kernels.chunks.cutting import uncut_length
+    from gla_triton_kernels.chunks.segments import cut, whole
+
+    B, T = k.shape[:2]
+    if plan.length is None:
+        return whole(B, T, cu_seqlens, o)
+    return cut(B, T, plan.length, uncut_length(plan.length), cu_seqlens, o)
+
+
+def launch_entering(
+    plan: PassParameters, x: Tensors, chunks: Chunks, segments: Segments
+) -> tuple[Tensor | None, list[Launch]]:
+    """Returns the states that enter segments, except first ones, and the launches; None if sequences are whole."""
+    from gla_triton_kernels.chunks.scan import launch_scan
+    from gla_triton_kernels.chunks.segments import Recurrence
+    from gla_triton_kernels.delta.general.forward import launch_summaries
+
+    if plan.length is None:
+        return None, []
+    states, transitions, made = launch_summaries(plan.states, x, chunks, segments)
+    recurrence = Recurrence(x.k, x.v, x.g, x.initial_state, None)
+    return states, made + launch_scan(False, recurrence, segments, states, transitions, states, skip_first=True)
+
+
+# ---- states in a pool
+
+
+def explain_pool(call: OpCall, cut: bool) -> list[str]:
+    """Returns the line that names the kernels of a call whose states are in a pool; see `explain`."""
+    return explain(forward_of_pool(call), cut)
+
+
 def pool_refusal(call: OpCall, cut: bool) -> str | None:
     """Returns why kernels do not read and write the pool of a call themselves; None if they do."""
     if call.dims["N"] == 0 or call.dims["T"] == 0:
@@ -109,13 +158,21 @@ def prepare_pool(call: OpCall, cut: bool) -> Callable[..., Tensor]:
     Raises:
         LaunchError: a kernel does not compile for this device, or does not fit it.
     """
+    from gla_triton_kernels.chunks.segments import whole
     from gla_triton_kernels.chunks.slots import Slots
+    from gla_triton_kernels.delta.general.forward import launch_outputs
+    from gla_triton_kernels.delta.general.pairs import launch_chunks
     from gla_triton_kernels.delta.tensors import Tensors
     from gla_triton_runtime.prepared import Launches, rehearsed
 
-    pad, normalizer = call.scalars["pad_slot"], call.scalars["gate_normalizer"]
+    T, pad, normalizer = call.dims["T"], call.scalars["pad_slot"], call.scalars["gate_normalizer"]
     plan = plan_pass(forward_of_pool(call), gpu_of_call(call), cut)
     launched, launched_in_place = Launches(call.device), Launches(call.device)
+
+    def describe(x: Tensors, slots: Slots, scale: float) -> list[Launch]:
+        chunks, computed = launch_chunks(plan.chunks, x, x.cu_seqlens, normalizer)
+        sequences = whole(1, T, x.cu_seqlens, x.o, slots)
+        return [*computed, *sequences.launches, *launch_outputs(plan.states, x, chunks, sequences, scale, None)]
 
     def run(
         q: Tensor,
@@ -143,68 +200,7 @@ def prepare_pool(call: OpCall, cut: bool) -> Callable[..., Tensor]:
         if unrecorded := calls.replay(x, scale):
             checkpoints = None if checkpoint_slots is None else pool
             tensors = Tensors(q, k, v, g, beta, None, cu_seqlens, o, None, checkpoints, pool=pool)
-            unrecorded.start(launches(plan, tensors, scale, None, normalizer, Slots(*named, len(pool), pad)))
+            unrecorded.start(describe(tensors, Slots(*named, len(pool), pad), scale))
         return o
 
     return rehearsed(run, call)
-
-
-def launches(
-    plan: PassParameters,
-    x: Tensors,
-    scale: float,
-    every: int | None,
-    normalizer: int | None,
-    slots: Slots | None = None,
-) -> list[Launch]:
-    """Returns the launches that fill the results in x.
-
-    Args:
-        every: tokens between checkpoints.
-        normalizer: the number by which log sigma is divided if x.g holds logits; None if it holds log gates.
-        slots: the slots that sequences read and write, if states are in a pool.
-    """
-    from gla_triton_kernels.chunks.padding import clear_unused_checkpoints
-    from gla_triton_kernels.delta.general.forward import launch_outputs
-    from gla_triton_kernels.delta.general.pairs import launch_chunks
-
-    cleared = []
-    if every is not None and x.checkpoints is not None and x.cu_seqlens is not None:
-        cleared = clear_unused_checkpoints(x.checkpoints, x.cu_seqlens, every)
-    chunks, computed = launch_chunks(plan.chunks, x, x.cu_seqlens, normalizer)
-    segments = segments_of(plan, x.k, x.cu_seqlens, x.o, slots)
-    entering, before = launch_entering(plan, x, chunks, segments)
-    outputs = launch_outputs(plan.states, x._replace(entering=entering), chunks, segments, scale, every)
-    return [*cleared, *computed, *segments.launches, *before, *outputs]
-
-
-def segments_of(
-    plan: PassParameters,
-    k: Tensor,
-    cu_seqlens: Tensor | None,
-    o: Tensor | None = None,
-    slots: Slots | None = None,
-) -> Segments:
-    """Returns the segments of sequences; a launch of theirs clears the rows of o that belong to no sequence."""
-    from gla_triton_kernels.chunks.cutting import uncut_length
-    from gla_triton_kernels.chunks.segments import cut, whole
-
-    B, T = k.shape[:2]
-    if plan.length is None:
-        return whole(B, T, cu_seqlens, o, slots)
-    return cut(B, T, plan.length, uncut_length(plan.length), cu_seqlens, o)
-
-
-def launch_entering(
-    plan: PassParameters, x: Tensors, chunks: Chunks, segments: Segments
-) -> tuple[Tensor | None, list[Launch]]:
-    """Returns the states that enter segments, except first ones, and the launches; None if sequences are whole."""
-    from gla_triton_kernels.chunks.scan import launch_scan
-    from gla_triton_kernels.chunks.segments import Recurrence
-    from gla_triton_kernels.delta.general.forward import launch_summaries
-
-    if plan.length is None:
-        return None, []
-    states, transitions, made = launch_summaries(plan.states, x, chunks, segments)
-    recurrence = Recurrence(x.k, x.v, x.g, x.initial_state, None)
-    return states, made + launch_scan(False, recurrence, segments, states, transitions, states, skip_first=True)
