@@ -270,7 +270,10 @@ def steps() -> None:
         rings = [y.expand(-1, 3, -1, -1).contiguous() for y in (x.k, x.v, x.g.float())]
         gla.recurrent_gla_replay(x.q, x.k, x.v, x.g, state.clone(), *rings, rows, rows % 3, rows % 2)
         beta = x.v[..., 0].sigmoid()
+        options = {"normalize": 1e-6, "gate": ("softplus", dt[0].float(), x.g[0, 0].float()), "beta_limit": 1.0}
         gla.recurrent_delta_step(*token, beta[:, 0], state.clone(), slots=rows, inplace=True)
+        gla.recurrent_delta_step(*token, beta[:, 0], state.clone(), slots=rows, inplace=True, **options)
+        gla.recurrent_delta_replay(x.q, x.k, x.v, x.g, beta, state.clone(), *rings, rows, rows % 3, rows % 2, **options)
         gla.recurrent_delta_steps(x.q, x.k, x.v, x.g, beta, state.clone(), rows[:, None])
         gla.recurrent_delta_replay(x.q, x.k, x.v, x.g, beta, state.clone(), *rings, rows, rows % 3, rows % 2)
 

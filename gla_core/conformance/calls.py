@@ -157,6 +157,34 @@ def random_logits(g: Tensor) -> Tensor:
     return 3 * normal(tuple(g.shape), g.dtype, torch.Generator(g.device).manual_seed(3))
 
 
+def projected(dtype: torch.dtype, gate: str, x: Arguments) -> tuple[Arguments, Arguments]:
+    """Returns x with random projections in the place of unit vectors, log gates and betas, and what they stand for.
+
+    Returns:
+        The arguments of the public function, and those of the oracle, computed in float64.
+    """
+    generator = torch.Generator(x["beta"].device).manual_seed(5)
+    Hv = x["beta"].shape[-1]
+    names = [name for name in ("q", "k") if name in x]
+    raw = {**x, **{name: 3 * x[name] for name in names}, "beta": normal(x["beta"].shape, x["beta"].dtype, generator)}
+    raw |= {"normalize": 1e-3, "beta_limit": 2.0}
+    rows = {name: raw[name].double() for name in names}
+    plain = {**x, **{name: y / (y.square().sum(-1, keepdim=True) + 1e-3).sqrt() for name, y in rows.items()}}
+    plain["beta"] = 2 * raw["beta"].double().sigmoid()
+    if x["g"] is None:
+        return raw, plain
+    raw["g"] = normal(x["g"].shape, x["g"].dtype, generator)
+    by_key = x["g"].ndim == x["v"].ndim
+    A_log = normal((Hv,), wide(dtype), generator)
+    dt_bias = normal((Hv, x["g"].shape[-1]) if by_key else (Hv,), wide(dtype), generator)
+    rate, logits = (A_log.double()[:, None] if by_key else A_log.double()).exp(), raw["g"].double() + dt_bias.double()
+    if gate == "softplus":
+        raw["gate"], plain["g"] = (gate, A_log, dt_bias), -rate * torch.nn.functional.softplus(logits, threshold=1000)
+    else:
+        raw["gate"], plain["g"] = (gate, A_log, dt_bias, -5.0), -5.0 * torch.sigmoid(rate * logits)
+    return raw, plain
+
+
 def with_loss(name: str, x: Arguments | GlaInputs) -> Arguments:
     """Returns the arguments of a backward op: those of its forward, and random gradients of the results.
 

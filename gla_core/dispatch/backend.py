@@ -7,9 +7,10 @@ A backend is a value: a name, a version, a mapping from abstract op names to fun
 these functions can run. Like a pluggy hook, a function declares only the arguments that it takes: any of the arguments
 that `OP_PARAMETERS` lists for its op, by their names and in any order. It must take the required ones (`OP_REQUIRED`).
 The core refuses a call for a backend if an argument that the function does not take has a value other than its default.
-An op can therefore gain an argument without a change of any backend. One argument is never refused: for a function that
-does not take `gate_normalizer`, the core computes log gates from logits. An op may also be a `Prepared` instead of a
-function. It plans a call once for its signature.
+An op can therefore gain an argument without a change of any backend. Arguments that say how inputs are computed are
+never refused: for a function that does not take `gate_normalizer`, the core computes log gates from logits, and for a
+function that lacks one of the `RawInputs.options` of its op, the core computes all inputs that they describe. An op may
+also be a `Prepared` instead of a function. It plans a call once for its signature.
 
 `gla_core/ops/<family>/<op>.py` documents the arguments and results. The core checks all arguments before it calls a
 function. The last dimension of every tensor is contiguous. In a state, the last but one may be contiguous instead if
@@ -43,6 +44,7 @@ _parameters: dict[str, tuple[str, ...]] = {}
 _required: dict[str, frozenset[str]] = {}
 _written: dict[str, tuple[str, ...]] = {}
 _lowerings: dict[str, Lowering] = {}
+_raw_inputs: dict[str, RawInputs] = {}
 OP_PARAMETERS: Mapping[str, tuple[str, ...]] = MappingProxyType(_parameters)
 """The parameters of each abstract op, in order; gla_core/ops declares them when it is imported."""
 OP_REQUIRED: Mapping[str, frozenset[str]] = MappingProxyType(_required)
@@ -52,6 +54,8 @@ OP_WRITTEN: Mapping[str, tuple[str, ...]] = MappingProxyType(_written)
 """The parameters of each abstract op that a backend always writes if they are given, such as a pool of states."""
 OP_LOWERINGS: Mapping[str, Lowering] = MappingProxyType(_lowerings)
 """The lowering of each op that has one: how the core computes it for a backend that lacks it."""
+OP_RAW_INPUTS: Mapping[str, RawInputs] = MappingProxyType(_raw_inputs)
+"""The inputs of each op that a call may pass as a layer projects them, for ops that have such inputs."""
 
 CHUNK = 64
 """A number of tokens. Sequences are cut into segments, and checkpoints are taken, at multiples of it."""
@@ -77,11 +81,14 @@ def declare_op(
     required: frozenset[str],
     written: tuple[str, ...] = (),
     lowering: Lowering | None = None,
+    raw_inputs: RawInputs | None = None,
 ) -> None:
     """Makes an abstract op known to backends and requests."""
     _parameters[name], _required[name], _written[name] = parameters, required, written
     if lowering is not None:
         _lowerings[name] = lowering
+    if raw_inputs is not None:
+        _raw_inputs[name] = raw_inputs
 
 
 Reason = str
@@ -350,6 +357,21 @@ class Lowering:
     function: Callable[..., Callable[..., Any]]
 
 
+@dataclass(frozen=True, slots=True)
+class RawInputs:
+    """Inputs that a call may pass as a layer projects them, with arguments that say what to compute of them.
+
+    Attributes:
+        options: the names of these arguments. They are None by default.
+        plain_call: takes a call, returns the call with computed inputs and without options.
+        plain: takes the arguments of a call by name, returns them with computed inputs and without options.
+    """
+
+    options: tuple[str, ...]
+    plain_call: Callable[[OpCall], OpCall]
+    plain: Callable[[Mapping[str, Any]], dict[str, Any]]
+
+
 @functools.lru_cache(maxsize=256)
 def arguments_of(op: Op) -> tuple[str, ...]:
     """Returns the names of the arguments that an implementation takes, in order.
@@ -368,12 +390,24 @@ def by_keyword(function: Callable[..., Any]) -> bool:
 def as_received(op: Op, call: OpCall) -> OpCall:
     """Returns the call that an implementation receives.
 
-    An implementation that takes no gate_normalizer receives log gates in place of logits. For any other one it is
-    `call` itself.
+    An implementation that takes no gate_normalizer receives log gates in place of logits, and one that lacks an option
+    of `RawInputs` receives computed inputs. For any other one it is `call` itself.
     """
+    if has_raw_inputs(call) and not takes_raw_inputs(op, call.op):
+        call = OP_RAW_INPUTS[call.op].plain_call(call)
     if call.scalars.get("gate_normalizer") is None or "gate_normalizer" in arguments_of(op):
         return call
     return call_with_log_gates(call)
+
+
+def has_raw_inputs(call: OpCall) -> bool:
+    """Returns whether a call passes inputs as a layer projects them; see `RawInputs`."""
+    return call.op in OP_RAW_INPUTS and not call.given.isdisjoint(OP_RAW_INPUTS[call.op].options)
+
+
+def takes_raw_inputs(op: Op, name: str) -> bool:
+    """Returns whether an implementation of the op `name` takes inputs as a layer projects them."""
+    return name in OP_RAW_INPUTS and set(OP_RAW_INPUTS[name].options).issubset(arguments_of(op))
 
 
 def call_with_log_gates(call: OpCall) -> OpCall:

@@ -13,6 +13,7 @@ from typing import Any
 from gla_core.dispatch.backend import (
     OP_LOWERINGS,
     OP_PARAMETERS,
+    OP_RAW_INPUTS,
     Backend,
     Op,
     OpCall,
@@ -21,6 +22,7 @@ from gla_core.dispatch.backend import (
     arguments_of,
     as_received,
     by_keyword,
+    has_raw_inputs,
     prepared,
 )
 from gla_core.dispatch.tensors import log_gates, wide
@@ -60,6 +62,9 @@ def lowered(
         """Returns the function that computes calls of one signature, directly or by the other op."""
         if direct is not None and refusal(call) is None:
             return direct.prepare(call)
+        return with_plain_inputs(call, by_part)  # they are computed once, and not in every part
+
+    def by_part(call: OpCall) -> Callable[..., Any]:
         if not isinstance(part, Prepared):
             return lowering.function(_by_name(part, takes, by_keyword(part)))
         functions = (prepared(part, as_received(part, each)) for each, _ in lowering.parts(call))
@@ -73,6 +78,18 @@ def lowered(
         return by_part if reason is None else [*by_part, f"by {lowering.by}: {reason}"]
 
     return Prepared(prepare, OP_PARAMETERS[op], kernels, lowering.parts)
+
+
+def with_plain_inputs(call: OpCall, prepare: Callable[[OpCall], Callable[..., Any]]) -> Callable[..., Any]:
+    """Returns what `prepare` returns for the call with plain inputs, after a function that computes these inputs.
+
+    Functions take all arguments of the op in order. If the call has no raw inputs, `prepare` gets the call itself.
+    """
+    if not has_raw_inputs(call):
+        return prepare(call)
+    raw, names = OP_RAW_INPUTS[call.op], OP_PARAMETERS[call.op]
+    function = prepare(raw.plain_call(call))
+    return lambda *args: function(*raw.plain(dict(zip(names, args, strict=True))).values())
 
 
 def _lines(op: Op, call: OpCall) -> list[str]:

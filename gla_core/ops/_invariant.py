@@ -150,7 +150,7 @@ _PER_CALL = ("output_final_state", "checkpoint_every", "inplace")
 
 def _options(spec: OpSpec, x: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments of a call that every segment has too: scalars, and tensors that all tokens share."""
-    taken = (a.name for a in spec.arguments if a.name in x and a.role is Role.INPUT)
+    taken = (a.name for a in spec.arguments if a.name in x and a.role in (Role.INPUT, Role.GATE_PARAMETER))
     return {name: x[name] for name in taken if name not in spec.tokens and name not in _PER_CALL}
 
 

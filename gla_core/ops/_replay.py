@@ -76,7 +76,8 @@ def spec_of_replay(
         flops=forward.flops,  # the number of replayed tokens is known on the device alone
         tokens=forward.tokens,
     )
-    by_step = functools.partial(_by_step, spec.contract, step.tokens, replay, keep)
+    none = {} if step.raw_inputs is None else dict.fromkeys(step.raw_inputs.options)  # inputs are computed before
+    by_step = functools.partial(_by_step, spec.contract, step.tokens, none, replay, keep)
     return dataclasses.replace(spec, lowering=Lowering(step.name, functools.partial(_parts, step), by_step))
 
 
@@ -142,12 +143,18 @@ def _parts(spec: OpSpec, call: OpCall) -> Parts:
 
 
 def _by_step(
-    names: tuple[str, ...], tokens: tuple[str, ...], replay: Replay, keep: Keep, step: Callable[..., Any]
+    names: tuple[str, ...],
+    tokens: tuple[str, ...],
+    options: Mapping[str, Any],
+    replay: Replay,
+    keep: Keep,
+    step: Callable[..., Any],
 ) -> Callable[..., Any]:
     """Returns a function that computes the op.
 
     Args:
         names: the names of its arguments. tokens: those of them that hold tokens.
+        options: further arguments of the step.
         step: computes the step; takes its arguments by name.
     """
 
@@ -167,16 +174,16 @@ def _by_step(
             """Returns the slots and the positions in the rings [N] of token i, counted from the ring's start."""
             return torch.where(served, slots, 0).long(), (x["ring_start"].long() + i) % L
 
-        no_query, options = q.new_zeros(N, *q.shape[2:]), {"scale": x["scale"], "gate_normalizer": None}
+        no_query, shared = q.new_zeros(N, *q.shape[2:]), {**options, "scale": x["scale"], "gate_normalizer": None}
         for i in range(L // 2 if N * len(pool) else 0):
             old = {name: ring if ring is None else ring[at(i)] for name, ring in rings.items()}
             old["g"] = new["g"] if old["g"] is None else old["g"]
-            advanced = replay(functools.partial(step, **options), q=no_query, **old, state=state)
+            advanced = replay(functools.partial(step, **shared), q=no_query, **old, state=state)
             state = torch.where((i < accepted)[:, None, None, None], advanced, state)
         write_states(pool, slots, state, served & ((accepted > 0) | is_new))
 
         o = rows_of_outputs(q, x["v"])
-        computed = token_by_token(step, new, x["cu_seqlens"], L // 2, served, state, o, **options)
+        computed = token_by_token(step, new, x["cu_seqlens"], L // 2, served, state, o, **shared)
         for j, (here, token, after) in enumerate(computed):
             kept, state = {**token, "v": keep(token, state)}, after
             for name, ring in rings.items():

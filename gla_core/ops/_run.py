@@ -29,17 +29,20 @@ from gla_core.dispatch.backend import (
     as_received,
     by_keyword,
     contiguous_layout,
+    has_raw_inputs,
     prepared,
+    takes_raw_inputs,
 )
 from gla_core.dispatch.environment import environment
 from gla_core.dispatch.errors import BackendError
+from gla_core.dispatch.lowering import with_plain_inputs
 from gla_core.dispatch.request import Request, current_request, request_in_graph
 from gla_core.dispatch.selection import is_launch_failure, remember_launch_failure, select
 from gla_core.dispatch.steps import step
 from gla_core.dispatch.tensors import new_state, swapped
 from gla_core.ops import _invariant, _logits, _memory, _results, _values, autocast
 from gla_core.ops.checks import as_backends_take
-from gla_core.ops.spec import OpSpec, Role
+from gla_core.ops.spec import OpSpec, Role, picker
 
 # Called for every op: PyTorch's wrappers would take longer.
 _deterministic = torch._C._get_deterministic_algorithms
@@ -165,11 +168,13 @@ def _plan(spec: OpSpec, args: tuple, needs_grad: bool, capturing: bool, request:
     )
     copies = {spec.parameters[i]: contiguous_layout(tuple(args[i].shape), args[i].dtype) for i in copied}
     taken = dataclasses.replace(call, layouts={**call.layouts, **copies}) if copied else call
-    received = as_received(chosen.ops[spec.name], taken)
+    native, by_segments = can.batch_invariant, tokens is not None and call.device.type not in can.batch_invariant
     try:
-        function = _function_of(spec, chosen, received, can.batch_invariant)
+        if has_raw_inputs(taken) and (by_segments or not takes_raw_inputs(chosen.ops[spec.name], spec.name)):
+            function = with_plain_inputs(taken, lambda plain: _function_of(spec, chosen, plain, native))
+        else:
+            function = _function_of(spec, chosen, taken, native)
         function = function if tokens is None else _invariant.inside(function)
-        function = function if received is taken else _logits.with_log_gates(spec, function)
     except Exception as error:
         if not _is_passed_over(error, chosen, call, request, stacklevel=5):
             raise
@@ -178,7 +183,17 @@ def _plan(spec: OpSpec, args: tuple, needs_grad: bool, capturing: bool, request:
 
 
 def _function_of(spec: OpSpec, backend: Backend, call: OpCall, native: frozenset[str]) -> Callable[..., Any]:
-    """Returns the function that computes a call. It takes all arguments of the contract in order.
+    """Returns the function that computes a call, from log gates if the backend takes no logits.
+
+    It takes all arguments of the contract in order. `native` is as in `_function_for`.
+    """
+    received = as_received(backend.ops[spec.name], call)
+    function = _function_for(spec, backend, received, native)
+    return function if received is call else _logits.with_log_gates(spec, function)
+
+
+def _function_for(spec: OpSpec, backend: Backend, call: OpCall, native: frozenset[str]) -> Callable[..., Any]:
+    """Returns the function that computes a call as the backend receives it; see `_function_of`.
 
     Args:
         native: device types on which the backend honours `batch_invariant` itself.
@@ -196,7 +211,8 @@ def _function_of(spec: OpSpec, backend: Backend, call: OpCall, native: frozenset
         return function
     picked = [spec.contract.index(name) for name in takes]
     if isinstance(op, Prepared) or not by_keyword(op):
-        return lambda *args: function(*(args[i] for i in picked))
+        in_order = picker(picked)
+        return lambda *args: function(*in_order(args))
     return lambda *args: function(**{spec.contract[i]: args[i] for i in picked})
 
 

@@ -29,7 +29,7 @@ def check(spec: OpSpec, args: tuple) -> None:
         if bool(x.isnan().any()):
             raise ValueError(f"{name} holds NaN in {int(x.isnan().sum())} of {x.numel()} places")
     gate = spec.has(Role.GATE)
-    if gate is not None and arguments.get("gate_normalizer") is None:
+    if gate is not None and all(arguments.get(name) is None for name in ("gate_normalizer", "gate_activation")):
         checks.gate_values(read.get(gate.name))
 
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import ALIGNMENT, Layout, Lowering, OpCall, declare_op
+from gla_core.dispatch.backend import ALIGNMENT, Layout, Lowering, OpCall, RawInputs, declare_op
 from gla_core.dispatch.steps import step
 from gla_core.dispatch.tensors import checkpoint_dtype, swapped, wide
 from gla_core.ops import _overlap, checks
@@ -47,6 +47,8 @@ class Role(enum.Enum):
     """States inside sequences, at regular positions."""
     RING = enum.auto()
     """Tokens of earlier calls."""
+    GATE_PARAMETER = enum.auto()
+    """A parameter of the function that computes gates from logits, if the call has such a function."""
     GATE_RING = enum.auto()
     """Gates of earlier tokens, in a ring, if gates differ from token to token."""
     OFFSETS = enum.auto()
@@ -243,6 +245,7 @@ class OpSpec:
         backward: the abstract op that a gradient needs, if any.
         forward: the abstract op of which this op is the gradient, if it is one.
         lowering: how the core computes the op for a backend that lacks it, if it can.
+        raw_inputs: the inputs that a call may pass as a layer projects them, if there are any.
         by_segments: computes the op by calls for one segment, or one row, at a time; see `_invariant`. None if the op
             is not batch-invariant.
         autocast_in_float32: whether the op computes in float32 under autocast, as a softmax does, instead of in the
@@ -264,6 +267,7 @@ class OpSpec:
     backward: str | None = None
     forward: str | None = None
     lowering: Lowering | None = None
+    raw_inputs: RawInputs | None = None
     by_segments: Callable[..., Any] | None = None
     autocast_in_float32: bool = False
 
@@ -621,7 +625,7 @@ def declare(spec: OpSpec) -> None:
     for name, attribute in vars(OpSpec).items():
         if isinstance(attribute, functools.cached_property):
             getattr(spec, name)  # a compiler that met the first use would meet its lock
-    declare_op(spec.name, spec.contract, spec.required, spec.written, spec.lowering)
+    declare_op(spec.name, spec.contract, spec.required, spec.written, spec.lowering, spec.raw_inputs)
 
 
 def spec_of(op: str | None) -> OpSpec:
@@ -657,6 +661,8 @@ def dtype_in_call(x: Argument | Result, call: OpCall) -> torch.dtype | None:
     if x.role is Role.STATE:
         return call.state_dtype
     if x.role is Role.GATE_RING and call.gate_form in (None, "constant"):
+        return None
+    if x.role is Role.GATE_PARAMETER and x.name not in call.given:
         return None
     return call.dtype if x.dtype is INPUT else x.dtype.allowed(call.dtype)[0]
 

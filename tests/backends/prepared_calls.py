@@ -11,6 +11,7 @@ import torch
 
 from gla_core.dispatch.backend import KnownDevice, OpCall, Prepared
 from gla_core.ops import ABSTRACT_OPS
+from gla_core.ops.spec import picker
 
 Prepare = Callable[[OpCall], Callable[..., Any]]
 AMD_STEPPINGS = {(9, 4): 2, (9, 5): 0}
@@ -30,12 +31,18 @@ def call_prepared(op: str, prepare: Prepare, *arguments: Any) -> Any:
 
 
 def preparing(backend: str, op: str) -> Prepare:
-    """Returns the function with which one of our own backends prepares an op."""
+    """Returns the function with which one of our own backends prepares an op, for arguments in the contract's order."""
     (plugin,) = importlib.import_module(f"gla_{backend}").gla_register_backends()
-    prepared = plugin.ops[op]
+    prepared, names = plugin.ops[op], ABSTRACT_OPS[op].contract
     assert isinstance(prepared, Prepared)
-    assert prepared.takes == ABSTRACT_OPS[op].contract
-    return prepared.prepare
+    assert sorted(prepared.takes) == sorted(names)
+    in_order = picker([names.index(name) for name in prepared.takes])
+
+    def prepare(call: OpCall) -> Callable[..., Any]:
+        run = prepared.prepare(call)
+        return lambda *args: run(*in_order(args))
+
+    return prepare
 
 
 class Absent:

@@ -155,10 +155,17 @@ def delta_backward(kept=True, **sizes):
     return "chunk_delta_bwd", q, k, v, g, beta, 0.1, state, cu_seqlens, checkpoints, 64 if kept else None, v, state
 
 
+def delta_pool(**sizes):
+    _, *token, states, cu_seqlens, read, write, scale, marks, before, kept = pool(**sizes)
+    beta = empty(*token[2].shape[:3])
+    return "chunk_delta_pool", *token, beta, states, cu_seqlens, read, write, scale, marks, before, kept
+
+
 def delta_step(**sizes):
     _, *token, state, scale, indices, normalizer, inplace = step(G=1, **sizes)
-    beta = empty(*token[2].shape[:2])
-    return "recurrent_delta_step", *token, beta, state, scale, indices, normalizer, inplace
+    Hv, K = state.shape[1:3]
+    options = (normalizer, 1e-6, 2.0, "softplus", None, empty(Hv), empty(Hv, K))
+    return "recurrent_delta_step", *token, empty(*token[2].shape[:2]), state, scale, indices, *options, inplace
 
 
 def delta_steps(**sizes):
@@ -266,6 +273,7 @@ CALLS = {
     "delta rule backward": (SM90, delta_backward, "triton_fused", {"R": 2, "H": 16}),
     "delta rule backward, packed": (SM80, delta_backward, "triton_fused", PACKED | {"kept": False}),
     "delta rule backward, per head": (SM80, delta_backward, "parallel_scan", {"R": 2, "H": 16, "form": "constant"}),
+    "delta rule, pool": (SM90, delta_pool, "triton_fused", {"R": 2, "H": 16, "V": 64}),
     "delta rule step": (SM90, delta_step, "triton_fused", {"R": 2}),
     "delta rule steps": (SM90, delta_steps, "triton_fused", {}),
     "delta rule replay": (SM90, delta_replay, "triton_fused", {"packed": True, "form": "head"}),
@@ -335,6 +343,10 @@ IN_MEMORY |= {
     "has_ptr": (0, 1),
 }
 """Bounds of integers that kernels load, by the name of the pointer to them: rows of tensors, numbers of sequences."""
+
+
+FLOATS = ("scale", "norm_eps", "dt_min", "dt_max", "eps", "limit", "bound")
+"""The parameters of kernels that take the floats of a call."""
 
 
 @pytest.fixture
@@ -588,9 +600,8 @@ def test_launches_name_the_parameters_of_their_kernels(name, launches_of):
         assert list(launch.arguments) == parameters, name_of(launch.kernel)
         tensors, floats, fixed = replay._arguments(launch)
         assert tensors
-        assert floats == [
-            launch.arguments[name] for name in parameters if name in ("scale", "norm_eps", "dt_min", "dt_max")
-        ]
+        named = [launch.arguments[name] for name in parameters if name in FLOATS]
+        assert floats == [x for x in named if x is not None]
         assert all(map(replay._is_fixed, fixed))
 
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from gla_core.dispatch.backend import Constants, OpCall, Prepared
+from gla_core.dispatch.backend import OP_PARAMETERS, Constants, OpCall, Prepared
+from gla_core.dispatch.lowering import lowered
 from gla_triton_kernels.delta import backward, cost, forward, step
 from gla_triton_kernels.delta.plan import MOST_KEYS
 from gla_triton_kernels.gla.step import cost as step_cost
@@ -47,8 +48,12 @@ def ops(cut: bool) -> dict[str, Prepared]:
     Args:
         cut: whether to cut sequences into segments if they do not fill the device. If not, sequences stay whole.
     """
+    chunk_delta_fwd = Prepared(partial(forward.prepare, cut=cut), _FORWARD, partial(forward.explain, cut=cut))
+    explain_pool = partial(forward.explain_pool, cut=cut)
+    pool = Prepared(partial(forward.prepare_pool, cut=cut), OP_PARAMETERS["chunk_delta_pool"], explain_pool)
     return {
-        "chunk_delta_fwd": Prepared(partial(forward.prepare, cut=cut), _FORWARD, partial(forward.explain, cut=cut)),
+        "chunk_delta_fwd": chunk_delta_fwd,
+        "chunk_delta_pool": lowered("chunk_delta_pool", chunk_delta_fwd, pool, partial(forward.pool_refusal, cut=cut)),
         "chunk_delta_bwd": Prepared(partial(backward.prepare, cut=cut), _BACKWARD, partial(backward.explain, cut=cut)),
         "recurrent_delta_step": step.STEP,
         "recurrent_delta_steps": step.STEPS,

@@ -20,6 +20,7 @@ from gla_core.dispatch.backend import OpCall
 from gla_core.dispatch.tensors import checkpoint_dtype, checkpoint_rows
 from gla_triton_kernels.chunks.results import copy_or_clear
 from gla_triton_kernels.delta.plan import PassParameters, plan_pass
+from gla_triton_kernels.gla.seen import forward_of_pool
 from gla_triton_runtime.architecture import gpu_of_call
 
 if TYPE_CHECKING:
@@ -132,3 +133,74 @@ def launch_entering(
     states, transitions, made = launch_summaries(plan.states, x, chunks, segments)
     recurrence = Recurrence(x.k, x.v, x.g, x.initial_state, None)
     return states, made + launch_scan(False, recurrence, segments, states, transitions, states, skip_first=True)
+
+
+# ---- states in a pool
+
+
+def explain_pool(call: OpCall, cut: bool) -> list[str]:
+    """Returns the line that names the kernels of a call whose states are in a pool; see `explain`."""
+    return explain(forward_of_pool(call), cut)
+
+
+def pool_refusal(call: OpCall, cut: bool) -> str | None:
+    """Returns why kernels do not read and write the pool of a call themselves; None if they do."""
+    if call.dims["N"] == 0 or call.dims["T"] == 0:
+        return "there are no tokens"
+    # The last segment of a sequence might write a slot before the first one has read it.
+    is_cut = plan_pass(forward_of_pool(call), gpu_of_call(call), cut).length is not None
+    return "sequences are cut into segments" if is_cut else None
+
+
+def prepare_pool(call: OpCall, cut: bool) -> Callable[..., Tensor]:
+    """Prepares a forward whose kernels read and write states in slots of a pool; see `prepare`.
+
+    Raises:
+        LaunchError: a kernel does not compile for this device, or does not fit it.
+    """
+    from gla_triton_kernels.chunks.segments import whole
+    from gla_triton_kernels.chunks.slots import Slots
+    from gla_triton_kernels.delta.general.forward import launch_outputs
+    from gla_triton_kernels.delta.general.pairs import launch_chunks
+    from gla_triton_kernels.delta.tensors import Tensors
+    from gla_triton_runtime.prepared import Launches, rehearsed
+
+    T, pad, normalizer = call.dims["T"], call.scalars["pad_slot"], call.scalars["gate_normalizer"]
+    plan = plan_pass(forward_of_pool(call), gpu_of_call(call), cut)
+    launched, launched_in_place = Launches(call.device), Launches(call.device)
+
+    def describe(x: Tensors, slots: Slots, scale: float) -> list[Launch]:
+        chunks, computed = launch_chunks(plan.chunks, x, x.cu_seqlens, normalizer)
+        sequences = whole(1, T, x.cu_seqlens, x.o, slots)
+        return [*computed, *sequences.launches, *launch_outputs(plan.states, x, chunks, sequences, scale, None)]
+
+    def run(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor | None,
+        beta: Tensor,
+        pool: Tensor,
+        cu_seqlens: Tensor,
+        read_slots: Tensor,
+        write_slots: Tensor | None,
+        scale: float,
+        has_state: Tensor | None,
+        checkpoint_offsets: Tensor | None,
+        checkpoint_slots: Tensor | None,
+        pad_slot: int,
+        gate_normalizer: int | None,
+        out: Tensor | None,
+    ) -> Tensor:
+        o = v.new_empty(v.shape) if out is None else out
+        in_place = write_slots is None or write_slots is read_slots
+        write_slots = None if in_place else write_slots  # a tensor passed twice prevents replays
+        named = (read_slots, write_slots, has_state, checkpoint_offsets, checkpoint_slots)
+        x, calls = (q, k, v, g, beta, pool, cu_seqlens, *named, o), launched_in_place if in_place else launched
+        if unrecorded := calls.replay(x, scale):
+            checkpoints = None if checkpoint_slots is None else pool
+            tensors = Tensors(q, k, v, g, beta, None, cu_seqlens, o, None, checkpoints, pool=pool)
+            unrecorded.start(describe(tensors, Slots(*named, len(pool), pad), scale))
+        return o
+
+    return rehearsed(run, call)

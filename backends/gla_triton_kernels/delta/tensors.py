@@ -38,8 +38,9 @@ class Tensors(NamedTuple):
     cu_seqlens: Tensor | None  # [N+1]
     o: Tensor | None  # [B, T, Hv, V]; None if only states are needed
     final_state: Tensor | None  # [N, Hv, K, V]
-    checkpoints: Tensor | None = None  # [B, n, Hv, K, V]
+    checkpoints: Tensor | None = None  # [B, n, Hv, K, V], or the pool
     entering: Tensor | None = None  # [I, Hv, K, V], the states that enter segments if sequences are cut
+    pool: Tensor | None = None  # [P, Hv, K, V], from which states are read, and into which they are written
 
 
 class BackwardTensors(NamedTuple):

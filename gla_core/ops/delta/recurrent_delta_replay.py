@@ -3,9 +3,11 @@
 The recurrence is that of `recurrent_delta_step`. A backend's function receives and returns
 
     recurrent_delta_replay(q, k, v, g, beta, pool, ring_k, ring_v, ring_g, slots, ring_start, num_accepted, scale,
-                           cu_seqlens, has_state, pad_slot, gate_normalizer, out) -> o
+                           cu_seqlens, has_state, pad_slot, gate_normalizer, normalize, beta_limit, gate_activation,
+                           bound, A_log, dt_bias, out) -> o
 
-Everything but beta [B, T, Hv] is as in `recurrent_gla_replay`, and ring_v holds what a token adds to a state:
+beta is [B, T, Hv], and `recurrent_delta_step` explains the arguments after gate_normalizer. Everything else is as in
+`recurrent_gla_replay`, but ring_v holds what a token adds to a state:
 
     u = beta (v - k diag(alpha) S)        S' = diag(alpha) S + k^T u
 
@@ -24,7 +26,7 @@ from gla_core.dispatch.tensors import decayed, pairwise_sum
 from gla_core.ops._replay import spec_of_replay
 from gla_core.ops._serving import serving
 from gla_core.ops.delta.chunk_delta import FORWARD
-from gla_core.ops.delta.inputs import Gate, inputs
+from gla_core.ops.delta.inputs import ARGUMENTS, Gate, projections, with_projections
 from gla_core.ops.delta.recurrent_delta_step import STEP, refuse_in_place
 from gla_core.ops.gla.chunk_gla import NORMALIZER
 
@@ -120,10 +122,10 @@ def recurrent_delta_replay(
     """
     tokens = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     options = (normalize, gate, gate_normalizer, beta_limit, backend)
-    q, k, v, g, beta, c = inputs(REPLAY, tokens, None, *options).values()
+    taken, how = projections(REPLAY, tokens, *options)
     memory, numbers = (pool, ring_k, ring_v, ring_g), (slots, ring_start, num_accepted)
     sequences = (cu_seqlens, has_state, pad_slot)
-    return _call((q, k, v, g, beta, *memory, *numbers, scale, *sequences, c, out), backend, state_v_first)
+    return _call((*taken, *memory, *numbers, scale, *sequences, *how, out), backend, state_v_first)
 
 
 def _replayed(step: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor) -> Tensor:
@@ -144,6 +146,10 @@ def _keys_of(k: Tensor, state: Tensor) -> Tensor:
     return k.to(state.dtype).repeat_interleave(state.shape[1] // k.shape[1], dim=1)
 
 
-REPLAY = spec_of_replay("recurrent_delta_replay", FORWARD, STEP, "chunk_delta_pool", _replayed, _kept, NORMALIZER)
+REPLAY = with_projections(
+    spec_of_replay(
+        "recurrent_delta_replay", FORWARD, STEP, "chunk_delta_pool", _replayed, _kept, NORMALIZER, *ARGUMENTS
+    )
+)
 
 _call = serving(REPLAY, train_with=FORWARD, refuse_in_place=refuse_in_place)

@@ -8,9 +8,12 @@ Per row and value head, with alpha = exp(g), a number for each key or one number
 
 A backend's function receives and returns
 
-    recurrent_delta_step(q, k, v, g, beta, state, scale, state_indices, gate_normalizer, inplace) -> (o, state)
+    recurrent_delta_step(q, k, v, g, beta, state, scale, state_indices, gate_normalizer, normalize, beta_limit,
+                         gate_activation, bound, A_log, dt_bias, inplace) -> (o, state)
 
-beta is [B, Hv]. Everything else is as in `recurrent_gla_step`, rows that are skipped too.
+beta is [B, Hv]. The six arguments after gate_normalizer say what to compute of q, k, g and beta first, as inputs.py
+explains. A function that lacks any of them receives computed inputs, and no such argument. Everything else is as in
+`recurrent_gla_step`, rows that are skipped too.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from gla_core.ops import _invariant, _step, autocast, checks
 from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run, transformed
 from gla_core.ops._torch_op import refusal_in_place, refuse_tangents, tell_autograd
 from gla_core.ops.delta.chunk_delta import FORWARD
-from gla_core.ops.delta.inputs import Gate, inputs
+from gla_core.ops.delta.inputs import ARGUMENTS, Gate, projections, with_projections
 from gla_core.ops.gla.recurrent_gla_step import STEP as GLA_STEP
 from gla_core.ops.gla.recurrent_gla_step import RecurrentGlaStep
 from gla_core.ops.spec import (
@@ -101,31 +104,31 @@ def recurrent_delta_step(
     S = checks.transposed(state) if state_v_first else state
     tokens = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     options = (normalize, gate, gate_normalizer, beta_limit, backend)
-    q, k, v, g, beta, c = inputs(STEP, tokens, None, *options).values()
-    if needs_gradient(q, k, v, g, beta, state):
+    taken, how = projections(STEP, tokens, *options)
+    if needs_gradient(*taken, state):
         _no_backward()
     try:
-        o, new = _call((q, k, v, g, beta), S, scale, slots, c, inplace, backend)
+        o, new = _call(taken, S, scale, slots, how, inplace, backend)
     except (ValueError, TypeError) as error:
         if not state_v_first:
             raise
-        raise STEP.error_in_layout(error, (q, k, v, g, beta, S, scale, slots, c, inplace)) from None
+        raise STEP.error_in_layout(error, (*taken, S, scale, slots, *how, inplace)) from None
     return RecurrentGlaStep(o, state if inplace else checks.transposed(new) if state_v_first else new)
 
 
 def _call(
-    tokens: tuple, state: Tensor, scale: Any, slots: Tensor | None, c: int | None, inplace: bool, backend: str | None
+    tokens: tuple, state: Tensor, scale: Any, slots: Tensor | None, how: tuple, inplace: bool, backend: str | None
 ) -> tuple[Tensor, Tensor]:
     q = tokens[0]
     if bypasses_torch(q):
-        args = (*tokens, state, scale_or_default(q, scale), slots, c, inplace)
+        args = (*tokens, state, scale_or_default(q, scale), slots, *how, inplace)
         results = run(STEP, args, current_request(backend))
         if inplace:
             tell_autograd(state)
         return results
     tokens = autocast.inputs(STEP, *tokens)
     refuse_tangents(*tokens, state)
-    args = (*tokens, state, plain_number(scale), slots, c, request_text(backend))
+    args = (*tokens, state, plain_number(scale), slots, *how, request_text(backend))
     if not inplace:
         return _torch_step(*args)
     if transformed():
@@ -139,21 +142,25 @@ def _flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: 
     return 6 * B * v[1] * K * v[2]
 
 
-STEP = OpSpec(
-    name="recurrent_delta_step",
-    public="recurrent_delta_step",
-    arguments=(
-        Argument("q", "Tensor", "B H K", INPUT),
-        *arguments_of(GLA_STEP, "k", "v", "g"),
-        Argument("beta", "Tensor", "B Hv", AS_INPUT_OR_FLOAT32),
-        *arguments_of(GLA_STEP, "state", "scale", "state_indices", "gate_normalizer", "inplace"),
-    ),
-    results=(Result("o", "B Hv V"), GLA_STEP.results[1]),
-    sizes={name: size for name, size in GLA_STEP.sizes.items() if name != "Hq"},
-    reads=_step.reads,
-    flops=_flops,
-    tokens=FORWARD.tokens,
-    by_segments=_invariant.step,
+STEP = with_projections(
+    OpSpec(
+        name="recurrent_delta_step",
+        public="recurrent_delta_step",
+        arguments=(
+            Argument("q", "Tensor", "B H K", INPUT),
+            *arguments_of(GLA_STEP, "k", "v", "g"),
+            Argument("beta", "Tensor", "B Hv", AS_INPUT_OR_FLOAT32),
+            *arguments_of(GLA_STEP, "state", "scale", "state_indices", "gate_normalizer"),
+            *ARGUMENTS,
+            *arguments_of(GLA_STEP, "inplace"),
+        ),
+        results=(Result("o", "B Hv V"), GLA_STEP.results[1]),
+        sizes={name: size for name, size in GLA_STEP.sizes.items() if name != "Hq"},
+        reads=_step.reads,
+        flops=_flops,
+        tokens=FORWARD.tokens,
+        by_segments=_invariant.step,
+    )
 )
 
 

@@ -3,9 +3,11 @@
 The recurrence is that of `recurrent_delta_step`. A backend's function receives and returns
 
     recurrent_delta_steps(q, k, v, g, beta, pool, slots, scale, cu_seqlens, num_accepted, read_slots, has_state,
-                          pad_slot, gate_normalizer, out) -> o
+                          pad_slot, gate_normalizer, normalize, beta_limit, gate_activation, bound, A_log, dt_bias,
+                          out) -> o
 
-Everything but beta [B, T, Hv] is as in `recurrent_gla_steps`.
+Everything but beta [B, T, Hv], and the arguments after gate_normalizer, which `recurrent_delta_step` explains, is as in
+`recurrent_gla_steps`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from torch import Tensor
 from gla_core.ops._serving import serving
 from gla_core.ops._steps import spec_of_steps
 from gla_core.ops.delta.chunk_delta import FORWARD
-from gla_core.ops.delta.inputs import Gate, inputs
+from gla_core.ops.delta.inputs import ARGUMENTS, Gate, projections, with_projections
 from gla_core.ops.delta.recurrent_delta_step import STEP, refuse_in_place
 from gla_core.ops.gla.chunk_gla import NORMALIZER
 
@@ -97,11 +99,13 @@ def recurrent_delta_steps(
         slots = slots[:, None]
     tokens = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     options = (normalize, gate, gate_normalizer, beta_limit, backend)
-    q, k, v, g, beta, c = inputs(STEPS, tokens, None, *options).values()
+    taken, how = projections(STEPS, tokens, *options)
     sequences = (cu_seqlens, num_accepted, read_slots, has_state, pad_slot)
-    return _call((q, k, v, g, beta, pool, slots, scale, *sequences, c, out), backend, state_v_first)
+    return _call((*taken, pool, slots, scale, *sequences, *how, out), backend, state_v_first)
 
 
-STEPS = spec_of_steps("recurrent_delta_steps", FORWARD, STEP, "chunk_delta_pool", NORMALIZER)
+STEPS = with_projections(
+    spec_of_steps("recurrent_delta_steps", FORWARD, STEP, "chunk_delta_pool", NORMALIZER, *ARGUMENTS)
+)
 
 _call = serving(STEPS, train_with=FORWARD, refuse_in_place=refuse_in_place)

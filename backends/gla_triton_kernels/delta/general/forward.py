@@ -18,10 +18,13 @@ left operands of others, which stay in registers. Right operands do not depend o
 
 The rows of kin, qin and kout may have factors, which multiply columns of products; common.py explains units.
 
+If states are in a pool, chunks/slots.py gives the slots that a sequence reads and writes; sequences are then whole.
+
 A checkpoint is the state that enters a chunk whose first token comes a multiple of `every` tokens after the start of
 its sequence. Segments are numbered as in segments.py, and chunks are segments of C tokens.
 
 B batch   T tokens   N sequences   I segments, by default the N sequences   J chunks   n rows of checkpoints
+P slots of a pool
 H heads of q and k   Hv heads of values, states, gates and beta   R = Hv / H value heads of a key head
 K, V key and value width   C tokens of a chunk   BK K padded to a power of two   BV values of a block
 
@@ -125,6 +128,8 @@ def _arguments(
         "numbers_ptr": chunks.numbers,
         "decay_ptr": chunks.decay,
         "initial_ptr": x.initial_state,
+        "pool_ptr": x.pool,
+        "slots_ptr": segments.slots,
         "order_ptr": segments.order,
         "o_ptr": x.o,
         "final_ptr": x.final_state,
@@ -140,7 +145,7 @@ def _arguments(
         **strides_of("k", chunks.kin),
         **strides_of("v", v),
         **strides_of("n", x.beta),
-        **state_strides("stride_s", x.initial_state),
+        **state_strides("stride_s", x.initial_state if x.pool is None else x.pool),
         "K": K,
         "V": V,
         "C": CHUNK,
@@ -165,10 +170,12 @@ def _chunk_delta_fwd_kernel(
     numbers_ptr,  # [J, Hv, 5, C]
     decay_ptr,  # [J, Hv, K], [J, Hv, 1] with SHARED, or None
     initial_ptr,  # [N, Hv, K, V] or None
+    pool_ptr,  # [P, Hv, K, V] or None
+    slots_ptr,  # [N, 4], or None without a pool
     order_ptr,  # [I, 5], or None for a batch
     o_ptr,  # [B, T, Hv, V], contiguous, or None
     final_ptr,  # [N, Hv, K, V], or None
-    checkpoints_ptr,  # [B, n, Hv, K, V] or None
+    checkpoints_ptr,  # [B, n, Hv, K, V], or the pool, or None
     entering_ptr,  # [I, Hv, K, V], or None if sequences are whole
     reached_ptr,  # [I, Hv, K, V] for the states of segments that are followed, else None
     counts_ptr,  # [2] or None; see `Segments`
@@ -190,7 +197,7 @@ def _chunk_delta_fwd_kernel(
     stride_nb,  # strides of beta
     stride_nt,
     stride_nh,
-    stride_sn,  # strides of initial_ptr; see `in_state`
+    stride_sn,  # strides of initial_ptr or of the pool; see `in_state`
     stride_sh,
     stride_sk,
     stride_sv,
@@ -252,7 +259,15 @@ def _chunk_delta_fwd_kernel(
     if initial_ptr is not None and start == origin:
         initial_ptr += sequence.to(tl.int64) * stride_sn + h.to(tl.int64) * stride_sh
         S = tl.load(initial_ptr + in_state(i_k, i_v, stride_sk, stride_sv), mask=m_s, other=0.0)
-    if checkpoints_ptr is not None:
+    if pool_ptr is not None:
+        slots_ptr += sequence * 4
+        pool_ptr += h.to(tl.int64) * stride_sh + in_state(i_k, i_v, stride_sk, stride_sv)  # [BV, BK], of slot 0
+        slot = tl.load(slots_ptr).to(tl.int64)
+        S = tl.load(pool_ptr + slot * stride_sn, mask=m_s & (slot >= 0), other=0.0).to(tl.float32)
+    kept, kept_after = tl.cast(0, tl.int64), 0  # slot of a checkpoint in the pool, and tokens before it
+    if checkpoints_ptr is not None and pool_ptr is not None:
+        kept, kept_after = tl.load(slots_ptr + 2).to(tl.int64), tl.load(slots_ptr + 3)
+    elif checkpoints_ptr is not None:
         row = b * tl.cdiv(T, every) if order_ptr is None else sequence + origin // every
         checkpoints_ptr += (tl.cast(row, tl.int64) * Hv + h) * (K * V)  # the first checkpoint of the sequence
 
@@ -266,8 +281,11 @@ def _chunk_delta_fwd_kernel(
     for t in tl.range(start, end, C, num_stages=STAGES):  # pyright: ignore
         if checkpoints_ptr is not None:
             passed = t - origin
-            if passed % every == 0:
-                checkpoint = checkpoints_ptr + tl.cast(passed // every, tl.int64) * Hv * (K * V) + i_k * V + i_v
+            if passed % every == 0 if pool_ptr is None else passed == kept_after:
+                if pool_ptr is None:
+                    checkpoint = checkpoints_ptr + tl.cast(passed // every, tl.int64) * Hv * (K * V) + i_k * V + i_v
+                else:
+                    checkpoint = pool_ptr + kept * stride_sn
                 tl.store(checkpoint, S.to(checkpoints_ptr.dtype.element_ty), mask=m_s)
         kin = load_tile(None, kin_ptr, stride_kt, stride_kh, b, t, h // R, 0, end, K, C, BK)  # [C, BK]
         v = tl.zeros([BV, C], tl.float32)
@@ -306,3 +324,6 @@ def _chunk_delta_fwd_kernel(
     if final_ptr is not None:
         final_ptr += (sequence.to(tl.int64) * Hv + h) * (K * V)
         tl.store(final_ptr + i_k * V + i_v, S, mask=m_s & (end == last))
+    if pool_ptr is not None:
+        slot = tl.load(slots_ptr + 1).to(tl.int64)
+        tl.store(pool_ptr + slot * stride_sn, S.to(pool_ptr.dtype.element_ty), mask=m_s & (slot >= 0))

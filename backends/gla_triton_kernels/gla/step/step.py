@@ -2,7 +2,7 @@
 
     S' = diag(exp g) S + k^T v        o = scale * q S'
 
-With beta it computes a delta rule, in which u = beta (v - k diag(exp g) S) takes the place of v.
+With beta it computes a delta rule, in which u = beta (v - k diag(exp g) S) takes the place of v; see delta.py.
 
 B batch   P states of the pool   H key heads   Hq query heads   Hv heads of values, states and gates
 Ho = max(Hq, Hv) heads of o   G = Ho / Hv query heads of a state   R = Hv / H value heads of a key head
@@ -13,6 +13,7 @@ The grid has one program per row of the batch, value head and BV values.
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
 """
 
+# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -25,9 +26,19 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gla_core.dispatch.backend import OpCall
 from gla_core.dispatch.tensors import ceil_div, new_state
+from gla_triton_kernels.gla.step.delta import (
+    Inputs,
+    activated,
+    added,
+    delta_arguments,
+    floats_of,
+    inputs_of,
+    learnt,
+    load_parameters,
+    unit,
+)
 from gla_triton_kernels.gla.step.plan import Plan, plan
 from gla_triton_runtime.architecture import gpu_of_call
-from gla_triton_runtime.gates import log_gates
 from gla_triton_runtime.launch import Launch, overlapping
 from gla_triton_runtime.prepared import Launches, rehearsed
 
@@ -38,10 +49,12 @@ Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Te
 def prepare(call: OpCall) -> Callable[..., tuple[Tensor, Tensor]]:
     """Plans a call, compiles its kernel, and returns the function that computes calls of the same signature.
 
+    Its arguments are those of the op, and behind them those that only a delta rule has.
+
     Raises:
         LaunchError: the kernel does not compile for this device, or does not fit it.
     """
-    planned, launched = plan(call, gpu_of_call(call)), Launches(call.device)
+    planned, launched, floats_of_call = plan(call, gpu_of_call(call)), Launches(call.device), floats_of(call)
 
     def run(
         q: Tensor,
@@ -53,28 +66,36 @@ def prepare(call: OpCall) -> Callable[..., tuple[Tensor, Tensor]]:
         state_indices: Tensor | None,
         gate_normalizer: int | None,
         inplace: bool,
+        beta: Tensor | None = None,
+        normalize: float | None = None,
+        beta_limit: float | None = None,
+        gate_activation: str | None = None,
+        bound: float | None = None,
+        A_log: Tensor | None = None,
+        dt_bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         if state_indices is not None and not inplace:  # rows without an index are also copied
             state, inplace = new_state(state).copy_(state), True
         new = None if inplace else new_state(state)
         o = v.new_empty(len(q), max(q.shape[1], v.shape[1]), v.shape[2])
         if o.numel():
-            tensors = (q, k, v, g, state, state_indices, new, o)
-            if unrecorded := launched.replay(tensors, scale):
-                unrecorded.start(launch_step(planned, tensors, scale, gate_normalizer))
+            tensors, floats = (q, k, v, g, state, state_indices, new, o), floats_of_call(normalize, beta_limit, bound)
+            if unrecorded := launched.replay((*tensors, beta, A_log, dt_bias), scale, *floats):
+                delta = inputs_of(beta, floats, normalize, beta_limit, gate_activation, A_log, dt_bias)
+                unrecorded.start(launch_step(planned, tensors, scale, gate_normalizer, delta))
         return o, state if new is None else new
 
     return rehearsed(run, call)
 
 
 def launch_step(
-    plan: Plan, tensors: Tensors, scale: float, normalizer: int | None, beta: Tensor | None = None
+    plan: Plan, tensors: Tensors, scale: float, normalizer: int | None, delta: Inputs | None = None
 ) -> list[Launch]:
     """Returns the launch of a step.
 
     Args:
-        beta: [B, Hv] for a delta rule, else None.
-        normalizer: the number by which log sigma is divided if g holds logits; None if g holds log gates.
+        normalizer: the number by which log sigma is divided if g holds logits of it, else None.
+        delta: the other inputs of a delta rule, else None.
     """
     q, k, v, g, state, state_indices, new, o = tensors
     B, (P, Hv, _, V) = len(q), state.shape
@@ -84,10 +105,10 @@ def launch_step(
         "indices_ptr": state_indices,
         "new_ptr": new,
         "o_ptr": o,
-        "beta_ptr": beta,
+        **delta_arguments(delta),
         "scale": scale,
         "P": P,
-        **token_strides("beta", beta),
+        **token_strides("beta", None if delta is None else delta.beta),
         "new_stride_k": written.stride(2),
         "new_stride_v": written.stride(3),
         "V": V,
@@ -136,7 +157,10 @@ def token_strides(name: str, x: Tensor | None) -> dict[str, int | None]:
     return {f"{name}_stride_b": b, f"{name}_stride_h": h}
 
 
-@triton.jit(do_not_specialize=["scale", "P"], do_not_specialize_on_alignment=["indices_ptr"])
+@triton.jit(
+    do_not_specialize=["scale", "eps", "limit", "bound", "P"],
+    do_not_specialize_on_alignment=["indices_ptr", "A_log_ptr"],
+)
 def _recurrent_gla_step(
     q_ptr,  # [B, Hq, K]
     k_ptr,  # [B, H, K]
@@ -146,9 +170,15 @@ def _recurrent_gla_step(
     indices_ptr,  # [B], or None if row b has state b
     new_ptr,  # [B, Hv, K, V], dense, or None to update state_ptr in place
     o_ptr,  # [B, Ho, V], contiguous
-    beta_ptr,  # [B, Hv] for a delta rule, or None
+    beta_ptr,  # [B, Hv] for a delta rule, or None, and so are all its other arguments
+    A_log_ptr,  # [Hv] or None
+    bias_ptr,  # [Hv, K] if KEY_BIAS, else [Hv], or None
     scale,
+    eps,
+    limit,
+    bound,
     P,
+    bias_h,
     beta_stride_b,
     beta_stride_h,
     q_stride_b,
@@ -161,6 +191,10 @@ def _recurrent_gla_step(
     g_stride_h,
     KEY_GATES: tl.constexpr,
     NORMALIZER: tl.constexpr,
+    KEY_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    LIMITED: tl.constexpr,
     state_stride_p,
     state_stride_h,
     state_stride_k: tl.constexpr,
@@ -204,7 +238,30 @@ def _recurrent_gla_step(
     blocks = (state_block, new_block, o_block)
     if beta_ptr is not None:
         beta_ptr += b * beta_stride_b + h * beta_stride_h
-    advance(token, strides, (b, h, rows, columns), blocks, scale, KEY_GATES, NORMALIZER, G, R, K, V, beta_ptr)
+    advance(
+        token,
+        strides,
+        (b, h, rows, columns),
+        blocks,
+        scale,
+        KEY_GATES,
+        NORMALIZER,
+        G,
+        R,
+        K,
+        V,
+        beta_ptr,
+        A_log_ptr,
+        bias_ptr,
+        bias_h,
+        eps,
+        limit,
+        bound,
+        KEY_BIAS,
+        ACTIVATION,
+        NORMALIZE,
+        LIMITED,
+    )
 
 
 @triton.jit
@@ -221,6 +278,16 @@ def advance(
     K: tl.constexpr,
     V: tl.constexpr,
     beta_block=None,
+    A_log_ptr=None,
+    bias_ptr=None,
+    bias_h=None,
+    eps=None,
+    limit=None,
+    bound=None,
+    KEY_BIAS=False,
+    ACTIVATION=None,
+    NORMALIZE=False,
+    LIMITED=False,
 ):
     """Computes BV columns of a state after a token, and the same columns of the outputs of its G query heads.
 
@@ -230,7 +297,7 @@ def advance(
         place: the row, the head of values, the keys [BK] and the values [BV].
         blocks: pointers [BK, BV] from which the state is read, pointers [BK, BV] to which it is written, and pointers
             to the output of the first query head [BV].
-        beta_block: pointer to the beta of a delta rule, or None.
+        beta_block: pointer to the beta of a delta rule, or None. All arguments after it are those of the kernel.
     """
     q_ptr, k_ptr, v_ptr, g_ptr = token
     q_stride_b, q_stride_h, k_stride_b, k_stride_h, v_stride_b, v_stride_h, g_stride_b, g_stride_h = strides
@@ -252,16 +319,19 @@ def advance(
     beta = beta_block
     if beta_block is not None:
         beta = tl.load(beta_block)
+    A_log, bias = load_parameters(A_log_ptr, bias_ptr, bias_h, h, rows, in_k, KEY_BIAS)
     if g_ptr is not None:
         if KEY_GATES:
             g = tl.load(g_block, mask=in_k, other=0.0)  # [BK]
-            state = tl.exp(log_gates(g, NORMALIZER))[:, None] * state.to(tl.float32)
+            g = activated(g, A_log, bias, bound, ACTIVATION, NORMALIZER)
+            state = tl.exp(g)[:, None] * state.to(tl.float32)
         else:
-            g = tl.load(g_block)
-            state = tl.exp(log_gates(g, NORMALIZER)) * state.to(tl.float32)
+            g = activated(tl.load(g_block), A_log, bias, bound, ACTIVATION, NORMALIZER)
+            state = tl.exp(g) * state.to(tl.float32)
+    q, k = unit(q, eps, NORMALIZE), unit(k, eps, NORMALIZE)
     if beta_block is not None:
         state = state.to(tl.float32)
-        v = added(state, k, v, beta)
+        v = added(state, k, v, learnt(beta, limit, LIMITED))
     state = state.to(tl.float32) + k.to(tl.float32)[:, None] * v.to(tl.float32)[None, :]
 
     for i in range(G):
@@ -272,9 +342,3 @@ def advance(
         q = following
 
     tl.store(new_block, state.to(new_block.dtype.element_ty), mask=in_state)
-
-
-@triton.jit
-def added(state, k, v, beta):
-    """Returns u = beta (v - k S) [BV], what a token of a delta rule adds at its key to the decayed state [BK, BV]."""
-    return beta.to(tl.float32) * (v.to(tl.float32) - tl.sum(k.to(tl.float32)[:, None] * state, axis=0))

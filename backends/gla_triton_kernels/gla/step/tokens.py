@@ -2,8 +2,8 @@
 
     S_t = diag(exp g_t) S_t-1 + k_t^T v_t        o_t = scale * q_t S_t
 
-With beta they are those of a delta rule: u_t = beta_t (v_t - k_t diag(exp g_t) S_t-1) takes the place of v_t. Then the
-ring for v holds u, so accepted tokens are replayed in the same way.
+With beta they are those of a delta rule: u_t = beta_t (v_t - k_t diag(exp g_t) S_t-1) takes the place of v_t; see
+delta.py. Then the ring for v holds u, so accepted tokens are replayed in the same way.
 
 A state stays in registers, in float32, from the first token to the last. Each copy that is written is rounded from it.
 
@@ -44,11 +44,20 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gla_core.dispatch.backend import OpCall
 from gla_core.dispatch.tensors import ceil_div
+from gla_triton_kernels.gla.step.delta import (
+    Inputs,
+    activated,
+    added,
+    delta_arguments,
+    floats_of,
+    inputs_of,
+    learnt,
+    load_parameters,
+    unit,
+)
 from gla_triton_kernels.gla.step.plan import Plan, plan
-from gla_triton_kernels.gla.step.step import added
 from gla_triton_kernels.slots import is_slot
 from gla_triton_runtime.architecture import gpu_of_call
-from gla_triton_runtime.gates import log_gates
 from gla_triton_runtime.launch import Launch, overlapping
 from gla_triton_runtime.prepared import Launches, rehearsed
 
@@ -71,16 +80,17 @@ class Tensors(NamedTuple):
     ring_v: Tensor | None = None  # [P, L, Hv, V]
     ring_g: Tensor | None = None  # [P, L, Hv, K] or [P, L, Hv]
     ring_start: Tensor | None = None  # [N]
-    beta: Tensor | None = None  # [B, T, Hv], for a delta rule
 
 
 def prepare_steps(call: OpCall) -> Callable[..., Tensor]:
     """Plans a call, compiles its kernel, and returns the function that computes calls of the same signature.
 
+    Its arguments are those of the op, and behind them those that only a delta rule has.
+
     Raises:
         LaunchError: the kernel does not compile for this device, or does not fit it.
     """
-    planned, launched = plan_tokens(call), Launches(call.device)
+    planned, launched, floats_of_call = plan_tokens(call), Launches(call.device), floats_of(call)
 
     def run(
         q: Tensor,
@@ -97,14 +107,23 @@ def prepare_steps(call: OpCall) -> Callable[..., Tensor]:
         pad_slot: int,
         gate_normalizer: int | None,
         out: Tensor | None,
+        beta: Tensor | None = None,
+        normalize: float | None = None,
+        beta_limit: float | None = None,
+        gate_activation: str | None = None,
+        bound: float | None = None,
+        A_log: Tensor | None = None,
+        dt_bias: Tensor | None = None,
     ) -> Tensor:
         o = v.new_empty(*q.shape[:2], max(q.shape[2], v.shape[2]), v.shape[3]) if out is None else out
         if len(slots) == 0:
             return o.zero_()
         if o.numel():
             x = (q, k, v, g, pool, slots, cu_seqlens, num_accepted, has_state, o, read_slots)
-            if unrecorded := launched.replay(x, scale):
-                unrecorded.start(launch_tokens(planned, Tensors(*x), scale, pad_slot, gate_normalizer))
+            floats = floats_of_call(normalize, beta_limit, bound)
+            if unrecorded := launched.replay((*x, beta, A_log, dt_bias), scale, *floats):
+                delta = inputs_of(beta, floats, normalize, beta_limit, gate_activation, A_log, dt_bias)
+                unrecorded.start(launch_tokens(planned, Tensors(*x), scale, pad_slot, gate_normalizer, delta))
         return o
 
     return rehearsed(run, call)
@@ -112,7 +131,7 @@ def prepare_steps(call: OpCall) -> Callable[..., Tensor]:
 
 def prepare_replay(call: OpCall) -> Callable[..., Tensor]:
     """Prepares a replay; see `prepare_steps`."""
-    planned, launched = plan_tokens(call), Launches(call.device)
+    planned, launched, floats_of_call = plan_tokens(call), Launches(call.device), floats_of(call)
 
     def run(
         q: Tensor,
@@ -132,14 +151,23 @@ def prepare_replay(call: OpCall) -> Callable[..., Tensor]:
         pad_slot: int,
         gate_normalizer: int | None,
         out: Tensor | None,
+        beta: Tensor | None = None,
+        normalize: float | None = None,
+        beta_limit: float | None = None,
+        gate_activation: str | None = None,
+        bound: float | None = None,
+        A_log: Tensor | None = None,
+        dt_bias: Tensor | None = None,
     ) -> Tensor:
         o = v.new_empty(*q.shape[:2], max(q.shape[2], v.shape[2]), v.shape[3]) if out is None else out
         if len(slots) == 0:
             return o.zero_()
         rings = (ring_k, ring_v, ring_g, ring_start)  # without new tokens, the kernel still updates states
         x = (q, k, v, g, pool, slots, cu_seqlens, num_accepted, has_state, o, None, *rings)
-        if unrecorded := launched.replay(x, scale):
-            unrecorded.start(launch_tokens(planned, Tensors(*x), scale, pad_slot, gate_normalizer))
+        floats = floats_of_call(normalize, beta_limit, bound)
+        if unrecorded := launched.replay((*x, beta, A_log, dt_bias), scale, *floats):
+            delta = inputs_of(beta, floats, normalize, beta_limit, gate_activation, A_log, dt_bias)
+            unrecorded.start(launch_tokens(planned, Tensors(*x), scale, pad_slot, gate_normalizer, delta))
         return o
 
     return rehearsed(run, call)
@@ -150,8 +178,10 @@ def plan_tokens(call: OpCall) -> Plan:
     return plan(dataclasses.replace(call, dims={**call.dims, "B": call.dims["N"]}), gpu_of_call(call))
 
 
-def launch_tokens(plan: Plan, x: Tensors, scale: float, pad_slot: int, normalizer: int | None) -> list[Launch]:
-    """Returns the launch that computes all tokens; see `launch_step` for `normalizer`."""
+def launch_tokens(
+    plan: Plan, x: Tensors, scale: float, pad_slot: int, normalizer: int | None, delta: Inputs | None = None
+) -> list[Launch]:
+    """Returns the launch that computes all tokens; see `launch_step` for `normalizer` and `delta`."""
     (_, T, Hq, K), (P, Hv, _, V), N = x.q.shape, x.pool.shape, len(x.slots)
     arguments = {
         **dict.fromkeys(_recurrent_gla_tokens.arg_names),  # what only the other op has is None, and is not compiled
@@ -164,7 +194,7 @@ def launch_tokens(plan: Plan, x: Tensors, scale: float, pad_slot: int, normalize
         "offsets_ptr": x.cu_seqlens,
         "has_ptr": x.has_state,
         "o_ptr": x.o,
-        "beta_ptr": x.beta,
+        **delta_arguments(delta),
         "scale": scale,
         "P": P,
         "PAD": pad_slot,
@@ -174,7 +204,7 @@ def launch_tokens(plan: Plan, x: Tensors, scale: float, pad_slot: int, normalize
         **_strides("k", x.k),
         **_strides("v", x.v),
         **_strides("g", x.q if x.g is None else x.g),
-        **_strides("beta", x.beta),
+        **_strides("beta", None if delta is None else delta.beta),
         "slots_n": x.slots.stride(0),
         "has_n": _stride(x.has_state),
         "pool_p": x.pool.stride(0),
@@ -248,11 +278,11 @@ def _stride(x: Tensor | None) -> int:
 
 @triton.jit(
     do_not_specialize=[
-        *("scale", "P", "PAD", "N", "T"),
+        *("scale", "eps", "limit", "bound", "P", "PAD", "N", "T"),
         *("slots_n", "start_n", "replayed_n", "accepted_n", "read_n", "has_n"),
     ],
     do_not_specialize_on_alignment=[
-        *("slots_ptr", "start_ptr", "replayed_ptr", "offsets_ptr", "accepted_ptr", "read_ptr", "has_ptr")
+        *("slots_ptr", "start_ptr", "replayed_ptr", "offsets_ptr", "accepted_ptr", "read_ptr", "has_ptr", "A_log_ptr")
     ],
 )
 def _recurrent_gla_tokens(
@@ -272,8 +302,13 @@ def _recurrent_gla_tokens(
     read_ptr,  # [N] or None
     has_ptr,  # [N] or None
     o_ptr,  # [B, T, Ho, V], contiguous
-    beta_ptr,  # [B, T, Hv] for a delta rule, or None
+    beta_ptr,  # [B, T, Hv] for a delta rule, or None, and so are all its other arguments
+    A_log_ptr,  # [Hv] or None
+    bias_ptr,  # [Hv, K] if KEY_BIAS, else [Hv], or None
     scale,
+    eps,
+    limit,
+    bound,
     P,
     PAD,
     N,
@@ -293,6 +328,7 @@ def _recurrent_gla_tokens(
     beta_b,
     beta_t,
     beta_h,
+    bias_h,
     ring_k_b,
     ring_k_t,
     ring_k_h,
@@ -315,6 +351,10 @@ def _recurrent_gla_tokens(
     pool_v: tl.constexpr,
     KEY_GATES: tl.constexpr,
     NORMALIZER: tl.constexpr,
+    KEY_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    LIMITED: tl.constexpr,
     Hv: tl.constexpr,
     G: tl.constexpr,
     R: tl.constexpr,
@@ -373,6 +413,7 @@ def _recurrent_gla_tokens(
         ring_k_block = ring_k_ptr + p * ring_k_b + h // R * ring_k_h + rows  # [BK], of the first token
         ring_v_block = ring_v_ptr + p * ring_v_b + h * ring_v_h + columns  # [BV], of the first token
     state = tl.load(pool_block + p * pool_p, mask=in_state & begins, other=0.0).to(tl.float32)  # [BK, BV]
+    A_log, bias = load_parameters(A_log_ptr, bias_ptr, bias_h, h, rows, in_k, KEY_BIAS)
     if RINGS:
         for i in range(accepted):
             at = (first + i) % L
@@ -380,9 +421,11 @@ def _recurrent_gla_tokens(
             v = tl.load(ring_v_block + at * ring_v_t, mask=in_v, other=0.0)  # [BV]
             if ring_g_ptr is not None:
                 ring_g_block = ring_g_ptr + p * ring_g_b + at * ring_g_t + h * ring_g_h
-                state = decayed(state, load_gates(ring_g_block, rows, in_k, True, KEY_GATES, None), KEY_GATES)
+                g = load_gates(ring_g_block, rows, in_k, True, KEY_GATES).to(tl.float32)
+                state = decayed(state, g, KEY_GATES)
             elif g_ptr is not None:
-                g = load_gates(g_ptr + h * g_h, rows, in_k, True, KEY_GATES, NORMALIZER)
+                g = load_gates(g_ptr + h * g_h, rows, in_k, True, KEY_GATES)
+                g = activated(g, A_log, bias, bound, ACTIVATION, NORMALIZER)
                 state = decayed(state, g, KEY_GATES)  # [BK, BV]
             state += k.to(tl.float32)[:, None] * v.to(tl.float32)[None, :]
         tl.store(pool_block + p * pool_p, state.to(pool_ptr.dtype.element_ty), mask=in_state & writes)
@@ -395,6 +438,7 @@ def _recurrent_gla_tokens(
             at = (first + accepted + j) % L
         k = tl.load(k_ptr + b * k_b + t * k_t + h // R * k_h + rows, mask=in_k & live, other=0.0)  # [BK]
         v = tl.load(v_ptr + b * v_b + t * v_t + h * v_h + columns, mask=in_v & live, other=0.0)  # [BV]
+        k = unit(k, eps, NORMALIZE)
         if RINGS:
             writes_key = live & (tile == 0)
             keys = in_k & writes_key & (h % R == 0)
@@ -404,7 +448,8 @@ def _recurrent_gla_tokens(
         else:
             to = tl.load(slots_ptr + j * slots_s).to(tl.int64)
         if g_ptr is not None:
-            g = load_gates(g_ptr + b * g_b + t * g_t + h * g_h, rows, in_k, live, KEY_GATES, NORMALIZER)  # [BK] or []
+            g = load_gates(g_ptr + b * g_b + t * g_t + h * g_h, rows, in_k, live, KEY_GATES)  # [BK] or []
+            g = activated(g, A_log, bias, bound, ACTIVATION, NORMALIZER)
             state = decayed(state, g, KEY_GATES)  # [BK, BV]
             if ring_g_ptr is not None:
                 ring_g_block = ring_g_ptr + p * ring_g_b + at * ring_g_t + h * ring_g_h
@@ -413,13 +458,14 @@ def _recurrent_gla_tokens(
                 else:
                     tl.store(ring_g_block, g, mask=writes_key)
         if beta_ptr is not None:
-            v = added(state, k, v, tl.load(beta_ptr + b * beta_b + t * beta_t + h * beta_h, mask=live, other=0.0))
+            beta = tl.load(beta_ptr + b * beta_b + t * beta_t + h * beta_h, mask=live, other=0.0)
+            v = added(state, k, v, learnt(beta, limit, LIMITED))
             if RINGS:
                 tl.store(ring_v_block + at * ring_v_t, v.to(ring_v_ptr.dtype.element_ty), mask=in_v & live)
         state += k.to(tl.float32)[:, None] * v.to(tl.float32)[None, :]
         q_block = q_ptr + b * q_b + t * q_t + h * G // R * q_h + rows  # [BK], of the first query head
         o_block = o_ptr + ((b * T + t) * Hv + h) * G * V + columns  # [BV], of the first query head
-        write_outputs(o_block, q_block, q_h, state, scale, in_k, in_v, live, there, G, V)
+        write_outputs(o_block, q_block, q_h, state, scale, in_k, in_v, live, there, eps, NORMALIZE, G, V)
         if not RINGS:
             writes = in_state & live & is_slot(to, P, PAD)
             tl.store(pool_block + to * pool_p, state.to(pool_ptr.dtype.element_ty), mask=writes)
@@ -462,12 +508,12 @@ def _clear(o_ptr, first, end, h, columns, Hv: tl.constexpr, G: tl.constexpr, V: 
 
 
 @triton.jit
-def load_gates(g_block, rows, in_k, live, KEY_GATES: tl.constexpr, NORMALIZER: tl.constexpr):
-    """Returns the log gates of a token in float32: [BK] if KEY_GATES, else a number; undefined if not `live`."""
+def load_gates(g_block, rows, in_k, live, KEY_GATES: tl.constexpr):
+    """Returns what g holds of a token, [BK] if KEY_GATES, else a number; 0 if not `live`."""
     if KEY_GATES:
-        return log_gates(tl.load(g_block + rows, mask=in_k & live, other=0.0), NORMALIZER)
+        return tl.load(g_block + rows, mask=in_k & live, other=0.0)
     else:  # noqa: RET505 -- one branch is compiled
-        return log_gates(tl.load(g_block, mask=live, other=0.0), NORMALIZER)
+        return tl.load(g_block, mask=live, other=0.0)
 
 
 @triton.jit
@@ -480,7 +526,21 @@ def decayed(state, g, KEY_GATES: tl.constexpr):
 
 
 @triton.jit
-def write_outputs(o_block, q_block, q_h, state, scale, in_k, in_v, live, there, G: tl.constexpr, V: tl.constexpr):
+def write_outputs(
+    o_block,
+    q_block,
+    q_h,
+    state,
+    scale,
+    in_k,
+    in_v,
+    live,
+    there,
+    eps,
+    NORMALIZE: tl.constexpr,
+    G: tl.constexpr,
+    V: tl.constexpr,
+):
     """Writes the outputs of a token for the G query heads of a state.
 
     Args:
@@ -490,9 +550,10 @@ def write_outputs(o_block, q_block, q_h, state, scale, in_k, in_v, live, there, 
         in_k, in_v: masks of the keys [BK] and the values [BV] that exist.
         live: whether the token is computed; otherwise its outputs are 0.
         there: whether the token exists; otherwise nothing is written.
+        eps, NORMALIZE: as in `unit`, for queries.
     """
     for _ in range(G):
-        q = tl.load(q_block, mask=in_k & live, other=0.0)  # [BK]
+        q = unit(tl.load(q_block, mask=in_k & live, other=0.0), eps, NORMALIZE)  # [BK]
         o = tl.where(live, scale * tl.sum(q.to(tl.float32)[:, None] * state, axis=0), 0.0)  # [BV]
         tl.store(o_block, o.to(o_block.dtype.element_ty), mask=in_v & there)
         q_block += q_h
