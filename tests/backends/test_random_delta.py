@@ -82,6 +82,8 @@ def missed_steps(seed, device, backend):
     kind, draw = sources(seed, device)
     dtype, (K, V) = kind.choice(dtypes(backend)), kind.choice(WIDTHS)
     B, heads = draw.randint(1, 9), head_counts(kind, draw)
+    if heads["gates"] == "extreme" and dtype == torch.float16:  # outputs may lie below float16's range
+        heads["gates"] = "mild"
     inputs = delta(T=1, B=B, K=K, V=V, dtype=dtype, device=device, initial_state=True, seed=seed, **heads)
     x, factor, how = projections(kind, draw, arguments(inputs), heads["gates"], device, seed)
     state, slots = x.pop("initial_state"), None
@@ -143,8 +145,9 @@ def projections(kind, draw, x, gates, device, seed):
         x["beta"] = limit / length**2 * x["beta"]
     if are_logits and not normalized and length > 1:
         x["k"] = x["k"] / length
-    if not are_logits:
-        x["beta"][:, :: draw.choice([3, 1000])] = 0
+    if not are_logits and draw.random() < 0.5:
+        is_zero = torch.rand(x["beta"].shape, generator=generator, device=device) < 0.3
+        x["beta"] = x["beta"].where(~is_zero, 0)
     if gate is not None:
         x |= logits(kind, gate, x, gates, generator)
     is_projected = normalized or are_logits or gate is not None
