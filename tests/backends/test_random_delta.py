@@ -14,6 +14,7 @@ from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
 from gla_core.dispatch.tensors import wide
 from gla_core.workloads.inputs import delta_inputs, normal, token_of
 from tests.backends.test_random_cases import (
+    ENOUGH,
     SMALLEST,
     WIDTHS,
     WITH_GRADIENTS,
@@ -81,7 +82,7 @@ def missed_steps(seed, device, backend):
     """Yields a description of each wrong result of a step, on states or on a pool, with its error."""
     kind, draw = sources(seed, device)
     dtype, (K, V) = kind.choice(dtypes(backend)), kind.choice(WIDTHS)
-    B, heads = draw.randint(1, 9), head_counts(kind, draw)
+    B, heads = draw.randint(ENOUGH, 24), head_counts(kind, draw)
     if heads["gates"] == "extreme" and dtype == torch.float16:  # outputs may lie below float16's range
         heads["gates"] = "mild"
     inputs = delta(T=1, B=B, K=K, V=V, dtype=dtype, device=device, initial_state=True, seed=seed, **heads)
@@ -94,8 +95,8 @@ def missed_steps(seed, device, backend):
         state = state.repeat(3, 1, 1, 1)
         slots = torch.tensor(draw.sample([-1, *range(3 * B)], B), device=device)
     o, new = oracle.recurrent_delta_step(**plain, state=state.cpu(), slots=None if slots is None else slots.cpu())
-    given = {name: token_of(y, 0) if name in TOKENS else y for name, y in x.items() if name != "cu_seqlens"}
-    actual = gla.recurrent_delta_step(**given, state=state, slots=slots, backend=backend)
+    token = {name: token_of(y, 0) if name in TOKENS else y for name, y in x.items() if name != "cu_seqlens"}
+    actual = gla.recurrent_delta_step(**token, state=state, slots=slots, backend=backend)
     budgets = (factor * FORWARD[dtype], max(factor * FORWARD[dtype], FORWARD[state.dtype]))
     for name, y, ref, budget in zip(("o", "state"), actual, (o, new), budgets, strict=True):
         error = relative_error(y.cpu(), ref)
