@@ -42,6 +42,7 @@ def pytest_addoption(parser):
     parser.addoption("--thorough", action="store_true", help="run the tests marked `thorough` as well")
     forms = ("none", "key", "head", "constant")
     parser.addoption("--gate-form", choices=forms, help="form of every gate in random cases")
+    parser.addoption("--random-cases", type=int, metavar="N", help="number of random cases without a GPU")
 
 
 def pytest_configure(config):

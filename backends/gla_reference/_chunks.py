@@ -12,12 +12,19 @@ B batch   T tokens   H value heads   N sequences   C chunk length   K, V key and
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from einops import rearrange
 from torch import Tensor
 
 from gla_core.dispatch.tensors import ceil_div
-from gla_core.dispatch.transitions import apply
+
+Step = Callable[[int | slice, Tensor], Tensor]
+"""Takes numbers of chunks c and the states that enter them, and returns the states that leave them.
+
+States are [R, H, K, V] if c is a number, and [R, H, m, K, V] if c is a slice of m chunks.
+"""
 
 
 def chunk(B: int, T: int, C: int, cu_seqlens: Tensor | None) -> Dense | Packed:
@@ -43,36 +50,33 @@ class Dense:
         """Writes x [B, H, n, C, ...] to out [B, T, H, ...]; the inverse of `split`."""
         out.copy_(rearrange(x, "b h n c ... -> b (n c) h ...")[:, : self.T])
 
-    def scan(self, state: Tensor, transition: Tensor, update: Tensor, reverse: bool = False) -> tuple[Tensor, Tensor]:
-        """Carries a state [N, H, K, V] through the chunks: state <- transition[n] * state + update[n].
+    def scan(self, state: Tensor, step: Step, reverse: bool = False) -> tuple[Tensor, Tensor]:
+        """Carries a state [N, H, K, V] through the chunks.
 
         Args:
-            transition: [R, H, n, K], or [R, H, n, 1], or dense [R, H, n, K, K].
-            update: [R, H, n, K, V].
             reverse: whether to go from the last chunk to the first.
 
         Returns:
             The state that enters each chunk [R, H, n, K, V], and the state that leaves each sequence [N, H, K, V].
         """
-        entering = torch.empty_like(update)
-        steps = list(zip(entering.unbind(2), transition.unbind(2), update.unbind(2), strict=True))
-        for state_before, transition_c, update_c in reversed(steps) if reverse else steps:
-            state_before.copy_(state)
-            state = apply(transition_c, state, update_c)
+        entering = state.new_empty(*state.shape[:2], self.n, *state.shape[2:])
+        for c in reversed(range(self.n)) if reverse else range(self.n):
+            entering[:, :, c] = state
+            state = step(c, state)
         return entering, state
 
     def checkpoints(self, entering: Tensor, L: int) -> Tensor:
         """Returns checkpoints every L tokens [B, ceil(T / L), H, K, V] from the states that enter chunks."""
         return entering[:, :, :: L // self.C].transpose(1, 2)
 
-    def resume(self, checkpoints: Tensor, L: int, transition: Tensor, update: Tensor) -> Tensor:
+    def resume(self, checkpoints: Tensor, L: int, step: Step, dtype: torch.dtype) -> Tensor:
         """Returns the states that enter all chunks [R, H, n, K, V], computed from checkpoints every L tokens."""
-        entering, every = torch.empty_like(update), L // self.C
-        entering[:, :, ::every] = checkpoints.transpose(1, 2)
+        checkpoints, every = checkpoints.transpose(1, 2), L // self.C
+        entering = checkpoints.new_empty(*checkpoints.shape[:2], self.n, *checkpoints.shape[3:], dtype=dtype)
+        entering[:, :, ::every] = checkpoints
         for i in range(1, every):
-            count = entering[:, :, i::every].shape[2]
-            before = [x[:, :, i - 1 :: every][:, :, :count] for x in (transition, entering, update)]
-            entering[:, :, i::every] = apply(*before)
+            before = slice(i - 1, self.n - 1, every)
+            entering[:, :, i::every] = step(before, entering[:, :, before])
         return entering
 
 
@@ -112,17 +116,17 @@ class Packed:
         joined[:, torch.where(self.inside, self.row, self.T).flatten()] = x
         out.copy_(joined[:, : self.T])
 
-    def scan(self, state: Tensor, transition: Tensor, update: Tensor, reverse: bool = False) -> tuple[Tensor, Tensor]:
+    def scan(self, state: Tensor, step: Step, reverse: bool = False) -> tuple[Tensor, Tensor]:
         """Computes `Dense.scan`; each sequence has its own state, and an empty sequence keeps it."""
-        entering = torch.empty_like(update)
+        entering = state.new_empty(1, state.shape[1], self.n, *state.shape[2:])
         leaving = torch.cat([state, state.new_zeros(1, *state.shape[1:])])  # [N+1, H, K, V]
         opens = self.is_last if reverse else self.is_first
-        current = update.new_zeros(1, *update.shape[1:2], *update.shape[3:])  # [1, H, K, V]
+        current = state.new_zeros(1, *state.shape[1:])  # [1, H, K, V]
         for c in reversed(range(self.n)) if reverse else range(self.n):
             sequence = self.sequence[c : c + 1]
             current = torch.where(opens[c], leaving.index_select(0, sequence), current)
             entering[:, :, c] = current
-            current = apply(transition[:, :, c], current, update[:, :, c])
+            current = step(c, current)
             leaving.index_copy_(0, sequence, current)
         return entering, leaving[: self.N]
 
@@ -133,13 +137,13 @@ class Packed:
         states[:, rows] = entering.transpose(1, 2)  # states that are not checkpoints go to the last row
         return states[:, :-1]
 
-    def resume(self, checkpoints: Tensor, L: int, transition: Tensor, update: Tensor) -> Tensor:
+    def resume(self, checkpoints: Tensor, L: int, step: Step, dtype: torch.dtype) -> Tensor:
         """Computes `Dense.resume`."""
         every = L // self.C
         padded = torch.cat([checkpoints, checkpoints.new_zeros(1, 1, *checkpoints.shape[2:])], dim=1)
-        entering = padded[:, self._checkpoint_rows(L)].transpose(1, 2).to(update.dtype)
+        entering = padded[:, self._checkpoint_rows(L)].transpose(1, 2).to(dtype)
         for i in range(1, every):
-            after = apply(transition, entering, update)[:, :, :-1]
+            after = step(slice(None), entering)[:, :, :-1]
             here = (self.position[1:] % every == i)[:, None, None]
             entering[:, :, 1:] = torch.where(here, after, entering[:, :, 1:])
         return entering

@@ -13,20 +13,20 @@ after token s through token t, B the diagonal matrix of the betas, and one row o
     A_ts = scale * sum_d q_td k_sd D_tsd   for s <= t, else 0
     M_ts = sum_d k_td k_sd D_tsd           for s < t, else 0
 
-    u_t subtracts what S and the tokens before t hold at k_t:   U = B (V - k_in S - M U)
-    The solution is   U = W (V - k_in S),   W = B (I - G B),   G = (I + M B)^-1 M
+    u_t subtracts from v_t what S and the tokens before t hold at k_t:   U = B E,   E = V - k_in S - M U
+    The solution is   E = T (V - k_in S),   T = (I + M B)^-1
     o  = q_in S + A U
-    S' = decay S + k_out^T U   =   P S + R     with P = decay - k_out^T W k_in,  R = k_out^T W V
+    S' = decay S + k_out^T U
 
-G is strictly lower triangular, and nothing is divided by beta, which may be 0. The products of gates come from halving
-the chunk (_halving.py): q and k are two queries of each token for the key k. Without the read of the state, with M = 0
-and k_in = 0, all of this is gated linear attention (chunk_gla.py).
+T is lower triangular with a diagonal of 1, and nothing is divided by beta, which may be 0. If the keys of a token share
+a gate, A and M are products of q and k times D [C, C]. If not, they come from halving the chunk (_halving.py): q and k
+are two queries of each token for the key k. With U = V all of this is gated linear attention (chunk_gla.py).
 
 The backward goes through the same equations in reverse. With dS' the gradient of the state that leaves the chunk,
 
-    dU = A^T do + k_out dS'     Y = dU - G^T B dU     dV = B Y     dbeta = sum_V Y * (U without the factor B)
-    dS = P^T dS' + q_in^T do - k_in^T W^T A^T do
-    dA = do U^T                 dM = -dV U^T          d q_in = do S^T     d k_in = -dV S^T     d k_out = U dS'^T
+    dU = A^T do + k_out dS'     dv = T^T B dU     dbeta = sum_V E * (dU - M^T dv)
+    dS = decay dS' + q_in^T do - k_in^T dv
+    dA = do U^T                 dM = -dv U^T      d q_in = do S^T     d k_in = -dv S^T     d k_out = U dS'^T
 
 and q, k and the gates get their gradients from the pairs of tokens at each level of halving, as in chunk_gla.py. No
 large sums are subtracted, so the gradient of a gate of -inf is exactly 0.
@@ -51,7 +51,7 @@ import torch
 from torch import Tensor
 
 from gla_core.dispatch.tensors import checkpoint_dtype, gradient_of_logits, log_gates, wide
-from gla_reference._chunks import Dense, Packed, chunk
+from gla_reference._chunks import Dense, Packed, Step, chunk
 from gla_reference._halving import (
     add_key_gradient,
     add_query_gradient,
@@ -91,8 +91,14 @@ def chunk_delta_fwd(
     chunks, *tokens = _split(q, k, v, g, beta, scale, cu_seqlens, gate_normalizer)
     x = _Chunk.from_tokens(*tokens)
     start = initial_or_zeros(initial_state, k, v, chunks.N)  # [N, H, K, V]
-    entering, final = chunks.scan(start, x.transition, x.update)  # [R, H, n, K, V]
-    o = join(chunks, x.q_in @ entering + x.A @ x.corrections(entering), v.dtype)
+    U = torch.empty_like(x.written)  # [R, H, n, C, V]
+
+    def step(c: int | slice, S: Tensor) -> Tensor:
+        U[:, :, c] = x.corrections(c, S)
+        return x.after(c, S, U[:, :, c])
+
+    entering, final = chunks.scan(start, step)  # [R, H, n, K, V]
+    o = join(chunks, (x.q_in @ entering).add_(x.A @ U), v.dtype)
     checkpoints = None
     if checkpoint_every is not None:
         checkpoints = fresh(chunks.checkpoints(entering, checkpoint_every), checkpoint_dtype(q.dtype))
@@ -121,22 +127,22 @@ def chunk_delta_bwd(
 
     start = initial_or_zeros(initial_state, k, v, chunks.N)  # [N, H, K, V]
     if checkpoints is None or checkpoint_every is None:
-        entering, _ = chunks.scan(start, x.transition, x.update)  # [R, H, n, K, V]
+        entering, _ = chunks.scan(start, x.step)  # [R, H, n, K, V]
     else:
-        entering = chunks.resume(checkpoints, checkpoint_every, x.transition, x.update)
+        entering = chunks.resume(checkpoints, checkpoint_every, x.step, alpha.dtype)
     dfinal = torch.zeros_like(start) if dstate is None else dstate
-    leaving, dinitial = chunks.scan(dfinal, x.transition.mT, x.gradient_update(doc), reverse=True)
+    leaving, dinitial = chunks.scan(dfinal, x.step_back(doc), reverse=True)
 
-    errors = x.errors(entering)  # U before it is multiplied by beta [R, H, n, C, V]
-    U = bc * errors
+    E = x.T @ (vc - x.k_in @ entering)  # [R, H, n, C, V]
+    U = bc * E
     dU = x.A.mT @ doc + x.k_out @ leaving
-    Y = dU - x.G.mT @ (bc * dU)
-    dv = bc * Y
+    dv = x.T.mT @ (bc * dU)
+    dbeta = (E * (dU - x.M.mT @ dv)).sum(-1, keepdim=True)
 
     # The gradients of the rows q and k, which a gate decays from the left, and of the columns k.
     dscores = torch.stack([doc @ U.mT, -dv @ U.mT], -2)  # of A and M [R, H, n, C, 2, C]
-    drows, dcolumns, dg = torch.zeros_like(x.rows), torch.zeros_like(kc), torch.zeros_like(alpha)
     rows, columns, block_decay = _rows(qc, kc, alpha), kc.clone(), alpha
+    drows, dcolumns, dg = torch.zeros_like(rows), torch.zeros_like(kc), torch.zeros_like(alpha)
     upto, after = alpha.clone(), torch.ones_like(alpha)  # products of gates: through t, and after s
     for L in halves(alpha):
         right, left, d = as_rows(right_halves(rows, L)), left_halves(columns, L), scores(dscores, L)
@@ -156,7 +162,7 @@ def chunk_delta_bwd(
         sum_of_values(join(chunks, dk), k).to(k.dtype),
         join(chunks, dv, v.dtype),
         None if g is None else gradient_of_logits(sum_of_tokens(join(chunks, dg), g), g, gate_normalizer).to(g.dtype),
-        join(chunks, (Y * errors).sum(-1, keepdim=True), beta.dtype).squeeze(-1).clone(),
+        join(chunks, dbeta, beta.dtype).squeeze(-1).clone(),
         None if initial_state is None else fresh(dinitial),
     )
 
@@ -164,53 +170,78 @@ def chunk_delta_bwd(
 class _Chunk(NamedTuple):
     """The matrices of all chunks, [R, H, n, ..]; the names are those of the equations above."""
 
-    rows: Tensor  # [.., C, 2, K], q_in and k_in
+    q_in: Tensor  # [.., C, K]
+    k_in: Tensor  # [.., C, K]
     k_out: Tensor  # [.., C, K]
     A: Tensor  # [.., C, C]
-    G: Tensor  # [.., C, C]
-    v: Tensor  # [.., C, V]
+    M: Tensor  # [.., C, C]
+    T: Tensor  # [.., C, C]
     beta: Tensor  # [.., C, 1]
-    transition: Tensor  # P [.., K, K]
-    update: Tensor  # R [.., K, V]
+    decay: Tensor  # [.., D]
+    written: Tensor  # B T V [.., C, V], what U is if S is 0
+    read: Tensor  # B T k_in [.., C, K], what U subtracts is this times S
 
     @staticmethod
     def from_tokens(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> _Chunk:
         """Computes the matrices of chunks from scale * q, k [R, H, n, C, K], v, alpha and beta."""
-        rows, k_out, block_decay = _rows(q, k, alpha), k.clone(), alpha
-        pairs = rows.new_zeros(*rows.shape[:-1], rows.shape[3])  # A and M [R, H, n, C, 2, C]
-        pairs[..., 0, :].diagonal(dim1=-2, dim2=-1).copy_((q * k).sum(-1))
-        for L in halves(alpha):
-            scores(pairs, L).copy_(as_rows(right_halves(rows, L)) @ left_halves(k_out, L).mT)
-            block_decay = double(rows, k_out, block_decay, L)
-        decay = block_decay.squeeze(-2)  # [R, H, n, D]
-        A, M = pairs.unbind(-2)
-        # unitriangular: the diagonal of I + M B is 1
-        G = torch.linalg.solve_triangular(M * beta.mT, M, upper=False, unitriangular=True)
-        read, written = (beta * (x - G @ (beta * x)) for x in (rows[..., 1, :], v))  # W k_in, W V
-        transition = torch.diag_embed(decay.expand(*decay.shape[:-1], k.shape[-1])) - k_out.mT @ read
-        return _Chunk(rows, k_out, A, G, v, beta, transition, k_out.mT @ written)
+        q_in, k_in, k_out, A, M, decay = (_whole if alpha.shape[-1] == 1 else _halved)(q, k, alpha)
+        identity = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device).expand_as(M)
+        T = torch.linalg.solve_triangular(M * beta.mT, identity, upper=False, unitriangular=True)  # its diagonal is 1
+        W = beta * T
+        return _Chunk(q_in, k_in, k_out, A, M, T, beta, decay, W @ v, W @ k_in)
 
-    @property
-    def q_in(self) -> Tensor:
-        return self.rows[..., 0, :]
+    def corrections(self, c: int | slice, S: Tensor) -> Tensor:
+        """Returns U [R, H, (m,) C, V] of chunks c, what their tokens write, from the states S that enter them."""
+        return self.written[:, :, c] - self.read[:, :, c] @ S
 
-    @property
-    def k_in(self) -> Tensor:
-        return self.rows[..., 1, :]
+    def after(self, c: int | slice, S: Tensor, U: Tensor) -> Tensor:
+        """Returns the states that leave chunks c, from the states S that enter them."""
+        return torch.addcmul(self.k_out[:, :, c].mT @ U, self.decay[:, :, c, :, None], S)
 
-    def errors(self, entering: Tensor) -> Tensor:
-        """Returns what U is before it is multiplied by beta [R, H, n, C, V], from the states that enter chunks."""
-        rest = self.v - self.k_in @ entering
-        return rest - self.G @ (self.beta * rest)
+    def step(self, c: int | slice, S: Tensor) -> Tensor:
+        """Returns the states that leave chunks c, from the states S that enter them; see `Step`."""
+        return self.after(c, S, self.corrections(c, S))
 
-    def corrections(self, entering: Tensor) -> Tensor:
-        """Returns U [R, H, n, C, V], what the tokens write, from the states that enter chunks."""
-        return self.beta * self.errors(entering)
+    def step_back(self, do: Tensor) -> Step:
+        """Returns the step from the gradients of the states that leave chunks to those of the states that enter."""
+        solve = (self.beta * self.T).mT
+        from_o, from_state = solve @ (self.A.mT @ do), solve @ self.k_out  # dv is from_o + from_state dS'
+        through_o = self.q_in.mT @ do  # [R, H, n, K, V]
 
-    def gradient_update(self, do: Tensor) -> Tensor:
-        """Returns the gradients of the states that enter chunks [R, H, n, K, V] if those that leave have none."""
-        dU = self.A.mT @ do
-        return self.q_in.mT @ do - self.k_in.mT @ (self.beta * (dU - self.G.mT @ (self.beta * dU)))
+        def step(c: int | slice, dS: Tensor) -> Tensor:
+            dv = from_o[:, :, c] + from_state[:, :, c] @ dS
+            return self.decay[:, :, c, :, None] * dS + through_o[:, :, c] - self.k_in[:, :, c].mT @ dv
+
+        return step
+
+
+def _whole(q: Tensor, k: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Computes `_halved` if the keys of a token share a gate: alpha is [R, H, n, C, 1].
+
+    Products of gates come from gates, without a division, so a gate of 0 needs no special case.
+    """
+    later = torch.ones(alpha.shape[3], alpha.shape[3], dtype=torch.bool, device=alpha.device).tril(-1)  # t > s
+    D = torch.where(later, alpha, 1).cumprod(-2).tril()  # [R, H, n, C, C]
+    upto, after = alpha[..., :1, :] * D[..., :1], D[..., -1, :, None]  # [R, H, n, C, 1]
+    A, M = (q @ k.mT).mul_(D), (k @ k.mT).mul_(D)
+    M.diagonal(dim1=-2, dim2=-1).zero_()
+    return q * upto, k * upto, k * after, A, M, upto[..., -1, :]
+
+
+def _halved(q: Tensor, k: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns q_in, k_in, k_out [R, H, n, C, K], A, M [R, H, n, C, C], and the decay of chunks [R, H, n, K].
+
+    Args:
+        q, k, alpha: scale * q, k and the gates [R, H, n, C, K].
+    """
+    rows, columns, block_decay = _rows(q, k, alpha), k.clone(), alpha
+    pairs = rows.new_zeros(*rows.shape[:-1], rows.shape[3])  # A and M [R, H, n, C, 2, C]
+    pairs[..., 0, :].diagonal(dim1=-2, dim2=-1).copy_((q * k).sum(-1))
+    for L in halves(alpha):
+        scores(pairs, L).copy_(as_rows(right_halves(rows, L)) @ left_halves(columns, L).mT)
+        block_decay = double(rows, columns, block_decay, L)
+    (q_in, k_in), (A, M) = rows.unbind(-2), pairs.unbind(-2)
+    return q_in, k_in, columns, A, M, block_decay.squeeze(-2)
 
 
 def _rows(q: Tensor, k: Tensor, alpha: Tensor) -> Tensor:

@@ -38,7 +38,8 @@ from einops import rearrange
 from torch import Tensor
 
 from gla_core.dispatch.tensors import gradient_of_logits, log_gates, wide
-from gla_reference._chunks import chunk
+from gla_core.dispatch.transitions import apply
+from gla_reference._chunks import Step, chunk
 from gla_reference._halving import (
     add_key_gradient,
     add_query_gradient,
@@ -85,7 +86,7 @@ def chunk_gla_fwd(
     decay = block_decay.squeeze(-2)  # [R, H, n, D]
 
     start = initial_or_zeros(initial_state, k, v, chunks.N)  # [N, H, K, V]
-    entering, final = chunks.scan(start, decay, k_out.mT @ vc)  # [R, H, n, K, V]
+    entering, final = chunks.scan(start, _step(decay, k_out.mT @ vc))  # [R, H, n, K, V]
     o = (as_rows(A) @ vc).add_(as_rows(q_in) @ entering)  # [R, H, n, C*G, V]
     o = o.unflatten(-2, (-1, qc.shape[-2]))  # [R, H, n, C, G, V]
     o = join(chunks, o, v.dtype)
@@ -134,13 +135,14 @@ def chunk_gla_bwd(
     decay = block_decay.squeeze(-2)  # [R, H, n, D]
 
     start = initial_or_zeros(initial_state, k, v, chunks.N)  # [N, H, K, V]
-    update = k_out.mT @ vc  # [R, H, n, K, V]
+    step = _step(decay, k_out.mT @ vc)
     if checkpoints is None or checkpoint_every is None:
-        entering, _ = chunks.scan(start, decay, update)  # [R, H, n, K, V]
+        entering, _ = chunks.scan(start, step)  # [R, H, n, K, V]
     else:
-        entering = chunks.resume(checkpoints, checkpoint_every, decay, update)
+        entering = chunks.resume(checkpoints, checkpoint_every, step, decay.dtype)
     dfinal = torch.zeros_like(start) if dstate is None else dstate
-    leaving, dinitial = chunks.scan(dfinal, decay, as_rows(q_in).mT @ as_rows(doc), reverse=True)  # gradients of states
+    back = _step(decay, as_rows(q_in).mT @ as_rows(doc))
+    leaving, dinitial = chunks.scan(dfinal, back, reverse=True)  # gradients of states
     dv = as_rows(A).mT @ as_rows(doc) + k_out @ leaving  # [R, H, n, C, V]
     add_query_gradient(dq, dg, as_rows(doc) @ entering.mT, q_in, upto)
     add_key_gradient(dk, dg, vc @ leaving.mT, k_out, after)
@@ -187,8 +189,13 @@ def chunk_gla_summary(
     start = lc.new_zeros(chunks.N, H, K, V + 1)
     start[..., V] = 1
     update = torch.nn.functional.pad(update, (0, 1))
-    _, final = chunks.scan(start, decay.squeeze(-2), update, reverse=backwards)  # [N, H, K, V+1]
+    _, final = chunks.scan(start, _step(decay.squeeze(-2), update), reverse=backwards)  # [N, H, K, V+1]
     return fresh(final[..., V]), fresh(final[..., :V])
+
+
+def _step(decay: Tensor, update: Tensor) -> Step:
+    """Returns the step of chunks with the decays [R, H, n, D] and the updates [R, H, n, K, V]."""
+    return lambda c, S: apply(decay[:, :, c], S, update[:, :, c])
 
 
 def _split(

@@ -29,16 +29,16 @@ def recurrent_delta_step(
     inplace: bool,
 ) -> tuple[Tensor, Tensor]:
     """Computes the op; see gla_core/ops/delta/recurrent_delta_step.py."""
-    dtype, Hv = wide(q.dtype), v.shape[1]
-    if k.shape[1] < Hv:  # several value heads read one head of k and q
-        q, k = (x.repeat_interleave(Hv // k.shape[1], dim=1) for x in (q, k))
-    q, k = (x.to(dtype)[:, :, None] for x in (q, k))  # [B, Hv, 1, K]
-    values, beta = v.to(dtype)[:, :, None], beta.to(dtype)[:, :, None, None]  # [B, Hv, 1, V], [B, Hv, 1, 1]
+    dtype, repeats = wide(q.dtype), v.shape[1] // k.shape[1]
+    if repeats > 1:  # several value heads read one head of k and q
+        q, k = (x.repeat_interleave(repeats, dim=1) for x in (q, k))
+    q, k, values = (x.to(dtype).unsqueeze(2) for x in (q, k, v))  # [B, Hv, 1, K], [B, Hv, 1, V]
+    beta = beta.to(dtype)[..., None, None]  # [B, Hv, 1, 1]
     g = None if g is None else log_gates(g, gate_normalizer, dtype)
 
     def step(S: Tensor) -> tuple[Tensor, Tensor]:
         S = decayed(S, g, dtype)  # [B, Hv, K, V]
         S = torch.addcmul(S, k.mT, beta * (values - k @ S))
-        return (scale * (q @ S)).squeeze(2).to(v.dtype, copy=True), S
+        return (scale * (q @ S).squeeze(2)).to(v.dtype), S
 
-    return advance(step, v, Hv, state, state_indices, inplace)
+    return advance(step, v, v.shape[1], state, state_indices, inplace)

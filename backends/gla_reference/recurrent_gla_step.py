@@ -15,7 +15,7 @@ import torch
 from einops import einsum, rearrange
 from torch import Tensor
 
-from gla_core.dispatch.tensors import decayed, log_gates, new_state, wide
+from gla_core.dispatch.tensors import decayed, log_gates, new_state, swapped, wide
 
 
 def recurrent_gla_step(
@@ -60,14 +60,19 @@ def advance(
 
     Args:
         step: takes states [B, H, K, V], and returns o [B, heads, V] with the dtype of v, and the states after the
-            token, in the dtype of sums.
+            token, in the dtype of sums and in memory of their own.
         v: the values [B, H, V].
     """
     if indices is None:
         o, new = step(state)
-        return o, (state if inplace else new_state(state)).copy_(new)
+        return o, state.copy_(new) if inplace else _dense(new.to(state.dtype), swapped(state))
     pool = state if inplace else new_state(state).copy_(state)
     return _advance_in_pool(step, v, heads, pool, indices.long())
+
+
+def _dense(state: Tensor, v_first: bool) -> Tensor:
+    """Returns a state in dense memory, with K and V swapped if v_first."""
+    return state.mT.contiguous().mT if v_first else state.contiguous()
 
 
 def _advance_in_pool(

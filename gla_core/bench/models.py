@@ -1,7 +1,8 @@
 """Times the calls of published models beside the functions of the libraries whose models they are.
 
 A call is the layer's own: Mamba-2's is `mamba_chunk_scan_combined` with the softplus of dt, dt_bias and D; GLA's is
-`chunk_gla`. Ours is the function of the same name in `gla_core.compat`. A floor is defined in `floor_seconds`.
+`chunk_gla`; Kimi Linear's is `chunk_kda` with the norms of q and k. Ours is the function of the same name in
+`gla_core.compat`. A floor is defined in `floor_seconds`.
 """
 
 from __future__ import annotations
@@ -45,9 +46,10 @@ def floor_seconds(model: Model, way: str, bandwidth: float, dtype: torch.dtype =
     One is the time to move each input and output once, at the speed of a copy. The other is the time of the products
     of the chunked form, with chunks of 64 tokens, at `PRODUCTS`. Per token, these are for each state two products with
     the state (K V each), for each head of the output the scores times the values (64 V), and the scores (64 K), which
-    heads share that share q, k and the gates of keys. A backward reads the inputs and the gradient of the output,
-    writes the gradients of the inputs, and has two products for each of the forward. "forward and backward" is the sum
-    of both floors. A step also reads and writes its states.
+    heads share that share q, k and the gates of keys. A delta rule has a third product with the state, and twice the
+    others: of k and k, and of the matrix that solves for what is written. A backward reads the inputs and the gradient
+    of the output, writes the gradients of the inputs, and has two products for each of the forward. "forward and
+    backward" is the sum of both floors. A step also reads and writes its states.
 
     Args:
         way: one of `WAYS`, or "backward".
@@ -75,9 +77,9 @@ def _bytes(model: Model, way: str, dtype: torch.dtype) -> int:
 
 def _products(model: Model) -> float:
     """Returns the floating-point operations of the products of a forward."""
-    dims = model.dims
+    dims, function = model.dims, FUNCTIONS[model.function]
     if "M" not in dims:
-        return products(dims, FUNCTIONS[model.function].gate_form)
+        return products(dims, function.gate_form, function.is_delta_rule)
     # q P, the scores q k^T times s, and the same for p S
     C, slots = min(dims["T"], CHUNK), dims["M"]
     H, Hq, K, V = (dims[name] for name in ("H", "Hq", "K", "V"))
@@ -85,8 +87,8 @@ def _products(model: Model) -> float:
     return 2 * dims["B"] * dims["T"] * (per_state + per_head)
 
 
-def products(dims: Mapping[str, float], gate_form: str | None) -> float:
-    """Returns the floating-point operations of the products of a forward of GLA.
+def products(dims: Mapping[str, float], gate_form: str | None, is_delta_rule: bool = False) -> float:
+    """Returns the floating-point operations of the products of a forward of GLA, or of a delta rule.
 
     Args:
         dims: sizes of the call, of B sequences of T tokens each.
@@ -95,6 +97,8 @@ def products(dims: Mapping[str, float], gate_form: str | None) -> float:
     B, T, H, Hv, Hq, K, V = (dims[name] for name in ("B", "T", "H", "Hv", "Hq", "K", "V"))
     C, heads = min(T, CHUNK), max(Hv, Hq)
     scores = heads if gate_form == "key" else max(H, Hq)
+    if is_delta_rule:
+        return 2 * B * T * (Hv * (3 * K * V + 2 * C * V) + scores * 2 * C * K)
     return 2 * B * T * (Hv * K * V + heads * (K * V + C * V) + scores * C * K)
 
 
@@ -109,12 +113,13 @@ def op_calls(model: Model, way: str, device: torch.device, **facts: Any) -> list
         facts: further fields of `OpCall`, such as `assumed`.
     """
     called = model.resized(B=SEQUENCES, T=1) if way == "step" else model
-    return [describe(op, sizes, device, **facts) for op, sizes in _gla_calls(called, way)]
+    return [describe(op, sizes, device, **facts) for op, sizes in _calls(called, way)]
 
 
-def _gla_calls(model: Model, way: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the op and the sizes of each call of GLA that computes a model's call."""
-    op = {"forward": "chunk_gla_fwd", "backward": "chunk_gla_bwd", "step": "recurrent_gla_step"}[way]
+def _calls(model: Model, way: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the op and the sizes of each call of GLA, or of a delta rule, that computes a model's call."""
+    family = "delta" if FUNCTIONS[model.function].is_delta_rule else "gla"
+    op = {"forward": f"chunk_{family}_fwd", "backward": f"chunk_{family}_bwd", "step": f"recurrent_{family}_step"}[way]
     form = FUNCTIONS[model.function].gate_form
     gates = {"gates": "none"} if form == "none" else {"gate_form": form}
     scalars = {"inplace": True, "state_v_first": model.function == SCAN, "checkpoint_every": None}

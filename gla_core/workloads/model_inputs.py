@@ -1,7 +1,7 @@
 """Random arguments of the calls of published models: one layer's call over sequences, and its step.
 
-Keys, values and queries are standard normal in the dtype of the model. Gates, Mamba-2's parameters and states are
-float32 (float64 with float64 inputs), as layers make them.
+Keys, values and queries are standard normal in the dtype of the model, and betas are between 0 and 1. Gates, Mamba-2's
+parameters and states are float32 (float64 with float64 inputs), as layers make them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from gla_core.workloads.models import FUNCTIONS, SCAN, SEQUENCES, Model
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     SCAN: {"chunk_size": 256, "dt_softplus": True},
     "chunk_linear_attn": {"scale": 1.0, "normalize": True},
+    **{name: {"use_qk_l2norm_in_kernel": True} for name, function in FUNCTIONS.items() if function.is_delta_rule},
 }
 """The other arguments with which layers call a function."""
 CONSTANTS = ("g_gamma",)
@@ -92,6 +93,8 @@ def _random(name: str, shape: tuple[int, ...], dtype: torch.dtype, generator: to
         gate = random_gate(shape, "mild", wide(dtype), generator)
         assert gate is not None
         return gate
+    if name == "beta":
+        return normal(shape, dtype, generator).sigmoid()
     if name == "g_gamma":  # as in Lightning attention
         heads = torch.arange(1, shape[0] + 1, dtype=wide(dtype), device=generator.device)
         return -(2 ** (-8 * heads / shape[0]))

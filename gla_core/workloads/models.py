@@ -1,4 +1,4 @@
-"""Published models of the family: the call that one layer makes, its sizes, and the source that states them.
+"""Published models of both families: the call that one layer makes, its sizes, and the source that states them.
 
 A row is a model, the function that its layers call, and sizes as in `inputs`: H key heads (groups of B and C in
 Mamba-2), R value heads per key head or G query heads per key head, keys of K (the state) and values of V (the channels
@@ -29,8 +29,8 @@ class Function:
         module: the module of that library that has the function. step_module: the one that has the step.
         step: the function that decodes one token.
         inputs: the shape of each input, in order. states: the shapes of the states that a step reads and writes.
-        gate_form: form of the gates in the call of GLA that computes it, one of `inputs.gla_inputs`; "none" without
-            gates.
+        gate_form: form of the gates in the call of GLA, or of a delta rule, that computes it, one of
+            `inputs.gla_inputs`; "none" without gates.
     """
 
     peer: str
@@ -40,6 +40,10 @@ class Function:
     states: tuple[str, ...] = ("B Hv K V",)
     gate_form: str = "key"
     step_module: str = ""
+
+    @property
+    def is_delta_rule(self) -> bool:
+        return "beta" in self.inputs
 
 
 _QKV = {"q": "B T Hq K", "k": "B T H K", "v": "B T Hv V"}
@@ -73,6 +77,13 @@ FUNCTIONS: Mapping[str, Function] = {
     "chunk_lightnet": Function("fla", "fla.ops.lightnet", "fused_recurrent_lightnet", _QKV, ("B H K V", _SUM)),
     "chunk_gsa": Function(
         "fla", "fla.ops.gsa", "fused_recurrent_gsa", {**_QKV, "s": "B T H M", "g": "B T H M"}, ("B H K M", "B H M V")),
+    "chunk_kda": Function(
+        "fla", "fla.ops.kda", "fused_recurrent_kda", {**_QKV, "g": "B T Hv K", "beta": "B T Hv"}),
+    "chunk_gated_delta_rule": Function(
+        "fla", "fla.ops.gated_delta_rule", "fused_recurrent_gated_delta_rule",
+        {**_QKV, "g": "B T Hv", "beta": "B T Hv"}, gate_form="head"),
+    "chunk_delta_rule": Function(
+        "fla", "fla.ops.delta_rule", "fused_recurrent_delta_rule", {**_QKV, "beta": "B T Hv"}, gate_form="none"),
 }
 """The functions by name. What follows a comma says which of its arguments are used."""
 
@@ -105,6 +116,8 @@ def _models(function: str, source: str, *rows: tuple[str, str] | tuple[str, str,
 SCAN = "mamba_chunk_scan_combined"
 _MEGATRON = "NVIDIA-NeMo/Megatron-Bridge: src/megatron/bridge/models/nemotronh/nemotron_h_provider.py, {}"
 _FALCON = "huggingface/transformers: docs/source/en/model_doc/falcon_h1.md; groups: the model's config.json"
+_DEFAULTS = "huggingface/transformers: src/transformers/models/{0}/configuration_{0}.py (its defaults)"
+_FLA_DEFAULTS = "fla-org/flash-linear-attention: fla/models/{0}/configuration_{0}.py (its defaults)"
 MODELS: tuple[Model, ...] = (
     *_models(
         SCAN,
@@ -210,6 +223,38 @@ MODELS: tuple[Model, ...] = (
         "chunk_lightnet",
         "fla-org/flash-linear-attention: fla/models/lightnet/configuration_lightnet.py (its defaults)",
         ("LightNet 1.3B", "B4 T4096 H16 K128 V128"),
+    ),
+    *_models(
+        "chunk_gated_delta_rule",
+        "{}",
+        ("Qwen3-Next 80B", "B4 T4096 H16 R2 K128 V128", _DEFAULTS.format("qwen3_next")),
+        ("Qwen3.5 0.8B", "B8 T2048 H16 K128 V128", "Qwen/Qwen3.5-0.8B: config.json"),
+        ("Qwen3.5 2B", "B8 T2048 H16 K128 V128", "Qwen/Qwen3.5-2B: config.json"),
+        ("Qwen3.5 4B", "B4 T4096 H16 R2 K128 V128", "Qwen/Qwen3.5-4B: config.json"),
+        ("Qwen3.5 9B", "B4 T4096 H16 R2 K128 V128", "Qwen/Qwen3.5-9B: config.json"),
+        ("Qwen3.5 27B", "B2 T8192 H16 R3 K128 V128", "Qwen/Qwen3.5-27B: config.json"),
+        ("Qwen3.5 35B", "B4 T4096 H16 R2 K128 V128", "Qwen/Qwen3.5-35B-A3B: config.json"),
+        ("Qwen3.5 122B", "B2 T8192 H16 R4 K128 V128", "Qwen/Qwen3.5-122B-A10B: config.json"),
+        ("Qwen3.5 397B", "B2 T8192 H16 R4 K128 V128", "Qwen/Qwen3.5-397B-A17B: config.json"),
+        ("Qwen3.6 27B", "B2 T8192 H16 R3 K128 V128", "Qwen/Qwen3.6-27B: config.json"),
+        ("Qwen3.6 35B", "B4 T4096 H16 R2 K128 V128", "Qwen/Qwen3.6-35B-A3B: config.json"),
+        ("Qwen3.8 27B", "B2 T8192 H16 R3 K128 V128", "Qwen/Qwen3.8-27B: config.json"),
+        ("OLMo-Hybrid 7B", "B4 T4096 H30 K96 V192", _DEFAULTS.format("olmo_hybrid")),
+        ("Gated DeltaNet 1.3B", "B4 T4096 H6 K256 V512", _FLA_DEFAULTS.format("gated_deltanet")),
+    ),
+    *_models(
+        "chunk_kda",
+        "{}",
+        ("Kimi-Linear 48B", "B4 T4096 H32 K128 V128", _DEFAULTS.format("kimi_linear")),
+        ("Kimi K3", "B2 T8192 H96 K128 V128",
+         "NVIDIA-NeMo/Megatron-Bridge: examples/model_verification_cards/kimi-k3/card.yaml"),
+        ("GLM-5.3-Flash", "B2 T8192 H64 K128 V128", _DEFAULTS.format("glm5_next")),
+        ("Ling V3", "B4 T4096 H32 K128 V128", _DEFAULTS.format("bailing_hybrid")),
+    ),
+    *_models(
+        "chunk_delta_rule",
+        _FLA_DEFAULTS,
+        ("DeltaNet 1.3B", "B4 T4096 H16 K128 V128", "delta_net"),
     ),
 )
 # fmt: on

@@ -11,6 +11,12 @@ def backend(request):
 
 
 @pytest.fixture
+def random_cases(request):
+    """The number of random cases without a GPU; None, which means few, unless `--random-cases` says how many."""
+    return request.config.getoption("random_cases")
+
+
+@pytest.fixture
 def needs_sm90():
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")

@@ -60,8 +60,8 @@ def gate_form(request, monkeypatch):
         monkeypatch.setattr(f"{__name__}.FORMS", [form])
 
 
-def seeds(device, batch):
-    return range(batch * BATCH, (batch + 1) * BATCH) if device == "cuda" else range(FEW)
+def seeds(device, batch, count):
+    return range(batch * BATCH, (batch + 1) * BATCH) if device == "cuda" else range(count or FEW)
 
 
 def sources(seed, device):
@@ -72,18 +72,20 @@ def sources(seed, device):
 @batches
 @pytest.mark.usefixtures("short_segments")
 @pytest.mark.kernels
-def test_random_cases(device, batch, backend):
+def test_random_cases(device, batch, backend, random_cases):
     with gla.use_backend(backend):
-        missed = [case for seed in seeds(device, batch) for case in misses(seed, device)]
+        missed = [case for seed in seeds(device, batch, random_cases) for case in misses(seed, device)]
     assert not missed
 
 
 @batches
 @pytest.mark.parametrize("backend", WITH_GRADIENTS)
 @pytest.mark.usefixtures("short_segments")
-def test_random_gradients(device, batch, backend):
+def test_random_gradients(device, batch, backend, random_cases):
     registered = registry.get(backend)
-    missed = [case for seed in seeds(device, batch) for case in missed_gradients(seed, device, registered)]
+    missed = [
+        case for seed in seeds(device, batch, random_cases) for case in missed_gradients(seed, device, registered)
+    ]
     assert not missed
 
 
@@ -153,8 +155,8 @@ def head_counts(kind, draw):
     return sizes | ({"gates": "none", "gate_form": "key"} if form == "none" else {"gates": gates, "gate_form": form})
 
 
-def sequences(kind, draw, dtype, device, seed):
-    """Returns inputs of chunk_gla, and the sizes that were drawn for them."""
+def sequences(kind, draw, dtype, device, seed, inputs=gla_inputs):
+    """Returns inputs of an op over sequences, and the sizes that were drawn for them."""
     K, V = kind.choice(WIDTHS if device == "cuda" else WIDTHS[:2])
     sizes = {"K": K, "V": V, **head_counts(kind, draw)}
     if kind.random() < 0.4:
@@ -169,7 +171,7 @@ def sequences(kind, draw, dtype, device, seed):
     is_large = dtype == torch.float16 and sizes["gate_form"] == "constant"
     if is_small or is_large:
         sizes["gate_dtype"] = torch.float32
-    x = gla_inputs(dtype=dtype, device=device, seed=seed, **sizes)
+    x = inputs(dtype=dtype, device=device, seed=seed, **sizes)
     if draw.random() < 0.3:
         x = dataclasses.replace(x, **{name: heads_first(y) for name in "qkvg" if (y := getattr(x, name)) is not None})
     return x, sizes

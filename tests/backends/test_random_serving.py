@@ -1,4 +1,4 @@
-"""Random calls of the ops on a pool of states, against the float64 oracle.
+"""Random calls of the ops of both families on a pool of states, against the float64 oracle.
 
 Drawn from a seed: lengths, padding, gates, dtypes, pages, slots that are read and written, new sequences, pads, drafts
 that were accepted, and checkpoints. There are a thousand calls on a GPU for each backend, and a few on a CPU, where the
@@ -13,24 +13,28 @@ from gla_core.conformance.calls import Expected, as_logits, check, oracle_result
 from gla_core.conformance.tolerances import relative_error
 from gla_core.workloads.inputs import gla_inputs, normal
 from tests.backends.test_random_cases import DTYPES, ENOUGH, LONGEST, WIDTHS, batches, head_counts, seeds, sources
+from tests.backends.test_random_delta import delta
 
 pytest.importorskip("triton")
+FAMILIES = {"gla": gla_inputs, "delta": delta}
 POOL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @batches
 @pytest.mark.usefixtures("short_segments")
 @pytest.mark.kernels
-def test_random_calls(device, batch, backend):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_calls(device, batch, backend, family, random_cases):
     with gla.use_backend(backend):
-        missed = [case for seed in seeds(device, batch) for case in misses(seed, device, backend)]
+        numbers = seeds(device, batch, random_cases)
+        missed = [case for seed in numbers for case in misses(seed, device, backend, family)]
     assert not missed
 
 
-def misses(seed, device, backend):
+def misses(seed, device, backend, family):
     """Yields a description of each wrong result of the call drawn from `seed`, with its error."""
     kind, draw = sources(seed, device)
-    op, x, written, logits = kind.choice([prefill, verification])(kind, draw, device, seed)
+    op, x, written, logits = kind.choice([prefill, verification])(kind, draw, device, seed, family)
     sizes = {name: tuple(y.shape) for name, y in x.items() if isinstance(y, torch.Tensor)}
     failures = []
 
@@ -45,17 +49,18 @@ def misses(seed, device, backend):
     yield from failures
 
 
-def tokens(kind, draw, device, seed, lengths):
-    """Returns q, k, v, g and cu_seqlens of packed sequences, and the divisor of log sigma if g holds logits."""
+def tokens(kind, draw, device, seed, family, lengths):
+    """Returns the tokens and cu_seqlens of packed sequences, and the divisor of log sigma if g holds logits."""
     dtype, (K, V) = kind.choice(DTYPES), kind.choice(WIDTHS if device == "cuda" else WIDTHS[:2])
     heads = head_counts(kind, draw)
     heads["gates"] = "mild" if heads["gates"] == "extreme" and dtype == torch.float16 else heads["gates"]
-    x = gla_inputs(lengths=lengths, K=K, V=V, dtype=dtype, device=device, seed=seed, **heads)
+    x = FAMILIES[family](lengths=lengths, K=K, V=V, dtype=dtype, device=device, seed=seed, **heads)
     g, logits = x.g, None
     if g is not None and kind.random() < 0.2:
         logits = kind.choice([1, 16])
         g = 2 * normal(tuple(g.shape), torch.float32, torch.Generator(device).manual_seed(seed))
-    return {"q": x.q, "k": x.k, "v": x.v, "g": g}, x.cu_seqlens, logits
+    named = {"q": x.q, "k": x.k, "v": x.v, "g": g, **({"beta": x.beta} if family == "delta" else {})}
+    return named, x.cu_seqlens, logits
 
 
 def new_pool(kind, draw, device, seed, P, x):
@@ -88,11 +93,11 @@ class Slots:
         return slot not in self.unused
 
 
-def prefill(kind, draw, device, seed):
+def prefill(kind, draw, device, seed, family):
     lengths = [draw.choice([0, 1, draw.randint(2, LONGEST)]) for _ in range(draw.randint(0, 5))]
     lengths.insert(draw.randint(0, len(lengths)), draw.choice([draw.randint(ENOUGH, LONGEST), draw.randint(65, 140)]))
     N, P = len(lengths), 4 * len(lengths) + 3
-    x, offsets, logits = tokens(kind, draw, device, seed, tuple(lengths))
+    x, offsets, logits = tokens(kind, draw, device, seed, family, tuple(lengths))
     slots = Slots(draw, P)
     read = slots.some(N)
     write = None if kind.random() < 0.5 else slots.some(N)
@@ -113,14 +118,14 @@ def prefill(kind, draw, device, seed):
         rows = zip(kept, before, lengths, strict=True)
         written += [slot for slot, offset, length in rows if slots.holds(slot) and 0 < offset < length]
     spoil_new_states(x["pool"], read, marks, slots)
-    return "chunk_gla_pool", x, written, logits
+    return f"chunk_{family}_pool", x, written, logits
 
 
-def verification(kind, draw, device, seed):
+def verification(kind, draw, device, seed, family):
     S, N = kind.randint(1, 8), draw.randint(1, 6)
     packed = kind.random() < 0.5
     lengths = [draw.randint(0, S) for _ in range(N)] if packed else [S] * N
-    x, offsets, logits = tokens(kind, draw, device, seed, tuple(lengths) if sum(lengths) else (1,) * N)
+    x, offsets, logits = tokens(kind, draw, device, seed, family, tuple(lengths) if sum(lengths) else (1,) * N)
     lengths = offsets.diff().tolist()
     if not packed:
         x = {name: y if y is None or y.ndim == 1 else y.unflatten(1, (N, S))[0] for name, y in x.items()}
@@ -146,7 +151,7 @@ def verification(kind, draw, device, seed):
             written += [slot for slot in row[: lengths[n]] if slots.holds(slot)]
     if accepted is None:
         spoil_new_states(x["pool"], begins, marks, slots)
-    return "recurrent_gla_steps", x, written, logits
+    return f"recurrent_{family}_steps", x, written, logits
 
 
 def spoil_new_states(pool, read, marks, slots):

@@ -47,6 +47,19 @@ def attention(q, k, v, g):
     return torch.einsum("bhts,bshv->bthv", scores.tril(), v)
 
 
+def delta_rule(q, k, v, g, beta):
+    """The recurrence, with unit queries and keys, and gates g [B, T, Hv, K]."""
+    q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+    S, o = torch.zeros(*v[:, 0].shape[:2], k.shape[-1], v.shape[-1], dtype=v.dtype), []
+    for t in range(v.shape[1]):
+        S = g[:, t].exp()[..., None] * S
+        u = beta[:, t, :, None] * (v[:, t] - torch.einsum("bhk,bhkv->bhv", k[:, t], S))
+        S = S + k[:, t, :, :, None] * u[:, :, None]
+        o.append(torch.einsum("bhk,bhkv->bhv", q[:, t], S))
+    return torch.stack(o, 1)
+
+
 def expected(model, x):
     """Returns the output of a model's function, as its paper defines it."""
     if model.function == SCAN:
@@ -67,6 +80,10 @@ def expected(model, x):
         before = torch.cat([torch.zeros_like(k[:, :1]), x["w"][:, :-1]], 1)  # the state before a token
         past = attention(q[:, 1:], k[:, :-1], v[:, :-1], before[:, 1:])
         return scale * (torch.nn.functional.pad(past, (0, 0, 0, 0, 1, 0)) + (q * x["u"] * k).sum(-1, keepdim=True) * v)
+    if FUNCTIONS[model.function].is_delta_rule:
+        g = x.get("g", torch.zeros_like(x["beta"]))
+        g = (g if g.ndim == 4 else g[..., None]).expand(*v.shape[:3], k.shape[-1])
+        return scale * delta_rule(q, k, v, g, x["beta"])
     if model.function == "chunk_retention":
         g = (1 - 2.0 ** (-5 - torch.arange(k.shape[2]).double())).log()
     else:
@@ -127,7 +144,7 @@ def test_a_peer_receives_repeated_heads(monkeypatch):
     ("name", "milliseconds"),
     [("RetNet 1.3B", 0.095), ("GLA 1.3B", 0.063), ("GLA 2.7B of 4 heads", 0.040), ("Falcon-H1 7B", 0.051),
      ("Falcon-H1 34B", 0.036), ("Mamba-2 2.7b", 0.081), ("Zamba2 7B", 0.056), ("Granite-4 small", 0.257),
-     ("Nemotron-H 8B", 0.142), ("simple GLA 1.3B", 0.063)],
+     ("Nemotron-H 8B", 0.142), ("simple GLA 1.3B", 0.063), ("Qwen3-Next 80B", 0.096), ("Kimi-Linear 48B", 0.191)],
 )  # fmt: skip
 def test_bytes_of_a_forward_take_what_was_counted_by_hand(name, milliseconds, monkeypatch):
     monkeypatch.setattr(models, "PRODUCTS", float("inf"))
@@ -151,6 +168,10 @@ def test_products_are_those_of_chunks_of_64():
     assert floor_seconds(NAMED["GLA 1.3B"], "backward", float("inf")) == pytest.approx(2 * gla / 700e12)
     grouped = tokens * (8 * 2 * 128 * 128 + 32 * (2 * 128 * 128 + 2 * C * 256))
     assert floor_seconds(NAMED["GLA 7B"], "forward", float("inf")) == pytest.approx(grouped / 700e12)
+    qwen = tokens * (32 * (6 * 128 * 128 + 4 * C * 128) + 16 * 4 * C * 128)  # value heads of a group share scores
+    assert floor_seconds(NAMED["Qwen3-Next 80B"], "forward", float("inf")) == pytest.approx(qwen / 700e12)
+    kimi = tokens * 32 * (6 * 128 * 128 + 4 * C * (128 + 128))
+    assert floor_seconds(NAMED["Kimi-Linear 48B"], "forward", float("inf")) == pytest.approx(kimi / 700e12)
     slots = tokens * 5 * (2 * 4 * 512 * 64 + 2 * 2 * C * (512 + 64))
     assert floor_seconds(NAMED["GSA 2.7B"], "forward", float("inf")) == pytest.approx(slots / 700e12)
 

@@ -40,8 +40,8 @@ def _delta_rule(
     state = None if initial_state is None else initial_state.to(wide(query.dtype))
     if state is None or query.shape[1] != 1 or cu_seqlens is not None or needs_gradient(*tokens, state):
         return chunk_delta(*tokens, None, state, output_final_state, cu_seqlens, normalize=normalize)
-    o, state = recurrent_delta_step(*(x[:, 0] for x in tokens), state=state, normalize=normalize)
-    return o[:, None], state if output_final_state else None
+    o, state = recurrent_delta_step(*(x.squeeze(1) for x in tokens), state=state, normalize=normalize)
+    return o.unsqueeze(1), state if output_final_state else None
 
 
 def _is_computed_here(arguments: dict[str, Any]) -> bool:
