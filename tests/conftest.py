@@ -12,6 +12,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+import re
 import runpy
 from pathlib import Path
 
@@ -28,6 +29,8 @@ from gla_core.ops import _run
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TESTS = Path(__file__).parent
 GPU = torch.cuda.is_available() and not INTERPRETED
+KERNELS_ALONE = re.compile(r"^pytestmark = .*\bmark\.(kernels|gpu)\b", re.MULTILINE)
+"""Matches modules all of whose tests launch kernels."""
 
 if INTERPRETED:
     runpy.run_path(str(TESTS / "quick_interpreter.py"))
@@ -77,12 +80,16 @@ def is_ours(path):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Leaves modules without kernels unread where kernels alone run, unless a test of them is asked for."""
-    if INTERPRETED and collection_path.name.startswith("test_") and is_ours(collection_path):
-        asked_for = any(collection_path.name in argument for argument in config.args)
-        if not asked_for and "mark.kernels" not in collection_path.read_text(encoding="utf-8"):
-            return True
-    return None
+    """Leaves modules of which no test runs here unimported, unless a test of them is asked for.
+
+    Where kernels alone run these are the modules without kernels, and without a GPU those whose tests all need one.
+    """
+    asked_for = any(collection_path.name in argument for argument in config.args)
+    if GPU or asked_for or not collection_path.name.startswith("test_") or not is_ours(collection_path):
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    runs_none = "mark.kernels" not in text if INTERPRETED else KERNELS_ALONE.search(text)
+    return True if runs_none else None
 
 
 @pytest.hookimpl(wrapper=True)
