@@ -16,7 +16,6 @@ has arrived. Layouts and registers have no meaning here, and sums are rounded as
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import inspect
 import itertools
@@ -66,7 +65,7 @@ class Value(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Returns what PyTorch computes as values, as the base class does in three times the time of a small product."""
+        """Returns what PyTorch computes, as values. The base class does so in three times the time of a small sum."""
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
             if isinstance(result, tuple | list):
