@@ -14,6 +14,7 @@ import importlib.util
 import os
 import re
 import runpy
+import sys
 from pathlib import Path
 
 import hypothesis
@@ -32,7 +33,7 @@ GPU = torch.cuda.is_available() and not INTERPRETED
 KERNELS_ALONE = re.compile(r"^pytestmark = .*\bmark\.(kernels|gpu)\b", re.MULTILINE)
 """Matches modules all of whose tests launch kernels."""
 
-if INTERPRETED:
+if INTERPRETED and "quick_interpreter" not in sys.modules:  # as after -p quick_interpreter
     runpy.run_path(str(TESTS / "quick_interpreter.py"))
 
 
