@@ -11,6 +11,7 @@ import gc
 import importlib
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import re
 import runpy
@@ -57,16 +58,19 @@ def pytest_configure(config):
 def hide_other_backends():
     """Hides the backends of other packages that are installed, so that tests know all backends.
 
-    Backends that a test puts on the path are found.
+    Backends that a test puts on the path are seen. The rest of the path is read once, as it does not change.
     """
-    entry_points, group = importlib.metadata.entry_points, hookspecs.ENTRY_POINTS
-    others = {place(x) for x in entry_points(group=group) if x.dist.name != registry.OWN_DISTRIBUTION}
+    entry_points, group, path = importlib.metadata.entry_points, hookspecs.ENTRY_POINTS, set(sys.path)
+    points = entry_points(group=group)
+    ours = importlib.metadata.EntryPoints(x for x in points if x.dist.name == registry.OWN_DISTRIBUTION)
+    others = {place(x) for x in points if x not in ours}
 
     def visible(**select):
-        points = entry_points(**select)
-        if select.get("group") != group:
-            return points
-        return importlib.metadata.EntryPoints(x for x in points if place(x) not in others)
+        if select != {"group": group}:
+            return entry_points(**select)
+        if path >= set(sys.path):
+            return ours
+        return importlib.metadata.EntryPoints(x for x in entry_points(**select) if place(x) not in others)
 
     importlib.metadata.entry_points = visible
 
@@ -150,12 +154,19 @@ def seeded():
     (torch.manual_seed if GPU else torch.default_generator.manual_seed)(0)
 
 
+@pytest.fixture(scope="session")
+def no_folders(tmp_path_factory):
+    """An endless supply of paths at which there is nothing; a folder for each test would take longer than the test."""
+    root = tmp_path_factory.mktemp("none")
+    return (root / str(number) for number in itertools.count())
+
+
 @pytest.fixture
-def fresh_registry(monkeypatch, tmp_path):
+def fresh_registry(monkeypatch, no_folders):
     """Unsets every GLA_* variable, removes calibrations, and undoes the test's changes after it."""
     for name in [name for name in os.environ if name.startswith("GLA_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("GLA_CACHE_DIR", str(tmp_path / "no_calibration"))
+    monkeypatch.setenv("GLA_CACHE_DIR", str(next(no_folders)))
     gla.reload_environment()
     yield
     monkeypatch.undo()
