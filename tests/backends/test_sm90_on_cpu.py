@@ -201,6 +201,13 @@ def test_gates_from_logits_are_accurate(kernels):
     assert (error <= torch.maximum(2e-7 * wanted.abs(), torch.tensor(2e-7))).all()
 
 
+@pytest.mark.parametrize("D", [8, 64, 128])
+def test_row_sums(kernels, D):
+    """The other tests here add the columns in one operation."""
+    x = torch.randn(64, D).as_subclass(gluon_on_cpu.Value)
+    assert relative_error(kernels.common.replaced["row_sums"](x), x.double().sum(1)) <= 1e-6
+
+
 @pytest.mark.parametrize("sizes", [{"gate_form": "key"}, {"gate_form": "key", "gate_dtype": BFLOAT16}, PACKED], ids=str)
 @pytest.mark.parametrize("normalizer", [1, 16])
 @pytest.mark.parametrize("dtype", [BFLOAT16, torch.float16], ids=str)
