@@ -66,9 +66,9 @@ def hide_other_backends():
     others = {place(x) for x in points if x not in ours}
 
     def visible(**select):
-        if select != {"group": group}:
+        if select.get("group") != group:
             return entry_points(**select)
-        if path >= set(sys.path):
+        if len(select) == 1 and path >= set(sys.path):
             return ours
         return importlib.metadata.EntryPoints(x for x in entry_points(**select) if place(x) not in others)
 

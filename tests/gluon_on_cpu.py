@@ -669,9 +669,7 @@ def run(launches: Iterable[Any]) -> None:
             launch.kernel[launch.grid](*launch.arguments.values(), **launch.options)
             continue
         sizes = [x.shape for x in launch.arguments.values() if isinstance(x, torch.Tensor)]
-        _ranks.seed(
-            f"{launch.kernel.__name__} {launch.grid} {sizes}"
-        )  # other ranks in other tests, and always the same
+        _ranks.seed(f"{launch.kernel.__name__} {launch.grid} {sizes}")  # other ranks in other tests
         for number in itertools.product(*map(range, launch.grid)):
             _program.id, _program.grid = number, launch.grid
             _failed.clear()
