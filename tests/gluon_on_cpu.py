@@ -437,7 +437,7 @@ def _finish(_: int, products: Iterable[Any]) -> Any:
 
 _failed: list[BaseException] = []
 _waiting: list[tuple[int, Callable[[], bool], threading.Lock]] = []
-"""Of each thread that does not run: its rank, what it waits for, and the lock that it has to get."""
+"""The threads that do not run: the rank of each, what it waits for, and the lock that it has to get."""
 _ranks = random.Random()
 
 
