@@ -24,9 +24,9 @@ def explain(
 
     Args:
         op: a public name, such as "chunk_gla", which stands for its forward; or the name of an abstract op, such as
-            "chunk_gla_bwd".
+            "online_softmax_bwd".
         *args: arguments of the abstract op, as a backend receives them. Arguments with a default may be left out, and
-            so may the gradients of chunk_gla_bwd.
+            so may the gradients that a backward receives.
         **kwargs: the same arguments by name, as in the abstract op or in the public function.
         backend: a request, as in a call.
         measure: also run every backend that can run the call, on copies of the arguments, for a few tenths of a second

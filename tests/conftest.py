@@ -11,8 +11,11 @@ import gc
 import importlib
 import importlib.metadata
 import importlib.util
+import itertools
 import os
+import re
 import runpy
+import sys
 from pathlib import Path
 
 import hypothesis
@@ -28,8 +31,10 @@ from gla_core.ops import _run
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TESTS = Path(__file__).parent
 GPU = torch.cuda.is_available() and not INTERPRETED
+KERNELS_ALONE = re.compile(r"^pytestmark = .*\bmark\.(kernels|gpu)\b", re.MULTILINE)
+"""Matches modules all of whose tests launch kernels."""
 
-if INTERPRETED:
+if INTERPRETED and "quick_interpreter" not in sys.modules:  # as after -p quick_interpreter
     runpy.run_path(str(TESTS / "quick_interpreter.py"))
 
 
@@ -54,16 +59,19 @@ def pytest_configure(config):
 def hide_other_backends():
     """Hides the backends of other packages that are installed, so that tests know all backends.
 
-    Backends that a test puts on the path are found.
+    Backends that a test puts on the path are seen. The rest of the path is read once, as it does not change.
     """
-    entry_points, group = importlib.metadata.entry_points, hookspecs.ENTRY_POINTS
-    others = {place(x) for x in entry_points(group=group) if x.dist.name != registry.OWN_DISTRIBUTION}
+    entry_points, group, path = importlib.metadata.entry_points, hookspecs.ENTRY_POINTS, set(sys.path)
+    points = entry_points(group=group)
+    ours = importlib.metadata.EntryPoints(x for x in points if x.dist.name == registry.OWN_DISTRIBUTION)
+    others = {place(x) for x in points if x not in ours}
 
     def visible(**select):
-        points = entry_points(**select)
         if select.get("group") != group:
-            return points
-        return importlib.metadata.EntryPoints(x for x in points if place(x) not in others)
+            return entry_points(**select)
+        if len(select) == 1 and path >= set(sys.path):
+            return ours
+        return importlib.metadata.EntryPoints(x for x in entry_points(**select) if place(x) not in others)
 
     importlib.metadata.entry_points = visible
 
@@ -78,12 +86,16 @@ def is_ours(path):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Leaves modules without kernels unread where kernels alone run, unless a test of them is asked for."""
-    if INTERPRETED and collection_path.name.startswith("test_") and is_ours(collection_path):
-        asked_for = any(collection_path.name in argument for argument in config.args)
-        if not asked_for and "mark.kernels" not in collection_path.read_text(encoding="utf-8"):
-            return True
-    return None
+    """Leaves modules of which no test runs here unimported, unless a test of them is asked for.
+
+    Where kernels alone run these are the modules without kernels, and without a GPU those whose tests all need one.
+    """
+    asked_for = any(collection_path.name in argument for argument in config.args)
+    if GPU or asked_for or not collection_path.name.startswith("test_") or not is_ours(collection_path):
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    runs_none = "mark.kernels" not in text if INTERPRETED else KERNELS_ALONE.search(text)
+    return True if runs_none else None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -143,12 +155,19 @@ def seeded():
     (torch.manual_seed if GPU else torch.default_generator.manual_seed)(0)
 
 
+@pytest.fixture(scope="session")
+def no_folders(tmp_path_factory):
+    """An endless supply of paths at which there is nothing; a folder for each test would take longer than the test."""
+    root = tmp_path_factory.mktemp("none")
+    return (root / str(number) for number in itertools.count())
+
+
 @pytest.fixture
-def fresh_registry(monkeypatch, tmp_path):
+def fresh_registry(monkeypatch, no_folders):
     """Unsets every GLA_* variable, removes calibrations, and undoes the test's changes after it."""
     for name in [name for name in os.environ if name.startswith("GLA_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("GLA_CACHE_DIR", str(tmp_path / "no_calibration"))
+    monkeypatch.setenv("GLA_CACHE_DIR", str(next(no_folders)))
     gla.reload_environment()
     yield
     monkeypatch.undo()

@@ -1,6 +1,8 @@
 """Runs Gluon kernels for Hopper on a CPU: a small emulator of what the kernels of this repository use.
 
-Each kind of warps is a thread, barriers in shared memory are real, and shared memory starts as NaN. Asynchronous
+Each kind of warps is a thread, barriers in shared memory are real, and shared memory starts as NaN. One thread runs at
+a time: of those that may go on, the one of the highest rank. Ranks are drawn at random for each program, so that each
+thread runs as far ahead of another as barriers allow in some programs, and as far behind it in others. Asynchronous
 operations are carried out as late as the hardware may: a matrix product or a copy to memory reads its tiles when it is
 waited for. A product also compares its tiles with what they held when it was issued, so both a read that comes too
 early and a write that comes too early fail. A load to registers counts as under way until its warps store something or
@@ -14,11 +16,11 @@ has arrived. Layouts and registers have no meaning here, and sums are rounded as
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import inspect
 import itertools
 import math
+import random
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -29,8 +31,8 @@ from typing import Any
 import torch
 
 SM90 = "gla_triton_kernels.gla.sm90"
-PATIENCE = 20.0
-"""Seconds that a thread waits for a barrier before the emulator reports a deadlock."""
+INTEGERS = {2: torch.int16, 4: torch.int32}
+"""Dtypes of integers, by their bytes."""
 
 
 # ---- the language
@@ -61,6 +63,16 @@ class Value(torch.Tensor):
 
     type = SimpleNamespace(layout=_Layout())  # pyright: ignore[reportAssignmentType,reportIncompatibleMethodOverride]
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Returns what PyTorch computes, as values. The base class does so in three times the time of a small sum."""
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        kind = type(result)
+        if kind is tuple or kind is list:
+            return kind(map(_as_value, result))
+        return _as_value(result)
+
     def to(self, *args: Any, bitcast: bool = False, **kwargs: Any) -> Any:
         return self.view(args[0]) if bitcast else super().to(*args, **kwargs)
 
@@ -77,8 +89,16 @@ class Value(torch.Tensor):
         return self * other
 
 
+def _as_value(x: Any) -> Any:
+    return x.as_subclass(Value) if type(x) is torch.Tensor else x
+
+
 def _value(x: Any) -> Value:
     return torch.as_tensor(x).as_subclass(Value)
+
+
+def _plain(x: Any) -> torch.Tensor:
+    return torch.as_tensor(x).as_subclass(torch.Tensor)
 
 
 class _Barriers(_Layout):
@@ -104,24 +124,26 @@ def _pointer(x: torch.Tensor) -> Pointer:
 
 
 def _extent(x: torch.Tensor) -> int:
-    return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    if x.is_contiguous() or not x.numel():
+        return x.numel()
+    return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
 def _load(at: Pointer, mask: Any = True, other: Any = 0.0) -> torch.Tensor:
-    offsets = torch.as_tensor(at.offsets)
-    mask, offsets = torch.broadcast_tensors(torch.as_tensor(mask), offsets)
+    mask, offsets = torch.broadcast_tensors(_plain(mask), _plain(at.offsets))
     values = torch.as_tensor(other, dtype=at.memory.dtype).expand(offsets.shape).clone()
-    assert bool((offsets[mask] >= 0).all())
-    values[mask] = at.memory[offsets[mask]]
+    places = offsets[mask]
+    assert bool((places >= 0).all())
+    values[mask] = at.memory[places]
     return _value(values)
 
 
 def _store(at: Pointer, x: Any, mask: Any = True) -> None:
     _loads_are_done()
-    x = torch.as_tensor(x).to(at.memory.dtype)
-    mask, offsets, x = torch.broadcast_tensors(torch.as_tensor(mask), torch.as_tensor(at.offsets), x)
-    assert bool((offsets[mask] >= 0).all())
-    at.memory[offsets[mask]] = x[mask]
+    mask, offsets, x = torch.broadcast_tensors(_plain(mask), _plain(at.offsets), _plain(x).to(at.memory.dtype))
+    places = offsets[mask]
+    assert bool((places >= 0).all())
+    at.memory[places] = x[mask]
 
 
 def _scan(x: Any, axis: int, combine: Callable, reverse: bool = False) -> Any:
@@ -134,10 +156,15 @@ def _scan(x: Any, axis: int, combine: Callable, reverse: bool = False) -> Any:
 
 
 def _reduce(x: Any, axis: int, combine: Callable) -> Any:
-    if not isinstance(x, tuple):
-        return functools.reduce(combine, x.unbind(axis))
-    rows = zip(*(each.unbind(axis) for each in x), strict=True)
-    return functools.reduce(lambda a, b: combine(*a, *b), rows)
+    """Reduces an axis, whose length is a power of two, by halves."""
+    several = isinstance(x, tuple)
+    parts = x if several else (x,)
+    while parts[0].shape[axis] > 1:
+        halves = [each.chunk(2, axis) for each in parts]
+        combined = combine(*(first for first, _ in halves), *(second for _, second in halves))
+        parts = combined if several else (combined,)
+    parts = tuple(each.squeeze(axis) for each in parts)
+    return parts if several else parts[0]
 
 
 class Tile:
@@ -190,7 +217,7 @@ def _loads_are_done() -> None:
 def _overwritten(memory: torch.Tensor) -> bool:
     """Returns whether a load of a part of this memory is under way."""
     addresses = _addresses(memory)
-    read = (x for loads in list(_loads.values()) for x in list(loads))
+    read = (x for loads in _loads.values() for x in loads)
     return any(x.start < addresses.stop and addresses.start < x.stop for x in read)
 
 
@@ -239,17 +266,17 @@ class _Thread(threading.local):
 
     Attributes:
         name: an object that stands for the thread. The numbers of threads are used again by later threads.
+        rank: among the threads of the program.
         known: what the thread knows.
         stores: the copies to global memory that have been started and not waited for.
     """
 
     def __init__(self) -> None:
-        self.name = object()
+        self.name, self.rank = object(), 0
         self.known: Knowledge = {self.name: 1}
         self.stores: list[Callable[[], None]] = []
 
 
-_changed = threading.Condition()
 _thread = _Thread()
 _program = threading.local()
 _writes: dict[range, tuple[object, int]] = {}
@@ -278,38 +305,37 @@ def _tell(bar: Barrier) -> None:
 
 def _check_writes(memory: torch.Tensor) -> None:
     block = _addresses(memory)
-    for addresses, (by, at) in list(_writes.items()):
+    for addresses, (by, at) in _writes.items():
         if addresses.start < block.stop and block.start < addresses.stop:
             message = "a tile is read by a thread that does not know that it has been written"
             assert _thread.known.get(by, 0) >= at, message
 
 
 def _wait(bar: Barrier, phase: Any) -> None:
-    with _changed:
-        done = _changed.wait_for(lambda: (bar.phase & 1) != int(phase) or _failed, PATIENCE)
-        if not done or _failed:
-            raise TimeoutError("deadlock: a barrier is waited for and never completes")
-        ended = _thread.known.get(bar, 0)
-        if (ended & 1) == int(phase):  # otherwise it is a phase that has ended, and the wait shows nothing new
-            _learn(_thread.known, bar.told[ended] | {bar: ended + 1})
+    def ended() -> bool:
+        return (bar.phase & 1) != int(phase)
+
+    if _failed or not ended():
+        _let_others_run(until=ended)
+    last = _thread.known.get(bar, 0)
+    if (last & 1) == int(phase):  # otherwise it is a phase that has ended, and the wait shows nothing new
+        _learn(_thread.known, bar.told[last] | {bar: last + 1})
 
 
 def _arrive(bar: Barrier, count: int = 1, pred: Any = True) -> None:
     if bool(pred):
-        with _changed:
-            assert bar.pending >= count, "more arrivals than the barrier counts"
-            _tell(bar)
-            bar.pending -= count
-            bar.settle()
-            _changed.notify_all()
+        assert bar.pending >= count, "more arrivals than the barrier counts"
+        _tell(bar)
+        bar.pending -= count
+        bar.settle()
+        if any(rank > _thread.rank and ready() for rank, ready, _ in _waiting):
+            _let_others_run()
 
 
 def _expect(bar: Barrier, size: int) -> None:
-    with _changed:
-        _tell(bar)
-        bar.bytes += size
-        bar.pending -= 1
-        _changed.notify_all()
+    _tell(bar)
+    bar.bytes += size
+    bar.pending -= 1
 
 
 def _init(bar: Barrier, count: int) -> None:
@@ -348,10 +374,8 @@ def _to_shared(desc: Descriptor, at: list[Any], bar: Barrier, tile: Tile) -> Non
     _record_write(tile.memory, bar, bar.phase + 1)
     tile.memory.zero_()
     tile.memory.view(desc.block_type.shape)[block] = desc.x[inside]
-    with _changed:
-        bar.bytes -= desc.block_type.nbytes
-        bar.settle()
-        _changed.notify_all()
+    bar.bytes -= desc.block_type.nbytes
+    bar.settle()
 
 
 def _to_global(desc: Descriptor, at: list[Any], tile: Tile) -> None:
@@ -384,7 +408,7 @@ class Product:
     def finish(self) -> torch.Tensor:
         if self.result is None:
             for x, then in self.operands:
-                assert torch.equal(_held(x).nan_to_num(), then.nan_to_num()), "a tile changed while it was read"
+                assert torch.equal(_bits(_held(x)), _bits(then)), "a tile changed while it was read"
             a, b = (then.float() for _, then in self.operands)
             acc = self.acc.finish() if isinstance(self.acc, Product) else self.acc
             self.result = _value(a @ b if acc is None else acc + a @ b)
@@ -392,7 +416,11 @@ class Product:
 
 
 def _held(x: Any) -> torch.Tensor:
-    return x.memory if isinstance(x, Tile) else x
+    return x.memory if isinstance(x, Tile) else x.as_subclass(torch.Tensor)
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(INTEGERS[x.itemsize])  # NaN equals NaN
 
 
 def _multiply(a: Any, b: Any, acc: Any, use_acc: bool = True, is_async: bool = False) -> Product:
@@ -404,26 +432,70 @@ def _finish(_: int, products: Iterable[Any]) -> Any:
     return finished[0] if len(finished) == 1 else finished
 
 
+# ---- threads
+
+
 _failed: list[BaseException] = []
+_waiting: list[tuple[int, Callable[[], bool], threading.Lock]] = []
+"""The threads that do not run: the rank of each, what it waits for, and the lock that it has to get."""
+_ranks = random.Random()
+
+
+def _always() -> bool:
+    return True
+
+
+def _let_others_run(until: Callable[[], bool] = _always) -> None:
+    """Gives the turn to the thread of the highest rank that may go on, and returns when this one has it again."""
+    turn = _queue_up(_thread.rank, until)
+    _start_one()
+    turn.acquire()
+    if _failed:
+        raise TimeoutError("another thread failed, or a barrier is waited for and never completes")
+
+
+def _queue_up(rank: int, until: Callable[[], bool]) -> threading.Lock:
+    turn = threading.Lock()
+    turn.acquire()
+    _waiting.append((rank, until, turn))
+    return turn
+
+
+def _start_one() -> None:
+    """Starts one of the threads that may go on. All of them go on, to fail, if one has failed or none may."""
+    ready = [each for each in _waiting if _failed or each[1]()]
+    if _waiting and not ready:
+        _failed.append(TimeoutError("deadlock: a barrier is waited for and never completes"))
+        ready = _waiting
+    if ready:
+        chosen = max(ready, key=lambda each: each[0])
+        _waiting.remove(chosen)
+        chosen[2].release()
 
 
 def _specialize(partitions: list[tuple[Callable, tuple]], *_: Any) -> None:
     number_and_grid = dict(vars(_program))
 
-    def body(function: Callable, args: tuple) -> None:
+    def body(function: Callable, args: tuple, rank: int, turn: threading.Lock) -> None:
+        turn.acquire()
+        _thread.rank = rank
         vars(_program).update(number_and_grid)
         try:
             function(*args)
             assert not _thread.stores, "a copy to memory was not waited for"
         except BaseException as error:
-            with _changed:
-                _failed.append(error)
-                _changed.notify_all()
+            _failed.append(error)
+        _start_one()
 
     _writes.clear()
-    threads = [threading.Thread(target=body, args=each) for each in partitions]
+    ranks = _ranks.sample(range(len(partitions)), len(partitions))
+    threads = [
+        threading.Thread(target=body, args=(*each, rank, _queue_up(rank, _always)))
+        for each, rank in zip(partitions, ranks, strict=True)
+    ]
     for thread in threads:
         thread.start()
+    _start_one()
     for thread in threads:
         thread.join()
     if _failed:
@@ -445,7 +517,7 @@ def _language() -> ModuleType:
         setattr(gl, name, getattr(torch, name))
     gl.static_range, gl.cdiv = range, lambda a, b: -(-a // b)
     gl.minimum = lambda a, b: torch.minimum(*torch.broadcast_tensors(_value(a), _value(b)))
-    gl.maximum = lambda a, b: torch.maximum(*torch.broadcast_tensors(_value(a), _value(b).to(_value(a).dtype)))
+    gl.maximum = lambda a, b: torch.maximum(_value(a), _value(b).to(_value(a).dtype))
     gl.where = lambda c, a, b: torch.where(_value(c), a, b)
     gl.to_tensor = _value
     gl.program_id, gl.num_programs = (
@@ -554,11 +626,15 @@ def _wait_for_published(flag: Any) -> None:
 
 
 def _simplify(module: Any) -> None:
-    """Replaces what has no meaning here: constants of Triton by numbers, and inline assembly."""
+    """Replaces what has no meaning here: constants of Triton by numbers, and inline assembly.
+
+    `replaced` of the module keeps the functions by name.
+    """
     simple = {
         "exponents_of_mild_chunk": _exponents,
         "clear_rows": _clear_rows,
         "as_float32": lambda x: x.float(),
+        "row_sums": lambda x: x.sum(1),  # one operation in place of a hundred
         "keep_apart": lambda _: None,
         "_log2": torch.log2,
         "_reciprocal": torch.reciprocal,
@@ -571,6 +647,7 @@ def _simplify(module: Any) -> None:
         "publish": _publish,
         "wait_for_published": _wait_for_published,
     }
+    module.replaced = {name: x for name, x in vars(module).items() if name in simple}
     for name, x in list(vars(module).items()):
         if type(x).__module__ == "triton.language.core" and type(x).__name__ == "constexpr":
             setattr(module, name, x.value)
@@ -591,6 +668,8 @@ def run(launches: Iterable[Any]) -> None:
         if hasattr(launch.kernel, "fn"):
             launch.kernel[launch.grid](*launch.arguments.values(), **launch.options)
             continue
+        sizes = [x.shape for x in launch.arguments.values() if isinstance(x, torch.Tensor)]
+        _ranks.seed(f"{launch.kernel.__name__} {launch.grid} {sizes}")  # other ranks in other tests
         for number in itertools.product(*map(range, launch.grid)):
             _program.id, _program.grid = number, launch.grid
             _failed.clear()

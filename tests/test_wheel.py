@@ -80,7 +80,7 @@ def shell(wheel, tmp_path_factory):
     environment = folder / "environment"
     run(sys.executable, "-m", "venv", "--without-pip", environment)
     python = environment / "bin" / "python"
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps", wheel)
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps", "--no-compile", wheel)
     # Its dependencies, and hatchling, come from the environment of the tests; a path added in this way activates no
     # editable install.
     site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())

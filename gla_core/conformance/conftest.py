@@ -193,7 +193,8 @@ def pytest_runtest_teardown() -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Generator[None, Any, Any]:
     report = yield
-    if _is_of_the_kit(item) and isinstance(item, pytest.Function):
+    shown = call.when == "call" or report.failed
+    if shown and _is_of_the_kit(item) and isinstance(item, pytest.Function):
         report.user_properties.append(("case", _about(item)))
     return report
 

@@ -47,7 +47,7 @@ def _call(op: str, device: torch.device, sizes: Sequence[int], dtype: str = "flo
     """
     named = dict(zip(_TABLE[op]["names"], sizes, strict=False))
     usual: dict[str, object] = {"causal": named.get("Tq", 0) > 1, "inplace": True}
-    if op in ("chunk_gla_bwd", "chunk_ssd_bwd", "chunk_delta_bwd") and device.type == "cuda":
+    if "checkpoints" in ABSTRACT_OPS[op].parameters and device.type == "cuda":
         usual["checkpoint_every"] = CHUNK
     return ABSTRACT_OPS[op].call(
         {**named, "Hq": named.get("H", 0) * groups},

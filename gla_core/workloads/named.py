@@ -68,18 +68,17 @@ def _cut(tokens: int, sequences: int) -> tuple[int, ...]:
     return tuple(end - start for start, end in itertools.pairwise(cuts))
 
 
-def _for_delta(op: str, workloads: tuple[Workload, ...]) -> tuple[Workload, ...]:
-    """Returns the small workloads of an op of GLA for a delta rule, with groups of values where those have queries."""
-    small = (w for w in workloads if w.tags & {"ci", "odd", "packed", "extreme", "narrow"})
-    return tuple(
-        Workload(
-            w.name.replace("queries", "values"),
-            op,
-            w.tags,
-            {"R" if name == "G" else name: size for name, size in w.sizes.items()},
-        )
-        for w in small
+def _for_delta(op: str, workloads: tuple[Workload, ...], *rows: Row) -> tuple[Workload, ...]:
+    """Returns the small workloads of an op of GLA for a delta rule, with groups of values where those have queries.
+
+    Workloads of further rows follow.
+    """
+    small = tuple(
+        (w.name.replace("queries", "values"), " ".join(w.tags), {"R" if n == "G" else n: y for n, y in w.sizes.items()})
+        for w in workloads
+        if w.tags & {"ci", "odd", "packed", "extreme", "narrow"}
     )
+    return _workloads(op, *small, *rows)
 
 
 # A workload is a row of its op's table, on a line or two.
@@ -347,19 +346,17 @@ RECURRENT_GLA_REPLAY = _workloads(
         for B in (1, 16, 64)
     ),
 )
-CHUNK_DELTA = (
-    *_for_delta("chunk_delta", CHUNK_GLA),
-    *_workloads(
-        "chunk_delta",
-        _row("wide_values", "odd", "B1 T130 H1 R2 K96 V192", gate_form="head", initial_state=True),
-        _row("model_512", "train", "B1 T512 H4 K128 V128", **IN_BFLOAT16),
-        _row("train_b8_t4096_h16", "train", "B8 T4096 H16 K128 V128", **IN_BFLOAT16),
-        _row("train_b8_t4096_h16_per_head", "train", "B8 T4096 H16 K128 V128", gate_form="head", **IN_BFLOAT16),
-        _row("train_b8_t4096_h16_r2_per_head", "train", "B8 T4096 H16 R2 K128 V128", gate_form="head", **IN_BFLOAT16),
-        _row("olmo_hybrid_7b", "train", "B4 T4096 H30 K96 V192", gate_form="head", **IN_BFLOAT16),
-        _row("prefill_b1_t8192_h32", "prefill", "B1 T8192 H32 K128 V128", **IN_BFLOAT16),
-        _row("packed_16_t8192_h32", "prefill", "H32 K128 V128", lengths=_cut(8192, 16), **IN_BFLOAT16),
-    ),
+CHUNK_DELTA = _for_delta(
+    "chunk_delta",
+    CHUNK_GLA,
+    _row("wide_values", "odd", "B1 T130 H1 R2 K96 V192", gate_form="head", initial_state=True),
+    _row("model_512", "train", "B1 T512 H4 K128 V128", **IN_BFLOAT16),
+    _row("train_b8_t4096_h16", "train", "B8 T4096 H16 K128 V128", **IN_BFLOAT16),
+    _row("train_b8_t4096_h16_per_head", "train", "B8 T4096 H16 K128 V128", gate_form="head", **IN_BFLOAT16),
+    _row("train_b8_t4096_h16_r2_per_head", "train", "B8 T4096 H16 R2 K128 V128", gate_form="head", **IN_BFLOAT16),
+    _row("olmo_hybrid_7b", "train", "B4 T4096 H30 K96 V192", gate_form="head", **IN_BFLOAT16),
+    _row("prefill_b1_t8192_h32", "prefill", "B1 T8192 H32 K128 V128", **IN_BFLOAT16),
+    _row("packed_16_t8192_h32", "prefill", "H32 K128 V128", lengths=_cut(8192, 16), **IN_BFLOAT16),
 )
 _FOR_SUMMARIES = tuple(
     w for w in CHUNK_GLA_SUMMARY
@@ -369,40 +366,32 @@ _FOR_SUMMARIES = tuple(
 )
 CHUNK_DELTA_SUMMARY = _for_delta("chunk_delta_summary", _FOR_SUMMARIES)
 CHUNK_DELTA_GRADIENT_SUMMARY = _for_delta("chunk_delta_gradient_summary", _FOR_SUMMARIES)
-CHUNK_DELTA_POOL = (
-    *_for_delta("chunk_delta_pool", CHUNK_GLA_POOL),
-    *_workloads(
-        "chunk_delta_pool",
-        *(
-            _row(f"prefill_{N}_t{T}_h32", "prefill", "H32 K128 V128", lengths=(T // N,) * N, pool=4 * N,
-                 read_slots=tuple(range(N)), has_state=(False,) * N, **IN_BFLOAT16)
-            for N, T in ((1, 512), (16, 8192))
-        ),
+CHUNK_DELTA_POOL = _for_delta(
+    "chunk_delta_pool",
+    CHUNK_GLA_POOL,
+    *(
+        _row(f"prefill_{N}_t{T}_h32", "prefill", "H32 K128 V128", lengths=(T // N,) * N, pool=4 * N,
+             read_slots=tuple(range(N)), has_state=(False,) * N, **IN_BFLOAT16)
+        for N, T in ((1, 512), (16, 8192))
     ),
 )
-RECURRENT_DELTA_STEP = (
-    *_for_delta("recurrent_delta_step", RECURRENT_GLA_STEP),
-    *_workloads(
-        "recurrent_delta_step",
-        *(_row(f"decode_b{B}", "decode", "H16 K128 V128", B=B, **IN_BFLOAT16) for B in (1, 64, 1024)),
-        _row("decode_b64_per_head", "decode", "B64 H16 R2 K128 V128", gate_form="head", **IN_BFLOAT16),
-    ),
+RECURRENT_DELTA_STEP = _for_delta(
+    "recurrent_delta_step",
+    RECURRENT_GLA_STEP,
+    *(_row(f"decode_b{B}", "decode", "H16 K128 V128", B=B, **IN_BFLOAT16) for B in (1, 64, 1024)),
+    _row("decode_b64_per_head", "decode", "B64 H16 R2 K128 V128", gate_form="head", **IN_BFLOAT16),
 )
-RECURRENT_DELTA_STEPS = (
-    *_for_delta("recurrent_delta_steps", RECURRENT_GLA_STEPS),
-    *_workloads(
-        "recurrent_delta_steps",
-        _row("verify_b64_h16", "decode", "B64 T8 H16 K128 V128", pool=512, num_accepted=(8,) * 64,
-             slots=tuple(tuple(range(8 * n, 8 * n + 8)) for n in range(64)), **IN_BFLOAT16),
-    ),
+RECURRENT_DELTA_STEPS = _for_delta(
+    "recurrent_delta_steps",
+    RECURRENT_GLA_STEPS,
+    _row("verify_b64_h16", "decode", "B64 T8 H16 K128 V128", pool=512, num_accepted=(8,) * 64,
+         slots=tuple(tuple(range(8 * n, 8 * n + 8)) for n in range(64)), **IN_BFLOAT16),
 )
-RECURRENT_DELTA_REPLAY = (
-    *_for_delta("recurrent_delta_replay", RECURRENT_GLA_REPLAY),
-    *_workloads(
-        "recurrent_delta_replay",
-        _row("verify_b64_h16", "decode", "B64 T8 H16 K128 V128 L16", pool=64, slots=tuple(range(64)),
-             ring_start=(6,) * 64, num_accepted=(4,) * 64, ring_dtype=torch.float32, **IN_BFLOAT16),
-    ),
+RECURRENT_DELTA_REPLAY = _for_delta(
+    "recurrent_delta_replay",
+    RECURRENT_GLA_REPLAY,
+    _row("verify_b64_h16", "decode", "B64 T8 H16 K128 V128 L16", pool=64, slots=tuple(range(64)),
+         ring_start=(6,) * 64, num_accepted=(4,) * 64, ring_dtype=torch.float32, **IN_BFLOAT16),
 )
 ONLINE_SOFTMAX = _workloads(
     "online_softmax",

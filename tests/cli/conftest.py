@@ -10,9 +10,8 @@ ENTRY_POINTS = "gla_core.backends"
 
 
 @pytest.fixture(autouse=True)
-def isolated(fresh_registry, plain_terminal, set_environment, tmp_path):
+def isolated(fresh_registry, plain_terminal):
     """Isolates every test here from the environment, without calibration."""
-    set_environment(GLA_CACHE_DIR=str(tmp_path / "cache"))
 
 
 @pytest.fixture

@@ -20,9 +20,8 @@ from tests.reference import function
 
 
 @pytest.fixture(autouse=True)
-def isolated(fresh_registry, monkeypatch, tmp_path):
+def isolated(fresh_registry, monkeypatch):
     """Isolates every test here: nothing is calibrated, our own backends predict no time, no kernel is interpreted."""
-    monkeypatch.setenv("GLA_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for module in (gla_parallel_scan, gla_reference, gla_triton_fused):
         without_cost = [dataclasses.replace(each, cost=None) for each in module.gla_register_backends()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import itertools
 import json
@@ -133,10 +134,16 @@ def compiled(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
+@functools.cache
+def shipped(name):
+    """Returns the shipped constants of a backend, read once."""
+    return shipped_constants(f"gla_{name}")
+
+
 def predicted(name, kind, call, changed=()):
     """Returns the seconds that a backend's formula predicts with its shipped constants."""
     formula = importlib.import_module(f"gla_{name}").predicted_seconds
-    return formula(call, {**shipped_constants(f"gla_{name}")[kind][call.op], **FACTS[kind], **dict(changed)})
+    return formula(call, {**shipped(name)[kind][call.op], **FACTS[kind], **dict(changed)})
 
 
 # ---- constants
@@ -144,7 +151,7 @@ def predicted(name, kind, call, changed=()):
 
 @pytest.mark.parametrize(("name", "kind", "op"), OPS)
 def test_every_op_has_constants_for_its_devices(name, kind, op):
-    constants = shipped_constants(f"gla_{name}")[kind][op]
+    constants = shipped(name)[kind][op]
     assert constants
     assert all(isinstance(value, float) and 0 < value < math.inf for value in constants.values())
 
@@ -158,7 +165,7 @@ def test_the_backend_carries_its_model(name):
     spec.loader.exec_module(fresh)
     (backend,) = fresh.gla_register_backends()
     assert isinstance(backend.cost, CostModel)
-    assert backend.cost.constants == shipped_constants(f"gla_{name}")
+    assert backend.cost.constants == shipped(name)
     assert {kind: set(ops) for kind, ops in backend.cost.constants.items()} == {
         kind: measured(name, kind) & set(backend.ops) for kind in FACTS if measured(name, kind)
     }
@@ -173,7 +180,7 @@ def test_each_constant_counts_for_some_call(name, kind, op):
         for sizes in grid_of(op).sizes
         for tensors in grid_of(op).tensors
     ]
-    constants = shipped_constants(f"gla_{name}")[kind][op]
+    constants = shipped(name)[kind][op]
     base = [predicted(name, kind, call) for call in calls]
     for constant, value in constants.items():
         assert any(
@@ -218,7 +225,7 @@ def test_much_more_work_is_never_predicted_to_be_faster(name, kind, op, capturin
     # Only twice as much work may be predicted to be faster, if another kernel computes the larger call.
     nearly = 0.9 if op == "chunk_gla_bwd" else 1  # two chunks uncut may take a little longer than twelve chunks cut
     # Plans cut sequences if this saves time on the device. A cut has up to three more launches.
-    launches = 0 if capturing else 3 * shipped_constants(f"gla_{name}")[kind][op].get("host_launch", 0.0)
+    launches = 0 if capturing else 3 * shipped(name)[kind][op].get("host_launch", 0.0)
     for dim in grid_of(op).growing:
         grown = [name for name in call_of(op, kind).dims if name == dim or (dim == "H" and name in ("Hq", "Hv"))]
         others = {tuple((k, v) for k, v in sizes.items() if k not in grown) for sizes in grid_of(op).sizes}

@@ -120,7 +120,7 @@ def check_other_ops(ranks):
     q, k, v, g = x.q, x.k, x.v, x.g
     state = torch.randn(2, 2, q.shape[-1], v.shape[-1], dtype=torch.float64)
     token = [y[:, 0] for y in (q, k, v, g)]
-    for place, state_place in ((BATCH, BATCH), (HEADS, Shard(1))):
+    for place, state_place, rate_place in ((BATCH, BATCH, WHOLE), (HEADS, Shard(1), Shard(0))):
         spread_out = [spread(y, place) for y in (q, k, v, g)]
         compare(gla.chunk_gla_summary(*spread_out[1:]), gla.chunk_gla_summary(k, v, g))
         compare(gla.chunk_gla_gradient_summary(spread_out[0], *spread_out[2:]), gla.chunk_gla_gradient_summary(q, v, g))
@@ -144,7 +144,7 @@ def check_other_ops(ranks):
         compare((actual, written), (expected, before))
         dt = v[:, 0, :, 0].abs()
         expected = gla.recurrent_ssd_step(*token[:3], before, dt, -dt[0])
-        actual = gla.recurrent_ssd_step(*one[:3], written, spread(dt, state_place), spread(-dt[0], WHOLE))
+        actual = gla.recurrent_ssd_step(*one[:3], written, spread(dt, state_place), spread(-dt[0], rate_place))
         compare((actual, written), (expected, before))
 
 

@@ -1,5 +1,7 @@
 """Layers of every kind in parts: token by token, packed, with padding, in a pool and compiled, against whole calls."""
 
+import itertools
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -69,24 +71,23 @@ def test_prefill_then_steps(layer, prompt, fresh):
 
 
 @pytest.mark.parametrize("fresh", [False, True])
-@pytest.mark.parametrize(("dtype", "longest"), [(torch.int32, None), (torch.int64, 70)])
-def test_packed_is_separate(layer, dtype, fresh, longest):
+def test_packed_is_separate(layer, fresh):
     """Rows outside the sequences have y = 0 and no gradient."""
     lengths, before = [3, 0, 70, 1, 2], layer.initial_state(5) if fresh else states(layer, 5)
-    offsets = torch.tensor([2, *lengths], dtype=dtype).cumsum(0, dtype=dtype)
     x = inputs(1, 80).requires_grad_()
-    y, state = layer(x, None if fresh else before, True, offsets, longest)
     parts = x[:, 2:78].split(lengths, 1)
-    expected = [layer(part, row(before, i), output_final_state=True) for i, part in enumerate(parts)]
-    alone = torch.cat([y for y, _ in expected], 1)
-    torch.testing.assert_close(y[:, 2:78], alone, rtol=1e-10, atol=1e-10)
-    assert not y[:, :2].any()
-    assert not y[:, 78:].any()
-    for i, (_, after) in enumerate(expected):
-        assert_same(row(state, i), after)
-    dy, wanted = torch.randn_like(y), [x, *layer.parameters()]
-    actual, expected = torch.autograd.grad(y, wanted, dy), torch.autograd.grad(alone, wanted, dy[:, 2:78])
-    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+    separate = [layer(part, row(before, i), output_final_state=True) for i, part in enumerate(parts)]
+    alone, dy, wanted = torch.cat([y for y, _ in separate], 1), torch.randn_like(x), [x, *layer.parameters()]
+    expected = torch.autograd.grad(alone, wanted, dy[:, 2:78])
+    for dtype, longest in ((torch.int32, None), (torch.int64, 70)):
+        offsets = torch.tensor([2, *lengths], dtype=dtype).cumsum(0, dtype=dtype)
+        y, state = layer(x, None if fresh else before, True, offsets, longest)
+        torch.testing.assert_close(y[:, 2:78], alone, rtol=1e-10, atol=1e-10)
+        assert not y[:, :2].any()
+        assert not y[:, 78:].any()
+        for i, (_, after) in enumerate(separate):
+            assert_same(row(state, i), after)
+        torch.testing.assert_close(torch.autograd.grad(y, wanted, dy), expected, rtol=1e-9, atol=1e-9)
 
 
 def test_packed_without_states_and_without_sequences(layer):
@@ -98,8 +99,8 @@ def test_packed_without_states_and_without_sequences(layer):
     assert_same(state, layer.initial_state(0))
 
 
-@pytest.mark.parametrize("mask", [MASK, MASK.bool(), MASK.float(), torch.cat([1 - MASK, MASK], 1)], ids=str)
-def test_padding_changes_nothing(layer, mask):
+def test_padding_changes_nothing(layer):
+    """A mask has any dtype. The last columns of a longer one count."""
     x, before, states_after = inputs(*MASK.shape).requires_grad_(), states(layer, len(MASK)), []
     alone = torch.zeros_like(x)
     for i, tokens in enumerate(MASK.bool()):
@@ -107,16 +108,17 @@ def test_padding_changes_nothing(layer, mask):
         alone[i, tokens] = y[0]
         states_after.append(after)
     padded = torch.where(MASK[..., None].bool(), x, torch.nan)
-    y, state = layer(padded, before, output_final_state=True, attention_mask=mask)
-    torch.testing.assert_close(y, alone, rtol=1e-10, atol=1e-10)
-    assert not y[MASK == 0].any()
-    for i, after in enumerate(states_after):
-        assert_same(row(state, i), after)
-    dy, wanted = torch.randn_like(y), [x, *layer.parameters()]
+    dy, wanted = torch.randn_like(x), [x, *layer.parameters()]
     expected = torch.autograd.grad(alone, wanted, dy)
-    actual = torch.autograd.grad(layer(x, before, attention_mask=mask)[0], wanted, dy)
-    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
-    assert not actual[0][MASK == 0].any()
+    for mask in (MASK, MASK.bool(), MASK.float(), torch.cat([1 - MASK, MASK], 1)):
+        y, state = layer(padded, before, output_final_state=True, attention_mask=mask)
+        torch.testing.assert_close(y, alone, rtol=1e-10, atol=1e-10)
+        assert not y[MASK == 0].any()
+        for i, after in enumerate(states_after):
+            assert_same(row(state, i), after)
+        actual = torch.autograd.grad(layer(x, before, attention_mask=mask)[0], wanted, dy)
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+        assert not actual[0][MASK == 0].any()
 
 
 def rows_alone(layer, x, pool, indices):
@@ -131,11 +133,10 @@ def rows_alone(layer, x, pool, indices):
 
 
 @pytest.mark.parametrize("indices", [INDICES, [-1, -1], [3, 0, -1], [POOL, 0, 5], [POOL, -1], []], ids=str)
-@pytest.mark.parametrize("inplace", [False, True])
-def test_rows_of_a_pool(layer, inplace, indices):
+def test_rows_of_a_pool(layer, indices):
     x, before = inputs(len(indices)), states(layer, POOL)
     expected, after = rows_alone(layer, x, before, indices)
-    for dtype in (torch.int32, torch.int64):
+    for inplace, dtype in itertools.product((False, True), (torch.int32, torch.int64)):
         pool = each(before, torch.clone)
         y, state = layer.step(x, pool, inplace, torch.tensor(indices, dtype=dtype))
         torch.testing.assert_close(y, expected)

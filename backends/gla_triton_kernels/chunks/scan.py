@@ -33,6 +33,8 @@ from gla_triton_runtime.sizes import power_of_two
 PROGRAMS = 528
 """The maximum number of programs that scan cut packed sequences: four for each multiprocessor of an H200, because the
 registers suffice for four."""
+BLOCK, GROUP = (1024, 4) if interpreted() else (256, 16)
+"""Elements of a block of a state, and segments read at once. The interpreter's time counts blocks and segments."""
 DENSE_VALUES = 16
 """Values of a block with dense transitions, the fewest of a matrix product. A block has all keys."""
 
@@ -64,7 +66,7 @@ def launch_scan(
     dense = D is not None and D.ndim == 4
     N = x.left.shape[0] if segments.cu_seqlens is None else len(segments.cu_seqlens) - 1
     BV = DENSE_VALUES if dense else min(128, power_of_two(V))
-    BK = power_of_two(K, 16) if dense else min(256 // BV, power_of_two(K))
+    BK = power_of_two(K, 16) if dense else min(BLOCK // BV, power_of_two(K))
     blocks = ceil_div(K, BK) * ceil_div(V, BV) * Hv  # blocks of the states of a sequence
     only_cut = skip_first and x.after is None and segments.order is not None
     programs = min(PROGRAMS, segments.most * blocks) if only_cut else N * blocks
@@ -92,7 +94,7 @@ def launch_scan(
         "V": V,
         "BK": BK,
         "BV": BV,
-        "GROUP": 1 if dense else min(16, power_of_two(segments.per_sequence or 16)),
+        "GROUP": 1 if dense else min(GROUP, power_of_two(segments.per_sequence or GROUP)),
         "DENSE": dense,
         "PRECISION": "ieee" if interpreted() else "bf16x6",  # of products with dense transitions
         "BACKWARDS": x.backwards,

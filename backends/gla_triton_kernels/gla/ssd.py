@@ -2,7 +2,7 @@
 
 With delta and g from shared/time_steps.py, the scan is the forward of forward.py with v = x, factors delta of v, gates
 g, scale 1, a skip D and an output gate z. So v = delta x is never in memory, and o is written once. Other calls are
-computed by `chunk_gla_fwd` and operations before and after it; see the op. Gradients are computed alike, but the kernel
+computed by the forward and operations before and after it; see the op. Gradients are computed alike, but the kernel
 knows a skip for each head only: shared/skip.py adds what one for each channel gives.
 
 B batch   T tokens   N sequences   H key heads   Hv value heads   K, V key and value width
