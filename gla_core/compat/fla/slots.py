@@ -3,14 +3,8 @@
     P_t = P_{t-1} diag(exp(g_t)) + k_t^T s_t     p_t = softmax(scale q_t P_t)          P [K, M]
     S_t = diag(exp(g_t)) S_{t-1} + s_t^T v_t     o_t = p_t S_t                         S [M, V]
 
-The second line is GLA. In the first one the gates are on the side of the values. The transpose of P is the state of GLA
-with keys s and values k, but it is read from the side of its values:
-
-    logits_t = scale q_t P_t = gradient of sum over t of q_t . GLA_t(x, s, k, g) with respect to the queries x
-
-So the backward of GLA with q in place of the gradient of the outputs computes the logits. That sum is linear in x and
-in q. With d the gradient of the logits, the gradient of q is therefore GLA(d, s, k, g), and those of s, k and g come
-from the same backward with d in place of x.
+The second line is GLA. In the first one the gates are on the side of the values: the transpose of P is the state of GLA
+with keys s and values k, and is read from the side of its values (gla_core/ops/gla/read_by_values.py).
 
 Dimensions, dtypes and errors are as in `ops.chunk_gla`; M is the number of slots. Gates are natural logarithms.
 Source: flash-linear-attention 0.6.0, fla/ops/gsa; Zhang et al., "Gated Slot Attention" (arXiv 2409.07146).
@@ -20,15 +14,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gla_core.compat.fla.composed import Pair, additive_gate
 from gla_core.compat.fla.ops import from_last_to_first, is_one_token, no_more, recurrent, wide_state
 from gla_core.dispatch.tensors import wide
-from gla_core.ops import autocast
-from gla_core.ops._run import request_text
-from gla_core.ops.gla.chunk_gla import FORWARD, torch_bwd, torch_fwd
+from gla_core.ops.gla.read_by_values import read_by_values
 
 
 def chunk_gsa(
@@ -99,7 +90,6 @@ def _logits(
     q: Tensor, k: Tensor, s: Tensor, g: Tensor | None, scale: float, P: Tensor | None, has_final: bool, offsets: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Returns scale q_t P_t [B, T, Hq, M] and the final P [N, H, K, M], None unless has_final."""
-    q, s, k, g = autocast.inputs(FORWARD, q, s, k, g)
     x = s.new_zeros(*s.shape[:2], q.shape[2], s.shape[3])
     if is_one_token(q, offsets, k, s, g, P):
         _, final = recurrent(x, s, k, g, 1.0, P, True, state_v_first=True)
@@ -108,35 +98,4 @@ def _logits(
         return (scale * logits).view(x.shape).to(q.dtype), final if has_final else None
     P = wide_state(P, q)
     final = recurrent(x, s, k, g, 1.0, P, True, False, True, offsets)[1] if has_final else None
-    return _Logits.apply(q, k, s, g, None if P is None else P.mT, scale, offsets, request_text(None)), final
-
-
-class _Logits(torch.autograd.Function):
-    """Computes the logits [B, T, Hq, M] from tokens and the transpose of P [N, H, M, K]."""
-
-    @staticmethod
-    def forward(
-        q: Tensor, k: Tensor, s: Tensor, g: Tensor, S: Tensor | None, scale: float, offsets: Any, backend: str
-    ) -> Tensor:
-        x = s.new_zeros(*s.shape[:2], q.shape[2], s.shape[3])
-        return _gradients(x, q, k, s, g, S, scale, offsets, backend)[0]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        *tensors, ctx.scale, offsets, ctx.backend = inputs
-        ctx.save_for_backward(*tensors, offsets)
-
-    @staticmethod
-    def backward(ctx: Any, *incoming: Tensor) -> tuple:
-        (d,) = incoming
-        q, k, s, g, S, offsets = ctx.saved_tensors
-        dq = torch_fwd(d, s, k, g, ctx.scale, S, False, offsets, None, None, None, False, ctx.backend)[0]
-        _, ds, dk, dg, dS = _gradients(d, q, k, s, g, S, ctx.scale, offsets, ctx.backend)
-        return dq, dk, ds, dg, None if S is None else dS, None, None, None
-
-
-def _gradients(
-    x: Tensor, q: Tensor, k: Tensor, s: Tensor, g: Tensor, S: Tensor | None, scale: float, offsets: Any, backend: str
-) -> tuple[Tensor, ...]:
-    """Returns the gradients of x, s, k, g and S, where q are those of the outputs of GLA(x, s, k, g) from S."""
-    return torch_bwd(x, s, k, g, scale, S, offsets, None, None, q, None, None, None, backend)
+    return read_by_values(q, s, k, g, scale, None if P is None else P.mT, offsets), final
