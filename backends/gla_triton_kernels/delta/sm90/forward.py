@@ -96,7 +96,7 @@ def launch_outputs(
         every: tokens between checkpoints.
         normalizer: the number by which log sigma is divided if x.g holds logits; None if it holds log gates.
     """
-    (B, T, H, K), (Hv, V) = x.k.shape, x.v.shape[2:]
+    (T, H, K), (Hv, V) = x.k.shape[1:], x.v.shape[2:]
     by_key = x.g is not None and x.g.ndim == 4
     b, t, h = x.beta.stride()
     arguments = {
@@ -280,13 +280,14 @@ def _prepare_by_head(tiles, beta, barriers, place, gates, NORMALIZER: gl.constex
         if g_ptr is not None:
             g = next_g * LOG2E
             next_g = gates_of(gate, start + (i + 1) * C, rows - C, block_token, NORMALIZER)
+        q_tile, k_tile = q_tiles.index(slot).reshape([C, K]), k_tiles.index(slot).reshape([C, K])
+        mbarrier.wait(full.index(slot), (i // STAGES) & 1)
+        if g_ptr is not None:  # the load warp has waited until the state warps have read the slot
             b = gl.associative_scan(g, 1, plus)  # [C / 16, 16]
             end = gl.sum(g, 1)[:, None]
             sums.reshape([C // 16, 16]).store(b)
             within.index(slot).reshape([C // 16, 16]).store(gl.exp2(b))
             after.index(slot).reshape([C // 16, 16]).store(gl.exp2(end - b))
-        q_tile, k_tile = q_tiles.index(slot).reshape([C, K]), k_tiles.index(slot).reshape([C, K])
-        mbarrier.wait(full.index(slot), (i // STAGES) & 1)
         if PACKED:
             clear_rows(k_tile, rows, rows_of)
             fence_async_shared()
