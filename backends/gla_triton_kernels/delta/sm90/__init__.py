@@ -19,8 +19,8 @@ from gla_triton_runtime.tma import addressable
 
 COLUMNS = 64
 """The values of a state warpgroup."""
-MOST_KEYS, MOST_VALUES = 128, 256
-"""The most keys and values of a head."""
+LEAST_KEYS, MOST_KEYS, MOST_VALUES = 33, 128, 256
+"""The fewest and the most keys of a head, and the most values. Over few keys, rounding errors do not average out."""
 
 
 class Parameters(NamedTuple):
@@ -42,8 +42,8 @@ def refusal(call: OpCall, gpu: Gpu) -> Reason | None:
     if call.dtype != torch.bfloat16:
         return f"computes bfloat16; q is {str(call.dtype).removeprefix('torch.')}"
     K, V = call.dims["K"], call.dims["V"]
-    if K > MOST_KEYS or V > MOST_VALUES:
-        return f"computes K up to {MOST_KEYS} and V up to {MOST_VALUES}; K is {K} and V is {V}"
+    if not LEAST_KEYS <= K <= MOST_KEYS or V > MOST_VALUES:
+        return f"computes K from {LEAST_KEYS} to {MOST_KEYS} and V up to {MOST_VALUES}; K is {K} and V is {V}"
     if (every := call.scalars.get("checkpoint_every")) is not None and every % CHUNK:
         return f"computes checkpoints every multiple of {CHUNK} tokens; checkpoint_every is {every}"
     if (name := _not_addressable(call)) is not None:

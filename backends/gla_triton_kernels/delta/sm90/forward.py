@@ -48,10 +48,10 @@ from gla_triton_kernels.chunks.segments import Segments, lengths_of, state_strid
 from gla_triton_kernels.delta.sm90 import COLUMNS, Parameters
 from gla_triton_kernels.delta.sm90.common import (
     by_blocks,
-    minus_of_blocks,
     decay_pairs,
     decay_rows,
     in_log2,
+    minus_of_blocks,
     pairs_by_halving,
     pairs_of,
     solve,
@@ -336,6 +336,7 @@ def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, PACKED: gl.const
     if s_desc is not None:
         # the row of the next checkpoint, and the number of tokens until it
         row, until = next_checkpoint(start, sequence, origin, every, None, PACKED)
+    o = gl.zeros([W, 16], gl.float32, block_tf32)  # of the previous block
     S = gl.zeros([W, BK], gl.float32, whole)
     S = first_state(S, states, n, sequence, h, is_first, key, value, (Hv, K, V))
     for i in range(gl.cdiv(length, C)):
@@ -392,8 +393,12 @@ def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, PACKED: gl.const
             U = warpgroup_mma(tf32_operand(X), L, U, use_acc=False, is_async=True)
             next_o, U = warpgroup_mma_wait(0, [next_o, U])
             u = U * to_end if BY_HEAD else U
-            u = gl.convert_layout(u.to(k_tile.dtype), left_whole)
-            S = warpgroup_mma(u, kout_tile.slice(16 * j, 16), S, is_async=True)
+            high = u.to(k_tile.dtype)
+            kout = kout_tile.slice(16 * j, 16)  # [16, BK]
+            S = warpgroup_mma(gl.convert_layout(high, left_whole), kout, S, is_async=True)
+            if not BY_KEY:  # kout is exact, so what rounding takes from U would be most of the error of S
+                low = (u - high.to(gl.float32)).to(k_tile.dtype)
+                S = warpgroup_mma(gl.convert_layout(low, left_whole), kout, S, is_async=True)
             if BY_HEAD:
                 next_o = next_o * through
             next_o = gl.convert_layout(next_o, block_tf32, assert_trivial=True)
