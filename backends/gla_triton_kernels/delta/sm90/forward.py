@@ -360,6 +360,7 @@ def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, PACKED: gl.const
         if PACKED:
             clear_rows(v_tile, rows, lines)  # the preparing warps clear rows of k
         mbarrier.wait(ready.index(slot), phase)
+        S = warpgroup_mma_wait(0, [S])  # tells the assembler that S is there; it would wait after the first products
         for j in gl.static_range(C // 16):
             kin = k_tile.slice(16 * j, 16).permute([1, 0])  # [BK, 16]
             qin = q_tile.slice(16 * j, 16).permute([1, 0])  # [BK, 16]
