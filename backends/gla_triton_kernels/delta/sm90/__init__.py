@@ -19,6 +19,9 @@ from gla_triton_runtime.tma import addressable
 
 COLUMNS = 64
 """The values of a state warpgroup."""
+MOST_STAGES = 4
+RESERVED = 4 * 2**10
+"""The bytes of shared memory for barriers and small tiles."""
 LEAST_KEYS, MOST_KEYS, MOST_VALUES = 33, 128, 256
 """The fewest and the most keys of a head, and the most values. Over few keys, rounding errors do not average out."""
 
@@ -29,10 +32,12 @@ class Parameters(NamedTuple):
     Attributes:
         BK: keys of a tile.
         groups: state warpgroups of a block of warps, 1 or 2. The bits of the results do not depend on it.
+        stages: number of pipeline stages: chunks that are in shared memory at once.
     """
 
     BK: int
     groups: int
+    stages: int = 2
 
 
 def refusal(call: OpCall, gpu: Gpu) -> Reason | None:
@@ -69,7 +74,20 @@ def parameters(call: OpCall, gpu: Gpu) -> Parameters:
     """
     K, V, heads = call.dims["K"], call.dims["V"], call.dims["N"] * call.dims["Hv"]
     single = V <= COLUMNS or heads * ceil_div(V, COLUMNS) <= gpu.multiprocessors
-    return Parameters(64 if K <= 64 else 128, 1 if single else 2)
+    BK, groups = 64 if K <= 64 else 128, 1 if single else 2
+    return Parameters(BK, groups, _stages(call, gpu, BK, groups))
+
+
+def _stages(call: OpCall, gpu: Gpu, BK: int, groups: int) -> int:
+    """Returns the pipeline stages that fit into shared memory, at most `MOST_STAGES`.
+
+    A stage is taken from the start of its load until the state warps have read it, and they take less than half of this
+    time. So with two stages they wait.
+    """
+    keys, values, pairs = CHUNK * BK * 2, groups * CHUNK * COLUMNS * 2, CHUNK * 16 * 4  # bytes
+    stage = (4 if has_key_gates(call) else 2) * keys + values + 2 * pairs + 4 * BK * 4
+    results = values * BK // CHUNK if call.scalars.get("checkpoint_every") else values
+    return min(MOST_STAGES, (gpu.facts.shared_memory - RESERVED - pairs - results) // stage)
 
 
 def _not_addressable(call: OpCall) -> str | None:

@@ -127,6 +127,7 @@ def launch_outputs(
         "V": V,
         "NORMALIZER": normalizer,
         "GROUPS": kernel.groups,
+        "STAGES": kernel.stages,
     }
     blocks = segments.count * Hv * ceil_div(V, kernel.groups * COLUMNS)
     return [Launch(_chunk_delta_fwd_kernel, (blocks, 1, 1), arguments, {"num_warps": 4, "maxnreg": 128})]
@@ -454,9 +455,9 @@ def _chunk_delta_fwd_kernel(
     V,
     NORMALIZER: gl.constexpr,
     GROUPS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
     """Computes GROUPS W columns of the outputs of one value head of one sequence."""
-    STAGES: gl.constexpr = 2
     C: gl.constexpr = q_desc.block_type.shape[2]
     BK: gl.constexpr = q_desc.block_type.shape[3]
     W: gl.constexpr = v_desc.block_type.shape[3]
