@@ -88,17 +88,47 @@ def decay_pairs(x, sums):
 
 
 @gluon.jit
-def store_pairs(a_tile, m_tile, A, M, beta, sign: gl.constexpr = 1.0):
-    """Stores A in a_tile, and B M with the diagonal B in m_tile.
+def store_products(
+    a_tile, l_tile, m_tile, q_tile, k_tile, columns_tile, sums, beta, sign: gl.constexpr = 1.0
+):
+    """Stores A and L of pairs that are products of the rows of q and of k with columns, all [C, K].
+
+    A is computed while the solve waits for rows before.
 
     Args:
-        A: [C, 16], correct for pairs s <= t; other elements are discarded.
-        M: the same for pairs s < t, times `sign`.
+        sums: see `decay_pairs`; None if the products need no decays.
+        beta, sign: see `store_m`.
+    """
+    C: gl.constexpr = k_tile.shape[0]
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    A = gl.zeros([C, C], gl.float32, scores)
+    M = gl.zeros([C, C], gl.float32, scores)
+    M = warpgroup_mma(k_tile, columns_tile.permute([1, 0]), M, use_acc=False, is_async=True)
+    A = warpgroup_mma(q_tile, columns_tile.permute([1, 0]), A, use_acc=False, is_async=True)
+    M = blocks_of_diagonal(warpgroup_mma_wait(1, [M]))
+    store_m(m_tile, M if sums is None else decay_pairs(M, sums), beta, sign)
+    l_tile.store(solve(m_tile))
+    A = blocks_of_diagonal(warpgroup_mma_wait(0, [A]))
+    store_a(a_tile, A if sums is None else decay_pairs(A, sums))
+
+
+@gluon.jit
+def store_a(a_tile, A):
+    """Stores A [C, 16]; pairs s > t are discarded."""
+    t, s = tokens_of_pairs(A)
+    a_tile.store(tf32_columns(nearest_tf32(gl.where(t >= s, A, 0.0))))
+
+
+@gluon.jit
+def store_m(m_tile, M, beta, sign: gl.constexpr = 1.0):
+    """Stores B M with the diagonal B.
+
+    Args:
+        M: [C, 16], times `sign`; only pairs s < t are used.
         beta: [C], in the layout of rows of a product [C, C].
     """
-    t, s = tokens_of_pairs(A)
-    beta = gl.convert_layout(beta, gl.SliceLayout(1, A.type.layout), assert_trivial=True)[:, None]  # [C, 1]
-    a_tile.store(tf32_columns(nearest_tf32(gl.where(t >= s, A, 0.0))))
+    t, s = tokens_of_pairs(M)
+    beta = gl.convert_layout(beta, gl.SliceLayout(1, M.type.layout), assert_trivial=True)[:, None]  # [C, 1]
     m_tile.store(gl.where(t > s, M, gl.where(t == s, sign, 0.0)) * (sign * beta))
 
 
@@ -109,24 +139,35 @@ def solve(m_tile):
     x_t = beta_t e_t - sum over s < t of beta_t M_ts x_s
 
     Args:
-        m_tile: what `store_pairs` stores, as [C / 16, 16, 16].
+        m_tile: what `store_m` stores.
     """
-    N: gl.constexpr = m_tile.shape[0]
+    N: gl.constexpr = m_tile.shape[0] // 16
     layout: gl.constexpr = gl.BlockedLayout([1, 16, 1], [2, 1, 16], [4, 1, 1], [2, 1, 0])
     rows: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
     columns: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, layout))
     row = gl.arange(0, 16, rows)[None, :, None]  # [1, 16, 1]
     column = gl.arange(0, 16, columns)[None, None, :]  # [1, 1, 16]
+    pairs = m_tile.reshape([N, 16, 16])
     token = column // 8 * 8 + column % 4 * 2 + column // 4 % 2  # of a column
     L = gl.zeros([N, 16, 16], gl.float32, layout)
     x = ()
     for t in gl.static_range(16):
-        y = gl.where(token == t, m_tile.slice(t, 1, 1).slice(t, 1, 2).load(layout), 0.0)  # [N, 1, 16]
+        y = gl.where(token == t, pairs.slice(t, 1, 1).slice(t, 1, 2).load(layout), 0.0)  # [N, 1, 16]
         for s in gl.static_range(t):
-            y = y - m_tile.slice(t, 1, 1).slice(s, 1, 2).load(layout) * x[s]
+            y = y - pairs.slice(t, 1, 1).slice(s, 1, 2).load(layout) * x[s]
         x = x + (y,)
         L = gl.where(row == t, y, L)
     return nearest_tf32(L).reshape([N * 16, 16])
+
+
+@gluon.jit
+def are_above(x, least):
+    """Returns whether all numbers of x, none of which is positive, are above a negative number.
+
+    The maximum is taken of integers and over all dimensions at once. Hopper then needs one instruction for a warp.
+    """
+    bits = (-1.0 * x).to(gl.int32, bitcast=True)
+    return gl.max(bits.reshape([x.shape[0] * x.shape[1]]), 0).to(gl.float32, bitcast=True) < -1.0 * least
 
 
 @gluon.jit

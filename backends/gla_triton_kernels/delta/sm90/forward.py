@@ -48,14 +48,15 @@ from gla_triton_kernels.chunks.segments import Segments, lengths_of, state_strid
 from gla_triton_kernels.delta.sm90 import COLUMNS, Parameters
 from gla_triton_kernels.delta.sm90.common import (
     by_blocks,
-    decay_pairs,
+    are_above,
     decay_rows,
     in_log2,
     minus_of_blocks,
     pairs_by_halving,
-    pairs_of,
     solve,
-    store_pairs,
+    store_a,
+    store_m,
+    store_products,
     sums_of_blocks,
     tf32_operand,
 )
@@ -150,30 +151,34 @@ def _scratch_tile(scratch, slot, number: gl.constexpr):
 
 @gluon.jit
 def _load_warp(args):
-    """Loads q, k, v and the gates of keys of all chunks, up to STAGES chunks ahead of the other warps."""
+    """Loads q, k, v and the gates of keys of all chunks, up to STAGES chunks ahead of the other warps.
+
+    They arrive in the order in which the other warps wait for them.
+    """
     descriptors, tiles, barriers, place, R = args
     q_desc, k_desc, v_desc, g_desc = descriptors
     q_tiles, k_tiles, v_tiles, scratch = tiles
-    full, _ready, empty = barriers
+    g_full, full, v_full, _ready, empty = barriers
     b, h, column, start, length = place
     STAGES: gl.constexpr = q_tiles.type.shape[0]
     GROUPS: gl.constexpr = v_tiles.type.shape[0] // STAGES
     C: gl.constexpr = q_desc.block_type.shape[2]
     W: gl.constexpr = v_desc.block_type.shape[3]
-    GATES: gl.constexpr = 0 if g_desc is None else g_desc.block_type.nbytes
-    SIZE: gl.constexpr = 2 * k_desc.block_type.nbytes + GROUPS * v_desc.block_type.nbytes + GATES
     for i in range(gl.cdiv(length, C)):
         slot = i % STAGES
         t = start + i * C
         mbarrier.wait(empty.index(slot), (i // STAGES) & 1 ^ 1)  # returns at once for the first STAGES chunks
-        mbarrier.expect(full.index(slot), SIZE)
         if g_desc is not None:
-            tma.async_copy_global_to_shared(g_desc, [b, h, t, 0], full.index(slot), _gate_tile(scratch, slot, g_desc))
+            mbarrier.expect(g_full.index(slot), g_desc.block_type.nbytes)
+            g_tile = _gate_tile(scratch, slot, g_desc)
+            tma.async_copy_global_to_shared(g_desc, [b, h, t, 0], g_full.index(slot), g_tile)
+        mbarrier.expect(full.index(slot), 2 * k_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(k_desc, [b, h // R, t, 0], full.index(slot), k_tiles.index(slot))
         tma.async_copy_global_to_shared(q_desc, [b, h // R, t, 0], full.index(slot), q_tiles.index(slot))
+        mbarrier.expect(v_full.index(slot), GROUPS * v_desc.block_type.nbytes)
         for w in gl.static_range(GROUPS):
             v_tile = v_tiles.index(GROUPS * slot + w)
-            tma.async_copy_global_to_shared(v_desc, [b, h, t, column + w * W], full.index(slot), v_tile)
+            tma.async_copy_global_to_shared(v_desc, [b, h, t, column + w * W], v_full.index(slot), v_tile)
 
 
 @gluon.jit
@@ -197,7 +202,7 @@ def _prepare_warps(args, NORMALIZER: gl.constexpr, PACKED: gl.constexpr):
 def _prepare_by_key(tiles, beta, barriers, place, g_desc, NORMALIZER: gl.constexpr, PACKED: gl.constexpr):
     """Replaces q, k by qin, -kin in each chunk, and computes kout, the decays, A and L of its blocks."""
     q_tiles, k_tiles, scratch, a_tiles, l_tiles, m_tile, decays, _within, _after = tiles
-    full, ready, _empty = barriers
+    g_full, full, _v_full, ready, _empty = barriers
     _b, _h, _column, start, length = place
     STAGES: gl.constexpr = q_tiles.type.shape[0]
     C: gl.constexpr = q_tiles.type.shape[3]
@@ -213,14 +218,16 @@ def _prepare_by_key(tiles, beta, barriers, place, g_desc, NORMALIZER: gl.constex
         next_beta = _betas(beta, start + (i + 1) * C, rows - C, token)
         q_tile, k_tile = q_tiles.index(slot).reshape([C, K]), k_tiles.index(slot).reshape([C, K])
         kout_tile, pair_tile = _scratch_tile(scratch, slot, 0), _scratch_tile(scratch, slot, 1)
-        a_tile = a_tiles.index(slot)
-        mbarrier.wait(full.index(slot), (i // STAGES) & 1)
+        a_tile, l_tile = a_tiles.index(slot), l_tiles.index(slot)
+        phase = (i // STAGES) & 1
+        mbarrier.wait(g_full.index(slot), phase)
         g_tile = _gate_tile(scratch, slot, g_desc).reshape([C, K])
         g = log_gates_of_tile(g_tile, rows, runs, NORMALIZER, PACKED)  # [C, K]
+        b, end = sums_of_blocks(in_log2(g, NORMALIZER))  # [C, K], [C / 16, K]
+        mild = are_above(end, -MILD_DECAY_SM90 * LOG2E)
+        mbarrier.wait(full.index(slot), phase)
         if PACKED:
             clear_rows(k_tile, rows, runs)
-        b, end = sums_of_blocks(in_log2(g, NORMALIZER))  # [C, K], [C / 16, K]
-        mild = gl.min(end.reshape([C // 16 * K]), 0) > -MILD_DECAY_SM90 * LOG2E
         if mild:
             decay = gl.exp2(end)
             decays.index(slot).reshape([C // 16, K]).store(decay)
@@ -230,19 +237,19 @@ def _prepare_by_key(tiles, beta, barriers, place, g_desc, NORMALIZER: gl.constex
             kout_tile.store(by_blocks(pair, decay).to(kout_tile.dtype))
             decay_rows(q_tile, k_tile, gl.exp2(b))
             fence_async_shared()
-            A, M = pairs_of(q_tile, k_tile, pair_tile)
-            store_pairs(a_tile, m_tile, A, M, betas, -1.0)
+            store_products(a_tile, l_tile, m_tile, q_tile, k_tile, pair_tile, None, betas, -1.0)
         else:
             g = bounded_gates(log_gates_of_tile(g_tile, rows, runs, NORMALIZER, False), NORMALIZER)
             b, end = sums_of_blocks(g)
             decays.index(slot).reshape([C // 16, K]).store(gl.exp2(end))
             levels = levels_that_count(g, LEAST_NORMAL)
             A, M = pairs_by_halving(q_tile, k_tile, pair_tile, kout_tile, b, levels)
-            store_pairs(a_tile, m_tile, A, M, betas)
+            store_a(a_tile, A)
+            store_m(m_tile, M, betas)
+            l_tile.store(solve(m_tile))
             kout = as_float32(k_tile.load(runs)) * gl.exp2(minus_of_blocks(end, b))
             kout_tile.store(kout.to(kout_tile.dtype))
             decay_rows(q_tile, k_tile, gl.exp2(b))
-        l_tiles.index(slot).store(solve(m_tile.reshape([C // 16, 16, 16])))
         fence_async_shared()
         mbarrier.arrive(ready.index(slot), count=1)
 
@@ -256,7 +263,7 @@ def _prepare_by_head(tiles, beta, barriers, place, gates, NORMALIZER: gl.constex
     """
     g_ptr, offset, stride = gates
     q_tiles, k_tiles, _scratch, a_tiles, l_tiles, m_tile, sums, within, after = tiles
-    full, ready, _empty = barriers
+    _g_full, full, _v_full, ready, _empty = barriers
     _b, _h, _column, start, length = place
     STAGES: gl.constexpr = q_tiles.type.shape[0]
     C: gl.constexpr = q_tiles.type.shape[3]
@@ -292,11 +299,8 @@ def _prepare_by_head(tiles, beta, barriers, place, gates, NORMALIZER: gl.constex
         if PACKED:
             clear_rows(k_tile, rows, rows_of)
             fence_async_shared()
-        A, M = pairs_of(q_tile, k_tile, k_tile)
-        if g_ptr is not None:
-            A, M = decay_pairs(A, sums.reshape([C // 16, 16])), decay_pairs(M, sums.reshape([C // 16, 16]))
-        store_pairs(a_tiles.index(slot), m_tile, A, M, betas)
-        l_tiles.index(slot).store(solve(m_tile.reshape([C // 16, 16, 16])))
+        block_sums = None if g_ptr is None else sums.reshape([C // 16, 16])
+        store_products(a_tiles.index(slot), l_tiles.index(slot), m_tile, q_tile, k_tile, k_tile, block_sums, betas)
         fence_async_shared()
         mbarrier.arrive(ready.index(slot), count=1)
 
@@ -310,7 +314,7 @@ def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, PACKED: gl.const
     """
     tiles, barriers, place, outputs, states, checkpoint, sizes = args
     q_tiles, k_tiles, v_tiles, scratch, a_tiles, l_tiles, decays, within, after, s_tiles = tiles
-    full, ready, empty = barriers
+    _g_full, full, v_full, ready, empty = barriers
     b, h, column, start, length = place
     o_desc, o_ptr, scale = outputs
     s_desc, every, first_row, origin = checkpoint
@@ -358,6 +362,7 @@ def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, PACKED: gl.const
                 until = every
             until -= C
         mbarrier.wait(full.index(slot), phase)
+        mbarrier.wait(v_full.index(slot), phase)
         if PACKED:
             clear_rows(v_tile, rows, lines)  # the preparing warps clear rows of k
         mbarrier.wait(ready.index(slot), phase)
@@ -492,15 +497,19 @@ def _chunk_delta_fwd_kernel(
         within = gl.allocate_shared_memory(gl.float32, [STAGES, C], line)
         after = gl.allocate_shared_memory(gl.float32, [STAGES, C], line)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # q, k, v, g have been loaded
+    g_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # the gates of keys have been loaded
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # q and k have been loaded
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # v has been loaded
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # they have been prepared
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # the state warpgroups have read all
     for i in gl.static_range(STAGES):
+        mbarrier.init(g_full.index(i), count=1)
         mbarrier.init(full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(empty.index(i), count=GROUPS)
 
-    barriers = (full, ready, empty)
+    barriers = (g_full, full, v_full, ready, empty)
     beta = (beta_ptr + b.to(gl.int64) * beta_b + h * beta_h, beta_t)
     prepared = (q_tiles, k_tiles, scratch, a_tiles, l_tiles, m_tile, decays, within, after)
     tiles = (q_tiles, k_tiles, v_tiles, scratch, a_tiles, l_tiles, decays, within, after, s_tiles)
