@@ -88,9 +88,7 @@ def decay_pairs(x, sums):
 
 
 @gluon.jit
-def store_products(
-    a_tile, l_tile, m_tile, q_tile, k_tile, columns_tile, sums, beta, sign: gl.constexpr = 1.0
-):
+def store_products(a_tile, l_tile, m_tile, q_tile, k_tile, columns_tile, sums, beta, sign: gl.constexpr = 1.0):
     """Stores A and L of pairs that are products of the rows of q and of k with columns, all [C, K].
 
     A is computed while the solve waits for rows before.
@@ -161,13 +159,60 @@ def solve(m_tile):
 
 
 @gluon.jit
-def are_above(x, least):
-    """Returns whether all numbers of x, none of which is positive, are above a negative number.
+def are_above(x, least: gl.constexpr):
+    """Returns whether all numbers of x [R, K], none of which is negative, are above `least`.
 
-    The maximum is taken of integers and over all dimensions at once. Hopper then needs one instruction for a warp.
+    The minimum is taken of integers and over both dimensions at once. Hopper then needs one instruction for a warp.
     """
-    bits = (-1.0 * x).to(gl.int32, bitcast=True)
-    return gl.max(bits.reshape([x.shape[0] * x.shape[1]]), 0).to(gl.float32, bitcast=True) < -1.0 * least
+    bits = x.to(gl.int32, bitcast=True).reshape([x.shape[0] * x.shape[1]])
+    return gl.min(bits, 0).to(gl.float32, bitcast=True) > least
+
+
+@gluon.jit
+def decays_to_end(alpha):
+    """Returns the decays after each token to the end of its block [C, K], and those of whole blocks [C / 16, K].
+
+    Products of gates need one exponential for each gate, and sums need another one for each product.
+
+    Args:
+        alpha: exp(g) [C, K].
+    """
+    blocks = _blocks(alpha)
+    row = _rows(blocks)
+    after = gl.full_like(blocks, 1.0)
+    decay = gl.full_like(_row(blocks, row, 0), 1.0)  # [C / 16, K], of the tokens that follow
+    for t in gl.static_range(16):
+        after = gl.where(row == 15 - t, decay[:, None, :], after)
+        decay = decay * _row(blocks, row, 15 - t)
+    return gl.convert_layout(after.reshape(alpha.shape), alpha.type.layout, assert_trivial=True), decay
+
+
+@gluon.jit
+def decays_from_start(alpha):
+    """Returns the decays from the start of each block through each token [C, K]; see `decays_to_end`."""
+    blocks = _blocks(alpha)
+    row = _rows(blocks)
+    within = blocks
+    decay = _row(blocks, row, 0)  # [C / 16, K]
+    for t in gl.static_range(15):
+        decay = decay * _row(blocks, row, t + 1)
+        within = gl.where(row == t + 1, decay[:, None, :], within)
+    return gl.convert_layout(within.reshape(alpha.shape), alpha.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def _rows(blocks):
+    """Returns the numbers of the rows of blocks [N, 16, K], [1, 16, 1]."""
+    return gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, blocks.type.layout)))[None, :, None]
+
+
+@gluon.jit
+def _row(blocks, row, t: gl.constexpr):
+    """Returns row t of each block of [N, 16, K], [N, K].
+
+    A thread holds all rows of its keys, and the compiler drops additions of -0.0. So the sum selects a register.
+    """
+    return gl.sum(gl.where(row == t, blocks, -0.0), 1)
 
 
 @gluon.jit
@@ -183,8 +228,7 @@ def sums_of_blocks(g):
     A warp has a block, and a thread all rows of its keys, so there is no exchange.
     """
     b = gl.associative_scan(_blocks(g), 1, plus)
-    row = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, b.type.layout)))[None, :, None]  # [1, 16, 1]
-    end = gl.sum(gl.where(row == 15, b, -0.0), 1)  # selects a row; the compiler drops additions of -0.0
+    end = _row(b, _rows(b), 15)
     return gl.convert_layout(b.reshape(g.shape), g.type.layout, assert_trivial=True), end
 
 

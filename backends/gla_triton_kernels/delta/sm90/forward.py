@@ -32,6 +32,8 @@ Sources: Yang et al., "Gated Delta Networks" (arXiv 2412.06464); Kimi Team, "Kim
 # pyright: reportUnboundVariable=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
+import math
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -47,9 +49,11 @@ from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunks.segments import Segments, lengths_of, state_strides
 from gla_triton_kernels.delta.sm90 import COLUMNS, Parameters
 from gla_triton_kernels.delta.sm90.common import (
-    by_blocks,
     are_above,
+    by_blocks,
     decay_rows,
+    decays_from_start,
+    decays_to_end,
     in_log2,
     minus_of_blocks,
     pairs_by_halving,
@@ -80,6 +84,9 @@ from gla_triton_kernels.gla.sm90.common import (
 from gla_triton_runtime.arithmetic import LOG2E
 from gla_triton_runtime.launch import Launch
 from gla_triton_runtime.tma import shared_tiles, state_tiles
+
+LEAST_MILD = gl.constexpr(math.exp(-MILD_DECAY_SM90.value))
+"""The least decay of a key through a mild block."""
 
 
 def launch_outputs(
@@ -223,19 +230,18 @@ def _prepare_by_key(tiles, beta, barriers, place, g_desc, NORMALIZER: gl.constex
         mbarrier.wait(g_full.index(slot), phase)
         g_tile = _gate_tile(scratch, slot, g_desc).reshape([C, K])
         g = log_gates_of_tile(g_tile, rows, runs, NORMALIZER, PACKED)  # [C, K]
-        b, end = sums_of_blocks(in_log2(g, NORMALIZER))  # [C, K], [C / 16, K]
-        mild = are_above(end, -MILD_DECAY_SM90 * LOG2E)
+        alpha = gl.exp2(in_log2(g, NORMALIZER))  # [C, K]
+        after, decay = decays_to_end(alpha)  # [C, K], [C / 16, K]
+        mild = are_above(decay, LEAST_MILD)
         mbarrier.wait(full.index(slot), phase)
         if PACKED:
             clear_rows(k_tile, rows, runs)
         if mild:
-            decay = gl.exp2(end)
             decays.index(slot).reshape([C // 16, K]).store(decay)
-            minus_b = -1.0 * b  # -b would become 0 - b, one more instruction
-            pair = as_float32(k_tile.load(runs)) * gl.exp2(minus_b)
-            pair_tile.store(pair.to(pair_tile.dtype))
-            kout_tile.store(by_blocks(pair, decay).to(kout_tile.dtype))
-            decay_rows(q_tile, k_tile, gl.exp2(b))
+            kout = as_float32(k_tile.load(runs)) * after
+            kout_tile.store(kout.to(kout_tile.dtype))
+            pair_tile.store(by_blocks(kout, 1.0 / decay).to(pair_tile.dtype))
+            decay_rows(q_tile, k_tile, decays_from_start(alpha))
             fence_async_shared()
             store_products(a_tile, l_tile, m_tile, q_tile, k_tile, pair_tile, None, betas, -1.0)
         else:
@@ -270,7 +276,7 @@ def _prepare_by_head(tiles, beta, barriers, place, gates, NORMALIZER: gl.constex
     K: gl.constexpr = q_tiles.type.shape[4]
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     rows_of: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
-    blocks: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])  # a thread has a block of tokens
+    blocks: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [4, 1], [1, 0])  # a thread has a token
     token = gl.arange(0, C, gl.SliceLayout(1, scores))  # [C]
     block_token = (
         gl.arange(0, C // 16, gl.SliceLayout(1, blocks))[:, None] * 16
