@@ -1,8 +1,8 @@
 """Functions shared by the kernels of the delta rule for SM90: decays of blocks, their pairs, and the solve.
 
-A chunk has C = 64 tokens, in 4 blocks of 16. For the tokens t, s of a block, let b_t be the sum of its log gates through
-token t, b_end the sum of all, D_ts = exp(b_t - b_s) and B = diag(beta). With a gate for each key, b_t and D_ts have a
-number for each key d. Then
+A chunk has C = 64 tokens, in 4 blocks of 16. For the tokens t, s of a block, let b_t be the sum of its log gates
+through token t, b_end the sum of all, D_ts = exp(b_t - b_s) and B = diag(beta). With a gate for each key, b_t and D_ts
+have a number for each key d. Then
 
     kin_t = k_t exp(b_t)      qin_t = q_t exp(b_t)      kout_s = k_s exp(b_end - b_s)      decay = exp(b_end)
     M_ts = sum over d of k_td k_sd D_tsd   for s < t      A_ts = sum over d of q_td k_sd D_tsd   for s <= t
@@ -35,6 +35,12 @@ from gla_triton_runtime.arithmetic import LOG2E
 def nearest_tf32(x):
     """Returns x so that truncation to TF32 rounds it to the nearest number."""
     return (x.to(gl.int32, bitcast=True) + 4096).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def upper_half(x):
+    """Returns x truncated to the upper 16 bits, which bfloat16 holds."""
+    return (x.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -153,7 +159,7 @@ def solve(m_tile):
         y = gl.where(token == t, pairs.slice(t, 1, 1).slice(t, 1, 2).load(layout), 0.0)  # [N, 1, 16]
         for s in gl.static_range(t):
             y = y - pairs.slice(t, 1, 1).slice(s, 1, 2).load(layout) * x[s]
-        x = x + (y,)
+        x = x + (y,)  # noqa: RUF005 -- Gluon does not unpack tuples
         L = gl.where(row == t, y, L)
     return nearest_tf32(L).reshape([N * 16, 16])
 
@@ -210,9 +216,15 @@ def _rows(blocks):
 def _row(blocks, row, t: gl.constexpr):
     """Returns row t of each block of [N, 16, K], [N, K].
 
-    A thread holds all rows of its keys, and the compiler drops additions of -0.0. So the sum selects a register.
+    A thread holds all rows of its keys, and the compiler drops an "or" with 0. So this selects a register.
     """
-    return gl.sum(gl.where(row == t, blocks, -0.0), 1)
+    bits = gl.where(row == t, blocks.to(gl.int32, bitcast=True), 0)
+    return gl.reduce(bits, 1, _either).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _either(a, b):
+    return a | b
 
 
 @gluon.jit

@@ -63,6 +63,7 @@ from gla_triton_kernels.delta.sm90.common import (
     store_products,
     sums_of_blocks,
     tf32_operand,
+    upper_half,
 )
 from gla_triton_kernels.delta.tensors import Tensors
 from gla_triton_kernels.gla.shared.limits import LEAST_NORMAL, MILD_DECAY_SM90
@@ -406,11 +407,13 @@ def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, PACKED: gl.const
             U = warpgroup_mma(tf32_operand(X), L, U, use_acc=False, is_async=True)
             next_o, U = warpgroup_mma_wait(0, [next_o, U])
             u = U * to_end if BY_HEAD else U
-            high = u.to(k_tile.dtype)
             kout = kout_tile.slice(16 * j, 16)  # [16, BK]
-            S = warpgroup_mma(gl.convert_layout(high, left_whole), kout, S, is_async=True)
-            if not BY_KEY:  # kout is exact, so what rounding takes from U would be most of the error of S
-                low = (u - high.to(gl.float32)).to(k_tile.dtype)
+            if BY_KEY:
+                S = warpgroup_mma(gl.convert_layout(u.to(k_tile.dtype), left_whole), kout, S, is_async=True)
+            else:  # kout is exact, so what rounding takes from U would be most of the error of S
+                high = upper_half(u)
+                S = warpgroup_mma(gl.convert_layout(high.to(k_tile.dtype), left_whole), kout, S, is_async=True)
+                low = (u - high).to(k_tile.dtype)
                 S = warpgroup_mma(gl.convert_layout(low, left_whole), kout, S, is_async=True)
             if BY_HEAD:
                 next_o = next_o * through
