@@ -89,7 +89,7 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
         if final_state is not None and plan.length is not None and cu_seqlens is not None:
             copy_or_clear(final_state, initial_state)  # the final states of empty sequences, which have no segment
         x = Tensors(q, k, v, g, beta, initial_state, cu_seqlens, o, final_state, checkpoints)
-        x = with_copies(x, copied) if copied else x
+        x = with_copies(x, copied) if copied else x  # pyright: ignore[reportArgumentType] -- of the other family
         if unrecorded := launched.replay(x, scale):
             unrecorded.start(launches(plan, whole, x, scale, every, normalizer))
         return o, final_state, checkpoints

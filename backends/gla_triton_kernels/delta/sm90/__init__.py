@@ -106,7 +106,7 @@ def _moved(call: OpCall) -> dict[str, Layout]:
     B, T, H, Hv, K, V = (call.dims[name] for name in ("B", "T", "H", "Hv", "K", "V"))
     shapes = {"q": (B, T, H, K), "k": (B, T, H, K), "v": (B, T, Hv, V)}
     layouts = {name: call.layouts.get(name) or contiguous_layout(shape, call.dtype) for name, shape in shapes.items()}
-    if has_key_gates(call):
+    if call.gate_dtype is not None and has_key_gates(call):
         layouts["g"] = call.layouts.get("g") or contiguous_layout((B, T, Hv, K), call.gate_dtype)
     return layouts
 

@@ -359,9 +359,9 @@ def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, PACKED: gl.const
         v_tile = v_tiles.index(GROUPS * slot + GROUP).reshape([C, W])
         kout_tile = _scratch_tile(scratch, slot, 0) if BY_KEY else k_tile
         l_tile, a_tile = l_tiles.index(slot), a_tiles.index(slot)
-        tma.store_wait(0)  # the copy has read o_tile
         if s_desc is not None:
             if until == 0:
+                tma.store_wait(0)  # the copy has read o_tile, which is a part of s_block
                 s_block.reshape([BK, W]).permute([1, 0]).store(S.to(s_desc.dtype))
                 fence_async_shared()
                 tma.async_copy_shared_to_global(s_desc, [first_row + row, h, 0, first], s_block)
@@ -395,8 +395,8 @@ def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, PACKED: gl.const
                 S = S * within.index(slot).slice(16 * j + 15, 1).load(gl.SliceLayout(0, whole))[None, :]
             if j > 0:  # the previous outputs are stored while the products with S are computed
                 o_tile.slice(16 * j - 16, 16).permute([1, 0]).store((o * scale).to(o_desc.dtype))
-            elif s_desc is not None:
-                tma.store_wait(0)  # the copy has read s_block, which o_tile is a part of
+            else:
+                tma.store_wait(0)  # the copies of the previous outputs and of the checkpoint have read their tiles
             X = warpgroup_mma_wait(1, [X])
             if BY_HEAD:
                 X = v - through * X
