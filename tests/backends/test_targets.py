@@ -287,3 +287,17 @@ def test_gradients_spill_little(call, most, monkeypatch, tmp_path):
     }
     stacks.pop("_pairs_kernel", None)  # nearly all chunks are mild, so it has little to do
     assert max(stacks.values()) <= most, stacks
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("call", ["delta rule", "delta rule, per head", "delta rule, K = 96, V = 192"])
+def test_products_are_under_way_together(call, monkeypatch, tmp_path):
+    """Checks notes of the assembler: with too few registers it waits after each product of a warpgroup."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    for launch in launches_of(call, TARGETS["H100"], monkeypatch):
+        path = tmp_path / "kernel.ptx"
+        path.write_text(compiled_by(launch).asm["ptx"])
+        command = [tool, "-v", "--gpu-name=sm_90a", path, "-o", tmp_path / "kernel.cubin"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        assert "registers" in said
+        assert not re.search(r"C75\d\d", said), said

@@ -4,7 +4,7 @@
     step.py                  one token, and several tokens, of each sequence
     plan.py cost.py          launch parameters, and predicted seconds of a call
     tensors.py               the tensors of a call by name
-    general/                 kernels for every GPU
+    general/ sm90/           kernels for every GPU, and for Hopper
 
 A delta rule is gated linear attention (../gla/) of u in place of v, so these kernels load tiles and gates as its do.
 Plans import no Triton. The first call that is prepared imports it.

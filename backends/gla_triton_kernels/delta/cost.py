@@ -12,15 +12,21 @@ from gla_core.dispatch.backend import CHUNK, Constants, OpCall
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunks.price import gate_elements, gate_itemsize, longest
 from gla_triton_kernels.cost import gpu_of_constants, in_all
+from gla_triton_kernels.delta import sm90
 from gla_triton_kernels.delta.plan import plan_pass
 
 CHUNK_OF_KEY_GATES, CHUNK_OF_HEAD_GATES, STEP, GRADIENTS = 6e-6, 3e-6, 2.5e-6, 16e-6
 """Seconds of a chunk of a head with K = V = 128 on a multiprocessor of an H200: of pairs.py with a gate for each key
 and without, of a pass with 128 values, and of gradients.py."""
+WHOLE_BY_KEY, WHOLE_BY_HEAD = 3.2e-6, 2e-6
+"""Seconds of a chunk of sm90/forward.py with a gate for each key, and without."""
 
 
 def forward_seconds(call: OpCall, c: Constants, cut: bool) -> float:
     """Returns the seconds of a forward."""
+    gpu = gpu_of_constants(c)
+    if sm90.refusal(call, gpu) is None and plan_pass(call, gpu, cut).length is None:
+        return in_all(call, _whole(call, c), c["host"] + c["host_launch"])
     return in_all(call, _chunks(call, c) + _pass(call, c, cut), c["host"] + 2 * c["host_launch"])
 
 
@@ -30,6 +36,18 @@ def backward_seconds(call: OpCall, c: Constants, cut: bool) -> float:
     gradients = 2 * c["launch"] + c["step"] * GRADIENTS * _share_of_chunks(call, c)
     device = _chunks(call, c) + passes * _pass(call, c, cut) + gradients
     return in_all(call, device, c["host"] + (3 + passes) * c["host_launch"])
+
+
+def _whole(call: OpCall, c: Constants) -> float:
+    """Returns the device seconds of sm90/forward.py."""
+    B, T, N, H, Hv, K, V = (call.dims[name] for name in ("B", "T", "N", "H", "Hv", "K", "V"))
+    groups = sm90.parameters(call, gpu_of_constants(c)).groups
+    blocks = N * Hv * ceil_div(V, groups * sm90.COLUMNS)
+    chunks = (longest(call) if call.variable_length else T) / CHUNK
+    step = WHOLE_BY_KEY if sm90.has_key_gates(call) else WHOLE_BY_HEAD
+    moved = 2 * B * T * (H * K + Hv * V) * call.dtype.itemsize + gate_elements(call) * gate_itemsize(call)
+    waves = ceil_div(blocks, int(c["multiprocessors"]))
+    return c["launch"] + max(c["step"] * waves * chunks * step, moved / c["bandwidth"])
 
 
 def _share_of_chunks(call: OpCall, c: Constants) -> float:

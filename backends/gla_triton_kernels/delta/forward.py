@@ -1,9 +1,9 @@
 """Plans a forward of the delta rule over sequences, and describes its launches.
 
-The first launch computes what all chunks need beside the state (general/pairs.py). Then one pass over each sequence
-carries the state (general/forward.py). If sequences are cut into segments, the launches before it compute the states
-that segments reach from 0 and their transitions, which are dense matrices, and a scan computes the states that enter
-segments. Planning imports no Triton.
+On Hopper, one launch computes whole sequences (sm90/forward.py). Elsewhere, the first launch computes what all chunks
+need beside the state (general/pairs.py). Then one pass over each sequence carries the state (general/forward.py). If
+sequences are cut into segments, the launches before it compute the states that segments reach from 0 and their
+transitions, which are dense matrices, and a scan computes the states that enter segments. Planning imports no Triton.
 
 B batch   T tokens   N sequences   H heads of q and k   Hv value heads   K, V key and value width
 """
@@ -19,6 +19,7 @@ from torch import Tensor
 from gla_core.dispatch.backend import OpCall
 from gla_core.dispatch.tensors import checkpoint_dtype, checkpoint_rows
 from gla_triton_kernels.chunks.results import copy_or_clear
+from gla_triton_kernels.delta import sm90
 from gla_triton_kernels.delta.plan import PassParameters, plan_pass
 from gla_triton_kernels.gla.seen import forward_of_pool
 from gla_triton_runtime.architecture import gpu_of_call
@@ -31,10 +32,14 @@ if TYPE_CHECKING:
 
 
 def explain(call: OpCall, cut: bool) -> list[str]:
-    """Returns the line that names the kernels of a call."""
-    length = plan_pass(call, gpu_of_call(call), cut).length
+    """Returns lines that name the kernels of a call, and give the reason why a better kernel refuses the call."""
+    gpu = gpu_of_call(call)
+    length = plan_pass(call, gpu, cut).length
+    if (reason := sm90.refusal(call, gpu)) is None and length is None:
+        return ["kernel delta.sm90.forward"]
     segments = "" if length is None else f", in segments of {length} tokens"
-    return [f"kernel delta.general.forward after delta.general.pairs{segments}"]
+    refused = [] if reason is None else [f"delta.sm90.forward {reason}"]
+    return [f"kernel delta.general.forward after delta.general.pairs{segments}", *refused]
 
 
 def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
@@ -47,6 +52,7 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
         LaunchError: a kernel does not compile for this device, or does not fit it.
     """
     from gla_triton_kernels.delta.tensors import Tensors
+    from gla_triton_kernels.gla.tensors import with_copies
     from gla_triton_runtime.prepared import Launches, rehearsed
 
     B, T, Hv, K, V, N = (call.dims[name] for name in ("B", "T", "Hv", "K", "V", "N"))
@@ -54,7 +60,10 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
     n = None if every is None else checkpoint_rows(T, N, every, call.variable_length)
     checkpoints_dtype = checkpoint_dtype(call.dtype)
     empty = N == 0 or T == 0
-    plan = plan_pass(call, gpu_of_call(call), cut)
+    gpu = gpu_of_call(call)
+    plan = plan_pass(call, gpu, cut)
+    whole = sm90.parameters(call, gpu) if plan.length is None and sm90.refusal(call, gpu) is None else None
+    copied = frozenset() if whole is None else sm90.copied(call)
     launched = Launches(call.device)
 
     def run(
@@ -81,17 +90,26 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
         if final_state is not None and plan.length is not None and cu_seqlens is not None:
             copy_or_clear(final_state, initial_state)  # the final states of empty sequences, which have no segment
         x = Tensors(q, k, v, g, beta, initial_state, cu_seqlens, o, final_state, checkpoints)
+        x = with_copies(x, copied) if copied else x  # pyright: ignore[reportArgumentType] -- of the other family
         if unrecorded := launched.replay(x, scale):
-            unrecorded.start(launches(plan, x, scale, every, normalizer))
+            unrecorded.start(launches(plan, whole, x, scale, every, normalizer))
         return o, final_state, checkpoints
 
     return rehearsed(run, call)
 
 
-def launches(plan: PassParameters, x: Tensors, scale: float, every: int | None, normalizer: int | None) -> list[Launch]:
+def launches(
+    plan: PassParameters,
+    whole: sm90.Parameters | None,
+    x: Tensors,
+    scale: float,
+    every: int | None,
+    normalizer: int | None,
+) -> list[Launch]:
     """Returns the launches that fill the results in x.
 
     Args:
+        whole: the parameters of the kernel for SM90, which computes whole sequences; None if it refuses the call.
         every: tokens between checkpoints.
         normalizer: the number by which log sigma is divided if x.g holds logits; None if it holds log gates.
     """
@@ -102,8 +120,13 @@ def launches(plan: PassParameters, x: Tensors, scale: float, every: int | None, 
     cleared = []
     if every is not None and x.checkpoints is not None and x.cu_seqlens is not None:
         cleared = clear_unused_checkpoints(x.checkpoints, x.cu_seqlens, every)
-    chunks, computed = launch_chunks(plan.chunks, x, x.cu_seqlens, normalizer)
     segments = segments_of(plan, x.k, x.cu_seqlens, x.o)
+    if whole is not None:
+        from gla_triton_kernels.delta.sm90.forward import launch_outputs as launch_whole
+
+        outputs = launch_whole(whole, x, segments, scale, every, normalizer)
+        return [*cleared, *segments.launches, *outputs]
+    chunks, computed = launch_chunks(plan.chunks, x, x.cu_seqlens, normalizer)
     entering, before = launch_entering(plan, x, chunks, segments)
     outputs = launch_outputs(plan.states, x._replace(entering=entering), chunks, segments, scale, every)
     return [*cleared, *computed, *segments.launches, *before, *outputs]

@@ -751,7 +751,7 @@ def _across_halves(q_tile, k_tile, decayed, b, scores: gl.constexpr, m: gl.const
     """
     C: gl.constexpr = b.shape[0]
     second = (gl.arange(0, C, gl.SliceLayout(1, b.type.layout))[:, None] & m) != 0  # [C, 1]
-    x = _relative_to_middle(b, m)  # [C, K]
+    x = relative_to_middle(b, m)  # [C, K]
     decay = gl.exp2(gl.where(second, x, -x))  # [C, K]
     z = gl.where(second, q_tile.load(b.type.layout), k_tile.load(b.type.layout)).to(gl.float32)  # [C, K]
     decayed.store((z * decay).to(q_tile.dtype))
@@ -762,7 +762,7 @@ def _across_halves(q_tile, k_tile, decayed, b, scores: gl.constexpr, m: gl.const
 
 
 @gluon.jit
-def _relative_to_middle(b, m: gl.constexpr):
+def relative_to_middle(b, m: gl.constexpr):
     """Returns b [C, K] minus the middle row of its block of 2 m rows: the last row of the first half."""
     C: gl.constexpr = b.shape[0]
     K: gl.constexpr = b.shape[1]

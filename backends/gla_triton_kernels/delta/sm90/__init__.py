@@ -1,0 +1,116 @@
+"""Kernels of the delta rule for Hopper (SM90), with specialised warps. Planning imports no Triton.
+
+    forward.py    outputs, states and checkpoints in one pass
+    common.py     device functions: decays of blocks, their pairs, and the solve
+
+B batch   T tokens   H heads of q and k   Hv value heads   K, V key and value width
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from gla_core.dispatch.backend import CHUNK, Layout, OpCall, Reason, contiguous_layout
+from gla_core.dispatch.tensors import ceil_div
+from gla_triton_runtime.architecture import Gpu
+from gla_triton_runtime.tma import addressable
+
+COLUMNS = 64
+"""The values of a state warpgroup."""
+MOST_STAGES = 4
+RESERVED = 4 * 2**10
+"""The bytes of shared memory for barriers and small tiles."""
+LEAST_KEYS, MOST_KEYS, MOST_VALUES = 33, 128, 256
+"""The fewest and the most keys of a head, and the most values. Over few keys, rounding errors do not average out."""
+
+
+class Parameters(NamedTuple):
+    """Launch parameters of the forward.
+
+    Attributes:
+        BK: keys of a tile.
+        groups: state warpgroups of a block of warps, 1 or 2. The bits of the results do not depend on it.
+        stages: number of pipeline stages: chunks that are in shared memory at once.
+    """
+
+    BK: int
+    groups: int
+    stages: int = 2
+
+
+def refusal(call: OpCall, gpu: Gpu) -> Reason | None:
+    """Returns the reason why the forward for SM90 cannot compute a call, or None."""
+    if not gpu.facts.has_wgmma:
+        return f"needs Hopper (compute capability 9.0); the GPU is of the kind {gpu.facts.known_as}"
+    if call.dtype != torch.bfloat16:
+        return f"computes bfloat16; q is {str(call.dtype).removeprefix('torch.')}"
+    K, V = call.dims["K"], call.dims["V"]
+    if not LEAST_KEYS <= K <= MOST_KEYS or V > MOST_VALUES:
+        return f"computes K from {LEAST_KEYS} to {MOST_KEYS} and V up to {MOST_VALUES}; K is {K} and V is {V}"
+    if (every := call.scalars.get("checkpoint_every")) is not None and every % CHUNK:
+        return f"computes checkpoints every multiple of {CHUNK} tokens; checkpoint_every is {every}"
+    if (name := _not_addressable(call)) is not None:
+        return f"needs tensors that TMA can address: addresses and strides are multiples of 16 bytes; {name} is not one"
+    return None
+
+
+def copied(call: OpCall) -> frozenset[str]:
+    """Returns the names of tensors that are copied so that TMA can address them, under batch invariance.
+
+    The results of a sequence would otherwise depend on the addresses of tensors.
+    """
+    if call.batch_invariant is None:
+        return frozenset()
+    return frozenset(name for name, layout in _moved(call).items() if not addressable(layout))
+
+
+def parameters(call: OpCall, gpu: Gpu) -> Parameters:
+    """Returns the launch parameters of the forward.
+
+    A block of warps takes 64 values if twice as many blocks can run at once, because the state warpgroups of a
+    multiprocessor wait for each other.
+    """
+    K, V, heads = call.dims["K"], call.dims["V"], call.dims["N"] * call.dims["Hv"]
+    single = V <= COLUMNS or heads * ceil_div(V, COLUMNS) <= gpu.multiprocessors
+    BK, groups = 64 if K <= 64 else 128, 1 if single else 2
+    return Parameters(BK, groups, _stages(call, gpu, BK, groups))
+
+
+def _stages(call: OpCall, gpu: Gpu, BK: int, groups: int) -> int:
+    """Returns the pipeline stages that fit into shared memory, at most `MOST_STAGES`.
+
+    A stage is taken from the start of its load until the state warps have read it, and they take less than half of this
+    time. So with two stages they wait.
+    """
+    keys, values, pairs = CHUNK * BK * 2, groups * CHUNK * COLUMNS * 2, CHUNK * 16 * 4  # bytes
+    stage = (4 if has_key_gates(call) else 2) * keys + values + 2 * pairs + 4 * BK * 4
+    results = values * BK // CHUNK if call.scalars.get("checkpoint_every") else values
+    return min(MOST_STAGES, (gpu.facts.shared_memory - RESERVED - pairs - results) // stage)
+
+
+def _not_addressable(call: OpCall) -> str | None:
+    """Returns the name of a tensor that TMA cannot address; None if TMA can address all of them, or copies of them."""
+    moved = _moved(call)
+    if call.batch_invariant is not None:
+        moved = {name: contiguous_layout(layout.shape, layout.dtype) for name, layout in moved.items()}
+    return next((name for name, layout in moved.items() if not addressable(layout)), None)
+
+
+def _moved(call: OpCall) -> dict[str, Layout]:
+    """Returns the layouts of the tensors that TMA moves. One that is not known counts as contiguous.
+
+    TMA moves gates only if each key has its own.
+    """
+    B, T, H, Hv, K, V = (call.dims[name] for name in ("B", "T", "H", "Hv", "K", "V"))
+    shapes = {"q": (B, T, H, K), "k": (B, T, H, K), "v": (B, T, Hv, V)}
+    layouts = {name: call.layouts.get(name) or contiguous_layout(shape, call.dtype) for name, shape in shapes.items()}
+    if call.gate_dtype is not None and has_key_gates(call):
+        layouts["g"] = call.layouts.get("g") or contiguous_layout((B, T, Hv, K), call.gate_dtype)
+    return layouts
+
+
+def has_key_gates(call: OpCall) -> bool:
+    """Returns whether each key has a gate."""
+    return call.gate_dtype is not None and call.gate_form in (None, "key")

@@ -1,0 +1,559 @@
+"""Computes the delta rule on Hopper in one pass, with a gate for each key, a gate for each head, or no gates.
+
+For a block of 16 tokens that the state S enters and S' leaves, with kin, qin, kout, decay, A and L of common.py,
+
+    X = V - kin S        U = L X        o = scale (qin S + A U)        S' = diag(decay) S + kout^T U
+
+X is what the entering state leaves to be explained. With one gate for each head, kin is diag(exp b) k, and likewise
+qin and kout, so the rows of products have factors, and q and k stay as they are.
+
+All of it is computed transposed: S^T [W, K], X^T, U^T and o^T [W, 16] are results of products and left operands of
+others, and stay in registers.
+
+B batch   T tokens   N sequences   I segments, here the N sequences   H heads of q and k
+Hv heads of values, states, gates and beta   R = Hv / H   K, V key and value width   n rows of checkpoints
+C tokens of a chunk, which TMA moves at once   BK keys of a tile, K rounded up   W columns of v of a warpgroup
+GROUPS state warpgroups of a block of warps   STAGES pipeline stages
+slot   a pipeline stage in shared memory: the tiles of one chunk
+
+The grid has one block of warps per sequence, value head and GROUPS W columns of v. Its warps are specialised. They
+communicate over barriers in shared memory; gla/sm90/common.py gives the rules.
+
+    load       one warp: copies q, k, v, and the gates of keys, of the next chunks to shared memory by TMA
+    prepare    a warpgroup: sums gates, replaces q, k by qin, kin in shared memory, and computes kout, A and L of the
+               4 blocks of a chunk, while the state warps process earlier chunks
+    state      one or two warpgroups, each with W columns of S, v and o
+
+Sources: Yang et al., "Gated Delta Networks" (arXiv 2412.06464); Kimi Team, "Kimi Linear" (arXiv 2510.26692).
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportUnboundVariable=false, reportPossiblyUnboundVariable=false
+from __future__ import annotations
+
+import math
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from gla_core.dispatch.backend import CHUNK
+from gla_core.dispatch.tensors import ceil_div
+from gla_triton_kernels.chunks.segments import Segments, lengths_of, state_strides
+from gla_triton_kernels.delta.sm90 import COLUMNS, Parameters
+from gla_triton_kernels.delta.sm90.common import (
+    are_above,
+    by_blocks,
+    decay_rows,
+    decays_from_start,
+    decays_to_end,
+    in_log2,
+    minus_of_blocks,
+    pairs_by_halving,
+    solve,
+    store_a,
+    store_m,
+    store_products,
+    sums_of_blocks,
+    tf32_operand,
+    upper_half,
+)
+from gla_triton_kernels.delta.tensors import Tensors
+from gla_triton_kernels.gla.shared.limits import LEAST_NORMAL, MILD_DECAY_SM90
+from gla_triton_kernels.gla.sm90.common import (
+    as_float32,
+    bounded_gates,
+    clear_rows,
+    first_state,
+    gate_strides,
+    gates_of,
+    levels_that_count,
+    log_gates_of_tile,
+    next_checkpoint,
+    plus,
+    tokens_of,
+    write_last_state,
+    write_rows,
+)
+from gla_triton_runtime.arithmetic import LOG2E
+from gla_triton_runtime.launch import Launch
+from gla_triton_runtime.tma import shared_tiles, state_tiles
+
+LEAST_MILD = gl.constexpr(math.exp(-MILD_DECAY_SM90.value))
+"""The least decay of a key through a mild block."""
+
+
+def launch_outputs(
+    kernel: Parameters,
+    x: Tensors,
+    segments: Segments,
+    scale: float,
+    every: int | None,
+    normalizer: int | None = None,
+) -> list[Launch]:
+    """Returns the launch that fills o, and final_state and checkpoints if x has them.
+
+    Args:
+        segments: the sequences, each one segment.
+        every: tokens between checkpoints.
+        normalizer: the number by which log sigma is divided if x.g holds logits; None if it holds log gates.
+    """
+    (T, H, K), (Hv, V) = x.k.shape[1:], x.v.shape[2:]
+    by_key = x.g is not None and x.g.ndim == 4
+    b, t, h = x.beta.stride()
+    arguments = {
+        "q_desc": shared_tiles(x.q, CHUNK, kernel.BK),
+        "k_desc": shared_tiles(x.k, CHUNK, kernel.BK),
+        "v_desc": shared_tiles(x.v, CHUNK, COLUMNS),
+        "g_desc": shared_tiles(x.g, CHUNK, kernel.BK) if by_key else None,
+        "o_desc": shared_tiles(x.o, CHUNK, COLUMNS),
+        "s_desc": None if x.checkpoints is None else state_tiles(x.checkpoints, kernel.BK, COLUMNS),
+        "g_ptr": None if by_key else x.g,
+        **(gate_strides(None if by_key else x.g)),
+        "beta_ptr": x.beta,
+        "beta_b": b,
+        "beta_t": t,
+        "beta_h": h,
+        "o_ptr": x.o,
+        "initial_state": x.initial_state,
+        **state_strides("state_", x.initial_state),
+        "final_state": x.final_state,
+        "order": segments.order,
+        "scale": scale,
+        **lengths_of(T, segments),
+        "every": every or 0,
+        "rows": 0 if x.checkpoints is None else x.checkpoints.shape[1],
+        "Hv": Hv,
+        "R": Hv // H,
+        "K": K,
+        "V": V,
+        "NORMALIZER": normalizer,
+        "GROUPS": kernel.groups,
+        "STAGES": kernel.stages,
+    }
+    blocks = segments.count * Hv * ceil_div(V, kernel.groups * COLUMNS)
+    return [Launch(_chunk_delta_fwd_kernel, (blocks, 1, 1), arguments, {"num_warps": 4, "maxnreg": 128})]
+
+
+@gluon.jit
+def _gate_tile(scratch, slot, desc):
+    """Returns a slot of the scratch tiles as the tile where the gates of keys arrive."""
+    return scratch.index(slot)._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
+
+
+@gluon.jit
+def _scratch_tile(scratch, slot, number: gl.constexpr):
+    """Returns a tile [C, BK] of a slot of the scratch tiles. Tile 0 holds kout."""
+    C: gl.constexpr = scratch.type.shape[3]
+    K: gl.constexpr = scratch.type.shape[4]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], scratch.dtype)
+    return scratch.index(slot)._reinterpret(scratch.dtype, [2, C, K], layout).index(number)
+
+
+@gluon.jit
+def _load_warp(args):
+    """Loads q, k, v and the gates of keys of all chunks, up to STAGES chunks ahead of the other warps.
+
+    They arrive in the order in which the other warps wait for them.
+    """
+    descriptors, tiles, barriers, place, R = args
+    q_desc, k_desc, v_desc, g_desc = descriptors
+    q_tiles, k_tiles, v_tiles, scratch = tiles
+    g_full, full, v_full, _ready, empty = barriers
+    b, h, column, start, length = place
+    STAGES: gl.constexpr = q_tiles.type.shape[0]
+    GROUPS: gl.constexpr = v_tiles.type.shape[0] // STAGES
+    C: gl.constexpr = q_desc.block_type.shape[2]
+    W: gl.constexpr = v_desc.block_type.shape[3]
+    for i in range(gl.cdiv(length, C)):
+        slot = i % STAGES
+        t = start + i * C
+        mbarrier.wait(empty.index(slot), (i // STAGES) & 1 ^ 1)  # returns at once for the first STAGES chunks
+        if g_desc is not None:
+            mbarrier.expect(g_full.index(slot), g_desc.block_type.nbytes)
+            g_tile = _gate_tile(scratch, slot, g_desc)
+            tma.async_copy_global_to_shared(g_desc, [b, h, t, 0], g_full.index(slot), g_tile)
+        mbarrier.expect(full.index(slot), 2 * k_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(k_desc, [b, h // R, t, 0], full.index(slot), k_tiles.index(slot))
+        tma.async_copy_global_to_shared(q_desc, [b, h // R, t, 0], full.index(slot), q_tiles.index(slot))
+        mbarrier.expect(v_full.index(slot), GROUPS * v_desc.block_type.nbytes)
+        for w in gl.static_range(GROUPS):
+            v_tile = v_tiles.index(GROUPS * slot + w)
+            tma.async_copy_global_to_shared(v_desc, [b, h, t, column + w * W], v_full.index(slot), v_tile)
+
+
+@gluon.jit
+def _betas(beta, t, rows, token):
+    """Returns beta [C] of the chunk that begins at token t; 0 from row `rows` on."""
+    ptr, stride = beta
+    return gl.load(ptr + (t + token).to(gl.int64) * stride, token < rows, 0.0).to(gl.float32)
+
+
+@gluon.jit
+def _prepare_warps(args, NORMALIZER: gl.constexpr, PACKED: gl.constexpr):
+    """Prepares all chunks for the state warps."""
+    tiles, beta, barriers, place, gates, g_desc = args
+    if g_desc is not None:
+        _prepare_by_key(tiles, beta, barriers, place, g_desc, NORMALIZER, PACKED)
+    else:
+        _prepare_by_head(tiles, beta, barriers, place, gates, NORMALIZER, PACKED)
+
+
+@gluon.jit
+def _prepare_by_key(tiles, beta, barriers, place, g_desc, NORMALIZER: gl.constexpr, PACKED: gl.constexpr):
+    """Replaces q, k by qin, -kin in each chunk, and computes kout, the decays, A and L of its blocks."""
+    q_tiles, k_tiles, scratch, a_tiles, l_tiles, m_tile, decays, _within, _after = tiles
+    g_full, full, _v_full, ready, _empty = barriers
+    _b, _h, _column, start, length = place
+    STAGES: gl.constexpr = q_tiles.type.shape[0]
+    C: gl.constexpr = q_tiles.type.shape[3]
+    K: gl.constexpr = q_tiles.type.shape[4]
+    runs: gl.constexpr = gl.BlockedLayout([16, K // 32], [1, 32], [4, 1], [1, 0])
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    token = gl.arange(0, C, gl.SliceLayout(1, scores))  # [C]
+    next_beta = _betas(beta, start, length, token)
+    for i in range(gl.cdiv(length, C)):
+        slot = i % STAGES
+        rows = length - i * C
+        betas = next_beta
+        next_beta = _betas(beta, start + (i + 1) * C, rows - C, token)
+        q_tile, k_tile = q_tiles.index(slot).reshape([C, K]), k_tiles.index(slot).reshape([C, K])
+        kout_tile, pair_tile = _scratch_tile(scratch, slot, 0), _scratch_tile(scratch, slot, 1)
+        a_tile, l_tile = a_tiles.index(slot), l_tiles.index(slot)
+        phase = (i // STAGES) & 1
+        mbarrier.wait(g_full.index(slot), phase)
+        g_tile = _gate_tile(scratch, slot, g_desc).reshape([C, K])
+        g = log_gates_of_tile(g_tile, rows, runs, NORMALIZER, PACKED)  # [C, K]
+        alpha = gl.exp2(in_log2(g, NORMALIZER))  # [C, K]
+        after, decay = decays_to_end(alpha)  # [C, K], [C / 16, K]
+        mild = are_above(decay, LEAST_MILD)
+        mbarrier.wait(full.index(slot), phase)
+        if PACKED:
+            clear_rows(k_tile, rows, runs)
+        if mild:
+            decays.index(slot).reshape([C // 16, K]).store(decay)
+            kout = as_float32(k_tile.load(runs)) * after
+            kout_tile.store(kout.to(kout_tile.dtype))
+            pair_tile.store(by_blocks(kout, 1.0 / decay).to(pair_tile.dtype))
+            decay_rows(q_tile, k_tile, decays_from_start(alpha))
+            fence_async_shared()
+            store_products(a_tile, l_tile, m_tile, q_tile, k_tile, pair_tile, None, betas, -1.0)
+        else:
+            g = bounded_gates(log_gates_of_tile(g_tile, rows, runs, NORMALIZER, False), NORMALIZER)
+            b, end = sums_of_blocks(g)
+            decays.index(slot).reshape([C // 16, K]).store(gl.exp2(end))
+            levels = levels_that_count(g, LEAST_NORMAL)
+            A, M = pairs_by_halving(q_tile, k_tile, pair_tile, kout_tile, b, levels)
+            store_a(a_tile, A)
+            store_m(m_tile, M, betas)
+            l_tile.store(solve(m_tile))
+            kout = as_float32(k_tile.load(runs)) * gl.exp2(minus_of_blocks(end, b))
+            kout_tile.store(kout.to(kout_tile.dtype))
+            decay_rows(q_tile, k_tile, gl.exp2(b))
+        fence_async_shared()
+        mbarrier.arrive(ready.index(slot), count=1)
+
+
+@gluon.jit
+def _prepare_by_head(tiles, beta, barriers, place, gates, NORMALIZER: gl.constexpr, PACKED: gl.constexpr):
+    """Computes the decays, A and L of the blocks of each chunk; q and k stay as they are.
+
+    Args:
+        gates: pointer to gates or None, the offset of those of the head, and the stride of tokens.
+    """
+    g_ptr, offset, stride = gates
+    q_tiles, k_tiles, _scratch, a_tiles, l_tiles, m_tile, sums, within, after = tiles
+    _g_full, full, _v_full, ready, _empty = barriers
+    _b, _h, _column, start, length = place
+    STAGES: gl.constexpr = q_tiles.type.shape[0]
+    C: gl.constexpr = q_tiles.type.shape[3]
+    K: gl.constexpr = q_tiles.type.shape[4]
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    rows_of: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+    blocks: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [4, 1], [1, 0])  # a thread has a token
+    token = gl.arange(0, C, gl.SliceLayout(1, scores))  # [C]
+    block_token = (
+        gl.arange(0, C // 16, gl.SliceLayout(1, blocks))[:, None] * 16
+        + gl.arange(0, 16, gl.SliceLayout(0, blocks))[None, :]
+    )  # [C / 16, 16]
+    next_beta = _betas(beta, start, length, token)
+    if g_ptr is not None:
+        gate = (g_ptr + offset, stride)
+        next_g = gates_of(gate, start, length, block_token, NORMALIZER)
+    for i in range(gl.cdiv(length, C)):
+        slot = i % STAGES
+        rows = length - i * C
+        betas = next_beta
+        next_beta = _betas(beta, start + (i + 1) * C, rows - C, token)
+        if g_ptr is not None:
+            g = next_g * LOG2E
+            next_g = gates_of(gate, start + (i + 1) * C, rows - C, block_token, NORMALIZER)
+        q_tile, k_tile = q_tiles.index(slot).reshape([C, K]), k_tiles.index(slot).reshape([C, K])
+        mbarrier.wait(full.index(slot), (i // STAGES) & 1)
+        if g_ptr is not None:  # the load warp has waited until the state warps have read the slot
+            b = gl.associative_scan(g, 1, plus)  # [C / 16, 16]
+            end = gl.sum(g, 1)[:, None]
+            sums.reshape([C // 16, 16]).store(b)
+            within.index(slot).reshape([C // 16, 16]).store(gl.exp2(b))
+            after.index(slot).reshape([C // 16, 16]).store(gl.exp2(end - b))
+        if PACKED:
+            clear_rows(k_tile, rows, rows_of)
+            fence_async_shared()
+        block_sums = None if g_ptr is None else sums.reshape([C // 16, 16])
+        store_products(a_tiles.index(slot), l_tiles.index(slot), m_tile, q_tile, k_tile, k_tile, block_sums, betas)
+        fence_async_shared()
+        mbarrier.arrive(ready.index(slot), count=1)
+
+
+@gluon.jit
+def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, PACKED: gl.constexpr):
+    """Computes W columns of the states and outputs of all chunks.
+
+    Args:
+        GATE: "key", "head", or "none".
+    """
+    tiles, barriers, place, outputs, states, checkpoint, sizes = args
+    q_tiles, k_tiles, v_tiles, scratch, a_tiles, l_tiles, decays, within, after, s_tiles = tiles
+    _g_full, full, v_full, ready, empty = barriers
+    b, h, column, start, length = place
+    o_desc, o_ptr, scale = outputs
+    s_desc, every, first_row, origin = checkpoint
+    n, sequence, is_first, T, Hv, K, V = sizes
+    STAGES: gl.constexpr = q_tiles.type.shape[0]
+    GROUPS: gl.constexpr = v_tiles.type.shape[0] // STAGES
+    C: gl.constexpr = q_tiles.type.shape[3]
+    BK: gl.constexpr = q_tiles.type.shape[4]
+    W: gl.constexpr = v_tiles.type.shape[4]
+    BY_KEY: gl.constexpr = GATE == "key"
+    BY_HEAD: gl.constexpr = GATE == "head"
+    whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
+    block: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
+    block_tf32: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 8])
+    left: gl.constexpr = gl.DotOperandLayout(0, block, 2)
+    left_whole: gl.constexpr = gl.DotOperandLayout(0, whole, 2)
+    lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    value = column + GROUP * W + gl.arange(0, W, gl.SliceLayout(1, whole))[:, None]  # [W, 1]
+    key = gl.arange(0, BK, gl.SliceLayout(0, whole))[None, :]  # [1, BK]
+    first = column + GROUP * W
+    s_block = s_tiles.index(GROUP)
+    o_block = s_block._reinterpret(o_desc.dtype, o_desc.block_type.shape, o_desc.layout)
+    o_tile = o_block.reshape([C, W])
+    if s_desc is not None:
+        # the row of the next checkpoint, and the number of tokens until it
+        row, until = next_checkpoint(start, sequence, origin, every, None, PACKED)
+    o = gl.zeros([W, 16], gl.float32, block_tf32)  # of the previous block
+    S = gl.zeros([W, BK], gl.float32, whole)
+    S = first_state(S, states, n, sequence, h, is_first, key, value, (Hv, K, V))
+    for i in range(gl.cdiv(length, C)):
+        slot = i % STAGES
+        phase = (i // STAGES) & 1
+        rows = length - i * C
+        q_tile, k_tile = q_tiles.index(slot).reshape([C, BK]), k_tiles.index(slot).reshape([C, BK])
+        v_tile = v_tiles.index(GROUPS * slot + GROUP).reshape([C, W])
+        kout_tile = _scratch_tile(scratch, slot, 0) if BY_KEY else k_tile
+        l_tile, a_tile = l_tiles.index(slot), a_tiles.index(slot)
+        if s_desc is not None:
+            if until == 0:
+                tma.store_wait(0)  # the copy has read o_tile, which is a part of s_block
+                s_block.reshape([BK, W]).permute([1, 0]).store(S.to(s_desc.dtype))
+                fence_async_shared()
+                tma.async_copy_shared_to_global(s_desc, [first_row + row, h, 0, first], s_block)
+                row += 1
+                until = every
+            until -= C
+        mbarrier.wait(full.index(slot), phase)
+        mbarrier.wait(v_full.index(slot), phase)
+        if PACKED:
+            clear_rows(v_tile, rows, lines)  # the preparing warps clear rows of k
+        mbarrier.wait(ready.index(slot), phase)
+        S = warpgroup_mma_wait(0, [S])  # tells the assembler that S is there; it would wait after the first products
+        for j in gl.static_range(C // 16):
+            kin = k_tile.slice(16 * j, 16).permute([1, 0])  # [BK, 16]
+            qin = q_tile.slice(16 * j, 16).permute([1, 0])  # [BK, 16]
+            s = gl.convert_layout(S.to(k_tile.dtype), left)
+            X = v_tile.slice(16 * j, 16).permute([1, 0]).load(block).to(gl.float32)  # [W, 16]
+            if BY_KEY:  # the tile holds -kin
+                X = warpgroup_mma(s, kin, X, is_async=True)
+            else:
+                v = X
+                X = gl.zeros([W, 16], gl.float32, block)
+                X = warpgroup_mma(s, kin, X, use_acc=False, is_async=True)
+            next_o = gl.zeros([W, 16], gl.float32, block)
+            next_o = warpgroup_mma(s, qin, next_o, use_acc=False, is_async=True)
+            if BY_KEY:
+                S = S * decays.index(slot).slice(BK * j, BK).load(gl.SliceLayout(0, whole))[None, :]
+            elif BY_HEAD:
+                through = within.index(slot).slice(16 * j, 16).load(gl.SliceLayout(0, block))[None, :]
+                to_end = after.index(slot).slice(16 * j, 16).load(gl.SliceLayout(0, block_tf32))[None, :]
+                S = S * within.index(slot).slice(16 * j + 15, 1).load(gl.SliceLayout(0, whole))[None, :]
+            if j > 0:  # the previous outputs are stored while the products with S are computed
+                o_tile.slice(16 * j - 16, 16).permute([1, 0]).store((o * scale).to(o_desc.dtype))
+            else:
+                tma.store_wait(0)  # the copies of the previous outputs and of the checkpoint have read their tiles
+            X = warpgroup_mma_wait(1, [X])
+            if BY_HEAD:
+                X = v - through * X
+            elif not BY_KEY:
+                X = v - X
+            U = gl.zeros([W, 16], gl.float32, block_tf32)
+            L = l_tile.slice(16 * j, 16).permute([1, 0])  # [16, 16]
+            U = warpgroup_mma(tf32_operand(X), L, U, use_acc=False, is_async=True)
+            next_o, U = warpgroup_mma_wait(0, [next_o, U])
+            u = U * to_end if BY_HEAD else U
+            kout = kout_tile.slice(16 * j, 16)  # [16, BK]
+            if BY_KEY:
+                S = warpgroup_mma(gl.convert_layout(u.to(k_tile.dtype), left_whole), kout, S, is_async=True)
+            else:  # kout is exact, so what rounding takes from U would be most of the error of S
+                high = upper_half(u)
+                S = warpgroup_mma(gl.convert_layout(high.to(k_tile.dtype), left_whole), kout, S, is_async=True)
+                low = (u - high).to(k_tile.dtype)
+                S = warpgroup_mma(gl.convert_layout(low, left_whole), kout, S, is_async=True)
+            if BY_HEAD:
+                next_o = next_o * through
+            next_o = gl.convert_layout(next_o, block_tf32, assert_trivial=True)
+            A = a_tile.slice(16 * j, 16).permute([1, 0])  # [16, 16]
+            o = warpgroup_mma(tf32_operand(U), A, next_o, is_async=True)
+            o, S = warpgroup_mma_wait(0, [o, S])
+        o_tile.slice(C - 16, 16).permute([1, 0]).store((o * scale).to(o_desc.dtype))
+        mbarrier.arrive(empty.index(slot), count=1)
+        if PACKED and rows < C:  # the rows after these belong to another sequence
+            write_rows(o_ptr, o_tile.load(lines), first, V, (b, h, start + i * C, T, Hv), rows)
+        else:
+            fence_async_shared()
+            tma.async_copy_shared_to_global(o_desc, [b, h, start + i * C, first], o_block)
+    write_last_state(S, states, n, sequence, h, key, value, (Hv, K, V))
+    tma.store_wait(0)
+
+
+# V and strides are specialised: if they are multiples of 16, a thread moves two elements of a state at once.
+@gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "every", "rows", "Hv", "R", "K"])
+def _chunk_delta_fwd_kernel(
+    q_desc,  # [B, H, T, K], tiles [C, BK]
+    k_desc,  # [B, H, T, K], tiles [C, BK]
+    v_desc,  # [B, Hv, T, V], tiles [C, W]
+    g_desc,  # [B, Hv, T, K], tiles [C, BK], or None
+    o_desc,  # [B, Hv, T, V], tiles [C, W]
+    s_desc,  # checkpoints [B n, Hv, K, V], tiles [BK, W], or None
+    g_ptr,  # gates of heads [B, T, Hv] or [Hv], or None
+    g_b,  # strides of g_ptr
+    g_t,
+    g_h,
+    beta_ptr,  # [B, T, Hv]
+    beta_b,  # strides of beta_ptr
+    beta_t,
+    beta_h,
+    o_ptr,  # [B, T, Hv, V], contiguous
+    initial_state,  # [N, Hv, K, V] or None
+    state_n,  # strides of initial_state; see `in_state`
+    state_h,
+    state_k,
+    state_v,
+    final_state,  # [N, Hv, K, V] or None
+    order,  # [I, 5], or None for a batch
+    scale,
+    T,
+    segment,  # tokens of a segment
+    segments,  # segments of a sequence of a batch
+    every,  # tokens between checkpoints
+    rows,  # n
+    Hv,
+    R,  # value heads that share a head of q and k
+    K,
+    V,
+    NORMALIZER: gl.constexpr,
+    GROUPS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Computes GROUPS W columns of the outputs of one value head of one sequence."""
+    C: gl.constexpr = q_desc.block_type.shape[2]
+    BK: gl.constexpr = q_desc.block_type.shape[3]
+    W: gl.constexpr = v_desc.block_type.shape[3]
+    BY_KEY: gl.constexpr = g_desc is not None
+    GATE: gl.constexpr = "key" if BY_KEY else "none" if g_ptr is None else "head"
+    PACKED: gl.constexpr = order is not None
+    dtype: gl.constexpr = q_desc.dtype
+    columns = gl.cdiv(V, GROUPS * W)
+    column, h = gl.program_id(0) % columns * GROUPS * W, gl.program_id(0) // columns % Hv
+    n, b, start, length, sequence, origin, _ = tokens_of(gl.program_id(0) // columns // Hv, T, segment, segments, order)
+    place = (b, h, column, start, length)
+    q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], q_desc.layout)  # q, then qin
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], k_desc.layout)  # k, then -kin
+    v_tiles = gl.allocate_shared_memory(dtype, [GROUPS * STAGES, 1, 1, C, W], v_desc.layout)
+    small: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, 16], gl.float32)
+    l_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, C, 16], small)
+    a_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, C, 16], small)
+    m_tile = gl.allocate_shared_memory(gl.float32, [C, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    # Outputs, and before them a checkpoint, wait here for TMA.
+    KEPT: gl.constexpr = C if s_desc is None else BK
+    kept: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, KEPT, W], dtype)
+    s_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, KEPT, W], kept)
+    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    if BY_KEY:
+        # Scratch holds g, then kout, and the columns of pairs.
+        scratch = gl.allocate_shared_memory(dtype, [STAGES, 1, 2, C, BK], q_desc.layout)
+        decays = gl.allocate_shared_memory(gl.float32, [STAGES, C // 16 * BK], line)
+        within, after = decays, decays
+    else:
+        scratch = q_tiles
+        decays = gl.allocate_shared_memory(gl.float32, [C], line)  # sums of gates
+        within = gl.allocate_shared_memory(gl.float32, [STAGES, C], line)
+        after = gl.allocate_shared_memory(gl.float32, [STAGES, C], line)
+    bars: gl.constexpr = mbarrier.MBarrierLayout()
+    g_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # the gates of keys have been loaded
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # q and k have been loaded
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # v has been loaded
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # they have been prepared
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # the state warpgroups have read all
+    for i in gl.static_range(STAGES):
+        mbarrier.init(g_full.index(i), count=1)
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=GROUPS)
+
+    barriers = (g_full, full, v_full, ready, empty)
+    beta = (beta_ptr + b.to(gl.int64) * beta_b + h * beta_h, beta_t)
+    prepared = (q_tiles, k_tiles, scratch, a_tiles, l_tiles, m_tile, decays, within, after)
+    tiles = (q_tiles, k_tiles, v_tiles, scratch, a_tiles, l_tiles, decays, within, after, s_tiles)
+    states = (initial_state, (state_n, state_h, state_k, state_v), None, final_state, None, None)
+    state_args = (
+        tiles,
+        barriers,
+        place,
+        (o_desc, o_ptr, scale),
+        states,
+        (s_desc, every, b * rows, origin),
+        (n, sequence, start == origin, T, Hv, K, V),
+    )
+    STATE: gl.constexpr = 152  # registers of a thread of the state warps
+    load = ((q_desc, k_desc, v_desc, g_desc), (q_tiles, k_tiles, v_tiles, scratch), barriers, place, R)
+    gates = (g_ptr, b.to(gl.int64) * g_b + h * g_h, g_t)
+    prepare = (prepared, beta, barriers, place, gates, g_desc)
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_prepare_warps, (prepare, NORMALIZER, PACKED)),
+                (_state_warps, (state_args, 0, GATE, PACKED)),
+                (_load_warp, (load,)),
+            ],
+            [4, 1],
+            [STATE, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_prepare_warps, (prepare, NORMALIZER, PACKED)),
+                (_state_warps, (state_args, 0, GATE, PACKED)),
+                (_state_warps, (state_args, 1, GATE, PACKED)),
+                (_load_warp, (load,)),
+            ],
+            [4, 4, 1],
+            [STATE, STATE, 24],
+        )
