@@ -1,0 +1,1 @@
+"""Kernels of the delta rule for Hopper (SM90)."""

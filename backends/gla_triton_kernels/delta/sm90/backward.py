@@ -1,0 +1,231 @@
+"""Carries gradients of states of the delta rule backwards through sequences on Hopper.
+
+A chunk of C tokens has kin, qin, kout, decay, A and G of backward_pairs.py, and B = diag(beta). With dS' the gradient of
+the state that leaves it,
+
+    dU = A^T dO + kout dS'        Y = dU - G^T (B dU)        dV = B Y        dS = diag(decay) dS' + qin^T dO - kin^T dV
+
+A block of warps has one value head of one sequence. It writes dV, and dS' of each chunk; gradients.py computes all
+other gradients, in parallel over chunks. It needs neither the states nor v.
+
+All of it is computed transposed: dS^T [W, K] and dU^T [W, C] are results of products and left operands of others, and
+stay in registers. Two warpgroups have W = 64 columns of V each. One warp loads the tiles of the next chunks by TMA.
+
+G and B dU are float16, in units of rows, because Y is what a difference leaves; all other operands are bfloat16.
+
+B batch   T tokens   J chunks   Hv heads of values   K, V key and value width   C tokens of a chunk
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from gla_core.dispatch.backend import CHUNK
+from gla_core.dispatch.tensors import ceil_div
+from gla_triton_kernels.chunks.segments import state_strides
+from gla_triton_kernels.delta.sm90.backward_pairs import Chunks
+from gla_triton_kernels.delta.sm90.common_backward import WIDTH, C, unit_of_rows
+from gla_triton_kernels.delta.tensors import BackwardTensors
+from gla_triton_kernels.gla.sm90.common import in_state, keep_apart
+from gla_triton_runtime.launch import Launch
+from gla_triton_runtime.tma import row_tiles, shared_tiles, state_tiles
+
+W = gl.constexpr(64)
+SLOTS = gl.constexpr(2)
+STATE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # of dS^T [W, K]
+TOKENS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of dU^T [W, C]
+LEFT_STATE = gl.constexpr(gl.DotOperandLayout(0, TOKENS.value, 2))
+LEFT_TOKENS = gl.constexpr(gl.DotOperandLayout(0, STATE.value, 2))
+
+
+def launch_scan(x: BackwardTensors, chunks: Chunks) -> tuple[Tensor, Launch]:
+    """Returns the gradients of the states that leave chunks [J, Hv, K, V], and the launch that fills them and dv.
+
+    It fills the gradients of initial states as well, unless x has none.
+    """
+    (B, T, _, K), (Hv, V) = x.k.shape, x.v.shape[2:]
+    n = ceil_div(T, CHUNK)
+    leaving = x.v.new_empty(B * n, Hv, K, V, dtype=torch.bfloat16)
+    arguments = {
+        "kin_desc": row_tiles(chunks.kin, CHUNK),
+        "qin_desc": row_tiles(chunks.qin, CHUNK),
+        "kout_desc": row_tiles(chunks.kout, CHUNK),
+        "A_desc": row_tiles(chunks.A, CHUNK),
+        "G_desc": row_tiles(chunks.G, CHUNK),
+        "do_desc": shared_tiles(x.do, CHUNK, 64),
+        "dv_desc": shared_tiles(x.dv, CHUNK, 64),
+        "leaving_desc": state_tiles(leaving, K, 64),
+        "beta_ptr": x.beta,
+        "units_ptr": chunks.units,
+        "decay_ptr": chunks.decay,
+        "last_ptr": x.dstate,
+        "dinitial_ptr": x.dinitial_state,
+        **state_strides("state_", x.dstate),
+        "beta_b": x.beta.stride(0),
+        "beta_t": x.beta.stride(1),
+        "beta_h": x.beta.stride(2),
+        "T": T,
+        "n": n,
+        "Hv": Hv,
+    }
+    return leaving, Launch(_scan_kernel, (B * Hv, 1, 1), arguments, {"num_warps": 4, "maxnreg": 168})
+
+
+@gluon.jit
+def _load_warp(descriptors, tiles, full, empty, place):
+    kin_desc, qin_desc, kout_desc, a_desc, g_desc, do_desc = descriptors
+    kin_tiles, qin_tiles, kout_tiles, a_tiles, g_tiles, do_tiles = tiles
+    b, h, n, Hv = place
+    for i in range(n):
+        slot = i % SLOTS
+        c = n - 1 - i
+        row = ((b * n + c) * Hv + h) * C
+        mbarrier.wait(empty.index(slot), i // SLOTS & 1 ^ 1)
+        size: gl.constexpr = (
+            3 * kin_desc.block_type.nbytes
+            + a_desc.block_type.nbytes
+            + g_desc.block_type.nbytes
+            + 2 * do_desc.block_type.nbytes
+        )
+        bar = full.index(slot)
+        mbarrier.expect(bar, size)
+        tma.async_copy_global_to_shared(kout_desc, [row, 0], bar, kout_tiles.index(slot))
+        tma.async_copy_global_to_shared(a_desc, [row, 0], bar, a_tiles.index(slot))
+        tma.async_copy_global_to_shared(do_desc, [b, h, c * C, 0], bar, do_tiles.index(2 * slot))
+        tma.async_copy_global_to_shared(do_desc, [b, h, c * C, W], bar, do_tiles.index(2 * slot + 1))
+        tma.async_copy_global_to_shared(g_desc, [row, 0], bar, g_tiles.index(slot))
+        tma.async_copy_global_to_shared(qin_desc, [row, 0], bar, qin_tiles.index(slot))
+        tma.async_copy_global_to_shared(kin_desc, [row, 0], bar, kin_tiles.index(slot))
+
+
+@gluon.jit
+def _state_warps(tiles, outputs, numbers, states, full, empty, place, T, WARPGROUP: gl.constexpr):
+    kin_tiles, qin_tiles, kout_tiles, a_tiles, g_tiles, do_tiles, dv_tiles, leaving_tiles = tiles
+    dv_desc, leaving_desc = outputs
+    beta_ptr, beta_t, units_ptr, decay_ptr = numbers
+    last_ptr, strides, dinitial_ptr = states
+    b, h, n, Hv = place
+    value = gl.arange(0, W, gl.SliceLayout(1, STATE))[:, None] + WARPGROUP * W
+    key = gl.arange(0, WIDTH, gl.SliceLayout(0, STATE))
+    token = gl.arange(0, C, gl.SliceLayout(0, TOKENS))
+    dS = gl.zeros([W, WIDTH], gl.float32, STATE)
+    if last_ptr is not None:
+        state_n, state_h, state_k, state_v = strides
+        head = last_ptr + b.to(gl.int64) * state_n + h.to(gl.int64) * state_h
+        dS = gl.load(head + in_state(key[None, :], value, state_k, state_v)).to(gl.float32)
+    leaving_block = leaving_tiles.index(WARPGROUP)
+    leaving_tile = leaving_block.reshape([WIDTH, W])
+    dv_block = dv_tiles.index(WARPGROUP)
+    dv_tile = dv_block.reshape([C, W])
+    for i in range(n):
+        slot = i % SLOTS
+        c = n - 1 - i
+        number = ((b * n + c) * Hv + h).to(gl.int64)
+        beta = gl.load(beta_ptr + (c * C + token).to(gl.int64) * beta_t, c * C + token < T, 0.0).to(gl.float32)[None, :]
+        unit = gl.load(units_ptr + number * C + token)[None, :]
+        decay = gl.load(decay_ptr + number * WIDTH + key)[None, :]
+        state = dS.to(gl.bfloat16)
+        tma.store_wait(0)  # the copies have read their tiles
+        leaving_tile.permute([1, 0]).store(state)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(leaving_desc, [b * n + c, h, 0, WARPGROUP * W], leaving_block)
+        mbarrier.wait(full.index(slot), i // SLOTS & 1)
+        kin_tile, qin_tile, kout_tile = kin_tiles.index(slot), qin_tiles.index(slot), kout_tiles.index(slot)
+        do_t = do_tiles.index(2 * slot + WARPGROUP).reshape([C, W]).permute([1, 0])  # [W, C]
+        dU = gl.zeros([W, C], gl.float32, TOKENS)
+        left = gl.convert_layout(state, LEFT_STATE)
+        dU = warpgroup_mma(left, kout_tile.permute([1, 0]), dU, use_acc=False, is_async=True)
+        dU = warpgroup_mma(do_t, a_tiles.index(slot), dU, is_async=True)
+        dS = warpgroup_mma(do_t, qin_tile, dS * decay, is_async=True)
+        dU = warpgroup_mma_wait(1, [dU])
+        x = dU * (beta * unit)
+        rows, inverse = unit_of_rows(x)
+        x = gl.convert_layout((x * inverse[:, None]).to(gl.float16), LEFT_STATE)
+        P = gl.zeros([W, C], gl.float32, TOKENS)
+        P = warpgroup_mma(x, g_tiles.index(slot), P, use_acc=False, is_async=True)
+        P, dS = warpgroup_mma_wait(0, [P, dS])
+        dV = beta * (dU - P * rows[:, None])
+        minus = gl.convert_layout((-1.0 * dV).to(gl.bfloat16), LEFT_TOKENS)
+        dS = warpgroup_mma(minus, kin_tile, dS, is_async=True)
+        dv_tile.permute([1, 0]).store(dV.to(gl.bfloat16))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(dv_desc, [b, h, c * C, WARPGROUP * W], dv_block)
+        dS = warpgroup_mma_wait(0, [dS])
+        mbarrier.arrive(empty.index(slot), count=1)
+    if dinitial_ptr is not None:
+        to = dinitial_ptr + (b * Hv + h).to(gl.int64) * WIDTH * 2 * W + key[None, :] * (2 * W) + value
+        gl.store(to, dS)
+    tma.store_wait(0)
+    keep_apart(WARPGROUP)
+
+
+@gluon.jit(do_not_specialize=["T", "n", "Hv"])
+def _scan_kernel(
+    kin_desc,  # [J Hv C, K], tiles [C, K]
+    qin_desc,
+    kout_desc,
+    A_desc,  # [J Hv C, C], tiles [C, C]
+    G_desc,
+    do_desc,  # [B, Hv, T, V], tiles [C, W]
+    dv_desc,
+    leaving_desc,  # [J, Hv, K, V], tiles [K, W]
+    beta_ptr,  # [B, T, Hv]
+    units_ptr,  # [J, Hv, C]
+    decay_ptr,  # [J, Hv, K]
+    last_ptr,  # gradients of final states [N, Hv, K, V], or None
+    dinitial_ptr,  # [N, Hv, K, V], or None
+    state_n,  # strides of last_ptr; see `in_state`
+    state_h,
+    state_k,
+    state_v,
+    beta_b,
+    beta_t,
+    beta_h,
+    T,
+    n,  # chunks of a sequence
+    Hv,
+):
+    """Computes one value head of one sequence."""
+    b = gl.program_id(0) // Hv
+    h = gl.program_id(0) % Hv
+    kin_tiles = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, C, WIDTH], kin_desc.layout)
+    qin_tiles = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, C, WIDTH], qin_desc.layout)
+    kout_tiles = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, C, WIDTH], kout_desc.layout)
+    a_tiles = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, C, C], A_desc.layout)
+    g_tiles = gl.allocate_shared_memory(gl.float16, [SLOTS, C, C], G_desc.layout)
+    do_tiles = gl.allocate_shared_memory(gl.bfloat16, [2 * SLOTS, 1, 1, C, W], do_desc.layout)
+    dv_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, 1, 1, C, W], dv_desc.layout)
+    leaving_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, 1, 1, WIDTH, W], leaving_desc.layout)
+    bars: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    loaded = (kin_tiles, qin_tiles, kout_tiles, a_tiles, g_tiles, do_tiles)
+    tiles = loaded + (dv_tiles, leaving_tiles)
+    numbers = (beta_ptr + b.to(gl.int64) * beta_b + h.to(gl.int64) * beta_h, beta_t, units_ptr, decay_ptr)
+    states = (last_ptr, (state_n, state_h, state_k, state_v), dinitial_ptr)
+    place = (b, h, n, Hv)
+    outputs = (dv_desc, leaving_desc)
+    gl.warp_specialize(
+        [
+            (_state_warps, (tiles, outputs, numbers, states, full, empty, place, T, 0)),
+            (_state_warps, (tiles, outputs, numbers, states, full, empty, place, T, 1)),
+            (_load_warp, ((kin_desc, qin_desc, kout_desc, A_desc, G_desc, do_desc), loaded, full, empty, place)),
+        ],
+        [4, 1],
+        [240, 24],
+    )

@@ -1,0 +1,302 @@
+"""Computes, for all chunks in parallel, what the scan of backward.py needs beside the gradient of the state.
+
+For tokens t, s of a chunk of C tokens, b_t the sum of its log gates through token t, and B = diag(beta),
+
+    kin_t = k_t exp(b_t)      qin_t = scale q_t exp(b_t)      kout_s = k_s exp(b_C - b_s)      decay = exp(b_C)
+    A_ts = scale sum over d of q_td k_sd exp(b_td - b_sd)   for s <= t
+    M_ts = sum over d of k_td k_sd exp(b_td - b_sd)   for s < t          G = (I + M B)^-1 M
+
+**Blocks.** With a gate for each key, a block i of 16 tokens has an anchor a_i, half of the decay of the block, and the
+rows and columns of its tokens are decayed relative to it: q_t exp(b_t - a_i), k_t exp(b_t - a_i), k_s exp(a_i - b_s).
+The columns of earlier blocks j are decayed further by exp(a_i - a_j), at most 1, for each later block. If the keys of a
+head share a gate, q k^T and k k^T are multiplied by exp(b_t - b_s).
+
+B batch   T tokens   J chunks   H heads of q and k   Hv heads of values, gates and beta   R = Hv / H
+K key width   C tokens of a chunk
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from gla_core.dispatch.backend import CHUNK
+from gla_core.dispatch.tensors import ceil_div
+from gla_triton_kernels.delta.sm90.common_backward import (
+    LINE,
+    PLAIN,
+    SCORES,
+    WIDTH,
+    C,
+    bounded,
+    of_blocks,
+    plus,
+    solve_chunk,
+    unit_of_rows,
+)
+from gla_triton_kernels.delta.tensors import BackwardTensors
+from gla_triton_runtime.launch import Launch
+from gla_triton_runtime.tma import row_tiles, shared_tiles
+
+
+class Chunks(NamedTuple):
+    """The tensors that this kernel writes for J chunks.
+
+    Attributes:
+        kin, qin, kout: [J, Hv, C, K].
+        A, G: [J, Hv, C, C]; each row of G is divided by its unit.
+        units: the units of the rows of G [J, Hv, C].
+        decay: [J, Hv, K].
+    """
+
+    kin: Tensor
+    qin: Tensor
+    kout: Tensor
+    A: Tensor
+    G: Tensor
+    units: Tensor
+    decay: Tensor
+
+
+def launch_pairs(x: BackwardTensors, scale: float) -> tuple[Chunks, Launch]:
+    """Returns what other kernels read of chunks, and the launch that fills it."""
+    (B, T, H, K), Hv = x.k.shape, x.v.shape[2]
+    n = ceil_div(T, CHUNK)
+    places = (B * n, Hv)
+    new = x.v.new_empty
+    kin, qin, kout = (new(*places, CHUNK, K, dtype=torch.bfloat16) for _ in range(3))
+    A, G = (new(*places, CHUNK, CHUNK, dtype=dtype) for dtype in (torch.bfloat16, torch.float16))
+    chunks = Chunks(
+        kin,
+        qin,
+        kout,
+        A,
+        G,
+        new(*places, CHUNK, dtype=torch.float32),
+        new(*places, K, dtype=torch.float32),
+    )
+    by_key = x.g is not None and x.g.ndim == 4
+    g_b, g_t, g_h = (0, 0, 0) if x.g is None or by_key else (0, 0, *x.g.stride())[-3:]
+    arguments = {
+        "q_desc": shared_tiles(x.q, CHUNK, K),
+        "k_desc": shared_tiles(x.k, CHUNK, K),
+        "g_desc": shared_tiles(x.g, CHUNK, K) if by_key else None,
+        "kin_desc": row_tiles(kin, CHUNK),
+        "qin_desc": row_tiles(qin, CHUNK),
+        "kout_desc": row_tiles(kout, CHUNK),
+        "A_desc": row_tiles(A, CHUNK),
+        "G_desc": row_tiles(G, CHUNK),
+        "beta_ptr": x.beta,
+        "g_ptr": None if by_key else x.g,
+        "units_ptr": chunks.units,
+        "decay_ptr": chunks.decay,
+        "scale": scale,
+        "beta_b": x.beta.stride(0),
+        "beta_t": x.beta.stride(1),
+        "beta_h": x.beta.stride(2),
+        "g_b": g_b,
+        "g_t": g_t,
+        "g_h": g_h,
+        "T": T,
+        "n": n,
+        "Hv": Hv,
+        "R": Hv // H,
+    }
+    return chunks, Launch(_pairs_kernel, (B * n * Hv, 1, 1), arguments, {"num_warps": 4})
+
+
+RUNS = gl.constexpr(gl.BlockedLayout([16, 4], [1, 32], [4, 1], [1, 0]))  # a warp has a block, a thread its tokens
+CUBES = gl.constexpr(gl.BlockedLayout([1, 16, 4], [1, 1, 32], [4, 1, 1], [2, 1, 0]))  # the same as [C / 16, 16, K]
+OF_BLOCKS = gl.constexpr(gl.SliceLayout(1, CUBES.value))  # [C / 16, K]
+ROW = gl.constexpr(gl.SliceLayout(0, OF_BLOCKS.value))  # [K]
+
+
+@gluon.jit(do_not_specialize=["scale", "T", "n", "Hv", "R"])
+def _pairs_kernel(
+    q_desc,  # [B, H, T, K], tiles [C, K]
+    k_desc,
+    g_desc,  # [B, Hv, T, K] if each key has a gate, else None
+    kin_desc,  # [J Hv C, K], tiles [C, K]
+    qin_desc,
+    kout_desc,
+    A_desc,  # [J Hv C, C], tiles [C, C]
+    G_desc,
+    beta_ptr,  # [B, T, Hv]
+    g_ptr,  # [B, T, Hv] or [Hv], or None
+    units_ptr,  # [J, Hv, C]
+    decay_ptr,  # [J, Hv, K]
+    scale,
+    beta_b,
+    beta_t,
+    beta_h,
+    g_b,  # strides of g_ptr
+    g_t,
+    g_h,
+    T,
+    n,  # chunks of a sequence
+    Hv,
+    R,
+):
+    """Computes one chunk of one value head."""
+    KEYS: gl.constexpr = g_desc is not None
+    place = gl.program_id(0)
+    h = place % Hv
+    j = place // Hv
+    b = j // n
+    t0 = j % n * C
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, WIDTH], gl.bfloat16)
+    wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.float32)
+    q_block = gl.allocate_shared_memory(gl.bfloat16, [1, 1, C, WIDTH], q_desc.layout)
+    k_block = gl.allocate_shared_memory(gl.bfloat16, [1, 1, C, WIDTH], k_desc.layout)
+    columns = gl.allocate_shared_memory(gl.bfloat16, [C, WIDTH], tile)
+    a_tile = gl.allocate_shared_memory(gl.bfloat16, [C, C], A_desc.layout)
+    g_tile = gl.allocate_shared_memory(gl.float16, [C, C], G_desc.layout)
+    small = gl.allocate_shared_memory(gl.float32, [C, 16], PLAIN)
+    betas = gl.allocate_shared_memory(gl.float32, [C], LINE)
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    if KEYS:
+        gates = gl.allocate_shared_memory(
+            gl.float32, [1, 1, C, WIDTH], gl.NVMMASharedLayout.get_default_for([1, 1, C, WIDTH], gl.float32)
+        )
+        given = gates._reinterpret(g_desc.dtype, [1, 1, C, WIDTH], g_desc.layout)
+        mbarrier.expect(bar, 2 * q_desc.block_type.nbytes + g_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(g_desc, [b, h, t0, 0], bar, given)
+    else:
+        mbarrier.expect(bar, 2 * q_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(k_desc, [b, h // R, t0, 0], bar, k_block)
+    tma.async_copy_global_to_shared(q_desc, [b, h // R, t0, 0], bar, q_block)
+    few: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    row = gl.arange(0, C, few)
+    beta = gl.load(
+        beta_ptr + b.to(gl.int64) * beta_b + (t0 + row).to(gl.int64) * beta_t + h * beta_h, t0 + row < T, 0.0
+    )
+    betas.store(beta.to(gl.float32))
+    q_tile, k_tile = q_block.reshape([C, WIDTH]), k_block.reshape([C, WIDTH])
+    out = place * C
+    t = gl.arange(0, C, gl.SliceLayout(1, SCORES))[:, None]
+    s = gl.arange(0, C, gl.SliceLayout(0, SCORES))[None, :]
+    A = gl.zeros([C, C], gl.float32, SCORES)
+    M = gl.zeros([C, C], gl.float32, SCORES)
+    if KEYS:
+        table = gl.allocate_shared_memory(gl.float32, [4 * WIDTH], LINE)
+        later = gl.allocate_shared_memory(gl.bfloat16, [3, C, WIDTH], tile)
+        block = gl.arange(0, 4, gl.SliceLayout(1, OF_BLOCKS))[:, None]  # [4, 1]
+        mbarrier.wait(bar, 0)
+        cube = gl.convert_layout(
+            bounded(given.reshape([C, WIDTH]).load(RUNS)).reshape([4, 16, WIDTH]), CUBES, assert_trivial=True
+        )
+        total = gl.sum(cube, 1)  # [4, K]
+        half = 0.5 * total  # from the start of a block to its anchor
+        table.reshape([4, WIDTH]).store(total)
+        x = gl.associative_scan(cube, 1, plus) - half[:, None, :]
+        x = gl.convert_layout(x.reshape([C, WIDTH]), RUNS, assert_trivial=True)  # [C, K], b_t - a_i
+        up = gl.exp2(x)
+        q_tile.store((q_tile.load(RUNS).to(gl.float32) * up).to(gl.bfloat16))
+        k = k_tile.load(RUNS).to(gl.float32)
+        k_tile.store((k * up).to(gl.bfloat16))
+        k *= gl.exp2(-1.0 * x)
+        columns.store(k.to(gl.bfloat16))
+        before = gl.zeros([4, WIDTH], gl.float32, OF_BLOCKS)  # sums of the gates of earlier blocks
+        after = gl.zeros([4, WIDTH], gl.float32, OF_BLOCKS)
+        for i in gl.static_range(4):
+            of_i = of_blocks(table, i, ROW)[None, :]
+            before += gl.where(block > i, of_i, 0.0)
+            after += gl.where(block < i, of_i, 0.0)
+        for i in gl.static_range(3):
+            to = 0.5 * of_blocks(table, i + 1, ROW)[None, :] + half  # from an anchor to that of block i + 1
+            for m in gl.static_range(i + 1):
+                to += gl.where(block < m, of_blocks(table, m, ROW)[None, :], 0.0)
+            to = gl.exp2(gl.where(block <= i, to, 0.0))
+            z = gl.convert_layout(k.reshape([4, 16, WIDTH]), CUBES, assert_trivial=True) * to[:, None, :]
+            z = gl.convert_layout(z.reshape([C, WIDTH]), RUNS, assert_trivial=True)
+            later.index(i).store(z.to(gl.bfloat16))
+        fence_async_shared()
+        for i in gl.static_range(4):
+            right = columns if i == 0 else later.index(i - 1)
+            P = gl.zeros([C, C], gl.float32, SCORES)
+            P = warpgroup_mma(k_tile, right.permute([1, 0]), P, use_acc=False, is_async=True)
+            Q = gl.zeros([C, C], gl.float32, SCORES)
+            Q = warpgroup_mma(q_tile, right.permute([1, 0]), Q, use_acc=False, is_async=True)
+            P, Q = warpgroup_mma_wait(0, [P, Q])
+            here = (t // 16 == s // 16) if i == 0 else ((t // 16 == i) & (s // 16 < i))
+            M = gl.where(here, P, M)
+            A = gl.where(here, Q, A)
+        through, out_of = gl.exp2(before + half)[:, None, :], gl.exp2(after + half)[:, None, :]
+        gl.store(decay_ptr + place.to(gl.int64) * WIDTH + gl.arange(0, WIDTH, ROW), gl.exp2(_sum_of_table(table)))
+    else:
+        mbarrier.wait(bar, 0)
+        M = warpgroup_mma(k_tile, k_tile.permute([1, 0]), M, use_acc=False, is_async=True)
+        A = warpgroup_mma(q_tile, k_tile.permute([1, 0]), A, use_acc=False, is_async=True)
+        M, A = warpgroup_mma_wait(0, [M, A])
+        sums = gl.allocate_shared_memory(gl.float32, [C], LINE)
+        g = gl.zeros([C], gl.float32, few)
+        if g_ptr is not None:
+            head = g_ptr + b.to(gl.int64) * g_b + h * g_h
+            g = bounded(gl.load(head + (t0 + row).to(gl.int64) * g_t, t0 + row < T, 0.0))
+        sums.store(gl.associative_scan(g, 0, plus))
+        end = gl.sum(g, 0)
+        D = sums.load(gl.SliceLayout(1, SCORES))[:, None] - sums.load(gl.SliceLayout(0, SCORES))[None, :]
+        D = gl.exp2(gl.where(t >= s, D, 0.0))
+        M *= D
+        A *= D
+        of_rows = sums.load(gl.SliceLayout(1, RUNS))[:, None]
+        through, out_of = gl.exp2(of_rows), gl.exp2(end - of_rows)
+        columns.store(k_tile.load(RUNS))
+        key = gl.arange(0, WIDTH, gl.BlockedLayout([1], [32], [4], [0]))
+        gl.store(decay_ptr + place.to(gl.int64) * WIDTH + key, gl.full([WIDTH], 1.0, gl.float32, few) * gl.exp2(end))
+    _scale_tile(k_tile, through, 1.0, KEYS)
+    _scale_tile(q_tile, through, scale, KEYS)
+    _scale_tile(columns, out_of, 1.0, KEYS)
+    a_tile.store(gl.where(t >= s, A * scale, 0.0).to(gl.bfloat16))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(kin_desc, [out, 0], k_tile)
+    tma.async_copy_shared_to_global(qin_desc, [out, 0], q_tile)
+    tma.async_copy_shared_to_global(kout_desc, [out, 0], columns)
+    tma.async_copy_shared_to_global(A_desc, [out, 0], a_tile)
+    if KEYS:  # the columns of later blocks have been read
+        m_tile = later._reinterpret(gl.float32, [2, C, C], wide)
+    else:
+        m_tile = gl.allocate_shared_memory(gl.float32, [2, C, C], wide)
+    beta = betas.load(gl.SliceLayout(0, SCORES))
+    G = solve_chunk(gl.where(t > s, M, 0.0), beta, betas, small, m_tile.index(0), m_tile.index(1))
+    unit, inverse = unit_of_rows(G)
+    g_tile.store((G * inverse[:, None]).to(gl.float16))
+    gl.store(units_ptr + place.to(gl.int64) * C + gl.arange(0, C, gl.SliceLayout(1, SCORES)), unit)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(G_desc, [out, 0], g_tile)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _sum_of_table(table):
+    """Returns the sum [K] of the rows of a table [4, K]."""
+    total = of_blocks(table, 0, ROW)
+    for i in gl.static_range(3):
+        total += of_blocks(table, i + 1, ROW)
+    return total
+
+
+@gluon.jit
+def _scale_tile(tile, factors, scale, KEYS: gl.constexpr):
+    """Multiplies a tile [C, K] by factors [4, 1, K] of its blocks, or [C, 1] of its rows, and by a number."""
+    x = tile.load(RUNS).to(gl.float32)
+    if KEYS:
+        x = gl.convert_layout(x.reshape([4, 16, WIDTH]), CUBES, assert_trivial=True) * (factors * scale)
+        x = gl.convert_layout(x.reshape([C, WIDTH]), RUNS, assert_trivial=True)
+    else:
+        x *= factors * scale
+    tile.store(x.to(gl.bfloat16))

@@ -1,0 +1,109 @@
+"""Layouts, descriptors and functions shared by the backward kernels of the delta rule for SM90.
+
+All of them compute chunks of C = 64 tokens in four blocks of 16, which is the height of a warp's part of a product. So
+a warp holds the rows of one block, and sums of gates of a block are sums of one thread.
+
+C tokens of a chunk   K, V key and value width   J chunks
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from gla_core.dispatch.backend import CHUNK
+from gla_triton_kernels.gla.shared.limits import LEAST_GATE
+from gla_triton_runtime.arithmetic import LOG2E
+
+C = gl.constexpr(CHUNK)
+WIDTH = gl.constexpr(128)  # K and V
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of a product [64, 64]
+TF32 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 8]))  # the same, of float32
+TF32_LEFT = gl.constexpr(gl.DotOperandLayout(0, TF32.value, 1))
+PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+LEAST_ROW = gl.constexpr(2.0**-100)
+
+
+@gluon.jit
+def plus(a, b):
+    """Returns a + b, as the operation of a scan."""
+    return a + b
+
+
+@gluon.jit
+def bounded(g):
+    """Returns log gates in units of log 2; a gate whose exp is 0 in float32 counts as `LEAST_GATE`."""
+    return gl.maximum(g.to(gl.float32), LEAST_GATE) * LOG2E
+
+
+@gluon.jit
+def unit_of_rows(x):
+    """Returns the units [rows] of the rows of x [rows, columns], powers of two, and their inverses."""
+    most = gl.maximum(gl.max(gl.abs(x), 1), LEAST_ROW)
+    bits = (most.to(gl.int32, bitcast=True) & 0x7F800000) - (14 << 23)
+    return bits.to(gl.float32, bitcast=True), ((254 << 23) - bits).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def of_blocks(table, i, layout: gl.constexpr):
+    """Returns row i of a table [C / 16, K] in shared memory."""
+    return table.slice(i * WIDTH, WIDTH).load(layout)
+
+
+@gluon.jit
+def solve_blocks(m_tile, beta_tile):
+    """Replaces M by G = (I + M B)^-1 M in blocks [C / 16, 16, 16], by substitution of rows.
+
+    x_t = m_t - sum over s < t of m_ts beta_s x_s
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 1, 1], [2, 1, 16], [4, 1, 1], [2, 1, 0])
+    beta = beta_tile.reshape([4, 16, 1])
+    x = ()
+    for t in gl.static_range(16):
+        y = m_tile.slice(t, 1, 1).load(layout)  # [4, 1, 16]
+        for s in gl.static_range(t):
+            y = y - (m_tile.slice(t, 1, 1).slice(s, 1, 2).load(layout) * beta.slice(s, 1, 1).load(layout)) * x[s]
+        x = x + (y,)
+    for t in gl.static_range(16):
+        m_tile.slice(t, 1, 1).store(x[t])
+
+
+@gluon.jit
+def solve_chunk(M, beta, beta_tile, blocks, m_tile, g_tile):
+    """Returns G = (I + M B)^-1 M [C, C] for M [C, C] and the numbers B [C].
+
+    The diagonal blocks of 16 tokens are solved by substitution. With G_1, G_2 of two halves and M_21 between them,
+    G_21 = (I - G_2 B_2) M_21 (I - B_1 G_1), for halves of 16 and of 32 tokens.
+
+    Args:
+        beta: B, in the layout of the columns of M; beta_tile holds it as well.
+        blocks, m_tile, g_tile: shared memory [C, 16], [C, C] and [C, C] of float32.
+    """
+    t = gl.arange(0, C, gl.SliceLayout(1, SCORES))[:, None]
+    s = gl.arange(0, C, gl.SliceLayout(0, SCORES))[None, :]
+    cubes: gl.constexpr = M.reshape([C, 4, 16]).type.layout
+    same = t // 16 == s // 16
+    blocks.store(gl.sum(gl.where(same, M, 0.0).reshape([C, 4, 16]), 1))
+    m_tile.permute([1, 0]).store(M)
+    solve_blocks(blocks.reshape([4, 16, 16]), beta_tile)
+    G = gl.zeros([C, 4, 16], gl.float32, cubes) + blocks.load(gl.SliceLayout(1, cubes))[:, None, :]
+    G = gl.where(same, gl.convert_layout(G.reshape([C, C]), SCORES, assert_trivial=True), 0.0)
+    beta_rows = beta_tile.load(gl.SliceLayout(1, SCORES))[:, None]
+    for level in gl.static_range(2):
+        half = 16 << level
+        g_tile.permute([1, 0]).store(beta_rows * G)
+        fence_async_shared()
+        left = gl.convert_layout(G * beta[None, :], TF32_LEFT)
+        P = gl.zeros([C, C], gl.float32, TF32)
+        P = warpgroup_mma(left, m_tile.permute([1, 0]), P, use_acc=False, is_async=True)
+        P = gl.convert_layout(warpgroup_mma_wait(0, [P]), SCORES, assert_trivial=True)
+        P = gl.where(((t ^ s) & -half == half) & (s < t), M - P, 0.0)
+        R = gl.zeros([C, C], gl.float32, TF32)
+        R = warpgroup_mma(gl.convert_layout(P, TF32_LEFT), g_tile.permute([1, 0]), R, use_acc=False, is_async=True)
+        R = gl.convert_layout(warpgroup_mma_wait(0, [R]), SCORES, assert_trivial=True)
+        G += P - R
+    return G

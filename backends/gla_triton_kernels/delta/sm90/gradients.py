@@ -1,0 +1,422 @@
+"""Computes dq, dk, dg and dbeta of the delta rule on Hopper, for all chunks in parallel.
+
+S is the state that enters a chunk, dS' the gradient of the state that leaves it, b_t the sum of the log gates through
+token t, and D_ts = exp(b_t - b_s). With kin, G and B of backward_pairs.py and dV of backward.py,
+
+    X = V - kin S        E = X - G (B X)        dA = scale tril(dO E^T)        dM = - stril(dV E^T)
+    dq_t = exp(b_t) scale dO_t S^T + sum over s <= t of D_ts dA_ts beta_s k_s
+    dr_t = - exp(b_t) dV_t S^T     + sum over s < t of D_ts dM_ts beta_s k_s                         k_t as a row
+    dc_s = exp(b_C - b_s) E_s dS'^T + sum over t >= s of D_ts dA_ts q_t + sum over t > s of D_ts dM_ts k_t
+    dk = dr + B dc        dbeta_s = k_s . dc_s
+    dg_u = sum over V of S * dS - sum over t < u of (q dq + k dr - beta k dc)_t
+
+dc is the gradient of beta k as the column of a product, so nothing is divided by beta. Across V, S * dS sums S * dS'
+times exp(b_C), and what S contributes to q dq + k dr.
+
+**Blocks.** With a gate for each key, the rows and columns of a block of 16 tokens are decayed relative to an anchor; see
+backward_pairs.py. dq and dr go through the blocks j of columns from the first to the last, dc from the last to the
+first. From one to the next, what has been summed is multiplied by the decay between anchors. A warp has the rows of one
+block, so it multiplies from its own block on.
+
+B batch   T tokens   J chunks   H heads of q and k   Hv heads of values   R = Hv / H   K, V key and value width
+C tokens of a chunk
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportUnboundVariable=false, reportPossiblyUnboundVariable=false
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from gla_core.dispatch.backend import CHUNK
+from gla_core.dispatch.tensors import ceil_div
+from gla_triton_kernels.chunks import partials
+from gla_triton_kernels.delta.sm90.backward_pairs import Chunks
+from gla_triton_kernels.delta.sm90.common_backward import LINE, WIDTH, C, bounded, of_blocks, plus, unit_of_rows
+from gla_triton_kernels.delta.tensors import BackwardTensors
+from gla_triton_runtime.launch import Launch
+from gla_triton_runtime.tma import row_tiles, shared_tiles, state_tiles
+
+PAIRS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))  # of a product [C, C]
+KEYS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 64, 16]))  # of a product [C, K]
+VALUES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 16]))  # of a product [V, C]
+LEFT = gl.constexpr(gl.DotOperandLayout(0, VALUES.value, 2))
+RUNS = gl.constexpr(gl.BlockedLayout([16, 2], [1, 32], [4, 2], [1, 0]))  # a warp has tokens of a block
+CUBES = gl.constexpr(gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 2], [2, 1, 0]))  # the same as [C / 16, 16, K]
+OF_BLOCKS = gl.constexpr(gl.SliceLayout(1, CUBES.value))  # [C / 16, K]
+ROW = gl.constexpr(gl.SliceLayout(0, OF_BLOCKS.value))  # [K]
+STATE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))  # of a state [K, V]
+
+
+def launch_gradients(
+    x: BackwardTensors, chunks: Chunks, entering: Tensor, leaving: Tensor, scale: float
+) -> list[Launch]:
+    """Returns the launches that fill dq, dk, dg and dbeta.
+
+    Args:
+        entering, leaving: the states that enter chunks, and the gradients of those that leave them, [J, Hv, K, V].
+    """
+    (B, T, H, K), (Hv, V) = x.k.shape, x.v.shape[2:]
+    n, R = ceil_div(T, CHUNK), Hv // H
+    by_key = x.g is not None and x.g.ndim == 4
+    dq, dk = (z if R == 1 else z.new_empty(B, T, Hv, K, dtype=torch.float32) for z in (x.dq, x.dk))
+    g_b, g_t, g_h = (0, 0, 0) if x.g is None or by_key else (0, 0, *x.g.stride())[-3:]
+    arguments = {
+        "q_desc": shared_tiles(x.q, CHUNK, K),
+        "k_desc": shared_tiles(x.k, CHUNK, K),
+        "g_desc": shared_tiles(x.g, CHUNK, K) if by_key else None,
+        "v_desc": shared_tiles(x.v, CHUNK, V),
+        "do_desc": shared_tiles(x.do, CHUNK, V),
+        "dv_desc": shared_tiles(x.dv, CHUNK, V),
+        "s_desc": state_tiles(entering, K, V),
+        "ds_desc": state_tiles(leaving, K, V),
+        "G_desc": row_tiles(chunks.G, CHUNK),
+        "dq_desc": shared_tiles(dq, CHUNK, K) if R == 1 else None,
+        "dk_desc": shared_tiles(dk, CHUNK, K) if R == 1 else None,
+        "dg_desc": shared_tiles(x.dg, CHUNK, K) if by_key else None,
+        "dq_ptr": None if R == 1 else dq,
+        "dk_ptr": None if R == 1 else dk,
+        "g_ptr": None if by_key else x.g,
+        "dg_ptr": None if by_key else x.dg,
+        "beta_ptr": x.beta,
+        "dbeta_ptr": x.dbeta,
+        "units_ptr": chunks.units,
+        "scale": scale,
+        "beta_b": x.beta.stride(0),
+        "beta_t": x.beta.stride(1),
+        "beta_h": x.beta.stride(2),
+        "g_b": g_b,
+        "g_t": g_t,
+        "g_h": g_h,
+        "T": T,
+        "n": n,
+        "Hv": Hv,
+        "R": R,
+    }
+    launches = [Launch(_gradients_kernel, (B * n * Hv, 1, 1), arguments, {"num_warps": 8})]
+    for each, total in ((dq, x.dq), (dk, x.dk)):
+        if each is not total:
+            launches += partials.launch_sum(each, total, B * T * H)
+    return launches
+
+
+@gluon.jit
+def _in_blocks(x):
+    """Returns x [C, K] as [C / 16, 16, K]."""
+    return x.reshape([4, 16, x.shape[1]])
+
+
+@gluon.jit
+def _decayed(x, table, j, first: gl.constexpr, down: gl.constexpr):
+    """Multiplies the rows of blocks from j on, or up to j if `down`, by row `first` of a table of decays [.., K].
+
+    Args:
+        x: [C, K], in the layout KEYS.
+    """
+    cubes = _in_blocks(x)
+    layout: gl.constexpr = gl.SliceLayout(1, cubes.type.layout)
+    block = gl.arange(0, 4, gl.SliceLayout(1, layout))[:, None]
+    decay = of_blocks(table, first, gl.SliceLayout(0, layout))[None, :]
+    decay = gl.where(block <= j if down else block >= j, decay, 1.0)  # [C / 16, K]
+    return gl.convert_layout((cubes * decay[:, None, :]).reshape([C, WIDTH]), KEYS, assert_trivial=True)
+
+
+@gluon.jit(do_not_specialize=["scale", "T", "n", "Hv", "R"])
+def _gradients_kernel(
+    q_desc,  # [B, H, T, K], tiles [C, K]
+    k_desc,
+    g_desc,  # [B, Hv, T, K] if each key has a gate, else None
+    v_desc,  # [B, Hv, T, V], tiles [C, V]
+    do_desc,
+    dv_desc,
+    s_desc,  # [J, Hv, K, V], tiles [K, V]
+    ds_desc,
+    G_desc,  # [J Hv C, C], tiles [C, C]
+    dq_desc,  # [B, H, T, K], tiles [C, K], or None if R > 1
+    dk_desc,
+    dg_desc,  # as g_desc
+    dq_ptr,  # [B, T, Hv, K] if R > 1, else None
+    dk_ptr,
+    g_ptr,  # [B, T, Hv] or [Hv], or None
+    dg_ptr,  # [B, T, Hv], contiguous, or None
+    beta_ptr,  # [B, T, Hv]
+    dbeta_ptr,  # [B, T, Hv], contiguous
+    units_ptr,  # [J, Hv, C]
+    scale,
+    beta_b,
+    beta_t,
+    beta_h,
+    g_b,  # strides of g_ptr
+    g_t,
+    g_h,
+    T,
+    n,  # chunks of a sequence
+    Hv,
+    R,
+):
+    """Computes one chunk of one value head."""
+    BY_KEY: gl.constexpr = g_desc is not None
+    V: gl.constexpr = WIDTH
+    place = gl.program_id(0)
+    h = place % Hv
+    j = place // Hv
+    b = j // n
+    t0 = j % n * C
+    q_block = gl.allocate_shared_memory(gl.bfloat16, [1, 1, C, WIDTH], q_desc.layout)
+    k_block = gl.allocate_shared_memory(gl.bfloat16, [1, 1, C, WIDTH], k_desc.layout)
+    c_tile = gl.allocate_shared_memory(  # kin, later the columns beta k
+        gl.bfloat16, [C, WIDTH], gl.NVMMASharedLayout.get_default_for([C, WIDTH], gl.bfloat16)
+    )
+    v_block = gl.allocate_shared_memory(gl.bfloat16, [1, 1, C, V], v_desc.layout)  # later E
+    do_block = gl.allocate_shared_memory(gl.bfloat16, [1, 1, C, V], do_desc.layout)
+    dv_block = gl.allocate_shared_memory(gl.bfloat16, [1, 1, C, V], dv_desc.layout)
+    s_block = gl.allocate_shared_memory(gl.bfloat16, [1, 1, WIDTH, V], s_desc.layout)
+    ds_block = gl.allocate_shared_memory(gl.bfloat16, [1, 1, WIDTH, V], ds_desc.layout)
+    G_tile = gl.allocate_shared_memory(gl.float16, [C, C], G_desc.layout)
+    square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
+    a_tile = gl.allocate_shared_memory(gl.bfloat16, [C, C], square)  # dA^T, later dA
+    m_tile = gl.allocate_shared_memory(gl.bfloat16, [C, C], square)  # dM^T, later dM
+    bars = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(4):
+        mbarrier.init(bars.index(i), count=1)
+    bar = bars.index(0)
+    if BY_KEY:
+        gates = gl.allocate_shared_memory(
+            gl.float32, [1, 1, C, WIDTH], gl.NVMMASharedLayout.get_default_for([1, 1, C, WIDTH], gl.float32)
+        )
+        given = gates._reinterpret(g_desc.dtype, [1, 1, C, WIDTH], g_desc.layout)
+        mbarrier.expect(bar, q_desc.block_type.nbytes + g_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(g_desc, [b, h, t0, 0], bar, given)
+    else:
+        mbarrier.expect(bar, q_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(k_desc, [b, h // R, t0, 0], bar, k_block)
+    bar = bars.index(1)
+    mbarrier.expect(bar, s_desc.block_type.nbytes + v_desc.block_type.nbytes + G_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(s_desc, [j, h, 0, 0], bar, s_block)
+    tma.async_copy_global_to_shared(v_desc, [b, h, t0, 0], bar, v_block)
+    tma.async_copy_global_to_shared(G_desc, [place * C, 0], bar, G_tile)
+    bar = bars.index(2)
+    mbarrier.expect(bar, 2 * do_desc.block_type.nbytes + q_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(do_desc, [b, h, t0, 0], bar, do_block)
+    tma.async_copy_global_to_shared(dv_desc, [b, h, t0, 0], bar, dv_block)
+    tma.async_copy_global_to_shared(q_desc, [b, h // R, t0, 0], bar, q_block)
+    bar = bars.index(3)
+    mbarrier.expect(bar, ds_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(ds_desc, [j, h, 0, 0], bar, ds_block)
+    q_tile, k_tile, e_tile = q_block.reshape([C, WIDTH]), k_block.reshape([C, WIDTH]), v_block.reshape([C, V])
+    do_tile, dv_tile = do_block.reshape([C, V]), dv_block.reshape([C, V])
+    s_tile, ds_tile = s_block.reshape([WIDTH, V]), ds_block.reshape([WIDTH, V])
+    betas = gl.allocate_shared_memory(gl.float32, [C], LINE)
+    few: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
+    row = gl.arange(0, C, few)
+    head = beta_ptr + b.to(gl.int64) * beta_b + h * beta_h
+    betas.store(gl.load(head + (t0 + row).to(gl.int64) * beta_t, t0 + row < T, 0.0).to(gl.float32))
+    token = gl.arange(0, C, gl.SliceLayout(0, VALUES))
+    unit = gl.load(units_ptr + place.to(gl.int64) * C + token)[None, :]
+
+    # kin
+    if BY_KEY:
+        x_tile = gates.reshape([C, WIDTH])
+        totals = gl.allocate_shared_memory(gl.float32, [4 * WIDTH], LINE)  # sums of the gates of blocks
+        steps = gl.allocate_shared_memory(gl.float32, [4 * WIDTH], LINE)  # decays from the anchors before
+        last = gl.allocate_shared_memory(gl.float32, [WIDTH], LINE)  # the decay from the last anchor to the end
+        mbarrier.wait(bars.index(0), 0)
+        cube = bounded(given.reshape([C, WIDTH]).load(RUNS)).reshape([4, 16, WIDTH])
+        cube = gl.convert_layout(cube, CUBES, assert_trivial=True)
+        total = gl.sum(cube, 1)  # [4, K]
+        half = 0.5 * total
+        totals.reshape([4, WIDTH]).store(total)
+        cube = gl.associative_scan(cube, 1, plus) - half[:, None, :]
+        x = gl.convert_layout(cube.reshape([C, WIDTH]), RUNS, assert_trivial=True)
+        block = gl.arange(0, 4, gl.SliceLayout(1, OF_BLOCKS))[:, None]  # [4, 1]
+        before = gl.zeros([4, WIDTH], gl.float32, OF_BLOCKS)
+        step = half  # from the anchor of the block before
+        for i in gl.static_range(3):
+            of_i = of_blocks(totals, i, ROW)[None, :]
+            before += gl.where(block > i, of_i, 0.0)
+            step += gl.where(block == i + 1, 0.5 * of_i, 0.0)
+        steps.reshape([4, WIDTH]).store(gl.exp2(step))
+        last.store(gl.exp2(0.5 * of_blocks(totals, 3, ROW)))
+        through = gl.exp2(before + half)  # [4, K]
+        k = k_tile.load(RUNS).to(gl.float32) * gl.exp2(x)
+        k = gl.convert_layout(k.reshape([4, 16, WIDTH]), CUBES, assert_trivial=True) * through[:, None, :]
+        c_tile.store(gl.convert_layout(k.reshape([C, WIDTH]), RUNS, assert_trivial=True).to(gl.bfloat16))
+        x_tile.store(x)
+    else:
+        sums = gl.allocate_shared_memory(gl.float32, [C], LINE)
+        g = gl.zeros([C], gl.float32, few)
+        if g_ptr is not None:
+            head = g_ptr + b.to(gl.int64) * g_b + h * g_h
+            g = bounded(gl.load(head + (t0 + row).to(gl.int64) * g_t, t0 + row < T, 0.0))
+        sums.store(gl.associative_scan(g, 0, plus))
+        end = gl.sum(g, 0)
+        mbarrier.wait(bars.index(0), 0)
+    fence_async_shared()
+    # E
+    mbarrier.wait(bars.index(1), 0)
+    P = gl.zeros([V, C], gl.float32, VALUES)
+    P = warpgroup_mma(
+        s_tile.permute([1, 0]), (c_tile if BY_KEY else k_tile).permute([1, 0]), P, use_acc=False, is_async=True
+    )
+    beta = betas.load(gl.SliceLayout(0, VALUES))[None, :]
+    X = e_tile.permute([1, 0]).load(VALUES).to(gl.float32)
+    P = warpgroup_mma_wait(0, [P])
+    if not BY_KEY:
+        P *= gl.exp2(sums.load(gl.SliceLayout(0, VALUES)))[None, :]
+    X -= P
+    Y = X * beta
+    rows, inverse = unit_of_rows(Y)
+    Y = gl.convert_layout((Y * inverse[:, None]).to(gl.float16), LEFT)
+    P = warpgroup_mma(Y, G_tile.permute([1, 0]), P, use_acc=False, is_async=True)
+    P = warpgroup_mma_wait(0, [P])
+    e_tile.permute([1, 0]).store((X - P * rows[:, None] * unit).to(gl.bfloat16))
+    # rows and columns
+    mbarrier.wait(bars.index(2), 0)
+    k = k_tile.load(RUNS).to(gl.float32)
+    column = k * betas.load(gl.SliceLayout(1, RUNS))[:, None]
+    if BY_KEY:
+        x = x_tile.load(RUNS)
+        up = gl.exp2(x)
+        q_tile.store((q_tile.load(RUNS).to(gl.float32) * up).to(gl.bfloat16))
+        k_tile.store((k * up).to(gl.bfloat16))
+        column *= gl.exp2(-1.0 * x)
+    c_tile.store(column.to(gl.bfloat16))
+    fence_async_shared()
+    # pairs
+    t = gl.arange(0, C, gl.SliceLayout(1, PAIRS))[:, None]
+    s = gl.arange(0, C, gl.SliceLayout(0, PAIRS))[None, :]
+    dA = gl.zeros([C, C], gl.float32, PAIRS)
+    dM = gl.zeros([C, C], gl.float32, PAIRS)
+    dA = warpgroup_mma(do_tile, e_tile.permute([1, 0]), dA, use_acc=False, is_async=True)
+    dM = warpgroup_mma(dv_tile, e_tile.permute([1, 0]), dM, use_acc=False, is_async=True)
+    dq = gl.zeros([C, WIDTH], gl.float32, KEYS)
+    dr = gl.zeros([C, WIDTH], gl.float32, KEYS)
+    dq = warpgroup_mma(do_tile, s_tile.permute([1, 0]), dq, use_acc=False, is_async=True)
+    dr = warpgroup_mma(dv_tile, s_tile.permute([1, 0]), dr, use_acc=False, is_async=True)
+    dA, dM, dq, dr = warpgroup_mma_wait(0, [dA, dM, dq, dr])
+    dA = gl.where(t >= s, dA * scale, 0.0)
+    dM = gl.where(t > s, -1.0 * dM, 0.0)
+    if not BY_KEY:
+        D = sums.load(gl.SliceLayout(1, PAIRS))[:, None] - sums.load(gl.SliceLayout(0, PAIRS))[None, :]
+        D = gl.exp2(gl.where(t >= s, D, 0.0))
+        dA *= D
+        dM *= D
+    dA, dM = dA.to(gl.bfloat16), dM.to(gl.bfloat16)
+    a_tile.permute([1, 0]).store(dA)
+    m_tile.permute([1, 0]).store(dM)
+    fence_async_shared()
+    # dq, and dk of rows
+    dr *= -1.0
+    dq *= scale
+    if BY_KEY:
+        dq, dr = _decayed(dq, steps, 0, 0, False), _decayed(dr, steps, 0, 0, False)
+        of_state = q_tile.load(KEYS).to(gl.float32) * dq + k_tile.load(KEYS).to(gl.float32) * dr
+        for i in gl.static_range(4):
+            if i > 0:
+                dq, dr = _decayed(dq, steps, i, i, False), _decayed(dr, steps, i, i, False)
+            of_i = c_tile.slice(16 * i, 16)
+            dq = warpgroup_mma(a_tile.slice(16 * i, 16).permute([1, 0]), of_i, dq, is_async=True)
+            dr = warpgroup_mma(m_tile.slice(16 * i, 16).permute([1, 0]), of_i, dr, is_async=True)
+            dq, dr = warpgroup_mma_wait(0, [dq, dr])
+    else:
+        of_rows = gl.exp2(sums.load(gl.SliceLayout(1, KEYS)))[:, None]
+        dq *= of_rows
+        dr *= of_rows
+        of_state = q_tile.load(KEYS).to(gl.float32) * dq + k_tile.load(KEYS).to(gl.float32) * dr
+        dq = warpgroup_mma(a_tile.permute([1, 0]), c_tile, dq, is_async=True)
+        dr = warpgroup_mma(m_tile.permute([1, 0]), c_tile, dr, is_async=True)
+        dq, dr = warpgroup_mma_wait(0, [dq, dr])
+    # dk of columns
+    a_tile.store(dA)
+    m_tile.store(dM)
+    fence_async_shared()
+    mbarrier.wait(bars.index(3), 0)
+    dc = gl.zeros([C, WIDTH], gl.float32, KEYS)
+    dc = warpgroup_mma(e_tile, ds_tile.permute([1, 0]), dc, use_acc=False, is_async=True)
+    crossing = gl.sum(s_tile.load(STATE).to(gl.float32) * ds_tile.load(STATE).to(gl.float32), 1)  # [K]
+    dc = warpgroup_mma_wait(0, [dc])
+    if BY_KEY:
+        dc = _decayed(dc, last, 3, 0, True)
+        for i in gl.static_range(3, -1, -1):
+            dc = warpgroup_mma(a_tile.slice(16 * i, 16).permute([1, 0]), q_tile.slice(16 * i, 16), dc, is_async=True)
+            dc = warpgroup_mma(m_tile.slice(16 * i, 16).permute([1, 0]), k_tile.slice(16 * i, 16), dc, is_async=True)
+            dc = warpgroup_mma_wait(0, [dc])
+            if i > 0:
+                dc = _decayed(dc, steps, i - 1, i, True)
+    else:
+        dc *= gl.exp2(end - sums.load(gl.SliceLayout(1, KEYS)))[:, None]
+        dc = warpgroup_mma(a_tile.permute([1, 0]), q_tile, dc, is_async=True)
+        dc = warpgroup_mma(m_tile.permute([1, 0]), k_tile, dc, is_async=True)
+        dc = warpgroup_mma_wait(0, [dc])
+    # results
+    beta = betas.load(gl.SliceLayout(1, KEYS))[:, None]
+    k = k_tile.load(KEYS).to(gl.float32)
+    w = q_tile.load(KEYS).to(gl.float32) * dq + k * dr - c_tile.load(KEYS).to(gl.float32) * dc
+    if BY_KEY:
+        x = x_tile.load(KEYS)
+        up, down = gl.exp2(x), gl.exp2(-1.0 * x)
+        dq *= up
+        dc *= down
+        dk = dr * up + beta * dc
+        dbeta = gl.sum(k * down * dc, 1)
+    else:
+        dk = dr + beta * dc
+        dbeta = gl.sum(k * dc, 1)
+    token = t0 + gl.arange(0, C, gl.SliceLayout(1, KEYS))
+    whole = b.to(gl.int64) * T * Hv + h
+    gl.store(dbeta_ptr + whole + token.to(gl.int64) * Hv, dbeta, token < T)
+    if BY_KEY:
+        x_tile.store(w)
+        # What S contributes, by blocks, and then the sum over V of S * dS.
+        cubes = _in_blocks(of_state)
+        part: gl.constexpr = gl.SliceLayout(1, cubes.type.layout)
+        totals.reshape([4, WIDTH]).store(gl.sum(cubes, 1))
+        at = of_blocks(totals, 3, ROW) * 0.0
+        decay = at + 1.0
+        for i in gl.static_range(4):
+            if i > 0:
+                decay *= of_blocks(steps, i, ROW)
+            at += of_blocks(totals, i, ROW) * decay
+        decay *= of_blocks(steps, 0, ROW) * of_blocks(last, 0, ROW)
+        at += gl.convert_layout(crossing, ROW) * decay
+        cube = gl.convert_layout(_in_blocks(x_tile.load(RUNS)), CUBES, assert_trivial=True)
+        total = gl.sum(cube, 1)  # [4, K]
+        steps.reshape([4, WIDTH]).store(total)
+        at = gl.zeros([4, WIDTH], gl.float32, OF_BLOCKS) + at[None, :]
+        for i in gl.static_range(3):
+            at -= gl.where(block > i, of_blocks(steps, i, ROW)[None, :], 0.0)
+        dg = at[:, None, :] - (gl.associative_scan(cube, 1, plus) - cube)
+        dg = gl.convert_layout(dg.reshape([C, WIDTH]), RUNS, assert_trivial=True)
+        dg_block = gates._reinterpret(dg_desc.dtype, [1, 1, C, WIDTH], dg_desc.layout)
+        dg_block.reshape([C, WIDTH]).store(dg.to(dg_desc.dtype))
+    elif g_ptr is not None:
+        w = gl.convert_layout(gl.sum(w, 1), few)
+        at = gl.sum(gl.sum(of_state, 1), 0) + gl.sum(crossing, 0) * gl.exp2(end)
+        dg = at - (gl.associative_scan(w, 0, plus) - w)
+        gl.store(dg_ptr + whole + (t0 + row).to(gl.int64) * Hv, dg.to(dg_ptr.dtype.element_ty), t0 + row < T)
+    if dq_desc is not None:
+        q_tile.store(dq.to(gl.bfloat16))
+        k_tile.store(dk.to(gl.bfloat16))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(dq_desc, [b, h, t0, 0], q_block)
+        tma.async_copy_shared_to_global(dk_desc, [b, h, t0, 0], k_block)
+    else:
+        key = gl.arange(0, WIDTH, gl.SliceLayout(0, KEYS))[None, :]
+        to = (whole + token.to(gl.int64) * Hv)[:, None] * WIDTH + key
+        gl.store(dq_ptr + to, dq, (token < T)[:, None])
+        gl.store(dk_ptr + to, dk, (token < T)[:, None])
+        fence_async_shared()
+    if BY_KEY:
+        tma.async_copy_shared_to_global(dg_desc, [b, h, t0, 0], dg_block)
+    tma.store_wait(0)
