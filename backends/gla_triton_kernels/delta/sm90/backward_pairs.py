@@ -118,6 +118,7 @@ def launch_pairs(x: BackwardTensors, scale: float) -> tuple[Chunks, Launch]:
     return chunks, Launch(_pairs_kernel, (B * n * Hv, 1, 1), arguments, {"num_warps": 4})
 
 
+FEW = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))  # of the transposed pairs of a block
 RUNS = gl.constexpr(gl.BlockedLayout([16, 4], [1, 32], [4, 1], [1, 0]))  # a warp has a block, a thread its tokens
 CUBES = gl.constexpr(gl.BlockedLayout([1, 16, 4], [1, 1, 32], [4, 1, 1], [2, 1, 0]))  # the same as [C / 16, 16, K]
 OF_BLOCKS = gl.constexpr(gl.SliceLayout(1, CUBES.value))  # [C / 16, K]
@@ -168,11 +169,9 @@ def _pairs_kernel(
     betas = gl.allocate_shared_memory(gl.float32, [C], LINE)
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(bar, count=1)
+    room = gl.allocate_shared_memory(gl.float32, [2, C, C], wide)  # for gates, then for M and G
     if KEYS:
-        gates = gl.allocate_shared_memory(
-            gl.float32, [1, 1, C, WIDTH], gl.NVMMASharedLayout.get_default_for([1, 1, C, WIDTH], gl.float32)
-        )
-        given = gates._reinterpret(g_desc.dtype, [1, 1, C, WIDTH], g_desc.layout)
+        given = room._reinterpret(g_desc.dtype, [1, 1, C, WIDTH], g_desc.layout)
         mbarrier.expect(bar, 2 * q_desc.block_type.nbytes + g_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(g_desc, [b, h, t0, 0], bar, given)
     else:
@@ -189,11 +188,10 @@ def _pairs_kernel(
     out = place * C
     t = gl.arange(0, C, gl.SliceLayout(1, SCORES))[:, None]
     s = gl.arange(0, C, gl.SliceLayout(0, SCORES))[None, :]
-    A = gl.zeros([C, C], gl.float32, SCORES)
-    M = gl.zeros([C, C], gl.float32, SCORES)
+    s_few = gl.arange(0, C, gl.SliceLayout(1, FEW))[:, None]
+    t_few = gl.arange(0, 16, gl.SliceLayout(0, FEW))[None, :]
     if KEYS:
         table = gl.allocate_shared_memory(gl.float32, [4 * WIDTH], LINE)
-        later = gl.allocate_shared_memory(gl.bfloat16, [3, C, WIDTH], tile)
         block = gl.arange(0, 4, gl.SliceLayout(1, OF_BLOCKS))[:, None]  # [4, 1]
         mbarrier.wait(bar, 0)
         cube = gl.convert_layout(
@@ -209,36 +207,35 @@ def _pairs_kernel(
         k = k_tile.load(RUNS).to(gl.float32)
         k_tile.store((k * up).to(gl.bfloat16))
         k *= gl.exp2(-1.0 * x)
-        columns.store(k.to(gl.bfloat16))
-        before = gl.zeros([4, WIDTH], gl.float32, OF_BLOCKS)  # sums of the gates of earlier blocks
-        after = gl.zeros([4, WIDTH], gl.float32, OF_BLOCKS)
-        for i in gl.static_range(4):
-            of_i = of_blocks(table, i, ROW)[None, :]
-            before += gl.where(block > i, of_i, 0.0)
-            after += gl.where(block < i, of_i, 0.0)
+        through = half  # sums from the start of the chunk to anchors
         for i in gl.static_range(3):
-            to = 0.5 * of_blocks(table, i + 1, ROW)[None, :] + half  # from an anchor to that of block i + 1
-            for m in gl.static_range(i + 1):
-                to += gl.where(block < m, of_blocks(table, m, ROW)[None, :], 0.0)
-            to = gl.exp2(gl.where(block <= i, to, 0.0))
-            z = gl.convert_layout(k.reshape([4, 16, WIDTH]), CUBES, assert_trivial=True) * to[:, None, :]
-            z = gl.convert_layout(z.reshape([C, WIDTH]), RUNS, assert_trivial=True)
-            later.index(i).store(z.to(gl.bfloat16))
-        fence_async_shared()
+            through += gl.where(block > i, of_blocks(table, i, ROW)[None, :], 0.0)
+        through = gl.exp2(through)[:, None, :]
+        m_tile = room.index(0)
         for i in gl.static_range(4):
-            right = columns if i == 0 else later.index(i - 1)
-            P = gl.zeros([C, C], gl.float32, SCORES)
-            P = warpgroup_mma(k_tile, right.permute([1, 0]), P, use_acc=False, is_async=True)
-            Q = gl.zeros([C, C], gl.float32, SCORES)
-            Q = warpgroup_mma(q_tile, right.permute([1, 0]), Q, use_acc=False, is_async=True)
+            columns.store(k.to(gl.bfloat16))
+            fence_async_shared()
+            P = gl.zeros([C, 16], gl.float32, FEW)
+            P = warpgroup_mma(columns, k_tile.slice(16 * i, 16).permute([1, 0]), P, use_acc=False, is_async=True)
+            Q = gl.zeros([C, 16], gl.float32, FEW)
+            Q = warpgroup_mma(columns, q_tile.slice(16 * i, 16).permute([1, 0]), Q, use_acc=False, is_async=True)
+            decay = 0.5 * of_blocks(table, i, ROW)  # to the next anchor, or to the end
+            if i < 3:
+                decay += 0.5 * of_blocks(table, i + 1, ROW)
+            decay = gl.where(block <= i, gl.exp2(decay)[None, :], 1.0)
             P, Q = warpgroup_mma_wait(0, [P, Q])
-            here = (t // 16 == s // 16) if i == 0 else ((t // 16 == i) & (s // 16 < i))
-            M = gl.where(here, P, M)
-            A = gl.where(here, Q, A)
-        through, out_of = gl.exp2(before + half)[:, None, :], gl.exp2(after + half)[:, None, :]
+            m_tile.slice(16 * i, 16).permute([1, 0]).store(gl.where(s_few < 16 * i + t_few, P, 0.0))
+            a = gl.where(s_few <= 16 * i + t_few, Q * scale, 0.0).to(gl.bfloat16)
+            a_tile.slice(16 * i, 16).permute([1, 0]).store(a)
+            k = gl.convert_layout(k.reshape([4, 16, WIDTH]), CUBES, assert_trivial=True) * decay[:, None, :]
+            k = gl.convert_layout(k.reshape([C, WIDTH]), RUNS, assert_trivial=True)
+        columns.store(k.to(gl.bfloat16))
+        M = m_tile.load(SCORES)
         gl.store(decay_ptr + place.to(gl.int64) * WIDTH + gl.arange(0, WIDTH, ROW), gl.exp2(_sum_of_table(table)))
     else:
         mbarrier.wait(bar, 0)
+        A = gl.zeros([C, C], gl.float32, SCORES)
+        M = gl.zeros([C, C], gl.float32, SCORES)
         M = warpgroup_mma(k_tile, k_tile.permute([1, 0]), M, use_acc=False, is_async=True)
         A = warpgroup_mma(q_tile, k_tile.permute([1, 0]), A, use_acc=False, is_async=True)
         M, A = warpgroup_mma_wait(0, [M, A])
@@ -251,28 +248,22 @@ def _pairs_kernel(
         end = gl.sum(g, 0)
         D = sums.load(gl.SliceLayout(1, SCORES))[:, None] - sums.load(gl.SliceLayout(0, SCORES))[None, :]
         D = gl.exp2(gl.where(t >= s, D, 0.0))
-        M *= D
-        A *= D
+        M = gl.where(t > s, M * D, 0.0)
+        a_tile.store(gl.where(t >= s, A * D * scale, 0.0).to(gl.bfloat16))
         of_rows = sums.load(gl.SliceLayout(1, RUNS))[:, None]
-        through, out_of = gl.exp2(of_rows), gl.exp2(end - of_rows)
-        columns.store(k_tile.load(RUNS))
+        through = gl.exp2(of_rows)
+        columns.store((k_tile.load(RUNS).to(gl.float32) * gl.exp2(end - of_rows)).to(gl.bfloat16))
         key = gl.arange(0, WIDTH, gl.BlockedLayout([1], [32], [4], [0]))
         gl.store(decay_ptr + place.to(gl.int64) * WIDTH + key, gl.full([WIDTH], 1.0, gl.float32, few) * gl.exp2(end))
     _scale_tile(k_tile, through, 1.0, KEYS)
     _scale_tile(q_tile, through, scale, KEYS)
-    _scale_tile(columns, out_of, 1.0, KEYS)
-    a_tile.store(gl.where(t >= s, A * scale, 0.0).to(gl.bfloat16))
     fence_async_shared()
     tma.async_copy_shared_to_global(kin_desc, [out, 0], k_tile)
     tma.async_copy_shared_to_global(qin_desc, [out, 0], q_tile)
     tma.async_copy_shared_to_global(kout_desc, [out, 0], columns)
     tma.async_copy_shared_to_global(A_desc, [out, 0], a_tile)
-    if KEYS:  # the columns of later blocks have been read
-        m_tile = later._reinterpret(gl.float32, [2, C, C], wide)
-    else:
-        m_tile = gl.allocate_shared_memory(gl.float32, [2, C, C], wide)
     beta = betas.load(gl.SliceLayout(0, SCORES))
-    G = solve_chunk(gl.where(t > s, M, 0.0), beta, betas, small, m_tile.index(0), m_tile.index(1))
+    G = solve_chunk(M, beta, betas, small, room.index(0), room.index(1))
     unit, inverse = unit_of_rows(G)
     g_tile.store((G * inverse[:, None]).to(gl.float16))
     gl.store(units_ptr + place.to(gl.int64) * C + gl.arange(0, C, gl.SliceLayout(1, SCORES)), unit)
