@@ -11,7 +11,8 @@ other gradients, in parallel over chunks. It needs neither the states nor v.
 All of it is computed transposed: dS^T [W, K] and dU^T [W, C] are results of products and left operands of others, and
 stay in registers. Two warpgroups have W = 64 columns of V each. One warp loads the tiles of the next chunks by TMA.
 
-G and B dU are float16, in units of rows, because Y is what a difference leaves; all other operands are bfloat16.
+Y is what a difference leaves, so G and B dU are float16, in units of rows, and A is a sum of two numbers of bfloat16. All
+other operands are bfloat16.
 
 B batch   T tokens   J chunks   Hv heads of values   K, V key and value width   C tokens of a chunk
 """
@@ -88,6 +89,7 @@ def _load_warp(descriptors, tiles, full, empty, place):
     kin_desc, qin_desc, kout_desc, a_desc, g_desc, do_desc = descriptors
     kin_tiles, qin_tiles, kout_tiles, a_tiles, g_tiles, do_tiles = tiles
     b, h, n, Hv = place
+    rest = gl.num_programs(0) * n * C  # the first row of the rest of A
     for i in range(n):
         slot = i % SLOTS
         c = n - 1 - i
@@ -95,14 +97,15 @@ def _load_warp(descriptors, tiles, full, empty, place):
         mbarrier.wait(empty.index(slot), i // SLOTS & 1 ^ 1)
         size: gl.constexpr = (
             3 * kin_desc.block_type.nbytes
-            + a_desc.block_type.nbytes
+            + 2 * a_desc.block_type.nbytes
             + g_desc.block_type.nbytes
             + 2 * do_desc.block_type.nbytes
         )
         bar = full.index(slot)
         mbarrier.expect(bar, size)
         tma.async_copy_global_to_shared(kout_desc, [row, 0], bar, kout_tiles.index(slot))
-        tma.async_copy_global_to_shared(a_desc, [row, 0], bar, a_tiles.index(slot))
+        tma.async_copy_global_to_shared(a_desc, [row, 0], bar, a_tiles.index(2 * slot))
+        tma.async_copy_global_to_shared(a_desc, [rest + row, 0], bar, a_tiles.index(2 * slot + 1))
         tma.async_copy_global_to_shared(do_desc, [b, h, c * C, 0], bar, do_tiles.index(2 * slot))
         tma.async_copy_global_to_shared(do_desc, [b, h, c * C, W], bar, do_tiles.index(2 * slot + 1))
         tma.async_copy_global_to_shared(g_desc, [row, 0], bar, g_tiles.index(slot))
@@ -147,7 +150,8 @@ def _state_warps(tiles, outputs, numbers, states, full, empty, place, T, WARPGRO
         dU = gl.zeros([W, C], gl.float32, TOKENS)
         left = gl.convert_layout(state, LEFT_STATE)
         dU = warpgroup_mma(left, kout_tile.permute([1, 0]), dU, use_acc=False, is_async=True)
-        dU = warpgroup_mma(do_t, a_tiles.index(slot), dU, is_async=True)
+        dU = warpgroup_mma(do_t, a_tiles.index(2 * slot), dU, is_async=True)
+        dU = warpgroup_mma(do_t, a_tiles.index(2 * slot + 1), dU, is_async=True)
         dS = warpgroup_mma(do_t, qin_tile, dS * decay, is_async=True)
         dU = warpgroup_mma_wait(1, [dU])
         x = dU * (beta * unit)
@@ -176,8 +180,8 @@ def _scan_kernel(
     kin_desc,  # [J Hv C, K], tiles [C, K]
     qin_desc,
     kout_desc,
-    A_desc,  # [J Hv C, C], tiles [C, C]
-    G_desc,
+    A_desc,  # [2 J Hv C, C], tiles [C, C]
+    G_desc,  # [J Hv C, C], tiles [C, C]
     do_desc,  # [B, Hv, T, V], tiles [C, W]
     dv_desc,
     leaving_desc,  # [J, Hv, K, V], tiles [K, W]
@@ -203,7 +207,7 @@ def _scan_kernel(
     kin_tiles = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, C, WIDTH], kin_desc.layout)
     qin_tiles = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, C, WIDTH], qin_desc.layout)
     kout_tiles = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, C, WIDTH], kout_desc.layout)
-    a_tiles = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, C, C], A_desc.layout)
+    a_tiles = gl.allocate_shared_memory(gl.bfloat16, [2 * SLOTS, C, C], A_desc.layout)
     g_tiles = gl.allocate_shared_memory(gl.float16, [SLOTS, C, C], G_desc.layout)
     do_tiles = gl.allocate_shared_memory(gl.bfloat16, [2 * SLOTS, 1, 1, C, W], do_desc.layout)
     dv_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, 1, 1, C, W], dv_desc.layout)

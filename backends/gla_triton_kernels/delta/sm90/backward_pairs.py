@@ -57,7 +57,8 @@ class Chunks(NamedTuple):
 
     Attributes:
         kin, qin, kout: [J, Hv, C, K].
-        A, G: [J, Hv, C, C]; each row of G is divided by its unit.
+        A: what A is rounded to, and the rest, [2, J, Hv, C, C].
+        G: [J, Hv, C, C]; each row is divided by its unit.
         units: the units of the rows of G [J, Hv, C].
         decay: [J, Hv, K].
     """
@@ -78,7 +79,8 @@ def launch_pairs(x: BackwardTensors, scale: float) -> tuple[Chunks, Launch]:
     places = (B * n, Hv)
     new = x.v.new_empty
     kin, qin, kout = (new(*places, CHUNK, K, dtype=torch.bfloat16) for _ in range(3))
-    A, G = (new(*places, CHUNK, CHUNK, dtype=dtype) for dtype in (torch.bfloat16, torch.float16))
+    A = new(2, *places, CHUNK, CHUNK, dtype=torch.bfloat16)
+    G = new(*places, CHUNK, CHUNK, dtype=torch.float16)
     chunks = Chunks(
         kin,
         qin,
@@ -133,8 +135,8 @@ def _pairs_kernel(
     kin_desc,  # [J Hv C, K], tiles [C, K]
     qin_desc,
     kout_desc,
-    A_desc,  # [J Hv C, C], tiles [C, C]
-    G_desc,
+    A_desc,  # [2 J Hv C, C], tiles [C, C]
+    G_desc,  # [J Hv C, C], tiles [C, C]
     beta_ptr,  # [B, T, Hv]
     g_ptr,  # [B, T, Hv] or [Hv], or None
     units_ptr,  # [J, Hv, C]
@@ -163,7 +165,7 @@ def _pairs_kernel(
     q_block = gl.allocate_shared_memory(gl.bfloat16, [1, 1, C, WIDTH], q_desc.layout)
     k_block = gl.allocate_shared_memory(gl.bfloat16, [1, 1, C, WIDTH], k_desc.layout)
     columns = gl.allocate_shared_memory(gl.bfloat16, [C, WIDTH], tile)
-    a_tile = gl.allocate_shared_memory(gl.bfloat16, [C, C], A_desc.layout)
+    a_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, C, C], A_desc.layout)
     g_tile = gl.allocate_shared_memory(gl.float16, [C, C], G_desc.layout)
     small = gl.allocate_shared_memory(gl.float32, [C, 16], PLAIN)
     betas = gl.allocate_shared_memory(gl.float32, [C], LINE)
@@ -225,8 +227,9 @@ def _pairs_kernel(
             decay = gl.where(block <= i, gl.exp2(decay)[None, :], 1.0)
             P, Q = warpgroup_mma_wait(0, [P, Q])
             m_tile.slice(16 * i, 16).permute([1, 0]).store(gl.where(s_few < 16 * i + t_few, P, 0.0))
-            a = gl.where(s_few <= 16 * i + t_few, Q * scale, 0.0).to(gl.bfloat16)
-            a_tile.slice(16 * i, 16).permute([1, 0]).store(a)
+            Q = gl.where(s_few <= 16 * i + t_few, Q * scale, 0.0)
+            a_tiles.index(0).slice(16 * i, 16).permute([1, 0]).store(Q.to(gl.bfloat16))
+            a_tiles.index(1).slice(16 * i, 16).permute([1, 0]).store(_rest(Q))
             k = gl.convert_layout(k.reshape([4, 16, WIDTH]), CUBES, assert_trivial=True) * decay[:, None, :]
             k = gl.convert_layout(k.reshape([C, WIDTH]), RUNS, assert_trivial=True)
         columns.store(k.to(gl.bfloat16))
@@ -249,7 +252,9 @@ def _pairs_kernel(
         D = sums.load(gl.SliceLayout(1, SCORES))[:, None] - sums.load(gl.SliceLayout(0, SCORES))[None, :]
         D = gl.exp2(gl.where(t >= s, D, 0.0))
         M = gl.where(t > s, M * D, 0.0)
-        a_tile.store(gl.where(t >= s, A * D * scale, 0.0).to(gl.bfloat16))
+        A = gl.where(t >= s, A * D * scale, 0.0)
+        a_tiles.index(0).store(A.to(gl.bfloat16))
+        a_tiles.index(1).store(_rest(A))
         of_rows = sums.load(gl.SliceLayout(1, RUNS))[:, None]
         through = gl.exp2(of_rows)
         columns.store((k_tile.load(RUNS).to(gl.float32) * gl.exp2(end - of_rows)).to(gl.bfloat16))
@@ -261,7 +266,8 @@ def _pairs_kernel(
     tma.async_copy_shared_to_global(kin_desc, [out, 0], k_tile)
     tma.async_copy_shared_to_global(qin_desc, [out, 0], q_tile)
     tma.async_copy_shared_to_global(kout_desc, [out, 0], columns)
-    tma.async_copy_shared_to_global(A_desc, [out, 0], a_tile)
+    tma.async_copy_shared_to_global(A_desc, [out, 0], a_tiles.index(0))
+    tma.async_copy_shared_to_global(A_desc, [out + gl.num_programs(0) * C, 0], a_tiles.index(1))
     beta = betas.load(gl.SliceLayout(0, SCORES))
     G = solve_chunk(M, beta, betas, small, room.index(0), room.index(1))
     unit, inverse = unit_of_rows(G)
@@ -270,6 +276,12 @@ def _pairs_kernel(
     fence_async_shared()
     tma.async_copy_shared_to_global(G_desc, [out, 0], g_tile)
     tma.store_wait(0)
+
+
+@gluon.jit
+def _rest(x):
+    """Returns what is left of x after it is rounded to bfloat16, in bfloat16."""
+    return (x - x.to(gl.bfloat16).to(gl.float32)).to(gl.bfloat16)
 
 
 @gluon.jit

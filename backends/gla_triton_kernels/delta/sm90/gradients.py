@@ -305,6 +305,7 @@ def _gradients_kernel(
     dq = warpgroup_mma(do_tile, s_tile.permute([1, 0]), dq, use_acc=False, is_async=True)
     dr = warpgroup_mma(dv_tile, s_tile.permute([1, 0]), dr, use_acc=False, is_async=True)
     dA, dM, dq, dr = warpgroup_mma_wait(0, [dA, dM, dq, dr])
+    dbeta = gl.sum(gl.where(t == s, dM, 0.0), 1)  # beta times the gradient
     dA = gl.where(t >= s, dA * scale, 0.0)
     dM = gl.where(t > s, -1.0 * dM, 0.0)
     if not BY_KEY:
@@ -369,13 +370,15 @@ def _gradients_kernel(
         dq *= up
         dc *= down
         dk = dr * up + beta * dc
-        dbeta = gl.sum(k * down * dc, 1)
+        k *= down  # k itself
     else:
         dk = dr + beta * dc
-        dbeta = gl.sum(k * dc, 1)
     token = t0 + gl.arange(0, C, gl.SliceLayout(1, KEYS))
     whole = b.to(gl.int64) * T * Hv + h
-    gl.store(dbeta_ptr + whole + token.to(gl.int64) * Hv, dbeta, token < T)
+    beta = betas.load(gl.SliceLayout(1, KEYS))
+    dbeta = gl.convert_layout(dbeta, gl.SliceLayout(1, KEYS))
+    dbeta = gl.where(beta != 0.0, dbeta / beta, gl.sum(k * dc, 1))
+    gl.store(dbeta_ptr + whole + token.to(gl.int64) * Hv, dbeta.to(dbeta_ptr.dtype.element_ty), token < T)
     if BY_KEY:
         x_tile.store(w)
         # What S contributes, by blocks, and then the sum over V of S * dS.
