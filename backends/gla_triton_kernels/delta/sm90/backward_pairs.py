@@ -44,6 +44,7 @@ from gla_triton_kernels.delta.sm90.common_backward import (
     bounded,
     of_blocks,
     plus,
+    rounded_apart,
     solve_chunk,
     unit_of_rows,
 )
@@ -228,8 +229,9 @@ def _pairs_kernel(
             P, Q = warpgroup_mma_wait(0, [P, Q])
             m_tile.slice(16 * i, 16).permute([1, 0]).store(gl.where(s_few < 16 * i + t_few, P, 0.0))
             Q = gl.where(s_few <= 16 * i + t_few, Q * scale, 0.0)
-            a_tiles.index(0).slice(16 * i, 16).permute([1, 0]).store(Q.to(gl.bfloat16))
-            a_tiles.index(1).slice(16 * i, 16).permute([1, 0]).store(_rest(Q))
+            Q, rest = rounded_apart(Q)
+            a_tiles.index(0).slice(16 * i, 16).permute([1, 0]).store(Q)
+            a_tiles.index(1).slice(16 * i, 16).permute([1, 0]).store(rest)
             k = gl.convert_layout(k.reshape([4, 16, WIDTH]), CUBES, assert_trivial=True) * decay[:, None, :]
             k = gl.convert_layout(k.reshape([C, WIDTH]), RUNS, assert_trivial=True)
         columns.store(k.to(gl.bfloat16))
@@ -252,9 +254,9 @@ def _pairs_kernel(
         D = sums.load(gl.SliceLayout(1, SCORES))[:, None] - sums.load(gl.SliceLayout(0, SCORES))[None, :]
         D = gl.exp2(gl.where(t >= s, D, 0.0))
         M = gl.where(t > s, M * D, 0.0)
-        A = gl.where(t >= s, A * D * scale, 0.0)
-        a_tiles.index(0).store(A.to(gl.bfloat16))
-        a_tiles.index(1).store(_rest(A))
+        A, rest = rounded_apart(gl.where(t >= s, A * D * scale, 0.0))
+        a_tiles.index(0).store(A)
+        a_tiles.index(1).store(rest)
         of_rows = sums.load(gl.SliceLayout(1, RUNS))[:, None]
         through = gl.exp2(of_rows)
         columns.store((k_tile.load(RUNS).to(gl.float32) * gl.exp2(end - of_rows)).to(gl.bfloat16))
@@ -276,12 +278,6 @@ def _pairs_kernel(
     fence_async_shared()
     tma.async_copy_shared_to_global(G_desc, [out, 0], g_tile)
     tma.store_wait(0)
-
-
-@gluon.jit
-def _rest(x):
-    """Returns what is left of x after it is rounded to bfloat16, in bfloat16."""
-    return (x - x.to(gl.bfloat16).to(gl.float32)).to(gl.bfloat16)
 
 
 @gluon.jit

@@ -41,6 +41,13 @@ def bounded(g):
 
 
 @gluon.jit
+def rounded_apart(x):
+    """Returns x in bfloat16, and what is left of it after this rounding, in bfloat16."""
+    y = x.to(gl.bfloat16)
+    return y, (x - y.to(gl.float32)).to(gl.bfloat16)
+
+
+@gluon.jit
 def unit_of_rows(x):
     """Returns the units [rows] of the rows of x [rows, columns], powers of two, and their inverses."""
     most = gl.maximum(gl.max(gl.abs(x), 1), LEAST_ROW)

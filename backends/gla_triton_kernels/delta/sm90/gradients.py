@@ -43,7 +43,16 @@ from gla_core.dispatch.backend import CHUNK
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunks import partials
 from gla_triton_kernels.delta.sm90.backward_pairs import Chunks
-from gla_triton_kernels.delta.sm90.common_backward import LINE, WIDTH, C, bounded, of_blocks, plus, unit_of_rows
+from gla_triton_kernels.delta.sm90.common_backward import (
+    LINE,
+    WIDTH,
+    C,
+    bounded,
+    of_blocks,
+    plus,
+    rounded_apart,
+    unit_of_rows,
+)
 from gla_triton_kernels.delta.tensors import BackwardTensors
 from gla_triton_runtime.launch import Launch
 from gla_triton_runtime.tma import row_tiles, shared_tiles, state_tiles
@@ -313,9 +322,14 @@ def _gradients_kernel(
         D = gl.exp2(gl.where(t >= s, D, 0.0))
         dA *= D
         dM *= D
-    dA, dM = dA.to(gl.bfloat16), dM.to(gl.bfloat16)
+    rests = do_block._reinterpret(gl.bfloat16, [2, C, C], square)  # of dA and dM; dO has been read
+    dA, rest_of_dA = rounded_apart(dA)
+    dM, rest_of_dM = rounded_apart(dM)
     a_tile.permute([1, 0]).store(dA)
     m_tile.permute([1, 0]).store(dM)
+    if BY_KEY:
+        rests.index(0).permute([1, 0]).store(rest_of_dA)
+        rests.index(1).permute([1, 0]).store(rest_of_dM)
     fence_async_shared()
     # dq, and dk of rows
     dr *= -1.0
@@ -329,6 +343,8 @@ def _gradients_kernel(
             of_i = c_tile.slice(16 * i, 16)
             dq = warpgroup_mma(a_tile.slice(16 * i, 16).permute([1, 0]), of_i, dq, is_async=True)
             dr = warpgroup_mma(m_tile.slice(16 * i, 16).permute([1, 0]), of_i, dr, is_async=True)
+            dq = warpgroup_mma(rests.index(0).slice(16 * i, 16).permute([1, 0]), of_i, dq, is_async=True)
+            dr = warpgroup_mma(rests.index(1).slice(16 * i, 16).permute([1, 0]), of_i, dr, is_async=True)
             dq, dr = warpgroup_mma_wait(0, [dq, dr])
     else:
         of_rows = gl.exp2(sums.load(gl.SliceLayout(1, KEYS)))[:, None]
@@ -341,6 +357,9 @@ def _gradients_kernel(
     # dk of columns
     a_tile.store(dA)
     m_tile.store(dM)
+    if BY_KEY:
+        rests.index(0).store(rest_of_dA)
+        rests.index(1).store(rest_of_dM)
     fence_async_shared()
     mbarrier.wait(bars.index(3), 0)
     dc = gl.zeros([C, WIDTH], gl.float32, KEYS)
@@ -350,8 +369,11 @@ def _gradients_kernel(
     if BY_KEY:
         dc = _decayed(dc, last, 3, 0, True)
         for i in gl.static_range(3, -1, -1):
-            dc = warpgroup_mma(a_tile.slice(16 * i, 16).permute([1, 0]), q_tile.slice(16 * i, 16), dc, is_async=True)
-            dc = warpgroup_mma(m_tile.slice(16 * i, 16).permute([1, 0]), k_tile.slice(16 * i, 16), dc, is_async=True)
+            for each in gl.static_range(2):
+                left = a_tile if each == 0 else rests.index(0)
+                dc = warpgroup_mma(left.slice(16 * i, 16).permute([1, 0]), q_tile.slice(16 * i, 16), dc, is_async=True)
+                left = m_tile if each == 0 else rests.index(1)
+                dc = warpgroup_mma(left.slice(16 * i, 16).permute([1, 0]), k_tile.slice(16 * i, 16), dc, is_async=True)
             dc = warpgroup_mma_wait(0, [dc])
             if i > 0:
                 dc = _decayed(dc, steps, i - 1, i, True)
