@@ -8,8 +8,11 @@ For tokens t, s of a chunk of C tokens, b_t the sum of its log gates through tok
 
 **Blocks.** With a gate for each key, a block i of 16 tokens has an anchor a_i, half of the decay of the block, and the
 rows and columns of its tokens are decayed relative to it: q_t exp(b_t - a_i), k_t exp(b_t - a_i), k_s exp(a_i - b_s).
-The columns of earlier blocks j are decayed further by exp(a_i - a_j), at most 1, for each later block. If the keys of a
-head share a gate, q k^T and k k^T are multiplied by exp(b_t - b_s).
+The columns of earlier blocks j are decayed further by exp(a_i - a_j), at most 1, for each later block.
+
+If some key of the chunk decays in a block by more than MILD_DECAY_SM90, the chunk is strong, and another launch computes
+it again. There the anchor of rows is the start of a block and that of columns its end, so that no exponent is above 0,
+and the pairs within blocks come from `pairs_by_halving`. If the keys of a head share a gate, q k^T and k k^T are multiplied by exp(b_t - b_s).
 
 B batch   T tokens   J chunks   H heads of q and k   Hv heads of values, gates and beta   R = Hv / H
 K key width   C tokens of a chunk
@@ -42,7 +45,9 @@ from gla_triton_kernels.delta.sm90.common_backward import (
     WIDTH,
     C,
     bounded,
+    is_strong,
     of_blocks,
+    pairs_by_halving,
     plus,
     rounded_apart,
     solve_chunk,
@@ -51,6 +56,10 @@ from gla_triton_kernels.delta.sm90.common_backward import (
 from gla_triton_kernels.delta.tensors import BackwardTensors
 from gla_triton_runtime.launch import Launch
 from gla_triton_runtime.tma import row_tiles, shared_tiles
+
+
+STRONG_PROGRAMS = 264
+"""The most programs that look for strong chunks."""
 
 
 class Chunks(NamedTuple):
@@ -62,6 +71,7 @@ class Chunks(NamedTuple):
         G: [J, Hv, C, C]; each row is divided by its unit.
         units: the units of the rows of G [J, Hv, C].
         decay: [J, Hv, K].
+        strong: whether chunks are strong [J, Hv], int32; None unless each key has a gate.
     """
 
     kin: Tensor
@@ -71,10 +81,11 @@ class Chunks(NamedTuple):
     G: Tensor
     units: Tensor
     decay: Tensor
+    strong: Tensor | None
 
 
-def launch_pairs(x: BackwardTensors, scale: float) -> tuple[Chunks, Launch]:
-    """Returns what other kernels read of chunks, and the launch that fills it."""
+def launch_pairs(x: BackwardTensors, scale: float) -> tuple[Chunks, list[Launch]]:
+    """Returns what other kernels read of chunks, and the launches that fill it."""
     (B, T, H, K), Hv = x.k.shape, x.v.shape[2]
     n = ceil_div(T, CHUNK)
     places = (B * n, Hv)
@@ -82,6 +93,7 @@ def launch_pairs(x: BackwardTensors, scale: float) -> tuple[Chunks, Launch]:
     kin, qin, kout = (new(*places, CHUNK, K, dtype=torch.bfloat16) for _ in range(3))
     A = new(2, *places, CHUNK, CHUNK, dtype=torch.bfloat16)
     G = new(*places, CHUNK, CHUNK, dtype=torch.float16)
+    by_key = x.g is not None and x.g.ndim == 4
     chunks = Chunks(
         kin,
         qin,
@@ -90,8 +102,8 @@ def launch_pairs(x: BackwardTensors, scale: float) -> tuple[Chunks, Launch]:
         G,
         new(*places, CHUNK, dtype=torch.float32),
         new(*places, K, dtype=torch.float32),
+        new(*places, dtype=torch.int32) if by_key else None,
     )
-    by_key = x.g is not None and x.g.ndim == 4
     g_b, g_t, g_h = (0, 0, 0) if x.g is None or by_key else (0, 0, *x.g.stride())[-3:]
     arguments = {
         "q_desc": shared_tiles(x.q, CHUNK, K),
@@ -106,6 +118,7 @@ def launch_pairs(x: BackwardTensors, scale: float) -> tuple[Chunks, Launch]:
         "g_ptr": None if by_key else x.g,
         "units_ptr": chunks.units,
         "decay_ptr": chunks.decay,
+        "strong_ptr": chunks.strong,
         "scale": scale,
         "beta_b": x.beta.stride(0),
         "beta_t": x.beta.stride(1),
@@ -117,8 +130,14 @@ def launch_pairs(x: BackwardTensors, scale: float) -> tuple[Chunks, Launch]:
         "n": n,
         "Hv": Hv,
         "R": Hv // H,
+        "places": B * n * Hv,
+        "STRONG": False,
     }
-    return chunks, Launch(_pairs_kernel, (B * n * Hv, 1, 1), arguments, {"num_warps": 4})
+    launches = [Launch(_pairs_kernel, (B * n * Hv, 1, 1), arguments, {"num_warps": 4})]
+    if by_key:
+        programs = min(B * n * Hv, STRONG_PROGRAMS)
+        launches.append(Launch(_pairs_kernel, (programs, 1, 1), {**arguments, "STRONG": True}, {"num_warps": 4}))
+    return chunks, launches
 
 
 FEW = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))  # of the transposed pairs of a block
@@ -128,7 +147,7 @@ OF_BLOCKS = gl.constexpr(gl.SliceLayout(1, CUBES.value))  # [C / 16, K]
 ROW = gl.constexpr(gl.SliceLayout(0, OF_BLOCKS.value))  # [K]
 
 
-@gluon.jit(do_not_specialize=["scale", "T", "n", "Hv", "R"])
+@gluon.jit(do_not_specialize=["scale", "beta_b", "beta_t", "beta_h", "g_b", "g_t", "g_h", "T", "n", "Hv", "R", "places"])
 def _pairs_kernel(
     q_desc,  # [B, H, T, K], tiles [C, K]
     k_desc,
@@ -142,6 +161,7 @@ def _pairs_kernel(
     g_ptr,  # [B, T, Hv] or [Hv], or None
     units_ptr,  # [J, Hv, C]
     decay_ptr,  # [J, Hv, K]
+    strong_ptr,  # [J, Hv] if each key has a gate, else None
     scale,
     beta_b,
     beta_t,
@@ -153,26 +173,53 @@ def _pairs_kernel(
     n,  # chunks of a sequence
     Hv,
     R,
+    places,  # J Hv
+    STRONG: gl.constexpr,
 ):
-    """Computes one chunk of one value head."""
+    """Computes one chunk of one value head; with STRONG, all strong chunks, which a launch before has marked."""
     KEYS: gl.constexpr = g_desc is not None
-    place = gl.program_id(0)
-    h = place % Hv
-    j = place // Hv
-    b = j // n
-    t0 = j % n * C
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, WIDTH], gl.bfloat16)
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.float32)
     q_block = gl.allocate_shared_memory(gl.bfloat16, [1, 1, C, WIDTH], q_desc.layout)
     k_block = gl.allocate_shared_memory(gl.bfloat16, [1, 1, C, WIDTH], k_desc.layout)
     columns = gl.allocate_shared_memory(gl.bfloat16, [C, WIDTH], tile)
+    room = gl.allocate_shared_memory(gl.float32, [2, C, C], wide)  # for gates, then for M and G
     a_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, C, C], A_desc.layout)
     g_tile = gl.allocate_shared_memory(gl.float16, [C, C], G_desc.layout)
     small = gl.allocate_shared_memory(gl.float32, [C, 16], PLAIN)
     betas = gl.allocate_shared_memory(gl.float32, [C], LINE)
+    table = gl.allocate_shared_memory(gl.float32, [4 * WIDTH], LINE)  # of gates: their sums in blocks, or over tokens
+    exact, spare = room, columns
+    if STRONG:
+        exact = gl.allocate_shared_memory(gl.float32, [2, C, C], wide)
+        spare = gl.allocate_shared_memory(gl.bfloat16, [C, WIDTH], tile)
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(bar, count=1)
-    room = gl.allocate_shared_memory(gl.float32, [2, C, C], wide)  # for gates, then for M and G
+    tiles = (q_block, k_block, columns, room, a_tiles, g_tile, small, betas, table, exact, spare, bar)
+    inputs = (q_desc, k_desc, g_desc, beta_ptr, (beta_b, beta_t, beta_h), g_ptr, (g_b, g_t, g_h))
+    results = (kin_desc, qin_desc, kout_desc, A_desc, G_desc, units_ptr, decay_ptr, strong_ptr)
+    sizes = (T, n, Hv, R, places)
+    if STRONG:
+        phase = 0
+        for place in range(gl.program_id(0), places, gl.num_programs(0)):
+            if gl.load(strong_ptr + place) != 0:
+                _compute_chunk(place, tiles, inputs, results, sizes, scale, phase, KEYS, STRONG)
+                phase ^= 1
+    else:
+        _compute_chunk(gl.program_id(0), tiles, inputs, results, sizes, scale, 0, KEYS, STRONG)
+
+
+@gluon.jit
+def _compute_chunk(place, tiles, inputs, results, sizes, scale, phase, KEYS: gl.constexpr, STRONG: gl.constexpr):
+    q_block, k_block, columns, room, a_tiles, g_tile, small, betas, table, exact, spare, bar = tiles
+    q_desc, k_desc, g_desc, beta_ptr, beta_strides, g_ptr, g_strides = inputs
+    kin_desc, qin_desc, kout_desc, A_desc, G_desc, units_ptr, decay_ptr, strong_ptr = results
+    T, n, Hv, R, places = sizes
+    place = gl.to_tensor(place)
+    h = place % Hv
+    j = place // Hv
+    b = j // n
+    t0 = j % n * C
     if KEYS:
         given = room._reinterpret(g_desc.dtype, [1, 1, C, WIDTH], g_desc.layout)
         mbarrier.expect(bar, 2 * q_desc.block_type.nbytes + g_desc.block_type.nbytes)
@@ -183,38 +230,45 @@ def _pairs_kernel(
     tma.async_copy_global_to_shared(q_desc, [b, h // R, t0, 0], bar, q_block)
     few: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     row = gl.arange(0, C, few)
-    beta = gl.load(
-        beta_ptr + b.to(gl.int64) * beta_b + (t0 + row).to(gl.int64) * beta_t + h * beta_h, t0 + row < T, 0.0
-    )
-    betas.store(beta.to(gl.float32))
+    of_b, of_t, of_h = beta_strides
+    head = beta_ptr + b.to(gl.int64) * of_b + h * of_h
+    betas.store(gl.load(head + (t0 + row).to(gl.int64) * of_t, t0 + row < T, 0.0).to(gl.float32))
     q_tile, k_tile = q_block.reshape([C, WIDTH]), k_block.reshape([C, WIDTH])
     out = place * C
     t = gl.arange(0, C, gl.SliceLayout(1, SCORES))[:, None]
     s = gl.arange(0, C, gl.SliceLayout(0, SCORES))[None, :]
-    s_few = gl.arange(0, C, gl.SliceLayout(1, FEW))[:, None]
-    t_few = gl.arange(0, 16, gl.SliceLayout(0, FEW))[None, :]
+    mbarrier.wait(bar, phase)
     if KEYS:
-        table = gl.allocate_shared_memory(gl.float32, [4 * WIDTH], LINE)
         block = gl.arange(0, 4, gl.SliceLayout(1, OF_BLOCKS))[:, None]  # [4, 1]
-        mbarrier.wait(bar, 0)
         cube = gl.convert_layout(
             bounded(given.reshape([C, WIDTH]).load(RUNS)).reshape([4, 16, WIDTH]), CUBES, assert_trivial=True
         )
         total = gl.sum(cube, 1)  # [4, K]
-        half = 0.5 * total  # from the start of a block to its anchor
+        sums = gl.associative_scan(cube, 1, plus)
+        if STRONG:
+            of_rows = gl.convert_layout(sums.reshape([C, WIDTH]), RUNS, assert_trivial=True)
+            A, M = pairs_by_halving(q_tile, k_tile, columns, spare, of_rows)
+            exact.index(0).store(A)
+            exact.index(1).store(M)
+        else:
+            gl.store(strong_ptr + place, is_strong(total).to(gl.int32))
+        share: gl.constexpr = 0.0 if STRONG else 0.5  # of the decay of a block before the anchor of its rows
+        half = share * total
         table.reshape([4, WIDTH]).store(total)
-        x = gl.associative_scan(cube, 1, plus) - half[:, None, :]
-        x = gl.convert_layout(x.reshape([C, WIDTH]), RUNS, assert_trivial=True)  # [C, K], b_t - a_i
+        x = gl.convert_layout((sums - half[:, None, :]).reshape([C, WIDTH]), RUNS, assert_trivial=True)
         up = gl.exp2(x)
         q_tile.store((q_tile.load(RUNS).to(gl.float32) * up).to(gl.bfloat16))
         k = k_tile.load(RUNS).to(gl.float32)
         k_tile.store((k * up).to(gl.bfloat16))
+        if STRONG:
+            x = gl.convert_layout((sums - total[:, None, :]).reshape([C, WIDTH]), RUNS, assert_trivial=True)
         k *= gl.exp2(-1.0 * x)
         through = half  # sums from the start of the chunk to anchors
         for i in gl.static_range(3):
             through += gl.where(block > i, of_blocks(table, i, ROW)[None, :], 0.0)
         through = gl.exp2(through)[:, None, :]
-        m_tile = room.index(0)
+        s_few = gl.arange(0, C, gl.SliceLayout(1, FEW))[:, None]
+        t_few = gl.arange(0, 16, gl.SliceLayout(0, FEW))[None, :]
         for i in gl.static_range(4):
             columns.store(k.to(gl.bfloat16))
             fence_async_shared()
@@ -222,33 +276,42 @@ def _pairs_kernel(
             P = warpgroup_mma(columns, k_tile.slice(16 * i, 16).permute([1, 0]), P, use_acc=False, is_async=True)
             Q = gl.zeros([C, 16], gl.float32, FEW)
             Q = warpgroup_mma(columns, q_tile.slice(16 * i, 16).permute([1, 0]), Q, use_acc=False, is_async=True)
-            decay = 0.5 * of_blocks(table, i, ROW)  # to the next anchor, or to the end
+            # The columns are decayed to the anchor of the rows of the next block, or to the end.
+            decay = share * of_blocks(table, i, ROW)
+            further = (1.0 - share) * of_blocks(table, i, ROW)
             if i < 3:
-                decay += 0.5 * of_blocks(table, i + 1, ROW)
+                decay += share * of_blocks(table, i + 1, ROW)
+                further += share * of_blocks(table, i + 1, ROW)
             decay = gl.where(block <= i, gl.exp2(decay)[None, :], 1.0)
+            if STRONG:  # the columns of earlier blocks come from the anchor of the rows of this one
+                decay = gl.where(block < i, gl.exp2(further)[None, :], decay)
             P, Q = warpgroup_mma_wait(0, [P, Q])
-            m_tile.slice(16 * i, 16).permute([1, 0]).store(gl.where(s_few < 16 * i + t_few, P, 0.0))
-            Q = gl.where(s_few <= 16 * i + t_few, Q * scale, 0.0)
-            Q, rest = rounded_apart(Q)
+            Q *= scale
+            if STRONG:
+                same = s_few // 16 == i
+                P = gl.where(same, exact.index(1).slice(16 * i, 16).permute([1, 0]).load(FEW), P)
+                Q = gl.where(same, exact.index(0).slice(16 * i, 16).permute([1, 0]).load(FEW) * scale, Q)
+            Q, rest = rounded_apart(gl.where(s_few <= 16 * i + t_few, Q, 0.0))
+            room.index(0).slice(16 * i, 16).permute([1, 0]).store(gl.where(s_few < 16 * i + t_few, P, 0.0))
             a_tiles.index(0).slice(16 * i, 16).permute([1, 0]).store(Q)
             a_tiles.index(1).slice(16 * i, 16).permute([1, 0]).store(rest)
             k = gl.convert_layout(k.reshape([4, 16, WIDTH]), CUBES, assert_trivial=True) * decay[:, None, :]
             k = gl.convert_layout(k.reshape([C, WIDTH]), RUNS, assert_trivial=True)
         columns.store(k.to(gl.bfloat16))
-        M = m_tile.load(SCORES)
         gl.store(decay_ptr + place.to(gl.int64) * WIDTH + gl.arange(0, WIDTH, ROW), gl.exp2(_sum_of_table(table)))
+        M = room.index(0).load(SCORES)
     else:
-        mbarrier.wait(bar, 0)
         A = gl.zeros([C, C], gl.float32, SCORES)
         M = gl.zeros([C, C], gl.float32, SCORES)
         M = warpgroup_mma(k_tile, k_tile.permute([1, 0]), M, use_acc=False, is_async=True)
         A = warpgroup_mma(q_tile, k_tile.permute([1, 0]), A, use_acc=False, is_async=True)
         M, A = warpgroup_mma_wait(0, [M, A])
-        sums = gl.allocate_shared_memory(gl.float32, [C], LINE)
         g = gl.zeros([C], gl.float32, few)
         if g_ptr is not None:
+            g_b, g_t, g_h = g_strides
             head = g_ptr + b.to(gl.int64) * g_b + h * g_h
             g = bounded(gl.load(head + (t0 + row).to(gl.int64) * g_t, t0 + row < T, 0.0))
+        sums = table.slice(0, C)
         sums.store(gl.associative_scan(g, 0, plus))
         end = gl.sum(g, 0)
         D = sums.load(gl.SliceLayout(1, SCORES))[:, None] - sums.load(gl.SliceLayout(0, SCORES))[None, :]
@@ -260,7 +323,7 @@ def _pairs_kernel(
         of_rows = sums.load(gl.SliceLayout(1, RUNS))[:, None]
         through = gl.exp2(of_rows)
         columns.store((k_tile.load(RUNS).to(gl.float32) * gl.exp2(end - of_rows)).to(gl.bfloat16))
-        key = gl.arange(0, WIDTH, gl.BlockedLayout([1], [32], [4], [0]))
+        key = gl.arange(0, WIDTH, few)
         gl.store(decay_ptr + place.to(gl.int64) * WIDTH + key, gl.full([WIDTH], 1.0, gl.float32, few) * gl.exp2(end))
     _scale_tile(k_tile, through, 1.0, KEYS)
     _scale_tile(q_tile, through, scale, KEYS)
@@ -269,7 +332,7 @@ def _pairs_kernel(
     tma.async_copy_shared_to_global(qin_desc, [out, 0], q_tile)
     tma.async_copy_shared_to_global(kout_desc, [out, 0], columns)
     tma.async_copy_shared_to_global(A_desc, [out, 0], a_tiles.index(0))
-    tma.async_copy_shared_to_global(A_desc, [out + gl.num_programs(0) * C, 0], a_tiles.index(1))
+    tma.async_copy_shared_to_global(A_desc, [out + places * C, 0], a_tiles.index(1))
     beta = betas.load(gl.SliceLayout(0, SCORES))
     G = solve_chunk(M, beta, betas, small, room.index(0), room.index(1))
     unit, inverse = unit_of_rows(G)

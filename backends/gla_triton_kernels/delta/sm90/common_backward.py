@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from gla_core.dispatch.backend import CHUNK
-from gla_triton_kernels.gla.shared.limits import LEAST_GATE
+from gla_triton_kernels.gla.shared.limits import LEAST_GATE, MILD_DECAY_SM90
 from gla_triton_runtime.arithmetic import LOG2E
 
 C = gl.constexpr(CHUNK)
@@ -59,6 +59,59 @@ def unit_of_rows(x):
 def of_blocks(table, i, layout: gl.constexpr):
     """Returns row i of a table [C / 16, K] in shared memory."""
     return table.slice(i * WIDTH, WIDTH).load(layout)
+
+
+@gluon.jit
+def is_strong(total):
+    """Returns whether some key decays in some block by more than the limit, for the sums of gates [C / 16, K]."""
+    return gl.min(gl.min(total, 1), 0) < -MILD_DECAY_SM90 * LOG2E
+
+
+@gluon.jit
+def pairs_by_halving(q_tile, k_tile, q_decayed, k_decayed, b):
+    """Returns A and M [C, C] within blocks of 16 tokens, for gates of any strength; other elements are undefined.
+
+    For every pair s < t there is one m of 8, 4, 2, 1 such that t is in the second half of a block of 2 m tokens, and s
+    in the first. Both are decayed to the last token of the first half, with exponents that are not above 0.
+
+    Args:
+        q_tile, k_tile: [C, K], not decayed.
+        q_decayed, k_decayed: shared memory [C, K].
+        b: sums of gates within blocks of 16 tokens [C, K], in units of log 2.
+    """
+    t = gl.arange(0, C, gl.SliceLayout(1, SCORES))[:, None]
+    s = gl.arange(0, C, gl.SliceLayout(0, SCORES))[None, :]
+    layout: gl.constexpr = b.type.layout
+    A = gl.zeros([C, C], gl.float32, SCORES)
+    A = warpgroup_mma(q_tile, k_tile.permute([1, 0]), A, use_acc=False, is_async=True)
+    A = warpgroup_mma_wait(0, [A])  # its diagonal has no decay
+    M = A
+    for level in gl.static_range(4):
+        m = 8 >> level
+        second = (gl.arange(0, C, gl.SliceLayout(1, layout))[:, None] & m) != 0  # [C, 1]
+        decay = gl.exp2(gl.where(second, 1.0, -1.0) * from_middle(b, 8 >> level))  # [C, K]
+        q, k = q_tile.load(layout).to(gl.float32), k_tile.load(layout).to(gl.float32)
+        q_decayed.store((q * decay).to(gl.bfloat16))
+        k_decayed.store((k * decay).to(gl.bfloat16))
+        fence_async_shared()
+        P = gl.zeros([C, C], gl.float32, SCORES)
+        P = warpgroup_mma(q_decayed, k_decayed.permute([1, 0]), P, use_acc=False, is_async=True)
+        P = warpgroup_mma_wait(0, [P])
+        across = ((t ^ s) & -m) == m
+        A = gl.where(across, P, A)
+        P = warpgroup_mma(k_decayed, k_decayed.permute([1, 0]), P, use_acc=False, is_async=True)
+        P = warpgroup_mma_wait(0, [P])
+        M = gl.where(across, P, M)
+    return A, M
+
+
+@gluon.jit
+def from_middle(b, m: gl.constexpr):
+    """Returns b [C, K] minus its row at the end of the first half of each block of 2 m rows."""
+    blocks = b.reshape([b.shape[0] // (2 * m), 2 * m, b.shape[1]])
+    row = gl.arange(0, 2 * m, gl.SliceLayout(0, gl.SliceLayout(2, blocks.type.layout)))[None, :, None]
+    middle = gl.sum(gl.where(row == m - 1, blocks, -0.0), 1)
+    return gl.convert_layout((blocks - middle[:, None, :]).reshape(b.shape), b.type.layout)
 
 
 @gluon.jit
