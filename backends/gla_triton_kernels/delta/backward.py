@@ -138,7 +138,7 @@ def _sm90_launches(x: BackwardTensors, scale: float) -> list[Launch]:
     assert x.checkpoints is not None
     chunks, pairs = launch_pairs(x, scale)
     leaving, scan = launch_scan(x, chunks)
-    return [pairs, scan, *launch_gradients(x, chunks, x.checkpoints.flatten(0, 1), leaving, scale)]
+    return [*pairs, scan, *launch_gradients(x, chunks, x.checkpoints.flatten(0, 1), leaving, scale)]
 
 
 def _general_launches(plan: BackwardPlan, x: BackwardTensors, scale: float, normalizer: int | None) -> list[Launch]:

@@ -147,7 +147,9 @@ OF_BLOCKS = gl.constexpr(gl.SliceLayout(1, CUBES.value))  # [C / 16, K]
 ROW = gl.constexpr(gl.SliceLayout(0, OF_BLOCKS.value))  # [K]
 
 
-@gluon.jit(do_not_specialize=["scale", "beta_b", "beta_t", "beta_h", "g_b", "g_t", "g_h", "T", "n", "Hv", "R", "places"])
+@gluon.jit(
+    do_not_specialize=["scale", "beta_b", "beta_t", "beta_h", "g_b", "g_t", "g_h", "T", "n", "Hv", "R", "places"]
+)
 def _pairs_kernel(
     q_desc,  # [B, H, T, K], tiles [C, K]
     k_desc,

@@ -16,7 +16,8 @@ times exp(b_C), and what S contributes to q dq + k dr.
 **Blocks.** With a gate for each key, the rows and columns of a block of 16 tokens are decayed relative to an anchor; see
 backward_pairs.py. dq and dr go through the blocks j of columns from the first to the last, dc from the last to the
 first. From one to the next, what has been summed is multiplied by the decay between anchors. A warp has the rows of one
-block, so it multiplies from its own block on.
+block, so it multiplies from its own block on. In a strong chunk, the pairs of tokens of the same block are left to
+backward_blocks.py.
 
 B batch   T tokens   J chunks   H heads of q and k   Hv heads of values   R = Hv / H   K, V key and value width
 C tokens of a chunk
@@ -43,6 +44,7 @@ from gla_core.dispatch.backend import CHUNK
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunks import partials
 from gla_triton_kernels.delta.sm90.backward_pairs import Chunks
+from gla_triton_kernels.delta.sm90.backward_blocks import launch_blocks
 from gla_triton_kernels.delta.sm90.common_backward import (
     LINE,
     WIDTH,
@@ -80,6 +82,7 @@ def launch_gradients(
     n, R = ceil_div(T, CHUNK), Hv // H
     by_key = x.g is not None and x.g.ndim == 4
     dq, dk = (z if R == 1 else z.new_empty(B, T, Hv, K, dtype=torch.float32) for z in (x.dq, x.dk))
+    blocks = x.v.new_empty(B * n, Hv, 2, CHUNK, 16, dtype=torch.float32) if by_key else None
     g_b, g_t, g_h = (0, 0, 0) if x.g is None or by_key else (0, 0, *x.g.stride())[-3:]
     arguments = {
         "q_desc": shared_tiles(x.q, CHUNK, K),
@@ -101,6 +104,8 @@ def launch_gradients(
         "beta_ptr": x.beta,
         "dbeta_ptr": x.dbeta,
         "units_ptr": chunks.units,
+        "strong_ptr": chunks.strong,
+        "blocks_ptr": blocks,
         "scale": scale,
         "beta_b": x.beta.stride(0),
         "beta_t": x.beta.stride(1),
@@ -114,6 +119,8 @@ def launch_gradients(
         "R": R,
     }
     launches = [Launch(_gradients_kernel, (B * n * Hv, 1, 1), arguments, {"num_warps": 8})]
+    if blocks is not None:
+        launches.append(launch_blocks(x, chunks.strong, blocks, dq, dk))
     for each, total in ((dq, x.dq), (dk, x.dk)):
         if each is not total:
             launches += partials.launch_sum(each, total, B * T * H)
@@ -127,21 +134,22 @@ def _in_blocks(x):
 
 
 @gluon.jit
-def _decayed(x, table, j, first: gl.constexpr, down: gl.constexpr):
-    """Multiplies the rows of blocks from j on, or up to j if `down`, by row `first` of a table of decays [.., K].
+def _decayed(x, table, j, strong, down: gl.constexpr):
+    """Multiplies the rows of blocks from j on, or up to j if `down`, by row j of a table of decays [C / 16, K].
 
     Args:
         x: [C, K], in the layout KEYS.
+        strong: 1 if the rows of block j are at their anchor already, else 0.
     """
     cubes = _in_blocks(x)
     layout: gl.constexpr = gl.SliceLayout(1, cubes.type.layout)
     block = gl.arange(0, 4, gl.SliceLayout(1, layout))[:, None]
-    decay = of_blocks(table, first, gl.SliceLayout(0, layout))[None, :]
-    decay = gl.where(block <= j if down else block >= j, decay, 1.0)  # [C / 16, K]
+    decay = of_blocks(table, j, gl.SliceLayout(0, layout))[None, :]
+    decay = gl.where(block <= j - strong if down else block >= j + strong, decay, 1.0)  # [C / 16, K]
     return gl.convert_layout((cubes * decay[:, None, :]).reshape([C, WIDTH]), KEYS, assert_trivial=True)
 
 
-@gluon.jit(do_not_specialize=["scale", "T", "n", "Hv", "R"])
+@gluon.jit(do_not_specialize=["scale", "beta_b", "beta_t", "beta_h", "g_b", "g_t", "g_h", "T", "n", "Hv", "R"])
 def _gradients_kernel(
     q_desc,  # [B, H, T, K], tiles [C, K]
     k_desc,
@@ -162,6 +170,8 @@ def _gradients_kernel(
     beta_ptr,  # [B, T, Hv]
     dbeta_ptr,  # [B, T, Hv], contiguous
     units_ptr,  # [J, Hv, C]
+    strong_ptr,  # [J, Hv] if each key has a gate, else None
+    blocks_ptr,  # receives dA and dM within blocks of strong chunks [J, Hv, 2, C, 16]; None without strong_ptr
     scale,
     beta_b,
     beta_t,
@@ -238,26 +248,32 @@ def _gradients_kernel(
     if BY_KEY:
         x_tile = gates.reshape([C, WIDTH])
         totals = gl.allocate_shared_memory(gl.float32, [4 * WIDTH], LINE)  # sums of the gates of blocks
-        steps = gl.allocate_shared_memory(gl.float32, [4 * WIDTH], LINE)  # decays from the anchors before
-        last = gl.allocate_shared_memory(gl.float32, [WIDTH], LINE)  # the decay from the last anchor to the end
+        ups = gl.allocate_shared_memory(gl.float32, [4 * WIDTH], LINE)  # decays to the anchor of the columns of a block
+        downs = gl.allocate_shared_memory(gl.float32, [4 * WIDTH], LINE)  # decays from that of the rows
+        apart = gl.allocate_shared_memory(gl.float32, [4 * WIDTH], LINE)  # gates between the anchors of a block
+        strong = gl.load(strong_ptr + place)
+        share = gl.where(strong != 0, 0.0, 0.5)  # of the decay of a block before the anchor of its rows
         mbarrier.wait(bars.index(0), 0)
         cube = bounded(given.reshape([C, WIDTH]).load(RUNS)).reshape([4, 16, WIDTH])
         cube = gl.convert_layout(cube, CUBES, assert_trivial=True)
         total = gl.sum(cube, 1)  # [4, K]
-        half = 0.5 * total
+        half = share * total
         totals.reshape([4, WIDTH]).store(total)
+        between = total - 2.0 * half
+        apart.reshape([4, WIDTH]).store(between)
         cube = gl.associative_scan(cube, 1, plus) - half[:, None, :]
         x = gl.convert_layout(cube.reshape([C, WIDTH]), RUNS, assert_trivial=True)
         block = gl.arange(0, 4, gl.SliceLayout(1, OF_BLOCKS))[:, None]  # [4, 1]
-        before = gl.zeros([4, WIDTH], gl.float32, OF_BLOCKS)
-        step = half  # from the anchor of the block before
-        for i in gl.static_range(3):
+        through = half  # from the start of the chunk to the anchor of rows
+        up, down = total - half, total - half
+        for i in gl.static_range(4):
             of_i = of_blocks(totals, i, ROW)[None, :]
-            before += gl.where(block > i, of_i, 0.0)
-            step += gl.where(block == i + 1, 0.5 * of_i, 0.0)
-        steps.reshape([4, WIDTH]).store(gl.exp2(step))
-        last.store(gl.exp2(0.5 * of_blocks(totals, 3, ROW)))
-        through = gl.exp2(before + half)  # [4, K]
+            through += gl.where(block > i, of_i, 0.0)
+            up += gl.where(block == i + 1, share * of_i, 0.0)
+            down += gl.where(block == i - 1, share * of_i, 0.0)
+        ups.reshape([4, WIDTH]).store(gl.exp2(up))
+        downs.reshape([4, WIDTH]).store(gl.exp2(down))
+        through = gl.exp2(through)  # [4, K]
         k = k_tile.load(RUNS).to(gl.float32) * gl.exp2(x)
         k = gl.convert_layout(k.reshape([4, 16, WIDTH]), CUBES, assert_trivial=True) * through[:, None, :]
         c_tile.store(gl.convert_layout(k.reshape([C, WIDTH]), RUNS, assert_trivial=True).to(gl.bfloat16))
@@ -299,7 +315,9 @@ def _gradients_kernel(
         up = gl.exp2(x)
         q_tile.store((q_tile.load(RUNS).to(gl.float32) * up).to(gl.bfloat16))
         k_tile.store((k * up).to(gl.bfloat16))
-        column *= gl.exp2(-1.0 * x)
+        x = gl.convert_layout(_in_blocks(x), CUBES, assert_trivial=True)
+        x = gl.exp2(between[:, None, :] - x)
+        column *= gl.convert_layout(x.reshape([C, WIDTH]), RUNS, assert_trivial=True)
     c_tile.store(column.to(gl.bfloat16))
     fence_async_shared()
     # pairs
@@ -317,7 +335,15 @@ def _gradients_kernel(
     dbeta = gl.sum(gl.where(t == s, dM, 0.0), 1)  # beta times the gradient
     dA = gl.where(t >= s, dA * scale, 0.0)
     dM = gl.where(t > s, -1.0 * dM, 0.0)
-    if not BY_KEY:
+    if BY_KEY:
+        if strong != 0:
+            same = t // 16 == s // 16
+            to = blocks_ptr + place.to(gl.int64) * (2 * C * 16) + t * 16 + s % 16
+            gl.store(to, dA, same)
+            gl.store(to + C * 16, dM, same)
+            dA = gl.where(same, 0.0, dA)
+            dM = gl.where(same, 0.0, dM)
+    else:
         D = sums.load(gl.SliceLayout(1, PAIRS))[:, None] - sums.load(gl.SliceLayout(0, PAIRS))[None, :]
         D = gl.exp2(gl.where(t >= s, D, 0.0))
         dA *= D
@@ -335,11 +361,9 @@ def _gradients_kernel(
     dr *= -1.0
     dq *= scale
     if BY_KEY:
-        dq, dr = _decayed(dq, steps, 0, 0, False), _decayed(dr, steps, 0, 0, False)
         of_state = q_tile.load(KEYS).to(gl.float32) * dq + k_tile.load(KEYS).to(gl.float32) * dr
         for i in gl.static_range(4):
-            if i > 0:
-                dq, dr = _decayed(dq, steps, i, i, False), _decayed(dr, steps, i, i, False)
+            dq, dr = _decayed(dq, ups, i, strong, False), _decayed(dr, ups, i, strong, False)
             of_i = c_tile.slice(16 * i, 16)
             dq = warpgroup_mma(a_tile.slice(16 * i, 16).permute([1, 0]), of_i, dq, is_async=True)
             dr = warpgroup_mma(m_tile.slice(16 * i, 16).permute([1, 0]), of_i, dr, is_async=True)
@@ -367,16 +391,14 @@ def _gradients_kernel(
     crossing = gl.sum(s_tile.load(STATE).to(gl.float32) * ds_tile.load(STATE).to(gl.float32), 1)  # [K]
     dc = warpgroup_mma_wait(0, [dc])
     if BY_KEY:
-        dc = _decayed(dc, last, 3, 0, True)
         for i in gl.static_range(3, -1, -1):
+            dc = _decayed(dc, downs, i, strong, True)
             for each in gl.static_range(2):
                 left = a_tile if each == 0 else rests.index(0)
                 dc = warpgroup_mma(left.slice(16 * i, 16).permute([1, 0]), q_tile.slice(16 * i, 16), dc, is_async=True)
                 left = m_tile if each == 0 else rests.index(1)
                 dc = warpgroup_mma(left.slice(16 * i, 16).permute([1, 0]), k_tile.slice(16 * i, 16), dc, is_async=True)
             dc = warpgroup_mma_wait(0, [dc])
-            if i > 0:
-                dc = _decayed(dc, steps, i - 1, i, True)
     else:
         dc *= gl.exp2(end - sums.load(gl.SliceLayout(1, KEYS)))[:, None]
         dc = warpgroup_mma(a_tile.permute([1, 0]), q_tile, dc, is_async=True)
@@ -388,7 +410,10 @@ def _gradients_kernel(
     w = q_tile.load(KEYS).to(gl.float32) * dq + k * dr - c_tile.load(KEYS).to(gl.float32) * dc
     if BY_KEY:
         x = x_tile.load(KEYS)
-        up, down = gl.exp2(x), gl.exp2(-1.0 * x)
+        layout: gl.constexpr = gl.SliceLayout(1, _in_blocks(x).type.layout)
+        down = apart.reshape([4, WIDTH]).load(layout)[:, None, :] - _in_blocks(x)
+        down = gl.exp2(gl.convert_layout(down.reshape([C, WIDTH]), KEYS, assert_trivial=True))
+        up = gl.exp2(x)
         dq *= up
         dc *= down
         dk = dr * up + beta * dc
@@ -403,24 +428,15 @@ def _gradients_kernel(
     gl.store(dbeta_ptr + whole + token.to(gl.int64) * Hv, dbeta.to(dbeta_ptr.dtype.element_ty), token < T)
     if BY_KEY:
         x_tile.store(w)
-        # What S contributes, by blocks, and then the sum over V of S * dS.
-        cubes = _in_blocks(of_state)
-        part: gl.constexpr = gl.SliceLayout(1, cubes.type.layout)
-        totals.reshape([4, WIDTH]).store(gl.sum(cubes, 1))
-        at = of_blocks(totals, 3, ROW) * 0.0
-        decay = at + 1.0
-        for i in gl.static_range(4):
-            if i > 0:
-                decay *= of_blocks(steps, i, ROW)
-            at += of_blocks(totals, i, ROW) * decay
-        decay *= of_blocks(steps, 0, ROW) * of_blocks(last, 0, ROW)
-        at += gl.convert_layout(crossing, ROW) * decay
+        ups.reshape([4, WIDTH]).store(gl.sum(_in_blocks(of_state), 1))
+        of_state = ups.reshape([4, WIDTH]).load(OF_BLOCKS) * through
+        end = gl.exp2(gl.sum(total, 0))  # the decay of the chunk
+        at = gl.sum(of_state, 0) + gl.convert_layout(crossing, ROW) * end  # the sum over V of S * dS
         cube = gl.convert_layout(_in_blocks(x_tile.load(RUNS)), CUBES, assert_trivial=True)
-        total = gl.sum(cube, 1)  # [4, K]
-        steps.reshape([4, WIDTH]).store(total)
+        downs.reshape([4, WIDTH]).store(gl.sum(cube, 1))
         at = gl.zeros([4, WIDTH], gl.float32, OF_BLOCKS) + at[None, :]
         for i in gl.static_range(3):
-            at -= gl.where(block > i, of_blocks(steps, i, ROW)[None, :], 0.0)
+            at -= gl.where(block > i, of_blocks(downs, i, ROW)[None, :], 0.0)
         dg = at[:, None, :] - (gl.associative_scan(cube, 1, plus) - cube)
         dg = gl.convert_layout(dg.reshape([C, WIDTH]), RUNS, assert_trivial=True)
         dg_block = gates._reinterpret(dg_desc.dtype, [1, 1, C, WIDTH], dg_desc.layout)
