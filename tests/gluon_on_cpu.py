@@ -161,8 +161,8 @@ class Tile:
         size = math.prod(shape) * dtype.itemsize
         return Tile(self.memory.view(-1).view(torch.uint8)[:size].view(dtype).view(shape))
 
-    def slice(self, start: int, length: int) -> Tile:
-        return Tile(self.memory[start : start + length])
+    def slice(self, start: int, length: int, dim: int = 0) -> Tile:
+        return Tile(self.memory.narrow(dim, start, length))
 
     def load(self, _: Any = None) -> torch.Tensor:
         _check_writes(self.memory)
@@ -385,10 +385,17 @@ class Product:
         if self.result is None:
             for x, then in self.operands:
                 assert torch.equal(_held(x).nan_to_num(), then.nan_to_num()), "a tile changed while it was read"
-            a, b = (then.float() for _, then in self.operands)
+            a, b = (_truncated(then) for _, then in self.operands)
             acc = self.acc.finish() if isinstance(self.acc, Product) else self.acc
             self.result = _value(a @ b if acc is None else acc + a @ b)
         return self.result
+
+
+def _truncated(x: torch.Tensor) -> torch.Tensor:
+    """Returns an operand as matrix units read it: of float32, they read the bits of TF32."""
+    if x.dtype != torch.float32:
+        return x.float()
+    return (x.contiguous().view(torch.int32) & -(1 << 13)).view(torch.float32)
 
 
 def _held(x: Any) -> torch.Tensor:
@@ -502,6 +509,11 @@ def load(*names: str) -> SimpleNamespace:
     Args:
         names: the modules; each after the modules of the folder that it imports. common is loaded first.
     """
+    return load_from({SM90: ("common", *names)})
+
+
+def load_from(names: dict[str, tuple[str, ...]]) -> SimpleNamespace:
+    """Returns copies of modules by their folders, in this order. A later module replaces one of the same name."""
     gl = _language()
     package: Any = ModuleType("triton.experimental.gluon")
     package.jit = lambda function=None, **_: _jit if function is None else _jit(function)
@@ -513,17 +525,18 @@ def load(*names: str) -> SimpleNamespace:
     fakes["triton.experimental.gluon.language.nvidia.hopper"] = _hopper(gl)
     fakes["triton.experimental.gluon.nvidia.hopper"] = SimpleNamespace(TensorDescriptor=_host_descriptor)
     modules: dict[str, Any] = {}
-    with _replaced(fakes | {f"{SM90}.{name}": None for name in ("common", *names)}):
-        for name in ("common", *names):
-            spec = importlib.util.find_spec(SM90)
+    places = [(folder, name) for folder, each in names.items() for name in each]
+    with _replaced(fakes | {f"{folder}.{name}": None for folder, name in places}):
+        for folder, name in places:
+            spec = importlib.util.find_spec(folder)
             assert spec is not None
             assert spec.submodule_search_locations is not None
             path = f"{spec.submodule_search_locations[0]}/{name}.py"
-            module_spec = importlib.util.spec_from_file_location(f"{SM90}.{name}", path)
+            module_spec = importlib.util.spec_from_file_location(f"{folder}.{name}", path)
             assert module_spec is not None
             assert module_spec.loader is not None
             module = importlib.util.module_from_spec(module_spec)
-            sys.modules[f"{SM90}.{name}"] = module
+            sys.modules[f"{folder}.{name}"] = module
             module_spec.loader.exec_module(module)
             _simplify(module)
             modules[name] = module
