@@ -56,15 +56,16 @@ def state_tiles(states: Tensor, keys: int, values: int) -> Any:
     return SharedDescriptor(states, shape, strides, [1, 1, keys, values], _layout(states.dtype, keys, values))
 
 
-def row_tiles(x: Tensor, rows: int) -> Any:
+def row_tiles(x: Tensor, rows: int, columns: int) -> Any:
     """Returns a descriptor of a contiguous tensor [.., width] as [n, width], for a Gluon kernel.
 
-    Its blocks are [rows, width].
+    Its blocks are [rows, columns].
     """
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as SharedDescriptor
 
     width = x.shape[-1]
-    return SharedDescriptor(x, [x.numel() // width, width], [width, 1], [rows, width], _layout(x.dtype, rows, width, 0))
+    shape, strides = [x.numel() // width, width], [width, 1]
+    return SharedDescriptor(x, shape, strides, [rows, columns], _layout(x.dtype, rows, columns, 0))
 
 
 def _heads_first(x: Tensor) -> tuple[list[int], list[int]]:

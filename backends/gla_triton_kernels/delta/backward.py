@@ -131,14 +131,21 @@ def launches(plan: BackwardPlan, x: BackwardTensors, scale: float, normalizer: i
 
 def _sm90_launches(x: BackwardTensors, scale: float) -> list[Launch]:
     """Returns the launches of the kernels for SM90."""
+    from gla_triton_kernels.chunks.segments import whole
     from gla_triton_kernels.delta.sm90.backward import launch_scan
     from gla_triton_kernels.delta.sm90.backward_pairs import launch_pairs
     from gla_triton_kernels.delta.sm90.gradients import launch_gradients
 
     assert x.checkpoints is not None
     chunks, pairs = launch_pairs(x, scale)
-    leaving, scan = launch_scan(x, chunks)
-    return [*pairs, scan, *launch_gradients(x, chunks, x.checkpoints.flatten(0, 1), leaving, scale)]
+    sequences = whole(*x.k.shape[:2], x.cu_seqlens)
+    leaving, scan = launch_scan(x, chunks, sequences)
+    return [
+        *pairs,
+        *sequences.launches,
+        scan,
+        *launch_gradients(x, chunks, x.checkpoints.flatten(0, 1), leaving, scale),
+    ]
 
 
 def _general_launches(plan: BackwardPlan, x: BackwardTensors, scale: float, normalizer: int | None) -> list[Launch]:

@@ -34,12 +34,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gla_core.dispatch.backend import CHUNK
-from gla_core.dispatch.tensors import ceil_div
-from gla_triton_kernels.chunks.segments import state_strides
+from gla_triton_kernels.chunks.segments import Segments, state_strides
 from gla_triton_kernels.delta.sm90.backward_pairs import Chunks
-from gla_triton_kernels.delta.sm90.common_backward import WIDTH, C, unit_of_rows
+from gla_triton_kernels.delta.sm90.common_backward import MOST, NUMBERS, WIDTH, C, token_arguments, unit_of_rows
 from gla_triton_kernels.delta.tensors import BackwardTensors
-from gla_triton_kernels.gla.sm90.common import in_state, keep_apart
+from gla_triton_kernels.gla.sm90.common import chunk_of, clear_rows, in_state, keep_apart, tokens_of
 from gla_triton_runtime.launch import Launch
 from gla_triton_runtime.tma import row_tiles, shared_tiles, state_tiles
 
@@ -47,53 +46,55 @@ W = gl.constexpr(64)
 SLOTS = gl.constexpr(2)
 STATE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # of dS^T [W, K]
 TOKENS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of dU^T [W, C]
+ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # of a tile [C, W]
 LEFT_STATE = gl.constexpr(gl.DotOperandLayout(0, TOKENS.value, 2))
 LEFT_TOKENS = gl.constexpr(gl.DotOperandLayout(0, STATE.value, 2))
 
 
-def launch_scan(x: BackwardTensors, chunks: Chunks) -> tuple[Tensor, Launch]:
+def launch_scan(x: BackwardTensors, chunks: Chunks, segments: Segments) -> tuple[Tensor, Launch]:
     """Returns the gradients of the states that leave chunks [J, Hv, K, V], and the launch that fills them and dv.
 
     It fills the gradients of initial states as well, unless x has none.
+
+    Args:
+        segments: the sequences.
     """
-    (B, T, _, K), (Hv, V) = x.k.shape, x.v.shape[2:]
-    n = ceil_div(T, CHUNK)
-    leaving = x.v.new_empty(B * n, Hv, K, V, dtype=torch.bfloat16)
+    Hv, V = x.v.shape[2:]
+    leaving = x.v.new_empty(chunks.segments.count, Hv, x.k.shape[3], V, dtype=torch.bfloat16)
     arguments = {
-        "kin_desc": row_tiles(chunks.kin, CHUNK),
-        "qin_desc": row_tiles(chunks.qin, CHUNK),
-        "kout_desc": row_tiles(chunks.kout, CHUNK),
-        "A_desc": row_tiles(chunks.A, CHUNK),
-        "G_desc": row_tiles(chunks.G, CHUNK),
-        "do_desc": shared_tiles(x.do, CHUNK, 64),
-        "dv_desc": shared_tiles(x.dv, CHUNK, 64),
-        "leaving_desc": state_tiles(leaving, K, 64),
-        "beta_ptr": x.beta,
+        "kin_desc": row_tiles(chunks.kin, CHUNK, MOST),
+        "qin_desc": row_tiles(chunks.qin, CHUNK, MOST),
+        "kout_desc": row_tiles(chunks.kout, CHUNK, MOST),
+        "A_desc": row_tiles(chunks.A, CHUNK, CHUNK),
+        "G_desc": row_tiles(chunks.G, CHUNK, CHUNK),
+        "do_desc": shared_tiles(x.do, CHUNK, MOST // 2),
+        "dv_desc": shared_tiles(x.dv, CHUNK, MOST // 2),
+        "leaving_desc": state_tiles(leaving, MOST, MOST // 2),
+        "dv_ptr": x.dv,
         "units_ptr": chunks.units,
         "decay_ptr": chunks.decay,
         "last_ptr": x.dstate,
         "dinitial_ptr": x.dinitial_state,
         **state_strides("state_", x.dstate),
-        "beta_b": x.beta.stride(0),
-        "beta_t": x.beta.stride(1),
-        "beta_h": x.beta.stride(2),
-        "T": T,
-        "n": n,
-        "Hv": Hv,
+        **token_arguments(x, segments),
+        "V": V,
+        "places": len(chunks.units),
     }
-    return leaving, Launch(_scan_kernel, (B * Hv, 1, 1), arguments, {"num_warps": 4, "maxnreg": 168})
+    return leaving, Launch(_scan_kernel, (segments.count * Hv, 1, 1), arguments, {"num_warps": 4, "maxnreg": 168})
 
 
 @gluon.jit
 def _load_warp(descriptors, tiles, full, empty, place):
     kin_desc, qin_desc, kout_desc, a_desc, g_desc, do_desc = descriptors
     kin_tiles, qin_tiles, kout_tiles, a_tiles, g_tiles, do_tiles = tiles
-    b, h, n, Hv = place
-    rest = gl.num_programs(0) * n * C  # the first row of the rest of A
-    for i in range(n):
+    b, h, Hv, first, start, length, places = place
+    rest = places * C  # the first row of the rest of A
+    chunks = gl.cdiv(length, C)
+    for i in range(chunks):
         slot = i % SLOTS
-        c = n - 1 - i
-        row = ((b * n + c) * Hv + h) * C
+        c = chunks - 1 - i
+        row = ((first + c) * Hv + h) * C
+        t = start + c * C
         mbarrier.wait(empty.index(slot), i // SLOTS & 1 ^ 1)
         size: gl.constexpr = (
             3 * kin_desc.block_type.nbytes
@@ -106,47 +107,59 @@ def _load_warp(descriptors, tiles, full, empty, place):
         tma.async_copy_global_to_shared(kout_desc, [row, 0], bar, kout_tiles.index(slot))
         tma.async_copy_global_to_shared(a_desc, [row, 0], bar, a_tiles.index(2 * slot))
         tma.async_copy_global_to_shared(a_desc, [rest + row, 0], bar, a_tiles.index(2 * slot + 1))
-        tma.async_copy_global_to_shared(do_desc, [b, h, c * C, 0], bar, do_tiles.index(2 * slot))
-        tma.async_copy_global_to_shared(do_desc, [b, h, c * C, W], bar, do_tiles.index(2 * slot + 1))
+        tma.async_copy_global_to_shared(do_desc, [b, h, t, 0], bar, do_tiles.index(2 * slot))
+        tma.async_copy_global_to_shared(do_desc, [b, h, t, W], bar, do_tiles.index(2 * slot + 1))
         tma.async_copy_global_to_shared(g_desc, [row, 0], bar, g_tiles.index(slot))
         tma.async_copy_global_to_shared(qin_desc, [row, 0], bar, qin_tiles.index(slot))
         tma.async_copy_global_to_shared(kin_desc, [row, 0], bar, kin_tiles.index(slot))
 
 
 @gluon.jit
-def _state_warps(tiles, outputs, numbers, states, full, empty, place, T, WARPGROUP: gl.constexpr):
+def _state_warps(
+    tiles, outputs, numbers, states, full, empty, place, sizes, PACKED: gl.constexpr, WARPGROUP: gl.constexpr
+):
     kin_tiles, qin_tiles, kout_tiles, a_tiles, g_tiles, do_tiles, dv_tiles, leaving_tiles = tiles
-    dv_desc, leaving_desc = outputs
+    dv_desc, leaving_desc, dv_ptr = outputs
     beta_ptr, beta_t, units_ptr, decay_ptr = numbers
-    last_ptr, strides, dinitial_ptr = states
-    b, h, n, Hv = place
+    last_ptr, strides, dinitial_ptr, sequence = states
+    b, h, Hv, first, start, length, _ = place
+    T, K, V = sizes
     value = gl.arange(0, W, gl.SliceLayout(1, STATE))[:, None] + WARPGROUP * W
     key = gl.arange(0, WIDTH, gl.SliceLayout(0, STATE))
     token = gl.arange(0, C, gl.SliceLayout(0, TOKENS))
+    value_of_tokens = gl.arange(0, W, gl.SliceLayout(1, TOKENS))[:, None] + WARPGROUP * W
     dS = gl.zeros([W, WIDTH], gl.float32, STATE)
     if last_ptr is not None:
         state_n, state_h, state_k, state_v = strides
-        head = last_ptr + b.to(gl.int64) * state_n + h.to(gl.int64) * state_h
-        dS = gl.load(head + in_state(key[None, :], value, state_k, state_v)).to(gl.float32)
+        head = last_ptr + sequence.to(gl.int64) * state_n + h.to(gl.int64) * state_h
+        inside = (key < K)[None, :] & (value < V)
+        dS = gl.load(head + in_state(key[None, :], value, state_k, state_v), inside, 0.0).to(gl.float32)
     leaving_block = leaving_tiles.index(WARPGROUP)
     leaving_tile = leaving_block.reshape([WIDTH, W])
     dv_block = dv_tiles.index(WARPGROUP)
     dv_tile = dv_block.reshape([C, W])
-    for i in range(n):
+    chunks = gl.cdiv(length, C)
+    for i in range(chunks):
         slot = i % SLOTS
-        c = n - 1 - i
-        number = ((b * n + c) * Hv + h).to(gl.int64)
-        beta = gl.load(beta_ptr + (c * C + token).to(gl.int64) * beta_t, c * C + token < T, 0.0).to(gl.float32)[None, :]
+        c = chunks - 1 - i
+        rows = gl.minimum(length - c * C, C)
+        t = start + c * C
+        number = ((first + c) * Hv + h).to(gl.int64)
+        beta = gl.load(beta_ptr + (t + token).to(gl.int64) * beta_t, token < rows, 0.0).to(gl.float32)[None, :]
         unit = gl.load(units_ptr + number * C + token)[None, :]
-        decay = gl.load(decay_ptr + number * WIDTH + key)[None, :]
+        decay = gl.load(decay_ptr + number * K + key, key < K, 0.0)[None, :]
         state = dS.to(gl.bfloat16)
         tma.store_wait(0)  # the copies have read their tiles
         leaving_tile.permute([1, 0]).store(state)
         fence_async_shared()
-        tma.async_copy_shared_to_global(leaving_desc, [b * n + c, h, 0, WARPGROUP * W], leaving_block)
+        tma.async_copy_shared_to_global(leaving_desc, [first + c, h, 0, WARPGROUP * W], leaving_block)
         mbarrier.wait(full.index(slot), i // SLOTS & 1)
         kin_tile, qin_tile, kout_tile = kin_tiles.index(slot), qin_tiles.index(slot), kout_tiles.index(slot)
-        do_t = do_tiles.index(2 * slot + WARPGROUP).reshape([C, W]).permute([1, 0])  # [W, C]
+        do_tile = do_tiles.index(2 * slot + WARPGROUP).reshape([C, W])
+        if PACKED:
+            clear_rows(do_tile, rows, ROWS)  # they belong to the next sequence
+            fence_async_shared()
+        do_t = do_tile.permute([1, 0])  # [W, C]
         dU = gl.zeros([W, C], gl.float32, TOKENS)
         left = gl.convert_layout(state, LEFT_STATE)
         dU = warpgroup_mma(left, kout_tile.permute([1, 0]), dU, use_acc=False, is_async=True)
@@ -155,27 +168,33 @@ def _state_warps(tiles, outputs, numbers, states, full, empty, place, T, WARPGRO
         dS = warpgroup_mma(do_t, qin_tile, dS * decay, is_async=True)
         dU = warpgroup_mma_wait(1, [dU])
         x = dU * (beta * unit)
-        rows, inverse = unit_of_rows(x)
+        row_unit, inverse = unit_of_rows(x)
         x = gl.convert_layout((x * inverse[:, None]).to(gl.float16), LEFT_STATE)
         P = gl.zeros([W, C], gl.float32, TOKENS)
         P = warpgroup_mma(x, g_tiles.index(slot), P, use_acc=False, is_async=True)
         P, dS = warpgroup_mma_wait(0, [P, dS])
-        dV = beta * (dU - P * rows[:, None])
+        dV = beta * (dU - P * row_unit[:, None])
         minus = gl.convert_layout((-1.0 * dV).to(gl.bfloat16), LEFT_TOKENS)
         dS = warpgroup_mma(minus, kin_tile, dS, is_async=True)
-        dv_tile.permute([1, 0]).store(dV.to(gl.bfloat16))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(dv_desc, [b, h, c * C, WARPGROUP * W], dv_block)
+        whole = rows == C if PACKED else True
+        if whole:
+            dv_tile.permute([1, 0]).store(dV.to(gl.bfloat16))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(dv_desc, [b, h, t, WARPGROUP * W], dv_block)
+        else:
+            rest_of_rows = (token < rows)[None, :]
+            at = dv_ptr + ((t + token).to(gl.int64)[None, :] * Hv + h) * V + value_of_tokens
+            gl.store(at, dV.to(gl.bfloat16), rest_of_rows & (value_of_tokens < V))
         dS = warpgroup_mma_wait(0, [dS])
         mbarrier.arrive(empty.index(slot), count=1)
     if dinitial_ptr is not None:
-        to = dinitial_ptr + (b * Hv + h).to(gl.int64) * WIDTH * 2 * W + key[None, :] * (2 * W) + value
-        gl.store(to, dS)
+        to = dinitial_ptr + ((sequence * Hv + h).to(gl.int64) * K + key)[None, :] * V + value
+        gl.store(to, dS, (key < K)[None, :] & (value < V))
     tma.store_wait(0)
     keep_apart(WARPGROUP)
 
 
-@gluon.jit(do_not_specialize=["T", "n", "Hv"])
+@gluon.jit(do_not_specialize=[*NUMBERS, "places"])
 def _scan_kernel(
     kin_desc,  # [J Hv C, K], tiles [C, K]
     qin_desc,
@@ -185,7 +204,7 @@ def _scan_kernel(
     do_desc,  # [B, Hv, T, V], tiles [C, W]
     dv_desc,
     leaving_desc,  # [J, Hv, K, V], tiles [K, W]
-    beta_ptr,  # [B, T, Hv]
+    dv_ptr,  # [B, T, Hv, V]
     units_ptr,  # [J, Hv, C]
     decay_ptr,  # [J, Hv, K]
     last_ptr,  # gradients of final states [N, Hv, K, V], or None
@@ -194,16 +213,24 @@ def _scan_kernel(
     state_h,
     state_k,
     state_v,
+    beta_ptr,  # [B, T, Hv]
     beta_b,
     beta_t,
     beta_h,
+    order,  # [I, 5], or None for a batch
     T,
-    n,  # chunks of a sequence
+    segment,  # more than T
+    segments,  # 1
     Hv,
+    K,
+    V,
+    places,  # J Hv
 ):
     """Computes one value head of one sequence."""
-    b = gl.program_id(0) // Hv
+    PACKED: gl.constexpr = order is not None
     h = gl.program_id(0) % Hv
+    _, b, start, length, sequence, _, _ = tokens_of(gl.program_id(0) // Hv, T, segment, segments, order)
+    first = chunk_of(sequence, start, T, C, PACKED)
     kin_tiles = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, C, WIDTH], kin_desc.layout)
     qin_tiles = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, C, WIDTH], qin_desc.layout)
     kout_tiles = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, C, WIDTH], kout_desc.layout)
@@ -221,13 +248,14 @@ def _scan_kernel(
     loaded = (kin_tiles, qin_tiles, kout_tiles, a_tiles, g_tiles, do_tiles)
     tiles = loaded + (dv_tiles, leaving_tiles)
     numbers = (beta_ptr + b.to(gl.int64) * beta_b + h.to(gl.int64) * beta_h, beta_t, units_ptr, decay_ptr)
-    states = (last_ptr, (state_n, state_h, state_k, state_v), dinitial_ptr)
-    place = (b, h, n, Hv)
-    outputs = (dv_desc, leaving_desc)
+    states = (last_ptr, (state_n, state_h, state_k, state_v), dinitial_ptr, sequence)
+    place = (b, h, Hv, first, start, length, places)
+    outputs = (dv_desc, leaving_desc, dv_ptr)
+    sizes = (T, K, V)
     gl.warp_specialize(
         [
-            (_state_warps, (tiles, outputs, numbers, states, full, empty, place, T, 0)),
-            (_state_warps, (tiles, outputs, numbers, states, full, empty, place, T, 1)),
+            (_state_warps, (tiles, outputs, numbers, states, full, empty, place, sizes, PACKED, 0)),
+            (_state_warps, (tiles, outputs, numbers, states, full, empty, place, sizes, PACKED, 1)),
             (_load_warp, ((kin_desc, qin_desc, kout_desc, A_desc, G_desc, do_desc), loaded, full, empty, place)),
         ],
         [4, 1],

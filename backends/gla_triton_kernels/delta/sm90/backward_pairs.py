@@ -22,6 +22,7 @@ K key width   C tokens of a chunk
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -37,23 +38,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gla_core.dispatch.backend import CHUNK
-from gla_core.dispatch.tensors import ceil_div
+from gla_triton_kernels.chunks.segments import Segments, cut
 from gla_triton_kernels.delta.sm90.common_backward import (
     LINE,
+    MOST,
+    NUMBERS,
     PLAIN,
     SCORES,
     WIDTH,
     C,
     bounded,
+    head_gate_arguments,
     is_strong,
     of_blocks,
     pairs_by_halving,
     plus,
     rounded_apart,
     solve_chunk,
+    token_arguments,
     unit_of_rows,
 )
 from gla_triton_kernels.delta.tensors import BackwardTensors
+from gla_triton_kernels.gla.sm90.common import as_float32, clear_rows, tokens_of
 from gla_triton_runtime.launch import Launch
 from gla_triton_runtime.tma import row_tiles, shared_tiles
 
@@ -63,17 +69,19 @@ STRONG_PROGRAMS = 264
 
 
 class Chunks(NamedTuple):
-    """The tensors that this kernel writes for J chunks.
+    """The tensors that this kernel writes for J chunks of Hv value heads.
 
     Attributes:
-        kin, qin, kout: [J, Hv, C, K].
-        A: what A is rounded to, and the rest, [2, J, Hv, C, C].
-        G: [J, Hv, C, C]; each row is divided by its unit.
-        units: the units of the rows of G [J, Hv, C].
-        decay: [J, Hv, K].
-        strong: whether chunks are strong [J, Hv], int32; None unless each key has a gate.
+        segments: the chunks, as segments of `CHUNK` tokens.
+        kin, qin, kout: [J Hv, C, K].
+        A: what A is rounded to, and the rest, [2, J Hv, C, C].
+        G: [J Hv, C, C]; each row is divided by its unit.
+        units: the units of the rows of G [J Hv, C].
+        decay: [J Hv, K].
+        strong: whether chunks are strong [J Hv], int32; None unless each key has a gate.
     """
 
+    segments: Segments
     kin: Tensor
     qin: Tensor
     kout: Tensor
@@ -85,57 +93,37 @@ class Chunks(NamedTuple):
 
 
 def launch_pairs(x: BackwardTensors, scale: float) -> tuple[Chunks, list[Launch]]:
-    """Returns what other kernels read of chunks, and the launches that fill it."""
-    (B, T, H, K), Hv = x.k.shape, x.v.shape[2]
-    n = ceil_div(T, CHUNK)
-    places = (B * n, Hv)
-    new = x.v.new_empty
-    kin, qin, kout = (new(*places, CHUNK, K, dtype=torch.bfloat16) for _ in range(3))
-    A = new(2, *places, CHUNK, CHUNK, dtype=torch.bfloat16)
-    G = new(*places, CHUNK, CHUNK, dtype=torch.float16)
-    by_key = x.g is not None and x.g.ndim == 4
-    chunks = Chunks(
-        kin,
-        qin,
-        kout,
-        A,
-        G,
-        new(*places, CHUNK, dtype=torch.float32),
-        new(*places, K, dtype=torch.float32),
-        new(*places, dtype=torch.int32) if by_key else None,
-    )
-    g_b, g_t, g_h = (0, 0, 0) if x.g is None or by_key else (0, 0, *x.g.stride())[-3:]
+    """Returns what other kernels read of chunks, and the launches that fill it. It is undefined for empty chunks."""
+    (B, T, _, K), Hv = x.k.shape, x.v.shape[2]
+    segments = cut(B, T, CHUNK, CHUNK, x.cu_seqlens, longest_first=False)
+    places, by_key = segments.count * Hv, x.g is not None and x.g.ndim == 4
+    new = functools.partial(x.v.new_empty, dtype=torch.float32)
+    kin, qin, kout = (new(places, CHUNK, K, dtype=torch.bfloat16) for _ in range(3))
+    A, G = new(2, places, CHUNK, CHUNK, dtype=torch.bfloat16), new(places, CHUNK, CHUNK, dtype=torch.float16)
+    strong = new(places, dtype=torch.int32) if by_key else None
+    chunks = Chunks(segments, kin, qin, kout, A, G, new(places, CHUNK), new(places, K), strong)
     arguments = {
-        "q_desc": shared_tiles(x.q, CHUNK, K),
-        "k_desc": shared_tiles(x.k, CHUNK, K),
-        "g_desc": shared_tiles(x.g, CHUNK, K) if by_key else None,
-        "kin_desc": row_tiles(kin, CHUNK),
-        "qin_desc": row_tiles(qin, CHUNK),
-        "kout_desc": row_tiles(kout, CHUNK),
-        "A_desc": row_tiles(A, CHUNK),
-        "G_desc": row_tiles(G, CHUNK),
-        "beta_ptr": x.beta,
-        "g_ptr": None if by_key else x.g,
+        "q_desc": shared_tiles(x.q, CHUNK, MOST),
+        "k_desc": shared_tiles(x.k, CHUNK, MOST),
+        "g_desc": shared_tiles(x.g, CHUNK, MOST) if x.g is not None and by_key else None,
+        "kin_desc": row_tiles(kin, CHUNK, MOST),
+        "qin_desc": row_tiles(qin, CHUNK, MOST),
+        "kout_desc": row_tiles(kout, CHUNK, MOST),
+        "A_desc": row_tiles(A, CHUNK, CHUNK),
+        "G_desc": row_tiles(G, CHUNK, CHUNK),
         "units_ptr": chunks.units,
         "decay_ptr": chunks.decay,
-        "strong_ptr": chunks.strong,
+        "strong_ptr": strong,
         "scale": scale,
-        "beta_b": x.beta.stride(0),
-        "beta_t": x.beta.stride(1),
-        "beta_h": x.beta.stride(2),
-        "g_b": g_b,
-        "g_t": g_t,
-        "g_h": g_h,
-        "T": T,
-        "n": n,
-        "Hv": Hv,
-        "R": Hv // H,
-        "places": B * n * Hv,
+        **token_arguments(x, segments),
+        **head_gate_arguments(x),
+        "R": Hv // x.k.shape[2],
+        "places": places,
         "STRONG": False,
     }
-    launches = [Launch(_pairs_kernel, (B * n * Hv, 1, 1), arguments, {"num_warps": 4})]
+    launches = [*segments.launches, Launch(_pairs_kernel, (places, 1, 1), arguments, {"num_warps": 4})]
     if by_key:
-        programs = min(B * n * Hv, STRONG_PROGRAMS)
+        programs = min(places, STRONG_PROGRAMS)
         launches.append(Launch(_pairs_kernel, (programs, 1, 1), {**arguments, "STRONG": True}, {"num_warps": 4}))
     return chunks, launches
 
@@ -147,9 +135,7 @@ OF_BLOCKS = gl.constexpr(gl.SliceLayout(1, CUBES.value))  # [C / 16, K]
 ROW = gl.constexpr(gl.SliceLayout(0, OF_BLOCKS.value))  # [K]
 
 
-@gluon.jit(
-    do_not_specialize=["scale", "beta_b", "beta_t", "beta_h", "g_b", "g_t", "g_h", "T", "n", "Hv", "R", "places"]
-)
+@gluon.jit(do_not_specialize=["scale", *NUMBERS, "g_b", "g_t", "g_h", "R", "places"])
 def _pairs_kernel(
     q_desc,  # [B, H, T, K], tiles [C, K]
     k_desc,
@@ -159,21 +145,24 @@ def _pairs_kernel(
     kout_desc,
     A_desc,  # [2 J Hv C, C], tiles [C, C]
     G_desc,  # [J Hv C, C], tiles [C, C]
-    beta_ptr,  # [B, T, Hv]
-    g_ptr,  # [B, T, Hv] or [Hv], or None
     units_ptr,  # [J, Hv, C]
     decay_ptr,  # [J, Hv, K]
     strong_ptr,  # [J, Hv] if each key has a gate, else None
     scale,
+    beta_ptr,  # [B, T, Hv]
     beta_b,
     beta_t,
     beta_h,
-    g_b,  # strides of g_ptr
+    order,  # [J, 5], or None for a batch
+    T,
+    segment,  # C
+    segments,  # chunks of a sequence of a batch
+    Hv,
+    K,
+    g_ptr,  # [B, T, Hv], or None
+    g_b,
     g_t,
     g_h,
-    T,
-    n,  # chunks of a sequence
-    Hv,
     R,
     places,  # J Hv
     STRONG: gl.constexpr,
@@ -200,15 +189,19 @@ def _pairs_kernel(
     tiles = (q_block, k_block, columns, room, a_tiles, g_tile, small, betas, table, exact, spare, bar)
     inputs = (q_desc, k_desc, g_desc, beta_ptr, (beta_b, beta_t, beta_h), g_ptr, (g_b, g_t, g_h))
     results = (kin_desc, qin_desc, kout_desc, A_desc, G_desc, units_ptr, decay_ptr, strong_ptr)
-    sizes = (T, n, Hv, R, places)
+    sizes = (T, segment, segments, order, Hv, R, K, places)
     if STRONG:
         phase = 0
         for place in range(gl.program_id(0), places, gl.num_programs(0)):
-            if gl.load(strong_ptr + place) != 0:
-                _compute_chunk(place, tiles, inputs, results, sizes, scale, phase, KEYS, STRONG)
-                phase ^= 1
+            _, _, _, length, _, _, _ = tokens_of(gl.to_tensor(place) // Hv, T, segment, segments, order)
+            if length > 0:
+                if gl.load(strong_ptr + place) != 0:
+                    _compute_chunk(place, tiles, inputs, results, sizes, scale, phase, KEYS, STRONG)
+                    phase ^= 1
     else:
-        _compute_chunk(gl.program_id(0), tiles, inputs, results, sizes, scale, 0, KEYS, STRONG)
+        _, _, _, length, _, _, _ = tokens_of(gl.program_id(0) // Hv, T, segment, segments, order)
+        if length > 0:
+            _compute_chunk(gl.program_id(0), tiles, inputs, results, sizes, scale, 0, KEYS, STRONG)
 
 
 @gluon.jit
@@ -216,12 +209,12 @@ def _compute_chunk(place, tiles, inputs, results, sizes, scale, phase, KEYS: gl.
     q_block, k_block, columns, room, a_tiles, g_tile, small, betas, table, exact, spare, bar = tiles
     q_desc, k_desc, g_desc, beta_ptr, beta_strides, g_ptr, g_strides = inputs
     kin_desc, qin_desc, kout_desc, A_desc, G_desc, units_ptr, decay_ptr, strong_ptr = results
-    T, n, Hv, R, places = sizes
+    T, segment, segments, order, Hv, R, K, places = sizes
+    PACKED: gl.constexpr = order is not None
     place = gl.to_tensor(place)
     h = place % Hv
-    j = place // Hv
-    b = j // n
-    t0 = j % n * C
+    number, b, t0, rows, _, _, _ = tokens_of(place // Hv, T, segment, segments, order)
+    place = number * Hv + h
     if KEYS:
         given = room._reinterpret(g_desc.dtype, [1, 1, C, WIDTH], g_desc.layout)
         mbarrier.expect(bar, 2 * q_desc.block_type.nbytes + g_desc.block_type.nbytes)
@@ -234,12 +227,18 @@ def _compute_chunk(place, tiles, inputs, results, sizes, scale, phase, KEYS: gl.
     row = gl.arange(0, C, few)
     of_b, of_t, of_h = beta_strides
     head = beta_ptr + b.to(gl.int64) * of_b + h * of_h
-    betas.store(gl.load(head + (t0 + row).to(gl.int64) * of_t, t0 + row < T, 0.0).to(gl.float32))
+    betas.store(gl.load(head + (t0 + row).to(gl.int64) * of_t, row < rows, 0.0).to(gl.float32))
     q_tile, k_tile = q_block.reshape([C, WIDTH]), k_block.reshape([C, WIDTH])
     out = place * C
     t = gl.arange(0, C, gl.SliceLayout(1, SCORES))[:, None]
     s = gl.arange(0, C, gl.SliceLayout(0, SCORES))[None, :]
     mbarrier.wait(bar, phase)
+    if PACKED:  # the rows after the chunk belong to the next sequence
+        clear_rows(q_tile, rows, RUNS)
+        clear_rows(k_tile, rows, RUNS)
+        if KEYS:
+            clear_rows(given.reshape([C, WIDTH]), rows, RUNS)
+        fence_async_shared()
     if KEYS:
         block = gl.arange(0, 4, gl.SliceLayout(1, OF_BLOCKS))[:, None]  # [4, 1]
         cube = gl.convert_layout(
@@ -259,8 +258,8 @@ def _compute_chunk(place, tiles, inputs, results, sizes, scale, phase, KEYS: gl.
         table.reshape([4, WIDTH]).store(total)
         x = gl.convert_layout((sums - half[:, None, :]).reshape([C, WIDTH]), RUNS, assert_trivial=True)
         up = gl.exp2(x)
-        q_tile.store((q_tile.load(RUNS).to(gl.float32) * up).to(gl.bfloat16))
-        k = k_tile.load(RUNS).to(gl.float32)
+        q_tile.store((as_float32(q_tile.load(RUNS)) * up).to(gl.bfloat16))
+        k = as_float32(k_tile.load(RUNS))
         k_tile.store((k * up).to(gl.bfloat16))
         if STRONG:
             x = gl.convert_layout((sums - total[:, None, :]).reshape([C, WIDTH]), RUNS, assert_trivial=True)
@@ -300,7 +299,8 @@ def _compute_chunk(place, tiles, inputs, results, sizes, scale, phase, KEYS: gl.
             k = gl.convert_layout(k.reshape([4, 16, WIDTH]), CUBES, assert_trivial=True) * decay[:, None, :]
             k = gl.convert_layout(k.reshape([C, WIDTH]), RUNS, assert_trivial=True)
         columns.store(k.to(gl.bfloat16))
-        gl.store(decay_ptr + place.to(gl.int64) * WIDTH + gl.arange(0, WIDTH, ROW), gl.exp2(_sum_of_table(table)))
+        key = gl.arange(0, WIDTH, ROW)
+        gl.store(decay_ptr + place.to(gl.int64) * K + key, gl.exp2(_sum_of_table(table)), key < K)
         M = room.index(0).load(SCORES)
     else:
         A = gl.zeros([C, C], gl.float32, SCORES)
@@ -312,7 +312,7 @@ def _compute_chunk(place, tiles, inputs, results, sizes, scale, phase, KEYS: gl.
         if g_ptr is not None:
             g_b, g_t, g_h = g_strides
             head = g_ptr + b.to(gl.int64) * g_b + h * g_h
-            g = bounded(gl.load(head + (t0 + row).to(gl.int64) * g_t, t0 + row < T, 0.0))
+            g = bounded(gl.load(head + (t0 + row).to(gl.int64) * g_t, row < rows, 0.0))
         sums = table.slice(0, C)
         sums.store(gl.associative_scan(g, 0, plus))
         end = gl.sum(g, 0)
@@ -324,9 +324,10 @@ def _compute_chunk(place, tiles, inputs, results, sizes, scale, phase, KEYS: gl.
         a_tiles.index(1).store(rest)
         of_rows = sums.load(gl.SliceLayout(1, RUNS))[:, None]
         through = gl.exp2(of_rows)
-        columns.store((k_tile.load(RUNS).to(gl.float32) * gl.exp2(end - of_rows)).to(gl.bfloat16))
+        columns.store((as_float32(k_tile.load(RUNS)) * gl.exp2(end - of_rows)).to(gl.bfloat16))
         key = gl.arange(0, WIDTH, few)
-        gl.store(decay_ptr + place.to(gl.int64) * WIDTH + key, gl.full([WIDTH], 1.0, gl.float32, few) * gl.exp2(end))
+        ones = gl.full([WIDTH], 1.0, gl.float32, few)
+        gl.store(decay_ptr + place.to(gl.int64) * K + key, ones * gl.exp2(end), key < K)
     _scale_tile(k_tile, through, 1.0, KEYS)
     _scale_tile(q_tile, through, scale, KEYS)
     fence_async_shared()
@@ -357,7 +358,7 @@ def _sum_of_table(table):
 @gluon.jit
 def _scale_tile(tile, factors, scale, KEYS: gl.constexpr):
     """Multiplies a tile [C, K] by factors [4, 1, K] of its blocks, or [C, 1] of its rows, and by a number."""
-    x = tile.load(RUNS).to(gl.float32)
+    x = as_float32(tile.load(RUNS))
     if KEYS:
         x = gl.convert_layout(x.reshape([4, 16, WIDTH]), CUBES, assert_trivial=True) * (factors * scale)
         x = gl.convert_layout(x.reshape([C, WIDTH]), RUNS, assert_trivial=True)

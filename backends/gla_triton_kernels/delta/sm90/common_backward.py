@@ -3,29 +3,59 @@
 All of them compute chunks of C = 64 tokens in four blocks of 16, which is the height of a warp's part of a product. So
 a warp holds the rows of one block, and sums of gates of a block are sums of one thread.
 
-C tokens of a chunk   K, V key and value width   J chunks
+C tokens of a chunk   K, V key and value width, or the columns of a tile   J chunks
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
+from typing import Any
+
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from gla_core.dispatch.backend import CHUNK
+from gla_triton_kernels.chunks.segments import Segments, lengths_of
+from gla_triton_kernels.delta.tensors import BackwardTensors
 from gla_triton_kernels.gla.shared.limits import LEAST_GATE, MILD_DECAY_SM90
+from gla_triton_kernels.gla.sm90.common import gate_strides
 from gla_triton_runtime.arithmetic import LOG2E
 
+NUMBERS = ["beta_b", "beta_t", "beta_h", "T", "segment", "segments", "Hv"]
+"""Names of arguments of `token_arguments` for which a kernel is not compiled anew."""
 C = gl.constexpr(CHUNK)
-WIDTH = gl.constexpr(128)  # K and V
+MOST = 128
+WIDTH = gl.constexpr(MOST)  # the columns of a tile: K or V, and zeros
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of a product [64, 64]
 TF32 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 8]))  # the same, of float32
 TF32_LEFT = gl.constexpr(gl.DotOperandLayout(0, TF32.value, 1))
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 LEAST_ROW = gl.constexpr(2.0**-100)
+
+
+def token_arguments(x: BackwardTensors, segments: Segments) -> dict[str, Any]:
+    """Returns the arguments that all kernels share: beta and its strides, lengths, and heads."""
+    beta_b, beta_t, beta_h = x.beta.stride()
+    return {
+        "beta_ptr": x.beta,
+        "beta_b": beta_b,
+        "beta_t": beta_t,
+        "beta_h": beta_h,
+        "order": segments.order,
+        **lengths_of(x.k.shape[1], segments),
+        "Hv": x.v.shape[2],
+        "K": x.k.shape[3],
+    }
+
+
+def head_gate_arguments(x: BackwardTensors) -> dict[str, Any]:
+    """Returns gates of heads and their strides as arguments of a kernel; None and 0 if there are none."""
+    g = x.g if x.g is not None and x.g.ndim == 3 else None
+    return {"g_ptr": g, **gate_strides(g)}
 
 
 @gluon.jit

@@ -41,21 +41,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gla_core.dispatch.backend import CHUNK
-from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunks import partials
 from gla_triton_kernels.delta.sm90.backward_pairs import Chunks
 from gla_triton_kernels.delta.sm90.backward_blocks import launch_blocks
 from gla_triton_kernels.delta.sm90.common_backward import (
     LINE,
+    MOST,
+    NUMBERS,
     WIDTH,
     C,
     bounded,
+    head_gate_arguments,
     of_blocks,
     plus,
     rounded_apart,
+    token_arguments,
     unit_of_rows,
 )
 from gla_triton_kernels.delta.tensors import BackwardTensors
+from gla_triton_kernels.gla.sm90.common import as_float32, clear_rows, tokens_of, write
 from gla_triton_runtime.launch import Launch
 from gla_triton_runtime.tma import row_tiles, shared_tiles, state_tiles
 
@@ -78,49 +82,35 @@ def launch_gradients(
     Args:
         entering, leaving: the states that enter chunks, and the gradients of those that leave them, [J, Hv, K, V].
     """
-    (B, T, H, K), (Hv, V) = x.k.shape, x.v.shape[2:]
-    n, R = ceil_div(T, CHUNK), Hv // H
-    by_key = x.g is not None and x.g.ndim == 4
+    (B, T, H, K), Hv, segments = x.k.shape, x.v.shape[2], chunks.segments
+    R, by_key = Hv // H, chunks.strong is not None
     dq, dk = (z if R == 1 else z.new_empty(B, T, Hv, K, dtype=torch.float32) for z in (x.dq, x.dk))
-    blocks = x.v.new_empty(B * n, Hv, 2, CHUNK, 16, dtype=torch.float32) if by_key else None
-    g_b, g_t, g_h = (0, 0, 0) if x.g is None or by_key else (0, 0, *x.g.stride())[-3:]
+    blocks = x.v.new_empty(segments.count * Hv, 2, CHUNK, 16, dtype=torch.float32) if by_key else None
+    tiles = {name: getattr(x, name) for name in ("q", "k", "v", "do", "dv")}
     arguments = {
-        "q_desc": shared_tiles(x.q, CHUNK, K),
-        "k_desc": shared_tiles(x.k, CHUNK, K),
-        "g_desc": shared_tiles(x.g, CHUNK, K) if by_key else None,
-        "v_desc": shared_tiles(x.v, CHUNK, V),
-        "do_desc": shared_tiles(x.do, CHUNK, V),
-        "dv_desc": shared_tiles(x.dv, CHUNK, V),
-        "s_desc": state_tiles(entering, K, V),
-        "ds_desc": state_tiles(leaving, K, V),
-        "G_desc": row_tiles(chunks.G, CHUNK),
-        "dq_desc": shared_tiles(dq, CHUNK, K) if R == 1 else None,
-        "dk_desc": shared_tiles(dk, CHUNK, K) if R == 1 else None,
-        "dg_desc": shared_tiles(x.dg, CHUNK, K) if by_key else None,
-        "dq_ptr": None if R == 1 else dq,
-        "dk_ptr": None if R == 1 else dk,
-        "g_ptr": None if by_key else x.g,
-        "dg_ptr": None if by_key else x.dg,
-        "beta_ptr": x.beta,
+        **{f"{name}_desc": shared_tiles(each, CHUNK, MOST) for name, each in tiles.items()},
+        "g_desc": shared_tiles(x.g, CHUNK, MOST) if x.g is not None and by_key else None,
+        "s_desc": state_tiles(entering, MOST, MOST),
+        "ds_desc": state_tiles(leaving, MOST, MOST),
+        "G_desc": row_tiles(chunks.G, CHUNK, CHUNK),
+        "dq_desc": shared_tiles(dq, CHUNK, MOST) if R == 1 else None,
+        "dk_desc": shared_tiles(dk, CHUNK, MOST) if R == 1 else None,
+        "dg_desc": shared_tiles(x.dg, CHUNK, MOST) if x.dg is not None and by_key else None,
+        "dq_ptr": dq,
+        "dk_ptr": dk,
+        "dg_ptr": x.dg,
         "dbeta_ptr": x.dbeta,
         "units_ptr": chunks.units,
         "strong_ptr": chunks.strong,
         "blocks_ptr": blocks,
         "scale": scale,
-        "beta_b": x.beta.stride(0),
-        "beta_t": x.beta.stride(1),
-        "beta_h": x.beta.stride(2),
-        "g_b": g_b,
-        "g_t": g_t,
-        "g_h": g_h,
-        "T": T,
-        "n": n,
-        "Hv": Hv,
+        **token_arguments(x, segments),
+        **head_gate_arguments(x),
         "R": R,
     }
-    launches = [Launch(_gradients_kernel, (B * n * Hv, 1, 1), arguments, {"num_warps": 8})]
+    launches = [Launch(_gradients_kernel, (segments.count * Hv, 1, 1), arguments, {"num_warps": 8})]
     if blocks is not None:
-        launches.append(launch_blocks(x, chunks.strong, blocks, dq, dk))
+        launches.append(launch_blocks(x, chunks, blocks, dq, dk))
     for each, total in ((dq, x.dq), (dk, x.dk)):
         if each is not total:
             launches += partials.launch_sum(each, total, B * T * H)
@@ -149,7 +139,7 @@ def _decayed(x, table, j, strong, down: gl.constexpr):
     return gl.convert_layout((cubes * decay[:, None, :]).reshape([C, WIDTH]), KEYS, assert_trivial=True)
 
 
-@gluon.jit(do_not_specialize=["scale", "beta_b", "beta_t", "beta_h", "g_b", "g_t", "g_h", "T", "n", "Hv", "R"])
+@gluon.jit(do_not_specialize=["scale", *NUMBERS, "g_b", "g_t", "g_h", "R"])
 def _gradients_kernel(
     q_desc,  # [B, H, T, K], tiles [C, K]
     k_desc,
@@ -163,35 +153,40 @@ def _gradients_kernel(
     dq_desc,  # [B, H, T, K], tiles [C, K], or None if R > 1
     dk_desc,
     dg_desc,  # as g_desc
-    dq_ptr,  # [B, T, Hv, K] if R > 1, else None
+    dq_ptr,  # [B, T, Hv, K], contiguous, as the next three
     dk_ptr,
-    g_ptr,  # [B, T, Hv] or [Hv], or None
-    dg_ptr,  # [B, T, Hv], contiguous, or None
-    beta_ptr,  # [B, T, Hv]
-    dbeta_ptr,  # [B, T, Hv], contiguous
+    dg_ptr,  # [B, T, Hv, K] or [B, T, Hv], or None
+    dbeta_ptr,  # [B, T, Hv]
     units_ptr,  # [J, Hv, C]
     strong_ptr,  # [J, Hv] if each key has a gate, else None
     blocks_ptr,  # receives dA and dM within blocks of strong chunks [J, Hv, 2, C, 16]; None without strong_ptr
     scale,
+    beta_ptr,  # [B, T, Hv]
     beta_b,
     beta_t,
     beta_h,
-    g_b,  # strides of g_ptr
+    order,  # [J, 5], or None for a batch
+    T,
+    segment,  # C
+    segments,  # chunks of a sequence of a batch
+    Hv,
+    K,
+    g_ptr,  # [B, T, Hv], or None
+    g_b,
     g_t,
     g_h,
-    T,
-    n,  # chunks of a sequence
-    Hv,
     R,
 ):
     """Computes one chunk of one value head."""
     BY_KEY: gl.constexpr = g_desc is not None
     V: gl.constexpr = WIDTH
-    place = gl.program_id(0)
-    h = place % Hv
-    j = place // Hv
-    b = j // n
-    t0 = j % n * C
+    PACKED: gl.constexpr = order is not None
+    h = gl.program_id(0) % Hv
+    j, b, t0, rows, _, _, _ = tokens_of(gl.program_id(0) // Hv, T, segment, segments, order)
+    place = j * Hv + h
+    if PACKED:
+        if rows <= 0:
+            return
     q_block = gl.allocate_shared_memory(gl.bfloat16, [1, 1, C, WIDTH], q_desc.layout)
     k_block = gl.allocate_shared_memory(gl.bfloat16, [1, 1, C, WIDTH], k_desc.layout)
     c_tile = gl.allocate_shared_memory(  # kin, later the columns beta k
@@ -240,7 +235,7 @@ def _gradients_kernel(
     few: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
     row = gl.arange(0, C, few)
     head = beta_ptr + b.to(gl.int64) * beta_b + h * beta_h
-    betas.store(gl.load(head + (t0 + row).to(gl.int64) * beta_t, t0 + row < T, 0.0).to(gl.float32))
+    betas.store(gl.load(head + (t0 + row).to(gl.int64) * beta_t, row < rows, 0.0).to(gl.float32))
     token = gl.arange(0, C, gl.SliceLayout(0, VALUES))
     unit = gl.load(units_ptr + place.to(gl.int64) * C + token)[None, :]
 
@@ -254,6 +249,9 @@ def _gradients_kernel(
         strong = gl.load(strong_ptr + place)
         share = gl.where(strong != 0, 0.0, 0.5)  # of the decay of a block before the anchor of its rows
         mbarrier.wait(bars.index(0), 0)
+        if PACKED:
+            clear_rows(given.reshape([C, WIDTH]), rows, RUNS)
+            clear_rows(k_tile, rows, RUNS)
         cube = bounded(given.reshape([C, WIDTH]).load(RUNS)).reshape([4, 16, WIDTH])
         cube = gl.convert_layout(cube, CUBES, assert_trivial=True)
         total = gl.sum(cube, 1)  # [4, K]
@@ -274,7 +272,7 @@ def _gradients_kernel(
         ups.reshape([4, WIDTH]).store(gl.exp2(up))
         downs.reshape([4, WIDTH]).store(gl.exp2(down))
         through = gl.exp2(through)  # [4, K]
-        k = k_tile.load(RUNS).to(gl.float32) * gl.exp2(x)
+        k = as_float32(k_tile.load(RUNS)) * gl.exp2(x)
         k = gl.convert_layout(k.reshape([4, 16, WIDTH]), CUBES, assert_trivial=True) * through[:, None, :]
         c_tile.store(gl.convert_layout(k.reshape([C, WIDTH]), RUNS, assert_trivial=True).to(gl.bfloat16))
         x_tile.store(x)
@@ -283,37 +281,45 @@ def _gradients_kernel(
         g = gl.zeros([C], gl.float32, few)
         if g_ptr is not None:
             head = g_ptr + b.to(gl.int64) * g_b + h * g_h
-            g = bounded(gl.load(head + (t0 + row).to(gl.int64) * g_t, t0 + row < T, 0.0))
+            g = bounded(gl.load(head + (t0 + row).to(gl.int64) * g_t, row < rows, 0.0))
         sums.store(gl.associative_scan(g, 0, plus))
         end = gl.sum(g, 0)
         mbarrier.wait(bars.index(0), 0)
+        if PACKED:
+            clear_rows(k_tile, rows, RUNS)
     fence_async_shared()
     # E
     mbarrier.wait(bars.index(1), 0)
+    if PACKED:
+        clear_rows(e_tile, rows, RUNS)
     P = gl.zeros([V, C], gl.float32, VALUES)
     P = warpgroup_mma(
         s_tile.permute([1, 0]), (c_tile if BY_KEY else k_tile).permute([1, 0]), P, use_acc=False, is_async=True
     )
     beta = betas.load(gl.SliceLayout(0, VALUES))[None, :]
-    X = e_tile.permute([1, 0]).load(VALUES).to(gl.float32)
+    X = as_float32(e_tile.permute([1, 0]).load(VALUES))
     P = warpgroup_mma_wait(0, [P])
     if not BY_KEY:
         P *= gl.exp2(sums.load(gl.SliceLayout(0, VALUES)))[None, :]
     X -= P
     Y = X * beta
-    rows, inverse = unit_of_rows(Y)
+    row_unit, inverse = unit_of_rows(Y)
     Y = gl.convert_layout((Y * inverse[:, None]).to(gl.float16), LEFT)
     P = warpgroup_mma(Y, G_tile.permute([1, 0]), P, use_acc=False, is_async=True)
     P = warpgroup_mma_wait(0, [P])
-    e_tile.permute([1, 0]).store((X - P * rows[:, None] * unit).to(gl.bfloat16))
+    e_tile.permute([1, 0]).store((X - P * row_unit[:, None] * unit).to(gl.bfloat16))
     # rows and columns
     mbarrier.wait(bars.index(2), 0)
-    k = k_tile.load(RUNS).to(gl.float32)
+    if PACKED:
+        clear_rows(q_tile, rows, RUNS)
+        clear_rows(do_tile, rows, RUNS)
+        clear_rows(dv_tile, rows, RUNS)
+    k = as_float32(k_tile.load(RUNS))
     column = k * betas.load(gl.SliceLayout(1, RUNS))[:, None]
     if BY_KEY:
         x = x_tile.load(RUNS)
         up = gl.exp2(x)
-        q_tile.store((q_tile.load(RUNS).to(gl.float32) * up).to(gl.bfloat16))
+        q_tile.store((as_float32(q_tile.load(RUNS)) * up).to(gl.bfloat16))
         k_tile.store((k * up).to(gl.bfloat16))
         x = gl.convert_layout(_in_blocks(x), CUBES, assert_trivial=True)
         x = gl.exp2(between[:, None, :] - x)
@@ -348,6 +354,14 @@ def _gradients_kernel(
         D = gl.exp2(gl.where(t >= s, D, 0.0))
         dA *= D
         dM *= D
+        # The pairs of tokens in the gradients of gates: what is added to a row, and taken from a column.
+        QK = gl.zeros([C, C], gl.float32, PAIRS)
+        KK = gl.zeros([C, C], gl.float32, PAIRS)
+        QK = warpgroup_mma(q_tile, k_tile.permute([1, 0]), QK, use_acc=False, is_async=True)
+        KK = warpgroup_mma(k_tile, k_tile.permute([1, 0]), KK, use_acc=False, is_async=True)
+        QK, KK = warpgroup_mma_wait(0, [QK, KK])
+        QK = gl.where(t > s, dA * QK + dM * KK, 0.0) * betas.load(gl.SliceLayout(0, PAIRS))[None, :]
+        w = gl.convert_layout(gl.sum(QK, 1), few) - gl.convert_layout(gl.sum(QK, 0), few)
     rests = do_block._reinterpret(gl.bfloat16, [2, C, C], square)  # of dA and dM; dO has been read
     dA, rest_of_dA = rounded_apart(dA)
     dM, rest_of_dM = rounded_apart(dM)
@@ -361,7 +375,7 @@ def _gradients_kernel(
     dr *= -1.0
     dq *= scale
     if BY_KEY:
-        of_state = q_tile.load(KEYS).to(gl.float32) * dq + k_tile.load(KEYS).to(gl.float32) * dr
+        of_state = as_float32(q_tile.load(KEYS)) * dq + as_float32(k_tile.load(KEYS)) * dr
         for i in gl.static_range(4):
             dq, dr = _decayed(dq, ups, i, strong, False), _decayed(dr, ups, i, strong, False)
             of_i = c_tile.slice(16 * i, 16)
@@ -374,7 +388,8 @@ def _gradients_kernel(
         of_rows = gl.exp2(sums.load(gl.SliceLayout(1, KEYS)))[:, None]
         dq *= of_rows
         dr *= of_rows
-        of_state = q_tile.load(KEYS).to(gl.float32) * dq + k_tile.load(KEYS).to(gl.float32) * dr
+        k = as_float32(k_tile.load(KEYS))
+        of_state = gl.convert_layout(gl.sum(as_float32(q_tile.load(KEYS)) * dq + k * dr, 1), few)  # [C]
         dq = warpgroup_mma(a_tile.permute([1, 0]), c_tile, dq, is_async=True)
         dr = warpgroup_mma(m_tile.permute([1, 0]), c_tile, dr, is_async=True)
         dq, dr = warpgroup_mma_wait(0, [dq, dr])
@@ -388,7 +403,7 @@ def _gradients_kernel(
     mbarrier.wait(bars.index(3), 0)
     dc = gl.zeros([C, WIDTH], gl.float32, KEYS)
     dc = warpgroup_mma(e_tile, ds_tile.permute([1, 0]), dc, use_acc=False, is_async=True)
-    crossing = gl.sum(s_tile.load(STATE).to(gl.float32) * ds_tile.load(STATE).to(gl.float32), 1)  # [K]
+    crossing = gl.sum(as_float32(s_tile.load(STATE)) * as_float32(ds_tile.load(STATE)), 1)  # [K]
     dc = warpgroup_mma_wait(0, [dc])
     if BY_KEY:
         for i in gl.static_range(3, -1, -1):
@@ -401,14 +416,16 @@ def _gradients_kernel(
             dc = warpgroup_mma_wait(0, [dc])
     else:
         dc *= gl.exp2(end - sums.load(gl.SliceLayout(1, KEYS)))[:, None]
+        of_columns = gl.sum(as_float32(k_tile.load(KEYS)) * dc, 1)
+        w += of_state - gl.convert_layout(of_columns, few) * betas.load(few)
         dc = warpgroup_mma(a_tile.permute([1, 0]), q_tile, dc, is_async=True)
         dc = warpgroup_mma(m_tile.permute([1, 0]), k_tile, dc, is_async=True)
         dc = warpgroup_mma_wait(0, [dc])
     # results
     beta = betas.load(gl.SliceLayout(1, KEYS))[:, None]
-    k = k_tile.load(KEYS).to(gl.float32)
-    w = q_tile.load(KEYS).to(gl.float32) * dq + k * dr - c_tile.load(KEYS).to(gl.float32) * dc
+    k = as_float32(k_tile.load(KEYS))
     if BY_KEY:
+        w = as_float32(q_tile.load(KEYS)) * dq + k * dr - as_float32(c_tile.load(KEYS)) * dc
         x = x_tile.load(KEYS)
         layout: gl.constexpr = gl.SliceLayout(1, _in_blocks(x).type.layout)
         down = apart.reshape([4, WIDTH]).load(layout)[:, None, :] - _in_blocks(x)
@@ -420,12 +437,13 @@ def _gradients_kernel(
         k *= down  # k itself
     else:
         dk = dr + beta * dc
-    token = t0 + gl.arange(0, C, gl.SliceLayout(1, KEYS))
-    whole = b.to(gl.int64) * T * Hv + h
+    where = (b, h, t0, T, Hv)
     beta = betas.load(gl.SliceLayout(1, KEYS))
     dbeta = gl.convert_layout(dbeta, gl.SliceLayout(1, KEYS))
     dbeta = gl.where(beta != 0.0, dbeta / beta, gl.sum(k * dc, 1))
-    gl.store(dbeta_ptr + whole + token.to(gl.int64) * Hv, dbeta.to(dbeta_ptr.dtype.element_ty), token < T)
+    token = gl.arange(0, C, gl.SliceLayout(1, KEYS))
+    of_head = (b.to(gl.int64) * T + t0) * Hv + h
+    gl.store(dbeta_ptr + of_head + token * Hv, dbeta.to(dbeta_ptr.dtype.element_ty), token < rows)
     if BY_KEY:
         x_tile.store(w)
         ups.reshape([4, WIDTH]).store(gl.sum(_in_blocks(of_state), 1))
@@ -440,24 +458,11 @@ def _gradients_kernel(
         dg = at[:, None, :] - (gl.associative_scan(cube, 1, plus) - cube)
         dg = gl.convert_layout(dg.reshape([C, WIDTH]), RUNS, assert_trivial=True)
         dg_block = gates._reinterpret(dg_desc.dtype, [1, 1, C, WIDTH], dg_desc.layout)
-        dg_block.reshape([C, WIDTH]).store(dg.to(dg_desc.dtype))
+        write(dg_desc, dg_ptr, dg_block.reshape([C, WIDTH]), dg, 0, K, where, rows, PACKED)
     elif g_ptr is not None:
-        w = gl.convert_layout(gl.sum(w, 1), few)
-        at = gl.sum(gl.sum(of_state, 1), 0) + gl.sum(crossing, 0) * gl.exp2(end)
+        at = gl.sum(of_state, 0) + gl.sum(crossing, 0) * gl.exp2(end)
         dg = at - (gl.associative_scan(w, 0, plus) - w)
-        gl.store(dg_ptr + whole + (t0 + row).to(gl.int64) * Hv, dg.to(dg_ptr.dtype.element_ty), t0 + row < T)
-    if dq_desc is not None:
-        q_tile.store(dq.to(gl.bfloat16))
-        k_tile.store(dk.to(gl.bfloat16))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(dq_desc, [b, h, t0, 0], q_block)
-        tma.async_copy_shared_to_global(dk_desc, [b, h, t0, 0], k_block)
-    else:
-        key = gl.arange(0, WIDTH, gl.SliceLayout(0, KEYS))[None, :]
-        to = (whole + token.to(gl.int64) * Hv)[:, None] * WIDTH + key
-        gl.store(dq_ptr + to, dq, (token < T)[:, None])
-        gl.store(dk_ptr + to, dk, (token < T)[:, None])
-        fence_async_shared()
-    if BY_KEY:
-        tma.async_copy_shared_to_global(dg_desc, [b, h, t0, 0], dg_block)
+        gl.store(dg_ptr + of_head + row * Hv, dg.to(dg_ptr.dtype.element_ty), row < rows)
+    write(dq_desc, dq_ptr, q_tile, dq, 0, K, where, rows, PACKED)
+    write(dk_desc, dk_ptr, k_tile, dk, 0, K, where, rows, PACKED)
     tma.store_wait(0)
