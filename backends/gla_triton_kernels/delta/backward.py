@@ -38,12 +38,14 @@ class BackwardPlan:
         gradients: the launch parameters of the kernels of gradients.py.
         has_entering: whether checkpoints hold the states that enter chunks.
         refusal: the reason why the kernels for SM90 do not compute the call; None if they do.
+        programs: the multiprocessors of the GPU.
     """
 
     states: PassParameters
     gradients: GradientParameters
     has_entering: bool
     refusal: Reason | None
+    programs: int
 
 
 def explain(call: OpCall, cut: bool) -> list[str]:
@@ -61,7 +63,7 @@ def plan(call: OpCall, gpu: Gpu, cut: bool) -> BackwardPlan:
     readable = not call.layouts or (layout is not None and layout.aligned and layout.is_contiguous)
     has_entering = call.scalars["checkpoint_every"] == CHUNK and readable
     states, gradients = plan_pass(call, gpu, cut), parameters_of_gradients(call, gpu)
-    return BackwardPlan(states, gradients, has_entering, sm90.refusal(call, gpu, cut))
+    return BackwardPlan(states, gradients, has_entering, sm90.refusal(call, gpu, cut), gpu.multiprocessors)
 
 
 def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
@@ -126,10 +128,10 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
 
 def launches(plan: BackwardPlan, x: BackwardTensors, scale: float, normalizer: int | None) -> list[Launch]:
     """Returns the launches that fill the gradients in x; for `normalizer` see `launches` of forward.py."""
-    return _general_launches(plan, x, scale, normalizer) if plan.refusal is not None else _sm90_launches(x, scale)
+    return _general_launches(plan, x, scale, normalizer) if plan.refusal is not None else _sm90_launches(plan, x, scale)
 
 
-def _sm90_launches(x: BackwardTensors, scale: float) -> list[Launch]:
+def _sm90_launches(plan: BackwardPlan, x: BackwardTensors, scale: float) -> list[Launch]:
     """Returns the launches of the kernels for SM90."""
     from gla_triton_kernels.chunks.segments import whole
     from gla_triton_kernels.delta.sm90.backward import launch_scan

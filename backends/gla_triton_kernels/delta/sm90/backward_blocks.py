@@ -104,13 +104,12 @@ def _blocks_kernel(
     row, column = i_t[:, None], i_t[None, :]  # [16, 1], [1, 16]
     for place in range(tl.program_id(0), places, tl.num_programs(0)):
         b, t0, end, _opening, _last, j = chunk_at(order_ptr, place // Hv, T, chunks, C)
-        h = place % Hv
+        h, b = place % Hv, tl.cast(b, tl.int64)
         place = tl.cast(j, tl.int64) * Hv + h  # noqa: PLW2901
         strong = 0
         if t0 < end:
             strong = tl.load(strong_ptr + place)
         if strong != 0:
-            b = tl.cast(b, tl.int64)
             for t in range(t0, end, 16):
                 valid = t + row < end  # [16, 1]
                 inside = valid & (i_k < K)  # [16, BK]

@@ -95,7 +95,7 @@ class Chunks(NamedTuple):
 def launch_pairs(x: BackwardTensors, scale: float) -> tuple[Chunks, list[Launch]]:
     """Returns what other kernels read of chunks, and the launches that fill it. It is undefined for empty chunks."""
     (B, T, _, K), Hv = x.k.shape, x.v.shape[2]
-    segments = cut(B, T, CHUNK, CHUNK, x.cu_seqlens, longest_first=False)
+    segments = cut(B, T, CHUNK, CHUNK, x.cu_seqlens)
     places, by_key = segments.count * Hv, x.g is not None and x.g.ndim == 4
     new = functools.partial(x.v.new_empty, dtype=torch.float32)
     kin, qin, kout = (new(places, CHUNK, K, dtype=torch.bfloat16) for _ in range(3))

@@ -163,6 +163,12 @@ def solve_blocks(m_tile, beta_tile):
 
 
 @gluon.jit
+def nearest_tf32(x):
+    """Returns x so that truncation to TF32 rounds it to the nearest number."""
+    return (x.to(gl.int32, bitcast=True) + 4096).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def solve_chunk(M, beta, beta_tile, blocks, m_tile, g_tile):
     """Returns G = (I + M B)^-1 M [C, C] for M [C, C] and the numbers B [C].
 
@@ -178,22 +184,24 @@ def solve_chunk(M, beta, beta_tile, blocks, m_tile, g_tile):
     cubes: gl.constexpr = M.reshape([C, 4, 16]).type.layout
     same = t // 16 == s // 16
     blocks.store(gl.sum(gl.where(same, M, 0.0).reshape([C, 4, 16]), 1))
-    m_tile.permute([1, 0]).store(M)
+    m_tile.permute([1, 0]).store(nearest_tf32(M))
     solve_blocks(blocks.reshape([4, 16, 16]), beta_tile)
     G = gl.zeros([C, 4, 16], gl.float32, cubes) + blocks.load(gl.SliceLayout(1, cubes))[:, None, :]
     G = gl.where(same, gl.convert_layout(G.reshape([C, C]), SCORES, assert_trivial=True), 0.0)
     beta_rows = beta_tile.load(gl.SliceLayout(1, SCORES))[:, None]
     for level in gl.static_range(2):
         half = 16 << level
-        g_tile.permute([1, 0]).store(beta_rows * G)
+        g_tile.permute([1, 0]).store(nearest_tf32(beta_rows * G))
         fence_async_shared()
-        left = gl.convert_layout(G * beta[None, :], TF32_LEFT)
+        left = gl.convert_layout(nearest_tf32(G * beta[None, :]), TF32_LEFT)
         P = gl.zeros([C, C], gl.float32, TF32)
         P = warpgroup_mma(left, m_tile.permute([1, 0]), P, use_acc=False, is_async=True)
         P = gl.convert_layout(warpgroup_mma_wait(0, [P]), SCORES, assert_trivial=True)
         P = gl.where(((t ^ s) & -half == half) & (s < t), M - P, 0.0)
         R = gl.zeros([C, C], gl.float32, TF32)
-        R = warpgroup_mma(gl.convert_layout(P, TF32_LEFT), g_tile.permute([1, 0]), R, use_acc=False, is_async=True)
+        R = warpgroup_mma(
+            gl.convert_layout(nearest_tf32(P), TF32_LEFT), g_tile.permute([1, 0]), R, use_acc=False, is_async=True
+        )
         R = gl.convert_layout(warpgroup_mma_wait(0, [R]), SCORES, assert_trivial=True)
         G += P - R
     return G

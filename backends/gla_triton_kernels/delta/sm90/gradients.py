@@ -59,7 +59,7 @@ from gla_triton_kernels.delta.sm90.common_backward import (
     unit_of_rows,
 )
 from gla_triton_kernels.delta.tensors import BackwardTensors
-from gla_triton_kernels.gla.sm90.common import as_float32, clear_rows, tokens_of, write
+from gla_triton_kernels.gla.sm90.common import as_float32, clear_rows, opaque_zero, tokens_of, write
 from gla_triton_runtime.launch import Launch
 from gla_triton_runtime.tma import row_tiles, shared_tiles, state_tiles
 
@@ -75,12 +75,13 @@ STATE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))  # of a 
 
 
 def launch_gradients(
-    x: BackwardTensors, chunks: Chunks, entering: Tensor, leaving: Tensor, scale: float
+    x: BackwardTensors, chunks: Chunks, entering: Tensor, leaving: Tensor, scale: float, programs: int
 ) -> list[Launch]:
     """Returns the launches that fill dq, dk, dg and dbeta.
 
     Args:
         entering, leaving: the states that enter chunks, and the gradients of those that leave them, [J, Hv, K, V].
+        programs: the blocks of warps that run at once.
     """
     (B, T, H, K), Hv, segments = x.k.shape, x.v.shape[2], chunks.segments
     R, by_key = Hv // H, chunks.strong is not None
@@ -107,8 +108,9 @@ def launch_gradients(
         **token_arguments(x, segments),
         **head_gate_arguments(x),
         "R": R,
+        "places": segments.count * Hv,
     }
-    launches = [Launch(_gradients_kernel, (segments.count * Hv, 1, 1), arguments, {"num_warps": 8})]
+    launches = [Launch(_gradients_kernel, (min(programs, segments.count * Hv), 1, 1), arguments, {"num_warps": 8})]
     if blocks is not None:
         launches.append(launch_blocks(x, chunks, blocks, dq, dk))
     for each, total in ((dq, x.dq), (dk, x.dk)):
@@ -139,7 +141,7 @@ def _decayed(x, table, j, strong, down: gl.constexpr):
     return gl.convert_layout((cubes * decay[:, None, :]).reshape([C, WIDTH]), KEYS, assert_trivial=True)
 
 
-@gluon.jit(do_not_specialize=["scale", *NUMBERS, "g_b", "g_t", "g_h", "R"])
+@gluon.jit(do_not_specialize=["scale", *NUMBERS, "g_b", "g_t", "g_h", "R", "places"])
 def _gradients_kernel(
     q_desc,  # [B, H, T, K], tiles [C, K]
     k_desc,
@@ -176,64 +178,148 @@ def _gradients_kernel(
     g_t,
     g_h,
     R,
+    places,  # J Hv
 ):
-    """Computes one chunk of one value head."""
+    """Computes chunks of value heads, one after the other, and loads tiles of the next one as soon as there is room."""
     BY_KEY: gl.constexpr = g_desc is not None
     V: gl.constexpr = WIDTH
-    PACKED: gl.constexpr = order is not None
-    h = gl.program_id(0) % Hv
-    j, b, t0, rows, _, _, _ = tokens_of(gl.program_id(0) // Hv, T, segment, segments, order)
-    place = j * Hv + h
-    if PACKED:
-        if rows <= 0:
-            return
-    q_block = gl.allocate_shared_memory(gl.bfloat16, [1, 1, C, WIDTH], q_desc.layout)
-    k_block = gl.allocate_shared_memory(gl.bfloat16, [1, 1, C, WIDTH], k_desc.layout)
-    c_tile = gl.allocate_shared_memory(  # kin, later the columns beta k
-        gl.bfloat16, [C, WIDTH], gl.NVMMASharedLayout.get_default_for([C, WIDTH], gl.bfloat16)
-    )
-    v_block = gl.allocate_shared_memory(gl.bfloat16, [1, 1, C, V], v_desc.layout)  # later E
-    do_block = gl.allocate_shared_memory(gl.bfloat16, [1, 1, C, V], do_desc.layout)
-    dv_block = gl.allocate_shared_memory(gl.bfloat16, [1, 1, C, V], dv_desc.layout)
-    s_block = gl.allocate_shared_memory(gl.bfloat16, [1, 1, WIDTH, V], s_desc.layout)
-    ds_block = gl.allocate_shared_memory(gl.bfloat16, [1, 1, WIDTH, V], ds_desc.layout)
-    G_tile = gl.allocate_shared_memory(gl.float16, [C, C], G_desc.layout)
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
-    a_tile = gl.allocate_shared_memory(gl.bfloat16, [C, C], square)  # dA^T, later dA
-    m_tile = gl.allocate_shared_memory(gl.bfloat16, [C, C], square)  # dM^T, later dM
-    bars = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(4):
+    wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, C, WIDTH], gl.float32)
+    q_block = gl.allocate_shared_memory(gl.bfloat16, [1, 1, 1, C, WIDTH], q_desc.layout)
+    k_block = gl.allocate_shared_memory(gl.bfloat16, [1, 1, 1, C, WIDTH], k_desc.layout)
+    c_tile = gl.allocate_shared_memory(  # kin, later the columns beta k
+        gl.bfloat16, [1, C, WIDTH], gl.NVMMASharedLayout.get_default_for([C, WIDTH], gl.bfloat16)
+    )
+    v_block = gl.allocate_shared_memory(gl.bfloat16, [1, 1, 1, C, V], v_desc.layout)  # later E
+    d_blocks = gl.allocate_shared_memory(gl.bfloat16, [2, 1, 1, C, V], do_desc.layout)  # dO, dV; later w, and dg
+    s_block = gl.allocate_shared_memory(gl.bfloat16, [1, 1, 1, WIDTH, V], s_desc.layout)
+    ds_block = gl.allocate_shared_memory(gl.bfloat16, [1, 1, 1, WIDTH, V], ds_desc.layout)  # later dq and dk
+    G_tile = gl.allocate_shared_memory(gl.float16, [1, C, C], G_desc.layout)
+    a_tile = gl.allocate_shared_memory(gl.bfloat16, [1, C, C], square)  # dA^T, later dA
+    m_tile = gl.allocate_shared_memory(gl.bfloat16, [1, C, C], square)  # dM^T, later dM
+    betas = gl.allocate_shared_memory(gl.float32, [1, C], LINE)
+    bars = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(3):
         mbarrier.init(bars.index(i), count=1)
-    bar = bars.index(0)
     if BY_KEY:
-        gates = gl.allocate_shared_memory(
-            gl.float32, [1, 1, C, WIDTH], gl.NVMMASharedLayout.get_default_for([1, 1, C, WIDTH], gl.float32)
-        )
-        given = gates._reinterpret(g_desc.dtype, [1, 1, C, WIDTH], g_desc.layout)
-        mbarrier.expect(bar, q_desc.block_type.nbytes + g_desc.block_type.nbytes)
+        gates = gl.allocate_shared_memory(gl.float32, [1, 1, 1, C, WIDTH], wide)  # of given gates, later exponents
+        given = gates.index(0)._reinterpret(g_desc.dtype, [1, 1, C, WIDTH], g_desc.layout)
+        totals = gl.allocate_shared_memory(gl.float32, [1, 4 * WIDTH], LINE)  # sums of the gates of blocks
+        ups = gl.allocate_shared_memory(gl.float32, [1, 4 * WIDTH], LINE)  # decays to the anchor of the columns of a block
+        downs = gl.allocate_shared_memory(gl.float32, [1, 4 * WIDTH], LINE)  # decays from that of the rows
+        apart = gl.allocate_shared_memory(gl.float32, [1, 4 * WIDTH], LINE)  # gates between the anchors of a block
+        tables = (totals, ups, downs, apart)
+    else:
+        gates, given, tables = q_block, None, gl.allocate_shared_memory(gl.float32, [1, C], LINE)
+    tiles = (
+        q_block,
+        k_block,
+        c_tile,
+        v_block,
+        d_blocks,
+        s_block,
+        ds_block,
+        G_tile,
+        a_tile,
+        m_tile,
+        betas,
+        gates,
+        tables,
+    )
+    loads = (
+        (q_desc, k_desc, g_desc, q_block.index(0), k_block.index(0), given),
+        (s_desc, v_desc, G_desc, s_block.index(0), v_block.index(0), G_tile.index(0)),
+        (do_desc, dv_desc, ds_desc, d_blocks, ds_block.index(0)),
+    )
+    outputs = (dq_desc, dk_desc, dg_desc, dq_ptr, dk_ptr, dg_ptr, dbeta_ptr)
+    inputs = (beta_ptr, (beta_b, beta_t, beta_h), g_ptr, (g_b, g_t, g_h), units_ptr, strong_ptr, blocks_ptr)
+    sizes = (T, segment, segments, order, Hv, R, K, places)
+    first = gl.program_id(0)
+    _, _, _, rows, _, _, _ = tokens_of(first // Hv, T, segment, segments, order)
+    if rows > 0:
+        _load_rows(loads[0], bars.index(0), first, sizes)
+        _load_state(loads[1], bars.index(1), first, sizes)
+        _load_gradients(loads[2], bars.index(2), first, sizes)
+    for i in range(gl.cdiv(places - first, gl.num_programs(0))):
+        place = first + i * gl.num_programs(0)
+        _, _, _, rows, _, _, _ = tokens_of(place // Hv, T, segment, segments, order)
+        if rows > 0:  # empty chunks are the last
+            _compute_chunk(place, i & 1, tiles, bars, loads, inputs, outputs, sizes, scale, BY_KEY)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _load_rows(load, bar, place, sizes):
+    """Starts to load q, k and the gates of a chunk."""
+    q_desc, k_desc, g_desc, q_block, k_block, given = load
+    T, segment, segments, order, Hv, R, _, _ = sizes
+    _, b, t0, _, _, _, _ = tokens_of(place // Hv, T, segment, segments, order)
+    h = place % Hv
+    if g_desc is not None:
+        mbarrier.expect(bar, 2 * q_desc.block_type.nbytes + g_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(g_desc, [b, h, t0, 0], bar, given)
     else:
-        mbarrier.expect(bar, q_desc.block_type.nbytes)
+        mbarrier.expect(bar, 2 * q_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(k_desc, [b, h // R, t0, 0], bar, k_block)
-    bar = bars.index(1)
+    tma.async_copy_global_to_shared(q_desc, [b, h // R, t0, 0], bar, q_block)
+
+
+@gluon.jit
+def _load_state(load, bar, place, sizes):
+    """Starts to load S, v and G of a chunk."""
+    s_desc, v_desc, G_desc, s_block, v_block, G_tile = load
+    T, segment, segments, order, Hv, _, _, _ = sizes
+    j, b, t0, _, _, _, _ = tokens_of(place // Hv, T, segment, segments, order)
+    h = place % Hv
     mbarrier.expect(bar, s_desc.block_type.nbytes + v_desc.block_type.nbytes + G_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(s_desc, [j, h, 0, 0], bar, s_block)
     tma.async_copy_global_to_shared(v_desc, [b, h, t0, 0], bar, v_block)
-    tma.async_copy_global_to_shared(G_desc, [place * C, 0], bar, G_tile)
-    bar = bars.index(2)
-    mbarrier.expect(bar, 2 * do_desc.block_type.nbytes + q_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(do_desc, [b, h, t0, 0], bar, do_block)
-    tma.async_copy_global_to_shared(dv_desc, [b, h, t0, 0], bar, dv_block)
-    tma.async_copy_global_to_shared(q_desc, [b, h // R, t0, 0], bar, q_block)
-    bar = bars.index(3)
-    mbarrier.expect(bar, ds_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(G_desc, [(j * Hv + h) * C, 0], bar, G_tile)
+
+
+@gluon.jit
+def _load_gradients(load, bar, place, sizes):
+    """Starts to load dO, dV and dS' of a chunk."""
+    do_desc, dv_desc, ds_desc, d_blocks, ds_block = load
+    T, segment, segments, order, Hv, _, _, _ = sizes
+    j, b, t0, _, _, _, _ = tokens_of(place // Hv, T, segment, segments, order)
+    h = place % Hv
+    mbarrier.expect(bar, 2 * do_desc.block_type.nbytes + ds_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(do_desc, [b, h, t0, 0], bar, d_blocks.index(0))
+    tma.async_copy_global_to_shared(dv_desc, [b, h, t0, 0], bar, d_blocks.index(1))
     tma.async_copy_global_to_shared(ds_desc, [j, h, 0, 0], bar, ds_block)
+
+
+@gluon.jit
+def _compute_chunk(place, phase, tiles, bars, loads, inputs, outputs, sizes, scale, BY_KEY: gl.constexpr):
+    """Computes one chunk of one value head."""
+    q_block, k_block, c_tile, v_block, d_blocks, s_block, ds_block, G_tile, a_tile, m_tile, betas, gates, tables = tiles
+    beta_ptr, beta_strides, g_ptr, g_strides, units_ptr, strong_ptr, blocks_ptr = inputs
+    dq_desc, dk_desc, dg_desc, dq_ptr, dk_ptr, dg_ptr, dbeta_ptr = outputs
+    T, segment, segments, order, Hv, R, K, places = sizes
+    zero = opaque_zero()
+    q_block, k_block, c_tile, v_block = q_block.index(zero), k_block.index(zero), c_tile.index(zero), v_block.index(zero)
+    s_block, ds_block = s_block.index(zero), ds_block.index(zero)
+    G_tile, a_tile, m_tile, betas = G_tile.index(zero), a_tile.index(zero), m_tile.index(zero), betas.index(zero)
+    PACKED: gl.constexpr = order is not None
+    V: gl.constexpr = WIDTH
+    square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
+    wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, C, WIDTH], gl.float32)
+    q_desc = loads[0][0]
+    h = place % Hv
+    j, b, t0, rows, _, _, _ = tokens_of(place // Hv, T, segment, segments, order)
+    next_place = place + gl.num_programs(0)
+    place = j * Hv + h
+    has_next = next_place < places
+    if PACKED:
+        _, _, _, next_rows, _, _, _ = tokens_of(gl.minimum(next_place, places - 1) // Hv, T, segment, segments, order)
+        has_next = has_next & (next_rows > 0)
     q_tile, k_tile, e_tile = q_block.reshape([C, WIDTH]), k_block.reshape([C, WIDTH]), v_block.reshape([C, V])
-    do_tile, dv_tile = do_block.reshape([C, V]), dv_block.reshape([C, V])
+    do_tile, dv_tile = d_blocks.index(0).reshape([C, V]), d_blocks.index(1).reshape([C, V])
     s_tile, ds_tile = s_block.reshape([WIDTH, V]), ds_block.reshape([WIDTH, V])
-    betas = gl.allocate_shared_memory(gl.float32, [C], LINE)
     few: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
     row = gl.arange(0, C, few)
+    beta_b, beta_t, beta_h = beta_strides
     head = beta_ptr + b.to(gl.int64) * beta_b + h * beta_h
     betas.store(gl.load(head + (t0 + row).to(gl.int64) * beta_t, row < rows, 0.0).to(gl.float32))
     token = gl.arange(0, C, gl.SliceLayout(0, VALUES))
@@ -241,14 +327,14 @@ def _gradients_kernel(
 
     # kin
     if BY_KEY:
+        gates = gates.index(zero)
+        given = gates._reinterpret(dg_desc.dtype, [1, 1, C, WIDTH], dg_desc.layout)
         x_tile = gates.reshape([C, WIDTH])
-        totals = gl.allocate_shared_memory(gl.float32, [4 * WIDTH], LINE)  # sums of the gates of blocks
-        ups = gl.allocate_shared_memory(gl.float32, [4 * WIDTH], LINE)  # decays to the anchor of the columns of a block
-        downs = gl.allocate_shared_memory(gl.float32, [4 * WIDTH], LINE)  # decays from that of the rows
-        apart = gl.allocate_shared_memory(gl.float32, [4 * WIDTH], LINE)  # gates between the anchors of a block
+        totals, ups, downs, apart = tables
+        totals, ups, downs, apart = totals.index(zero), ups.index(zero), downs.index(zero), apart.index(zero)
         strong = gl.load(strong_ptr + place)
         share = gl.where(strong != 0, 0.0, 0.5)  # of the decay of a block before the anchor of its rows
-        mbarrier.wait(bars.index(0), 0)
+        mbarrier.wait(bars.index(0), phase)
         if PACKED:
             clear_rows(given.reshape([C, WIDTH]), rows, RUNS)
             clear_rows(k_tile, rows, RUNS)
@@ -277,19 +363,20 @@ def _gradients_kernel(
         c_tile.store(gl.convert_layout(k.reshape([C, WIDTH]), RUNS, assert_trivial=True).to(gl.bfloat16))
         x_tile.store(x)
     else:
-        sums = gl.allocate_shared_memory(gl.float32, [C], LINE)
+        sums = tables.index(zero)
+        g_b, g_t, g_h = g_strides
         g = gl.zeros([C], gl.float32, few)
         if g_ptr is not None:
             head = g_ptr + b.to(gl.int64) * g_b + h * g_h
             g = bounded(gl.load(head + (t0 + row).to(gl.int64) * g_t, row < rows, 0.0))
         sums.store(gl.associative_scan(g, 0, plus))
         end = gl.sum(g, 0)
-        mbarrier.wait(bars.index(0), 0)
+        mbarrier.wait(bars.index(0), phase)
         if PACKED:
             clear_rows(k_tile, rows, RUNS)
     fence_async_shared()
     # E
-    mbarrier.wait(bars.index(1), 0)
+    mbarrier.wait(bars.index(1), phase)
     if PACKED:
         clear_rows(e_tile, rows, RUNS)
     P = gl.zeros([V, C], gl.float32, VALUES)
@@ -309,7 +396,7 @@ def _gradients_kernel(
     P = warpgroup_mma_wait(0, [P])
     e_tile.permute([1, 0]).store((X - P * row_unit[:, None] * unit).to(gl.bfloat16))
     # rows and columns
-    mbarrier.wait(bars.index(2), 0)
+    mbarrier.wait(bars.index(2), phase)
     if PACKED:
         clear_rows(q_tile, rows, RUNS)
         clear_rows(do_tile, rows, RUNS)
@@ -362,7 +449,7 @@ def _gradients_kernel(
         QK, KK = warpgroup_mma_wait(0, [QK, KK])
         QK = gl.where(t > s, dA * QK + dM * KK, 0.0) * betas.load(gl.SliceLayout(0, PAIRS))[None, :]
         w = gl.convert_layout(gl.sum(QK, 1), few) - gl.convert_layout(gl.sum(QK, 0), few)
-    rests = do_block._reinterpret(gl.bfloat16, [2, C, C], square)  # of dA and dM; dO has been read
+    rests = d_blocks._reinterpret(gl.bfloat16, [4, C, C], square)  # of dA and dM; dO has been read
     dA, rest_of_dA = rounded_apart(dA)
     dM, rest_of_dM = rounded_apart(dM)
     a_tile.permute([1, 0]).store(dA)
@@ -376,6 +463,7 @@ def _gradients_kernel(
     dq *= scale
     if BY_KEY:
         of_state = as_float32(q_tile.load(KEYS)) * dq + as_float32(k_tile.load(KEYS)) * dr
+        totals.reshape([4, WIDTH]).store(gl.sum(_in_blocks(of_state), 1))
         for i in gl.static_range(4):
             dq, dr = _decayed(dq, ups, i, strong, False), _decayed(dr, ups, i, strong, False)
             of_i = c_tile.slice(16 * i, 16)
@@ -400,7 +488,6 @@ def _gradients_kernel(
         rests.index(0).store(rest_of_dA)
         rests.index(1).store(rest_of_dM)
     fence_async_shared()
-    mbarrier.wait(bars.index(3), 0)
     dc = gl.zeros([C, WIDTH], gl.float32, KEYS)
     dc = warpgroup_mma(e_tile, ds_tile.permute([1, 0]), dc, use_acc=False, is_async=True)
     crossing = gl.sum(as_float32(s_tile.load(STATE)) * as_float32(ds_tile.load(STATE)), 1)  # [K]
@@ -421,6 +508,9 @@ def _gradients_kernel(
         dc = warpgroup_mma(a_tile.permute([1, 0]), q_tile, dc, is_async=True)
         dc = warpgroup_mma(m_tile.permute([1, 0]), k_tile, dc, is_async=True)
         dc = warpgroup_mma_wait(0, [dc])
+    fence_async_shared()  # S, v and G have been loaded to registers; TMA overwrites their tiles
+    if has_next:
+        _load_state(loads[1], bars.index(1), next_place, sizes)
     # results
     beta = betas.load(gl.SliceLayout(1, KEYS))[:, None]
     k = as_float32(k_tile.load(KEYS))
@@ -444,25 +534,32 @@ def _gradients_kernel(
     token = gl.arange(0, C, gl.SliceLayout(1, KEYS))
     of_head = (b.to(gl.int64) * T + t0) * Hv + h
     gl.store(dbeta_ptr + of_head + token * Hv, dbeta.to(dbeta_ptr.dtype.element_ty), token < rows)
+    fence_async_shared()  # likewise q, k and exponents
+    if has_next:
+        _load_rows(loads[0], bars.index(0), next_place, sizes)
     if BY_KEY:
-        x_tile.store(w)
-        ups.reshape([4, WIDTH]).store(gl.sum(_in_blocks(of_state), 1))
-        of_state = ups.reshape([4, WIDTH]).load(OF_BLOCKS) * through
+        w_tile = d_blocks._reinterpret(gl.float32, [1, 1, C, WIDTH], wide).reshape([C, WIDTH])
+        w_tile.store(w)
+        of_state = totals.reshape([4, WIDTH]).load(OF_BLOCKS) * through
         end = gl.exp2(gl.sum(total, 0))  # the decay of the chunk
         at = gl.sum(of_state, 0) + gl.convert_layout(crossing, ROW) * end  # the sum over V of S * dS
-        cube = gl.convert_layout(_in_blocks(x_tile.load(RUNS)), CUBES, assert_trivial=True)
+        cube = gl.convert_layout(_in_blocks(w_tile.load(RUNS)), CUBES, assert_trivial=True)
         downs.reshape([4, WIDTH]).store(gl.sum(cube, 1))
         at = gl.zeros([4, WIDTH], gl.float32, OF_BLOCKS) + at[None, :]
         for i in gl.static_range(3):
             at -= gl.where(block > i, of_blocks(downs, i, ROW)[None, :], 0.0)
         dg = at[:, None, :] - (gl.associative_scan(cube, 1, plus) - cube)
         dg = gl.convert_layout(dg.reshape([C, WIDTH]), RUNS, assert_trivial=True)
-        dg_block = gates._reinterpret(dg_desc.dtype, [1, 1, C, WIDTH], dg_desc.layout)
-        write(dg_desc, dg_ptr, dg_block.reshape([C, WIDTH]), dg, 0, K, where, rows, PACKED)
+        dg_tile = d_blocks._reinterpret(dg_desc.dtype, [1, 1, C, WIDTH], dg_desc.layout).reshape([C, WIDTH])
+        write(dg_desc, dg_ptr, dg_tile, dg, 0, K, where, rows, PACKED)
     elif g_ptr is not None:
         at = gl.sum(of_state, 0) + gl.sum(crossing, 0) * gl.exp2(end)
         dg = at - (gl.associative_scan(w, 0, plus) - w)
         gl.store(dg_ptr + of_head + row * Hv, dg.to(dg_ptr.dtype.element_ty), row < rows)
-    write(dq_desc, dq_ptr, q_tile, dq, 0, K, where, rows, PACKED)
-    write(dk_desc, dk_ptr, k_tile, dk, 0, K, where, rows, PACKED)
-    tma.store_wait(0)
+    written = ds_block._reinterpret(gl.bfloat16, [2, 1, 1, C, WIDTH], q_desc.layout)
+    write(dq_desc, dq_ptr, written.index(0).reshape([C, WIDTH]), dq, 0, K, where, rows, PACKED)
+    write(dk_desc, dk_ptr, written.index(1).reshape([C, WIDTH]), dk, 0, K, where, rows, PACKED)
+    tma.store_wait(0)  # the copies have read their tiles
+    fence_async_shared()
+    if has_next:
+        _load_gradients(loads[2], bars.index(2), next_place, sizes)
