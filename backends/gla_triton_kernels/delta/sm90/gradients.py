@@ -85,7 +85,9 @@ def launch_gradients(
     """
     (B, T, H, K), Hv, segments = x.k.shape, x.v.shape[2], chunks.segments
     R, by_key = Hv // H, chunks.strong is not None
-    dq, dk = (z if R == 1 else z.new_empty(B, T, Hv, K, dtype=torch.float32) for z in (x.dq, x.dk))
+    # backward_blocks.py adds to dq and dk, so bfloat16 would round partial results twice.
+    dtype, by_tma = (torch.float32, R == 1) if by_key else (torch.bfloat16, True)
+    dq, dk = (z if R == 1 else z.new_empty(B, T, Hv, K, dtype=dtype) for z in (x.dq, x.dk))
     blocks = x.v.new_empty(segments.count * Hv, 2, CHUNK, 16, dtype=torch.float32) if by_key else None
     tiles = {name: getattr(x, name) for name in ("q", "k", "v", "do", "dv")}
     arguments = {
@@ -94,8 +96,8 @@ def launch_gradients(
         "s_desc": state_tiles(entering, MOST, MOST),
         "ds_desc": state_tiles(leaving, MOST, MOST),
         "G_desc": row_tiles(chunks.G, CHUNK, CHUNK),
-        "dq_desc": shared_tiles(dq, CHUNK, MOST) if R == 1 else None,
-        "dk_desc": shared_tiles(dk, CHUNK, MOST) if R == 1 else None,
+        "dq_desc": shared_tiles(dq, CHUNK, MOST) if by_tma else None,
+        "dk_desc": shared_tiles(dk, CHUNK, MOST) if by_tma else None,
         "dg_desc": shared_tiles(x.dg, CHUNK, MOST) if x.dg is not None and by_key else None,
         "dq_ptr": dq,
         "dk_ptr": dk,
@@ -152,7 +154,7 @@ def _gradients_kernel(
     s_desc,  # [J, Hv, K, V], tiles [K, V]
     ds_desc,
     G_desc,  # [J Hv C, C], tiles [C, C]
-    dq_desc,  # [B, H, T, K], tiles [C, K], or None if R > 1
+    dq_desc,  # [B, Hv, T, K], tiles [C, K]; None if R > 1 and each key has a gate
     dk_desc,
     dg_desc,  # as g_desc
     dq_ptr,  # [B, T, Hv, K], contiguous, as the next three
@@ -205,7 +207,9 @@ def _gradients_kernel(
         gates = gl.allocate_shared_memory(gl.float32, [1, 1, 1, C, WIDTH], wide)  # of given gates, later exponents
         given = gates.index(0)._reinterpret(g_desc.dtype, [1, 1, C, WIDTH], g_desc.layout)
         totals = gl.allocate_shared_memory(gl.float32, [1, 4 * WIDTH], LINE)  # sums of the gates of blocks
-        ups = gl.allocate_shared_memory(gl.float32, [1, 4 * WIDTH], LINE)  # decays to the anchor of the columns of a block
+        ups = gl.allocate_shared_memory(
+            gl.float32, [1, 4 * WIDTH], LINE
+        )  # decays to the anchor of the columns of a block
         downs = gl.allocate_shared_memory(gl.float32, [1, 4 * WIDTH], LINE)  # decays from that of the rows
         apart = gl.allocate_shared_memory(gl.float32, [1, 4 * WIDTH], LINE)  # gates between the anchors of a block
         tables = (totals, ups, downs, apart)
@@ -298,7 +302,12 @@ def _compute_chunk(place, phase, tiles, bars, loads, inputs, outputs, sizes, sca
     dq_desc, dk_desc, dg_desc, dq_ptr, dk_ptr, dg_ptr, dbeta_ptr = outputs
     T, segment, segments, order, Hv, R, K, places = sizes
     zero = opaque_zero()
-    q_block, k_block, c_tile, v_block = q_block.index(zero), k_block.index(zero), c_tile.index(zero), v_block.index(zero)
+    q_block, k_block, c_tile, v_block = (
+        q_block.index(zero),
+        k_block.index(zero),
+        c_tile.index(zero),
+        v_block.index(zero),
+    )
     s_block, ds_block = s_block.index(zero), ds_block.index(zero)
     G_tile, a_tile, m_tile, betas = G_tile.index(zero), a_tile.index(zero), m_tile.index(zero), betas.index(zero)
     PACKED: gl.constexpr = order is not None
