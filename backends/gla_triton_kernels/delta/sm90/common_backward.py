@@ -169,6 +169,24 @@ def nearest_tf32(x):
 
 
 @gluon.jit
+def tf32_left(x):
+    """Returns an accumulator x [C, C] as the left operand of a product in TF32, with its columns in another order.
+
+    A thread has columns 2t and 2t + 1 of each 8 columns of an accumulator, and columns t and t + 4 of an operand. In
+    this order, accumulators become operands in place. The rows of the right operand need the same order; see
+    `tf32_rows`.
+    """
+    x = nearest_tf32(x).reshape([C, C // 8, 4, 2]).permute([0, 1, 3, 2]).reshape([C, C])
+    return gl.convert_layout(x, TF32_LEFT, assert_trivial=True)
+
+
+@gluon.jit
+def tf32_rows(x):
+    """Returns the right operand x [C, C] of a product in TF32, with its rows in the order of `tf32_left`."""
+    return nearest_tf32(x).reshape([C // 8, 4, 2, C]).permute([0, 2, 1, 3]).reshape([C, C])
+
+
+@gluon.jit
 def solve_chunk(M, beta, beta_tile, blocks, m_tile, g_tile):
     """Returns G = (I + M B)^-1 M [C, C] for M [C, C] and the numbers B [C].
 
@@ -184,24 +202,22 @@ def solve_chunk(M, beta, beta_tile, blocks, m_tile, g_tile):
     cubes: gl.constexpr = M.reshape([C, 4, 16]).type.layout
     same = t // 16 == s // 16
     blocks.store(gl.sum(gl.where(same, M, 0.0).reshape([C, 4, 16]), 1))
-    m_tile.permute([1, 0]).store(nearest_tf32(M))
+    m_tile.permute([1, 0]).store(tf32_rows(M))
     solve_blocks(blocks.reshape([4, 16, 16]), beta_tile)
     G = gl.zeros([C, 4, 16], gl.float32, cubes) + blocks.load(gl.SliceLayout(1, cubes))[:, None, :]
     G = gl.where(same, gl.convert_layout(G.reshape([C, C]), SCORES, assert_trivial=True), 0.0)
     beta_rows = beta_tile.load(gl.SliceLayout(1, SCORES))[:, None]
     for level in gl.static_range(2):
         half = 16 << level
-        g_tile.permute([1, 0]).store(nearest_tf32(beta_rows * G))
+        g_tile.permute([1, 0]).store(tf32_rows(beta_rows * G))
         fence_async_shared()
-        left = gl.convert_layout(nearest_tf32(G * beta[None, :]), TF32_LEFT)
+        left = tf32_left(G * beta[None, :])
         P = gl.zeros([C, C], gl.float32, TF32)
         P = warpgroup_mma(left, m_tile.permute([1, 0]), P, use_acc=False, is_async=True)
         P = gl.convert_layout(warpgroup_mma_wait(0, [P]), SCORES, assert_trivial=True)
         P = gl.where(((t ^ s) & -half == half) & (s < t), M - P, 0.0)
         R = gl.zeros([C, C], gl.float32, TF32)
-        R = warpgroup_mma(
-            gl.convert_layout(nearest_tf32(P), TF32_LEFT), g_tile.permute([1, 0]), R, use_acc=False, is_async=True
-        )
+        R = warpgroup_mma(tf32_left(P), g_tile.permute([1, 0]), R, use_acc=False, is_async=True)
         R = gl.convert_layout(warpgroup_mma_wait(0, [R]), SCORES, assert_trivial=True)
         G += P - R
     return G
