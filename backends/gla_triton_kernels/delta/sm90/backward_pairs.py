@@ -12,7 +12,7 @@ The columns of earlier blocks j are decayed further by exp(a_i - a_j), at most 1
 
 If some key of the chunk decays in a block by more than MILD_DECAY_SM90, the chunk is strong, and another launch computes
 it again. There the anchor of rows is the start of a block and that of columns its end, so that no exponent is above 0,
-and the pairs within blocks come from `pairs_by_halving`. If the keys of a head share a gate, q k^T and k k^T are multiplied by exp(b_t - b_s).
+and the pairs within blocks come from `pairs_by_halving`. If the keys of a head share a gate, q k^T and k k^T are multiplied by exp(b_t - b_s), and kin and kout are k with factors of its rows.
 
 B batch   T tokens   J chunks   H heads of q and k   Hv heads of values, gates and beta   R = Hv / H
 K key width   C tokens of a chunk
@@ -73,22 +73,25 @@ class Chunks(NamedTuple):
 
     Attributes:
         segments: the chunks, as segments of `CHUNK` tokens.
-        kin, qin, kout: [J Hv, C, K].
+        qin: [J Hv, C, K].
+        kin, kout: as qin; None if the keys of a head share a gate, so that they are k with factors of their rows.
         A: what A is rounded to, and the rest, [2, J Hv, C, C].
         G: [J Hv, C, C]; each row is divided by its unit.
         units: the units of the rows of G [J Hv, C].
         decay: [J Hv, K].
+        factors: exp(b_t) and exp(b_C - b_t) [J Hv, 2, C]; None if each key has a gate.
         strong: whether chunks are strong [J Hv], int32; None unless each key has a gate.
     """
 
     segments: Segments
-    kin: Tensor
+    kin: Tensor | None
     qin: Tensor
-    kout: Tensor
+    kout: Tensor | None
     A: Tensor
     G: Tensor
     units: Tensor
     decay: Tensor
+    factors: Tensor | None
     strong: Tensor | None
 
 
@@ -98,21 +101,23 @@ def launch_pairs(x: BackwardTensors, scale: float) -> tuple[Chunks, list[Launch]
     segments = cut(B, T, CHUNK, CHUNK, x.cu_seqlens)
     places, by_key = segments.count * Hv, x.g is not None and x.g.ndim == 4
     new = functools.partial(x.v.new_empty, dtype=torch.float32)
-    kin, qin, kout = (new(places, CHUNK, K, dtype=torch.bfloat16) for _ in range(3))
+    kin, qin, kout = (new(places, CHUNK, K, dtype=torch.bfloat16) if by_key or i == 1 else None for i in range(3))
     A, G = new(2, places, CHUNK, CHUNK, dtype=torch.bfloat16), new(places, CHUNK, CHUNK, dtype=torch.float16)
     strong = new(places, dtype=torch.int32) if by_key else None
-    chunks = Chunks(segments, kin, qin, kout, A, G, new(places, CHUNK), new(places, K), strong)
+    factors = None if by_key else new(places, 2, CHUNK)
+    chunks = Chunks(segments, kin, qin, kout, A, G, new(places, CHUNK), new(places, K), factors, strong)
     arguments = {
         "q_desc": shared_tiles(x.q, CHUNK, MOST),
         "k_desc": shared_tiles(x.k, CHUNK, MOST),
         "g_desc": shared_tiles(x.g, CHUNK, MOST) if x.g is not None and by_key else None,
-        "kin_desc": row_tiles(kin, CHUNK, MOST),
+        "kin_desc": None if kin is None else row_tiles(kin, CHUNK, MOST),
         "qin_desc": row_tiles(qin, CHUNK, MOST),
-        "kout_desc": row_tiles(kout, CHUNK, MOST),
+        "kout_desc": None if kout is None else row_tiles(kout, CHUNK, MOST),
         "A_desc": row_tiles(A, CHUNK, CHUNK),
         "G_desc": row_tiles(G, CHUNK, CHUNK),
         "units_ptr": chunks.units,
         "decay_ptr": chunks.decay,
+        "factors_ptr": factors,
         "strong_ptr": strong,
         "scale": scale,
         **token_arguments(x, segments),
@@ -140,13 +145,14 @@ def _pairs_kernel(
     q_desc,  # [B, H, T, K], tiles [C, K]
     k_desc,
     g_desc,  # [B, Hv, T, K] if each key has a gate, else None
-    kin_desc,  # [J Hv C, K], tiles [C, K]
-    qin_desc,
-    kout_desc,
+    kin_desc,  # [J Hv C, K], tiles [C, K], if each key has a gate, else None
+    qin_desc,  # [J Hv C, K], tiles [C, K]
+    kout_desc,  # as kin_desc
     A_desc,  # [2 J Hv C, C], tiles [C, C]
     G_desc,  # [J Hv C, C], tiles [C, C]
     units_ptr,  # [J, Hv, C]
     decay_ptr,  # [J, Hv, K]
+    factors_ptr,  # [J, Hv, 2, C] unless each key has a gate
     strong_ptr,  # [J, Hv] if each key has a gate, else None
     scale,
     beta_ptr,  # [B, T, Hv]
@@ -173,11 +179,14 @@ def _pairs_kernel(
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.float32)
     q_block = gl.allocate_shared_memory(gl.bfloat16, [1, 1, C, WIDTH], q_desc.layout)
     k_block = gl.allocate_shared_memory(gl.bfloat16, [1, 1, C, WIDTH], k_desc.layout)
-    columns = gl.allocate_shared_memory(gl.bfloat16, [C, WIDTH], tile)
-    room = gl.allocate_shared_memory(gl.float32, [2, C, C], wide)  # for gates, then for M and G
+    columns = k_block
+    if KEYS:
+        columns = gl.allocate_shared_memory(gl.bfloat16, [C, WIDTH], tile)
+        room = gl.allocate_shared_memory(gl.float32, [2, C, C], wide)  # for gates, then for M and G
+    else:
+        room = gl.allocate_shared_memory(gl.float32, [1, C, C], wide)  # M takes the room of k
     a_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, C, C], A_desc.layout)
     g_tile = gl.allocate_shared_memory(gl.float16, [C, C], G_desc.layout)
-    small = gl.allocate_shared_memory(gl.float32, [C, 16], PLAIN)
     betas = gl.allocate_shared_memory(gl.float32, [C], LINE)
     table = gl.allocate_shared_memory(gl.float32, [4 * WIDTH], LINE)  # of gates: their sums in blocks, or over tokens
     exact, spare = room, columns
@@ -186,9 +195,9 @@ def _pairs_kernel(
         spare = gl.allocate_shared_memory(gl.bfloat16, [C, WIDTH], tile)
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(bar, count=1)
-    tiles = (q_block, k_block, columns, room, a_tiles, g_tile, small, betas, table, exact, spare, bar)
+    tiles = (q_block, k_block, columns, room, a_tiles, g_tile, betas, table, exact, spare, bar)
     inputs = (q_desc, k_desc, g_desc, beta_ptr, (beta_b, beta_t, beta_h), g_ptr, (g_b, g_t, g_h))
-    results = (kin_desc, qin_desc, kout_desc, A_desc, G_desc, units_ptr, decay_ptr, strong_ptr)
+    results = (kin_desc, qin_desc, kout_desc, A_desc, G_desc, units_ptr, decay_ptr, factors_ptr, strong_ptr)
     sizes = (T, segment, segments, order, Hv, R, K, places)
     if STRONG:
         phase = 0
@@ -206,9 +215,9 @@ def _pairs_kernel(
 
 @gluon.jit
 def _compute_chunk(place, tiles, inputs, results, sizes, scale, phase, KEYS: gl.constexpr, STRONG: gl.constexpr):
-    q_block, k_block, columns, room, a_tiles, g_tile, small, betas, table, exact, spare, bar = tiles
+    q_block, k_block, columns, room, a_tiles, g_tile, betas, table, exact, spare, bar = tiles
     q_desc, k_desc, g_desc, beta_ptr, beta_strides, g_ptr, g_strides = inputs
-    kin_desc, qin_desc, kout_desc, A_desc, G_desc, units_ptr, decay_ptr, strong_ptr = results
+    kin_desc, qin_desc, kout_desc, A_desc, G_desc, units_ptr, decay_ptr, factors_ptr, strong_ptr = results
     T, segment, segments, order, Hv, R, K, places = sizes
     PACKED: gl.constexpr = order is not None
     place = gl.to_tensor(place)
@@ -322,22 +331,30 @@ def _compute_chunk(place, tiles, inputs, results, sizes, scale, phase, KEYS: gl.
         A, rest = rounded_apart(gl.where(t >= s, A * D * scale, 0.0))
         a_tiles.index(0).store(A)
         a_tiles.index(1).store(rest)
-        of_rows = sums.load(gl.SliceLayout(1, RUNS))[:, None]
-        through = gl.exp2(of_rows)
-        columns.store((as_float32(k_tile.load(RUNS)) * gl.exp2(end - of_rows)).to(gl.bfloat16))
+        through = gl.exp2(sums.load(gl.SliceLayout(1, RUNS)))[:, None]
+        at = factors_ptr + place.to(gl.int64) * (2 * C) + row
+        gl.store(at, gl.exp2(sums.load(few)))
+        gl.store(at + C, gl.exp2(end - sums.load(few)))
         key = gl.arange(0, WIDTH, few)
         ones = gl.full([WIDTH], 1.0, gl.float32, few)
         gl.store(decay_ptr + place.to(gl.int64) * K + key, ones * gl.exp2(end), key < K)
-    _scale_tile(k_tile, through, 1.0, KEYS)
+    if KEYS:
+        _scale_tile(k_tile, through, 1.0, KEYS)
     _scale_tile(q_tile, through, scale, KEYS)
     fence_async_shared()
-    tma.async_copy_shared_to_global(kin_desc, [out, 0], k_tile)
     tma.async_copy_shared_to_global(qin_desc, [out, 0], q_tile)
-    tma.async_copy_shared_to_global(kout_desc, [out, 0], columns)
+    if KEYS:
+        tma.async_copy_shared_to_global(kin_desc, [out, 0], k_tile)
+        tma.async_copy_shared_to_global(kout_desc, [out, 0], columns)
     tma.async_copy_shared_to_global(A_desc, [out, 0], a_tiles.index(0))
     tma.async_copy_shared_to_global(A_desc, [out + places * C, 0], a_tiles.index(1))
     beta = betas.load(gl.SliceLayout(0, SCORES))
-    G = solve_chunk(M, beta, betas, small, room.index(0), room.index(1))
+    if KEYS:
+        m_tile, work = room.index(0), room.index(1)
+    else:
+        wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.float32)
+        m_tile, work = k_block._reinterpret(gl.float32, [C, C], wide), room.index(0)
+    G = solve_chunk(M, beta, betas, work._reinterpret(gl.float32, [C, 16], PLAIN), m_tile, work)
     unit, inverse = unit_of_rows(G)
     g_tile.store((G * inverse[:, None]).to(gl.float16))
     gl.store(units_ptr + place.to(gl.int64) * C + gl.arange(0, C, gl.SliceLayout(1, SCORES)), unit)
