@@ -334,7 +334,7 @@ def _compute_chunk(place, phase, tiles, bars, loads, inputs, outputs, sizes, sca
     token = gl.arange(0, C, gl.SliceLayout(0, VALUES))
     unit = gl.load(units_ptr + place.to(gl.int64) * C + token)[None, :]
 
-    # kin
+    # rows and columns
     if BY_KEY:
         gates = gates.index(zero)
         given = gates._reinterpret(dg_desc.dtype, [1, 1, C, WIDTH], dg_desc.layout)
@@ -347,6 +347,7 @@ def _compute_chunk(place, phase, tiles, bars, loads, inputs, outputs, sizes, sca
         if PACKED:
             clear_rows(given.reshape([C, WIDTH]), rows, RUNS)
             clear_rows(k_tile, rows, RUNS)
+            clear_rows(q_tile, rows, RUNS)
         cube = bounded(given.reshape([C, WIDTH]).load(RUNS)).reshape([4, 16, WIDTH])
         cube = gl.convert_layout(cube, CUBES, assert_trivial=True)
         total = gl.sum(cube, 1)  # [4, K]
@@ -367,10 +368,17 @@ def _compute_chunk(place, phase, tiles, bars, loads, inputs, outputs, sizes, sca
         ups.reshape([4, WIDTH]).store(gl.exp2(up))
         downs.reshape([4, WIDTH]).store(gl.exp2(down))
         through = gl.exp2(through)  # [4, K]
-        k = as_float32(k_tile.load(RUNS)) * gl.exp2(x)
-        k = gl.convert_layout(k.reshape([4, 16, WIDTH]), CUBES, assert_trivial=True) * through[:, None, :]
-        c_tile.store(gl.convert_layout(k.reshape([C, WIDTH]), RUNS, assert_trivial=True).to(gl.bfloat16))
         x_tile.store(x)
+        up = gl.exp2(x)
+        q_tile.store((as_float32(q_tile.load(RUNS)) * up).to(gl.bfloat16))
+        k = as_float32(k_tile.load(RUNS))
+        kin = k * up
+        k_tile.store(kin.to(gl.bfloat16))
+        kin = gl.convert_layout(_in_blocks(kin), CUBES, assert_trivial=True) * through[:, None, :]
+        c_tile.store(gl.convert_layout(kin.reshape([C, WIDTH]), RUNS, assert_trivial=True).to(gl.bfloat16))
+        down = gl.exp2(between[:, None, :] - cube)
+        down = gl.convert_layout(down.reshape([C, WIDTH]), RUNS, assert_trivial=True)
+        column = (k * betas.load(gl.SliceLayout(1, RUNS))[:, None] * down).to(gl.bfloat16)
     else:
         sums = tables.index(zero)
         g_b, g_t, g_h = g_strides
@@ -383,6 +391,7 @@ def _compute_chunk(place, phase, tiles, bars, loads, inputs, outputs, sizes, sca
         mbarrier.wait(bars.index(0), phase)
         if PACKED:
             clear_rows(k_tile, rows, RUNS)
+            clear_rows(q_tile, rows, RUNS)
     fence_async_shared()
     # E
     mbarrier.wait(bars.index(1), phase)
@@ -404,25 +413,16 @@ def _compute_chunk(place, phase, tiles, bars, loads, inputs, outputs, sizes, sca
     P = warpgroup_mma(Y, G_tile.permute([1, 0]), P, use_acc=False, is_async=True)
     P = warpgroup_mma_wait(0, [P])
     e_tile.permute([1, 0]).store((X - P * row_unit[:, None] * unit).to(gl.bfloat16))
-    # rows and columns
+    # pairs
     mbarrier.wait(bars.index(2), phase)
     if PACKED:
-        clear_rows(q_tile, rows, RUNS)
         clear_rows(do_tile, rows, RUNS)
         clear_rows(dv_tile, rows, RUNS)
-    k = as_float32(k_tile.load(RUNS))
-    column = k * betas.load(gl.SliceLayout(1, RUNS))[:, None]
-    if BY_KEY:
-        x = x_tile.load(RUNS)
-        up = gl.exp2(x)
-        q_tile.store((as_float32(q_tile.load(RUNS)) * up).to(gl.bfloat16))
-        k_tile.store((k * up).to(gl.bfloat16))
-        x = gl.convert_layout(_in_blocks(x), CUBES, assert_trivial=True)
-        x = gl.exp2(between[:, None, :] - x)
-        column *= gl.convert_layout(x.reshape([C, WIDTH]), RUNS, assert_trivial=True)
-    c_tile.store(column.to(gl.bfloat16))
+    if not BY_KEY:
+        column = as_float32(k_tile.load(RUNS)) * betas.load(gl.SliceLayout(1, RUNS))[:, None]
+        column = column.to(gl.bfloat16)
+    c_tile.store(column)
     fence_async_shared()
-    # pairs
     t = gl.arange(0, C, gl.SliceLayout(1, PAIRS))[:, None]
     s = gl.arange(0, C, gl.SliceLayout(0, PAIRS))[None, :]
     dA = gl.zeros([C, C], gl.float32, PAIRS)
