@@ -77,10 +77,12 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
     """
     from gla_triton_kernels.chunks.padding import clear_padding
     from gla_triton_kernels.delta.tensors import BackwardTensors
+    from gla_triton_kernels.gla.tensors import with_copies
     from gla_triton_runtime.prepared import Launches, rehearsed
 
     T, Hv, K, V, N = (call.dims[name] for name in ("T", "Hv", "K", "V", "N"))
     empty, normalizer, planned = N == 0 or T == 0, call.scalars["gate_normalizer"], plan(call, gpu_of_call(call), cut)
+    copied = sm90.copied(call) if planned.refusal is None else frozenset()
 
     def describe(x: BackwardTensors, scale: float) -> list[Launch]:
         cleared = []
@@ -119,6 +121,7 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
         if dinitial is not None and planned.states.length is not None and cu_seqlens is not None:
             copy_or_clear(dinitial, dstate)  # the gradients of empty sequences, which have no segment
         x = BackwardTensors(q, k, v, g, beta, initial_state, cu_seqlens, checkpoints, do, dstate, *results)
+        x = with_copies(x, copied) if copied else x
         if unrecorded := launched.replay(x, scale):
             unrecorded.start(describe(x, scale))
         return results

@@ -38,7 +38,7 @@ from gla_triton_kernels.chunks.segments import Segments, state_strides
 from gla_triton_kernels.delta.sm90.backward_pairs import Chunks
 from gla_triton_kernels.delta.sm90.common_backward import MOST, NUMBERS, WIDTH, C, token_arguments, unit_of_rows
 from gla_triton_kernels.delta.tensors import BackwardTensors
-from gla_triton_kernels.gla.sm90.common import chunk_of, clear_rows, in_state, keep_apart, tokens_of
+from gla_triton_kernels.gla.sm90.common import chunk_of, clear_rows, in_state, keep_apart, opaque_zero, tokens_of
 from gla_triton_runtime.launch import Launch
 from gla_triton_runtime.tma import row_tiles, shared_tiles, state_tiles
 
@@ -133,7 +133,6 @@ def _state_warps(
     value = gl.arange(0, W, gl.SliceLayout(1, STATE))[:, None] + WARPGROUP * W
     key = gl.arange(0, WIDTH, gl.SliceLayout(0, STATE))
     token = gl.arange(0, C, gl.SliceLayout(0, TOKENS))
-    value_of_tokens = gl.arange(0, W, gl.SliceLayout(1, TOKENS))[:, None] + WARPGROUP * W
     dS = gl.zeros([W, WIDTH], gl.float32, STATE)
     if last_ptr is not None:
         state_n, state_h, state_k, state_v = strides
@@ -168,7 +167,8 @@ def _state_warps(
         if PACKED:
             clear_rows(do_tile, rows, ROWS)  # they belong to the next sequence
             if factors_ptr is not None:
-                clear_rows(kin_tile, rows, ROWS)  # both warpgroups write the same zeros
+                for j in gl.static_range(4):  # in parts, for fewer registers; both warpgroups write the same zeros
+                    clear_rows(kin_tile.slice(16 * j, 16), rows - 16 * j, ROWS)
             fence_async_shared()
         do_t = do_tile.permute([1, 0])  # [W, C]
         dU = gl.zeros([W, C], gl.float32, TOKENS)
@@ -204,12 +204,16 @@ def _state_warps(
             fence_async_shared()
             tma.async_copy_shared_to_global(dv_desc, [b, h, t, WARPGROUP * W], dv_block)
         else:
-            rest_of_rows = (token < rows)[None, :]
-            at = dv_ptr + ((t + token).to(gl.int64)[None, :] * Hv + h) * V + value_of_tokens
-            gl.store(at, dV.to(gl.bfloat16), rest_of_rows & (value_of_tokens < V))
+            # With an opaque zero, addresses are computed where they are used, and occupy no registers in the loop.
+            of_token = (token + opaque_zero())[None, :]
+            of_value = gl.arange(0, W, gl.SliceLayout(1, TOKENS))[:, None] + (WARPGROUP * W + opaque_zero())
+            at = dv_ptr + ((t + of_token).to(gl.int64) * Hv + h) * V + of_value
+            gl.store(at, dV.to(gl.bfloat16), (of_token < rows) & (of_value < V))
         dS = warpgroup_mma_wait(0, [dS])
         mbarrier.arrive(empty.index(slot), count=1)
     if dinitial_ptr is not None:
+        key += opaque_zero()
+        value += opaque_zero()
         to = dinitial_ptr + ((sequence * Hv + h).to(gl.int64) * K + key)[None, :] * V + value
         gl.store(to, dS, (key < K)[None, :] & (value < V))
     tma.store_wait(0)
