@@ -142,7 +142,6 @@ def _state_warps(
     leaving_block = leaving_tiles.index(WARPGROUP)
     leaving_tile = leaving_block.reshape([WIDTH, W])
     dv_block = dv_tiles.index(WARPGROUP)
-    dv_tile = dv_block.reshape([C, W])
     chunks = gl.cdiv(length, C)
     for i in range(chunks):
         slot = i % SLOTS
@@ -198,26 +197,44 @@ def _state_warps(
             minus *= through
         minus = gl.convert_layout(minus.to(gl.bfloat16), LEFT_TOKENS)
         dS = warpgroup_mma(minus, kin_tile, dS, is_async=True)
-        whole = rows == C if PACKED else True
-        if whole:
-            dv_tile.permute([1, 0]).store(dV.to(gl.bfloat16))
-            fence_async_shared()
-            tma.async_copy_shared_to_global(dv_desc, [b, h, t, WARPGROUP * W], dv_block)
+        where = (b, h, t, Hv, WARPGROUP * W, V, rows)
+        if PACKED:
+            if rows < C:
+                _write_rows(dv_ptr, dV, where)
+            else:
+                _copy_rows(dv_desc, dv_block, dV, where)
         else:
-            # With an opaque zero, addresses are computed where they are used, and occupy no registers in the loop.
-            of_token = (token + opaque_zero())[None, :]
-            of_value = gl.arange(0, W, gl.SliceLayout(1, TOKENS))[:, None] + (WARPGROUP * W + opaque_zero())
-            at = dv_ptr + ((t + of_token).to(gl.int64) * Hv + h) * V + of_value
-            gl.store(at, dV.to(gl.bfloat16), (of_token < rows) & (of_value < V))
+            _copy_rows(dv_desc, dv_block, dV, where)
         dS = warpgroup_mma_wait(0, [dS])
         mbarrier.arrive(empty.index(slot), count=1)
     if dinitial_ptr is not None:
         key += opaque_zero()
         value += opaque_zero()
-        to = dinitial_ptr + ((sequence * Hv + h).to(gl.int64) * K + key)[None, :] * V + value
-        gl.store(to, dS, (key < K)[None, :] & (value < V))
+        to = dinitial_ptr + (sequence * Hv + h).to(gl.int64) * K * V
+        gl.store(to + (key[None, :] * V + value), dS, (key < K)[None, :] & (value < V))
     tma.store_wait(0)
     keep_apart(WARPGROUP)
+
+
+@gluon.jit
+def _copy_rows(desc, block, x, where):
+    """Writes the transpose of x [W, C] to a tensor [B, T, Hv, V] by TMA, from the memory `block`."""
+    b, h, t, _, value, _, _ = where
+    block.reshape([C, W]).permute([1, 0]).store(x.to(desc.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(desc, [b, h, t, value], block)
+
+
+@gluon.jit
+def _write_rows(ptr, x, where):
+    """Writes the first rows of the transpose of x [W, C] from registers: the rows after them are another sequence's."""
+    _, h, t, Hv, first, V, rows = where
+    # With an opaque zero, addresses are computed here, and occupy no registers in the loop.
+    token = gl.arange(0, C, gl.SliceLayout(0, TOKENS))[None, :] + opaque_zero()
+    value = gl.arange(0, W, gl.SliceLayout(1, TOKENS))[:, None] + opaque_zero()
+    offsets = token.to(gl.int64) * (Hv * V) + value
+    to = ptr + ((t.to(gl.int64) * Hv + h) * V + first)
+    gl.store(to + offsets, x.to(ptr.dtype.element_ty), (token < rows) & (value < V - first))
 
 
 @gluon.jit(do_not_specialize=[*NUMBERS, "R", "places"])

@@ -1,7 +1,8 @@
 """Adds the gradients of pairs of tokens within blocks of 16 tokens, in chunks whose gates are strong.
 
 gradients.py leaves these pairs out, because its factors of rows and of columns would overflow. Here the decay of each
-pair is an exponential of its own, in float32. With dA, dM and the other names of gradients.py, for the tokens of a block,
+pair is an exponential of its own, in float32. With dA, dM and the other names of gradients.py, for the tokens of a
+block,
 
     dq_t += sum over s <= t of D_ts dA_ts beta_s k_s        dr_t += sum over s < t of D_ts dM_ts beta_s k_s
     dc_s += sum over t >= s of D_ts dA_ts q_t + sum over t > s of D_ts dM_ts k_t
@@ -105,7 +106,7 @@ def _blocks_kernel(
     for place in range(tl.program_id(0), places, tl.num_programs(0)):
         b, t0, end, _opening, _last, j = chunk_at(order_ptr, place // Hv, T, chunks, C)
         h, b = place % Hv, tl.cast(b, tl.int64)
-        place = tl.cast(j, tl.int64) * Hv + h  # noqa: PLW2901
+        place = tl.cast(j, tl.int64) * Hv + h
         strong = 0
         if t0 < end:
             strong = tl.load(strong_ptr + place)

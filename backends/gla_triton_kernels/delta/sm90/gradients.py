@@ -440,9 +440,9 @@ def _compute_chunk(place, phase, tiles, bars, loads, inputs, outputs, sizes, sca
     if BY_KEY:
         if strong != 0:
             same = t // 16 == s // 16
-            to = blocks_ptr + place.to(gl.int64) * (2 * C * 16) + t * 16 + s % 16
-            gl.store(to, dA, same)
-            gl.store(to + C * 16, dM, same)
+            to = blocks_ptr + place.to(gl.int64) * (2 * C * 16)
+            gl.store(to + (t * 16 + s % 16), dA, same)
+            gl.store(to + (t * 16 + s % 16 + C * 16), dM, same)
             dA = gl.where(same, 0.0, dA)
             dM = gl.where(same, 0.0, dM)
     else:
