@@ -1,7 +1,5 @@
 """Hopper's backward kernels of the delta rule, emulated on a CPU, against the oracle: see tests/gluon_on_cpu.py."""
 
-import itertools
-
 import pytest
 import torch
 

@@ -121,7 +121,7 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
         if dinitial is not None and planned.states.length is not None and cu_seqlens is not None:
             copy_or_clear(dinitial, dstate)  # the gradients of empty sequences, which have no segment
         x = BackwardTensors(q, k, v, g, beta, initial_state, cu_seqlens, checkpoints, do, dstate, *results)
-        x = with_copies(x, copied) if copied else x
+        x = with_copies(x, copied) if copied else x  # pyright: ignore[reportArgumentType] -- of the other family
         if unrecorded := launched.replay(x, scale):
             unrecorded.start(describe(x, scale))
         return results
@@ -145,12 +145,8 @@ def _sm90_launches(plan: BackwardPlan, x: BackwardTensors, scale: float) -> list
     chunks, pairs = launch_pairs(x, scale)
     sequences = whole(*x.k.shape[:2], x.cu_seqlens)
     leaving, scan = launch_scan(x, chunks, sequences)
-    return [
-        *pairs,
-        *sequences.launches,
-        scan,
-        *launch_gradients(x, chunks, x.checkpoints.flatten(0, 1), leaving, scale),
-    ]
+    gradients = launch_gradients(x, chunks, x.checkpoints.flatten(0, 1), leaving, scale, plan.programs)
+    return [*pairs, *sequences.launches, scan, *gradients]
 
 
 def _general_launches(plan: BackwardPlan, x: BackwardTensors, scale: float, normalizer: int | None) -> list[Launch]:

@@ -295,7 +295,7 @@ def _scan_kernel(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     loaded = (kin_tiles, qin_tiles, kout_tiles, a_tiles, g_tiles, do_tiles)
-    tiles = loaded + (dv_tiles, leaving_tiles)
+    tiles = loaded + (dv_tiles, leaving_tiles)  # noqa: RUF005 -- Triton compiles no stars
     numbers = (beta_ptr + b.to(gl.int64) * beta_b + h.to(gl.int64) * beta_h, beta_t, units_ptr, decay_ptr, factors_ptr)
     states = (last_ptr, (state_n, state_h, state_k, state_v), dinitial_ptr, sequence)
     place = (b, h, R, Hv, first, start, length, places)

@@ -10,9 +10,15 @@ For tokens t, s of a chunk of C tokens, b_t the sum of its log gates through tok
 rows and columns of its tokens are decayed relative to it: q_t exp(b_t - a_i), k_t exp(b_t - a_i), k_s exp(a_i - b_s).
 The columns of earlier blocks j are decayed further by exp(a_i - a_j), at most 1, for each later block.
 
-If some key of the chunk decays in a block by more than MILD_DECAY_SM90, the chunk is strong, and another launch computes
-it again. There the anchor of rows is the start of a block and that of columns its end, so that no exponent is above 0,
-and the pairs within blocks come from `pairs_by_halving`. If the keys of a head share a gate, q k^T and k k^T are multiplied by exp(b_t - b_s), and kin and kout are k with factors of its rows.
+If some key of the chunk decays in a block by more than MILD_DECAY_SM90, the chunk is strong, and another launch
+computes it again. There the anchor of rows is the start of a block and that of columns its end, so that no exponent is
+above 0, and the pairs within blocks come from `pairs_by_halving`.
+
+If the keys of a head share a gate, q k^T and k k^T are multiplied by exp(b_t - b_s), and kin and kout are k with
+factors of its rows.
+
+A is a sum of two numbers of bfloat16, and the rows of G are float16 in units, because Y of backward.py is what a
+difference of their products leaves.
 
 B batch   T tokens   J chunks   H heads of q and k   Hv heads of values, gates and beta   R = Hv / H
 K key width   C tokens of a chunk
@@ -20,6 +26,7 @@ K key width   C tokens of a chunk
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportUnboundVariable=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
 import functools
@@ -62,7 +69,6 @@ from gla_triton_kernels.delta.tensors import BackwardTensors
 from gla_triton_kernels.gla.sm90.common import as_float32, clear_rows, tokens_of
 from gla_triton_runtime.launch import Launch
 from gla_triton_runtime.tma import row_tiles, shared_tiles
-
 
 STRONG_PROGRAMS = 264
 """The most programs that look for strong chunks."""
@@ -203,7 +209,7 @@ def _pairs_kernel(
         phase = 0
         for place in range(gl.program_id(0), places, gl.num_programs(0)):
             _, _, _, length, _, _, _ = tokens_of(gl.to_tensor(place) // Hv, T, segment, segments, order)
-            if length > 0:
+            if length > 0:  # noqa: SIM102 -- flags of empty chunks are undefined
                 if gl.load(strong_ptr + place) != 0:
                     _compute_chunk(place, tiles, inputs, results, sizes, scale, phase, KEYS, STRONG)
                     phase ^= 1

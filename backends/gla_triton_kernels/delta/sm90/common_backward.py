@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
@@ -157,7 +156,7 @@ def solve_blocks(m_tile, beta_tile):
         y = m_tile.slice(t, 1, 1).load(layout)  # [4, 1, 16]
         for s in gl.static_range(t):
             y = y - (m_tile.slice(t, 1, 1).slice(s, 1, 2).load(layout) * beta.slice(s, 1, 1).load(layout)) * x[s]
-        x = x + (y,)
+        x = x + (y,)  # noqa: RUF005 -- Triton compiles no stars
     for t in gl.static_range(16):
         m_tile.slice(t, 1, 1).store(x[t])
 

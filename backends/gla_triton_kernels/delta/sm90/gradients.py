@@ -7,17 +7,25 @@ token t, and D_ts = exp(b_t - b_s). With kin, G and B of backward_pairs.py and d
     dq_t = exp(b_t) scale dO_t S^T + sum over s <= t of D_ts dA_ts beta_s k_s
     dr_t = - exp(b_t) dV_t S^T     + sum over s < t of D_ts dM_ts beta_s k_s                         k_t as a row
     dc_s = exp(b_C - b_s) E_s dS'^T + sum over t >= s of D_ts dA_ts q_t + sum over t > s of D_ts dM_ts k_t
-    dk = dr + B dc        dbeta_s = k_s . dc_s
+    dk = dr + B dc        dbeta_s = (dV_s . E_s) / beta_s = k_s . dc_s
     dg_u = sum over V of S * dS - sum over t < u of (q dq + k dr - beta k dc)_t
 
-dc is the gradient of beta k as the column of a product, so nothing is divided by beta. Across V, S * dS sums S * dS'
-times exp(b_C), and what S contributes to q dq + k dr.
+dV is beta times the gradient of E, so dbeta is as exact as dV. Where beta is 0, dbeta is k . dc. The sum of S * dS is
+that of S * dS' times exp(b_C), and what S contributes to q dq + k dr.
 
-**Blocks.** With a gate for each key, the rows and columns of a block of 16 tokens are decayed relative to an anchor; see
-backward_pairs.py. dq and dr go through the blocks j of columns from the first to the last, dc from the last to the
+**Blocks.** With a gate for each key, the rows and columns of a block of 16 tokens are decayed relative to an anchor;
+see backward_pairs.py. dq and dr go through the blocks j of columns from the first to the last, dc from the last to the
 first. From one to the next, what has been summed is multiplied by the decay between anchors. A warp has the rows of one
 block, so it multiplies from its own block on. In a strong chunk, the pairs of tokens of the same block are left to
 backward_blocks.py.
+
+**Precision.** dg is a difference of large sums. With a gate for each key, these multiply dq, dr and dc by the operands
+of their products, so that the roundings of what cancels are the same, and dA and dM are sums of two numbers of
+bfloat16.
+If the keys of a head share a gate, the pairs of dg are products of dA, dM and scores in float32.
+
+**Overlap.** A block of warps computes one chunk after the other, and loads the tiles of the next one as soon as those
+of this one have been read.
 
 B batch   T tokens   J chunks   H heads of q and k   Hv heads of values   R = Hv / H   K, V key and value width
 C tokens of a chunk
@@ -42,8 +50,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from gla_core.dispatch.backend import CHUNK
 from gla_triton_kernels.chunks import partials
-from gla_triton_kernels.delta.sm90.backward_pairs import Chunks
 from gla_triton_kernels.delta.sm90.backward_blocks import launch_blocks
+from gla_triton_kernels.delta.sm90.backward_pairs import Chunks
 from gla_triton_kernels.delta.sm90.common_backward import (
     LINE,
     MOST,
@@ -300,7 +308,7 @@ def _compute_chunk(place, phase, tiles, bars, loads, inputs, outputs, sizes, sca
     q_block, k_block, c_tile, v_block, d_blocks, s_block, ds_block, G_tile, a_tile, m_tile, betas, gates, tables = tiles
     beta_ptr, beta_strides, g_ptr, g_strides, units_ptr, strong_ptr, blocks_ptr = inputs
     dq_desc, dk_desc, dg_desc, dq_ptr, dk_ptr, dg_ptr, dbeta_ptr = outputs
-    T, segment, segments, order, Hv, R, K, places = sizes
+    T, segment, segments, order, Hv, _, K, places = sizes
     zero = opaque_zero()
     q_block, k_block, c_tile, v_block = (
         q_block.index(zero),
