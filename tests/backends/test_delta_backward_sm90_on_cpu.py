@@ -1,5 +1,7 @@
 """Hopper's backward kernels of the delta rule, emulated on a CPU, against the oracle: see tests/gluon_on_cpu.py."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -92,3 +94,37 @@ def check(kernels, x, has_dstate=True):
 )
 def test_gradients(kernels, sizes):
     check(kernels, inputs(**sizes))
+
+
+@pytest.mark.parametrize("gate_form", ["key", "head"])
+def test_closed_gates_have_the_gradient_0(kernels, gate_form):
+    x = inputs(gate_form=gate_form, gates="-inf", T=70)
+    x.g[:, 7] = -torch.inf
+    closed = x.g == -torch.inf
+    assert (check(kernels, x)["g"][closed] == 0).all()
+
+
+@pytest.mark.parametrize("gate_form", ["key", "head"])
+@pytest.mark.parametrize("most", [1, 2])
+def test_correlated_keys(kernels, gate_form, most):
+    """Most of a value is explained by the state, and most of dg is a difference; betas up to 2 add signs."""
+    x = inputs(gate_form=gate_form, gates="mild", T=128)
+    mixed = torch.nn.functional.normalize(x.k[:, :1].float() + x.k.float(), dim=-1)
+    x = dataclasses.replace(x, k=mixed.to(x.k.dtype), beta=most * x.beta)
+    x.beta[:, 5] = 0.0
+    check(kernels, x)
+
+
+def test_equal_keys(kernels):
+    x = inputs(gate_form="key", gates="mild", T=128)
+    check(kernels, dataclasses.replace(x, k=x.k[:, :1].expand_as(x.k).contiguous()))
+
+
+def test_a_row_of_a_batch_has_the_same_bits_alone(kernels):
+    x = inputs(gate_form="key", gates="-inf", B=2, T=80)
+    do = torch.randn(x.v.shape).to(x.v.dtype)
+    both = computed(kernels, x, do, None)
+    parts = {name: getattr(x, name) for name in NAMES}
+    alone = dataclasses.replace(x, **{name: y if y is None else y[1:] for name, y in parts.items()})
+    for name, y in computed(kernels, alone, do[1:], None).items():
+        assert y is None or torch.equal(y, both[name][1:]), name

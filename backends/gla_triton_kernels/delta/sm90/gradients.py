@@ -67,7 +67,9 @@ from gla_triton_kernels.delta.sm90.common_backward import (
     unit_of_rows,
 )
 from gla_triton_kernels.delta.tensors import BackwardTensors
+from gla_triton_kernels.gla.shared.limits import LEAST_GATE
 from gla_triton_kernels.gla.sm90.common import as_float32, clear_rows, opaque_zero, tokens_of, write
+from gla_triton_runtime.arithmetic import LOG2E
 from gla_triton_runtime.launch import Launch
 from gla_triton_runtime.tma import row_tiles, shared_tiles, state_tiles
 
@@ -571,7 +573,7 @@ def _compute_chunk(place, phase, tiles, bars, loads, inputs, outputs, sizes, sca
         write(dg_desc, dg_ptr, dg_tile, dg, 0, K, where, rows, PACKED)
     elif g_ptr is not None:
         at = gl.sum(of_state, 0) + gl.sum(crossing, 0) * gl.exp2(end)
-        dg = at - (gl.associative_scan(w, 0, plus) - w)
+        dg = gl.where(g > LEAST_GATE * LOG2E, at - (gl.associative_scan(w, 0, plus) - w), 0.0)
         gl.store(dg_ptr + of_head + row * Hv, dg.to(dg_ptr.dtype.element_ty), row < rows)
     written = ds_block._reinterpret(gl.bfloat16, [2, 1, 1, C, WIDTH], q_desc.layout)
     write(dq_desc, dq_ptr, written.index(0).reshape([C, WIDTH]), dq, 0, K, where, rows, PACKED)
