@@ -56,6 +56,18 @@ def state_tiles(states: Tensor, keys: int, values: int) -> Any:
     return SharedDescriptor(states, shape, strides, [1, 1, keys, values], _layout(states.dtype, keys, values))
 
 
+def row_tiles(x: Tensor, rows: int, columns: int) -> Any:
+    """Returns a descriptor of a contiguous tensor [.., width] as [n, width], for a Gluon kernel.
+
+    Its blocks are [rows, columns].
+    """
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as SharedDescriptor
+
+    width = x.shape[-1]
+    shape, strides = [x.numel() // width, width], [width, 1]
+    return SharedDescriptor(x, shape, strides, [rows, columns], _layout(x.dtype, rows, columns, 0))
+
+
 def _heads_first(x: Tensor) -> tuple[list[int], list[int]]:
     """Returns shape and strides of x as [B, H, T, width]."""
     B, T, H, width = x.shape
@@ -65,7 +77,9 @@ def _heads_first(x: Tensor) -> tuple[list[int], list[int]]:
 
 
 @functools.cache
-def _layout(dtype: torch.dtype, rows: int, columns: int) -> Any:
+def _layout(dtype: torch.dtype, rows: int, columns: int, outer: int = 2) -> Any:
     from triton.experimental.gluon import language as gl
 
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], getattr(gl, str(dtype).removeprefix("torch.")))
+    return gl.NVMMASharedLayout.get_default_for(
+        [*[1] * outer, rows, columns], getattr(gl, str(dtype).removeprefix("torch."))
+    )

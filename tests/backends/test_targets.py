@@ -268,6 +268,25 @@ def test_states_of_mamba2_are_read_and_written_16_bytes_at_a_time(target, v_firs
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("sizes", [{}, {"R": 2, "form": "head"}, {"packed": True, "B": 1}])
+def test_the_backward_of_delta_rules_waits_for_no_single_product(sizes, monkeypatch, tmp_path):
+    """Checks notes of the assembler: without registers for the operands in flight, it waits after each wgmma."""
+    device = device_of(TARGETS["H100"])
+    call = delta_backward(**TRAINING | sizes)
+    launches = launches_on(device, "triton_fused", "highest", *call, monkeypatch=monkeypatch)
+    kernels = {each.kernel.fn.__name__: compiled_by(each) for each in launches}
+    assert {"_pairs_kernel", "_scan_kernel", "_gradients_kernel"} <= kernels.keys()
+    for name, compiled in kernels.items():
+        path = tmp_path / "kernel.ptx"
+        path.write_text(compiled.asm["ptx"])
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+        command = [tool, "-v", "--gpu-name=sm_90a", path, "-o", tmp_path / "kernel.cubin"]
+        notes = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        assert "C7511" not in notes, name
+        assert "C7512" not in notes, name
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("call", "most"),
     [

@@ -2,7 +2,8 @@
 
 The first launches compute what all chunks need beside the state, and the states that enter chunks, unless checkpoints
 hold them. A pass backwards over each sequence computes the gradients of states (general/backward.py). Then all
-other gradients are computed, in parallel over chunks (general/gradients.py). Planning imports no Triton.
+other gradients are computed, in parallel over chunks (general/gradients.py). On Hopper, the kernels of sm90/ take the
+same three steps for the calls that they compute. Planning imports no Triton.
 
 B batch   T tokens   N sequences   H heads of q and k   Hv value heads   K, V key and value width
 """
@@ -16,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import CHUNK, OpCall
+from gla_core.dispatch.backend import CHUNK, OpCall, Reason
 from gla_core.dispatch.tensors import checkpoint_dtype
 from gla_triton_kernels.chunks.results import contiguous_like, copy_or_clear
 from gla_triton_kernels.delta.plan import GradientParameters, PassParameters, parameters_of_gradients, plan_pass
+from gla_triton_kernels.delta.sm90 import backward_calls as sm90
 from gla_triton_runtime.architecture import Gpu, gpu_of_call
 
 if TYPE_CHECKING:
@@ -35,16 +37,24 @@ class BackwardPlan:
         states: the launch parameters of the passes forwards and backwards.
         gradients: the launch parameters of the kernels of gradients.py.
         has_entering: whether checkpoints hold the states that enter chunks.
+        refusal: the reason why the kernels for SM90 do not compute the call; None if they do.
+        programs: the multiprocessors of the GPU.
     """
 
     states: PassParameters
     gradients: GradientParameters
     has_entering: bool
+    refusal: Reason | None
+    programs: int
 
 
 def explain(call: OpCall, cut: bool) -> list[str]:
-    """Returns the line that names the kernels of a call."""
-    return ["kernel delta.general.gradients after delta.general.pairs and delta.general.backward"]
+    """Returns lines that name the kernels of a call, and give the reason why better kernels refuse it."""
+    reason = sm90.refusal(call, gpu_of_call(call), cut)
+    if reason is None:
+        return ["kernel delta.sm90.gradients after delta.sm90.backward_pairs and delta.sm90.backward"]
+    general = "kernel delta.general.gradients after delta.general.pairs and delta.general.backward"
+    return [general, f"not delta.sm90.backward: {reason}"]
 
 
 def plan(call: OpCall, gpu: Gpu, cut: bool) -> BackwardPlan:
@@ -52,7 +62,8 @@ def plan(call: OpCall, gpu: Gpu, cut: bool) -> BackwardPlan:
     layout = call.layouts.get("checkpoints")
     readable = not call.layouts or (layout is not None and layout.aligned and layout.is_contiguous)
     has_entering = call.scalars["checkpoint_every"] == CHUNK and readable
-    return BackwardPlan(plan_pass(call, gpu, cut), parameters_of_gradients(call, gpu), has_entering)
+    states, gradients = plan_pass(call, gpu, cut), parameters_of_gradients(call, gpu)
+    return BackwardPlan(states, gradients, has_entering, sm90.refusal(call, gpu, cut), gpu.multiprocessors)
 
 
 def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
@@ -66,10 +77,12 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
     """
     from gla_triton_kernels.chunks.padding import clear_padding
     from gla_triton_kernels.delta.tensors import BackwardTensors
+    from gla_triton_kernels.gla.tensors import with_copies
     from gla_triton_runtime.prepared import Launches, rehearsed
 
     T, Hv, K, V, N = (call.dims[name] for name in ("T", "Hv", "K", "V", "N"))
     empty, normalizer, planned = N == 0 or T == 0, call.scalars["gate_normalizer"], plan(call, gpu_of_call(call), cut)
+    copied = sm90.copied(call) if planned.refusal is None else frozenset()
 
     def describe(x: BackwardTensors, scale: float) -> list[Launch]:
         cleared = []
@@ -108,6 +121,7 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
         if dinitial is not None and planned.states.length is not None and cu_seqlens is not None:
             copy_or_clear(dinitial, dstate)  # the gradients of empty sequences, which have no segment
         x = BackwardTensors(q, k, v, g, beta, initial_state, cu_seqlens, checkpoints, do, dstate, *results)
+        x = with_copies(x, copied) if copied else x  # pyright: ignore[reportArgumentType] -- of the other family
         if unrecorded := launched.replay(x, scale):
             unrecorded.start(describe(x, scale))
         return results
@@ -117,6 +131,26 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
 
 def launches(plan: BackwardPlan, x: BackwardTensors, scale: float, normalizer: int | None) -> list[Launch]:
     """Returns the launches that fill the gradients in x; for `normalizer` see `launches` of forward.py."""
+    return _general_launches(plan, x, scale, normalizer) if plan.refusal is not None else _sm90_launches(plan, x, scale)
+
+
+def _sm90_launches(plan: BackwardPlan, x: BackwardTensors, scale: float) -> list[Launch]:
+    """Returns the launches of the kernels for SM90."""
+    from gla_triton_kernels.chunks.segments import whole
+    from gla_triton_kernels.delta.sm90.backward import launch_scan
+    from gla_triton_kernels.delta.sm90.backward_pairs import launch_pairs
+    from gla_triton_kernels.delta.sm90.gradients import launch_gradients
+
+    assert x.checkpoints is not None
+    chunks, pairs = launch_pairs(x, scale)
+    sequences = whole(len(x.k), x.k.shape[1], x.cu_seqlens)
+    leaving, scan = launch_scan(x, chunks, sequences)
+    gradients = launch_gradients(x, chunks, x.checkpoints.flatten(0, 1), leaving, scale, plan.programs)
+    return [*pairs, *sequences.launches, scan, *gradients]
+
+
+def _general_launches(plan: BackwardPlan, x: BackwardTensors, scale: float, normalizer: int | None) -> list[Launch]:
+    """Returns the launches of the kernels for every GPU."""
     from gla_triton_kernels.chunks.scan import launch_scan
     from gla_triton_kernels.chunks.segments import Recurrence
     from gla_triton_kernels.delta.forward import launch_entering, segments_of

@@ -3,6 +3,13 @@
     forward.py    outputs, states and checkpoints in one pass
     common.py     device functions: decays of blocks, their pairs, and the solve
 
+    backward_calls.py     the calls that the backward computes
+    backward_pairs.py     what a chunk needs beside the gradient of the state, for all chunks in parallel
+    backward.py           gradients of states, and of v, in one pass backwards
+    gradients.py          the other gradients, for all chunks in parallel
+    backward_blocks.py    pairs within blocks whose gates are too strong for the other two
+    common_backward.py    layouts, descriptors and device functions of these
+
 B batch   T tokens   H heads of q and k   Hv value heads   K, V key and value width
 """
 

@@ -1,0 +1,312 @@
+"""Carries gradients of states of the delta rule backwards through sequences on Hopper.
+
+A chunk of C tokens has kin, qin, kout, decay, A and G of backward_pairs.py, and B = diag(beta). With dS' the gradient
+of the state that leaves it,
+
+    dU = A^T dO + kout dS'        Y = dU - G^T (B dU)        dV = B Y        dS = diag(decay) dS' + qin^T dO - kin^T dV
+
+A block of warps has one value head of one sequence. It writes dV, and dS' of each chunk; gradients.py computes all
+other gradients, in parallel over chunks. It needs neither the states nor v.
+
+All of it is computed transposed: dS^T [W, K] and dU^T [W, C] are results of products and left operands of others, and
+stay in registers. Two warpgroups have W = 64 columns of V each. One warp loads the tiles of the next chunks by TMA.
+
+Y is what a difference leaves, so G and B dU are float16, in units of rows, and A is a sum of two numbers of bfloat16.
+All other operands are bfloat16.
+
+B batch   T tokens   J chunks   Hv heads of values   K, V key and value width   C tokens of a chunk
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from gla_core.dispatch.backend import CHUNK
+from gla_triton_kernels.chunks.segments import Segments, state_strides
+from gla_triton_kernels.delta.sm90.backward_pairs import Chunks
+from gla_triton_kernels.delta.sm90.common_backward import MOST, NUMBERS, WIDTH, C, token_arguments, unit_of_rows
+from gla_triton_kernels.delta.tensors import BackwardTensors
+from gla_triton_kernels.gla.sm90.common import chunk_of, clear_rows, in_state, keep_apart, opaque_zero, tokens_of
+from gla_triton_runtime.launch import Launch
+from gla_triton_runtime.tma import row_tiles, shared_tiles, state_tiles
+
+W = gl.constexpr(64)
+SLOTS = gl.constexpr(2)
+STATE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # of dS^T [W, K]
+TOKENS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of dU^T [W, C]
+ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # of a tile [C, W]
+LEFT_STATE = gl.constexpr(gl.DotOperandLayout(0, TOKENS.value, 2))
+LEFT_TOKENS = gl.constexpr(gl.DotOperandLayout(0, STATE.value, 2))
+
+
+def launch_scan(x: BackwardTensors, chunks: Chunks, segments: Segments) -> tuple[Tensor, Launch]:
+    """Returns the gradients of the states that leave chunks [J, Hv, K, V], and the launch that fills them and dv.
+
+    It fills the gradients of initial states as well, unless x has none.
+
+    Args:
+        segments: the sequences.
+    """
+    Hv, V = x.v.shape[2:]
+    leaving = x.v.new_empty(chunks.segments.count, Hv, x.k.shape[3], V, dtype=torch.bfloat16)
+    arguments = {
+        "kin_desc": shared_tiles(x.k, CHUNK, MOST) if chunks.kin is None else row_tiles(chunks.kin, CHUNK, MOST),
+        "qin_desc": row_tiles(chunks.qin, CHUNK, MOST),
+        "kout_desc": None if chunks.kout is None else row_tiles(chunks.kout, CHUNK, MOST),
+        "A_desc": row_tiles(chunks.A, CHUNK, CHUNK),
+        "G_desc": row_tiles(chunks.G, CHUNK, CHUNK),
+        "do_desc": shared_tiles(x.do, CHUNK, MOST // 2),
+        "dv_desc": shared_tiles(x.dv, CHUNK, MOST // 2),
+        "leaving_desc": state_tiles(leaving, MOST, MOST // 2),
+        "dv_ptr": x.dv,
+        "units_ptr": chunks.units,
+        "decay_ptr": chunks.decay,
+        "factors_ptr": chunks.factors,
+        "last_ptr": x.dstate,
+        "dinitial_ptr": x.dinitial_state,
+        **state_strides("state_", x.dstate),
+        **token_arguments(x, segments),
+        "V": V,
+        "R": Hv // x.k.shape[2],
+        "places": len(chunks.units),
+    }
+    return leaving, Launch(_scan_kernel, (segments.count * Hv, 1, 1), arguments, {"num_warps": 4, "maxnreg": 168})
+
+
+@gluon.jit
+def _load_warp(descriptors, tiles, full, empty, place):
+    kin_desc, qin_desc, kout_desc, a_desc, g_desc, do_desc = descriptors
+    kin_tiles, qin_tiles, kout_tiles, a_tiles, g_tiles, do_tiles = tiles
+    b, h, R, Hv, first, start, length, places = place
+    rest = places * C  # the first row of the rest of A
+    chunks = gl.cdiv(length, C)
+    for i in range(chunks):
+        slot = i % SLOTS
+        c = chunks - 1 - i
+        row = ((first + c) * Hv + h) * C
+        t = start + c * C
+        mbarrier.wait(empty.index(slot), i // SLOTS & 1 ^ 1)
+        size: gl.constexpr = (
+            (2 if kout_desc is None else 3) * kin_desc.block_type.nbytes
+            + 2 * a_desc.block_type.nbytes
+            + g_desc.block_type.nbytes
+            + 2 * do_desc.block_type.nbytes
+        )
+        bar = full.index(slot)
+        mbarrier.expect(bar, size)
+        if kout_desc is None:
+            tma.async_copy_global_to_shared(kin_desc, [b, h // R, t, 0], bar, kin_tiles.index(slot))
+        else:
+            tma.async_copy_global_to_shared(kout_desc, [row, 0], bar, kout_tiles.index(slot))
+        tma.async_copy_global_to_shared(a_desc, [row, 0], bar, a_tiles.index(2 * slot))
+        tma.async_copy_global_to_shared(a_desc, [rest + row, 0], bar, a_tiles.index(2 * slot + 1))
+        tma.async_copy_global_to_shared(do_desc, [b, h, t, 0], bar, do_tiles.index(2 * slot))
+        tma.async_copy_global_to_shared(do_desc, [b, h, t, W], bar, do_tiles.index(2 * slot + 1))
+        tma.async_copy_global_to_shared(g_desc, [row, 0], bar, g_tiles.index(slot))
+        tma.async_copy_global_to_shared(qin_desc, [row, 0], bar, qin_tiles.index(slot))
+        if kout_desc is not None:
+            tma.async_copy_global_to_shared(kin_desc, [row, 0], bar, kin_tiles.index(slot))
+
+
+@gluon.jit
+def _state_warps(
+    tiles, outputs, numbers, states, full, empty, place, sizes, PACKED: gl.constexpr, WARPGROUP: gl.constexpr
+):
+    kin_tiles, qin_tiles, kout_tiles, a_tiles, g_tiles, do_tiles, dv_tiles, leaving_tiles = tiles
+    dv_desc, leaving_desc, dv_ptr = outputs
+    beta_ptr, beta_t, units_ptr, decay_ptr, factors_ptr = numbers
+    last_ptr, strides, dinitial_ptr, sequence = states
+    b, h, _, Hv, first, start, length, _ = place
+    K, V = sizes
+    value = gl.arange(0, W, gl.SliceLayout(1, STATE))[:, None] + WARPGROUP * W
+    key = gl.arange(0, WIDTH, gl.SliceLayout(0, STATE))
+    token = gl.arange(0, C, gl.SliceLayout(0, TOKENS))
+    dS = gl.zeros([W, WIDTH], gl.float32, STATE)
+    if last_ptr is not None:
+        state_n, state_h, state_k, state_v = strides
+        head = last_ptr + sequence.to(gl.int64) * state_n + h.to(gl.int64) * state_h
+        inside = (key < K)[None, :] & (value < V)
+        dS = gl.load(head + in_state(key[None, :], value, state_k, state_v), inside, 0.0).to(gl.float32)
+    leaving_block = leaving_tiles.index(WARPGROUP)
+    leaving_tile = leaving_block.reshape([WIDTH, W])
+    dv_block = dv_tiles.index(WARPGROUP)
+    chunks = gl.cdiv(length, C)
+    for i in range(chunks):
+        slot = i % SLOTS
+        c = chunks - 1 - i
+        rows = gl.minimum(length - c * C, C)
+        t = start + c * C
+        number = ((first + c) * Hv + h).to(gl.int64)
+        beta = gl.load(beta_ptr + (t + token).to(gl.int64) * beta_t, token < rows, 0.0).to(gl.float32)[None, :]
+        unit = gl.load(units_ptr + number * C + token)[None, :]
+        decay = gl.load(decay_ptr + number * K + key, key < K, 0.0)[None, :]
+        if factors_ptr is not None:
+            through = gl.load(factors_ptr + number * (2 * C) + token)[None, :]
+            after = gl.load(factors_ptr + number * (2 * C) + C + token)[None, :]
+        state = dS.to(gl.bfloat16)
+        tma.store_wait(0)  # the copies have read their tiles
+        leaving_tile.permute([1, 0]).store(state)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(leaving_desc, [first + c, h, 0, WARPGROUP * W], leaving_block)
+        mbarrier.wait(full.index(slot), i // SLOTS & 1)
+        kin_tile, kout_tile = kin_tiles.index(slot).reshape([C, WIDTH]), kout_tiles.index(slot).reshape([C, WIDTH])
+        do_tile = do_tiles.index(2 * slot + WARPGROUP).reshape([C, W])
+        if PACKED:
+            clear_rows(do_tile, rows, ROWS)  # they belong to the next sequence
+            if factors_ptr is not None:
+                for j in gl.static_range(4):  # in parts, for fewer registers; both warpgroups write the same zeros
+                    clear_rows(kin_tile.slice(16 * j, 16), rows - 16 * j, ROWS)
+            fence_async_shared()
+        do_t = do_tile.permute([1, 0])  # [W, C]
+        dU = gl.zeros([W, C], gl.float32, TOKENS)
+        left = gl.convert_layout(state, LEFT_STATE)
+        dU = warpgroup_mma(left, kout_tile.permute([1, 0]), dU, use_acc=False, is_async=True)
+        if factors_ptr is not None:
+            dA = gl.zeros([W, C], gl.float32, TOKENS)
+            dA = warpgroup_mma(do_t, a_tiles.index(2 * slot), dA, use_acc=False, is_async=True)
+            dA = warpgroup_mma(do_t, a_tiles.index(2 * slot + 1), dA, is_async=True)
+            dS = warpgroup_mma(do_t, qin_tiles.index(slot), dS * decay, is_async=True)
+            dU, dA = warpgroup_mma_wait(1, [dU, dA])
+            dU = dU * after + dA
+        else:
+            dU = warpgroup_mma(do_t, a_tiles.index(2 * slot), dU, is_async=True)
+            dU = warpgroup_mma(do_t, a_tiles.index(2 * slot + 1), dU, is_async=True)
+            dS = warpgroup_mma(do_t, qin_tiles.index(slot), dS * decay, is_async=True)
+            dU = warpgroup_mma_wait(1, [dU])
+        x = dU * (beta * unit)
+        row_unit, inverse = unit_of_rows(x)
+        x = gl.convert_layout((x * inverse[:, None]).to(gl.float16), LEFT_STATE)
+        P = gl.zeros([W, C], gl.float32, TOKENS)
+        P = warpgroup_mma(x, g_tiles.index(slot), P, use_acc=False, is_async=True)
+        P, dS = warpgroup_mma_wait(0, [P, dS])
+        dV = beta * (dU - P * row_unit[:, None])
+        minus = -1.0 * dV
+        if factors_ptr is not None:
+            minus *= through
+        minus = gl.convert_layout(minus.to(gl.bfloat16), LEFT_TOKENS)
+        dS = warpgroup_mma(minus, kin_tile, dS, is_async=True)
+        where = (b, h, t, Hv, WARPGROUP * W, V, rows)
+        if PACKED:
+            if rows < C:
+                _write_rows(dv_ptr, dV, where)
+            else:
+                _copy_rows(dv_desc, dv_block, dV, where)
+        else:
+            _copy_rows(dv_desc, dv_block, dV, where)
+        dS = warpgroup_mma_wait(0, [dS])
+        mbarrier.arrive(empty.index(slot), count=1)
+    if dinitial_ptr is not None:
+        key += opaque_zero()
+        value += opaque_zero()
+        to = dinitial_ptr + (sequence * Hv + h).to(gl.int64) * K * V
+        gl.store(to + (key[None, :] * V + value), dS, (key < K)[None, :] & (value < V))
+    tma.store_wait(0)
+    keep_apart(WARPGROUP)
+
+
+@gluon.jit
+def _copy_rows(desc, block, x, where):
+    """Writes the transpose of x [W, C] to a tensor [B, T, Hv, V] by TMA, from the memory `block`."""
+    b, h, t, _, value, _, _ = where
+    block.reshape([C, W]).permute([1, 0]).store(x.to(desc.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(desc, [b, h, t, value], block)
+
+
+@gluon.jit
+def _write_rows(ptr, x, where):
+    """Writes the first rows of the transpose of x [W, C] from registers: the rows after them are another sequence's."""
+    _, h, t, Hv, first, V, rows = where
+    # With an opaque zero, addresses are computed here, and occupy no registers in the loop.
+    token = gl.arange(0, C, gl.SliceLayout(0, TOKENS))[None, :] + opaque_zero()
+    value = gl.arange(0, W, gl.SliceLayout(1, TOKENS))[:, None] + opaque_zero()
+    offsets = token.to(gl.int64) * (Hv * V) + value
+    to = ptr + ((t.to(gl.int64) * Hv + h) * V + first)
+    gl.store(to + offsets, x.to(ptr.dtype.element_ty), (token < rows) & (value < V - first))
+
+
+@gluon.jit(do_not_specialize=[*NUMBERS, "R", "places"])
+def _scan_kernel(
+    kin_desc,  # [J Hv C, K], tiles [C, K]; k [B, H, T, K] if the keys of a head share a gate
+    qin_desc,
+    kout_desc,  # None if it is k
+    A_desc,  # [2 J Hv C, C], tiles [C, C]
+    G_desc,  # [J Hv C, C], tiles [C, C]
+    do_desc,  # [B, Hv, T, V], tiles [C, W]
+    dv_desc,
+    leaving_desc,  # [J, Hv, K, V], tiles [K, W]
+    dv_ptr,  # [B, T, Hv, V]
+    units_ptr,  # [J, Hv, C]
+    decay_ptr,  # [J, Hv, K]
+    factors_ptr,  # of the rows of kin and of kout if they are k, [J, Hv, 2, C], else None
+    last_ptr,  # gradients of final states [N, Hv, K, V], or None
+    dinitial_ptr,  # [N, Hv, K, V], or None
+    state_n,  # strides of last_ptr; see `in_state`
+    state_h,
+    state_k,
+    state_v,
+    beta_ptr,  # [B, T, Hv]
+    beta_b,
+    beta_t,
+    beta_h,
+    order,  # [I, 5], or None for a batch
+    T,
+    segment,  # more than T
+    segments,  # 1
+    Hv,
+    K,
+    V,
+    R,
+    places,  # J Hv
+):
+    """Computes one value head of one sequence."""
+    PACKED: gl.constexpr = order is not None
+    h = gl.program_id(0) % Hv
+    _, b, start, length, sequence, _, _ = tokens_of(gl.program_id(0) // Hv, T, segment, segments, order)
+    first = chunk_of(sequence, start, T, C, PACKED)
+    if kout_desc is None:
+        kin_tiles = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, 1, 1, C, WIDTH], kin_desc.layout)
+        kout_tiles = kin_tiles
+    else:
+        kin_tiles = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, C, WIDTH], kin_desc.layout)
+        kout_tiles = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, C, WIDTH], kout_desc.layout)
+    qin_tiles = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, C, WIDTH], qin_desc.layout)
+    a_tiles = gl.allocate_shared_memory(gl.bfloat16, [2 * SLOTS, C, C], A_desc.layout)
+    g_tiles = gl.allocate_shared_memory(gl.float16, [SLOTS, C, C], G_desc.layout)
+    do_tiles = gl.allocate_shared_memory(gl.bfloat16, [2 * SLOTS, 1, 1, C, W], do_desc.layout)
+    dv_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, 1, 1, C, W], dv_desc.layout)
+    leaving_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, 1, 1, WIDTH, W], leaving_desc.layout)
+    bars: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    loaded = (kin_tiles, qin_tiles, kout_tiles, a_tiles, g_tiles, do_tiles)
+    tiles = loaded + (dv_tiles, leaving_tiles)  # noqa: RUF005 -- Triton compiles no stars
+    numbers = (beta_ptr + b.to(gl.int64) * beta_b + h.to(gl.int64) * beta_h, beta_t, units_ptr, decay_ptr, factors_ptr)
+    states = (last_ptr, (state_n, state_h, state_k, state_v), dinitial_ptr, sequence)
+    place = (b, h, R, Hv, first, start, length, places)
+    outputs = (dv_desc, leaving_desc, dv_ptr)
+    sizes = (K, V)
+    gl.warp_specialize(
+        [
+            (_state_warps, (tiles, outputs, numbers, states, full, empty, place, sizes, PACKED, 0)),
+            (_state_warps, (tiles, outputs, numbers, states, full, empty, place, sizes, PACKED, 1)),
+            (_load_warp, ((kin_desc, qin_desc, kout_desc, A_desc, G_desc, do_desc), loaded, full, empty, place)),
+        ],
+        [4, 1],
+        [240, 24],
+    )

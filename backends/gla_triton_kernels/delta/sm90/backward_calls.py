@@ -1,0 +1,69 @@
+"""Says which calls the backward kernels for SM90 compute. Imports no Triton.
+
+B batch   T tokens   H heads of q and k   Hv value heads   K, V key and value width
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gla_core.dispatch.backend import CHUNK, Layout, OpCall, Reason, contiguous_layout
+from gla_triton_kernels.delta.plan import plan_pass
+from gla_triton_runtime.architecture import Gpu
+from gla_triton_runtime.tma import addressable
+
+LEAST_KEYS, MOST_WIDTH, WIDTH_UNIT = 33, 128, 8
+"""The fewest keys of a head, the most keys or values, and the number of which these are multiples, so that rows of
+bfloat16 are multiples of 16 bytes. Over few keys, rounding errors do not average out."""
+
+
+def refusal(call: OpCall, gpu: Gpu, cut: bool) -> Reason | None:
+    """Returns the reason why the backward kernels for SM90 cannot compute a call, or None.
+
+    Args:
+        cut: as in ../backward.py.
+    """
+    if not gpu.facts.has_wgmma:
+        return f"needs Hopper (compute capability 9.0); the GPU is of the kind {gpu.facts.known_as}"
+    if call.dtype != torch.bfloat16:
+        return f"computes bfloat16; q is {str(call.dtype).removeprefix('torch.')}"
+    K, V = call.dims["K"], call.dims["V"]
+    if not (LEAST_KEYS <= K <= MOST_WIDTH and V <= MOST_WIDTH) or K % WIDTH_UNIT or V % WIDTH_UNIT:
+        widths = f"K from {LEAST_KEYS} and V, both up to {MOST_WIDTH} and multiples of {WIDTH_UNIT}"
+        return f"computes {widths}; K is {K} and V is {V}"
+    if call.gate_form == "constant":
+        return "computes a gate for each key or each head, or none; g has one constant gate for each head"
+    if call.scalars["gate_normalizer"] is not None:
+        return "computes log gates; g holds logits"
+    if call.scalars["checkpoint_every"] != CHUNK:
+        return f"reads checkpoints every {CHUNK} tokens; checkpoint_every is {call.scalars['checkpoint_every']}"
+    if plan_pass(call, gpu, cut).length is not None:
+        return "computes whole sequences; those of this call are cut into segments"
+    if call.batch_invariant is None and (names := sorted(_not_addressable(call))):
+        return f"needs tensors that TMA can address: addresses and strides are multiples of 16 bytes; {names[0]} is not"
+    return None
+
+
+def copied(call: OpCall) -> frozenset[str]:
+    """Returns the names of tensors that are copied so that TMA can address them, under batch invariance.
+
+    The results of a sequence would otherwise depend on the addresses of tensors.
+    """
+    return frozenset() if call.batch_invariant is None else _not_addressable(call)
+
+
+def _not_addressable(call: OpCall) -> frozenset[str]:
+    """Returns the names of tensors that TMA cannot address. One whose layout is not known counts as contiguous."""
+    B, T, H, Hv, K, V = (call.dims[name] for name in ("B", "T", "H", "Hv", "K", "V"))
+    shapes = {"q": (B, T, H, K), "k": (B, T, H, K), "v": (B, T, Hv, V), "do": (B, T, Hv, V)}
+    if call.gate_dtype is not None and call.gate_form in (None, "key"):
+        shapes["g"] = (B, T, Hv, K)
+    layouts = {name: call.layouts.get(name) or contiguous_layout(shape, call.dtype) for name, shape in shapes.items()}
+    names = {name for name, layout in layouts.items() if not addressable(layout)}
+    saved = call.layouts.get("checkpoints")
+    return frozenset(names if saved is None or _is_readable(saved) else names | {"checkpoints"})
+
+
+def _is_readable(layout: Layout) -> bool:
+    """Returns whether kernels can read checkpoints of this layout."""
+    return layout.aligned and layout.is_contiguous

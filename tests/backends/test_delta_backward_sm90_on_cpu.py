@@ -1,0 +1,130 @@
+"""Hopper's backward kernels of the delta rule, emulated on a CPU, against the oracle: see tests/gluon_on_cpu.py."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from gla_core.conformance import oracle
+from gla_core.conformance.tolerances import GRADIENT, relative_error
+from gla_core.workloads.inputs import delta_inputs
+
+pytest.importorskip("triton")
+from gla_triton_kernels.chunks.segments import whole
+from gla_triton_kernels.delta.tensors import BackwardTensors
+from tests import gluon_on_cpu
+
+pytestmark = pytest.mark.kernels  # Triton's kernels among them are interpreted
+
+MODULES = ("common_backward", "backward_pairs", "backward_blocks", "backward", "gradients")
+NAMES = ("q", "k", "v", "g", "beta", "initial_state")
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    return gluon_on_cpu.load_from({gluon_on_cpu.SM90: ("common",), "gla_triton_kernels.delta.sm90": MODULES})
+
+
+def inputs(**sizes):
+    """Returns random inputs and the gradients of o and of the final state; rows of no sequence hold NaN."""
+    sizes = {"B": 1, "T": 130, "H": 1, "K": 128, "V": 128, "dtype": torch.bfloat16, **sizes}
+    x = delta_inputs(gate_dtype=torch.float32, **sizes)
+    if x.cu_seqlens is not None:
+        for y in (x.q, x.k, x.v, x.g, x.beta):
+            if y is not None:
+                y[:, : int(x.cu_seqlens[0])] = torch.nan
+                y[:, int(x.cu_seqlens[-1]) :] = torch.nan
+    return x
+
+
+def computed(kernels, x, do, dstate):
+    """Returns the gradients by name, and checks that strong chunks were marked where gates are strong."""
+    scale = x.q.shape[3] ** -0.5
+    _, _, checkpoints = oracle.chunk_delta_with_checkpoints(
+        x.q, x.k, x.v, x.g, x.beta, scale, x.initial_state, x.cu_seqlens, 64
+    )
+    new = [None if y is None else torch.full(y.shape, torch.nan, dtype=y.dtype) for y in (x.q, x.k, x.v, x.g, x.beta)]
+    dinitial = None if x.initial_state is None else torch.full(x.initial_state.shape, torch.nan)
+    given = (x.q, x.k, x.v, x.g, x.beta, x.initial_state, x.cu_seqlens, checkpoints.bfloat16().contiguous(), do, dstate)
+    y = BackwardTensors(*given, *new, dinitial)
+    chunks, pairs = kernels.backward_pairs.launch_pairs(y, scale)
+    sequences = whole(*x.k.shape[:2], x.cu_seqlens)
+    leaving, scan = kernels.backward.launch_scan(y, chunks, sequences)
+    gradients = kernels.gradients.launch_gradients(y, chunks, y.checkpoints.flatten(0, 1), leaving, scale, 2)
+    gluon_on_cpu.run([*pairs, *sequences.launches, scan, *gradients])
+    return {name: getattr(y, f"d{name}") for name in NAMES}
+
+
+def expected(x, do, dstate):
+    """Returns the gradients of the oracle by name."""
+    tensors = {name: getattr(x, name) for name in NAMES}
+    z = {name: None if y is None else y.double().requires_grad_() for name, y in tensors.items()}
+    o, state = oracle.chunk_delta(**z, cu_seqlens=x.cu_seqlens)
+    loss = (o * do.double()).sum() + (0.0 if dstate is None else (state * dstate.double()).sum())
+    loss.backward()
+    return {name: None if y is None else y.grad for name, y in z.items()}
+
+
+def check(kernels, x, has_dstate=True):
+    rows = slice(None) if x.cu_seqlens is None else slice(int(x.cu_seqlens[0]), int(x.cu_seqlens[-1]))
+    do = torch.randn(x.v.shape).to(x.v.dtype)
+    N = len(x.q) if x.cu_seqlens is None else len(x.cu_seqlens) - 1
+    dstate = torch.randn(N, x.v.shape[2], x.k.shape[3], x.v.shape[3]) if has_dstate else None
+    actual = computed(kernels, x, do, dstate)
+    for name, y in expected(x, do, dstate).items():
+        if y is not None:
+            part = slice(None) if name == "initial_state" else rows
+            a, b = (z if name == "initial_state" else z[:, part] for z in (actual[name], y))
+            assert relative_error(a, b) <= GRADIENT[torch.bfloat16], name
+    return actual
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"gate_form": "key", "gates": "mild", "initial_state": True},
+        {"gate_form": "key", "gates": "-inf", "R": 2, "H": 2, "B": 2},
+        {"gate_form": "key", "gates": "mild", "K": 72, "V": 40, "initial_state": True},
+        {"gate_form": "key", "lengths": (66, 0, 1, 64), "padding": 12, "gates": "-inf", "initial_state": True},
+        {"gate_form": "head", "gates": "-inf", "R": 2, "initial_state": True},
+        {"gate_form": "head", "lengths": (66, 0, 1), "padding": 12, "gates": "mild", "K": 96, "R": 3},
+        {"gates": "none", "V": 104},
+    ],
+    ids=str,
+)
+def test_gradients(kernels, sizes):
+    check(kernels, inputs(**sizes))
+
+
+@pytest.mark.parametrize("gate_form", ["key", "head"])
+def test_closed_gates_have_the_gradient_0(kernels, gate_form):
+    x = inputs(gate_form=gate_form, gates="-inf", T=70)
+    x.g[:, 7] = -torch.inf
+    closed = x.g == -torch.inf
+    assert (check(kernels, x)["g"][closed] == 0).all()
+
+
+@pytest.mark.parametrize("gate_form", ["key", "head"])
+@pytest.mark.parametrize("most", [1, 2])
+def test_correlated_keys(kernels, gate_form, most):
+    """Most of a value is explained by the state, and most of dg is a difference; betas up to 2 add signs."""
+    x = inputs(gate_form=gate_form, gates="mild", T=128)
+    mixed = torch.nn.functional.normalize(x.k[:, :1].float() + x.k.float(), dim=-1)
+    x = dataclasses.replace(x, k=mixed.to(x.k.dtype), beta=most * x.beta)
+    x.beta[:, 5] = 0.0
+    check(kernels, x)
+
+
+def test_equal_keys(kernels):
+    x = inputs(gate_form="key", gates="mild", T=128)
+    check(kernels, dataclasses.replace(x, k=x.k[:, :1].expand_as(x.k).contiguous()))
+
+
+def test_a_row_of_a_batch_has_the_same_bits_alone(kernels):
+    x = inputs(gate_form="key", gates="-inf", B=2, T=80)
+    do = torch.randn(x.v.shape).to(x.v.dtype)
+    both = computed(kernels, x, do, None)
+    parts = {name: getattr(x, name) for name in NAMES}
+    alone = dataclasses.replace(x, **{name: y if y is None else y[1:] for name, y in parts.items()})
+    for name, y in computed(kernels, alone, do[1:], None).items():
+        assert y is None or torch.equal(y, both[name][1:]), name
