@@ -380,13 +380,34 @@ def test_float32_without_tf32_on_a_gpu_is_left_to_the_original(fla, monkeypatch,
             assert fla["fla.ops.retention"].chunk_retention.accepts(q=q, k=q, v=q) is not left
             assert fla["fla.ops.linear_attn"].chunk_linear_attn.accepts(q, q, q, normalize=False) is not left
             assert not fla["fla.ops.linear_attn"].chunk_linear_attn.accepts(q, q, q)
-            # on a GPU, kernels of delta rules have not been measured yet
-            assert not fla["fla.ops.kda"].chunk_kda.accepts(q, q, q, q, beta)
+            assert not fla["fla.ops.kda"].chunk_kda.accepts(q, q, q, q, beta)  # K is 4
             assert not fla["fla.ops.delta_rule"].chunk_delta_rule.accepts(q, q, q, beta)
             # the original needs all heads
             assert fla["fla.layers.gla"].repeat.accepts(x, "... (h d) -> ... (h g) d", g=2, d=4) is not left
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "K", "V", "capability", "here"),
+    [
+        (torch.bfloat16, 128, 128, (9, 0), True),
+        (torch.bfloat16, 64, 96, (9, 0), True),
+        (torch.bfloat16, 32, 32, (9, 0), False),
+        (torch.bfloat16, 128, 192, (9, 0), False),
+        (torch.float16, 128, 128, (9, 0), False),
+        (torch.bfloat16, 128, 128, (8, 0), False),
+        (torch.bfloat16, 128, 128, (10, 0), False),
+    ],
+)
+def test_delta_rules_on_a_gpu_are_those_of_the_kernels_for_hopper(fla, monkeypatch, dtype, K, V, capability, here):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with accelerate(), FakeTensorMode():
+        q, v, g, beta = (torch.empty(1, 8, 2, *d, dtype=dtype, device="cuda") for d in ((K,), (V,), (K,), ()))
+        assert fla["fla.ops.kda"].chunk_kda.accepts(q, q, v, g, beta) is here
+        assert fla["fla.ops.gated_delta_rule"].chunk_gated_delta_rule.accepts(q, q, v, beta, beta) is here
+        assert fla["fla.ops.delta_rule"].chunk_delta_rule.accepts(q, q, v, beta) is here
+        assert not fla["fla.ops.kda"].chunk_kda.accepts(q, q, v, g, beta, cp_context=1)
 
 
 def test_a_gate_for_each_head(fla):

@@ -170,9 +170,10 @@ def pool_refusal(call: OpCall, cut: bool) -> str | None:
     """Returns why kernels do not read and write the pool of a call themselves; None if they do."""
     if call.dims["N"] == 0 or call.dims["T"] == 0:
         return "there are no tokens"
-    # The last segment of a sequence might write a slot before the first one has read it.
-    is_cut = plan_pass(forward_of_pool(call), gpu_of_call(call), cut).length is not None
-    return "sequences are cut into segments" if is_cut else None
+    forward, gpu = forward_of_pool(call), gpu_of_call(call)
+    if plan_pass(forward, gpu, cut).length is not None:  # a last segment might write a slot before the first reads it
+        return "sequences are cut into segments"
+    return "Hopper's kernel computes the sequences" if sm90.refusal(forward, gpu) is None else None
 
 
 def prepare_pool(call: OpCall, cut: bool) -> Callable[..., Tensor]:

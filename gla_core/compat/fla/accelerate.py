@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gla_core.compat import hopper
 from gla_core.compat.fla import composed, delta, heads, on_cpu, ops, registry, slots
 from gla_core.compat.replace import COMPUTED, LOCK, Acceleration, Replacement, parameters, replacement
 from gla_core.dispatch.errors import check_known
@@ -270,8 +271,10 @@ def _is_on_cpu(arguments: dict[str, Any]) -> bool:
     return all(x.device.type == "cpu" for x in arguments.values() if isinstance(x, Tensor))
 
 
-def _is_delta_rule_on_cpu(arguments: dict[str, Any]) -> bool:
-    return _has_no_more(arguments) and _is_on_cpu(arguments)
+def _is_fast_delta_rule(arguments: dict[str, Any]) -> bool:
+    if not _has_no_more(arguments):
+        return False
+    return _is_on_cpu(arguments) or hopper.computes_delta_rule(arguments["q"], arguments["v"])
 
 
 def _is_one_call(arguments: dict[str, Any]) -> bool:
@@ -279,15 +282,15 @@ def _is_one_call(arguments: dict[str, Any]) -> bool:
 
 
 ON_CPU = "computed by gla_core on a CPU; on a GPU the original, which is faster"
-UNTIL_MEASURED = "computed by gla_core on a CPU; on a GPU the original, until the kernels here have been measured there"
+DELTA_RULE = f"computed by gla_core on a CPU, and {hopper.IN_WORDS}; otherwise the original"
 _PARTLY = {
     "fla.ops.linear_attn": (_is_one_call, "computed by gla_core on a CPU, and on a GPU with normalize=False"),
     "fla.ops.lightnet": (_is_on_cpu, ON_CPU),
     "fla.ops.gsa": (_is_on_cpu, ON_CPU),
     "fla.ops.rwkv6": (_is_on_cpu, ON_CPU),
-    "fla.ops.kda": (_is_delta_rule_on_cpu, UNTIL_MEASURED),
-    "fla.ops.gated_delta_rule": (_is_delta_rule_on_cpu, UNTIL_MEASURED),
-    "fla.ops.delta_rule": (_is_delta_rule_on_cpu, UNTIL_MEASURED),
+    "fla.ops.kda": (_is_fast_delta_rule, DELTA_RULE),
+    "fla.ops.gated_delta_rule": (_is_fast_delta_rule, DELTA_RULE),
+    "fla.ops.delta_rule": (_is_fast_delta_rule, DELTA_RULE),
 }
 """For modules whose calls are chosen in another way: a test for those computed here, and a line for the report."""
 NOTE = (

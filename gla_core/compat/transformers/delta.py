@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from gla_core.compat import hopper
 from gla_core.compat.transformers.family import CONVOLUTIONS, Family, Function
 from gla_core.dispatch.tensors import wide
 from gla_core.ops.calls import needs_gradient
@@ -45,18 +46,18 @@ def _delta_rule(
 
 
 def _is_computed_here(arguments: dict[str, Any]) -> bool:
-    """Returns whether a call is on a CPU, and `cu_seqlens` says where sequences begin, if something does.
+    """Returns whether kernels here compute a call, and `cu_seqlens` says where sequences begin, if something does.
 
-    In transformers, layers with gates per key do not pass on `cu_seq_lens_q` as `cu_seqlens`. On a GPU the kernels for
-    delta rules have not been measured yet.
+    In transformers, layers with gates per key do not pass on `cu_seq_lens_q` as `cu_seqlens`.
     """
-    if any(isinstance(x, Tensor) and x.is_cuda for x in arguments.values()):
+    on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in arguments.values())
+    if on_gpu and not hopper.computes_delta_rule(arguments["query"], arguments["value"]):
         return False
     is_packed = any(arguments.get(name) is not None for name in ("seq_idx", "cu_seq_lens_q"))
     return arguments.get("cu_seqlens") is not None or not is_packed
 
 
-HOW = "computed by gla_core on a CPU, but for packed sequences without cu_seqlens; on a GPU the original"
+HOW = f"computed by gla_core on a CPU, and {hopper.IN_WORDS}, but for packed sequences without cu_seqlens"
 _RULE = Function(_delta_rule, _is_computed_here, HOW)
 GATED_DELTA_RULE = Family(
     models=dict.fromkeys(("olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp"), "5.16")
