@@ -116,17 +116,17 @@ def launch_outputs(
         "o_desc": shared_tiles(x.o, CHUNK, COLUMNS),
         "s_desc": None if x.checkpoints is None else state_tiles(x.checkpoints, kernel.BK, COLUMNS),
         "g_ptr": None if by_key else x.g,
-        **(gate_strides(None if by_key else x.g)),
         "beta_ptr": x.beta,
-        "beta_b": b,
-        "beta_t": t,
-        "beta_h": h,
         "o_ptr": x.o,
         "initial_state": x.initial_state,
-        **state_strides("state_", x.initial_state),
         "final_state": x.final_state,
         "order": segments.order,
         "scale": scale,
+        **gate_strides(None if by_key else x.g),
+        "beta_b": b,
+        "beta_t": t,
+        "beta_h": h,
+        **state_strides("state_", x.initial_state),
         **lengths_of(T, segments),
         "every": every or 0,
         "rows": 0 if x.checkpoints is None else x.checkpoints.shape[1],
@@ -442,22 +442,22 @@ def _chunk_delta_fwd_kernel(
     o_desc,  # [B, Hv, T, V], tiles [C, W]
     s_desc,  # checkpoints [B n, Hv, K, V], tiles [BK, W], or None
     g_ptr,  # gates of heads [B, T, Hv] or [Hv], or None
+    beta_ptr,  # [B, T, Hv]
+    o_ptr,  # [B, T, Hv, V], contiguous
+    initial_state,  # [N, Hv, K, V] or None
+    final_state,  # [N, Hv, K, V] or None
+    order,  # [I, 5], or None for a batch
+    scale,
     g_b,  # strides of g_ptr
     g_t,
     g_h,
-    beta_ptr,  # [B, T, Hv]
     beta_b,  # strides of beta_ptr
     beta_t,
     beta_h,
-    o_ptr,  # [B, T, Hv, V], contiguous
-    initial_state,  # [N, Hv, K, V] or None
     state_n,  # strides of initial_state; see `in_state`
     state_h,
     state_k,
     state_v,
-    final_state,  # [N, Hv, K, V] or None
-    order,  # [I, 5], or None for a batch
-    scale,
     T,
     segment,  # tokens of a segment
     segments,  # segments of a sequence of a batch
