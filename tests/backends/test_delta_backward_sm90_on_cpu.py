@@ -50,7 +50,7 @@ def computed(kernels, x, do, dstate):
     chunks, pairs = kernels.backward_pairs.launch_pairs(y, scale)
     sequences = whole(*x.k.shape[:2], x.cu_seqlens)
     leaving, scan = kernels.backward.launch_scan(y, chunks, sequences)
-    gradients = kernels.gradients.launch_gradients(y, chunks, y.checkpoints.flatten(0, 1), leaving, scale, 2)
+    gradients = kernels.gradients.launch_gradients(y, chunks, y.checkpoints, leaving, scale, 2)
     gluon_on_cpu.run([*pairs, *sequences.launches, scan, *gradients])
     return {name: getattr(y, f"d{name}") for name in NAMES}
 

@@ -318,7 +318,6 @@ VARIATIONS = {
     "general backward, constant",
     "delta rule, packed",
     "delta rule, per head",
-    "delta rule backward, packed",
     "delta rule backward, per head",
     "delta rule steps",
 }

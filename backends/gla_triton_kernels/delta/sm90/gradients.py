@@ -59,10 +59,10 @@ from gla_triton_kernels.delta.sm90.common_backward import (
     WIDTH,
     C,
     bounded,
-    head_gate_arguments,
     of_blocks,
     plus,
     rounded_apart,
+    size_arguments,
     token_arguments,
     unit_of_rows,
 )
@@ -116,10 +116,9 @@ def launch_gradients(
         "units_ptr": chunks.units,
         "strong_ptr": chunks.strong,
         "blocks_ptr": blocks,
-        "scale": scale,
         **token_arguments(x, segments),
-        **head_gate_arguments(x),
-        "R": R,
+        "scale": scale,
+        **size_arguments(x, segments),
         "places": segments.count * Hv,
         "PRECISE": True,
     }
@@ -154,7 +153,7 @@ def _decayed(x, table, j, strong, down: gl.constexpr):
     return gl.convert_layout((cubes * decay[:, None, :]).reshape([C, WIDTH]), KEYS, assert_trivial=True)
 
 
-@gluon.jit(do_not_specialize=["scale", *NUMBERS, "g_b", "g_t", "g_h", "R", "places"])
+@gluon.jit(do_not_specialize=["scale", *NUMBERS, "places"])
 def _gradients_kernel(
     q_desc,  # [B, H, T, K], tiles [C, K]
     k_desc,
@@ -175,21 +174,21 @@ def _gradients_kernel(
     units_ptr,  # [J, Hv, C]
     strong_ptr,  # [J, Hv] if each key has a gate, else None
     blocks_ptr,  # receives dA and dM within blocks of strong chunks [J, Hv, 2, C, 16]; None without strong_ptr
-    scale,
     beta_ptr,  # [B, T, Hv]
+    g_ptr,  # [B, T, Hv] if the keys of a head share a gate, else None
+    order,  # [J, 5], or None for a batch
+    scale,
     beta_b,
     beta_t,
     beta_h,
-    order,  # [J, 5], or None for a batch
+    g_b,
+    g_t,
+    g_h,
     T,
     segment,  # C
     segments,  # chunks of a sequence of a batch
     Hv,
     K,
-    g_ptr,  # [B, T, Hv], or None
-    g_b,
-    g_t,
-    g_h,
     R,
     places,  # J Hv
     PRECISE: gl.constexpr,  # whether E, dA and dM are sums of two numbers of bfloat16
