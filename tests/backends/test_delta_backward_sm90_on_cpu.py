@@ -50,7 +50,7 @@ def computed(kernels, x, do, dstate):
     chunks, pairs = kernels.backward_pairs.launch_pairs(y, scale)
     sequences = whole(*x.k.shape[:2], x.cu_seqlens)
     leaving, scan = kernels.backward.launch_scan(y, chunks, sequences)
-    gradients = kernels.gradients.launch_gradients(y, chunks, y.checkpoints.flatten(0, 1), leaving, scale, 2)
+    gradients = kernels.gradients.launch_gradients(y, chunks, y.checkpoints, leaving, scale, 2)
     gluon_on_cpu.run([*pairs, *sequences.launches, scan, *gradients])
     return {name: getattr(y, f"d{name}") for name in NAMES}
 
@@ -110,14 +110,20 @@ def test_correlated_keys(kernels, gate_form, most):
     """Most of a value is explained by the state, and most of dg is a difference; betas up to 2 add signs."""
     x = inputs(gate_form=gate_form, gates="mild", T=128)
     mixed = torch.nn.functional.normalize(x.k[:, :1].float() + x.k.float(), dim=-1)
-    x = dataclasses.replace(x, k=mixed.to(x.k.dtype), beta=most * x.beta)
+    x = with_gates(dataclasses.replace(x, k=mixed.to(x.k.dtype), beta=most * x.beta), -0.5)
     x.beta[:, 5] = 0.0
-    check(kernels, x)
+    check(kernels, x, has_dstate=False)
 
 
-def test_equal_keys(kernels):
-    x = inputs(gate_form="key", gates="mild", T=128)
-    check(kernels, dataclasses.replace(x, k=x.k[:, :1].expand_as(x.k).contiguous()))
+@pytest.mark.parametrize("gate_form", ["key", "head"])
+def test_equal_keys(kernels, gate_form):
+    x = with_gates(inputs(gate_form=gate_form, gates="mild", T=128), -5.0)
+    check(kernels, dataclasses.replace(x, k=x.k[:, :1].expand_as(x.k).contiguous()), has_dstate=False)
+
+
+def with_gates(x, least):
+    """Returns the inputs with log gates from `least` to 0, as models with bounded gates have them."""
+    return dataclasses.replace(x, g=least * torch.sigmoid(torch.randn(x.g.shape)))
 
 
 def test_a_row_of_a_batch_has_the_same_bits_alone(kernels):

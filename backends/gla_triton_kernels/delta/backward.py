@@ -145,7 +145,7 @@ def _sm90_launches(plan: BackwardPlan, x: BackwardTensors, scale: float) -> list
     chunks, pairs = launch_pairs(x, scale)
     sequences = whole(len(x.k), x.k.shape[1], x.cu_seqlens)
     leaving, scan = launch_scan(x, chunks, sequences)
-    gradients = launch_gradients(x, chunks, x.checkpoints.flatten(0, 1), leaving, scale, plan.programs)
+    gradients = launch_gradients(x, chunks, x.checkpoints, leaving, scale, plan.programs)
     return [*pairs, *sequences.launches, scan, *gradients]
 
 

@@ -36,7 +36,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from gla_core.dispatch.backend import CHUNK
 from gla_triton_kernels.chunks.segments import Segments, state_strides
 from gla_triton_kernels.delta.sm90.backward_pairs import Chunks
-from gla_triton_kernels.delta.sm90.common_backward import MOST, NUMBERS, WIDTH, C, token_arguments, unit_of_rows
+from gla_triton_kernels.delta.sm90.common_backward import (
+    MOST,
+    NUMBERS,
+    WIDTH,
+    C,
+    size_arguments,
+    token_arguments,
+    unit_of_rows,
+)
 from gla_triton_kernels.delta.tensors import BackwardTensors
 from gla_triton_kernels.gla.sm90.common import chunk_of, clear_rows, in_state, keep_apart, opaque_zero, tokens_of
 from gla_triton_runtime.launch import Launch
@@ -76,10 +84,10 @@ def launch_scan(x: BackwardTensors, chunks: Chunks, segments: Segments) -> tuple
         "factors_ptr": chunks.factors,
         "last_ptr": x.dstate,
         "dinitial_ptr": x.dinitial_state,
-        **state_strides("state_", x.dstate),
         **token_arguments(x, segments),
+        **state_strides("state_", x.dstate),
+        **size_arguments(x, segments),
         "V": V,
-        "R": Hv // x.k.shape[2],
         "places": len(chunks.units),
     }
     return leaving, Launch(_scan_kernel, (segments.count * Hv, 1, 1), arguments, {"num_warps": 4, "maxnreg": 168})
@@ -237,7 +245,7 @@ def _write_rows(ptr, x, where):
     gl.store(to + offsets, x.to(ptr.dtype.element_ty), (token < rows) & (value < V - first))
 
 
-@gluon.jit(do_not_specialize=[*NUMBERS, "R", "places"])
+@gluon.jit(do_not_specialize=[*NUMBERS, "places"])
 def _scan_kernel(
     kin_desc,  # [J Hv C, K], tiles [C, K]; k [B, H, T, K] if the keys of a head share a gate
     qin_desc,
@@ -253,22 +261,26 @@ def _scan_kernel(
     factors_ptr,  # of the rows of kin and of kout if they are k, [J, Hv, 2, C], else None
     last_ptr,  # gradients of final states [N, Hv, K, V], or None
     dinitial_ptr,  # [N, Hv, K, V], or None
+    beta_ptr,  # [B, T, Hv]
+    g_ptr,  # unused, and so are its strides
+    order,  # [I, 5], or None for a batch
     state_n,  # strides of last_ptr; see `in_state`
     state_h,
     state_k,
     state_v,
-    beta_ptr,  # [B, T, Hv]
     beta_b,
     beta_t,
     beta_h,
-    order,  # [I, 5], or None for a batch
+    g_b,
+    g_t,
+    g_h,
     T,
     segment,  # more than T
     segments,  # 1
     Hv,
     K,
-    V,
     R,
+    V,
     places,  # J Hv
 ):
     """Computes one value head of one sequence."""

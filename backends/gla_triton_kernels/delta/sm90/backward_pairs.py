@@ -55,12 +55,12 @@ from gla_triton_kernels.delta.sm90.common_backward import (
     WIDTH,
     C,
     bounded,
-    head_gate_arguments,
     is_strong,
     of_blocks,
     pairs_by_halving,
     plus,
     rounded_apart,
+    size_arguments,
     solve_chunk,
     token_arguments,
     unit_of_rows,
@@ -125,10 +125,9 @@ def launch_pairs(x: BackwardTensors, scale: float) -> tuple[Chunks, list[Launch]
         "decay_ptr": chunks.decay,
         "factors_ptr": factors,
         "strong_ptr": strong,
-        "scale": scale,
         **token_arguments(x, segments),
-        **head_gate_arguments(x),
-        "R": Hv // x.k.shape[2],
+        "scale": scale,
+        **size_arguments(x, segments),
         "places": places,
         "STRONG": False,
     }
@@ -146,7 +145,7 @@ OF_BLOCKS = gl.constexpr(gl.SliceLayout(1, CUBES.value))  # [C / 16, K]
 ROW = gl.constexpr(gl.SliceLayout(0, OF_BLOCKS.value))  # [K]
 
 
-@gluon.jit(do_not_specialize=["scale", *NUMBERS, "g_b", "g_t", "g_h", "R", "places"])
+@gluon.jit(do_not_specialize=["scale", *NUMBERS, "places"])
 def _pairs_kernel(
     q_desc,  # [B, H, T, K], tiles [C, K]
     k_desc,
@@ -160,21 +159,21 @@ def _pairs_kernel(
     decay_ptr,  # [J, Hv, K]
     factors_ptr,  # [J, Hv, 2, C] unless each key has a gate
     strong_ptr,  # [J, Hv] if each key has a gate, else None
-    scale,
     beta_ptr,  # [B, T, Hv]
+    g_ptr,  # [B, T, Hv] if the keys of a head share a gate, else None
+    order,  # [J, 5], or None for a batch
+    scale,
     beta_b,
     beta_t,
     beta_h,
-    order,  # [J, 5], or None for a batch
+    g_b,
+    g_t,
+    g_h,
     T,
     segment,  # C
     segments,  # chunks of a sequence of a batch
     Hv,
     K,
-    g_ptr,  # [B, T, Hv], or None
-    g_b,
-    g_t,
-    g_h,
     R,
     places,  # J Hv
     STRONG: gl.constexpr,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
@@ -23,8 +24,8 @@ from gla_triton_kernels.gla.shared.limits import LEAST_GATE, MILD_DECAY_SM90
 from gla_triton_kernels.gla.sm90.common import gate_strides
 from gla_triton_runtime.arithmetic import LOG2E
 
-NUMBERS = ["beta_b", "beta_t", "beta_h", "T", "segment", "segments", "Hv"]
-"""Names of arguments of `token_arguments` for which a kernel is not compiled anew."""
+NUMBERS = ["beta_b", "beta_t", "beta_h", "g_b", "g_t", "g_h", "T", "segment", "segments", "Hv", "R"]
+"""Names of arguments of `size_arguments` for which a kernel is not compiled anew."""
 C = gl.constexpr(CHUNK)
 MOST = 128
 WIDTH = gl.constexpr(MOST)  # the columns of a tile: K or V, and zeros
@@ -37,24 +38,30 @@ LEAST_ROW = gl.constexpr(2.0**-100)
 
 
 def token_arguments(x: BackwardTensors, segments: Segments) -> dict[str, Any]:
-    """Returns the arguments that all kernels share: beta and its strides, lengths, and heads."""
+    """Returns the tensors that all kernels share, as arguments: beta, gates of heads, and the order of segments.
+
+    There are no gates of heads if each key has a gate.
+    """
+    return {"beta_ptr": x.beta, "g_ptr": _head_gates(x), "order": segments.order}
+
+
+def size_arguments(x: BackwardTensors, segments: Segments) -> dict[str, Any]:
+    """Returns the numbers that all kernels share, as arguments: strides of the above, lengths, and heads."""
     beta_b, beta_t, beta_h = x.beta.stride()
     return {
-        "beta_ptr": x.beta,
         "beta_b": beta_b,
         "beta_t": beta_t,
         "beta_h": beta_h,
-        "order": segments.order,
+        **gate_strides(_head_gates(x)),
         **lengths_of(x.k.shape[1], segments),
         "Hv": x.v.shape[2],
         "K": x.k.shape[3],
+        "R": x.v.shape[2] // x.k.shape[2],
     }
 
 
-def head_gate_arguments(x: BackwardTensors) -> dict[str, Any]:
-    """Returns gates of heads and their strides as arguments of a kernel; None and 0 if there are none."""
-    g = x.g if x.g is not None and x.g.ndim == 3 else None
-    return {"g_ptr": g, **gate_strides(g)}
+def _head_gates(x: BackwardTensors) -> Tensor | None:
+    return x.g if x.g is not None and x.g.ndim == 3 else None
 
 
 @gluon.jit

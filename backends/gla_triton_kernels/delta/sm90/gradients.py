@@ -59,10 +59,10 @@ from gla_triton_kernels.delta.sm90.common_backward import (
     WIDTH,
     C,
     bounded,
-    head_gate_arguments,
     of_blocks,
     plus,
     rounded_apart,
+    size_arguments,
     token_arguments,
     unit_of_rows,
 )
@@ -116,11 +116,11 @@ def launch_gradients(
         "units_ptr": chunks.units,
         "strong_ptr": chunks.strong,
         "blocks_ptr": blocks,
-        "scale": scale,
         **token_arguments(x, segments),
-        **head_gate_arguments(x),
-        "R": R,
+        "scale": scale,
+        **size_arguments(x, segments),
         "places": segments.count * Hv,
+        "PRECISE": True,
     }
     launches = [Launch(_gradients_kernel, (min(programs, segments.count * Hv), 1, 1), arguments, {"num_warps": 8})]
     if blocks is not None:
@@ -153,7 +153,7 @@ def _decayed(x, table, j, strong, down: gl.constexpr):
     return gl.convert_layout((cubes * decay[:, None, :]).reshape([C, WIDTH]), KEYS, assert_trivial=True)
 
 
-@gluon.jit(do_not_specialize=["scale", *NUMBERS, "g_b", "g_t", "g_h", "R", "places"])
+@gluon.jit(do_not_specialize=["scale", *NUMBERS, "places"])
 def _gradients_kernel(
     q_desc,  # [B, H, T, K], tiles [C, K]
     k_desc,
@@ -174,23 +174,24 @@ def _gradients_kernel(
     units_ptr,  # [J, Hv, C]
     strong_ptr,  # [J, Hv] if each key has a gate, else None
     blocks_ptr,  # receives dA and dM within blocks of strong chunks [J, Hv, 2, C, 16]; None without strong_ptr
-    scale,
     beta_ptr,  # [B, T, Hv]
+    g_ptr,  # [B, T, Hv] if the keys of a head share a gate, else None
+    order,  # [J, 5], or None for a batch
+    scale,
     beta_b,
     beta_t,
     beta_h,
-    order,  # [J, 5], or None for a batch
+    g_b,
+    g_t,
+    g_h,
     T,
     segment,  # C
     segments,  # chunks of a sequence of a batch
     Hv,
     K,
-    g_ptr,  # [B, T, Hv], or None
-    g_b,
-    g_t,
-    g_h,
     R,
     places,  # J Hv
+    PRECISE: gl.constexpr,  # whether E, dA and dM are sums of two numbers of bfloat16
 ):
     """Computes chunks of value heads, one after the other, and loads tiles of the next one as soon as there is room."""
     BY_KEY: gl.constexpr = g_desc is not None
@@ -199,7 +200,7 @@ def _gradients_kernel(
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, C, WIDTH], gl.float32)
     q_block = gl.allocate_shared_memory(gl.bfloat16, [1, 1, 1, C, WIDTH], q_desc.layout)
     k_block = gl.allocate_shared_memory(gl.bfloat16, [1, 1, 1, C, WIDTH], k_desc.layout)
-    c_tile = gl.allocate_shared_memory(  # kin, later the columns beta k
+    c_tile = gl.allocate_shared_memory(  # kin, later the columns k
         gl.bfloat16, [1, C, WIDTH], gl.NVMMASharedLayout.get_default_for([C, WIDTH], gl.bfloat16)
     )
     v_block = gl.allocate_shared_memory(gl.bfloat16, [1, 1, 1, C, V], v_desc.layout)  # later E
@@ -207,8 +208,7 @@ def _gradients_kernel(
     s_block = gl.allocate_shared_memory(gl.bfloat16, [1, 1, 1, WIDTH, V], s_desc.layout)
     ds_block = gl.allocate_shared_memory(gl.bfloat16, [1, 1, 1, WIDTH, V], ds_desc.layout)  # later dq and dk
     G_tile = gl.allocate_shared_memory(gl.float16, [1, C, C], G_desc.layout)
-    a_tile = gl.allocate_shared_memory(gl.bfloat16, [1, C, C], square)  # dA^T, later dA
-    m_tile = gl.allocate_shared_memory(gl.bfloat16, [1, C, C], square)  # dM^T, later dM
+    pairs = gl.allocate_shared_memory(gl.bfloat16, [2, C, C], square)  # the rest of E; dA^T and dM^T; dA and dM
     betas = gl.allocate_shared_memory(gl.float32, [1, C], LINE)
     bars = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(3):
@@ -234,8 +234,7 @@ def _gradients_kernel(
         s_block,
         ds_block,
         G_tile,
-        a_tile,
-        m_tile,
+        pairs,
         betas,
         gates,
         tables,
@@ -258,7 +257,7 @@ def _gradients_kernel(
         place = first + i * gl.num_programs(0)
         _, _, _, rows, _, _, _ = tokens_of(place // Hv, T, segment, segments, order)
         if rows > 0:  # empty chunks are the last
-            _compute_chunk(place, i & 1, tiles, bars, loads, inputs, outputs, sizes, scale, BY_KEY)
+            _compute_chunk(place, i & 1, tiles, bars, loads, inputs, outputs, sizes, scale, BY_KEY, PRECISE)
     tma.store_wait(0)
 
 
@@ -305,11 +304,14 @@ def _load_gradients(load, bar, place, sizes):
 
 
 @gluon.jit
-def _compute_chunk(place, phase, tiles, bars, loads, inputs, outputs, sizes, scale, BY_KEY: gl.constexpr):
+def _compute_chunk(
+    place, phase, tiles, bars, loads, inputs, outputs, sizes, scale, BY_KEY: gl.constexpr, PRECISE: gl.constexpr
+):
     """Computes one chunk of one value head."""
-    q_block, k_block, c_tile, v_block, d_blocks, s_block, ds_block, G_tile, a_tile, m_tile, betas, gates, tables = tiles
+    q_block, k_block, c_tile, v_block, d_blocks, s_block, ds_block, G_tile, pairs, betas, gates, tables = tiles
     beta_ptr, beta_strides, g_ptr, g_strides, units_ptr, strong_ptr, blocks_ptr = inputs
     dq_desc, dk_desc, dg_desc, dq_ptr, dk_ptr, dg_ptr, dbeta_ptr = outputs
+    PARTS: gl.constexpr = 2 if BY_KEY or PRECISE else 1  # of dA and dM
     T, segment, segments, order, Hv, _, K, places = sizes
     zero = opaque_zero()
     q_block, k_block, c_tile, v_block = (
@@ -319,7 +321,7 @@ def _compute_chunk(place, phase, tiles, bars, loads, inputs, outputs, sizes, sca
         v_block.index(zero),
     )
     s_block, ds_block = s_block.index(zero), ds_block.index(zero)
-    G_tile, a_tile, m_tile, betas = G_tile.index(zero), a_tile.index(zero), m_tile.index(zero), betas.index(zero)
+    G_tile, a_tile, m_tile, betas = G_tile.index(zero), pairs.index(zero), pairs.index(zero + 1), betas.index(zero)
     PACKED: gl.constexpr = order is not None
     V: gl.constexpr = WIDTH
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
@@ -388,7 +390,7 @@ def _compute_chunk(place, phase, tiles, bars, loads, inputs, outputs, sizes, sca
         c_tile.store(gl.convert_layout(kin.reshape([C, WIDTH]), RUNS, assert_trivial=True).to(gl.bfloat16))
         down = gl.exp2(between[:, None, :] - cube)
         down = gl.convert_layout(down.reshape([C, WIDTH]), RUNS, assert_trivial=True)
-        column = (k * betas.load(gl.SliceLayout(1, RUNS))[:, None] * down).to(gl.bfloat16)
+        column = (k * down).to(gl.bfloat16)
     else:
         sums = tables.index(zero)
         g_b, g_t, g_h = g_strides
@@ -422,16 +424,20 @@ def _compute_chunk(place, phase, tiles, bars, loads, inputs, outputs, sizes, sca
     Y = gl.convert_layout((Y * inverse[:, None]).to(gl.float16), LEFT)
     P = warpgroup_mma(Y, G_tile.permute([1, 0]), P, use_acc=False, is_async=True)
     P = warpgroup_mma_wait(0, [P])
-    e_tile.permute([1, 0]).store((X - P * row_unit[:, None] * unit).to(gl.bfloat16))
+    E, rest_of_E = rounded_apart(X - P * row_unit[:, None] * unit)
+    rest = pairs._reinterpret(gl.bfloat16, [C, V], gl.NVMMASharedLayout.get_default_for([C, V], gl.bfloat16))
+    e_tile.permute([1, 0]).store(E)
+    if PRECISE:
+        rest.permute([1, 0]).store(rest_of_E)
     # pairs
     mbarrier.wait(bars.index(2), phase)
     if PACKED:
         clear_rows(do_tile, rows, RUNS)
         clear_rows(dv_tile, rows, RUNS)
-    if not BY_KEY:
-        column = as_float32(k_tile.load(RUNS)) * betas.load(gl.SliceLayout(1, RUNS))[:, None]
-        column = column.to(gl.bfloat16)
-    c_tile.store(column)
+    if BY_KEY:
+        c_tile.store(column)
+    else:
+        c_tile = k_tile
     fence_async_shared()
     t = gl.arange(0, C, gl.SliceLayout(1, PAIRS))[:, None]
     s = gl.arange(0, C, gl.SliceLayout(0, PAIRS))[None, :]
@@ -439,6 +445,9 @@ def _compute_chunk(place, phase, tiles, bars, loads, inputs, outputs, sizes, sca
     dM = gl.zeros([C, C], gl.float32, PAIRS)
     dA = warpgroup_mma(do_tile, e_tile.permute([1, 0]), dA, use_acc=False, is_async=True)
     dM = warpgroup_mma(dv_tile, e_tile.permute([1, 0]), dM, use_acc=False, is_async=True)
+    if PRECISE:
+        dA = warpgroup_mma(do_tile, rest.permute([1, 0]), dA, is_async=True)
+        dM = warpgroup_mma(dv_tile, rest.permute([1, 0]), dM, is_async=True)
     dq = gl.zeros([C, WIDTH], gl.float32, KEYS)
     dr = gl.zeros([C, WIDTH], gl.float32, KEYS)
     dq = warpgroup_mma(do_tile, s_tile.permute([1, 0]), dq, use_acc=False, is_async=True)
@@ -469,13 +478,15 @@ def _compute_chunk(place, phase, tiles, bars, loads, inputs, outputs, sizes, sca
         QK = gl.where(t > s, dA * QK + dM * KK, 0.0) * betas.load(gl.SliceLayout(0, PAIRS))[None, :]
         w = gl.convert_layout(gl.sum(QK, 1), few) - gl.convert_layout(gl.sum(QK, 0), few)
     rests = d_blocks._reinterpret(gl.bfloat16, [4, C, C], square)  # of dA and dM; dO has been read
-    dA, rest_of_dA = rounded_apart(dA)
-    dM, rest_of_dM = rounded_apart(dM)
-    a_tile.permute([1, 0]).store(dA)
-    m_tile.permute([1, 0]).store(dM)
-    if BY_KEY:
-        rests.index(0).permute([1, 0]).store(rest_of_dA)
-        rests.index(1).permute([1, 0]).store(rest_of_dM)
+    beta = betas.load(gl.SliceLayout(0, PAIRS))[None, :]
+    rounded, rest_of_it = rounded_apart(dA * beta)
+    a_tile.permute([1, 0]).store(rounded)
+    if PARTS == 2:
+        rests.index(0).permute([1, 0]).store(rest_of_it)
+    rounded, rest_of_it = rounded_apart(dM * beta)
+    m_tile.permute([1, 0]).store(rounded)
+    if PARTS == 2:
+        rests.index(1).permute([1, 0]).store(rest_of_it)
     fence_async_shared()
     # dq, and dk of rows
     dr *= -1.0
@@ -497,15 +508,19 @@ def _compute_chunk(place, phase, tiles, bars, loads, inputs, outputs, sizes, sca
         dr *= of_rows
         k = as_float32(k_tile.load(KEYS))
         of_state = gl.convert_layout(gl.sum(as_float32(q_tile.load(KEYS)) * dq + k * dr, 1), few)  # [C]
-        dq = warpgroup_mma(a_tile.permute([1, 0]), c_tile, dq, is_async=True)
-        dr = warpgroup_mma(m_tile.permute([1, 0]), c_tile, dr, is_async=True)
+        for each in gl.static_range(PARTS):
+            dq = warpgroup_mma((rests.index(0) if each else a_tile).permute([1, 0]), c_tile, dq, is_async=True)
+            dr = warpgroup_mma((rests.index(1) if each else m_tile).permute([1, 0]), c_tile, dr, is_async=True)
         dq, dr = warpgroup_mma_wait(0, [dq, dr])
     # dk of columns
-    a_tile.store(dA)
-    m_tile.store(dM)
-    if BY_KEY:
-        rests.index(0).store(rest_of_dA)
-        rests.index(1).store(rest_of_dM)
+    rounded, rest_of_it = rounded_apart(dA)
+    a_tile.store(rounded)
+    if PARTS == 2:
+        rests.index(0).store(rest_of_it)
+    rounded, rest_of_it = rounded_apart(dM)
+    m_tile.store(rounded)
+    if PARTS == 2:
+        rests.index(1).store(rest_of_it)
     fence_async_shared()
     dc = gl.zeros([C, WIDTH], gl.float32, KEYS)
     dc = warpgroup_mma(e_tile, ds_tile.permute([1, 0]), dc, use_acc=False, is_async=True)
@@ -514,7 +529,7 @@ def _compute_chunk(place, phase, tiles, bars, loads, inputs, outputs, sizes, sca
     if BY_KEY:
         for i in gl.static_range(3, -1, -1):
             dc = _decayed(dc, downs, i, strong, True)
-            for each in gl.static_range(2):
+            for each in gl.static_range(PARTS):
                 left = a_tile if each == 0 else rests.index(0)
                 dc = warpgroup_mma(left.slice(16 * i, 16).permute([1, 0]), q_tile.slice(16 * i, 16), dc, is_async=True)
                 left = m_tile if each == 0 else rests.index(1)
@@ -524,8 +539,9 @@ def _compute_chunk(place, phase, tiles, bars, loads, inputs, outputs, sizes, sca
         dc *= gl.exp2(end - sums.load(gl.SliceLayout(1, KEYS)))[:, None]
         of_columns = gl.sum(as_float32(k_tile.load(KEYS)) * dc, 1)
         w += of_state - gl.convert_layout(of_columns, few) * betas.load(few)
-        dc = warpgroup_mma(a_tile.permute([1, 0]), q_tile, dc, is_async=True)
-        dc = warpgroup_mma(m_tile.permute([1, 0]), k_tile, dc, is_async=True)
+        for each in gl.static_range(PARTS):
+            dc = warpgroup_mma((rests.index(0) if each else a_tile).permute([1, 0]), q_tile, dc, is_async=True)
+            dc = warpgroup_mma((rests.index(1) if each else m_tile).permute([1, 0]), k_tile, dc, is_async=True)
         dc = warpgroup_mma_wait(0, [dc])
     fence_async_shared()  # S, v and G have been loaded to registers; TMA overwrites their tiles
     if has_next:
@@ -534,7 +550,7 @@ def _compute_chunk(place, phase, tiles, bars, loads, inputs, outputs, sizes, sca
     beta = betas.load(gl.SliceLayout(1, KEYS))[:, None]
     k = as_float32(k_tile.load(KEYS))
     if BY_KEY:
-        w = as_float32(q_tile.load(KEYS)) * dq + k * dr - as_float32(c_tile.load(KEYS)) * dc
+        w = as_float32(q_tile.load(KEYS)) * dq + k * dr - as_float32(c_tile.load(KEYS)) * (beta * dc)
         x = x_tile.load(KEYS)
         layout: gl.constexpr = gl.SliceLayout(1, _in_blocks(x).type.layout)
         down = apart.reshape([4, WIDTH]).load(layout)[:, None, :] - _in_blocks(x)
