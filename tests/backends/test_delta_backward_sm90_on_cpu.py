@@ -45,8 +45,19 @@ def computed(kernels, x, do, dstate):
     )
     new = [None if y is None else torch.full(y.shape, torch.nan, dtype=y.dtype) for y in (x.q, x.k, x.v, x.g, x.beta)]
     dinitial = None if x.initial_state is None else torch.full(x.initial_state.shape, torch.nan)
-    given = (x.q, x.k, x.v, x.g, x.beta, x.initial_state, x.cu_seqlens, checkpoints.bfloat16().contiguous(), do, dstate)
-    y = BackwardTensors(*given, *new, dinitial)
+    inputs = (
+        x.q,
+        x.k,
+        x.v,
+        x.g,
+        x.beta,
+        x.initial_state,
+        x.cu_seqlens,
+        checkpoints.bfloat16().contiguous(),
+        do,
+        dstate,
+    )
+    y = BackwardTensors(*inputs, *new, dinitial)
     chunks, pairs = kernels.backward_pairs.launch_pairs(y, scale)
     sequences = whole(*x.k.shape[:2], x.cu_seqlens)
     leaving, scan = kernels.backward.launch_scan(y, chunks, sequences)

@@ -120,8 +120,8 @@ def _blocks_kernel(
                 g_at = g_ptr + b * stride_gb + t64 * stride_gt + h * stride_gh + i_k
                 q = tl.load(q_at, mask=inside, other=0.0).to(tl.float32)  # [16, BK]
                 k = tl.load(k_at, mask=inside, other=0.0).to(tl.float32)
-                given = tl.load(g_at, mask=inside, other=0.0).to(tl.float32)
-                sums = tl.cumsum(tl.maximum(given, LEAST_GATE) * LOG2E, 0)
+                log_gates = tl.load(g_at, mask=inside, other=0.0).to(tl.float32)
+                sums = tl.cumsum(tl.maximum(log_gates, LEAST_GATE) * LOG2E, 0)
                 beta = tl.load(beta_ptr + b * stride_nb + t64 * stride_nt + h * stride_nh, mask=valid, other=0.0)
                 beta = beta.to(tl.float32)  # [16, 1]
                 pairs_at = blocks_ptr + place * (2 * C * 16) + (t - t0 + row) * 16 + column
@@ -131,18 +131,18 @@ def _blocks_kernel(
                 dq, dr, dc, dg = zeros, zeros, zeros, zeros
                 for s in tl.range(0, 16, num_stages=1):
                     D = tl.where(row >= s, tl.exp2(tl.minimum(sums - _row_of(sums, s, row), 0.0)), 0.0)  # [16, BK]
-                    of_q = D * tl.sum(tl.where(column == s, dA, 0.0), 1)[:, None]
-                    of_k = D * tl.sum(tl.where(column == s, dM, 0.0), 1)[:, None]
+                    a_column = D * tl.sum(tl.where(column == s, dA, 0.0), 1)[:, None]
+                    m_column = D * tl.sum(tl.where(column == s, dM, 0.0), 1)[:, None]
                     column_s = _row_of(k * beta, s, row)  # [1, BK]
-                    dq += of_q * column_s
-                    dr += of_k * column_s
-                    x = of_q * q + of_k * k  # [16, BK]
+                    dq += a_column * column_s
+                    dr += m_column * column_s
+                    x = a_column * q + m_column * k  # [16, BK]
                     dc += tl.where(row == s, tl.sum(x, 0)[None, :], 0.0)
                     dg += tl.where(row > s, tl.cumsum(x * column_s, 0, reverse=True), 0.0)
                 at = ((b * T + t64) * Hv + h) * K + i_k
                 tl.store(dq_ptr + at, tl.load(dq_ptr + at, mask=inside) + dq, mask=inside)
                 tl.store(dk_ptr + at, tl.load(dk_ptr + at, mask=inside) + dr + beta * dc, mask=inside)
-                dg = tl.where(given > LEAST_GATE, tl.load(dg_ptr + at, mask=inside) + dg, 0.0)
+                dg = tl.where(log_gates > LEAST_GATE, tl.load(dg_ptr + at, mask=inside) + dg, 0.0)
                 tl.store(dg_ptr + at, dg, mask=inside)
                 at = dbeta_ptr + (b * T + t64) * Hv + h
                 tl.store(at, tl.load(at, mask=valid) + tl.sum(k * dc, 1)[:, None], mask=valid & (beta == 0.0))

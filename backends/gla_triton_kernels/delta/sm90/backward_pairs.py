@@ -56,12 +56,12 @@ from gla_triton_kernels.delta.sm90.common_backward import (
     C,
     bounded,
     is_strong,
-    of_blocks,
     pairs_by_halving,
     plus,
     rounded_apart,
     size_arguments,
     solve_chunk,
+    table_row,
     token_arguments,
     unit_of_rows,
 )
@@ -141,8 +141,8 @@ def launch_pairs(x: BackwardTensors, scale: float) -> tuple[Chunks, list[Launch]
 FEW = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))  # of the transposed pairs of a block
 RUNS = gl.constexpr(gl.BlockedLayout([16, 4], [1, 32], [4, 1], [1, 0]))  # a warp has a block, a thread its tokens
 CUBES = gl.constexpr(gl.BlockedLayout([1, 16, 4], [1, 1, 32], [4, 1, 1], [2, 1, 0]))  # the same as [C / 16, 16, K]
-OF_BLOCKS = gl.constexpr(gl.SliceLayout(1, CUBES.value))  # [C / 16, K]
-ROW = gl.constexpr(gl.SliceLayout(0, OF_BLOCKS.value))  # [K]
+BLOCK_SUMS = gl.constexpr(gl.SliceLayout(1, CUBES.value))  # [C / 16, K]
+ROW = gl.constexpr(gl.SliceLayout(0, BLOCK_SUMS.value))  # [K]
 
 
 @gluon.jit(do_not_specialize=["scale", *NUMBERS, "places"])
@@ -230,18 +230,18 @@ def _compute_chunk(place, tiles, inputs, results, sizes, scale, phase, KEYS: gl.
     number, b, t0, rows, _, _, _ = tokens_of(place // Hv, T, segment, segments, order)
     place = number * Hv + h
     if KEYS:
-        given = room._reinterpret(g_desc.dtype, [1, 1, C, WIDTH], g_desc.layout)
+        gate_tile = room._reinterpret(g_desc.dtype, [1, 1, C, WIDTH], g_desc.layout)
         mbarrier.expect(bar, 2 * q_desc.block_type.nbytes + g_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(g_desc, [b, h, t0, 0], bar, given)
+        tma.async_copy_global_to_shared(g_desc, [b, h, t0, 0], bar, gate_tile)
     else:
         mbarrier.expect(bar, 2 * q_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(k_desc, [b, h // R, t0, 0], bar, k_block)
     tma.async_copy_global_to_shared(q_desc, [b, h // R, t0, 0], bar, q_block)
     few: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     row = gl.arange(0, C, few)
-    of_b, of_t, of_h = beta_strides
-    head = beta_ptr + b.to(gl.int64) * of_b + h * of_h
-    betas.store(gl.load(head + (t0 + row).to(gl.int64) * of_t, row < rows, 0.0).to(gl.float32))
+    stride_b, stride_t, stride_h = beta_strides
+    head = beta_ptr + b.to(gl.int64) * stride_b + h * stride_h
+    betas.store(gl.load(head + (t0 + row).to(gl.int64) * stride_t, row < rows, 0.0).to(gl.float32))
     q_tile, k_tile = q_block.reshape([C, WIDTH]), k_block.reshape([C, WIDTH])
     out = place * C
     t = gl.arange(0, C, gl.SliceLayout(1, SCORES))[:, None]
@@ -251,18 +251,18 @@ def _compute_chunk(place, tiles, inputs, results, sizes, scale, phase, KEYS: gl.
         clear_rows(q_tile, rows, RUNS)
         clear_rows(k_tile, rows, RUNS)
         if KEYS:
-            clear_rows(given.reshape([C, WIDTH]), rows, RUNS)
+            clear_rows(gate_tile.reshape([C, WIDTH]), rows, RUNS)
         fence_async_shared()
     if KEYS:
-        block = gl.arange(0, 4, gl.SliceLayout(1, OF_BLOCKS))[:, None]  # [4, 1]
+        block = gl.arange(0, 4, gl.SliceLayout(1, BLOCK_SUMS))[:, None]  # [4, 1]
         cube = gl.convert_layout(
-            bounded(given.reshape([C, WIDTH]).load(RUNS)).reshape([4, 16, WIDTH]), CUBES, assert_trivial=True
+            bounded(gate_tile.reshape([C, WIDTH]).load(RUNS)).reshape([4, 16, WIDTH]), CUBES, assert_trivial=True
         )
         total = gl.sum(cube, 1)  # [4, K]
         sums = gl.associative_scan(cube, 1, plus)
         if STRONG:
-            of_rows = gl.convert_layout(sums.reshape([C, WIDTH]), RUNS, assert_trivial=True)
-            A, M = pairs_by_halving(q_tile, k_tile, columns, spare, of_rows)
+            row_sums = gl.convert_layout(sums.reshape([C, WIDTH]), RUNS, assert_trivial=True)
+            A, M = pairs_by_halving(q_tile, k_tile, columns, spare, row_sums)
             exact.index(0).store(A)
             exact.index(1).store(M)
         else:
@@ -280,7 +280,7 @@ def _compute_chunk(place, tiles, inputs, results, sizes, scale, phase, KEYS: gl.
         k *= gl.exp2(-1.0 * x)
         through = half  # sums from the start of the chunk to anchors
         for i in gl.static_range(3):
-            through += gl.where(block > i, of_blocks(table, i, ROW)[None, :], 0.0)
+            through += gl.where(block > i, table_row(table, i, ROW)[None, :], 0.0)
         through = gl.exp2(through)[:, None, :]
         s_few = gl.arange(0, C, gl.SliceLayout(1, FEW))[:, None]
         t_few = gl.arange(0, 16, gl.SliceLayout(0, FEW))[None, :]
@@ -292,11 +292,11 @@ def _compute_chunk(place, tiles, inputs, results, sizes, scale, phase, KEYS: gl.
             Q = gl.zeros([C, 16], gl.float32, FEW)
             Q = warpgroup_mma(columns, q_tile.slice(16 * i, 16).permute([1, 0]), Q, use_acc=False, is_async=True)
             # The columns are decayed to the anchor of the rows of the next block, or to the end.
-            decay = share * of_blocks(table, i, ROW)
-            further = (1.0 - share) * of_blocks(table, i, ROW)
+            decay = share * table_row(table, i, ROW)
+            further = (1.0 - share) * table_row(table, i, ROW)
             if i < 3:
-                decay += share * of_blocks(table, i + 1, ROW)
-                further += share * of_blocks(table, i + 1, ROW)
+                decay += share * table_row(table, i + 1, ROW)
+                further += share * table_row(table, i + 1, ROW)
             decay = gl.where(block <= i, gl.exp2(decay)[None, :], 1.0)
             if STRONG:  # the columns of earlier blocks come from the anchor of the rows of this one
                 decay = gl.where(block < i, gl.exp2(further)[None, :], decay)
@@ -371,9 +371,9 @@ def _compute_chunk(place, tiles, inputs, results, sizes, scale, phase, KEYS: gl.
 @gluon.jit
 def _sum_of_table(table):
     """Returns the sum [K] of the rows of a table [4, K]."""
-    total = of_blocks(table, 0, ROW)
+    total = table_row(table, 0, ROW)
     for i in gl.static_range(3):
-        total += of_blocks(table, i + 1, ROW)
+        total += table_row(table, i + 1, ROW)
     return total
 
 

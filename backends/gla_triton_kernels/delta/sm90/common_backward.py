@@ -92,7 +92,7 @@ def unit_of_rows(x):
 
 
 @gluon.jit
-def of_blocks(table, i, layout: gl.constexpr):
+def table_row(table, i, layout: gl.constexpr):
     """Returns row i of a table [C / 16, K] in shared memory."""
     return table.slice(i * WIDTH, WIDTH).load(layout)
 
@@ -123,21 +123,19 @@ def pairs_by_halving(q_tile, k_tile, q_decayed, k_decayed, b):
     A = warpgroup_mma_wait(0, [A])  # its diagonal has no decay
     M = A
     for level in gl.static_range(4):
-        m = 8 >> level
-        second = (gl.arange(0, C, gl.SliceLayout(1, layout))[:, None] & m) != 0  # [C, 1]
+        second = (gl.arange(0, C, gl.SliceLayout(1, layout))[:, None] & (8 >> level)) != 0  # [C, 1]
         decay = gl.exp2(gl.where(second, 1.0, -1.0) * from_middle(b, 8 >> level))  # [C, K]
         q, k = q_tile.load(layout).to(gl.float32), k_tile.load(layout).to(gl.float32)
         q_decayed.store((q * decay).to(gl.bfloat16))
         k_decayed.store((k * decay).to(gl.bfloat16))
         fence_async_shared()
-        P = gl.zeros([C, C], gl.float32, SCORES)
-        P = warpgroup_mma(q_decayed, k_decayed.permute([1, 0]), P, use_acc=False, is_async=True)
-        P = warpgroup_mma_wait(0, [P])
-        across = ((t ^ s) & -m) == m
-        A = gl.where(across, P, A)
-        P = warpgroup_mma(k_decayed, k_decayed.permute([1, 0]), P, use_acc=False, is_async=True)
-        P = warpgroup_mma_wait(0, [P])
-        M = gl.where(across, P, M)
+        # Each product has an accumulator of its own: the assembler drops a product whose registers the next one clears.
+        a, m = gl.zeros([C, C], gl.float32, SCORES), gl.zeros([C, C], gl.float32, SCORES)
+        a = warpgroup_mma(q_decayed, k_decayed.permute([1, 0]), a, use_acc=False, is_async=True)
+        m = warpgroup_mma(k_decayed, k_decayed.permute([1, 0]), m, use_acc=False, is_async=True)
+        a, m = warpgroup_mma_wait(0, [a, m])
+        across = ((t ^ s) & -(8 >> level)) == 8 >> level
+        A, M = gl.where(across, a, A), gl.where(across, m, M)
     return A, M
 
 

@@ -59,10 +59,10 @@ from gla_triton_kernels.delta.sm90.common_backward import (
     WIDTH,
     C,
     bounded,
-    of_blocks,
     plus,
     rounded_apart,
     size_arguments,
+    table_row,
     token_arguments,
     unit_of_rows,
 )
@@ -79,8 +79,8 @@ VALUES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 16]))  
 LEFT = gl.constexpr(gl.DotOperandLayout(0, VALUES.value, 2))
 RUNS = gl.constexpr(gl.BlockedLayout([16, 2], [1, 32], [4, 2], [1, 0]))  # a warp has tokens of a block
 CUBES = gl.constexpr(gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 2], [2, 1, 0]))  # the same as [C / 16, 16, K]
-OF_BLOCKS = gl.constexpr(gl.SliceLayout(1, CUBES.value))  # [C / 16, K]
-ROW = gl.constexpr(gl.SliceLayout(0, OF_BLOCKS.value))  # [K]
+BLOCK_SUMS = gl.constexpr(gl.SliceLayout(1, CUBES.value))  # [C / 16, K]
+ROW = gl.constexpr(gl.SliceLayout(0, BLOCK_SUMS.value))  # [K]
 STATE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))  # of a state [K, V]
 
 
@@ -148,7 +148,7 @@ def _decayed(x, table, j, strong, down: gl.constexpr):
     cubes = _in_blocks(x)
     layout: gl.constexpr = gl.SliceLayout(1, cubes.type.layout)
     block = gl.arange(0, 4, gl.SliceLayout(1, layout))[:, None]
-    decay = of_blocks(table, j, gl.SliceLayout(0, layout))[None, :]
+    decay = table_row(table, j, gl.SliceLayout(0, layout))[None, :]
     decay = gl.where(block <= j - strong if down else block >= j + strong, decay, 1.0)  # [C / 16, K]
     return gl.convert_layout((cubes * decay[:, None, :]).reshape([C, WIDTH]), KEYS, assert_trivial=True)
 
@@ -214,8 +214,8 @@ def _gradients_kernel(
     for i in gl.static_range(3):
         mbarrier.init(bars.index(i), count=1)
     if BY_KEY:
-        gates = gl.allocate_shared_memory(gl.float32, [1, 1, 1, C, WIDTH], wide)  # of given gates, later exponents
-        given = gates.index(0)._reinterpret(g_desc.dtype, [1, 1, C, WIDTH], g_desc.layout)
+        gates = gl.allocate_shared_memory(gl.float32, [1, 1, 1, C, WIDTH], wide)  # gates, later exponents
+        gate_tile = gates.index(0)._reinterpret(g_desc.dtype, [1, 1, C, WIDTH], g_desc.layout)
         totals = gl.allocate_shared_memory(gl.float32, [1, 4 * WIDTH], LINE)  # sums of the gates of blocks
         ups = gl.allocate_shared_memory(
             gl.float32, [1, 4 * WIDTH], LINE
@@ -224,7 +224,7 @@ def _gradients_kernel(
         apart = gl.allocate_shared_memory(gl.float32, [1, 4 * WIDTH], LINE)  # gates between the anchors of a block
         tables = (totals, ups, downs, apart)
     else:
-        gates, given, tables = q_block, None, gl.allocate_shared_memory(gl.float32, [1, C], LINE)
+        gates, gate_tile, tables = q_block, None, gl.allocate_shared_memory(gl.float32, [1, C], LINE)
     tiles = (
         q_block,
         k_block,
@@ -240,7 +240,7 @@ def _gradients_kernel(
         tables,
     )
     loads = (
-        (q_desc, k_desc, g_desc, q_block.index(0), k_block.index(0), given),
+        (q_desc, k_desc, g_desc, q_block.index(0), k_block.index(0), gate_tile),
         (s_desc, v_desc, G_desc, s_block.index(0), v_block.index(0), G_tile.index(0)),
         (do_desc, dv_desc, ds_desc, d_blocks, ds_block.index(0)),
     )
@@ -264,13 +264,13 @@ def _gradients_kernel(
 @gluon.jit
 def _load_rows(load, bar, place, sizes):
     """Starts to load q, k and the gates of a chunk."""
-    q_desc, k_desc, g_desc, q_block, k_block, given = load
+    q_desc, k_desc, g_desc, q_block, k_block, gate_tile = load
     T, segment, segments, order, Hv, R, _, _ = sizes
     _, b, t0, _, _, _, _ = tokens_of(place // Hv, T, segment, segments, order)
     h = place % Hv
     if g_desc is not None:
         mbarrier.expect(bar, 2 * q_desc.block_type.nbytes + g_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(g_desc, [b, h, t0, 0], bar, given)
+        tma.async_copy_global_to_shared(g_desc, [b, h, t0, 0], bar, gate_tile)
     else:
         mbarrier.expect(bar, 2 * q_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(k_desc, [b, h // R, t0, 0], bar, k_block)
@@ -349,7 +349,7 @@ def _compute_chunk(
     # rows and columns
     if BY_KEY:
         gates = gates.index(zero)
-        given = gates._reinterpret(dg_desc.dtype, [1, 1, C, WIDTH], dg_desc.layout)
+        gate_tile = gates._reinterpret(dg_desc.dtype, [1, 1, C, WIDTH], dg_desc.layout)
         x_tile = gates.reshape([C, WIDTH])
         totals, ups, downs, apart = tables
         totals, ups, downs, apart = totals.index(zero), ups.index(zero), downs.index(zero), apart.index(zero)
@@ -357,10 +357,10 @@ def _compute_chunk(
         share = gl.where(strong != 0, 0.0, 0.5)  # of the decay of a block before the anchor of its rows
         mbarrier.wait(bars.index(0), phase)
         if PACKED:
-            clear_rows(given.reshape([C, WIDTH]), rows, RUNS)
+            clear_rows(gate_tile.reshape([C, WIDTH]), rows, RUNS)
             clear_rows(k_tile, rows, RUNS)
             clear_rows(q_tile, rows, RUNS)
-        cube = bounded(given.reshape([C, WIDTH]).load(RUNS)).reshape([4, 16, WIDTH])
+        cube = bounded(gate_tile.reshape([C, WIDTH]).load(RUNS)).reshape([4, 16, WIDTH])
         cube = gl.convert_layout(cube, CUBES, assert_trivial=True)
         total = gl.sum(cube, 1)  # [4, K]
         half = share * total
@@ -369,14 +369,14 @@ def _compute_chunk(
         apart.reshape([4, WIDTH]).store(between)
         cube = gl.associative_scan(cube, 1, plus) - half[:, None, :]
         x = gl.convert_layout(cube.reshape([C, WIDTH]), RUNS, assert_trivial=True)
-        block = gl.arange(0, 4, gl.SliceLayout(1, OF_BLOCKS))[:, None]  # [4, 1]
+        block = gl.arange(0, 4, gl.SliceLayout(1, BLOCK_SUMS))[:, None]  # [4, 1]
         through = half  # from the start of the chunk to the anchor of rows
         up, down = total - half, total - half
         for i in gl.static_range(4):
-            of_i = of_blocks(totals, i, ROW)[None, :]
-            through += gl.where(block > i, of_i, 0.0)
-            up += gl.where(block == i + 1, share * of_i, 0.0)
-            down += gl.where(block == i - 1, share * of_i, 0.0)
+            block_total = table_row(totals, i, ROW)[None, :]
+            through += gl.where(block > i, block_total, 0.0)
+            up += gl.where(block == i + 1, share * block_total, 0.0)
+            down += gl.where(block == i - 1, share * block_total, 0.0)
         ups.reshape([4, WIDTH]).store(gl.exp2(up))
         downs.reshape([4, WIDTH]).store(gl.exp2(down))
         through = gl.exp2(through)  # [4, K]
@@ -492,22 +492,22 @@ def _compute_chunk(
     dr *= -1.0
     dq *= scale
     if BY_KEY:
-        of_state = as_float32(q_tile.load(KEYS)) * dq + as_float32(k_tile.load(KEYS)) * dr
-        totals.reshape([4, WIDTH]).store(gl.sum(_in_blocks(of_state), 1))
+        by_key = as_float32(q_tile.load(KEYS)) * dq + as_float32(k_tile.load(KEYS)) * dr
+        totals.reshape([4, WIDTH]).store(gl.sum(_in_blocks(by_key), 1))
         for i in gl.static_range(4):
             dq, dr = _decayed(dq, ups, i, strong, False), _decayed(dr, ups, i, strong, False)
-            of_i = c_tile.slice(16 * i, 16)
-            dq = warpgroup_mma(a_tile.slice(16 * i, 16).permute([1, 0]), of_i, dq, is_async=True)
-            dr = warpgroup_mma(m_tile.slice(16 * i, 16).permute([1, 0]), of_i, dr, is_async=True)
-            dq = warpgroup_mma(rests.index(0).slice(16 * i, 16).permute([1, 0]), of_i, dq, is_async=True)
-            dr = warpgroup_mma(rests.index(1).slice(16 * i, 16).permute([1, 0]), of_i, dr, is_async=True)
+            column_block = c_tile.slice(16 * i, 16)
+            dq = warpgroup_mma(a_tile.slice(16 * i, 16).permute([1, 0]), column_block, dq, is_async=True)
+            dr = warpgroup_mma(m_tile.slice(16 * i, 16).permute([1, 0]), column_block, dr, is_async=True)
+            dq = warpgroup_mma(rests.index(0).slice(16 * i, 16).permute([1, 0]), column_block, dq, is_async=True)
+            dr = warpgroup_mma(rests.index(1).slice(16 * i, 16).permute([1, 0]), column_block, dr, is_async=True)
             dq, dr = warpgroup_mma_wait(0, [dq, dr])
     else:
-        of_rows = gl.exp2(sums.load(gl.SliceLayout(1, KEYS)))[:, None]
-        dq *= of_rows
-        dr *= of_rows
+        through = gl.exp2(sums.load(gl.SliceLayout(1, KEYS)))[:, None]
+        dq *= through
+        dr *= through
         k = as_float32(k_tile.load(KEYS))
-        of_state = gl.convert_layout(gl.sum(as_float32(q_tile.load(KEYS)) * dq + k * dr, 1), few)  # [C]
+        state_part = gl.convert_layout(gl.sum(as_float32(q_tile.load(KEYS)) * dq + k * dr, 1), few)  # [C]
         for each in gl.static_range(PARTS):
             dq = warpgroup_mma((rests.index(0) if each else a_tile).permute([1, 0]), c_tile, dq, is_async=True)
             dr = warpgroup_mma((rests.index(1) if each else m_tile).permute([1, 0]), c_tile, dr, is_async=True)
@@ -537,8 +537,8 @@ def _compute_chunk(
             dc = warpgroup_mma_wait(0, [dc])
     else:
         dc *= gl.exp2(end - sums.load(gl.SliceLayout(1, KEYS)))[:, None]
-        of_columns = gl.sum(as_float32(k_tile.load(KEYS)) * dc, 1)
-        w += of_state - gl.convert_layout(of_columns, few) * betas.load(few)
+        column_part = gl.sum(as_float32(k_tile.load(KEYS)) * dc, 1)
+        w += state_part - gl.convert_layout(column_part, few) * betas.load(few)
         for each in gl.static_range(PARTS):
             dc = warpgroup_mma((rests.index(0) if each else a_tile).permute([1, 0]), q_tile, dc, is_async=True)
             dc = warpgroup_mma((rests.index(1) if each else m_tile).permute([1, 0]), k_tile, dc, is_async=True)
@@ -567,30 +567,30 @@ def _compute_chunk(
     dbeta = gl.convert_layout(dbeta, gl.SliceLayout(1, KEYS))
     dbeta = gl.where(beta != 0.0, dbeta / beta, gl.sum(k * dc, 1))
     token = gl.arange(0, C, gl.SliceLayout(1, KEYS))
-    of_head = (b.to(gl.int64) * T + t0) * Hv + h
-    gl.store(dbeta_ptr + of_head + token * Hv, dbeta.to(dbeta_ptr.dtype.element_ty), token < rows)
+    head_row = (b.to(gl.int64) * T + t0) * Hv + h
+    gl.store(dbeta_ptr + head_row + token * Hv, dbeta.to(dbeta_ptr.dtype.element_ty), token < rows)
     fence_async_shared()  # likewise q, k and exponents
     if has_next:
         _load_rows(loads[0], bars.index(0), next_place, sizes)
     if BY_KEY:
         w_tile = d_blocks._reinterpret(gl.float32, [1, 1, C, WIDTH], wide).reshape([C, WIDTH])
         w_tile.store(w)
-        of_state = totals.reshape([4, WIDTH]).load(OF_BLOCKS) * through
+        state_part = totals.reshape([4, WIDTH]).load(BLOCK_SUMS) * through
         end = gl.exp2(gl.sum(total, 0))  # the decay of the chunk
-        at = gl.sum(of_state, 0) + gl.convert_layout(crossing, ROW) * end  # the sum over V of S * dS
+        at = gl.sum(state_part, 0) + gl.convert_layout(crossing, ROW) * end  # the sum over V of S * dS
         cube = gl.convert_layout(_in_blocks(w_tile.load(RUNS)), CUBES, assert_trivial=True)
         downs.reshape([4, WIDTH]).store(gl.sum(cube, 1))
-        at = gl.zeros([4, WIDTH], gl.float32, OF_BLOCKS) + at[None, :]
+        at = gl.zeros([4, WIDTH], gl.float32, BLOCK_SUMS) + at[None, :]
         for i in gl.static_range(3):
-            at -= gl.where(block > i, of_blocks(downs, i, ROW)[None, :], 0.0)
+            at -= gl.where(block > i, table_row(downs, i, ROW)[None, :], 0.0)
         dg = at[:, None, :] - (gl.associative_scan(cube, 1, plus) - cube)
         dg = gl.convert_layout(dg.reshape([C, WIDTH]), RUNS, assert_trivial=True)
         dg_tile = d_blocks._reinterpret(dg_desc.dtype, [1, 1, C, WIDTH], dg_desc.layout).reshape([C, WIDTH])
         write(dg_desc, dg_ptr, dg_tile, dg, 0, K, where, rows, PACKED)
     elif g_ptr is not None:
-        at = gl.sum(of_state, 0) + gl.sum(crossing, 0) * gl.exp2(end)
+        at = gl.sum(state_part, 0) + gl.sum(crossing, 0) * gl.exp2(end)
         dg = gl.where(g > LEAST_GATE * LOG2E, at - (gl.associative_scan(w, 0, plus) - w), 0.0)
-        gl.store(dg_ptr + of_head + row * Hv, dg.to(dg_ptr.dtype.element_ty), row < rows)
+        gl.store(dg_ptr + head_row + row * Hv, dg.to(dg_ptr.dtype.element_ty), row < rows)
     written = ds_block._reinterpret(gl.bfloat16, [2, 1, 1, C, WIDTH], q_desc.layout)
     write(dq_desc, dq_ptr, written.index(0).reshape([C, WIDTH]), dq, 0, K, where, rows, PACKED)
     write(dk_desc, dk_ptr, written.index(1).reshape([C, WIDTH]), dk, 0, K, where, rows, PACKED)
