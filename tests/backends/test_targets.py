@@ -123,6 +123,7 @@ CALLS = {
     "delta rule, in segments": (delta_forward, "parallel_scan", {"B": 1, "T": 65536, "H": 2}),
     "delta rule backward": (delta_backward, "triton_fused", TRAINING),
     "delta rule backward, per head": (delta_backward, "triton_fused", TRAINING | {"R": 2, "form": "head"}),
+    "delta rule backward, packed": (delta_backward, "triton_fused", TRAINING | {"packed": True, "B": 1}),
     "delta rule backward, in segments": (delta_backward, "parallel_scan", {"B": 1, "T": 65536, "H": 2}),
     "delta rule, float32": (delta_forward, "triton_fused", TRAINING | {"dtype": torch.float32}),
     "delta rule backward, float32": (delta_backward, "triton_fused", TRAINING | {"dtype": torch.float32}),
@@ -152,14 +153,16 @@ DO_NOT_FIT = {
         "backward, float32",
         "delta rule, float32",
         "delta rule backward",
+        "delta rule backward, packed",
         "delta rule backward, in segments",
         "delta rule backward, float32",
     }
 }
 """Calls that do not fit a GPU.
 
-On an H100, the backward of float32 at full precision has a stack of 4.7 KB, and kernels of the delta rule with a gate
-for each key have up to 2 KB, because Triton 3.6 miscompiles tiles of fewer than 64 keys there.
+On an H100, the backward of float32 at full precision has a stack of 4.7 KB. With a gate for each key, the general kernels
+of the delta rule have up to 2 KB, because Triton 3.6 miscompiles tiles of fewer than 64 keys there, and so has the launch
+of the kernels for Hopper that computes the pairs of strong chunks.
 """
 
 
@@ -200,8 +203,30 @@ def faults(launch, target, folder):
         > target.shared,
         f"{columns} columns of tensor memory of {target.columns}": columns > target.columns,
         f"{stack} bytes of stack and {registers} registers": stack > STACK,
+        "products that the assembler drops": has_dropped_products(compiled.asm, folder),
     }
     return [f"{launch.kernel.fn.__name__} needs {words}" for words, too_much in needs.items() if too_much]
+
+
+def has_dropped_products(asm, folder):
+    """Returns whether the machine code has fewer products of warpgroups than the PTX.
+
+    The assembler drops a product, although its result is read, if the next product clears the same registers.
+    """
+    written = asm.get("ptx", "").count("wgmma.mma_async")
+    return written > 0 and machine_code(asm, folder, "-sass").count("HGMMA") < written
+
+
+def machine_code(asm, folder, what):
+    """Returns what cuobjdump says of a compiled kernel."""
+    path = Path(folder) / "kernel.cubin"
+    path.write_bytes(asm["cubin"])
+    return subprocess.run([tool("cuobjdump"), what, path], capture_output=True, text=True, check=True).stdout
+
+
+def tool(name):
+    """Returns the path of a program of CUDA that Triton brings."""
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
 
 
 def usage(asm, folder):
@@ -210,10 +235,7 @@ def usage(asm, folder):
         names = ("vgpr_count", "private_segment_fixed_size")
         usages = [re.search(rf"\.{name}:\s+(\d+)", asm["amdgcn"]) for name in names]
         return tuple(int(each[1]) for each in usages)
-    path = Path(folder) / "kernel.cubin"
-    path.write_bytes(asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    said = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    said = machine_code(asm, folder, "-res-usage")
     usage = re.search(r"REG:(\d+) STACK:(\d+)", said)
     assert usage is not None, said
     return int(usage[1]), int(usage[2])
@@ -268,25 +290,6 @@ def test_states_of_mamba2_are_read_and_written_16_bytes_at_a_time(target, v_firs
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("sizes", [{}, {"R": 2, "form": "head"}, {"packed": True, "B": 1}])
-def test_the_backward_of_delta_rules_waits_for_no_single_product(sizes, monkeypatch, tmp_path):
-    """Checks notes of the assembler: without registers for the operands in flight, it waits after each wgmma."""
-    device = device_of(TARGETS["H100"])
-    call = delta_backward(**TRAINING | sizes)
-    launches = launches_on(device, "triton_fused", "highest", *call, monkeypatch=monkeypatch)
-    kernels = {each.kernel.fn.__name__: compiled_by(each) for each in launches}
-    assert {"_pairs_kernel", "_scan_kernel", "_gradients_kernel"} <= kernels.keys()
-    for name, compiled in kernels.items():
-        path = tmp_path / "kernel.ptx"
-        path.write_text(compiled.asm["ptx"])
-        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-        command = [tool, "-v", "--gpu-name=sm_90a", path, "-o", tmp_path / "kernel.cubin"]
-        notes = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        assert "C7511" not in notes, name
-        assert "C7512" not in notes, name
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("call", "most"),
     [
@@ -309,14 +312,21 @@ def test_gradients_spill_little(call, most, monkeypatch, tmp_path):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("call", ["delta rule", "delta rule, per head", "delta rule, K = 96, V = 192"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        *("delta rule", "delta rule, per head", "delta rule, K = 96, V = 192"),
+        *("delta rule backward", "delta rule backward, per head", "delta rule backward, packed"),
+    ],
+)
 def test_products_are_under_way_together(call, monkeypatch, tmp_path):
     """Checks notes of the assembler: with too few registers it waits after each product of a warpgroup."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    for launch in launches_of(call, TARGETS["H100"], monkeypatch):
+    launches = launches_of(call, TARGETS["H100"], monkeypatch)
+    assert any(launch.kernel.fn.__module__.startswith("gla_triton_kernels.delta.sm90") for launch in launches)
+    for launch in launches:
         path = tmp_path / "kernel.ptx"
         path.write_text(compiled_by(launch).asm["ptx"])
-        command = [tool, "-v", "--gpu-name=sm_90a", path, "-o", tmp_path / "kernel.cubin"]
+        command = [tool("ptxas"), "-v", "--gpu-name=sm_90a", path, "-o", tmp_path / "kernel.cubin"]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         assert "registers" in said
-        assert not re.search(r"C75\d\d", said), said
+        assert not re.search(r"C75(11|12)", said), said
