@@ -99,22 +99,21 @@ def added(state, k, v, beta):
 
 
 @triton.jit
-def load_parameters(A_log_ptr, bias_ptr, bias_h, h, rows, in_k, KEY_BIAS: tl.constexpr):
-    """Returns A_log and dt_bias of head h, each None if its pointer is: numbers, but dt_bias [BK] if KEY_BIAS."""
-    A_log, bias = A_log_ptr, bias_ptr
-    if A_log_ptr is not None:
-        A_log = tl.load(A_log_ptr + h)
-    if bias_ptr is not None:
-        if KEY_BIAS:
-            bias = tl.load(bias_ptr + h * bias_h + rows, mask=in_k, other=0.0)
-        else:
-            bias = tl.load(bias_ptr + h * bias_h)
-    return A_log, bias
+def load_bias(bias_ptr, bias_h, h, rows, in_k, KEY_BIAS: tl.constexpr):
+    """Returns dt_bias of head h, a number, or [BK] if KEY_BIAS."""
+    if KEY_BIAS:
+        return tl.load(bias_ptr + h * bias_h + rows, mask=in_k, other=0.0)
+    else:  # noqa: RET505 -- one branch is compiled
+        return tl.load(bias_ptr + h * bias_h)
 
 
 @triton.jit
 def activated(x, A_log, bias, bound, ACTIVATION: tl.constexpr, NORMALIZER: tl.constexpr):
-    """Returns log gates in float32 from what g holds; see `log_gates` if there is no ACTIVATION."""
+    """Returns log gates in float32 from what g holds; see `log_gates` if there is no ACTIVATION.
+
+    Args:
+        A_log, bias: A_log and dt_bias of the head; each may be None.
+    """
     if ACTIVATION is None:
         return log_gates(x, NORMALIZER)
     else:  # noqa: RET505 -- one branch is compiled

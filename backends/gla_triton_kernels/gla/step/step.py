@@ -34,7 +34,7 @@ from gla_triton_kernels.gla.step.delta import (
     floats_of,
     inputs_of,
     learnt,
-    load_parameters,
+    load_bias,
     unit,
 )
 from gla_triton_kernels.gla.step.plan import Plan, plan
@@ -319,7 +319,11 @@ def advance(
     beta = beta_block
     if beta_block is not None:
         beta = tl.load(beta_block)
-    A_log, bias = load_parameters(A_log_ptr, bias_ptr, bias_h, h, rows, in_k, KEY_BIAS)
+    A_log, bias = A_log_ptr, bias_ptr  # in Triton 3.6, no function returns None
+    if A_log_ptr is not None:
+        A_log = tl.load(A_log_ptr + h)
+    if bias_ptr is not None:
+        bias = load_bias(bias_ptr, bias_h, h, rows, in_k, KEY_BIAS)
     if g_ptr is not None:
         if KEY_GATES:
             g = tl.load(g_block, mask=in_k, other=0.0)  # [BK]

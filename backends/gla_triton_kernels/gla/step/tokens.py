@@ -52,7 +52,7 @@ from gla_triton_kernels.gla.step.delta import (
     floats_of,
     inputs_of,
     learnt,
-    load_parameters,
+    load_bias,
     unit,
 )
 from gla_triton_kernels.gla.step.plan import Plan, plan
@@ -413,7 +413,11 @@ def _recurrent_gla_tokens(
         ring_k_block = ring_k_ptr + p * ring_k_b + h // R * ring_k_h + rows  # [BK], of the first token
         ring_v_block = ring_v_ptr + p * ring_v_b + h * ring_v_h + columns  # [BV], of the first token
     state = tl.load(pool_block + p * pool_p, mask=in_state & begins, other=0.0).to(tl.float32)  # [BK, BV]
-    A_log, bias = load_parameters(A_log_ptr, bias_ptr, bias_h, h, rows, in_k, KEY_BIAS)
+    A_log, bias = A_log_ptr, bias_ptr  # in Triton 3.6, no function returns None
+    if A_log_ptr is not None:
+        A_log = tl.load(A_log_ptr + h)
+    if bias_ptr is not None:
+        bias = load_bias(bias_ptr, bias_h, h, rows, in_k, KEY_BIAS)
     if RINGS:
         for i in range(accepted):
             at = (first + i) % L
