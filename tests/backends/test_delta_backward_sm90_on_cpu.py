@@ -16,7 +16,7 @@ from tests import gluon_on_cpu
 
 pytestmark = pytest.mark.kernels  # Triton's kernels among them are interpreted
 
-MODULES = ("common_backward", "backward_pairs", "backward_blocks", "backward", "gradients")
+MODULES = ("common", "common_backward", "backward_pairs", "backward_blocks", "backward", "gradients")
 NAMES = ("q", "k", "v", "g", "beta", "initial_state")
 
 

@@ -1,12 +1,14 @@
 """Predicts the seconds of calls over sequences. ../cost.py explains the formula, and ../chunks/price.py the constants.
 
 A chunk takes a block of each kernel that computes chunks in parallel. A pass takes the chunks of a segment one after
-another. The times of blocks are estimates from the instructions of the kernels; they were not measured.
+another. The times of blocks were measured on an H200 at K = V = 128.
 
 B batch   T tokens   N sequences   H heads of q and k   Hv value heads   K, V key and value width
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from gla_core.dispatch.backend import CHUNK, Constants, OpCall
 from gla_core.dispatch.tensors import ceil_div
@@ -14,12 +16,30 @@ from gla_triton_kernels.chunks.price import gate_elements, gate_itemsize, longes
 from gla_triton_kernels.cost import gpu_of_constants, in_all
 from gla_triton_kernels.delta import sm90
 from gla_triton_kernels.delta.plan import plan_pass
+from gla_triton_kernels.delta.sm90 import backward_calls
 
-CHUNK_OF_KEY_GATES, CHUNK_OF_HEAD_GATES, STEP, GRADIENTS = 6e-6, 3e-6, 2.5e-6, 16e-6
-"""Seconds of a chunk of a head with K = V = 128 on a multiprocessor of an H200: of pairs.py with a gate for each key
-and without, of a pass with 128 values, and of gradients.py."""
-WHOLE_BY_KEY, WHOLE_BY_HEAD = 3.2e-6, 2e-6
-"""Seconds of a chunk of sm90/forward.py with a gate for each key, and without."""
+
+class Seconds(NamedTuple):
+    """Seconds of a chunk of a value head on a multiprocessor of an H200, with K = V = 128.
+
+    Attributes:
+        pairs, gradients: of general/pairs.py and general/gradients.py.
+        whole: of a block of sm90/forward.py with one state warpgroup, and with two.
+        pairs_sm90, scan_sm90, gradients_sm90: of the kernels of the backward for SM90.
+    """
+
+    pairs: float
+    gradients: float
+    whole: tuple[float, float]
+    pairs_sm90: float
+    scan_sm90: float
+    gradients_sm90: float
+
+
+BY_KEY = Seconds(50e-6, 140e-6, (3.6e-6, 5.5e-6), 7e-6, 4.75e-6, 18e-6)
+BY_HEAD = Seconds(25e-6, 55e-6, (2.4e-6, 4e-6), 4.6e-6, 4.2e-6, 15.7e-6)
+STEP = 6.3e-6
+"""Seconds of a chunk of a pass of the general kernels with 128 values."""
 
 
 def forward_seconds(call: OpCall, c: Constants, cut: bool) -> float:
@@ -31,9 +51,11 @@ def forward_seconds(call: OpCall, c: Constants, cut: bool) -> float:
 
 
 def backward_seconds(call: OpCall, c: Constants, cut: bool) -> float:
-    """Returns the seconds of a backward; without checkpoints, it makes a pass forwards as well."""
+    """Returns the seconds of a backward; without checkpoints, the general kernels make a pass forwards as well."""
+    if backward_calls.refusal(call, gpu_of_constants(c), cut) is None:
+        return in_all(call, _backward_sm90(call, c), c["host"] + 4 * c["host_launch"])
     passes = 1 if call.scalars.get("checkpoint_every") == CHUNK else 2
-    gradients = 2 * c["launch"] + c["step"] * GRADIENTS * _share_of_chunks(call, c)
+    gradients = 2 * c["launch"] + c["step"] * _seconds(call).gradients * _share_of_chunks(call, c)
     device = _chunks(call, c) + passes * _pass(call, c, cut) + gradients
     return in_all(call, device, c["host"] + (3 + passes) * c["host_launch"])
 
@@ -44,10 +66,23 @@ def _whole(call: OpCall, c: Constants) -> float:
     groups = sm90.parameters(call, gpu_of_constants(c)).groups
     blocks = N * Hv * ceil_div(V, groups * sm90.COLUMNS)
     chunks = (longest(call) if call.variable_length else T) / CHUNK
-    step = WHOLE_BY_KEY if sm90.has_key_gates(call) else WHOLE_BY_HEAD
+    step = _seconds(call).whole[groups - 1]
     moved = 2 * B * T * (H * K + Hv * V) * call.dtype.itemsize + gate_elements(call) * gate_itemsize(call)
     waves = ceil_div(blocks, int(c["multiprocessors"]))
     return c["launch"] + max(c["step"] * waves * chunks * step, moved / c["bandwidth"])
+
+
+def _backward_sm90(call: OpCall, c: Constants) -> float:
+    """Returns the device seconds of the backward kernels for SM90."""
+    T, N, Hv = (call.dims[name] for name in ("T", "N", "Hv"))
+    chunks = (longest(call) if call.variable_length else T) / CHUNK
+    waves, step = ceil_div(N * Hv, int(c["multiprocessors"])), _seconds(call)
+    parallel = (step.pairs_sm90 + step.gradients_sm90) * _share_of_chunks(call, c)
+    return 4 * c["launch"] + c["step"] * (parallel + waves * chunks * step.scan_sm90)
+
+
+def _seconds(call: OpCall) -> Seconds:
+    return BY_KEY if sm90.has_key_gates(call) else BY_HEAD
 
 
 def _share_of_chunks(call: OpCall, c: Constants) -> float:
@@ -59,10 +94,11 @@ def _share_of_chunks(call: OpCall, c: Constants) -> float:
 def _chunks(call: OpCall, c: Constants) -> float:
     """Returns the device seconds of pairs.py."""
     B, T, H, Hv, K = (call.dims[name] for name in ("B", "T", "H", "Hv", "K"))
-    by_key = call.gate_form in (None, "key") and call.gate_dtype is not None
-    heads = 2 * H + (3 * Hv if by_key else 2 * H)  # of q and k, which are read, and of the operands, which are written
+    heads = 2 * H + (
+        3 * Hv if sm90.has_key_gates(call) else 2 * H
+    )  # of q and k, which are read, and of the operands, which are written
     moved = B * T * (heads * K * call.dtype.itemsize + 4 * Hv * CHUNK) + gate_elements(call) * gate_itemsize(call)
-    seconds = (CHUNK_OF_KEY_GATES if by_key else CHUNK_OF_HEAD_GATES) * _share_of_chunks(call, c)
+    seconds = _seconds(call).pairs * _share_of_chunks(call, c)
     return c["launch"] + max(c["step"] * seconds, moved / c["bandwidth"])
 
 

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from gla_core.dispatch.backend import CHUNK
 from gla_triton_kernels.chunks.segments import Segments, lengths_of
+from gla_triton_kernels.delta.sm90.common import nearest_tf32
 from gla_triton_kernels.delta.tensors import BackwardTensors
 from gla_triton_kernels.gla.shared.limits import LEAST_GATE, MILD_DECAY_SM90
 from gla_triton_kernels.gla.sm90.common import gate_strides
@@ -164,12 +165,6 @@ def solve_blocks(m_tile, beta_tile):
         x = x + (y,)  # noqa: RUF005 -- Triton compiles no stars
     for t in gl.static_range(16):
         m_tile.slice(t, 1, 1).store(x[t])
-
-
-@gluon.jit
-def nearest_tf32(x):
-    """Returns x so that truncation to TF32 rounds it to the nearest number."""
-    return (x.to(gl.int32, bitcast=True) + 4096).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
