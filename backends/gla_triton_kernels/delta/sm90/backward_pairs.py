@@ -62,6 +62,7 @@ from gla_triton_kernels.delta.sm90.common_backward import (
     size_arguments,
     solve_chunk,
     table_row,
+    tile_of_gates,
     token_arguments,
     unit_of_rows,
 )
@@ -230,7 +231,7 @@ def _compute_chunk(place, tiles, inputs, results, sizes, scale, phase, KEYS: gl.
     number, b, t0, rows, _, _, _ = tokens_of(place // Hv, T, segment, segments, order)
     place = number * Hv + h
     if KEYS:
-        gate_tile = room._reinterpret(g_desc.dtype, [1, 1, C, WIDTH], g_desc.layout)
+        gate_tile = tile_of_gates(room, g_desc)
         mbarrier.expect(bar, 2 * q_desc.block_type.nbytes + g_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(g_desc, [b, h, t0, 0], bar, gate_tile)
     else:
@@ -359,7 +360,7 @@ def _compute_chunk(place, tiles, inputs, results, sizes, scale, phase, KEYS: gl.
     else:
         wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.float32)
         m_tile, work = k_block._reinterpret(gl.float32, [C, C], wide), room.index(0)
-    G = solve_chunk(M, beta, betas, work._reinterpret(gl.float32, [C, 16], PLAIN), m_tile, work)
+    G = solve_chunk(M, beta, betas, work._reinterpret(gl.float32, [C // 16, C, 16], PLAIN).index(0), m_tile, work)
     unit, inverse = unit_of_rows(G)
     g_tile.store((G * inverse[:, None]).to(gl.float16))
     gl.store(units_ptr + place.to(gl.int64) * C + gl.arange(0, C, gl.SliceLayout(1, SCORES)), unit)

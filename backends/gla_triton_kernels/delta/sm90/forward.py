@@ -145,7 +145,10 @@ def launch_outputs(
 @gluon.jit
 def _gate_tile(scratch, slot, desc):
     """Returns a slot of the scratch tiles as the tile where the gates of keys arrive."""
-    return scratch.index(slot)._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
+    C: gl.constexpr = desc.block_type.shape[2]
+    BK: gl.constexpr = desc.block_type.shape[3]
+    tiles: gl.constexpr = 2 if desc.dtype == scratch.dtype else 1  # Triton 3.8 reinterprets memory as a whole only
+    return scratch.index(slot)._reinterpret(desc.dtype, [tiles, 1, 1, C, BK], desc.layout).index(0)
 
 
 @gluon.jit
@@ -343,7 +346,8 @@ def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, PACKED: gl.const
     key = gl.arange(0, BK, gl.SliceLayout(0, whole))[None, :]  # [1, BK]
     first = column + GROUP * W
     s_block = s_tiles.index(GROUP)
-    o_block = s_block._reinterpret(o_desc.dtype, o_desc.block_type.shape, o_desc.layout)
+    KEPT: gl.constexpr = s_block.type.shape[2]
+    o_block = s_block._reinterpret(o_desc.dtype, [KEPT // C, 1, 1, C, W], o_desc.layout).index(0)
     o_tile = o_block.reshape([C, W])
     if s_desc is not None:
         # the row of the next checkpoint, and the number of tokens until it

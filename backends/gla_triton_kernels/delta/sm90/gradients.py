@@ -63,6 +63,7 @@ from gla_triton_kernels.delta.sm90.common_backward import (
     rounded_apart,
     size_arguments,
     table_row,
+    tile_of_gates,
     token_arguments,
     unit_of_rows,
 )
@@ -215,7 +216,7 @@ def _gradients_kernel(
         mbarrier.init(bars.index(i), count=1)
     if BY_KEY:
         gates = gl.allocate_shared_memory(gl.float32, [1, 1, 1, C, WIDTH], wide)  # gates, later exponents
-        gate_tile = gates.index(0)._reinterpret(g_desc.dtype, [1, 1, C, WIDTH], g_desc.layout)
+        gate_tile = tile_of_gates(gates.index(0), g_desc)
         totals = gl.allocate_shared_memory(gl.float32, [1, 4 * WIDTH], LINE)  # sums of the gates of blocks
         ups = gl.allocate_shared_memory(
             gl.float32, [1, 4 * WIDTH], LINE
@@ -349,7 +350,7 @@ def _compute_chunk(
     # rows and columns
     if BY_KEY:
         gates = gates.index(zero)
-        gate_tile = gates._reinterpret(dg_desc.dtype, [1, 1, C, WIDTH], dg_desc.layout)
+        gate_tile = tile_of_gates(gates, dg_desc)
         x_tile = gates.reshape([C, WIDTH])
         totals, ups, downs, apart = tables
         totals, ups, downs, apart = totals.index(zero), ups.index(zero), downs.index(zero), apart.index(zero)
@@ -585,7 +586,7 @@ def _compute_chunk(
             at -= gl.where(block > i, table_row(downs, i, ROW)[None, :], 0.0)
         dg = at[:, None, :] - (gl.associative_scan(cube, 1, plus) - cube)
         dg = gl.convert_layout(dg.reshape([C, WIDTH]), RUNS, assert_trivial=True)
-        dg_tile = d_blocks._reinterpret(dg_desc.dtype, [1, 1, C, WIDTH], dg_desc.layout).reshape([C, WIDTH])
+        dg_tile = tile_of_gates(d_blocks, dg_desc).reshape([C, WIDTH])
         write(dg_desc, dg_ptr, dg_tile, dg, 0, K, where, rows, PACKED)
     elif g_ptr is not None:
         at = gl.sum(state_part, 0) + gl.sum(crossing, 0) * gl.exp2(end)
