@@ -33,10 +33,10 @@ def refusal(call: OpCall, gpu: Gpu, cut: bool) -> Reason | None:
         return f"computes {widths}; K is {K} and V is {V}"
     if call.gate_form == "constant":
         return "computes a gate for each key or each head, or none; g has one constant gate for each head"
-    if call.scalars["gate_normalizer"] is not None:
+    if call.scalars.get("gate_normalizer") is not None:
         return "computes log gates; g holds logits"
-    if call.scalars["checkpoint_every"] != CHUNK:
-        return f"reads checkpoints every {CHUNK} tokens; checkpoint_every is {call.scalars['checkpoint_every']}"
+    if call.scalars.get("checkpoint_every") != CHUNK:
+        return f"reads checkpoints every {CHUNK} tokens; checkpoint_every is {call.scalars.get('checkpoint_every')}"
     if plan_pass(call, gpu, cut).length is not None:
         return "computes whole sequences; those of this call are cut into segments"
     if call.batch_invariant is None and (names := sorted(_not_addressable(call))):

@@ -62,12 +62,11 @@ from gla_triton_kernels.delta.sm90.common_backward import (
     size_arguments,
     solve_chunk,
     table_row,
-    tile_of_gates,
     token_arguments,
     unit_of_rows,
 )
 from gla_triton_kernels.delta.tensors import BackwardTensors
-from gla_triton_kernels.gla.sm90.common import as_float32, clear_rows, tokens_of
+from gla_triton_kernels.gla.sm90.common import as_float32, clear_rows, tile_of_gates, tokens_of
 from gla_triton_runtime.launch import Launch
 from gla_triton_runtime.tma import row_tiles, shared_tiles
 

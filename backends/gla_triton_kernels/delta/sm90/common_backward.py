@@ -72,13 +72,6 @@ def plus(a, b):
 
 
 @gluon.jit
-def tile_of_gates(memory, desc):
-    """Returns memory of C WIDTH float32 numbers, or its first half for bfloat16, as a tile [1, 1, C, WIDTH]."""
-    tiles: gl.constexpr = 2 if desc.dtype == gl.bfloat16 else 1  # Triton 3.8 reinterprets memory as a whole only
-    return memory._reinterpret(desc.dtype, [tiles, 1, 1, C, WIDTH], desc.layout).index(0)
-
-
-@gluon.jit
 def bounded(g):
     """Returns log gates in units of log 2; a gate whose exp is 0 in float32 counts as `LEAST_GATE`."""
     return gl.maximum(g.to(gl.float32), LEAST_GATE) * LOG2E

@@ -78,6 +78,7 @@ from gla_triton_kernels.gla.sm90.common import (
     log_gates_of_tile,
     next_checkpoint,
     plus,
+    tile_of_gates,
     tokens_of,
     write_last_state,
     write_rows,
@@ -143,15 +144,6 @@ def launch_outputs(
 
 
 @gluon.jit
-def _gate_tile(scratch, slot, desc):
-    """Returns a slot of the scratch tiles as the tile where the gates of keys arrive."""
-    C: gl.constexpr = desc.block_type.shape[2]
-    BK: gl.constexpr = desc.block_type.shape[3]
-    tiles: gl.constexpr = 2 if desc.dtype == scratch.dtype else 1  # Triton 3.8 reinterprets memory as a whole only
-    return scratch.index(slot)._reinterpret(desc.dtype, [tiles, 1, 1, C, BK], desc.layout).index(0)
-
-
-@gluon.jit
 def _scratch_tile(scratch, slot, number: gl.constexpr):
     """Returns a tile [C, BK] of a slot of the scratch tiles. Tile 0 holds kout."""
     C: gl.constexpr = scratch.type.shape[3]
@@ -181,7 +173,7 @@ def _load_warp(args):
         mbarrier.wait(empty.index(slot), (i // STAGES) & 1 ^ 1)  # returns at once for the first STAGES chunks
         if g_desc is not None:
             mbarrier.expect(g_full.index(slot), g_desc.block_type.nbytes)
-            g_tile = _gate_tile(scratch, slot, g_desc)
+            g_tile = tile_of_gates(scratch.index(slot), g_desc)
             tma.async_copy_global_to_shared(g_desc, [b, h, t, 0], g_full.index(slot), g_tile)
         mbarrier.expect(full.index(slot), 2 * k_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(k_desc, [b, h // R, t, 0], full.index(slot), k_tiles.index(slot))
@@ -232,7 +224,7 @@ def _prepare_by_key(tiles, beta, barriers, place, g_desc, NORMALIZER: gl.constex
         a_tile, l_tile = a_tiles.index(slot), l_tiles.index(slot)
         phase = (i // STAGES) & 1
         mbarrier.wait(g_full.index(slot), phase)
-        g_tile = _gate_tile(scratch, slot, g_desc).reshape([C, K])
+        g_tile = tile_of_gates(scratch.index(slot), g_desc).reshape([C, K])
         g = log_gates_of_tile(g_tile, rows, runs, NORMALIZER, PACKED)  # [C, K]
         alpha = gl.exp2(in_log2(g, NORMALIZER))  # [C, K]
         after, decay = decays_to_end(alpha)  # [C, K], [C / 16, K]

@@ -64,6 +64,15 @@ def gate_strides(g: Tensor | None) -> dict[str, int]:
 
 
 @gluon.jit
+def tile_of_gates(memory, desc):
+    """Returns memory as the tile [1, 1, C, BK] where gates arrive: all of it in float32, else its first half."""
+    C: gl.constexpr = desc.block_type.shape[2]
+    BK: gl.constexpr = desc.block_type.shape[3]
+    tiles: gl.constexpr = 1 if desc.dtype == gl.float32 else 2  # Triton 3.8 reinterprets memory as a whole only
+    return memory._reinterpret(desc.dtype, [tiles, 1, 1, C, BK], desc.layout).index(0)
+
+
+@gluon.jit
 def plus(a, b):
     """Returns a + b, as the operation of a scan."""
     return a + b

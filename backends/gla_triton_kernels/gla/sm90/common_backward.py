@@ -29,6 +29,7 @@ from gla_triton_kernels.gla.sm90.common import (
     in_state,
     log_gates_of_tile,
     plus,
+    tile_of_gates,
     tokens_of,
 )
 from gla_triton_kernels.gla.tensors import BackwardTensors
@@ -146,7 +147,7 @@ def product(a, b, acc):
 @gluon.jit
 def gate_tile(g_desc, x_tiles, i):
     """Returns the memory where the i-th tile of g arrives; the exponents of queries later replace it."""
-    return x_tiles.index(i)._reinterpret(g_desc.dtype, g_desc.block_type.shape, g_desc.layout)
+    return tile_of_gates(x_tiles.index(i), g_desc)
 
 
 @gluon.jit

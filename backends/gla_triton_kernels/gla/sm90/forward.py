@@ -71,6 +71,7 @@ from gla_triton_kernels.gla.sm90.common import (
     magnitudes,
     next_checkpoint,
     store_state,
+    tile_of_gates,
     tokens_of,
     unit_at,
     wait_for_predecessor,
@@ -197,15 +198,6 @@ def checkpoint_tiles(x: Tensor | None, keys: int, values: int) -> TensorDescript
 
 
 @gluon.jit
-def _gate_tile(scratch_tiles, slot, g_desc):
-    """Returns a slot of the scratch tiles [2, C, BK] in the dtype of g, as the tile [1, 1, C, BK] where g arrives.
-
-    In float32, g takes the room of two tiles of q.
-    """
-    return scratch_tiles.index(slot)._reinterpret(g_desc.dtype, g_desc.block_type.shape, g_desc.layout)
-
-
-@gluon.jit
 def _load_warp(args, PER_V: gl.constexpr, HAS_O: gl.constexpr, HAS_GATE: gl.constexpr, STAGES: gl.constexpr):
     """Loads q, k, v and g of all chunks, up to STAGES chunks ahead of the other warps."""
     descriptors, tiles, barriers, work, per_q = args
@@ -230,7 +222,7 @@ def _load_warp(args, PER_V: gl.constexpr, HAS_O: gl.constexpr, HAS_GATE: gl.cons
                 mbarrier.wait(g_empty.index(slot), phase ^ 1)  # returns at once for the first STAGES chunks
                 mbarrier.expect(g_full.index(slot), g_desc.block_type.nbytes)
                 tma.async_copy_global_to_shared(
-                    g_desc, [b, v_head, t, 0], g_full.index(slot), _gate_tile(scratch_tiles, slot, g_desc)
+                    g_desc, [b, v_head, t, 0], g_full.index(slot), tile_of_gates(scratch_tiles.index(slot), g_desc)
                 )
             mbarrier.wait(empty.index(slot), phase ^ 1)
             mbarrier.expect(full.index(slot), SIZE)
@@ -275,7 +267,7 @@ def _gate_warps(
             rows = length - (passed + i - done) * C
             if HAS_GATE:
                 mbarrier.wait(g_full.index(slot), phase)
-                g_tile = _gate_tile(scratch_tiles, slot, g_desc).reshape([C, K])
+                g_tile = tile_of_gates(scratch_tiles.index(slot), g_desc).reshape([C, K])
                 g = log_gates_of_tile(g_tile, rows, runs, NORMALIZER, PACKED)  # [C, K]
                 x, end = exponents_of_mild_chunk(g, NORMALIZER)  # [C, K], [K]
                 mild = gl.min(end, 0) > (-MILD_DECAY_HALF if HALF else -MILD_DECAY_SM90)

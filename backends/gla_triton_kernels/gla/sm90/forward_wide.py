@@ -61,6 +61,7 @@ from gla_triton_kernels.gla.sm90.common import (
     magnitudes,
     next_checkpoint,
     segment_at,
+    tile_of_gates,
     tokens_of,
     unit_at,
     unit_of_slices,
@@ -195,7 +196,7 @@ def _gate_kernel(
     k_box = gl.allocate_shared_memory(dtype, [1, 1, C, BK], k_desc.layout)
     scratch = gl.allocate_shared_memory(dtype, [1, 2, C, BK], q_desc.layout)
     a_box = gl.allocate_shared_memory(dtype, [1, 1, C, C], a_desc.layout)
-    g_box = scratch._reinterpret(g_desc.dtype, g_desc.block_type.shape, g_desc.layout)
+    g_box = tile_of_gates(scratch, g_desc)
     q_tile = q_box.reshape([C, BK])
     k_tile = k_box.reshape([C, BK])
     full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
