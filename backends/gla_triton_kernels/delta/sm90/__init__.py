@@ -70,7 +70,7 @@ def copied(call: OpCall) -> frozenset[str]:
     """
     if call.batch_invariant is None:
         return frozenset()
-    return frozenset(name for name, layout in _moved(call).items() if not addressable(layout))
+    return frozenset(name for name, layout in moved_by_tma(call).items() if not addressable(layout))
 
 
 def parameters(call: OpCall, gpu: Gpu) -> Parameters:
@@ -99,13 +99,13 @@ def _stages(call: OpCall, gpu: Gpu, BK: int, groups: int) -> int:
 
 def _not_addressable(call: OpCall) -> str | None:
     """Returns the name of a tensor that TMA cannot address; None if TMA can address all of them, or copies of them."""
-    moved = _moved(call)
+    moved = moved_by_tma(call)
     if call.batch_invariant is not None:
         moved = {name: contiguous_layout(layout.shape, layout.dtype) for name, layout in moved.items()}
     return next((name for name, layout in moved.items() if not addressable(layout)), None)
 
 
-def _moved(call: OpCall) -> dict[str, Layout]:
+def moved_by_tma(call: OpCall) -> dict[str, Layout]:
     """Returns the layouts of the tensors that TMA moves. One that is not known counts as contiguous.
 
     TMA moves gates only if each key has its own.

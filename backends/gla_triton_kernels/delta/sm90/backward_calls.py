@@ -9,12 +9,13 @@ import torch
 
 from gla_core.dispatch.backend import CHUNK, Layout, OpCall, Reason, contiguous_layout
 from gla_triton_kernels.delta.plan import plan_pass
+from gla_triton_kernels.delta.sm90 import LEAST_KEYS, moved_by_tma
 from gla_triton_runtime.architecture import Gpu
 from gla_triton_runtime.tma import addressable
 
-LEAST_KEYS, MOST_WIDTH, WIDTH_UNIT = 33, 128, 8
-"""The fewest keys of a head, the most keys or values, and the number of which these are multiples, so that rows of
-bfloat16 are multiples of 16 bytes. Over few keys, rounding errors do not average out."""
+MOST_WIDTH, WIDTH_UNIT = 128, 8
+"""The most keys or values of a head, and the number of which these are multiples: rows of bfloat16 are then multiples
+of 16 bytes."""
 
 
 def refusal(call: OpCall, gpu: Gpu, cut: bool) -> Reason | None:
@@ -54,11 +55,9 @@ def copied(call: OpCall) -> frozenset[str]:
 
 def _not_addressable(call: OpCall) -> frozenset[str]:
     """Returns the names of tensors that TMA cannot address. One whose layout is not known counts as contiguous."""
-    B, T, H, Hv, K, V = (call.dims[name] for name in ("B", "T", "H", "Hv", "K", "V"))
-    shapes = {"q": (B, T, H, K), "k": (B, T, H, K), "v": (B, T, Hv, V), "do": (B, T, Hv, V)}
-    if call.gate_dtype is not None and call.gate_form in (None, "key"):
-        shapes["g"] = (B, T, Hv, K)
-    layouts = {name: call.layouts.get(name) or contiguous_layout(shape, call.dtype) for name, shape in shapes.items()}
+    B, T, Hv, V = (call.dims[name] for name in ("B", "T", "Hv", "V"))
+    do = call.layouts.get("do") or contiguous_layout((B, T, Hv, V), call.dtype)
+    layouts = {**moved_by_tma(call), "do": do}
     names = {name for name, layout in layouts.items() if not addressable(layout)}
     saved = call.layouts.get("checkpoints")
     return frozenset(names if saved is None or _is_readable(saved) else names | {"checkpoints"})

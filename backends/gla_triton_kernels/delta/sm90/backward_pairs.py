@@ -57,7 +57,6 @@ from gla_triton_kernels.delta.sm90.common_backward import (
     bounded,
     is_strong,
     pairs_by_halving,
-    plus,
     rounded_apart,
     size_arguments,
     solve_chunk,
@@ -66,7 +65,7 @@ from gla_triton_kernels.delta.sm90.common_backward import (
     unit_of_rows,
 )
 from gla_triton_kernels.delta.tensors import BackwardTensors
-from gla_triton_kernels.gla.sm90.common import as_float32, clear_rows, tile_of_gates, tokens_of
+from gla_triton_kernels.gla.sm90.common import as_float32, clear_rows, plus, tile_of_gates, tokens_of
 from gla_triton_runtime.launch import Launch
 from gla_triton_runtime.tma import row_tiles, shared_tiles
 

@@ -22,7 +22,7 @@ from gla_triton_kernels.chunks.segments import Segments, lengths_of
 from gla_triton_kernels.delta.sm90.common import nearest_tf32
 from gla_triton_kernels.delta.tensors import BackwardTensors
 from gla_triton_kernels.gla.shared.limits import LEAST_GATE, MILD_DECAY_SM90
-from gla_triton_kernels.gla.sm90.common import gate_strides
+from gla_triton_kernels.gla.sm90.common import gate_strides, relative_to_middle
 from gla_triton_runtime.arithmetic import LOG2E
 
 NUMBERS = ["beta_b", "beta_t", "beta_h", "g_b", "g_t", "g_h", "T", "segment", "segments", "Hv", "R"]
@@ -63,12 +63,6 @@ def size_arguments(x: BackwardTensors, segments: Segments) -> dict[str, Any]:
 
 def _head_gates(x: BackwardTensors) -> Tensor | None:
     return x.g if x.g is not None and x.g.ndim == 3 else None
-
-
-@gluon.jit
-def plus(a, b):
-    """Returns a + b, as the operation of a scan."""
-    return a + b
 
 
 @gluon.jit
@@ -125,7 +119,7 @@ def pairs_by_halving(q_tile, k_tile, q_decayed, k_decayed, b):
     M = A
     for level in gl.static_range(4):
         second = (gl.arange(0, C, gl.SliceLayout(1, layout))[:, None] & (8 >> level)) != 0  # [C, 1]
-        decay = gl.exp2(gl.where(second, 1.0, -1.0) * from_middle(b, 8 >> level))  # [C, K]
+        decay = gl.exp2(gl.where(second, 1.0, -1.0) * relative_to_middle(b, 8 >> level))  # [C, K]
         q, k = q_tile.load(layout).to(gl.float32), k_tile.load(layout).to(gl.float32)
         q_decayed.store((q * decay).to(gl.bfloat16))
         k_decayed.store((k * decay).to(gl.bfloat16))
@@ -138,15 +132,6 @@ def pairs_by_halving(q_tile, k_tile, q_decayed, k_decayed, b):
         across = ((t ^ s) & -(8 >> level)) == 8 >> level
         A, M = gl.where(across, a, A), gl.where(across, m, M)
     return A, M
-
-
-@gluon.jit
-def from_middle(b, m: gl.constexpr):
-    """Returns b [C, K] minus its row at the end of the first half of each block of 2 m rows."""
-    blocks = b.reshape([b.shape[0] // (2 * m), 2 * m, b.shape[1]])
-    row = gl.arange(0, 2 * m, gl.SliceLayout(0, gl.SliceLayout(2, blocks.type.layout)))[None, :, None]
-    middle = gl.sum(gl.where(row == m - 1, blocks, -0.0), 1)
-    return gl.convert_layout((blocks - middle[:, None, :]).reshape(b.shape), b.type.layout)
 
 
 @gluon.jit

@@ -59,7 +59,6 @@ from gla_triton_kernels.delta.sm90.common_backward import (
     WIDTH,
     C,
     bounded,
-    plus,
     rounded_apart,
     size_arguments,
     table_row,
@@ -68,7 +67,15 @@ from gla_triton_kernels.delta.sm90.common_backward import (
 )
 from gla_triton_kernels.delta.tensors import BackwardTensors
 from gla_triton_kernels.gla.shared.limits import LEAST_GATE
-from gla_triton_kernels.gla.sm90.common import as_float32, clear_rows, opaque_zero, tile_of_gates, tokens_of, write
+from gla_triton_kernels.gla.sm90.common import (
+    as_float32,
+    clear_rows,
+    opaque_zero,
+    plus,
+    tile_of_gates,
+    tokens_of,
+    write,
+)
 from gla_triton_runtime.arithmetic import LOG2E
 from gla_triton_runtime.launch import Launch
 from gla_triton_runtime.tma import row_tiles, shared_tiles, state_tiles
