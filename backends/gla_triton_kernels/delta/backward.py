@@ -61,8 +61,9 @@ def plan(call: OpCall, gpu: Gpu, cut: bool) -> BackwardPlan:
     """Plans a call; for `cut` see forward.py."""
     layout = call.layouts.get("checkpoints")
     readable = not call.layouts or (layout is not None and layout.aligned and layout.is_contiguous)
-    has_entering = call.scalars["checkpoint_every"] == CHUNK and readable
     states, gradients = plan_pass(call, gpu, cut), parameters_of_gradients(call, gpu)
+    readable &= checkpoint_dtype(call.dtype) == gradients.kept
+    has_entering = call.scalars["checkpoint_every"] == CHUNK and readable
     return BackwardPlan(states, gradients, has_entering, sm90.refusal(call, gpu, cut), gpu.multiprocessors)
 
 
@@ -164,7 +165,7 @@ def _general_launches(plan: BackwardPlan, x: BackwardTensors, scale: float, norm
     chunks, made = launch_chunks(plan.states.chunks, x, x.cu_seqlens, normalizer)
     segments = segments_of(plan.states, x.k, x.cu_seqlens)
     made += segments.launches
-    leaving = x.v.new_empty(chunks.segments.count, Hv, K, V, dtype=checkpoint_dtype(x.q.dtype))
+    leaving = x.v.new_empty(chunks.segments.count, Hv, K, V, dtype=plan.gradients.kept)
     entering = x.checkpoints
     if not plan.has_entering:
         entering = torch.empty_like(leaving)
@@ -178,6 +179,6 @@ def _general_launches(plan: BackwardPlan, x: BackwardTensors, scale: float, norm
         behind, transitions, before = launch_summaries(plan.states.states, x, chunks, segments, scale)
         recurrence = Recurrence(x.q, x.do, x.g, x.dstate, None, scale, backwards=True)
         made += [*before, *launch_scan(False, recurrence, segments, behind, transitions, behind, skip_first=True)]
-    y = x.v.new_empty(B, T, Hv, V, dtype=torch.bfloat16 if x.v.dtype == torch.bfloat16 else torch.float32)
+    y = x.v.new_empty(B, T, Hv, V, dtype=plan.gradients.kept)
     made += launch_states(plan.states.states, x, chunks, behind, segments, scale, y, leaving)
     return made + launch_gradients(plan.gradients, x, chunks, entering, leaving, y, scale, normalizer)

@@ -20,6 +20,8 @@ MOST_KEYS_OF_TRANSITION = 128
 """The most keys of a dense transition that the scan holds on chip."""
 FEW_KEYS = 16
 """The most keys over which rounding errors do not average out."""
+LEAST_KEYS_ON_HOPPER = 64
+"""The fewest keys of a tile of a program of eight warps on Hopper: Triton 3.6 miscompiles narrower ones."""
 LEAST_CHUNKS, LEAST_SEGMENTS = 4, 4
 """The fewest chunks of a segment, and the fewest segments of a sequence that is cut."""
 LITTLE_SHARED_MEMORY = 100 * 1024
@@ -83,10 +85,15 @@ class PassParameters:
 
 @dataclass(frozen=True, slots=True)
 class GradientParameters:
-    """Launch parameters of the two kernels of gradients.py, which compute all values, and a block of keys."""
+    """Launch parameters of the two kernels of gradients.py, which compute all values, and a block of keys.
+
+    Attributes:
+        kept: dtype of the states of chunks, of their gradients, and of what the first kernel leaves to the second.
+    """
 
     values: ChunkParameters
     keys: ChunkParameters
+    kept: torch.dtype
 
 
 def plan_pass(call: OpCall, gpu: Gpu, cut: bool) -> PassParameters:
@@ -134,10 +141,11 @@ def _float32_precision(call: OpCall, gpu: Gpu) -> str:
     return "bf16x6" if call.dtype == torch.float32 and call.float32_matmul_precision == "highest" else "bf16x3"
 
 
-def _chunk_parameters(call: OpCall, gpu: Gpu, BK: int, BV: int, warps: int, least_keys: int = 16) -> ChunkParameters:
+def _chunk_parameters(call: OpCall, gpu: Gpu, BK: int, BV: int, warps: int) -> ChunkParameters:
     precise = _float32_precision(call, gpu)
     sums = {"ieee": "ieee", "bf16x6": "three parts"}.get(precise, "two parts")
-    BK, BV = min(BK, power_of_two(call.dims["K"], least_keys)), min(BV, power_of_two(call.dims["V"], 16))
+    least = LEAST_KEYS_ON_HOPPER if gpu.facts.has_wgmma and warps == 8 else 16
+    BK, BV = max(least, min(BK, power_of_two(call.dims["K"]))), min(BV, power_of_two(call.dims["V"], 16))
     warps = max(4, warps * 32 // gpu.facts.lanes)
     return ChunkParameters(BK, BV, warps, precision_of(call, gpu), precise, sums)
 
@@ -153,10 +161,10 @@ def parameters_of_chunks(call: OpCall, gpu: Gpu) -> ChunkParameters:
 def _halved_parameters(call: OpCall, gpu: Gpu, BV: int, warps: int) -> ChunkParameters:
     """Returns the launch parameters of a program that halves tiles, of which it holds many.
 
-    The compiler spills more on SM120. On Hopper, Triton 3.6 miscompiles tiles of fewer than 64 keys.
+    The compiler spills more on SM120.
     """
     if gpu.facts.has_wgmma:
-        return _chunk_parameters(call, gpu, 64, BV, 8, least_keys=64)
+        return _chunk_parameters(call, gpu, LEAST_KEYS_ON_HOPPER, BV, 8)
     little = gpu.architecture is Architecture.SM120 or precision_of(call, gpu) != "units"
     return _chunk_parameters(call, gpu, 16 if little else 32, BV, warps)
 
@@ -184,11 +192,13 @@ def parameters_of_states(call: OpCall, gpu: Gpu) -> StateParameters:
 
 def parameters_of_gradients(call: OpCall, gpu: Gpu) -> GradientParameters:
     """Returns the launch parameters of gradients.py."""
+    few_bits = call.dtype == torch.bfloat16 and call.dims["K"] > FEW_KEYS
     by_key = call.gate_form in (None, "key") and call.gate_dtype is not None
     units = precision_of(call, gpu) == "units"
     narrow = 16 if gpu.architecture is Architecture.AMD else 32
     values = _chunk_parameters(call, gpu, MOST_KEYS, (64 if by_key else narrow) if units else 16, 8)
     halved = by_key or not units
     keys = _halved_parameters(call, gpu, 64, 4) if halved else _chunk_parameters(call, gpu, 64, 64, 4)
-    precision = "bf16" if call.dtype == torch.bfloat16 else keys.solve
-    return GradientParameters(values, replace(keys, precision=precision))
+    if few_bits:
+        return GradientParameters(values, replace(keys, precision="bf16"), torch.bfloat16)
+    return GradientParameters(values, replace(keys, precision=keys.solve), torch.float32)
