@@ -7,6 +7,7 @@ launched. One that keeps many values on the stack is slow. `make targets` runs t
 B batch   T tokens   H heads   N sequences   K, V key and value width
 """
 
+import itertools
 import re
 import subprocess
 from pathlib import Path
@@ -273,6 +274,21 @@ def test_gradients_are_written_eight_bytes_at_a_time(call, monkeypatch):
         narrow = re.findall(r"st\.global\.b\d+", compiled_by(launch).asm["ptx"])
         marks = launch.arguments.get("TURNS", 1)  # each gate warpgroup stores the marks of its chunks
         assert len(narrow) <= marks, launch.kernel.fn.__name__
+
+
+@pytest.mark.parametrize("backend", ["triton_fused", "parallel_scan"])
+@pytest.mark.parametrize("form", ["none", "head", "key"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_tiles_of_delta_rules_have_64_keys_on_hopper(backend, form, dtype, monkeypatch):
+    """Checks launch parameters: Triton 3.6 miscompiles some narrower tiles there, and only a GPU shows it."""
+    for describe, K in itertools.product((delta_forward, delta_backward), (1, 19, 32, 40, 128, 256)):
+        call = describe(B=1, T=2048, H=1, K=K, V=40, form=form, dtype=dtype)
+        launches = launches_on(device_of(TARGETS["H100"]), backend, "highest", *call, monkeypatch=monkeypatch)
+        general = [
+            each for each in launches if each.kernel.fn.__module__.startswith("gla_triton_kernels.delta.general")
+        ]
+        assert all(each.arguments["BK"] >= 64 for each in general)
+        assert general or (dtype == torch.bfloat16 and 32 < K <= 128)
 
 
 @pytest.mark.parametrize("v_first", [True, False])

@@ -21,7 +21,7 @@ MOST_KEYS_OF_TRANSITION = 128
 FEW_KEYS = 16
 """The most keys over which rounding errors do not average out."""
 LEAST_KEYS_ON_HOPPER = 64
-"""The fewest keys of a tile of a program of eight warps on Hopper: Triton 3.6 miscompiles narrower ones."""
+"""The fewest keys of a tile on Hopper: Triton 3.6 miscompiles some narrower ones."""
 LEAST_CHUNKS, LEAST_SEGMENTS = 4, 4
 """The fewest chunks of a segment, and the fewest segments of a sequence that is cut."""
 LITTLE_SHARED_MEMORY = 100 * 1024
@@ -144,10 +144,15 @@ def _float32_precision(call: OpCall, gpu: Gpu) -> str:
 def _chunk_parameters(call: OpCall, gpu: Gpu, BK: int, BV: int, warps: int) -> ChunkParameters:
     precise = _float32_precision(call, gpu)
     sums = {"ieee": "ieee", "bf16x6": "three parts"}.get(precise, "two parts")
-    least = LEAST_KEYS_ON_HOPPER if gpu.facts.has_wgmma and warps == 8 else 16
-    BK, BV = max(least, min(BK, power_of_two(call.dims["K"]))), min(BV, power_of_two(call.dims["V"], 16))
+    BK, BV = min(BK, power_of_two(call.dims["K"], 16)), min(BV, power_of_two(call.dims["V"], 16))
+    BK = max(BK, _least_keys(gpu))
     warps = max(4, warps * 32 // gpu.facts.lanes)
     return ChunkParameters(BK, BV, warps, precision_of(call, gpu), precise, sums)
+
+
+def _least_keys(gpu: Gpu) -> int:
+    """Returns the fewest keys of a tile."""
+    return LEAST_KEYS_ON_HOPPER if gpu.facts.has_wgmma else 1
 
 
 def parameters_of_chunks(call: OpCall, gpu: Gpu) -> ChunkParameters:
@@ -176,7 +181,7 @@ def parameters_of_states(call: OpCall, gpu: Gpu) -> StateParameters:
     are read once, if such programs fill the device.
     """
     N, Hv, K, V = (call.dims[name] for name in ("N", "Hv", "K", "V"))
-    precision, BK = precision_of(call, gpu), power_of_two(K, 16)
+    precision, BK = precision_of(call, gpu), max(power_of_two(K, 16), _least_keys(gpu))
     if gpu.architecture is Architecture.INTERPRETED:
         return StateParameters(BK, min(64, power_of_two(V, 16)), 4, 1, precision)
     BV, warps, stages = 32 if gpu.architecture is Architecture.SM100 else 64, 8, 2
