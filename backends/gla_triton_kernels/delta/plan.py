@@ -18,8 +18,8 @@ MOST_KEYS = 256
 """The most keys of a head whose state the kernels over sequences keep on chip."""
 MOST_KEYS_OF_TRANSITION = 128
 """The most keys of a dense transition that the scan holds on chip."""
-FEW_KEYS = 16
-"""The most keys over which rounding errors do not average out."""
+FEW_KEYS = 32
+"""The most keys over which rounding errors do not average out, so that all products are of float32."""
 LEAST_KEYS_ON_HOPPER = 64
 """The fewest keys of a tile on Hopper: Triton 3.6 miscompiles some narrower ones."""
 LEAST_CHUNKS, LEAST_SEGMENTS = 4, 4
@@ -126,11 +126,8 @@ def _segment_length(call: OpCall, gpu: Gpu, BV: int) -> int | None:
 
 
 def precision_of(call: OpCall, gpu: Gpu) -> str:
-    """Returns the precision of products with states.
-
-    Over few keys, rounding errors do not average out, and float16 inputs are multiplied as float32.
-    """
-    in_units = call.dtype == torch.bfloat16 or (call.dtype == torch.float16 and call.dims["K"] > FEW_KEYS)
+    """Returns the precision of products with states."""
+    in_units = call.dtype != torch.float32 and call.dims["K"] > FEW_KEYS
     return "units" if in_units else _float32_precision(call, gpu)
 
 

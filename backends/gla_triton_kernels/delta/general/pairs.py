@@ -275,7 +275,7 @@ def _pairs_kernel(
 @triton.jit
 def _add_pairs_of_halves(A, M, q, k, g, row, column, LEVELS: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr):
     """Adds the terms of BK keys to A and M [C, C], from q, k and g [C, BK]."""
-    OPERAND: tl.constexpr = q.dtype  # pyright: ignore
+    OPERAND: tl.constexpr = tl.float16 if PRECISION == "units" else tl.float32  # pyright: ignore
     apart = row ^ column  # [C, C]
     q, k = q.to(tl.float32), k.to(tl.float32)
     A += tl.where(apart == 0, tl.sum(q * k, 1)[:, None], 0.0)
