@@ -4,12 +4,12 @@
 
 B batch   P states of the pool   H key heads   Hv heads of values and states   R = Hv / H value heads of a key head
 K, V key and value width   BK K rounded up to a power of two   BV values of a block
-PIECES pieces of WIDTH keys
+WIDTH keys of a piece
 
 The grid has one program per row of the batch, value head and BV values. States of Mamba-2 are V-first in memory, so the
-keys of a value are contiguous. Blocks [PIECES, BV, WIDTH] make a warp read lines of several values, and give each
-thread a part of every piece of few values. A sum over keys is then mostly within a thread, and few threads load what
-belongs to a value. The registers that this saves hold states: twice as many bytes are on their way at a time.
+keys of a value are contiguous. Pieces [BV, WIDTH] make a warp read lines of several values, and give each thread a part
+of every piece of few values. A sum over keys is then mostly within a thread, and few threads load what belongs to a
+value. The registers that this saves hold states: twice as many bytes are on their way at a time.
 
 Source: Dao and Gu, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space
 Duality" (arXiv 2405.21060).
@@ -165,9 +165,7 @@ def _recurrent_ssd_step(
     tile, head = tl.program_id(0) % tl.cdiv(V, BV), tl.program_id(0) // tl.cdiv(V, BV)
     b, h = (head // Hv).to(tl.int64), (head % Hv).to(tl.int64)  # strides times these may exceed 32 bits
     columns = tile * BV + tl.arange(0, BV)  # [BV]
-    rows = tl.arange(0, BK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]  # [PIECES, WIDTH]
-    in_v, in_k = columns < V, rows < K
-    in_state = in_k[:, None, :] & in_v[None, :, None]  # [PIECES, BV, WIDTH]
+    in_v = columns < V
     o_block = o_ptr + (b * Hv + h) * V + columns  # [BV]
     if OVERLAPS:  # the results of earlier kernels are visible only after the wait
         gdc_wait()
@@ -180,15 +178,21 @@ def _recurrent_ssd_step(
             tl.store(o_block, tl.zeros([BV], o_ptr.dtype.element_ty), mask=in_v)
             return
 
-    state_block = state_ptr + p * state_stride_p + h * state_stride_h  # [PIECES, BV, WIDTH]
-    state_block += rows[:, None, :].to(tl.int64) * state_stride_k + columns[None, :, None] * state_stride_v
+    state_ptr += p * state_stride_p + h * state_stride_h
     # All loads come before all conversions, because a conversion waits for its operand and would delay later loads.
-    state = tl.load(state_block, mask=in_state, other=0.0)  # [PIECES, BV, WIDTH]
+    blocks, masks, states, ks, qs = (), (), (), (), ()  # of each piece
+    for piece in tl.static_range(BK // WIDTH):
+        rows = piece * WIDTH + tl.arange(0, WIDTH)  # [WIDTH]
+        blocks += (state_ptr + columns[:, None] * state_stride_v + rows[None, :].to(tl.int64) * state_stride_k,)
+        masks += (in_v[:, None] & (rows < K)[None, :],)
+        states += (tl.load(blocks[piece], mask=masks[piece], other=0.0),)  # [BV, WIDTH], as the two before
     dt = tl.load(dt_ptr + b * dt_stride_b + h)
     A = tl.load(A_ptr + h)
-    k = tl.load(k_ptr + b * k_stride_b + h // R * k_stride_h + rows, mask=in_k, other=0.0)  # [PIECES, WIDTH]
     v = tl.load(v_ptr + b * v_stride_b + h * v_stride_h + columns, mask=in_v, other=0.0)  # [BV]
-    q = tl.load(q_ptr + b * q_stride_b + h // R * q_stride_h + rows, mask=in_k, other=0.0)  # [PIECES, WIDTH]
+    for piece in tl.static_range(BK // WIDTH):
+        rows = piece * WIDTH + tl.arange(0, WIDTH)  # [WIDTH]
+        ks += (tl.load(k_ptr + b * k_stride_b + h // R * k_stride_h + rows, mask=rows < K, other=0.0),)  # [WIDTH]
+        qs += (tl.load(q_ptr + b * q_stride_b + h // R * q_stride_h + rows, mask=rows < K, other=0.0),)  # [WIDTH]
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + h)
     if D_ptr is not None:
@@ -203,9 +207,13 @@ def _recurrent_ssd_step(
         dt = -log_gates(-dt, 1)
     if A_IS_LOG:
         A = -tl.exp(A)
-    state = tl.exp(dt * A) * state.to(tl.float32) + k.to(tl.float32)[:, None, :] * (dt * v)[None, :, None]
-    tl.store(state_block, state.to(state_ptr.dtype.element_ty), mask=in_state)
-    o = scale * tl.sum(tl.sum(q.to(tl.float32)[:, None, :] * state, axis=0), axis=1)  # [BV]
+    decay, u = tl.exp(dt * A), (dt * v)[:, None]  # [BV, 1]
+    products = tl.zeros([BV, WIDTH], tl.float32)  # of q and the state, summed over pieces
+    for piece in tl.static_range(BK // WIDTH):
+        state = decay * states[piece].to(tl.float32) + u * ks[piece].to(tl.float32)[None, :]  # [BV, WIDTH]
+        tl.store(blocks[piece], state.to(state_ptr.dtype.element_ty), mask=masks[piece])
+        products += qs[piece].to(tl.float32)[None, :] * state
+    o = scale * tl.sum(products, axis=1)  # [BV]
     if D_ptr is not None:
         o += D.to(tl.float32) * v
     if z_ptr is not None:
