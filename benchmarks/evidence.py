@@ -13,6 +13,7 @@ A run measures these parts in this order, each into results/<device>/<part>.json
     models           training and decoding with whole models: models.py
     precision        errors beside FLA and mamba_ssm: precision.py
     model_calls      the calls of published models beside FLA and mamba_ssm: model_calls.py
+    delta_models     training with whole models that have a delta rule: models.py
     odd_shapes, giants, batch_invariant    shapes that tuning did not use: shapes.py
     serving          the ops of a server beside vLLM's and SGLang's functions: serving.py
 
@@ -46,7 +47,7 @@ import torch
 from gla_core.bench import measure
 
 README_PARTS = ("op", "mamba2_scan", "models", "precision", "model_calls")
-PARTS = (*README_PARTS, *shapes.PARTS, "serving")
+PARTS = (*README_PARTS, "delta_models", *shapes.PARTS, "serving")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -93,6 +94,7 @@ def jobs_of(
         "op": lambda: op_calls.jobs(device, bandwidth, seconds),
         "mamba2_scan": lambda: mamba_scan.jobs(device, seconds),
         "models": lambda: models.jobs(device),
+        "delta_models": lambda: models.jobs(device, delta=True),
         "precision": lambda: precision.jobs(device),
         "model_calls": lambda: model_calls.jobs(device, bandwidth, seconds),
         "serving": lambda: serving.jobs(device, bandwidth, engines),
@@ -108,6 +110,8 @@ def compile_share(parts: Sequence[str], device: torch.device, pattern: str, shar
     """
     if "models" in parts:
         models.compile_share(share, shares, device)
+    if "delta_models" in parts:
+        models.compile_share(share, shares, device, delta=True)
     if "op" in parts:
         op_calls.compile_share(share, shares, device)
     if "mamba2_scan" in parts:

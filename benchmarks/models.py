@@ -1,7 +1,8 @@
 """Measures training and generation of FLA's GLA model, of the same after `accelerate()`, and of gla_transformers'.
 
 They need flash-linear-attention 0.6.0, transformers and gla_transformers. The model is FLA's with 374M parameters:
-hidden size 1024, 24 layers, 4 heads, 32,000 words, in bfloat16, with random weights.
+hidden size 1024, 24 layers, 4 heads, 32,000 words, in bfloat16, with random weights. FLA's KDA and Gated DeltaNet
+models of this size, with 8 heads of 128, are trained as they are and after `accelerate()`.
 
     train      A step: forward, backward and fused AdamW. The time of a row is that of all kernels, because the host can
                limit the wall time, which stands beside it with the peak memory and the first step, tuning included.
@@ -29,8 +30,12 @@ from torch import Tensor
 from gla_core.bench.measure import synchronize
 from gla_core.compat.fla import accelerate
 
-SIZES = {"hidden_size": 1024, "num_hidden_layers": 24, "num_heads": 4, "vocab_size": 32000}
-SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "vocab_size": 61}
+SIZES = {"hidden_size": 1024, "num_hidden_layers": 24, "vocab_size": 32000}
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 61}
+WITH_DELTA_RULE = ("KDA", "GatedDeltaNet")
+HEADS = {"GLA": {"num_heads": 4}} | {kind: {"num_heads": 8, "head_dim": 128, "expand_v": 1} for kind in WITH_DELTA_RULE}
+"""The heads of each kind of model, as its configuration names them."""
+SMALL_HEADS = {kind: heads | {"num_heads": 2} for kind, heads in HEADS.items()}
 NO_END = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 PROMPT = 512
 NEW, PER_GRAPH, REPLAYS, REPEATS = 64, 8, 16, 5
@@ -50,16 +55,25 @@ Row = dict[str, Any]
 
 
 class Task(NamedTuple):
-    """A measurement of `what` by an implementation `way`, for `sequences` of `tokens` each; decoding reads prompts."""
+    """A measurement of `what` by an implementation `way`, for `sequences` of `tokens` each; decoding reads prompts.
+
+    Attributes:
+        model: the kind of model, a name of `HEADS`.
+    """
 
     what: str
     way: str
     sequences: int
     tokens: int
+    model: str = "GLA"
 
 
-def tasks(device: torch.device) -> list[Task]:
-    """Returns the measurements to make. There are few on a CPU."""
+def tasks(device: torch.device, delta: bool = False) -> list[Task]:
+    """Returns the measurements to make, of GLA models or of those with a delta rule. There are few on a CPU."""
+    ways = ("accelerated",) if device.type == "cpu" else ("fla", "accelerated")
+    if delta:
+        sizes = ((2, 70),) if device.type == "cpu" else ((8, 2048), (1, 16384))
+        return [Task("train", way, B, T, model) for model in WITH_DELTA_RULE for B, T in sizes for way in ways]
     if device.type == "cpu":
         return [
             Task(what, way, 2, 70) for what, way in (("train", "accelerated"), ("generate", "ours"), ("graph", "ours"))
@@ -70,9 +84,9 @@ def tasks(device: torch.device) -> list[Task]:
     return made + [Task("train", way, 1, 16384) for way in ("fla", "accelerated", "compiled")]
 
 
-def jobs(device: torch.device) -> list[Job]:
-    """Returns a job for each task; rows are compared with FLA's model as it is."""
-    made, planned = [], tasks(device)
+def jobs(device: torch.device, delta: bool = False) -> list[Job]:
+    """Returns a job for each of the `tasks`; rows are compared with FLA's model as it is."""
+    made, planned = [], tasks(device, delta)
     for task in planned:
         compared = task.way != "fla" and task._replace(way="fla") in planned
         row = (call_in_words(task), WAYS[task.way], "fla" if compared else None)
@@ -83,7 +97,8 @@ def jobs(device: torch.device) -> list[Job]:
 def call_in_words(task: Task) -> str:
     """Returns the words of a task, such as "training step, 8 x 2048 tokens"."""
     if task.what == "train":
-        return f"training step, {task.sequences} x {task.tokens} tokens"
+        model = "" if task.model == "GLA" else f" of {task.model}"
+        return f"training step{model}, {task.sequences} x {task.tokens} tokens"
     how = "in a CUDA graph" if task.what == "graph" else "by `generate`"
     return f"decoding {how}, {counted(task.sequences, 'sequence')}"
 
@@ -92,19 +107,19 @@ def measure(task: Task, device: torch.device) -> list[Row]:
     """Returns the fields of one row: the median of a task's times in seconds, their spread, and facts."""
     run = {"train": _train, "generate": _generate, "graph": _in_graph}[task.what]
     try:
-        with model_of(task.way, device) as model:
+        with model_of(task.way, device, task.model) as model:
             return [run(task.way, model, tokens_of(task.sequences, task.tokens, device))]
     finally:
         free_memory()
 
 
-def sizes(device: torch.device) -> dict[str, int]:
-    """Returns the sizes of the model, which is small on a CPU."""
-    return SIZES if device.type == "cuda" else SMALL
+def sizes(device: torch.device, kind: str = "GLA") -> dict[str, int]:
+    """Returns the sizes of a kind of model, which is small on a CPU."""
+    return SIZES | HEADS[kind] if device.type == "cuda" else SMALL | SMALL_HEADS[kind]
 
 
 @contextlib.contextmanager
-def model_of(way: str, device: torch.device, **changed: int) -> Iterator[Any]:
+def model_of(way: str, device: torch.device, kind: str = "GLA", **changed: int) -> Iterator[Any]:
     """Makes the model of a way with random weights, in bfloat16 on a GPU; `changed` replaces the usual sizes."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -115,9 +130,9 @@ def model_of(way: str, device: torch.device, **changed: int) -> Iterator[Any]:
                 stack.enter_context(accelerate(cpu=device.type == "cpu"))
         else:
             models = importlib.import_module("gla_transformers")
-        config = models.GLAConfig(**{**sizes(device), **changed}, **NO_END)
+        config = getattr(models, f"{kind}Config")(**{**sizes(device, kind), **changed}, **NO_END)
         with device:  # made on its device: a CPU takes seconds for the random weights
-            model = models.GLAForCausalLM(config)
+            model = getattr(models, f"{kind}ForCausalLM")(config)
         yield model.to(device, dtype)
     if way == "compiled":
         torch._dynamo.reset()  # each length is compiled without regard to earlier lengths
@@ -164,7 +179,8 @@ def _train(way: str, model: Any, words: Tensor) -> Row:
     memory = torch.cuda.max_memory_allocated() / 2**30
     kernels = [_kernel_seconds(step) for _ in range(PROFILED)]
     facts |= {"wall, s": wall["seconds"], "wall spread": wall["spread"], "GiB": memory}
-    facts["of GLA, s"] = statistics.median(gla for _, gla in kernels)
+    if model.config.model_type == "gla":
+        facts["of GLA, s"] = statistics.median(gla for _, gla in kernels)
     return {**_spread([every for every, _ in kernels]), "facts": facts}
 
 
@@ -298,23 +314,24 @@ def _seconds(call: Callable[[], Any], device: torch.device) -> float:
 # ---- compilation beforehand
 
 
-def compile_share(share: int, shares: int, device: torch.device) -> None:
+def compile_share(share: int, shares: int, device: torch.device, delta: bool = False) -> None:
     """Fills the caches with the kernels of a compiled model, or with a share of FLA's kernels."""
-    compiled = [task for task in tasks(device) if task.way == "compiled"]
+    compiled = [task for task in tasks(device, delta) if task.way == "compiled"]
     if share < len(compiled):
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "4"  # other processes compile at the same time
-        _, way, sequences, tokens = compiled[share]
-        with model_of(way, device) as model:
-            training_step(way, model, tokens_of(sequences, tokens, device))()
+        task = compiled[share]
+        with model_of(task.way, device) as model:
+            training_step(task.way, model, tokens_of(task.sequences, task.tokens, device))()
     else:
         importlib.import_module("gla_fla.tune").compile_only(share - len(compiled), shares - len(compiled))
-        run_fla_once(device)
+        for kind in WITH_DELTA_RULE if delta else ("GLA",):
+            run_fla_once(device, kind)
 
 
-def run_fla_once(device: torch.device) -> None:
+def run_fla_once(device: torch.device, kind: str) -> None:
     """Calls every kernel of FLA's model once, on short texts and one layer; if launches are off, this only compiles."""
     for B in (8, 1):  # FLA compiles for each number of sequences, but not for each number of tokens
-        with model_of("fla", device, num_hidden_layers=1) as model:
+        with model_of("fla", device, kind, num_hidden_layers=1) as model:
             words = tokens_of(B, 256, device)
             # Without launches nothing is computed, so code that reads results may fail.
             with contextlib.suppress(Exception):
