@@ -37,7 +37,7 @@ from gla_core.dispatch.environment import environment
 from gla_core.dispatch.errors import BackendError
 from gla_core.dispatch.lowering import with_plain_inputs
 from gla_core.dispatch.request import Request, current_request, request_in_graph
-from gla_core.dispatch.selection import is_launch_failure, remember_launch_failure, select
+from gla_core.dispatch.selection import is_launch_failure, log_selection, remember_launch_failure, select
 from gla_core.dispatch.steps import step
 from gla_core.dispatch.tensors import new_state, swapped
 from gla_core.ops import _invariant, _logits, _memory, _results, _values, autocast
@@ -129,6 +129,7 @@ def run(spec: OpSpec, args: tuple, request: Request, needs_grad: bool = False, i
         return run(spec, passed, request, needs_grad, is_part)
     if known is None:
         _results.check(f"{spec.name}: backend {plan.backend.name!r}", results, spec.expected(*args), args)
+        log_selection(plan.backend, plan.call)
         if len(plans.all) >= _MOST_PLANS:
             plans.all.clear()
         plans.all[tuple(signature)] = plan

@@ -61,7 +61,7 @@ def accelerate(*models: str) -> Acceleration:
         for family in FAMILIES:
             present = [modules[name] for name in family.models if name in modules]
             wanted += [
-                replacement(module, name, new.function, new.serves, within=module.__name__, how=new.how)
+                replacement(module, name, new.function, new.left_out, within=module.__name__, how=new.how)
                 for name, new in family.functions.items()
                 for module in present
             ]
