@@ -111,8 +111,11 @@ def run(spec: OpSpec, args: tuple, request: Request, needs_grad: bool = False, i
             signature.append(x)
     latest = plans.latest.get(spec.name)
     known = latest[1] if latest is not None and latest[0] == signature else _look_up(plans, spec.name, signature)
-    if known is None and (plain := spec.plain(args)) is not args:
-        return run(spec, plain, request, needs_grad, is_part)
+    if known is None:
+        if (plain := spec.plain(args)) is not args:
+            return run(spec, plain, request, needs_grad, is_part)
+        registry.installed()  # the first use discovers plugins, which drops all plans
+        plans = _plans
     plan = known or _plan(spec, args, needs_grad, capturing, request)
     if plan is None:
         return run(spec, args, request, needs_grad, is_part)
