@@ -49,12 +49,17 @@ conformance: $(INSTALLED)
 targets: $(INSTALLED)
 	$(PYTEST) --thorough $(TARGETS)
 
-test-fla: $(INSTALLED) .fla/.installed
+test-fla: $(INSTALLED) .fla/.installed .kernels/.installed
 	PYTHONPATH=.fla:plugins/gla_transformers/src $(PYTEST) tests/compat tests/docs plugins/gla_transformers/tests
 	$(GPU) || TRITON_INTERPRET=1 PYTHONPATH=.fla:plugins/gla_transformers/src $(PYTEST) \
 		plugins/gla_transformers/tests/test_few_rows.py plugins/gla_transformers/tests/test_gated.py \
 		plugins/gla_transformers/tests/test_loss.py plugins/gla_transformers/tests/test_mamba2.py \
 		tests/compat/test_with_transformers.py
+	PYTHONPATH=.kernels:.fla:plugins/gla_transformers/src $(PYTEST) tests/compat/test_kernels.py
+
+.kernels/.installed: # a version of each that the other takes
+	$(BIN)/pip install --quiet --disable-pip-version-check --target .kernels --no-deps transformers==5.22.0 kernels==0.17.2
+	touch $@
 
 .fla/.installed:
 	$(BIN)/pip install --quiet --disable-pip-version-check --target .fla --no-deps fla-core==0.6.0 flash-linear-attention==0.6.0

@@ -80,7 +80,7 @@ def _modules(models: tuple[str, ...]) -> dict[str, ModuleType]:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
         raise ImportError("accelerate() cannot import transformers; install it: pip install transformers") from error
-    modules = {name: _module(name) for name in dict.fromkeys(models or MODELS)}
+    modules = {name: module_of(name) for name in dict.fromkeys(models or MODELS)}
     missing = [name for name, module in modules.items() if module is None]
     if missing if models else len(missing) == len(modules):
         version = getattr(transformers, "__version__", "of an unknown version")
@@ -93,7 +93,7 @@ def _modules(models: tuple[str, ...]) -> dict[str, ModuleType]:
     return {name: module for name, module in modules.items() if module is not None}
 
 
-def _module(model: str) -> ModuleType | None:
+def module_of(model: str) -> ModuleType | None:
     """Returns the module of a model; None if it does not exist or does not have the functions."""
     path = f"transformers.models.{model}.modeling_{model}"
     try:
