@@ -64,6 +64,8 @@ test-fla: $(INSTALLED) .fla/.installed .kernels/.installed
 .fla/.installed:
 	$(BIN)/pip install --quiet --disable-pip-version-check --target .fla --no-deps fla-core==0.6.0 flash-linear-attention==0.6.0
 	$(BIN)/pip install --quiet --disable-pip-version-check --target .fla 'transformers<5.24' # FLA's models forget a cache of 5.24
+	$(BIN)/pip install --quiet --disable-pip-version-check --target .fla --no-deps \
+		accelerate psutil lightning lightning-utilities torchmetrics # for the recipes of docs/from-fla.md
 	touch $@
 
 test-vllm: .vllm/.installed

@@ -75,7 +75,8 @@ def cpu_is_known(monkeypatch):
 def test_a_configuration(model, calls, cpu_is_known):
     with accelerate():
         expected = results(model)
-    assert calls["scan"] and calls["step"]
+    assert calls["scan"]
+    assert calls["step"]
     model.set_use_kernels(True, layers.kernel_config(model))
     check(model, calls, expected)
 
