@@ -55,7 +55,7 @@ def test_the_names_of_kernels():
 
 
 def test_a_mapping_of_kernels(model, calls, tmp_path):
-    """As transformers' users write it for any device that its KernelConfig does not know."""
+    """A mapping of `kernels` itself, for a device that transformers' KernelConfig does not know."""
     with accelerate():
         expected = results(model)
     mapping = {name: {"cpu": kernels.LocalLayerRepository(layers.FOLDER, layer_name=name)} for name in layers.LAYERS}
