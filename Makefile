@@ -2,7 +2,7 @@
 # make test         the tests as users see the library; without a GPU, then those of Triton kernels, interpreted
 # make conformance  what `make test` runs a sample of: the conformance kit on every backend here, and thorough tests
 # make targets      kernels compiled for GPUs that are not here: whether they fit, and round alike; 15 minutes
-# make test-fla     models of flash-linear-attention 0.6.0 and of transformers, which are installed beside .venv, in .fla
+# make test-fla     models of flash-linear-attention 0.6.0 and of transformers, which are installed in .fla and .kernels
 # make test-vllm    models in vLLM's engine on a CPU, which is installed in .vllm; 3 GB, a few minutes
 # make check        format, lint, types, direction of imports, links of the documentation
 # make docs         the documentation as a site, in site/
