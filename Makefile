@@ -2,7 +2,7 @@
 # make test         the tests as users see the library; without a GPU, then those of Triton kernels, interpreted
 # make conformance  what `make test` runs a sample of: the conformance kit on every backend here, and thorough tests
 # make targets      kernels compiled for GPUs that are not here: whether they fit, and round alike; 15 minutes
-# make test-fla     models of flash-linear-attention 0.6.0 and of transformers, which are installed beside .venv, in .fla
+# make test-fla     models of flash-linear-attention 0.6.0 and of transformers, which are installed in .fla and .kernels
 # make test-vllm    models in vLLM's engine on a CPU, which is installed in .vllm; 3 GB, a few minutes
 # make check        format, lint, types, direction of imports, links of the documentation
 # make docs         the documentation as a site, in site/
@@ -49,16 +49,23 @@ conformance: $(INSTALLED)
 targets: $(INSTALLED)
 	$(PYTEST) --thorough $(TARGETS)
 
-test-fla: $(INSTALLED) .fla/.installed
+test-fla: $(INSTALLED) .fla/.installed .kernels/.installed
 	PYTHONPATH=.fla:plugins/gla_transformers/src $(PYTEST) tests/compat tests/docs plugins/gla_transformers/tests
 	$(GPU) || TRITON_INTERPRET=1 PYTHONPATH=.fla:plugins/gla_transformers/src $(PYTEST) \
 		plugins/gla_transformers/tests/test_few_rows.py plugins/gla_transformers/tests/test_gated.py \
 		plugins/gla_transformers/tests/test_loss.py plugins/gla_transformers/tests/test_mamba2.py \
 		tests/compat/test_with_transformers.py
+	PYTHONPATH=.kernels:.fla:plugins/gla_transformers/src $(PYTEST) tests/compat/test_kernels.py
+
+.kernels/.installed: # a version of each that the other takes
+	$(BIN)/pip install --quiet --disable-pip-version-check --target .kernels --no-deps transformers==5.22.0 kernels==0.17.2
+	touch $@
 
 .fla/.installed:
 	$(BIN)/pip install --quiet --disable-pip-version-check --target .fla --no-deps fla-core==0.6.0 flash-linear-attention==0.6.0
 	$(BIN)/pip install --quiet --disable-pip-version-check --target .fla 'transformers<5.24' # FLA's models forget a cache of 5.24
+	$(BIN)/pip install --quiet --disable-pip-version-check --target .fla --no-deps \
+		accelerate psutil lightning lightning-utilities torchmetrics # for the recipes of docs/from-fla.md
 	touch $@
 
 test-vllm: .vllm/.installed

@@ -12,6 +12,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import itertools
+import logging
 import os
 import re
 import runpy
@@ -200,6 +201,18 @@ def only_reference(fresh_registry, monkeypatch, own_backends):
     """Leaves the reference as our only backend, so that a test knows all backends that may run."""
     monkeypatch.setenv("GLA_BLOCK_PLUGINS", ",".join(name for name in own_backends if name != "reference"))
     gla.reload_environment()
+
+
+@pytest.fixture
+def logged():
+    """The messages of the logger gla_core."""
+    messages, logger, handler = [], logging.getLogger("gla_core"), logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    yield messages
+    logger.setLevel(logging.NOTSET)
+    logger.removeHandler(handler)
 
 
 @pytest.fixture

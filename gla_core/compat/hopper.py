@@ -12,6 +12,8 @@ import torch
 KEYS, MOST_VALUES = range(33, 129), 128
 """The key widths, and the most values of a head."""
 IN_WORDS = "on Hopper in bfloat16 with K from 33 to 128 and V up to 128"
+NOT_COMPUTED = f"neither on a CPU, nor {IN_WORDS}"
+"""The reason of a call that is left to the original."""
 
 
 def computes_delta_rule(q: Any, v: Any) -> bool:

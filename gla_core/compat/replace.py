@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import pkgutil
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType, TracebackType
 from typing import Any, Protocol
+
+import torch
+
+from gla_core.dispatch.logger import logger
 
 TABLES = ("ACT2FN",)
 """Names of the dictionaries in which modules hold functions."""
@@ -23,7 +27,10 @@ COMPUTED = "computed by gla_core"
 """The words for a function that this package computes."""
 LOCK = threading.RLock()
 """The lock that is held while functions are exchanged and their holders are counted."""
-_logger = logging.getLogger("gla_core")
+OTHER_CALLS = "not one of the calls that are computed here"
+"""The reason of a call for which a function returned NotImplemented."""
+LeftOut = Callable[[Mapping[str, Any]], str | None]
+"""A function of the arguments of a call by name: why it is left to the original; None if it is computed here."""
 _made: dict[tuple[str, Callable], Replacement] = {}
 """The replacement of each original function."""
 _methods: dict[type, MethodReplacement] = {}
@@ -36,12 +43,12 @@ class Exchange(Protocol):
     Attributes:
         name: the name of the function or attribute that it changes.
         how: a few words for the user: what takes the place of the original.
-        holders: the number of accelerations that hold it.
+        holders: the accelerations that hold it.
     """
 
     name: str
     how: str
-    holders: int
+    holders: list[Acceleration]
 
     def put(self) -> tuple[str, ...]:
         """Makes the change; returns the names of the changed modules."""
@@ -53,22 +60,36 @@ class Exchange(Protocol):
 
 
 class Acceleration:
-    """A set of replaced functions of another library.
+    """A set of replaced functions of another library, and the numbers of their calls until it is undone.
+
+    A call in a function that torch.compile compiles counts when it is traced, and not when it runs. A call that is
+    captured into a CUDA graph counts once.
 
     Attributes:
         replaced: for each name, the modules in which this call found and replaced it. Replacements that an earlier
             `Acceleration` made are left out. Empty after `undo`.
+        served: for each name, the number of calls that were computed here.
+        left: for each name, the number of calls that were left to the original, by the reason.
     """
 
     def __init__(self, library: str, wanted: Sequence[Exchange], note: str) -> None:
         self.replaced: dict[str, tuple[str, ...]] = {}
+        self.served: Counter[str] = Counter()
+        self.left: dict[str, Counter[str]] = {}
         self._library, self._held, self._note = library, wanted, note
         self._how = {new.name: new.how for new in wanted}
         for new in wanted:
-            if new.holders == 0:
+            if not new.holders:
                 self.replaced[new.name] = self.replaced.get(new.name, ()) + new.put()
-            new.holders += 1
-        _logger.info("%s", self)
+            new.holders.append(self)
+        logger.info("%s", self)
+
+    def count(self, name: str, reason: str | None) -> None:
+        """Counts a call of a replaced function: left to the original for a reason, or served if the reason is None."""
+        if reason is None:
+            self.served[name] += 1
+        else:
+            self.left.setdefault(name, Counter())[reason] += 1
 
     def undo(self) -> None:
         """Puts the originals back, also in modules imported since, unless another `Acceleration` is in force.
@@ -77,8 +98,8 @@ class Acceleration:
         """
         with LOCK:
             for new in self._held:
-                new.holders -= 1
-                if new.holders == 0:
+                new.holders.remove(self)
+                if not new.holders:
                     new.remove()
             self._held, self.replaced = (), {}
 
@@ -91,15 +112,42 @@ class Acceleration:
         self.undo()
 
     def __str__(self) -> str:
+        lines = [*self._replacements(), *self._calls()]
+        return "\n".join(textwrap.fill(line, 79, subsequent_indent="  ") for line in lines)
+
+    def _replacements(self) -> list[str]:
         if not self.replaced:
-            return f"nothing of {self._library} is replaced by this"
+            return [f"nothing of {self._library} is replaced by this"]
         modules = {module for places in self.replaced.values() for module in places}
         names: dict[str, list[str]] = {}
         for name in self.replaced:
             names.setdefault(self._how[name], []).append(name)
-        lines = [f"{len(modules)} modules of {self._library} now call gla_core; see `replaced`:"]
-        lines += [f"- {how}: {', '.join(several)}" for how, several in names.items()]
-        return "\n".join(textwrap.fill(line, 79, subsequent_indent="  ") for line in [*lines, f"- {self._note}"])
+        first = f"{len(modules)} modules of {self._library} now call gla_core; see `replaced`:"
+        return [first, *(f"- {how}: {', '.join(several)}" for how, several in names.items()), f"- {self._note}"]
+
+    def _calls(self) -> list[str]:
+        names = [name for name in self._how if name in self.served or name in self.left]
+        if not names:
+            return []
+        return ["calls computed here, and left to the original:", *map(self._calls_of, names)]
+
+    def _calls_of(self, name: str) -> str:
+        left = self.left.get(name, {})
+        reasons = "; ".join(f"{count}: {reason}" for reason, count in left.items())
+        return f"- {name}: {self.served[name]} here" + (f", {sum(left.values())} left ({reasons})" if left else "")
+
+
+def _count_of(new: Exchange) -> Callable[[str | None], None]:
+    """Returns a function that counts a call, by the reason why it is left to the original, or None.
+
+    torch.compile calls it while it traces, and traces nothing of it.
+    """
+
+    def count(reason: str | None) -> None:
+        for acceleration in new.holders:
+            acceleration.count(new.name, reason)
+
+    return torch.compiler.assume_constant_result(count)
 
 
 class Replacement:
@@ -116,26 +164,37 @@ class Replacement:
         name: str,
         function: Callable,
         original: Callable,
-        serves: Callable[[dict[str, Any]], bool],
+        left_out: LeftOut,
         within: str,
         how: str,
     ) -> None:
-        self.name, self.function, self.original, self.serves, self.within = name, function, original, serves, within
-        self.home, self.how, self.holders, self.in_force = home, how, 0, False
-        self._names = parameters(function)
+        self.name, self.function, self.original, self.within = name, function, original, within
+        self.home, self.how, self.in_force = home, how, False
+        self.holders: list[Acceleration] = []
+        self._left_out, self._count, self._names = left_out, _count_of(self), parameters(function)
         # Do not copy __dict__: the original's may forbid torch.compile to trace into the function.
         functools.update_wrapper(self, original, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        result = self.function(*args, **kwargs) if self.in_force and self.accepts(*args, **kwargs) else NotImplemented
-        return self.original(*args, **kwargs) if result is NotImplemented else result
+        if not self.in_force:
+            return self.original(*args, **kwargs)
+        reason = self.left_out(*args, **kwargs)
+        result = self.function(*args, **kwargs) if reason is None else NotImplemented
+        if result is not NotImplemented:
+            self._count(None)
+            return result
+        self._count(reason or OTHER_CALLS)
+        return self.original(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable, tuple[str]]:
         return pkgutil.resolve_name, (f"{self.home}:{self.name}",)
 
-    def accepts(self, *args: Any, **kwargs: Any) -> bool:
-        """Returns whether the replacement serves a call with these arguments, while it is in force."""
-        return self.serves({**dict(zip(self._names, args, strict=False)), **kwargs})
+    def left_out(self, *args: Any, **kwargs: Any) -> str | None:
+        """Returns why a call with these arguments is left to the original, while the replacement is in force.
+
+        None means that the replacement serves it.
+        """
+        return self._left_out({**dict(zip(self._names, args, strict=False)), **kwargs})
 
     def put(self) -> tuple[str, ...]:
         """Replaces the original; returns the names of the modules in which it was found."""
@@ -152,12 +211,16 @@ class MethodReplacement:
     """A replacement for the `forward` of a class of modules; see `Replacement`."""
 
     def __init__(self, owner: type, function: Callable, how: str) -> None:
-        self.name, self.how, self.holders, self.in_force = f"{owner.__name__}.forward", how, 0, False
-        self.owner, self.original = owner, vars(owner)["forward"]
+        self.name, self.how, self.in_force = f"{owner.__name__}.forward", how, False
+        self.holders: list[Acceleration] = []
+        self.owner, self.original, count = owner, vars(owner)["forward"], _count_of(self)
 
         @functools.wraps(self.original)
         def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
-            result = function(layer, *args, **kwargs) if self.in_force else NotImplemented
+            if not self.in_force:
+                return self.original(layer, *args, **kwargs)
+            result = function(layer, *args, **kwargs)
+            count(OTHER_CALLS if result is NotImplemented else None)
             return self.original(layer, *args, **kwargs) if result is NotImplemented else result
 
         self.forward = forward
@@ -195,7 +258,7 @@ def is_replaced(owner: type) -> bool:
 
 
 def replacement(
-    module: ModuleType, name: str, function: Callable, serves: Callable[[dict[str, Any]], bool], within: str, how: str
+    module: ModuleType, name: str, function: Callable, left_out: LeftOut, within: str, how: str
 ) -> Replacement:
     """Returns the replacement of a module's function: the current one, an earlier one that layers hold, or a new one.
 
@@ -203,7 +266,7 @@ def replacement(
         module: the module that defines the function.
         name: the name of the function in the module.
         function: the function that takes its place.
-        serves: returns whether a call is for `function`, given the arguments by name. Other calls go to the original.
+        left_out: returns why a call goes to the original, given the arguments by name; None if it is for `function`.
         within: the module, or the package with all its modules, in which it is replaced.
         how: a few words for the user: what takes the place of the original.
     """
@@ -211,7 +274,7 @@ def replacement(
     if isinstance(current, Replacement):
         return current
     if (name, current) not in _made:
-        _made[name, current] = Replacement(module.__name__, name, function, current, serves, within, how)
+        _made[name, current] = Replacement(module.__name__, name, function, current, left_out, within, how)
     return _made[name, current]
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from gla_core.dispatch.backend import (
 )
 from gla_core.dispatch.calibration import Prediction, predict
 from gla_core.dispatch.errors import NoBackendError
+from gla_core.dispatch.logger import logger
 from gla_core.dispatch.request import Choice, Request, current_request
 from gla_core.dispatch.steps import step
 
@@ -104,14 +106,7 @@ class Explanation:
     @property
     def title(self) -> str:
         """Returns the op, its sizes, the dtype and the device in a line."""
-        dims = " ".join(f"{name}={size}" for name, size in self.call.dims.items())
-        dtype = str(self.call.dtype).removeprefix("torch.")
-        assumed = self.call.assumed
-        place = self.call.device if assumed is None else f"{assumed.name} (assumed)"
-        packed = ", packed" if self.call.variable_length else ""
-        gates = "" if self.call.gate_form in (None, "key") else f", {GATE_NAMES[self.call.gate_form]}"
-        gates += "" if self.call.scalars.get("gate_normalizer") is None else ", gates from logits"
-        return f"{self.call.op}  {dims}  {dtype} on {place}{packed}{gates}"
+        return _title(self.call)
 
     def __str__(self) -> str:
         lines = [self.title, f"request: {self.request} ({self.source})"]
@@ -135,6 +130,16 @@ class Explanation:
         if best and chosen:
             return f"measured: {self.fastest} is faster, {self.winner} takes {chosen / best:.2f} times as long"
         return f"measured: {self.fastest} is the fastest of those that ran"
+
+
+def _title(call: OpCall) -> str:
+    dims = " ".join(f"{name}={size}" for name, size in call.dims.items())
+    dtype = str(call.dtype).removeprefix("torch.")
+    place = call.device if call.assumed is None else f"{call.assumed.name} (assumed)"
+    packed = ", packed" if call.variable_length else ""
+    gates = "" if call.gate_form in (None, "key") else f", {GATE_NAMES[call.gate_form]}"
+    gates += "" if call.scalars.get("gate_normalizer") is None else ", gates from logits"
+    return f"{call.op}  {dims}  {dtype} on {place}{packed}{gates}"
 
 
 @step
@@ -167,16 +172,24 @@ def explain_call(call: OpCall, request: Request) -> Explanation:
     """Explains what `select` would do; runs nothing."""
     choice = request.choice(call.op)
     ranked = _candidates(call, choice, predicted=True)
-    candidates = tuple(dataclasses.replace(c, kernels=_kernels(backend, call, c)) for backend, c in ranked)
+    candidates = tuple(
+        c if c.refusal is not None else dataclasses.replace(c, kernels=_kernels(backend, call)) for backend, c in ranked
+    )
     able = [c for c in candidates if c.refusal is None]
     winner = able[0].name if able else None
     why = _why(able, choice, call) if able else _nobody(call, request, candidates)
     return Explanation(call, str(choice), choice.source, candidates, winner, why)
 
 
-def _kernels(backend: Backend, call: OpCall, candidate: Candidate) -> tuple[str, ...]:
-    """Returns lines about the kernels of a backend that compute a call; none if the backend does not name them."""
-    op = None if candidate.refusal is not None else backend.ops[call.op]
+def log_selection(backend: Backend, call: OpCall) -> None:
+    """Logs a line, of level DEBUG, with a call, the backend that runs it, and its kernels if the backend names them."""
+    if logger.isEnabledFor(logging.DEBUG):
+        logger.debug("%s: %s", _title(call), "; ".join((backend.name, *_kernels(backend, call))))
+
+
+def _kernels(backend: Backend, call: OpCall) -> tuple[str, ...]:
+    """Returns lines about the kernels of a backend that can run a call; none if the backend does not name them."""
+    op = backend.ops[call.op]
     if not isinstance(op, Prepared) or op.kernels is None:
         return ()
     return tuple(sentences("kernels", op.kernels, as_received(op, call)))

@@ -37,7 +37,7 @@ from gla_core.dispatch.environment import environment
 from gla_core.dispatch.errors import BackendError
 from gla_core.dispatch.lowering import with_plain_inputs
 from gla_core.dispatch.request import Request, current_request, request_in_graph
-from gla_core.dispatch.selection import is_launch_failure, remember_launch_failure, select
+from gla_core.dispatch.selection import is_launch_failure, log_selection, remember_launch_failure, select
 from gla_core.dispatch.steps import step
 from gla_core.dispatch.tensors import new_state, swapped
 from gla_core.ops import _invariant, _logits, _memory, _results, _values, autocast
@@ -111,8 +111,11 @@ def run(spec: OpSpec, args: tuple, request: Request, needs_grad: bool = False, i
             signature.append(x)
     latest = plans.latest.get(spec.name)
     known = latest[1] if latest is not None and latest[0] == signature else _look_up(plans, spec.name, signature)
-    if known is None and (plain := spec.plain(args)) is not args:
-        return run(spec, plain, request, needs_grad, is_part)
+    if known is None:
+        if (plain := spec.plain(args)) is not args:
+            return run(spec, plain, request, needs_grad, is_part)
+        registry.installed()  # the first use discovers plugins, which drops all plans
+        plans = _plans
     plan = known or _plan(spec, args, needs_grad, capturing, request)
     if plan is None:
         return run(spec, args, request, needs_grad, is_part)
@@ -129,6 +132,7 @@ def run(spec: OpSpec, args: tuple, request: Request, needs_grad: bool = False, i
         return run(spec, passed, request, needs_grad, is_part)
     if known is None:
         _results.check(f"{spec.name}: backend {plan.backend.name!r}", results, spec.expected(*args), args)
+        log_selection(plan.backend, plan.call)
         if len(plans.all) >= _MOST_PLANS:
             plans.all.clear()
         plans.all[tuple(signature)] = plan

@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import logging
 import pickle
 import sys
 import threading
@@ -75,19 +74,6 @@ def fla(monkeypatch):
     for each in modules:
         monkeypatch.setitem(sys.modules, each.__name__, each)
     return {each.__name__: each for each in modules}
-
-
-@pytest.fixture
-def logged():
-    """The messages of the logger gla_core."""
-    messages, logger, handler = [], logging.getLogger("gla_core"), logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logger.addHandler(handler)
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    yield messages
-    logger.setLevel(level)
-    logger.removeHandler(handler)
 
 
 def originals(fla):
@@ -376,14 +362,14 @@ def test_float32_without_tf32_on_a_gpu_is_left_to_the_original(fla, monkeypatch,
             shapes = ((1, T, 2, 4), (1, T, 8), (1, T, 2))
             q, x, beta = (torch.empty(shape, dtype=dtype, device="cuda") for shape in shapes)
             for name in ("chunk_gla", "fused_recurrent_gla"):
-                assert getattr(fla["fla.layers.gla"], name).accepts(q, q, q, q) is not left
-            assert fla["fla.ops.retention"].chunk_retention.accepts(q=q, k=q, v=q) is not left
-            assert fla["fla.ops.linear_attn"].chunk_linear_attn.accepts(q, q, q, normalize=False) is not left
-            assert not fla["fla.ops.linear_attn"].chunk_linear_attn.accepts(q, q, q)
-            assert not fla["fla.ops.kda"].chunk_kda.accepts(q, q, q, q, beta)  # K is 4
-            assert not fla["fla.ops.delta_rule"].chunk_delta_rule.accepts(q, q, q, beta)
+                assert bool(getattr(fla["fla.layers.gla"], name).left_out(q, q, q, q)) is left
+            assert bool(fla["fla.ops.retention"].chunk_retention.left_out(q=q, k=q, v=q)) is left
+            assert bool(fla["fla.ops.linear_attn"].chunk_linear_attn.left_out(q, q, q, normalize=False)) is left
+            assert fla["fla.ops.linear_attn"].chunk_linear_attn.left_out(q, q, q)
+            assert fla["fla.ops.kda"].chunk_kda.left_out(q, q, q, q, beta)  # K is 4
+            assert fla["fla.ops.delta_rule"].chunk_delta_rule.left_out(q, q, q, beta)
             # the original needs all heads
-            assert fla["fla.layers.gla"].repeat.accepts(x, "... (h d) -> ... (h g) d", g=2, d=4) is not left
+            assert bool(fla["fla.layers.gla"].repeat.left_out(x, "... (h d) -> ... (h g) d", g=2, d=4)) is left
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -404,10 +390,10 @@ def test_delta_rules_on_a_gpu_are_those_of_the_kernels_for_hopper(fla, monkeypat
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     with accelerate(), FakeTensorMode():
         q, v, g, beta = (torch.empty(1, 8, 2, *d, dtype=dtype, device="cuda") for d in ((K,), (V,), (K,), ()))
-        assert fla["fla.ops.kda"].chunk_kda.accepts(q, q, v, g, beta) is here
-        assert fla["fla.ops.gated_delta_rule"].chunk_gated_delta_rule.accepts(q, q, v, beta, beta) is here
-        assert fla["fla.ops.delta_rule"].chunk_delta_rule.accepts(q, q, v, beta) is here
-        assert not fla["fla.ops.kda"].chunk_kda.accepts(q, q, v, g, beta, cp_context=1)
+        assert (fla["fla.ops.kda"].chunk_kda.left_out(q, q, v, g, beta) is None) is here
+        assert (fla["fla.ops.gated_delta_rule"].chunk_gated_delta_rule.left_out(q, q, v, beta, beta) is None) is here
+        assert (fla["fla.ops.delta_rule"].chunk_delta_rule.left_out(q, q, v, beta) is None) is here
+        assert fla["fla.ops.kda"].chunk_kda.left_out(q, q, v, g, beta, cp_context=1)
 
 
 def test_a_gate_for_each_head(fla):
@@ -485,3 +471,52 @@ def test_its_other_name_and_its_log(fla, logged):
     with use_gla_core() as acceleration:
         assert logged == [str(acceleration)]
     assert use_gla_core is accelerate
+
+
+def test_calls_are_counted_until_all_is_undone(fla):
+    q, k, v, g = tokens()
+    with accelerate() as acceleration:
+        layer, kda = fla["fla.layers.gla"], fla["fla.ops.kda"].chunk_kda
+        for _ in range(3):
+            layer.chunk_gla(q, k, v, g)
+        layer.fused_recurrent_gla(q, k, v, gv=v)
+        with accelerate("chunk_gla") as inner:
+            layer.chunk_gla(q, k, v, g)
+        kda(q, k, v, g, v)
+        kda(q, k, v, g, torch.rand(1, 3, 2), cp_context=1)
+    layer.chunk_gla(q, k, v, g)
+    assert (acceleration.served, inner.served) == ({"chunk_gla": 4}, {"chunk_gla": 1})
+    assert acceleration.left == {
+        "fused_recurrent_gla": {"gates of values (gv)": 1},
+        "chunk_kda": {"a beta for each value": 1, "context parallelism (cp_context)": 1},
+    }
+    assert inner.left == {}
+    assert (
+        str(acceleration)
+        == """nothing of flash-linear-attention is replaced by this
+calls computed here, and left to the original:
+- chunk_gla: 4 here
+- fused_recurrent_gla: 0 here, 1 left (1: gates of values (gv))
+- chunk_kda: 0 here, 2 left (1: a beta for each value; 1: context parallelism
+  (cp_context))"""
+    )
+
+
+def test_a_compiled_call_is_counted_when_it_is_traced(fla):
+    torch._dynamo.reset()
+    q, k, v, g = tokens()
+    with accelerate("chunk_gla", "chunk_kda") as acceleration:
+        layer, kda = fla["fla.layers.gla"], fla["fla.ops.kda"].chunk_kda
+
+        @torch.compile(fullgraph=True, backend="eager", dynamic=False)
+        def run(q):
+            return layer.chunk_gla(q, k, v, g)[0], kda(q, k, v, g, q)
+
+        for _ in range(3):
+            run(q)
+        assert acceleration.served == {"chunk_gla": 1}
+        assert acceleration.left == {"chunk_kda": {"a beta for each value": 1}}
+        for _ in range(3):
+            layer.chunk_gla(q, k, v, g)
+        run(q)
+        assert acceleration.served == {"chunk_gla": 4}

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from gla_core.compat.mamba_ssm import kernels
+from gla_core.compat.replace import OTHER_CALLS
 from gla_core.compat.transformers import accelerate
 from gla_core.compat.transformers.accelerate import MODELS, NO_KERNELS, NOTE
 from gla_core.compat.transformers.delta import GATED_DELTA_RULE, KIMI_DELTA_ATTENTION
@@ -100,10 +101,16 @@ def test_all_models_that_exist(fakes):
         "packed sequences without cu_seqlens: torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule, "
         "chunk_kimi_delta_attention, recurrent_kimi_delta_attention",
         f"- {NO_KERNELS}",
+        "calls computed here, and left to the original:",
+        "- mamba2_chunk_scan: 2 here",
+        "- mamba2_selective_state_update: 2 here",
+        "- mamba2_split_conv1d_scan_combined: 2 here",
+        "- causal_conv1d_fn: 0 here, 4 left (4: gla_transformers is not imported)",
+        *(f"- {name}: 1 here" for names in RULES.values() for name in names),
     ]
     acceleration.undo()
     assert originals(fakes) == before
-    assert str(acceleration) == "nothing of transformers is replaced by this"
+    assert str(acceleration).splitlines()[0] == "nothing of transformers is replaced by this"
 
 
 def test_several_in_force(fakes):
@@ -166,6 +173,8 @@ def test_kernels_of_a_plugin(fakes, monkeypatch):
         assert layer.forward(one)[0] == "norm"
     assert Mamba2RMSNorm.forward is original
     assert held(one) == "original"
+    assert acceleration.served["Mamba2RMSNorm.forward"] == 4
+    assert acceleration.left["Mamba2RMSNorm.forward"] == {OTHER_CALLS: 2}
 
 
 def test_layers_with_unknown_names_keep_their_forward(fakes):
@@ -226,7 +235,7 @@ def test_scans_that_are_left_to_the_original(fakes, name, options):
 
 
 def test_steps_that_are_left_to_the_original(fakes):
-    with accelerate():
+    with accelerate() as acceleration:
         step = fakes["mamba2"].mamba2_selective_state_update
         assert step(*one_token(requires_grad=True))[0] == STEP
         assert step(*one_token(), dt_bias=torch.zeros(4, 5, requires_grad=True))[0] == STEP
@@ -234,6 +243,7 @@ def test_steps_that_are_left_to_the_original(fakes):
         assert step(*one_token(), cu_seqlens=torch.tensor([0, 1]))[0] == STEP
         with torch.no_grad():
             assert step(*one_token(requires_grad=True)).shape == (2, 4, 5)
+    assert acceleration.left == {STEP: {"gradients are recorded": 2, "packed sequences": 2}}
 
 
 def test_every_argument_has_an_effect(fakes):

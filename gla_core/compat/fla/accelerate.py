@@ -33,7 +33,7 @@ from torch import Tensor
 
 from gla_core.compat import hopper
 from gla_core.compat.fla import composed, delta, heads, on_cpu, ops, registry, slots
-from gla_core.compat.replace import COMPUTED, LOCK, Acceleration, Replacement, parameters, replacement
+from gla_core.compat.replace import COMPUTED, LOCK, Acceleration, LeftOut, Replacement, parameters, replacement
 from gla_core.dispatch.errors import check_known
 
 HOMES: Mapping[str, Mapping[str, Callable]] = {
@@ -123,16 +123,16 @@ def accelerate(*functions: str, cpu: bool = False) -> Acceleration:
     names = set(functions) or FUNCTIONS.keys()
     with LOCK:
         wanted: list[Replacement | _ModeOfLayers] = [
-            _replacement(home, name, function, *_PARTLY.get(home, (_is_computed_here, COMPUTED)))
+            _replacement(home, name, function, *_PARTLY.get(home, (_left_out, COMPUTED)))
             for home, members in HOMES.items()
             for name, function in members.items()
             if name in names
         ]
         for home, members in on_cpu.REPLACED.items() if cpu else ():
-            wanted += [_replacement(home, name, function, _is_on_cpu, COMPUTED) for name, function in members.items()]
+            wanted += [_replacement(home, name, function, _not_on_cpu, COMPUTED) for name, function in members.items()]
         if HOMES[_GLA].keys() <= names:
             how = "left out for key/value heads"
-            wanted.append(_replacement(_LAYER, "repeat", _heads, _repeats_heads, how, within=_LAYER))
+            wanted.append(_replacement(_LAYER, "repeat", _heads, _not_of_heads, how, within=_LAYER))
         if "fused_chunk_gla" in names:
             for home, name in _LAYERS_WITH_MODES.items():
                 layer = getattr(importlib.import_module(home), name)
@@ -184,7 +184,8 @@ class _ModeOfLayers:
     name, how = "mode", "'fused_chunk' runs as 'chunk'"
 
     def __init__(self, layer: type) -> None:
-        self.layer, self.original, self.holders = layer, layer.forward, 0
+        self.layer, self.original = layer, layer.forward
+        self.holders: list[Acceleration] = []
 
     def put(self) -> tuple[str, ...]:
         """Replaces the class's forward; returns the name of its module."""
@@ -213,12 +214,12 @@ def _replacement(
     home: str,
     name: str,
     function: Callable,
-    serves: Callable[[dict[str, Any]], bool],
+    left_out: LeftOut,
     how: str,
     within: str = "fla",
 ) -> Replacement:
     call = _for_query_heads(function) if home == _GLA else function
-    new = replacement(importlib.import_module(home), name, call, serves, within, how)
+    new = replacement(importlib.import_module(home), name, call, left_out, within, how)
     registry.register(new)
     return new
 
@@ -244,55 +245,65 @@ def _heads(tensor: Tensor, pattern: str, **sizes: int) -> Tensor:
     return tensor.unflatten(-1, (-1, sizes["d"]))
 
 
-def _repeats_heads(arguments: dict[str, Any]) -> bool:
-    return arguments.get("pattern") == "... (h d) -> ... (h g) d" and not _is_faster_there(arguments.get("tensor"))
+def _not_of_heads(arguments: Mapping[str, Any]) -> str | None:
+    if arguments.get("pattern") != "... (h d) -> ... (h g) d":
+        return "not a repeat of heads"
+    return _faster_there(arguments.get("tensor"))
 
 
-def _is_computed_here(arguments: dict[str, Any]) -> bool:
-    return _has_no_more(arguments) and not _is_faster_there(arguments.get("q"))
+def _left_out(arguments: Mapping[str, Any]) -> str | None:
+    return _more(arguments) or _faster_there(arguments.get("q"))
 
 
-def _has_no_more(arguments: dict[str, Any]) -> bool:
-    return delta.left_out(arguments) is None and not arguments.get("output_attentions")
+def _more(arguments: Mapping[str, Any]) -> str | None:
+    """Returns what a call asks for that no function here computes; None if there is no such thing."""
+    return delta.left_out(arguments) or ("output_attentions" if arguments.get("output_attentions") else None)
 
 
-def _is_faster_there(x: Any) -> bool:
-    """Returns whether sequences x [B, T, ...] are on a GPU, in float32 that is multiplied here without TF32.
+def _faster_there(x: Any) -> str | None:
+    """Returns a reason if sequences x [B, T, ...] are on a GPU, in float32 that is multiplied here without TF32.
 
     The kernels here then use no matrix units. Those of flash-linear-attention multiply TF32 whatever PyTorch allows.
     """
     if not isinstance(x, Tensor) or not x.is_cuda or x.dtype != torch.float32 or x.shape[1] == 1:
-        return False
+        return None
     # unlike the matmul precision, torch.compile can read this
-    return not torch.backends.cuda.matmul.allow_tf32 and not torch.is_autocast_enabled("cuda")
+    if torch.backends.cuda.matmul.allow_tf32 or torch.is_autocast_enabled("cuda"):
+        return None
+    return 'float32 on a GPU, under the matmul precision "highest"'
 
 
-def _is_on_cpu(arguments: dict[str, Any]) -> bool:
-    return all(x.device.type == "cpu" for x in arguments.values() if isinstance(x, Tensor))
+def _not_on_cpu(arguments: Mapping[str, Any]) -> str | None:
+    is_on_cpu = all(x.device.type == "cpu" for x in arguments.values() if isinstance(x, Tensor))
+    return None if is_on_cpu else "not on a CPU"
 
 
-def _is_fast_delta_rule(arguments: dict[str, Any]) -> bool:
-    if not _has_no_more(arguments):
-        return False
-    return _is_on_cpu(arguments) or hopper.computes_delta_rule(arguments["q"], arguments["v"])
+def _slow_delta_rule(arguments: Mapping[str, Any]) -> str | None:
+    more = _more(arguments)
+    if more is not None or _not_on_cpu(arguments) is None or hopper.computes_delta_rule(arguments["q"], arguments["v"]):
+        return more
+    return hopper.NOT_COMPUTED
 
 
-def _is_one_call(arguments: dict[str, Any]) -> bool:
-    return _is_on_cpu(arguments) or (arguments.get("normalize") is False and _is_computed_here(arguments))
+def _several_calls(arguments: Mapping[str, Any]) -> str | None:
+    on_gpu = _not_on_cpu(arguments)
+    if on_gpu is None or arguments.get("normalize") is False:
+        return on_gpu and _left_out(arguments)
+    return "normalize, not on a CPU"
 
 
 ON_CPU = "computed by gla_core on a CPU; on a GPU the original, which is faster"
 DELTA_RULE = f"computed by gla_core on a CPU, and {hopper.IN_WORDS}; otherwise the original"
 _PARTLY = {
-    "fla.ops.linear_attn": (_is_one_call, "computed by gla_core on a CPU, and on a GPU with normalize=False"),
-    "fla.ops.lightnet": (_is_on_cpu, ON_CPU),
-    "fla.ops.gsa": (_is_on_cpu, ON_CPU),
-    "fla.ops.rwkv6": (_is_on_cpu, ON_CPU),
-    "fla.ops.kda": (_is_fast_delta_rule, DELTA_RULE),
-    "fla.ops.gated_delta_rule": (_is_fast_delta_rule, DELTA_RULE),
-    "fla.ops.delta_rule": (_is_fast_delta_rule, DELTA_RULE),
+    "fla.ops.linear_attn": (_several_calls, "computed by gla_core on a CPU, and on a GPU with normalize=False"),
+    "fla.ops.lightnet": (_not_on_cpu, ON_CPU),
+    "fla.ops.gsa": (_not_on_cpu, ON_CPU),
+    "fla.ops.rwkv6": (_not_on_cpu, ON_CPU),
+    "fla.ops.kda": (_slow_delta_rule, DELTA_RULE),
+    "fla.ops.gated_delta_rule": (_slow_delta_rule, DELTA_RULE),
+    "fla.ops.delta_rule": (_slow_delta_rule, DELTA_RULE),
 }
-"""For modules whose calls are chosen in another way: a test for those computed here, and a line for the report."""
+"""For modules whose calls are chosen in another way: why one is left to the original, and a line for the report."""
 NOTE = (
     "gates of values (gv), a beta for each value, cp_context, return_intermediate_states and output_attentions are "
     "left to flash-linear-attention; on a GPU, so are sequences in float32 under the matmul precision "

@@ -32,14 +32,16 @@ def register(new: Replacement) -> None:
     class Backend(backends.BaseBackend):
         backend_type = "gla_core"
         priority = -1  # before flash-linear-attention's own, which have 0 or more, as in the exchanged modules
-        implementation = staticmethod(new.function)
+        implementation = staticmethod(new)
 
         def is_enabled(self) -> bool:
             return new.in_force
 
         def verify(self, function_name: str, *args: Any, **kwargs: Any) -> tuple[bool, str]:
-            serves = function_name == new.original.__name__ and new.accepts(*args, **kwargs)
-            return serves, "gla_core does not compute this call"
+            if function_name != new.original.__name__:
+                return False, "gla_core computes another function of this entry"
+            reason = new.left_out(*args, **kwargs)
+            return reason is None, reason or ""
 
     with contextlib.suppress(KeyError):  # most functions have no entry
         backends.register(OPERATIONS.get(new.name, new.original))(Backend)

@@ -1,4 +1,4 @@
-"""Makes models of Hugging Face transformers with Mamba-2 or a delta rule compute here.
+"""Makes models of Hugging Face transformers with Mamba-2, a delta rule or lightning attention compute here.
 
 Importing this package does not import transformers; `accelerate` does. `use_gla_core` is the same function.
 """

@@ -1,9 +1,9 @@
-"""Makes transformers' Mamba-2 models, and those with a delta rule, compute here, with one line before or after they are
-created.
+"""Makes transformers' models with Mamba-2, a delta rule or lightning attention compute here, with one line before or
+after they are created.
 
 Each model's module defines the functions that its layers call, and a layer looks them up in its module whenever it is
-called. So replacing them in these modules changes all layers, and undoing it changes all of them back. mamba2.py and
-delta.py list the functions of each family of models.
+called. So replacing them in these modules changes all layers, and undoing it changes all of them back. mamba2.py,
+delta.py and lightning.py list the functions of each family of models.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from gla_core.compat.mamba_ssm import kernels
 from gla_core.compat.replace import LOCK, Acceleration, MethodReplacement, Replacement, replacement
 from gla_core.compat.transformers.delta import GATED_DELTA_RULE, KIMI_DELTA_ATTENTION
 from gla_core.compat.transformers.family import Family
+from gla_core.compat.transformers.lightning import LIGHTNING_ATTENTION
 from gla_core.compat.transformers.mamba2 import MAMBA2
 from gla_core.dispatch.errors import check_known
 
-FAMILIES = (MAMBA2, GATED_DELTA_RULE, KIMI_DELTA_ATTENTION)
+FAMILIES = (MAMBA2, LIGHTNING_ATTENTION, GATED_DELTA_RULE, KIMI_DELTA_ATTENTION)
 MODELS: Mapping[str, Family] = {model: family for family in FAMILIES for model in family.models}
 """Families of the models whose functions are replaced, by the names of the models' folders in `transformers.models`."""
 
 
 def accelerate(*models: str) -> Acceleration:
-    """Replaces the functions by which transformers' layers with Mamba-2 or a delta rule compute.
+    """Replaces the functions by which transformers' layers with Mamba-2, a delta rule or lightning attention compute.
 
     Models created before and after run by the replacements.
 
@@ -61,7 +62,7 @@ def accelerate(*models: str) -> Acceleration:
         for family in FAMILIES:
             present = [modules[name] for name in family.models if name in modules]
             wanted += [
-                replacement(module, name, new.function, new.serves, within=module.__name__, how=new.how)
+                replacement(module, name, new.function, new.left_out, within=module.__name__, how=new.how)
                 for name, new in family.functions.items()
                 for module in present
             ]
@@ -79,11 +80,11 @@ def _modules(models: tuple[str, ...]) -> dict[str, ModuleType]:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
         raise ImportError("accelerate() cannot import transformers; install it: pip install transformers") from error
-    modules = {name: _module(name) for name in dict.fromkeys(models or MODELS)}
+    modules = {name: module_of(name) for name in dict.fromkeys(models or MODELS)}
     missing = [name for name, module in modules.items() if module is None]
     if missing if models else len(missing) == len(modules):
         version = getattr(transformers, "__version__", "of an unknown version")
-        functions = dict.fromkeys(function for name in missing for function in MODELS[name].functions)
+        functions = dict.fromkeys(function for name in missing for function in MODELS[name].functions) or ["module"]
         since = (max if models else min)(MODELS[name].models[name] for name in missing)
         raise ImportError(
             f"transformers {version} has no {' or '.join(functions)} for {', '.join(missing)}; install transformers "
@@ -92,7 +93,7 @@ def _modules(models: tuple[str, ...]) -> dict[str, ModuleType]:
     return {name: module for name, module in modules.items() if module is not None}
 
 
-def _module(model: str) -> ModuleType | None:
+def module_of(model: str) -> ModuleType | None:
     """Returns the module of a model; None if it does not exist or does not have the functions."""
     path = f"transformers.models.{model}.modeling_{model}"
     try:

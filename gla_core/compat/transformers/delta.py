@@ -7,6 +7,7 @@ transformers binds the names of these functions to its kernels, which need a GPU
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -45,20 +46,20 @@ def _delta_rule(
     return o.unsqueeze(1), state if output_final_state else None
 
 
-def _is_computed_here(arguments: dict[str, Any]) -> bool:
-    """Returns whether kernels here compute a call, and `cu_seqlens` says where sequences begin, if something does.
+def _left_out(arguments: Mapping[str, Any]) -> str | None:
+    """Returns why a call is left to the original: for its kernels, or as `cu_seqlens` is missing.
 
     In transformers, layers with gates per key do not pass on `cu_seq_lens_q` as `cu_seqlens`.
     """
     on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in arguments.values())
     if on_gpu and not hopper.computes_delta_rule(arguments["query"], arguments["value"]):
-        return False
+        return hopper.NOT_COMPUTED
     is_packed = any(arguments.get(name) is not None for name in ("seq_idx", "cu_seq_lens_q"))
-    return arguments.get("cu_seqlens") is not None or not is_packed
+    return "packed sequences without cu_seqlens" if is_packed and arguments.get("cu_seqlens") is None else None
 
 
 HOW = f"computed by gla_core on a CPU, and {hopper.IN_WORDS}, but for packed sequences without cu_seqlens"
-_RULE = Function(_delta_rule, _is_computed_here, HOW)
+_RULE = Function(_delta_rule, _left_out, HOW)
 GATED_DELTA_RULE = Family(
     models=dict.fromkeys(("olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp"), "5.16")
     | {"lara_mini": "5.24"},

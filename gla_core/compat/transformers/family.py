@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from gla_core.compat.mamba_ssm import kernels
-from gla_core.compat.replace import MethodReplacement
+from gla_core.compat.replace import LeftOut, MethodReplacement
 
 
 class Function(NamedTuple):
-    """A function that replaces an original, a test for the calls that it accepts, and a line for the report."""
+    """A function that replaces an original, why a call is left to the original, and a line for the report."""
 
     function: Callable
-    serves: Callable[[dict[str, Any]], bool]
+    left_out: LeftOut
     how: str
 
 
@@ -41,15 +41,21 @@ def result_or_original(result: Tensor | None) -> Any:
     return NotImplemented if result is None else result
 
 
-def is_not_packed(arguments: dict[str, Any]) -> bool:
-    """Returns whether a call has no packed sequences."""
-    return arguments.get("cu_seqlens") is None and arguments.get("seq_idx") is None
+def packed(arguments: Mapping[str, Any]) -> str | None:
+    """Returns why a call is left to the original, if it has packed sequences."""
+    is_packed = arguments.get("cu_seqlens") is not None or arguments.get("seq_idx") is not None
+    return "packed sequences" if is_packed else None
 
 
-def is_step_without_gradients(arguments: dict[str, Any]) -> bool:
+def packed_or_differentiable(arguments: Mapping[str, Any]) -> str | None:
+    """Returns why a decoding step is left to the original, if it has packed sequences or records gradients."""
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments.values()):
-        return False
-    return is_not_packed(arguments)
+        return "gradients are recorded"
+    return packed(arguments)
+
+
+def _without_kernels(left_out: LeftOut) -> LeftOut:
+    return lambda arguments: "gla_transformers is not imported" if kernels.provided is None else left_out(arguments)
 
 
 def _convolve(
@@ -61,8 +67,7 @@ def _convolve(
     **_: Any,
 ) -> Any:
     """Computes transformers' `causal_conv1d_update` by a kernel; `conv_state` is overwritten."""
-    if kernels.provided is None:
-        return NotImplemented
+    assert kernels.provided is not None
     return result_or_original(kernels.provided.convolve_token(hidden_states, conv_state, weight, bias, activation))
 
 
@@ -70,14 +75,13 @@ def _convolve_sequences(
     hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
 ) -> Any:
     """Computes transformers' `causal_conv1d_fn` by a kernel."""
-    if kernels.provided is None:
-        return NotImplemented
+    assert kernels.provided is not None
     return result_or_original(kernels.provided.convolve_sequences(hidden_states, weight, bias, activation))
 
 
 BY_KERNEL = "computed on a GPU by a kernel of gla_transformers, if it is imported"
 CONVOLUTIONS: Mapping[str, Function] = {
-    "causal_conv1d_fn": Function(_convolve_sequences, is_not_packed, BY_KERNEL),
-    "causal_conv1d_update": Function(_convolve, is_step_without_gradients, BY_KERNEL),
+    "causal_conv1d_fn": Function(_convolve_sequences, _without_kernels(packed), BY_KERNEL),
+    "causal_conv1d_update": Function(_convolve, _without_kernels(packed_or_differentiable), BY_KERNEL),
 }
 """Replacements of the functions of convolutions."""

@@ -12,6 +12,7 @@ decoding steps, and that of Falcon-H1's layers for prompts; see one_token.py and
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -26,7 +27,7 @@ from gla_core.compat.transformers.family import (
     CONVOLUTIONS,
     Family,
     Function,
-    is_step_without_gradients,
+    packed_or_differentiable,
     result_or_original,
 )
 
@@ -98,9 +99,10 @@ def _no_kernel(*_: Any, **__: Any) -> None:
     """Returns None, for which a layer computes by its other functions."""
 
 
-def _is_computed_here(arguments: dict[str, Any]) -> bool:
-    offsets_alone = arguments.get("cu_seqlens") is not None and arguments.get("seq_idx") is None
-    return not offsets_alone and arguments.get("dt_limit", (0.0,))[0] >= 0
+def _left_out(arguments: Mapping[str, Any]) -> str | None:
+    if arguments.get("cu_seqlens") is not None and arguments.get("seq_idx") is None:
+        return "cu_seqlens without seq_idx"
+    return "a negative time_step_limit" if arguments.get("dt_limit", (0.0,))[0] < 0 else None
 
 
 ONE_TOKEN = "computed by gla_core for one token"
@@ -109,9 +111,9 @@ BLOCK = "computed for one token on a GPU by kernels of gla_transformers, if it i
 MAMBA2 = Family(
     models=dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"), "5.16"),
     functions={
-        "mamba2_chunk_scan": Function(_chunk_scan, _is_computed_here, COMPUTED),
-        "mamba2_selective_state_update": Function(_step, is_step_without_gradients, COMPUTED),
-        "mamba2_split_conv1d_scan_combined": Function(_no_kernel, _is_computed_here, "left out for mamba2_chunk_scan"),
+        "mamba2_chunk_scan": Function(_chunk_scan, _left_out, COMPUTED),
+        "mamba2_selective_state_update": Function(_step, packed_or_differentiable, COMPUTED),
+        "mamba2_split_conv1d_scan_combined": Function(_no_kernel, _left_out, "left out for mamba2_chunk_scan"),
         **CONVOLUTIONS,
     },
     methods=_methods,
