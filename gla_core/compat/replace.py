@@ -33,8 +33,8 @@ LeftOut = Callable[[Mapping[str, Any]], str | None]
 """A function of the arguments of a call by name: why it is left to the original; None if it is computed here."""
 _made: dict[tuple[str, Callable], Replacement] = {}
 """The replacement of each original function."""
-_methods: dict[type, MethodReplacement] = {}
-"""The replacement of the `forward` of each class."""
+_methods: dict[tuple[type, str], MethodReplacement] = {}
+"""The replacement of each method of a class."""
 
 
 class Exchange(Protocol):
@@ -208,35 +208,41 @@ class Replacement:
 
 
 class MethodReplacement:
-    """A replacement for the `forward` of a class of modules; see `Replacement`."""
+    """A replacement for a method of a class, which may have inherited it; see `Replacement`."""
 
-    def __init__(self, owner: type, function: Callable, how: str) -> None:
-        self.name, self.how, self.in_force = f"{owner.__name__}.forward", how, False
+    def __init__(self, owner: type, function: Callable, how: str, method: str) -> None:
+        self.name, self.how, self.in_force = f"{owner.__name__}.{method}", how, False
         self.holders: list[Acceleration] = []
-        self.owner, self.original, count = owner, vars(owner)["forward"], _count_of(self)
+        self.owner, self.method, self.original = owner, method, vars(owner).get(method)
+        count = _count_of(self)
 
-        @functools.wraps(self.original)
-        def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self.in_force:
-                return self.original(layer, *args, **kwargs)
-            result = function(layer, *args, **kwargs)
-            count(OTHER_CALLS if result is NotImplemented else None)
-            return self.original(layer, *args, **kwargs) if result is NotImplemented else result
+        @functools.wraps(getattr(owner, method))
+        def replaced(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.in_force:
+                result = function(layer, *args, **kwargs)
+                count(OTHER_CALLS if result is NotImplemented else None)
+                if result is not NotImplemented:
+                    return result
+            original = self.original or getattr(super(owner, owner), method)
+            return original(layer, *args, **kwargs)
 
-        self.forward = forward
+        self.replaced = replaced
 
     def put(self) -> tuple[str, ...]:
         """Replaces the method; returns the name of the class's module."""
         self.in_force = True
-        setattr(self.owner, "forward", self.forward)  # noqa: B010 -- a type checker knows no `forward` of a type
-        # Here transformers wraps the `forward` of a block, for checkpoints in training.
-        super(self.owner, self.owner).__init_subclass__()
+        setattr(self.owner, self.method, self.replaced)
+        if self.method == "forward":  # transformers wraps the `forward` of a block here, for checkpoints in training
+            super(self.owner, self.owner).__init_subclass__()
         return (self.owner.__module__,)
 
     def remove(self) -> None:
         """Puts the original back."""
         self.in_force = False
-        setattr(self.owner, "forward", self.original)  # noqa: B010
+        if self.original is None:
+            delattr(self.owner, self.method)
+        else:
+            setattr(self.owner, self.method, self.original)
 
 
 def classes_of(module: ModuleType) -> list[type]:
@@ -244,16 +250,16 @@ def classes_of(module: ModuleType) -> list[type]:
     return [x for x in vars(module).values() if isinstance(x, type) and x.__module__ == module.__name__]
 
 
-def method_replacement(owner: type, function: Callable, how: str) -> MethodReplacement:
-    """Returns the replacement of a class's `forward`: the current one, or a new one."""
-    if owner not in _methods:
-        _methods[owner] = MethodReplacement(owner, function, how)
-    return _methods[owner]
+def method_replacement(owner: type, function: Callable, how: str, method: str = "forward") -> MethodReplacement:
+    """Returns the replacement of a method of a class: the current one, or a new one."""
+    if (owner, method) not in _methods:
+        _methods[owner, method] = MethodReplacement(owner, function, how, method)
+    return _methods[owner, method]
 
 
 def is_replaced(owner: type) -> bool:
     """Returns whether the `forward` of a class is replaced now."""
-    method = _methods.get(owner)
+    method = _methods.get((owner, "forward"))
     return method is not None and method.in_force
 
 

@@ -1,8 +1,11 @@
-"""Kernels for parts of a Mamba-2 layer that no op computes. A plugin provides them: `import gla_transformers` does."""
+"""Kernels for parts of a Mamba-2 layer that no op computes, and a loop that generates.
+
+A plugin provides them: `import gla_transformers` does.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -56,6 +59,10 @@ class Kernels(Protocol):
             groups: number of equal groups.
             residual: [B, 1, N], of the dtype of weight, or float32; None for 0. The sum has its dtype.
         """
+        ...
+
+    def sample(self, model: Any, input_ids: Tensor, **options: Any) -> Any:
+        """Returns what the method `_sample` of one of transformers' models returns, from CUDA graphs where possible."""
         ...
 
 

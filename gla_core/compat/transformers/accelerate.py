@@ -35,7 +35,7 @@ def accelerate(*models: str) -> Acceleration:
     negative `time_step_limit`; for a delta rule, packed sequences without `cu_seqlens`.
 
     If `gla_transformers` is imported, its kernels compute convolutions, norms and the decoding step on a GPU, and the
-    products and the residual of a decoding step of a few sequences.
+    products and the residual of a decoding step of a few sequences. `Mamba2ForCausalLM` generates by its loop.
 
     Args:
         models: names among `MODELS`; by default all that the installed transformers has. Functions that are replaced

@@ -36,7 +36,7 @@ class Family(NamedTuple):
     methods: Callable[[ModuleType], list[MethodReplacement]] = lambda module: []
 
 
-def result_or_original(result: Tensor | None) -> Any:
+def result_or_original(result: Any) -> Any:
     """Returns the result of a kernel; NotImplemented, by which the original is called, if there is none."""
     return NotImplemented if result is None else result
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gla_core as gla
-from gla_transformers import GLACache, GLAConfig, graphs
+from gla_transformers import GLACache, GLAConfig, generation, graphs
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 NEW = 12
@@ -38,6 +38,12 @@ def replay(monkeypatch):
     return Replay
 
 
+@pytest.fixture
+def token_by_token(monkeypatch):
+    """Has `generate` call the model for each token, as transformers' loop does."""
+    monkeypatch.setattr(generation, "rules", lambda *_: None)
+
+
 @pytest.fixture(params=[{}, pytest.param({"model_type": "hgrn2"}, marks=pytest.mark.thorough)], ids=str)
 def model(ours, request):
     return ours(num_hidden_layers=1, use_short_conv=True, **request.param)
@@ -60,7 +66,7 @@ def generated(model, *args, **kwargs):
     return model.generate(*args, max_new_tokens=NEW, **kwargs)
 
 
-def test_one_capture_serves_many_calls(model, tokens, replay):
+def test_one_capture_serves_many_calls(model, tokens, replay, token_by_token):
     expected = plainly(model, tokens)
     assert replay.made == 0
     assert torch.equal(generated(model, tokens), expected)
@@ -78,7 +84,7 @@ def test_one_capture_serves_many_calls(model, tokens, replay):
 
 
 @pytest.mark.parametrize("how", [{"do_sample": True}, {"num_beams": 3}, {"do_sample": True, "num_beams": 2}], ids=str)
-def test_padding_sampling_and_beams(model, tokens, how, replay):
+def test_padding_sampling_and_beams(model, tokens, how, replay, token_by_token):
     mask = torch.ones_like(tokens)
     mask[0, :18] = 0
     how = how | {"attention_mask": mask}
@@ -187,7 +193,7 @@ CHANGES = [change_weights, replace_a_layer, hook, change_an_option, convert]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_model_that_has_changed(model, tokens, change, replay):
+def test_a_model_that_has_changed(model, tokens, change, replay, token_by_token):
     before = generated(model, tokens)
     change(model)
     results = [generated(model, tokens) for _ in range(3)]
@@ -198,7 +204,7 @@ def test_a_model_that_has_changed(model, tokens, change, replay):
 
 
 @pytest.mark.parametrize("moved", [False, True])
-def test_lower_bounds_that_change(ours, tokens, moved, replay):
+def test_lower_bounds_that_change(ours, tokens, moved, replay, token_by_token):
     """They are a parameter of the whole model. Steps read the bounds that it has, and move to other addresses too."""
     model = ours(model_type="hgrn2")
     before, bounds = generated(model, tokens), model.model.lower_bounds
@@ -289,7 +295,8 @@ def test_copies_and_configurations(model, tokens, tmp_path):
     assert GLAConfig(cuda_graphs=False).to_dict()["cuda_graphs"] is False
 
 
-def test_states_are_free_once_a_cache_is_gone(model, tokens):
+@pytest.mark.parametrize("kept", [lambda state: state, lambda state: state[0]], ids=["a tensor", "a view"])
+def test_states_are_free_once_a_cache_is_gone(model, tokens, kept):
     generated(model, tokens)
     gc.collect()
     (slot,) = model.model.graphs.slots
@@ -298,7 +305,7 @@ def test_states_are_free_once_a_cache_is_gone(model, tokens):
     model.generate(tokens, past_key_values=cache, max_new_tokens=2)
     assert slot.holds(cache)
     assert not slot.is_free()
-    view = cache.layers[0].state.recurrent[0]
+    view = kept(cache.layers[0].state.recurrent)
     del cache
     gc.collect()
     assert not slot.is_free()

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 import transformers
 
 from gla_core.conformance.tolerances import GRADIENT, relative_error
-from gla_transformers import GLACache, accelerate, loss
+from gla_transformers import GLACache, accelerate, generation, loss, mamba2_generation
 from gla_transformers.gated import forgetting
 
 # Without the repository's conftest.py, as the plugin is also tested, the marker skips nothing.
@@ -107,7 +107,50 @@ def test_generating_by_graphs(model, prompt, how):
             assert torch.equal(model.generate(prompt, **masks, **options), expected)
     (slot,) = model.model.graphs.slots
     assert not model.model.graphs.failed
-    assert {T for T, _ in slot.pieces} >= {1, 128}
+    assert {form[0] for form in slot.pieces} >= {1, 128}
+
+
+ENDS = {"eos_token_id": [*range(3, 9)], "pad_token_id": 0}
+LOOPS = [
+    {"do_sample": False},
+    {"do_sample": False, "repetition_penalty": 1.5, "min_new_tokens": 20} | ENDS,
+    {"do_sample": True, "top_k": 0},
+    {"do_sample": True, "top_k": 20, "top_p": 0.8, "temperature": 0.7} | ENDS,
+    {"do_sample": True, "top_k": 0, "min_p": 0.05, "min_length": 90} | ENDS,
+    {"do_sample": True, "top_k": 0, "typical_p": 0.9, "epsilon_cutoff": 0.01, "renormalize_logits": True},
+]
+
+
+def check_loop(model, prompt, options, monkeypatch):
+    """Compares tokens and the random numbers after them with transformers' loop, and returns the graphs of loops."""
+    results = []
+    for of_transformers in (True, *[False] * 6):
+        with monkeypatch.context() as patched:
+            if of_transformers:
+                patched.setattr(generation, "rules", lambda *_: None)
+            torch.manual_seed(1)
+            tokens = model.generate(prompt, max_new_tokens=30, **options)
+            results.append((tokens, torch.rand(3, device="cuda")))
+    for tokens, random in results[1:]:
+        assert torch.equal(tokens, results[0][0])
+        assert torch.equal(random, results[0][1])
+    graphs = model.model.graphs if hasattr(model, "model") else mamba2_generation._graphs[model]
+    assert not graphs.failed
+    return [form[0] for slot in graphs.slots for form in slot.pieces if len(form) == 3]
+
+
+@pytest.mark.parametrize("options", LOOPS, ids=str)
+def test_several_tokens_in_a_graph(model, prompt, options, monkeypatch):
+    """The draws of a graph are those of as many single ones, and so is where they leave the generator."""
+    model.float()
+    assert generation.TOKENS in check_loop(model, prompt, options, monkeypatch)
+
+
+@pytest.mark.parametrize("options", LOOPS[::3], ids=str)
+def test_several_tokens_of_mamba2_in_a_graph(prompt, options, monkeypatch):
+    model = mamba2(2)
+    with accelerate():
+        assert generation.TOKENS in check_loop(model, prompt, options, monkeypatch)
 
 
 @torch.no_grad()

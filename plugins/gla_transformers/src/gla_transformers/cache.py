@@ -65,22 +65,61 @@ class GLACache(Cache):
         """Returns the tensors of all states; none before the first token."""
         return [tensor for layer in self.layers for tensor in _tensors(layer.state)]  # pyright: ignore[reportAttributeAccessIssue]
 
+    def kind(self) -> list[bool]:
+        """Returns what states of the same shapes depend on: which layers round theirs to bfloat16."""
+        return [layer.rounded for layer in self.layers]  # pyright: ignore[reportAttributeAccessIssue]
+
     def sharing(self) -> GLACache:
         """Returns a cache with the same states in the same memory."""
         other = copy.copy(self)
         other.layers = [copy.copy(layer) for layer in self.layers]
+        self.share_with(other)
         return other
 
     def share_with(self, other: GLACache) -> None:
-        """Gives another cache these states, in the same memory, in place of its own."""
+        """Gives another cache these states in place of its own: tensors of its own, in the same memory."""
         for there, here in zip(other.layers, self.layers, strict=True):
-            there._adopt(here.state)  # pyright: ignore[reportAttributeAccessIssue]
+            there._adopt(_each(here.state, Tensor.detach))  # pyright: ignore[reportAttributeAccessIssue]
 
     def reset(self) -> None:
         """Forgets all tokens, and keeps the storage."""
         super().reset()
         if self.length is not None:
             self.length.zero_()
+
+
+class RecurrentStates:
+    """The states in a cache of transformers whose layers are all recurrent, with the methods of a `GLACache`."""
+
+    compileable = False
+
+    def __init__(self, cache: Cache) -> None:
+        self.cache = cache
+
+    def tensors(self) -> list[Tensor]:
+        """Returns the tensors of all states."""
+        states = (x for layer in self.cache.layers for x in (layer.conv_states, layer.recurrent_states))  # pyright: ignore[reportAttributeAccessIssue]
+        return [x for each in states for x in each.values() if x is not None]
+
+    def kind(self) -> None:
+        """Returns None: nothing."""
+
+    def sharing(self) -> RecurrentStates:
+        """Returns a cache with the same states in the same memory."""
+        cache = copy.copy(self.cache)
+        cache.layers = [copy.copy(layer) for layer in self.cache.layers]
+        for layer in cache.layers:
+            vars(layer).update({name: dict(x) for name, x in vars(layer).items() if isinstance(x, dict)})
+        other = RecurrentStates(cache)
+        self.share_with(other)
+        return other
+
+    def share_with(self, other: RecurrentStates) -> None:
+        """Gives another cache these states in place of its own: tensors of its own, in the same memory."""
+        for there, here in zip(other.cache.layers, self.cache.layers, strict=True):
+            for name in ("conv_states", "recurrent_states"):
+                states = {i: x.detach() for i, x in getattr(here, name).items() if x is not None}
+                getattr(there, name).update(states)
 
 
 class Keys(NamedTuple):

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import functools
 import threading
-import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,11 +27,13 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from gla_core.extension import RMSNormGated, ShortConvolution, bypasses_torch, current_request, environment, is_plain
 from gla_core.nn import HGRN2, GatedLinearAttention
-from gla_transformers.cache import GLACache
+from gla_transformers.cache import GLACache, RecurrentStates
 
 BEFORE = 3
 """Number of calls of one shape that are computed as usual before one is captured."""
 MOST_SLOTS = 4
+MOST_PIECES = 16
+"""Number of graphs of a slot: up to 9 for calls of the model, and those for loops."""
 LENGTHS = (2048, 512, 128, 32)
 """Lengths of the pieces of prompts."""
 MOST_TOKENS = 4096
@@ -41,6 +42,8 @@ SPARE_TOKENS = 512
 """Padding of all sequences that takes about as long as another piece."""
 SPARE_MEMORY = 0.05
 """The part of a GPU's memory that has to be free. With less there are no graphs."""
+STEP = (1, False)
+"""The key of a call of one token of each row."""
 _ALIKE = (nn.ModuleList, nn.Sequential, nn.Linear)
 """Classes of modules without options that change what they compute."""
 _KNOWN = {*_ALIKE, nn.Embedding, GatedLinearAttention, HGRN2, RMSNormGated, ShortConvolution}
@@ -48,6 +51,8 @@ _OPTIONS = (bool, int, float, str, type(None))
 
 Compute = Callable[[Tensor, Tensor | None, GLACache], Tensor]
 """Maps words [B, T], a mask [B, T] and a cache to hidden states [B, T, hidden_size]; adds the words to the cache."""
+Call = Callable[[Sequence[Tensor], Any], Tensor]
+"""What a graph computes from its inputs and a `GLACache` or `RecurrentStates`."""
 
 
 class CUDAReplay:
@@ -96,10 +101,9 @@ class Setting(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A captured call: where it reads its words and its mask, and what computes it."""
+    """A captured call: where it reads its inputs, and what computes it."""
 
-    words: Tensor
-    mask: Tensor | None
+    inputs: Sequence[Tensor]
     replay: Callable[[], Tensor]
 
 
@@ -108,31 +112,27 @@ class Slot:
 
     Attributes:
         cache: a cache that has the states. It is not the cache of any caller.
-        pieces: the graphs, by the number of tokens and whether there is a mask.
+        pieces: the graphs, the last used one at the end. For calls of the model, the key is the number of tokens and
+            whether there is a mask.
     """
 
-    def __init__(self, setting: Setting, cache: GLACache) -> None:
-        self.setting, self.cache = setting, cache.sharing()
-        self.pieces: dict[tuple[int, bool], Piece] = {}
-        self.holder = weakref.ref(cache)
+    def __init__(self, setting: Setting, cache: Any) -> None:
+        self.setting, self.cache, self.places = setting, cache.sharing(), _places(cache.tensors())
+        self.pieces: dict[Hashable, Piece] = {}
 
-    def holds(self, cache: GLACache) -> bool:
+    def holds(self, cache: Any) -> bool:
         """Returns whether a cache uses the states of the slot."""
-        pairs = zip(cache.layers, self.cache.layers, strict=True)
-        return self.holder() is cache and all(a.state is b.state for a, b in pairs)
+        return _places(cache.tensors()) == self.places
 
     def is_free(self) -> bool:
         """Returns whether no cache has the states, and nobody has kept a tensor of them, or a view of one."""
-        holder = self.holder()
-        if holder is not None and self.holds(holder):
-            return False
         alone = _users(torch.empty(1, device="cpu"))
         return all(_users(tensor) == alone for tensor in self.cache.tensors())
 
-    def give(self, cache: GLACache) -> bool:
+    def give(self, cache: Any) -> bool:
         """Moves the states of a cache into the slot; returns False if they do not fit."""
         old, new = cache.tensors(), self.cache.tensors()
-        if [layer.rounded for layer in cache.layers] != [layer.rounded for layer in self.cache.layers]:
+        if cache.kind() != self.cache.kind():
             return False
         if not old:
             torch._foreach_zero_(new)  # pyright: ignore[reportPrivateImportUsage]
@@ -141,7 +141,6 @@ class Slot:
         else:
             return False
         self.cache.share_with(cache)
-        self.holder = weakref.ref(cache)
         return True
 
 
@@ -156,7 +155,7 @@ class Graphs:
         self.classes = classes
         self.slots: list[Slot] = []  # the last one was used last
         self.counts: Counter[Hashable] = Counter()
-        self.failed: set[Setting] = set()
+        self.failed: set[Hashable] = set()
         self.watch: _Watch | None = None
         self.lock = threading.Lock()
 
@@ -182,11 +181,54 @@ class Graphs:
         with self.lock:
             return self._read(model, compute, words, mask, cache)
 
+    def repeat(
+        self, model: nn.Module, call: Call, inputs: Sequence[Tensor], n: int, what: Hashable, cache: Any
+    ) -> Tensor | None:
+        """Returns `call(inputs, cache)` for n new tokens of each row by a graph; None if it has to be called as usual.
+
+        Args:
+            model: as in `read`.
+            inputs: tensors that `call` reads and writes; the first one has shape [B].
+            what: what `call` computes, apart from n and the values of `inputs`.
+        """
+        words = inputs[0][:, None]
+        if not _can_be_captured(words, cache):
+            return None
+        with self.lock:
+            form = (n, False, what)
+            slot = self._slot(model, words, None, cache, ("repeated", n))
+            result = None if slot is None else self._piece(slot, form, inputs, call)
+            if slot is not None and result is not None:
+                _copy(inputs, slot.pieces[form].inputs)
+            return result
+
     def _read(
         self, model: nn.Module, compute: Compute, words: Tensor, mask: Tensor | None, cache: Any
     ) -> Tensor | None:
+        B, T = words.shape
+        slot = self._slot(model, words, mask, cache, (STEP, 1))
+        if slot is None or (T == 1 and mask is not None):
+            return None
+        if T > 1 and (not _in_pieces(T, B) or current_request(None).batch_invariant is not None):
+            return None
+        outputs = []
+
+        def call(there: Sequence[Tensor], cache: GLACache) -> Tensor:
+            return compute(there[0], there[1] if len(there) > 1 else None, cache)
+
+        for part, seen in [(words, mask)] if T == 1 else pieces(words, mask):
+            inputs = [part] if seen is None else [part, seen]
+            form = (part.shape[1], seen is not None)
+            x = self._piece(slot, form, inputs, call)
+            outputs.append(call(inputs, cache) if x is None else x)
+        return torch.cat(outputs, 1)[:, -T:]
+
+    def _slot(
+        self, model: nn.Module, words: Tensor, mask: Tensor | None, cache: Any, use: tuple[Hashable, int]
+    ) -> Slot | None:
+        """Returns the slot whose states a cache has, or takes for this call; a new one after enough tokens of a use."""
         (B, T), setting = words.shape, _setting(words)
-        if setting in self.failed:
+        if (setting, STEP) in self.failed:
             return None
         slot = next((slot for slot in self.slots if slot.holds(cache)), None)
         if not self._is_unchanged(model, words.device, thoroughly=slot is None or T > 1):
@@ -195,16 +237,11 @@ class Graphs:
             fitting = (slot for slot in self.slots if slot.setting == setting and slot.is_free())
             slot = next((slot for slot in fitting if slot.give(cache)), None)
         if slot is None and T == 1 and cache.tensors() and mask is None:
-            slot = self._made(setting, cache)
+            slot = self._made(setting, cache, *use)
         if slot is None or slot.setting != setting:
             return None
         self.slots.append(self.slots.pop(self.slots.index(slot)))
-        if T == 1:
-            return None if mask is not None else self._piece(slot, compute, words, None, cache)
-        if not _in_pieces(T, B) or current_request(None).batch_invariant is not None:
-            return None
-        outputs = [self._piece(slot, compute, *piece, cache) for piece in pieces(words, mask)]
-        return torch.cat(outputs, 1)[:, -T:]
+        return slot
 
     def _is_unchanged(self, model: nn.Module, device: torch.device, thoroughly: bool) -> bool:
         """Returns whether the graphs are of this model as it is, and it can be captured; forgets them if not."""
@@ -216,42 +253,53 @@ class Graphs:
             self.drop()
         return self.watch is not None and self.watch.can_be_captured
 
-    def _made(self, setting: Setting, cache: GLACache) -> Slot | None:
-        """Returns a new slot of a cache's states, once enough of its calls have been computed."""
-        key = (setting, 1, False)
-        self.counts[key] += 1
+    def _made(self, setting: Setting, cache: Any, use: Hashable, tokens: int) -> Slot | None:
+        """Returns a new slot of a cache's states, once enough of its tokens have been computed."""
+        key = (setting, use)
+        self.counts[key] += tokens
         if self.counts[key] <= BEFORE or _short_of_memory(setting.device):
             return None
         self.slots = [*self.slots[-(MOST_SLOTS - 1) :], Slot(setting, cache)]
         return self.slots[-1]
 
-    def _piece(self, slot: Slot, compute: Compute, words: Tensor, mask: Tensor | None, cache: GLACache) -> Tensor:
-        """Returns `compute(words, mask, cache)`; from a graph, or as usual the first times."""
-        form = (words.shape[1], mask is not None)
-        key = (slot.setting, *form)
+    def _piece(self, slot: Slot, form: Hashable, inputs: Sequence[Tensor], call: Call) -> Tensor | None:
+        """Returns `call(inputs, cache)` by a graph; None the first times, when it has to be called as usual."""
         piece = slot.pieces.get(form)
         if piece is None:
+            key = (slot.setting, form)
             self.counts[key] += 1
-            if self.counts[key] > BEFORE and slot.setting not in self.failed:
-                piece = self._captured(slot, compute, words, mask)
+            if self.counts[key] > BEFORE and key not in self.failed:
+                piece = self._captured(slot, form, inputs, call)
             if piece is None:
-                return compute(words, mask, cache)
-            slot.pieces[form] = piece
-        piece.words.copy_(words)
-        if piece.mask is not None and mask is not None:
-            piece.mask.copy_(mask)
+                return None
+            if len(slot.pieces) == MOST_PIECES:
+                del slot.pieces[next(iter(slot.pieces))]
+        slot.pieces.pop(form, None)
+        slot.pieces[form] = piece
+        _copy(piece.inputs, inputs)
         return piece.replay().clone()
 
-    def _captured(self, slot: Slot, compute: Compute, words: Tensor, mask: Tensor | None) -> Piece | None:
+    def _captured(self, slot: Slot, form: Hashable, inputs: Sequence[Tensor], call: Call) -> Piece | None:
         """Returns a capture; None if the call cannot be captured, which is then not tried again."""
-        there, seen = words.clone(), None if mask is None else mask.clone()
+        there, cache = [x.clone() for x in inputs], slot.cache
         beside = next((piece.replay for piece in slot.pieces.values()), None)
         try:
-            replay = CAPTURES[words.device.type](lambda: compute(there, seen, slot.cache), words.device, beside)
+            device = slot.setting.device
+            replay = CAPTURES[device.type](lambda: call(there, cache), device, beside)
         except Exception:  # of many classes; computed as usual, the call raises what concerns the user
-            self.failed.add(slot.setting)
+            self.failed.add((slot.setting, form))
             return None
-        return Piece(there, seen, replay)
+        return Piece(there, replay)
+
+
+def _copy(to: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    for dtype in dict.fromkeys(x.dtype for x in to):  # each in one launch
+        pairs = [pair for pair in zip(to, inputs, strict=True) if pair[0].dtype == dtype]
+        torch._foreach_copy_([a for a, _ in pairs], [b for _, b in pairs])  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _places(tensors: Sequence[Tensor]) -> list[int]:
+    return [x.data_ptr() for x in tensors]
 
 
 def _users(tensor: Tensor) -> int:
@@ -291,7 +339,7 @@ def _can_be_captured(words: Tensor, cache: Any) -> bool:
     """Returns whether a call reads words into a cache in a way that graphs can repeat, whatever the model."""
     if words.device.type not in CAPTURES or torch.is_grad_enabled() or not bypasses_torch(words) or words.ndim != 2:
         return False
-    if type(cache) is not GLACache or cache.compileable or not words.numel():
+    if type(cache) not in (GLACache, RecurrentStates) or cache.compileable or not words.numel():
         return False
     capturing = words.is_cuda and torch.cuda.is_current_stream_capturing()
     return not (capturing or _has_any_global_hook() or environment().check_values)
@@ -336,11 +384,11 @@ class _Watch:
             is_plain(m, *classes) and not m.training for m in self.modules
         )
         self.tensors = tensors if self.can_be_captured else []
-        self.places = [x.data_ptr() for x in self.tensors]
+        self.places = _places(self.tensors)
 
     def has_moved(self) -> bool:
         """Returns whether parameters have other addresses, or there are other hooks: the check for each token."""
-        return any(self.hooks) != self.hooked or [x.data_ptr() for x in self.tensors] != self.places
+        return any(self.hooks) != self.hooked or _places(self.tensors) != self.places
 
     def has_changed(self, device: torch.device) -> bool:
         """Returns whether anything has changed: the check for each prompt."""

@@ -16,8 +16,9 @@ from gla_transformers import few_rows
 from gla_transformers.causal_convolution import convolve_sequences
 from gla_transformers.dispatch import is_eager, is_taken, module_of
 from gla_transformers.gated import normed
+from gla_transformers.mamba2_generation import sample
 
-__all__ = ["convolve_sequences", "convolve_token", "norm", "product"]
+__all__ = ["convolve_sequences", "convolve_token", "norm", "product", "sample"]
 
 
 def convolve_token(

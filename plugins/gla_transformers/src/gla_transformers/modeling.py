@@ -13,6 +13,7 @@ Expansion" (arXiv 2404.07904).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -29,7 +30,7 @@ from transformers.utils import can_return_tuple, logging
 from gla_core.dispatch.tensors import wide
 from gla_core.extension import Merging, RMSNormGated, ShortConvolution, added, is_plain, not_kept, products
 from gla_core.nn import HGRN2, GatedLinearAttention
-from gla_transformers import few_rows, packing
+from gla_transformers import few_rows, generation, packing
 from gla_transformers.cache import NAME, GLACache, read
 from gla_transformers.causal_convolution import convolve_sequences
 from gla_transformers.configuration import GLAConfig, HGRN2Config, SharedConfig
@@ -439,6 +440,52 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
         return loss, logits
 
     # ---- for `generate`
+
+    def _sample(
+        self,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **inputs: Any,
+    ) -> Any:
+        """Generates by `generation.sample`; by transformers' method what is not computed there.
+
+        transformers calls this method for greedy search and for sampling.
+        """
+        asked = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus)
+        cache, rules = inputs.get(NAME), None
+        if type(self) in (GLAForCausalLM, HGRN2ForCausalLM) and isinstance(cache, GLACache) and not cache.compileable:
+            rules = generation.rules(self, *asked, inputs)
+        if rules is None:
+            return super()._sample(*asked, streamer, **inputs)  # pyright: ignore[reportAttributeAccessIssue]
+        advance = functools.partial(self._advance, rules, cache)
+        return generation.sample(self, rules, input_ids, generation_config, streamer, inputs, cache, advance)
+
+    def _advance(self, rules: generation.Rules, cache: GLACache, state: generation.State, n: int) -> Tensor:
+        """Computes `generation.steps`, in a graph if possible."""
+        model, head = self.model, self.lm_head
+
+        def call(inputs: Sequence[Tensor], cache: GLACache) -> Tensor:
+            def read(words: Tensor) -> Tensor:
+                return head(model._read_words(words, None, cache))[:, -1]
+
+            return generation.steps(rules, generation.State(*inputs), n, read)
+
+        def read(words: Tensor) -> Tensor:
+            return self(words, **{NAME: cache}, use_cache=True, logits_to_keep=1).logits[:, -1]
+
+        records = None
+        plain = is_plain(self, type(self)) and is_plain(model, GLAModel, HGRN2Model) and is_plain(head, nn.Linear)
+        if plain and self.config.cuda_graphs and not self.training and self.config.attn is None:
+            weights = [None if x is None else (x.data_ptr(), x.dtype, x.shape) for x in (head.weight, head.bias)]
+            records = model.graphs.repeat(model, call, state, n, (rules.key(), *weights), cache)
+        if records is None:
+            return generation.steps(rules, state, n, read)
+        cache.advance(n, records.device)
+        return records
 
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, inputs_embeds: Tensor | None = None, **kwargs: Any
