@@ -34,6 +34,7 @@ def register() -> None:
         MODELS_CONFIG_MAP[model] = MambaModelConfig  # without it the states have no size of blocks
         if model not in ModelRegistry.get_supported_archs():
             ModelRegistry.register_model(model, f"gla_vllm.model:{model}")
-    if "vllm::gla_recurrence" not in CompilationConfig._attention_ops:
-        CompilationConfig._attention_ops.append("vllm::gla_recurrence")  # CUDA graphs of prefills stop at it
+    for op in ("vllm::gla_convolution", "vllm::gla_recurrence"):  # CUDA graphs of prefills stop at them
+        if op not in CompilationConfig._attention_ops:
+            CompilationConfig._attention_ops.append(op)
     replace_layers()

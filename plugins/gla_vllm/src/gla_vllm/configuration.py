@@ -14,10 +14,8 @@ def mlp_width(config: Any) -> int:
 
 def check_served(config: GLAConfig | HGRN2Config) -> None:
     """Raises ValueError if vLLM cannot serve the model with this plug-in."""
-    refused = {"attn": None, "use_short_conv": False}
-    for name, served in refused.items():
-        if getattr(config, name) not in (served, []):
-            raise ValueError(
-                f"{name} is {getattr(config, name)!r} in the model's config.json; gla_vllm serves models with {served} "
-                "only: run this model with gla_transformers"
-            )
+    if config.attn not in (None, []):
+        raise ValueError(
+            f"attn is {config.attn!r} in the model's config.json; gla_vllm serves models with None only: run this model "
+            "with gla_transformers"
+        )

@@ -126,17 +126,13 @@ class GLABackend(AttentionBackend):
 
 
 class ConvolvedGLAMetadataBuilder(GLAMetadataBuilder):
-    """Makes the metadata of layers that have vLLM's convolutions beside the recurrence."""
+    """Makes the metadata of layers with convolutions in front of the recurrence."""
 
     needs_causal_conv1d_metadata = True
 
 
 class ConvolvedGLABackend(GLABackend):
-    """Tells vLLM how batches of layers with states and with vLLM's convolutions are described."""
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return False
+    """Tells vLLM how batches of layers with convolutions are described."""
 
     @staticmethod
     def get_builder_cls() -> type[GLAMetadataBuilder]:
