@@ -39,10 +39,11 @@ def log_probabilities(llm, prompts):
     ]
 
 
-@pytest.fixture(params=["gla", "hgrn2", "lightning"])
+@pytest.fixture(params=["gla", "gla convolved", "hgrn2", "lightning"])
 def folder(request, tmp_path):
     if request.param != "lightning":
-        return request.getfixturevalue(request.param)(**WIDE)[0]
+        kind, *convolved = request.param.split()
+        return request.getfixturevalue(kind)(**WIDE, use_short_conv=bool(convolved))[0]
     lightning_model.save(tmp_path)
     return str(tmp_path)
 

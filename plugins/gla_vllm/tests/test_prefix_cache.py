@@ -6,9 +6,9 @@ from requests_of_tests import expected, greedy, outputs, prompt
 BLOCK = 64
 
 
-@pytest.fixture
-def llm(gla, engine):
-    folder, model = gla()
+@pytest.fixture(params=[False, True], ids=["", "convolved"])
+def llm(request, gla, engine):
+    folder, model = gla(use_short_conv=request.param)
     made = engine(folder, enable_prefix_caching=True, block_size=BLOCK, max_num_batched_tokens=256)
     made.model = model
     return made

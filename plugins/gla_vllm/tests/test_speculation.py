@@ -19,8 +19,9 @@ def accepted(monkeypatch):
     return numbers
 
 
-def test_drafts(gla, engine, accepted):
-    folder, model = gla()
+@pytest.mark.parametrize("convolved", [False, True], ids=["", "convolved"])
+def test_drafts(gla, engine, accepted, convolved):
+    folder, model = gla(use_short_conv=convolved)
     prompts = [prompt(length) for length in (1, 5, 64, 65, 100, 129)]
     llm = engine(folder, speculative_config=DRAFTS, enable_prefix_caching=False, max_num_batched_tokens=64)
     assert tokens(llm, prompts, greedy(30)) == expected(model, prompts, 30)

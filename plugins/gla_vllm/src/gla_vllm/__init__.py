@@ -8,7 +8,12 @@ from __future__ import annotations
 __version__ = "0.1.0"
 __all__ = ["register"]
 
-MODELS = {"gla": "GLAForCausalLM", "hgrn2": "HGRN2ForCausalLM"}
+MODELS = {
+    "gla": "GLAForCausalLM",
+    "hgrn2": "HGRN2ForCausalLM",
+    "gated_deltanet": "GatedDeltaNetForCausalLM",
+    "kda": "KDAForCausalLM",
+}
 
 
 def register() -> None:
@@ -17,6 +22,7 @@ def register() -> None:
     Raises:
         ValueError: GLA_VLLM_LAYERS names an unknown layer.
     """
+    from transformers import AutoConfig
     from vllm import ModelRegistry
     from vllm.config import CompilationConfig
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP, MambaModelConfig
@@ -26,9 +32,12 @@ def register() -> None:
     )
 
     import gla_transformers
+    from gla_vllm.configuration import GatedDeltaNetConfig, KDAConfig
     from gla_vllm.layers import replace_layers
 
     gla_transformers.register()
+    for config in (GatedDeltaNetConfig, KDAConfig):
+        AutoConfig.register(config.model_type, config, exist_ok=True)
     for kind, model in MODELS.items():
         MODEL_ARCH_CONFIG_CONVERTORS[kind] = MambaModelArchConfigConvertor  # no keys and values of softmax attention
         MODELS_CONFIG_MAP[model] = MambaModelConfig  # without it the states have no size of blocks

@@ -41,7 +41,7 @@ def sizes_of_gla(config: GLAConfig, ranks: int) -> Sizes:
     """
     heads = config.num_heads
     kv_heads = heads if config.num_kv_heads is None else config.num_kv_heads
-    _check_heads("num_kv_heads" if kv_heads != heads else "num_heads", kv_heads, ranks)
+    check_heads("num_kv_heads" if kv_heads != heads else "num_heads", kv_heads, ranks)
     K = head_width("expand_k", config.expand_k, config.hidden_size, heads)
     V = head_width("expand_v", config.expand_v, config.hidden_size, heads)
     return Sizes(heads // ranks, kv_heads // ranks, kv_heads // ranks, K, V)
@@ -54,11 +54,12 @@ def sizes_of_hgrn2(config: HGRN2Config, ranks: int) -> Sizes:
         ValueError: the heads cannot be spread evenly over the ranks.
     """
     heads = config.hidden_size // config.expand_ratio
-    _check_heads("num_heads", heads, ranks)
+    check_heads("num_heads", heads, ranks)
     return Sizes(*[heads // ranks] * 3, config.expand_ratio, config.hidden_size // heads)
 
 
-def _check_heads(name: str, heads: int, ranks: int) -> None:
+def check_heads(name: str, heads: int, ranks: int) -> None:
+    """Raises ValueError if the heads cannot be spread evenly over the ranks."""
     if heads % ranks != 0:
         raise ValueError(f"{name} is {heads}; expected a multiple of the {ranks} ranks of tensor parallelism")
 

@@ -16,8 +16,11 @@ logger = init_logger("vllm.gla_vllm")  # vLLM prints what loggers below its own 
 VERSION = "0.32"
 """The version of vLLM that this package was written for."""
 LAYERS = {
+    "gated_delta_net": ("gla_vllm.delta_rules", "QwenLayer", "QwenGatedDeltaNetAttention"),
+    "kda": ("gla_vllm.delta_rules", "KimiLayer", "KimiGatedDeltaNetAttention"),
     "lightning": ("gla_vllm.lightning", "LightningAttention", "BailingMoELinearAttention"),
     "mamba2": ("gla_vllm.mamba2", "StateSpaceMixer", "MambaMixer2"),
+    "olmo_gated_delta_net": ("gla_vllm.delta_rules", "OlmoLayer", "OlmoHybridGatedDeltaNetAttention"),
 }
 """For each name: a module, its class, and vLLM's class in whose place it is made."""
 

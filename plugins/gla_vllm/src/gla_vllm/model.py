@@ -1,4 +1,4 @@
-"""The GLA and HGRN2 language models in vLLM: names and shapes of weights as in flash-linear-attention 0.6.0."""
+"""The language models in vLLM: names and shapes of weights as in flash-linear-attention 0.6.0."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, m
 
 from gla_vllm.attention import GLAAttention, HGRN2Attention, sizes_of_gla, sizes_of_hgrn2
 from gla_vllm.configuration import check_served, mlp_width
+from gla_vllm.delta import GatedDeltaNetAttention, KimiDeltaAttention, sizes_of_delta_rule
 from gla_vllm.recurrence import state_dtypes, state_shapes
 
 Layer = Callable[[Any, VllmConfig, str], nn.Module]
@@ -41,6 +42,10 @@ GLA_WEIGHTS = WeightsMapper(
     orig_to_new_substr={".g_norm_swish_gate.": ".g_norm."},
     orig_to_new_stacked=_merged("q", "k", "v", g_proj=("in_proj", 3)),
 )
+GATED_DELTA_NET_WEIGHTS = WeightsMapper(
+    orig_to_new_stacked=_merged("q", "k", "v", a_proj=("in_proj", 3), b_proj=("in_proj", 4), g_proj=("in_proj", 5))
+)
+KDA_WEIGHTS = WeightsMapper(orig_to_new_stacked=_merged("q", "k", "v", b_proj=("in_proj", 3)))
 HGRN2_WEIGHTS = WeightsMapper(orig_to_new_stacked=_merged("q", "f", "i"))
 
 
@@ -93,7 +98,7 @@ class Decoder(nn.Module):
 
 
 class LanguageModel(nn.Module, HasInnerState, IsAttentionFree, IsHybrid, SupportsMambaPrefixCaching):
-    """A language model: what GLA and HGRN2 share."""
+    """A language model: what all models here share."""
 
     layer: ClassVar[Any]
     weights: ClassVar[WeightsMapper]
@@ -148,6 +153,18 @@ class GLAForCausalLM(LanguageModel):
     """The GLA language model."""
 
     layer, weights, sizes = GLAAttention, GLA_WEIGHTS, staticmethod(sizes_of_gla)
+
+
+class GatedDeltaNetForCausalLM(LanguageModel):
+    """The language model of gated delta networks."""
+
+    layer, weights, sizes = GatedDeltaNetAttention, GATED_DELTA_NET_WEIGHTS, staticmethod(sizes_of_delta_rule)
+
+
+class KDAForCausalLM(LanguageModel):
+    """The language model with Kimi delta attention."""
+
+    layer, weights, sizes = KimiDeltaAttention, KDA_WEIGHTS, staticmethod(sizes_of_delta_rule)
 
 
 class HGRN2ForCausalLM(LanguageModel):

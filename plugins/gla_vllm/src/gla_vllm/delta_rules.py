@@ -1,0 +1,120 @@
+"""The layers with a delta rule of vLLM's Qwen3-Next, Qwen3.5, OLMo-Hybrid and Kimi-Linear models, computed by gla_core.
+
+Projections, weights and tensor parallelism are those of vLLM's layers, and so are the shapes of the states.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn import OlmoHybridGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.kv_cache_interface import KVCacheSpec
+
+from gla_core.extension import RMSNormGated
+from gla_vllm.delta import EPS_OF_UNIT_VECTORS
+from gla_vllm.layers import announce
+from gla_vllm.metadata import ConvolvedGLABackend
+from gla_vllm.recurrence import Sizes, with_checkpoints
+
+
+class Served(MambaBase):
+    """What the replaced layers share: the states' description, and all between a layer's projections and its norm.
+
+    Attributes:
+        sizes: the sizes of the layer on this rank.
+        options: what the ops compute of the projections, as in `recurrence.recur`.
+    """
+
+    sizes: Sizes
+    options: dict[str, Any]
+    prefix: str
+    conv1d: Any
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return ConvolvedGLABackend
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> KVCacheSpec | None:
+        return with_checkpoints(super().get_kv_cache_spec(vllm_config))
+
+    def serve(self, sizes: Sizes, gate: tuple[Any, ...], limit: float, theirs: str) -> None:
+        """Keeps what the ops need, and announces that the layer is replaced."""
+        announce(theirs)
+        self.sizes = sizes
+        self.options = {"normalize": EPS_OF_UNIT_VECTORS, "gate": gate, "beta_limit": limit, "state_v_first": True}
+
+    def recurrence(self, qkv: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        """Maps joined projections [T, D], logits of gates, and those of betas [T, Hv] to o [T, Hv, V]."""
+        convolved = torch.empty_like(qkv, memory_format=torch.contiguous_format)
+        torch.ops.vllm.gla_convolution(qkv, self.conv1d.weight.squeeze(1), convolved, True, self.prefix)
+        q, k, v = self.sizes.heads(convolved)
+        o = torch.empty_like(v, memory_format=torch.contiguous_format)
+        torch.ops.vllm.gla_recurrence(q, k, v, g, beta, o, self.prefix)
+        return o
+
+
+def _sizes(layer: Any) -> Sizes:
+    keys, values = layer.num_k_heads // layer.tp_size, layer.num_v_heads // layer.tp_size
+    return Sizes(keys, keys, values, layer.head_k_dim, layer.head_v_dim)
+
+
+class QwenLayer(Served, QwenGatedDeltaNetAttention):
+    """vLLM's `QwenGatedDeltaNetAttention`: the same arguments, weights and results."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.serve(_sizes(self), ("softplus", self.A_log, self.dt_bias), 1.0, "QwenGatedDeltaNetAttention")
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        qkvz, ba = self.in_proj_qkvz(hidden_states)[0], self.in_proj_ba(hidden_states)[0]
+        if self.gqa_interleaved_layout:
+            q, k, v, z, b, a = self.fix_query_key_value_ordering(qkvz, ba)
+            qkv = torch.cat([x.flatten(1) for x in (q, k, v)], dim=-1)
+        else:
+            qkv, z = qkvz.split([sum(self.sizes.widths), self.sizes.widths[2]], dim=-1)
+            b, a = self.split_ba(ba)
+        o = self.recurrence(qkv, a, b)
+        return self.out_proj(self.norm(o, z.reshape(o.shape)).flatten(1))[0]
+
+
+class OlmoLayer(Served, OlmoHybridGatedDeltaNetAttention):
+    """vLLM's `OlmoHybridGatedDeltaNetAttention`: the same arguments, weights and results."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        gate, limit = ("softplus", self.A_log, self.dt_bias), 2.0 if self.allow_neg_eigval else 1.0
+        self.serve(_sizes(self), gate, limit, "OlmoHybridGatedDeltaNetAttention")
+
+    def forward(self, hidden_states: Tensor, output: Tensor) -> None:
+        qkv, gate = self.in_proj_qkvg(hidden_states)[0].split([sum(self.sizes.widths), self.sizes.widths[2]], dim=-1)
+        o = self.recurrence(qkv, self.a_proj(hidden_states)[0], self.b_proj(hidden_states)[0])
+        y = self.o_norm(o.flatten(0, 1), gate.reshape(-1, self.head_v_dim))
+        output.copy_(self.o_proj(y.view(len(o), -1))[0])
+
+
+class KimiLayer(Served, KimiGatedDeltaNetAttention):
+    """vLLM's `KimiGatedDeltaNetAttention`: the same arguments, weights and results."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        heads, bound = self.local_num_heads, self.gate_lower_bound
+        parameters = self.A_log, self.dt_bias.view(heads, self.head_dim)
+        gate = ("softplus", *parameters) if bound is None else ("bounded", *parameters, bound)
+        self.serve(Sizes(heads, heads, heads, self.head_dim, self.head_dim), gate, 1.0, "KimiGatedDeltaNetAttention")
+        self.o_norm = RMSNormGated(self.head_dim, self.o_norm.eps, gate_fn="sigmoid")  # vLLM's is a kernel for GPUs
+
+    def forward(self, hidden_states: Tensor, positions: Tensor) -> Tensor:
+        P, H = self.local_projection_size, self.local_num_heads
+        x, padding = self.in_proj_qkvgfab(hidden_states)[0], self.in_proj_padding
+        if self.use_full_rank_gate:
+            qkv, gate, low, beta, _ = x.split([3 * P, P, self.head_dim, H, padding], dim=-1)
+        else:
+            qkv, beta, low = x.split([3 * P, H, self.head_dim], dim=-1)
+            gate = self.g_b_proj(self.g_a_proj(hidden_states)[0])[0]
+        o = self.recurrence(qkv, self.f_b_proj(low)[0].unflatten(-1, (H, self.head_dim)), beta)
+        return self.o_proj(self.o_norm(o, gate.unflatten(-1, (H, self.head_dim))).flatten(1))[0]
