@@ -1,4 +1,4 @@
-"""The layers with a delta rule of vLLM's Qwen3-Next, Qwen3.5, OLMo-Hybrid and Kimi-Linear models, computed by gla_core.
+"""The layers with a delta rule of vLLM's Qwen3-Next, Qwen3.5 and Kimi-Linear models, computed by gla_core.
 
 Projections, weights and tensor parallelism are those of vLLM's layers, and so are the shapes of the states.
 """
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
-from vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn import OlmoHybridGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import KVCacheSpec
@@ -42,11 +41,11 @@ class Served(MambaBase):
     def get_kv_cache_spec(self, vllm_config: Any) -> KVCacheSpec | None:
         return with_checkpoints(super().get_kv_cache_spec(vllm_config))
 
-    def serve(self, sizes: Sizes, gate: tuple[Any, ...], limit: float, theirs: str) -> None:
+    def serve(self, sizes: Sizes, gate: tuple[Any, ...], theirs: str) -> None:
         """Keeps what the ops need, and announces that the layer is replaced."""
         announce(theirs)
         self.sizes = sizes
-        self.options = {"normalize": EPS_OF_UNIT_VECTORS, "gate": gate, "beta_limit": limit, "state_v_first": True}
+        self.options = {"normalize": EPS_OF_UNIT_VECTORS, "gate": gate, "beta_limit": 1.0, "state_v_first": True}
 
     def recurrence(self, qkv: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         """Maps joined projections [T, D], logits of gates, and those of betas [T, Hv] to o [T, Hv, V]."""
@@ -58,17 +57,14 @@ class Served(MambaBase):
         return o
 
 
-def _sizes(layer: Any) -> Sizes:
-    keys, values = layer.num_k_heads // layer.tp_size, layer.num_v_heads // layer.tp_size
-    return Sizes(keys, keys, values, layer.head_k_dim, layer.head_v_dim)
-
-
 class QwenLayer(Served, QwenGatedDeltaNetAttention):
     """vLLM's `QwenGatedDeltaNetAttention`: the same arguments, weights and results."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.serve(_sizes(self), ("softplus", self.A_log, self.dt_bias), 1.0, "QwenGatedDeltaNetAttention")
+        keys, values = self.num_k_heads // self.tp_size, self.num_v_heads // self.tp_size
+        sizes = Sizes(keys, keys, values, self.head_k_dim, self.head_v_dim)
+        self.serve(sizes, ("softplus", self.A_log, self.dt_bias), "QwenGatedDeltaNetAttention")
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         qkvz, ba = self.in_proj_qkvz(hidden_states)[0], self.in_proj_ba(hidden_states)[0]
@@ -82,21 +78,6 @@ class QwenLayer(Served, QwenGatedDeltaNetAttention):
         return self.out_proj(self.norm(o, z.reshape(o.shape)).flatten(1))[0]
 
 
-class OlmoLayer(Served, OlmoHybridGatedDeltaNetAttention):
-    """vLLM's `OlmoHybridGatedDeltaNetAttention`: the same arguments, weights and results."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        gate, limit = ("softplus", self.A_log, self.dt_bias), 2.0 if self.allow_neg_eigval else 1.0
-        self.serve(_sizes(self), gate, limit, "OlmoHybridGatedDeltaNetAttention")
-
-    def forward(self, hidden_states: Tensor, output: Tensor) -> None:
-        qkv, gate = self.in_proj_qkvg(hidden_states)[0].split([sum(self.sizes.widths), self.sizes.widths[2]], dim=-1)
-        o = self.recurrence(qkv, self.a_proj(hidden_states)[0], self.b_proj(hidden_states)[0])
-        y = self.o_norm(o.flatten(0, 1), gate.reshape(-1, self.head_v_dim))
-        output.copy_(self.o_proj(y.view(len(o), -1))[0])
-
-
 class KimiLayer(Served, KimiGatedDeltaNetAttention):
     """vLLM's `KimiGatedDeltaNetAttention`: the same arguments, weights and results."""
 
@@ -105,7 +86,7 @@ class KimiLayer(Served, KimiGatedDeltaNetAttention):
         heads, bound = self.local_num_heads, self.gate_lower_bound
         parameters = self.A_log, self.dt_bias.view(heads, self.head_dim)
         gate = ("softplus", *parameters) if bound is None else ("bounded", *parameters, bound)
-        self.serve(Sizes(heads, heads, heads, self.head_dim, self.head_dim), gate, 1.0, "KimiGatedDeltaNetAttention")
+        self.serve(Sizes(heads, heads, heads, self.head_dim, self.head_dim), gate, "KimiGatedDeltaNetAttention")
         self.o_norm = RMSNormGated(self.head_dim, self.o_norm.eps, gate_fn="sigmoid")  # vLLM's is a kernel for GPUs
 
     def forward(self, hidden_states: Tensor, positions: Tensor) -> Tensor:

@@ -20,7 +20,6 @@ LAYERS = {
     "kda": ("gla_vllm.delta_rules", "KimiLayer", "KimiGatedDeltaNetAttention"),
     "lightning": ("gla_vllm.lightning", "LightningAttention", "BailingMoELinearAttention"),
     "mamba2": ("gla_vllm.mamba2", "StateSpaceMixer", "MambaMixer2"),
-    "olmo_gated_delta_net": ("gla_vllm.delta_rules", "OlmoLayer", "OlmoHybridGatedDeltaNetAttention"),
 }
 """For each name: a module, its class, and vLLM's class in whose place it is made."""
 
