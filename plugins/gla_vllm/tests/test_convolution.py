@@ -1,4 +1,4 @@
-"""Convolutions over a batch as vLLM describes it: prompts in parts, checkpoints, drafts, and padding of a CUDA graph."""
+"""Convolutions over a batch as vLLM describes it: prompts in parts, checkpoints, drafts, and padding."""
 
 import pytest
 import torch
@@ -50,7 +50,9 @@ def test_parts_of_prompts_and_drafts(layer, pool):
     first = call(layer, torch.cat([a[:70], b[:1]]), pool, metadata([], {5: 70, 2: 1}, [False, False]))
     torch.testing.assert_close(first, torch.cat([y[0, :70], z[0, :1]]), **close)
     mixed = metadata([2], {5: 1}, [True])
-    torch.testing.assert_close(call(layer, torch.cat([b[1:], a[70:71]]), pool, mixed), torch.cat([z[0, 1:], y[0, 70:71]]))
+    torch.testing.assert_close(
+        call(layer, torch.cat([b[1:], a[70:71]]), pool, mixed), torch.cat([z[0, 1:], y[0, 70:71]])
+    )
     wrong = torch.randn(2, D)
     drafts = call(layer, torch.cat([a[71:73], wrong]), pool, verified([4, 0], [5, 0], [1, 1]))
     torch.testing.assert_close(drafts[:2], y[0, 71:73], **close)

@@ -95,7 +95,7 @@ def test_a_captured_batch_gives_the_results_of_later_ones(drafts):
     captured = builder.build_for_cudagraph_capture(runner.batch(torch.zeros(SEQUENCES, 1 + drafts)))
     pool = torch.randn(SLOTS, H, K, V)
     before, tokens = pool.clone(), tokens_of(rows)
-    recur(Rows(*tokens, torch.empty_like(tokens[2])), pool, captured, {})
+    recur(Rows(*tokens, torch.empty_like(tokens[2])), [pool], captured, {})
     assert torch.equal(pool, before)  # all rows are padding
     for n in (4, 1, 3):
         tokens = tokens_of(rows)
@@ -104,7 +104,7 @@ def test_a_captured_batch_gives_the_results_of_later_ones(drafts):
         out, after = expected(tokens, pool, slots, accepted)
         builder.build(0, runner.batch(slots), **({"num_accepted_tokens": accepted} if drafts else {}))
         actual = torch.full_like(tokens[2], torch.nan)
-        recur(Rows(*tokens, actual), pool, captured, {})
+        recur(Rows(*tokens, actual), [pool], captured, {})
         torch.testing.assert_close(actual, out, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(pool, after, rtol=1e-5, atol=1e-5)
 

@@ -26,6 +26,17 @@ def test_drafts(gla, engine, accepted, convolved):
     llm = engine(folder, speculative_config=DRAFTS, enable_prefix_caching=False, max_num_batched_tokens=64)
     assert tokens(llm, prompts, greedy(30)) == expected(model, prompts, 30)
     assert set(accepted) >= {1, 2, 3}
+    for layer in llm.llm_engine.vllm_config.compilation_config.static_forward_context.values():
+        assert layer.get_kv_cache_spec(llm.llm_engine.vllm_config).num_speculative_blocks == 0  # one state a sequence
+
+
+@pytest.mark.parametrize("name", ["GatedDeltaNet", "KDA", "HGRN2"])
+def test_drafts_of_other_models(fla, engine, accepted, name):
+    folder, model = fla(name, use_short_conv=True)
+    prompts = [prompt(length) for length in (1, 65, 100)]
+    llm = engine(folder, speculative_config=DRAFTS, enable_prefix_caching=False, max_num_batched_tokens=64)
+    assert tokens(llm, prompts, greedy(30)) == expected(model, prompts, 30)
+    assert max(accepted) > 1
 
 
 def test_too_many_drafts_are_refused(gla, engine):

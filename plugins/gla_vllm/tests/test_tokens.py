@@ -39,7 +39,10 @@ FOLDERS = {
 
 FOLDERS |= {
     "gated delta net": ("GatedDeltaNet", {}),
-    "gated delta net plain": ("GatedDeltaNet", {"num_v_heads": 4, "use_gate": False, "use_short_conv": False} | UNFUSED),
+    "gated delta net plain": (
+        "GatedDeltaNet",
+        {"num_v_heads": 4, "use_gate": False, "use_short_conv": False} | UNFUSED,
+    ),
     "gated delta net sigmoid": ("GatedDeltaNet", {"output_gate_activation": "sigmoid", "allow_neg_eigval": True}),
     "kda": ("KDA", {}),
     "kda bounded": ("KDA", {"num_v_heads": 4, "expand_v": 2.0, "safe_gate": True, "lower_bound": -5.0}),

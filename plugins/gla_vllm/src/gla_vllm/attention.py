@@ -44,7 +44,7 @@ def sizes_of_gla(config: GLAConfig, ranks: int) -> Sizes:
     check_heads("num_kv_heads" if kv_heads != heads else "num_heads", kv_heads, ranks)
     K = head_width("expand_k", config.expand_k, config.hidden_size, heads)
     V = head_width("expand_v", config.expand_v, config.hidden_size, heads)
-    return Sizes(heads // ranks, kv_heads // ranks, kv_heads // ranks, K, V)
+    return Sizes(heads // ranks, kv_heads // ranks, kv_heads // ranks, K, V, K)
 
 
 def sizes_of_hgrn2(config: HGRN2Config, ranks: int) -> Sizes:
@@ -55,7 +55,8 @@ def sizes_of_hgrn2(config: HGRN2Config, ranks: int) -> Sizes:
     """
     heads = config.hidden_size // config.expand_ratio
     check_heads("num_heads", heads, ranks)
-    return Sizes(*[heads // ranks] * 3, config.expand_ratio, config.hidden_size // heads)
+    K = config.expand_ratio
+    return Sizes(*[heads // ranks] * 3, K, config.hidden_size // heads, K)
 
 
 def check_heads(name: str, heads: int, ranks: int) -> None:

@@ -76,6 +76,6 @@ def check_served(config: Any) -> None:
     for name in ("attn", "attnres_block_size"):
         if getattr(config, name) not in (None, []):
             raise ValueError(
-                f"{name} is {getattr(config, name)!r} in the model's config.json; gla_vllm serves models with None only: "
-                "run this model with transformers"
+                f"{name} is {getattr(config, name)!r} in the model's config.json; gla_vllm serves models with None "
+                "only: run this model with transformers"
             )

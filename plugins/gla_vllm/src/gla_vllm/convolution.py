@@ -66,7 +66,7 @@ class Convolution(nn.Module):
 
 
 def convolve(x: Tensor, filters: Filter, pool: Tensor, batch: GLAMetadata, out: Tensor) -> None:
-    """Computes y_t = f(bias + sum_i weight_i x_{t-W+1+i}) over a batch. Rows of `out` behind its tokens stay as they are.
+    """Computes y_t = f(bias + sum_i weight_i x_{t-W+1+i}) over a batch. Rows behind its tokens stay as they are.
 
     vLLM's kernels compute it on a GPU. Its functions for a CPU take back no drafts.
 
@@ -167,7 +167,7 @@ class _Inputs:
 
 
 def _filter(inputs: _Inputs, filters: Filter, out: Tensor) -> None:
-    """Computes the convolution of all tokens in float32, always in the same order, so that no batch changes its bits."""
+    """Computes the convolution of all tokens in float32, in one order, so that no batch changes its bits."""
     y = torch.zeros((), device=out.device) if filters.bias is None else filters.bias.float()
     for i, weight in enumerate(filters.weight.float().unbind(1)):
         y = torch.addcmul(y, inputs.before(filters.room - i).float(), weight)
@@ -175,7 +175,7 @@ def _filter(inputs: _Inputs, filters: Filter, out: Tensor) -> None:
 
 
 def _keep(x: Tensor, room: int, pool: Tensor, batch: GLAMetadata) -> None:
-    """Keeps the histories at the checkpoints of prefills x [T, D]. The null block takes those of prefills without one."""
+    """Keeps the histories at the checkpoints of prefills x [T, D]; the null block takes those of other prefills."""
     kept, offsets = batch.checkpoint, batch.query_start_loc_p
     assert kept is not None
     assert offsets is not None

@@ -39,7 +39,8 @@ def sizes_of_delta_rule(config: GatedDeltaNetConfig | KDAConfig, ranks: int) -> 
     heads, values = config.num_heads, config.num_v_heads or config.num_heads
     check_heads("num_heads", heads, ranks)
     check_heads("num_v_heads", values, ranks)
-    return Sizes(*[heads // ranks] * 2, values // ranks, config.head_dim, int(config.head_dim * config.expand_v))
+    K, V = config.head_dim, int(config.head_dim * config.expand_v)
+    return Sizes(heads // ranks, heads // ranks, values // ranks, K, V, K if config.model_type == "kda" else 1)
 
 
 class GatedDeltaNetAttention(nn.Module):
@@ -77,7 +78,10 @@ class GatedDeltaNetAttention(nn.Module):
 
 
 class KimiDeltaAttention(nn.Module):
-    """The layer of Kimi delta attention: [T, hidden_size] to [T, hidden_size]; arguments as in `GatedDeltaNetAttention`."""
+    """The layer of Kimi delta attention: [T, hidden_size] to [T, hidden_size].
+
+    The arguments are those of `GatedDeltaNetAttention`.
+    """
 
     def __init__(self, config: KDAConfig, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()

@@ -30,6 +30,7 @@ class Served(MambaBase):
         options: what the ops compute of the projections, as in `recurrence.recur`.
     """
 
+    histories = 1
     sizes: Sizes
     options: dict[str, Any]
     prefix: str
@@ -63,7 +64,7 @@ class QwenLayer(Served, QwenGatedDeltaNetAttention):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         keys, values = self.num_k_heads // self.tp_size, self.num_v_heads // self.tp_size
-        sizes = Sizes(keys, keys, values, self.head_k_dim, self.head_v_dim)
+        sizes = Sizes(keys, keys, values, self.head_k_dim, self.head_v_dim, 1)
         self.serve(sizes, ("softplus", self.A_log, self.dt_bias), "QwenGatedDeltaNetAttention")
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -86,7 +87,7 @@ class KimiLayer(Served, KimiGatedDeltaNetAttention):
         heads, bound = self.local_num_heads, self.gate_lower_bound
         parameters = self.A_log, self.dt_bias.view(heads, self.head_dim)
         gate = ("softplus", *parameters) if bound is None else ("bounded", *parameters, bound)
-        self.serve(Sizes(heads, heads, heads, self.head_dim, self.head_dim), gate, "KimiGatedDeltaNetAttention")
+        self.serve(Sizes(heads, heads, heads, *[self.head_dim] * 3), gate, "KimiGatedDeltaNetAttention")
         self.o_norm = RMSNormGated(self.head_dim, self.o_norm.eps, gate_fn="sigmoid")  # vLLM's is a kernel for GPUs
 
     def forward(self, hidden_states: Tensor, positions: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ class LightningAttention(BailingMoELinearAttention):
         if batch is None:
             o.zero_()
         else:
-            recur(Rows(q, k, v, self.decay, o), self.kv_cache[0], batch, {"scale": self.scaling})
+            recur(Rows(q, k, v, self.decay, o), self.kv_cache, batch, {"scale": self.scaling})
         y = self.g_norm(o.flatten(1), self.g_proj(hidden_states)[0])
         output.copy_(self.dense(y)[0])
 

@@ -77,5 +77,5 @@ class StateSpaceMixer(MambaMixer2):
             rows = Rows(q, k, u, dt, o).part(decoded, T)
             dt = F.softplus(rows.g.float() + self.dt_bias.float())
             v = (rows.v * dt[..., None]).to(output.dtype)
-            prefill(rows._replace(v=v, g=dt * self.A), pool, batch, options)
+            prefill(rows._replace(v=v, g=dt * self.A), [pool], batch, options)
             rows.out.copy_(rows.out.float() + self.D.float()[:, None] * rows.v)

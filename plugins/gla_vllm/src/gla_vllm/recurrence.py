@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 import gla_core as gla
-from gla_vllm.metadata import CHECKPOINTS, ConvolvedGLABackend, GLABackend, GLAMetadata
+from gla_vllm.metadata import CHECKPOINTS, ConvolvedGLABackend, GLABackend, GLAMetadata, ring_length
 
 
 class Recurrence(nn.Module, MambaBase):
@@ -32,6 +32,10 @@ class Recurrence(nn.Module, MambaBase):
         vllm_config: vLLM's configuration.
         prefix: the name of the layer, unique in the model.
         options: what the ops compute of the projections, as in `recur`.
+
+    Attributes:
+        histories: the number of states, in front of those of the recurrence, that are histories of convolutions.
+        replays: whether a sequence has one state and rings, whatever its drafts; see `replays`.
     """
 
     mamba_type = MambaAttentionBackendEnum.LINEAR
@@ -44,8 +48,10 @@ class Recurrence(nn.Module, MambaBase):
         **options: Any,
     ) -> None:
         super().__init__()
+        config: Any = vllm_config.model_config.hf_config
         self.shapes, self.dtypes = state_shapes(vllm_config, sizes), state_dtypes(vllm_config)
-        self.options, self.prefix = options, prefix
+        self.options, self.prefix, self.histories = options, prefix, int(config.use_short_conv)
+        self.replays = replays(vllm_config)
         layers = vllm_config.compilation_config.static_forward_context
         if prefix in layers:
             raise ValueError(f"there are two layers of the name {prefix}; expected names to be unique")
@@ -67,20 +73,28 @@ class Recurrence(nn.Module, MambaBase):
         return self.dtypes
 
     def get_attn_backend(self) -> type[AttentionBackend]:
-        return GLABackend if len(self.shapes) == 1 else ConvolvedGLABackend
+        return ConvolvedGLABackend if self.histories else GLABackend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec | None:
-        return with_checkpoints(super().get_kv_cache_spec(vllm_config))
+        spec: Any = with_checkpoints(super().get_kv_cache_spec(vllm_config))
+        return replace(spec, num_speculative_blocks=0) if self.replays else spec
 
 
 class Sizes(NamedTuple):
-    """The sizes of a rank's part of a layer: its query, key and value heads, and the widths of a key and a value."""
+    """The sizes of a rank's part of a layer.
+
+    Attributes:
+        queries, keys, values: the number of heads of each.
+        K, V: the widths of a key and a value.
+        gates: how many forget gates a value head has, K or 1.
+    """
 
     queries: int
     keys: int
     values: int
     K: int
     V: int
+    gates: int
 
     @property
     def widths(self) -> tuple[int, int, int]:
@@ -98,26 +112,42 @@ class Sizes(NamedTuple):
 
 
 def state_shapes(vllm_config: VllmConfig, sizes: Sizes) -> tuple[tuple[int, ...], ...]:
-    """Returns the shapes of the states of a sequence: the histories of its convolutions, if any, and [Hv, K, V]."""
+    """Returns the shapes of the states of a sequence.
+
+    These are the histories of its convolutions, if any; the recurrent state [Hv, K, V]; and the rings [L, ..] of keys,
+    values and gates, if it has them.
+    """
     config: Any = vllm_config.model_config.hf_config
-    state = (sizes.values, sizes.K, sizes.V)
-    if not config.use_short_conv:
-        return (state,)
-    drafts = vllm_config.num_speculative_tokens
-    histories = MambaStateShapeCalculator.short_conv_state_shape(1, sum(sizes.widths), config.conv_size, drafts)
-    return (*histories, state)
+    drafts, histories, rings = vllm_config.num_speculative_tokens, (), ()
+    if config.use_short_conv:
+        histories = MambaStateShapeCalculator.short_conv_state_shape(1, sum(sizes.widths), config.conv_size, drafts)
+    if replays(vllm_config):
+        L, gates = ring_length(drafts), (sizes.values, *([sizes.gates] if sizes.gates > 1 else []))
+        rings = ((L, sizes.keys, sizes.K), (L, sizes.values, sizes.V), (L, *gates))
+    return (*histories, (sizes.values, sizes.K, sizes.V), *rings)
 
 
 def state_dtypes(vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
     """Returns the dtypes of the states of a sequence.
 
-    The histories of convolutions have the dtype of the model. The recurrent state has that of --mamba-ssm-cache-dtype,
-    float32 if it is "auto".
+    The histories of convolutions have the dtype of the model, and rings float32. The recurrent state has the dtype of
+    --mamba-ssm-cache-dtype, float32 if it is "auto".
     """
     config: Any = vllm_config.model_config
     name = vllm_config.cache_config.mamba_ssm_cache_dtype
     dtype = torch.float32 if name == "auto" else getattr(torch, name)
-    return (config.dtype, dtype) if config.hf_config.use_short_conv else (dtype,)
+    histories = (config.dtype,) if config.hf_config.use_short_conv else ()
+    return (*histories, dtype, *((torch.float32,) * 3 if replays(vllm_config) else ()))
+
+
+def replays(vllm_config: VllmConfig) -> bool:
+    """Returns whether drafts are verified with one state for each sequence, and rings of the tokens of its last call.
+
+    The state is then behind by the tokens of the last call. A prefix cache needs states that are up to date, and batch
+    invariance an op that has it, so that with these a sequence has a state for each draft.
+    """
+    cached = vllm_config.cache_config.mamba_cache_mode != "none"
+    return vllm_config.num_speculative_tokens > 0 and not cached and not envs.VLLM_BATCH_INVARIANT
 
 
 def with_checkpoints(spec: Any) -> Any:
@@ -130,12 +160,12 @@ def with_checkpoints(spec: Any) -> Any:
     return replace(spec, num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=CHECKPOINTS)
 
 
-def recur(rows: Rows, pool: Tensor, batch: GLAMetadata, options: dict[str, Any]) -> None:
+def recur(rows: Rows, states: Sequence[Tensor], batch: GLAMetadata, options: dict[str, Any]) -> None:
     """Computes a batch: decodes are its first rows, then come prefills, then padding, whose output is 0.
 
     Args:
         rows: the tokens, and their output, which is written.
-        pool: the states [P, Hv, K, V]; written.
+        states: the recurrent states [P, Hv, K, V], and the rings [P, L, ..] if there are any; written.
         batch: which rows belong to which sequence, and where its states are.
         options: scale, gate, gate_normalizer and state_v_first as in `chunk_gla_pool`, and with betas normalize and
             beta_limit as in `chunk_delta_pool`.
@@ -144,9 +174,9 @@ def recur(rows: Rows, pool: Tensor, batch: GLAMetadata, options: dict[str, Any])
     computed = decoded + batch.num_prefill_tokens
     with nullcontext() if batch.segment is None else gla.batch_invariant(batch.segment):
         if batch.num_decodes:
-            _decode(rows.part(0, decoded), pool, batch, options)
+            _decode(rows.part(0, decoded), states, batch, options)
         if batch.num_prefills:
-            prefill(rows.part(decoded, computed), pool, batch, options)
+            prefill(rows.part(decoded, computed), states, batch, options)
     rows.out[computed:] = 0
 
 
@@ -189,27 +219,34 @@ class Rows(NamedTuple):
 
 
 class Ops(NamedTuple):
-    """The functions of gla_core for one token of each sequence, for a token and drafts, and for prompts."""
+    """The functions of gla_core for a token of each sequence, for a token and drafts in two ways, and for prompts."""
 
     step: Callable[..., Any]
     steps: Callable[..., Tensor]
+    replay: Callable[..., Tensor]
     pool: Callable[..., Tensor]
 
 
-GATED_LINEAR_ATTENTION = Ops(gla.recurrent_gla_step, gla.recurrent_gla_steps, gla.chunk_gla_pool)
-DELTA_RULE = Ops(gla.recurrent_delta_step, gla.recurrent_delta_steps, gla.chunk_delta_pool)
+GATED_LINEAR_ATTENTION = Ops(
+    gla.recurrent_gla_step, gla.recurrent_gla_steps, gla.recurrent_gla_replay, gla.chunk_gla_pool
+)
+DELTA_RULE = Ops(gla.recurrent_delta_step, gla.recurrent_delta_steps, gla.recurrent_delta_replay, gla.chunk_delta_pool)
 
 
-def _decode(rows: Rows, pool: Tensor, batch: GLAMetadata, options: dict[str, Any]) -> None:
-    slots = batch.state_indices_tensor_d
+def _decode(rows: Rows, states: Sequence[Tensor], batch: GLAMetadata, options: dict[str, Any]) -> None:
+    slots, (pool, *rings) = batch.state_indices_tensor_d, states
     assert slots is not None
     if batch.num_accepted_tokens is None and pool.dtype != torch.float16:  # the quicker op takes no float16
         o, _ = rows.ops.step(*rows.tokens, pool, slots=slots_of_decodes(batch), inplace=True, **options)
         rows.out.copy_(o)
         return
     rows = rows.single() if batch.query_start_loc_d is None else rows.packed()
-    drafts: Any = {"cu_seqlens": batch.query_start_loc_d, "num_accepted": batch.num_accepted_tokens}
-    rows.ops.steps(*rows.tokens, pool, slots, pad_slot=NULL_BLOCK_ID, out=rows.out, **drafts, **options)
+    where: Any = {"cu_seqlens": batch.query_start_loc_d, "pad_slot": NULL_BLOCK_ID, "out": rows.out}
+    accepted = batch.num_accepted_tokens
+    if rings:
+        rows.ops.replay(*rows.tokens, pool, *rings, slots[:, 0], batch.ring_start, accepted, **where, **options)
+    else:
+        rows.ops.steps(*rows.tokens, pool, slots, num_accepted=accepted, **where, **options)
 
 
 def slots_of_decodes(batch: GLAMetadata) -> Tensor:
@@ -219,16 +256,29 @@ def slots_of_decodes(batch: GLAMetadata) -> Tensor:
     return slots[:, 0].masked_fill(slots[:, 0] == NULL_BLOCK_ID, -1)
 
 
-def prefill(rows: Rows, pool: Tensor, batch: GLAMetadata, options: dict[str, Any]) -> None:
-    """Computes the prefills of a batch, `rows`; `options` are those of `recur`."""
-    offsets, slots, kept = batch.query_start_loc_p, batch.state_indices_tensor_p, batch.checkpoint
+def prefill(rows: Rows, states: Sequence[Tensor], batch: GLAMetadata, options: dict[str, Any]) -> None:
+    """Computes the prefills of a batch, `rows`; the other arguments are those of `recur`.
+
+    A prefill brings the state up to date, and vLLM counts one accepted token after it. So its last token in the rings
+    becomes one that changes no state: k = 0, with a gate of 1.
+    """
+    offsets, slots, kept, (pool, *rings) = (
+        batch.query_start_loc_p,
+        batch.state_indices_tensor_p,
+        batch.checkpoint,
+        states,
+    )
     assert offsets is not None
     assert slots is not None
     rows = rows.packed()
-    states: Any = {"has_state": batch.has_initial_states_p, "pad_slot": NULL_BLOCK_ID}
+    where: Any = {"has_state": batch.has_initial_states_p, "pad_slot": NULL_BLOCK_ID, "out": rows.out}
     if kept is not None:
-        states |= {"snapshot_offsets": kept.checkpoint_offsets, "snapshot_slots": kept.state_indices}
-    rows.ops.pool(*rows.tokens, pool, offsets, slots, out=rows.out, **states, **options)
+        where |= {"snapshot_offsets": kept.checkpoint_offsets, "snapshot_slots": kept.state_indices}
+    rows.ops.pool(*rows.tokens, pool, offsets, slots, **where, **options)
+    if rings:
+        lengths = batch.seq_lens[batch.num_reqs - batch.num_prefills : batch.num_reqs]
+        for ring in rings:
+            ring[slots, (lengths - 1) % ring.shape[1]] = 0
 
 
 def batch_of(layer: str) -> Any:
@@ -237,20 +287,16 @@ def batch_of(layer: str) -> Any:
     return None if batches is None else batches.get(layer)
 
 
-def _gla_recurrence(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, out: Tensor, layer: str
-) -> None:
+def _gla_recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, out: Tensor, layer: str) -> None:
     batch = batch_of(layer)
     if batch is None:
         out.zero_()
         return
     this = get_forward_context().no_compile_layers[layer]
-    recur(Rows(q, k, v, g, out, beta), this.kv_cache[-1], batch, this.options)
+    recur(Rows(q, k, v, g, out, beta), this.kv_cache[this.histories :], batch, this.options)
 
 
-def _no_computation(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, out: Tensor, layer: str
-) -> None:
+def _no_computation(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, out: Tensor, layer: str) -> None:
     return
 
 
