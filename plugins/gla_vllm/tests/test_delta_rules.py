@@ -23,6 +23,7 @@ KIMI = {"layer_types": ["linear_attention"] * 2, "mlp_layer_types": ["dense"] * 
 KIMI |= {"linear_num_heads": 2, "linear_head_dim": 16, "rms_norm_eps": 1e-5}
 MODELS = {
     "Qwen3Next": (QwenLayer, HYBRID | EXPERTS),
+    "Qwen3Next flat": (QwenLayer, HYBRID | EXPERTS),
     "KimiLinear": (KimiLayer, KIMI),
 }
 # What transformers calls otherwise than the checkpoints that vLLM reads
@@ -38,16 +39,35 @@ def by_pytorch(module, monkeypatch):
             monkeypatch.setattr(module, name, function.__wrapped__)
 
 
+def lay_flat(file, monkeypatch):
+    """Lays the projections of Qwen3-Next out as in Qwen3.5, which vLLM imports with torchvision alone."""
+    weights = load_file(file)
+    for name, weight in weights.items():
+        widths = [16, 16, 32, 32] if "qkvz" in name else [2, 2] if "in_proj_ba" in name else []
+        if widths:  # of q, k, v and z, or b and a, of a key head
+            parts = weight.unflatten(0, (2, -1)).split(widths, dim=1)
+            weights[name] = torch.cat([part.flatten(0, 1) for part in parts])
+    save_file(weights, file)
+    made = QwenLayer.__init__
+
+    def make(self, *args, **kwargs):
+        made(self, *args, **kwargs | {"gqa_interleaved_layout": False})
+
+    monkeypatch.setattr(QwenLayer, "__init__", make)
+
+
 @pytest.fixture
 def model(request, tmp_path, monkeypatch):
     """A folder with a model, the model, and the class of its replaced layers."""
-    layer, options = MODELS[request.param]
+    (layer, options), (name, *flat) = MODELS[request.param], request.param.split()
     torch.manual_seed(0)
-    config = getattr(transformers, f"{request.param}Config")(**COMMON | options)
-    made = getattr(transformers, f"{request.param}ForCausalLM")(config).eval()
+    config = getattr(transformers, f"{name}Config")(**COMMON | options)
+    made = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     made.generation_config.use_cache = False  # transformers' cache wants a layer of softmax attention
     by_pytorch(importlib.import_module(type(made).__module__), monkeypatch)
     made.save_pretrained(tmp_path)
+    if flat:
+        lay_flat(tmp_path / "model.safetensors", monkeypatch)
     if layer is KimiLayer:
         kept = {key: COMMON[key] for key in ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size")}
         described = {"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "num_hidden_layers": 2}

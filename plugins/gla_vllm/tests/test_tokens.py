@@ -69,11 +69,18 @@ def test_configurations_of_flash_linear_attention(fla, engine, name):
     assert tokens(llm, [prompt(100)]) == expected(model, [prompt(100)])
 
 
-@pytest.mark.parametrize("kind", ["gla", "hgrn2"])
-def test_two_ranks_of_tensor_parallelism(request, engine, monkeypatch, kind):
+PARALLEL = {
+    "gla": ("gla", GROUPED | CONVOLVED),
+    "hgrn2": ("hgrn2", {"expand_ratio": 8, "use_short_conv": True}),
+    "gated delta net": ("fla", {"name": "GatedDeltaNet", "num_v_heads": 4}),
+    "kda": ("fla", {"name": "KDA", "num_v_heads": 4}),
+}
+
+
+@pytest.mark.parametrize(("fixture", "options"), PARALLEL.values(), ids=PARALLEL)
+def test_two_ranks_of_tensor_parallelism(request, engine, monkeypatch, fixture, options):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    options = GROUPED | CONVOLVED if kind == "gla" else {"expand_ratio": 8, "use_short_conv": True}
-    folder, model = request.getfixturevalue(kind)(**options)
+    folder, model = request.getfixturevalue(fixture)(**options)
     prompts = [prompt(length) for length in (1, 65, 100)]
     llm = engine(folder, tensor_parallel_size=2, **IN_CHUNKS, enable_prefix_caching=False)
     assert tokens(llm, prompts) == expected(model, prompts)
@@ -85,7 +92,7 @@ def test_compiled(gla, engine):
     def compiled():
         return compilation_counter.num_aot_compiles + compilation_counter.num_aot_artifacts_loaded
 
-    folder, model = gla()
+    folder, model = gla(use_short_conv=True)
     before = compiled()
     llm = engine(folder, enforce_eager=False, **IN_CHUNKS, enable_prefix_caching=False)
     prompts = [prompt(length) for length in (1, 65, 100)]

@@ -1,4 +1,4 @@
-"""GLA and HGRN2 models in vLLM, and vLLM's own layers of Ling and Ring models, computed by gla_core.
+"""GLA, HGRN2, GatedDeltaNet and KDA models in vLLM, and layers of vLLM's own models, computed by gla_core.
 
 vLLM finds this package by its entry point, and calls `register` in each of its processes.
 """

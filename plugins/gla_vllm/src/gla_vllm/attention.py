@@ -55,8 +55,8 @@ def sizes_of_hgrn2(config: HGRN2Config, ranks: int) -> Sizes:
     """
     heads = config.hidden_size // config.expand_ratio
     check_heads("num_heads", heads, ranks)
-    K = config.expand_ratio
-    return Sizes(*[heads // ranks] * 3, K, config.hidden_size // heads, K)
+    part, K = heads // ranks, config.expand_ratio
+    return Sizes(part, part, part, K, config.hidden_size // heads, K)
 
 
 def check_heads(name: str, heads: int, ranks: int) -> None:

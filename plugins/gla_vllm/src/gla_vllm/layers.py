@@ -38,7 +38,8 @@ def replace_layers() -> None:
         if theirs not in op_registry_oot:
             PluggableLayer.register_oot(getattr(importlib.import_module(module), ours), name=theirs)
     logger.info_once(
-        "gla_vllm is loaded: gla_core computes GLA and HGRN2 models, and of vLLM's own layers %s (GLA_VLLM_LAYERS)",
+        "gla_vllm is loaded: gla_core computes GLA, HGRN2, GatedDeltaNet and KDA models, and of vLLM's own layers %s "
+        "(GLA_VLLM_LAYERS)",
         ", ".join(names) or "none",
     )
     if vllm.__version__.split(".")[:2] != VERSION.split("."):

@@ -29,7 +29,7 @@ class StateSpaceMixer(MambaMixer2):
 
     Raises:
         ValueError: ReplaySSM, drafts or batch invariance are asked for. ReplaySSM's states are of vLLM's kernels, and
-            vLLM's convolutions on a CPU take back no drafts.
+            the step of a Mamba-2 layer is computed for one token.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

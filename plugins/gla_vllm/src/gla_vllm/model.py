@@ -120,13 +120,13 @@ class LanguageModel(nn.Module, HasInnerState, IsAttentionFree, IsHybrid, Support
         return state_dtypes(vllm_config)
 
     @classmethod
-    def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...]]:
+    def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
         ranks = vllm_config.parallel_config.tensor_parallel_size
         return state_shapes(vllm_config, cls.sizes(vllm_config.model_config.hf_config, ranks))
 
     def get_mamba_state_copy_funcs(self, mamba_types: set[Any]) -> dict[Any, tuple[Any, ...]]:
         """Returns for each type of states the functions that find them; the first is that of convolutions, if any."""
-        functions = MambaStateCopyFuncCalculator.gated_delta_net_state_copy_func()
+        functions: tuple[Any, ...] = MambaStateCopyFuncCalculator.gated_delta_net_state_copy_func()
         return dict.fromkeys(mamba_types, functions if self.config.use_short_conv else functions[1:])
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
