@@ -37,7 +37,6 @@ def verified(lengths, slots, accepted):
     batch = metadata(slots, {}, [])
     batch.num_decode_tokens = sum(lengths)
     batch.query_start_loc_d = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
-    batch.state_indices_tensor_d = torch.tensor(slots, dtype=torch.int32)[:, None].expand(-1, 1 + DRAFTS)
     batch.num_accepted_tokens = torch.tensor(accepted, dtype=torch.int32)
     return batch
 

@@ -68,7 +68,7 @@ class Convolution(nn.Module):
 def convolve(x: Tensor, filters: Filter, pool: Tensor, batch: GLAMetadata, out: Tensor) -> None:
     """Computes y_t = f(bias + sum_i weight_i x_{t-W+1+i}) over a batch. Rows behind its tokens stay as they are.
 
-    vLLM's kernels compute it on a GPU. Its functions for a CPU take back no drafts.
+    vLLM's kernels compute it on a GPU, which know filters of 2 to 4 tokens. Its functions for a CPU take back no drafts.
 
     Args:
         x: [T, D].
@@ -79,7 +79,8 @@ def convolve(x: Tensor, filters: Filter, pool: Tensor, batch: GLAMetadata, out: 
     """
     pool = pool.mT if is_conv_state_dim_first() else pool
     decoded, computed = batch.num_decode_tokens, batch.num_decode_tokens + batch.num_prefill_tokens
-    decode, prefill = (_vllm_decode, _vllm_prefill) if x.is_cuda else (_decode, _prefill)
+    in_kernels = x.is_cuda and filters.room in (1, 2, 3)
+    decode, prefill = (_vllm_decode, _vllm_prefill) if in_kernels else (_decode, _prefill)
     if batch.num_decodes:
         decode(x[:decoded], filters, pool, batch, out[:decoded])
     if batch.num_prefills:
@@ -100,7 +101,7 @@ def _vllm_decode(x: Tensor, filters: Filter, pool: Tensor, batch: GLAMetadata, o
         conv_state_indices=slots,
         num_accepted_tokens=batch.num_accepted_tokens,
         query_start_loc=batch.query_start_loc_d,
-        max_query_len=slots.shape[1],
+        max_query_len=pool.shape[1] - filters.room + 1,
         out=out,
     )
 
