@@ -68,7 +68,7 @@ class Convolution(nn.Module):
 def convolve(x: Tensor, filters: Filter, pool: Tensor, batch: GLAMetadata, out: Tensor) -> None:
     """Computes y_t = f(bias + sum_i weight_i x_{t-W+1+i}) over a batch. Rows behind its tokens stay as they are.
 
-    vLLM's kernels compute it on a GPU, which know filters of 2 to 4 tokens. Its functions for a CPU take back no drafts.
+    On a GPU vLLM's kernels compute filters of 2 to 4 tokens. Its functions for a CPU take back no drafts.
 
     Args:
         x: [T, D].
