@@ -33,7 +33,7 @@ def call(layer, x, pool, batch):
 
 
 def verified(lengths, slots, accepted):
-    """Describes decodes of so many tokens each; `accepted` counts what was accepted of the call before."""
+    """Describes decodes of `lengths` tokens, after as many accepted tokens of the call before as `accepted` says."""
     batch = metadata(slots, {}, [])
     batch.num_decode_tokens = sum(lengths)
     batch.query_start_loc_d = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)

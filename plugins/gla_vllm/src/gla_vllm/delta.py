@@ -61,7 +61,7 @@ class GatedDeltaNetAttention(nn.Module):
         self.in_proj = MergedColumnParallelLinear(
             config.hidden_size, [width * ranks for width in (*sizes.widths, *others)], prefix=f"{prefix}.in_proj", **how
         )
-        self.A_log, self.dt_bias = _of_heads(sizes.values), _of_heads(sizes.values)
+        self.A_log, self.dt_bias = _gate_parameter(sizes.values), _gate_parameter(sizes.values)
         self.recurrence = _recurrence(config, vllm_config, prefix, sizes, ("softplus", self.A_log, self.dt_bias))
         self.conv1d = convolution(config, sizes, True, self.recurrence.prefix)
         self.o_norm = RMSNormGated(sizes.V, config.norm_eps, gate_fn=config.output_gate_activation)
@@ -94,7 +94,7 @@ class KimiDeltaAttention(nn.Module):
         )
         self.f_proj = _low_rank(hidden, sizes.V, sizes.values * sizes.K * ranks, False, f"{prefix}.f_proj", how)
         self.g_proj = _low_rank(hidden, sizes.V, value_width, True, f"{prefix}.g_proj", how)
-        self.A_log, self.dt_bias = _of_heads(sizes.values), _of_heads(sizes.values * sizes.K)
+        self.A_log, self.dt_bias = _gate_parameter(sizes.values), _gate_parameter(sizes.values * sizes.K)
         parameters = self.A_log, self.dt_bias.view(sizes.values, sizes.K)
         bound = config.lower_bound
         gate = ("softplus", *parameters) if bound is None else ("bounded", *parameters, bound)
@@ -121,7 +121,7 @@ def _low_rank(hidden: int, rank: int, width: int, bias: bool, prefix: str, how: 
     return nn.ModuleList([first, ColumnParallelLinear(rank, width, prefix=f"{prefix}.1", **how | {"bias": bias})])
 
 
-def _of_heads(size: int) -> nn.Parameter:
+def _gate_parameter(size: int) -> nn.Parameter:
     """Returns a parameter of the gates with this rank's numbers."""
     parameter = nn.Parameter(torch.empty(size, dtype=torch.float32), requires_grad=False)
     set_weight_attrs(parameter, {"weight_loader": sharded_weight_loader(0)})

@@ -23,7 +23,7 @@ from gla_vllm.recurrence import Sizes, with_checkpoints
 
 
 class Served(MambaBase):
-    """What the replaced layers share: the states' description, and all between a layer's projections and its norm.
+    """The parts that the replaced layers share: their states, and all between their projections and their norm.
 
     Attributes:
         sizes: the sizes of the layer on this rank.
