@@ -22,6 +22,14 @@ from gla_vllm.metadata import ConvolvedGLABackend
 from gla_vllm.recurrence import Sizes, with_checkpoints
 
 
+class ServedBackend(ConvolvedGLABackend):
+    """Tells vLLM how batches of the replaced layers are described. Their batch invariance has not been tested."""
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return False
+
+
 class Served(MambaBase):
     """The parts that the replaced layers share: their states, and all between their projections and their norm.
 
@@ -37,7 +45,7 @@ class Served(MambaBase):
     conv1d: Any
 
     def get_attn_backend(self) -> type[AttentionBackend]:
-        return ConvolvedGLABackend
+        return ServedBackend
 
     def get_kv_cache_spec(self, vllm_config: Any) -> KVCacheSpec | None:
         return with_checkpoints(super().get_kv_cache_spec(vllm_config))
