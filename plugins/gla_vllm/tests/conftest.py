@@ -29,7 +29,11 @@ current_platform.register_triton_kernel_overrides = functools.cache(current_plat
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "vocab_size": VOCABULARY, "intermediate_size": 48}
 SIZES |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, "max_position_embeddings": 512}
 SIZES |= {"initializer_range": 0.3}
-SIZES_OF_HGRN2 = {"num_heads": None, "expand_ratio": 16, "num_hidden_layers": 3}
+SIZES_OF = {
+    "HGRN2": {"num_heads": None, "expand_ratio": 16, "num_hidden_layers": 3},
+    "GatedDeltaNet": {"head_dim": 16},
+    "KDA": {"head_dim": 16},
+}
 ENGINE = {"enforce_eager": True, "dtype": "float32", "skip_tokenizer_init": True, "max_num_seqs": 4}
 ENGINE |= {"num_gpu_blocks_override": 64}  # states
 
@@ -56,7 +60,7 @@ def fla(tmp_path_factory):
 
     def make(name, **options):
         torch.manual_seed(0)
-        sizes = SIZES | SIZES_OF_HGRN2 if name == "HGRN2" else SIZES
+        sizes = SIZES | SIZES_OF.get(name, {})
         config = getattr(models, f"{name}Config")(**sizes | options)
         model = getattr(models, f"{name}ForCausalLM")(config).eval()
         if getattr(config, "use_lower_bound", False):

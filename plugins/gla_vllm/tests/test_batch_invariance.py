@@ -39,10 +39,20 @@ def log_probabilities(llm, prompts):
     ]
 
 
-@pytest.fixture(params=["gla", "hgrn2", "lightning"])
+FOLDERS = {
+    "gla": ("gla", {}),
+    "gla convolved": ("gla", {"use_short_conv": True}),
+    "hgrn2": ("hgrn2", {}),
+    "gated delta net": ("fla", {"name": "GatedDeltaNet", "head_dim": 32}),
+    "kda": ("fla", {"name": "KDA", "head_dim": 32}),
+}
+
+
+@pytest.fixture(params=[*FOLDERS, "lightning"])
 def folder(request, tmp_path):
     if request.param != "lightning":
-        return request.getfixturevalue(request.param)(**WIDE)[0]
+        fixture, options = FOLDERS[request.param]
+        return request.getfixturevalue(fixture)(**WIDE, **options)[0]
     lightning_model.save(tmp_path)
     return str(tmp_path)
 

@@ -14,13 +14,13 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 import gla_core as gla
 from gla_vllm.metadata import ConvolvedGLAMetadataBuilder, GLAMetadataBuilder
-from gla_vllm.recurrence import recur
+from gla_vllm.recurrence import Rows, recur
 
 SEQUENCES, SLOTS, BLOCK, H, K, V = 4, 24, 64, 2, 16, 16
 GRAPHS = CUDAGraphMode.FULL_DECODE_ONLY
 
 
-def builder_of(kind, drafts=0, cached=False, device="cpu"):
+def builder_of(kind, drafts=0, cached=False, device="cpu", rings=False):
     """Returns a builder of vLLM's engine with CUDA graphs of up to SEQUENCES decodes."""
     config = VllmConfig()
     config.scheduler_config.max_num_seqs = SEQUENCES
@@ -36,7 +36,7 @@ def builder_of(kind, drafts=0, cached=False, device="cpu"):
         dtypes=(torch.float32,),
         mamba_type=MambaAttentionBackendEnum.LINEAR,
         mamba_cache_mode=mode,
-        num_speculative_blocks=drafts,
+        num_speculative_blocks=0 if rings else drafts,
         num_prefill_checkpoint_blocks=int(cached),
         prefill_checkpoint_alignment=BLOCK,
     )
@@ -95,7 +95,7 @@ def test_a_captured_batch_gives_the_results_of_later_ones(drafts):
     captured = builder.build_for_cudagraph_capture(runner.batch(torch.zeros(SEQUENCES, 1 + drafts)))
     pool = torch.randn(SLOTS, H, K, V)
     before, tokens = pool.clone(), tokens_of(rows)
-    recur(*tokens, torch.empty_like(tokens[2]), pool, captured)
+    recur(Rows(*tokens, torch.empty_like(tokens[2])), [pool], captured, {})
     assert torch.equal(pool, before)  # all rows are padding
     for n in (4, 1, 3):
         tokens = tokens_of(rows)
@@ -104,9 +104,18 @@ def test_a_captured_batch_gives_the_results_of_later_ones(drafts):
         out, after = expected(tokens, pool, slots, accepted)
         builder.build(0, runner.batch(slots), **({"num_accepted_tokens": accepted} if drafts else {}))
         actual = torch.full_like(tokens[2], torch.nan)
-        recur(*tokens, actual, pool, captured)
+        recur(Rows(*tokens, actual), [pool], captured, {})
         torch.testing.assert_close(actual, out, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(pool, after, rtol=1e-5, atol=1e-5)
+
+
+def test_a_captured_batch_says_where_rings_begin():
+    """A token is at its place in the sequence modulo 8, twice the tokens of a call; there are 96 before these calls."""
+    builder, runner = builder_of(GLAMetadataBuilder, drafts=3, rings=True), Runner(drafts=3)
+    captured = builder.build_for_cudagraph_capture(runner.batch(torch.zeros(SEQUENCES, 1)))
+    accepted = torch.tensor([1, 3, 2, 4], dtype=torch.int32)
+    builder.build(0, runner.batch(torch.ones(SEQUENCES, 1)), num_accepted_tokens=accepted)
+    assert captured.ring_start.tolist() == [7, 5, 6, 4]
 
 
 @pytest.mark.parametrize("kind", [GLAMetadataBuilder, ConvolvedGLAMetadataBuilder])
@@ -145,5 +154,5 @@ def test_a_layer_without_a_batch_gives_zeros(batches):
     """Before there are states, vLLM measures memory. It then describes no batch, or those of other layers alone."""
     x, out = torch.randn(5, H, K), torch.full((5, H, V), torch.nan)
     with set_forward_context(batches, VllmConfig()):
-        torch.ops.vllm.gla_recurrence(x, x, x, -x.abs(), out, "layer")
+        torch.ops.vllm.gla_recurrence(x, x, x, -x.abs(), None, out, "layer")
     assert torch.equal(out, torch.zeros_like(out))

@@ -6,9 +6,9 @@ from requests_of_tests import expected, greedy, outputs, prompt
 BLOCK = 64
 
 
-@pytest.fixture
-def llm(gla, engine):
-    folder, model = gla()
+@pytest.fixture(params=[False, True], ids=["", "convolved"])
+def llm(request, gla, engine):
+    folder, model = gla(use_short_conv=request.param)
     made = engine(folder, enable_prefix_caching=True, block_size=BLOCK, max_num_batched_tokens=256)
     made.model = model
     return made
@@ -33,7 +33,7 @@ def test_states_inside_a_prefill_are_kept(llm, monkeypatch):
     """A prompt is computed in one prefill, which writes the state at its last boundary beside its last state."""
     from gla_vllm import recurrence
 
-    kept, prefill = [], recurrence._prefill
+    kept, prefill = [], recurrence.prefill
 
     def recorded(*args):
         batch = args[2]
@@ -41,7 +41,7 @@ def test_states_inside_a_prefill_are_kept(llm, monkeypatch):
             kept.append((batch.query_start_loc_p.tolist(), batch.checkpoint.checkpoint_offsets.tolist()))
         prefill(*args)
 
-    monkeypatch.setattr(recurrence, "_prefill", recorded)
+    monkeypatch.setattr(recurrence, "prefill", recorded)
     assert cached(llm, [prompt(200)]) == [0]
     assert kept == [([0, 200], [192])] * 2  # in both layers
     assert cached(llm, [prompt(200)]) == [192]

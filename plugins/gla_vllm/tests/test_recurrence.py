@@ -5,7 +5,7 @@ import torch
 
 import gla_core as gla
 from gla_vllm.metadata import GLAMetadata
-from gla_vllm.recurrence import recur
+from gla_vllm.recurrence import Rows, recur
 
 H, K, V = 2, 16, 16
 
@@ -45,7 +45,7 @@ def test_a_mixed_batch_with_padding(dtype, v_first):
     out = torch.full_like(v, torch.nan)
     passed = pool.transpose(2, 3) if v_first else pool
     batch = metadata([3, 0], {1: 70, 4: 5}, [False, True])
-    recur(q, k, v, g, out, passed, batch, state_v_first=v_first)
+    recur(Rows(q, k, v, g, out), [passed], batch, {"state_v_first": v_first})
 
     expected = before.clone()
     for rows, slot, state in ((slice(0, 1), 3, before[3]), (slice(2, 72), 1, None), (slice(72, 77), 4, before[4])):

@@ -23,7 +23,7 @@ def test_the_entry_point():
 def test_models_are_registered_and_a_second_time_changes_nothing():
     for _ in range(2):
         gla_vllm.register()
-        assert {"GLAForCausalLM", "HGRN2ForCausalLM"} <= set(vllm.ModelRegistry.get_supported_archs())
+        assert set(gla_vllm.MODELS.values()) <= set(vllm.ModelRegistry.get_supported_archs())
         assert type(AutoConfig.for_model("hgrn2")) is HGRN2Config
         assert type(AutoConfig.for_model("gla")) is GLAConfig
     assert vllm.config.CompilationConfig._attention_ops.count("vllm::gla_recurrence") == 1
@@ -36,7 +36,7 @@ def test_models_are_registered_and_a_second_time_changes_nothing():
         (" ", []),
         ("lightning", ["lightning"]),
         ("mamba2, lightning", ["mamba2", "lightning"]),
-        ("all", ["lightning", "mamba2"]),
+        ("all", ["gated_delta_net", "kda", "lightning", "mamba2"]),
     ],
 )
 def test_names_of_layers(text, names):
@@ -65,25 +65,17 @@ def test_the_log_says_what_is_replaced_and_that_vllm_is_another(monkeypatch, tex
     assert said[1:] == [line, "gla_vllm was written for vLLM 0.32; this is 0.33.1"]
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (GLAConfig(attn={"layers": [0], "num_heads": 2}), r"attn is .*; gla_vllm serves models with None only"),
-        (HGRN2Config(use_short_conv=True), "use_short_conv is True .* with False only"),
-    ],
-    ids=["attn", "convolutions"],
-)
-def test_models_that_are_refused(config, message):
-    with pytest.raises(ValueError, match=message):
-        check_served(config)
+def test_softmax_attention_is_refused():
+    with pytest.raises(ValueError, match=r"attn is .*; gla_vllm serves models with None only"):
+        check_served(GLAConfig(attn={"layers": [0], "num_heads": 2}))
 
 
 def test_sizes_of_a_rank():
     config = GLAConfig(hidden_size=64, num_heads=8, num_kv_heads=4, expand_k=0.5, expand_v=2.0)
-    assert sizes_of_gla(config, 1) == (8, 4, 4, 16)
-    assert sizes_of_gla(config, 2) == (4, 2, 4, 16)
+    assert sizes_of_gla(config, 1) == (8, 4, 4, 4, 16, 4)
+    assert sizes_of_gla(config, 2) == (4, 2, 2, 4, 16, 4)
     with pytest.raises(ValueError, match="num_kv_heads is 4; expected a multiple of the 8 ranks"):
         sizes_of_gla(config, 8)
-    assert sizes_of_hgrn2(HGRN2Config(hidden_size=64, expand_ratio=16), 2) == (2, 16, 16)
+    assert sizes_of_hgrn2(HGRN2Config(hidden_size=64, expand_ratio=16), 2) == (2, 2, 2, 16, 16, 16)
     with pytest.raises(ValueError, match="num_heads is 4; expected a multiple of the 3 ranks"):
         sizes_of_hgrn2(HGRN2Config(hidden_size=64, expand_ratio=16), 3)

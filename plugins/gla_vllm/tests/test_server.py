@@ -75,7 +75,7 @@ def server(model, tmp_path_factory):
 
 
 def _wait(address, process, log):
-    for _ in range(240):
+    for _ in range(560):  # half seconds, below the limit of a test
         assert process.poll() is None, log.read_text()[-3000:]
         try:
             urllib.request.urlopen(f"{address}/health", timeout=5)

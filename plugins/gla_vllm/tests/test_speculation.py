@@ -19,12 +19,25 @@ def accepted(monkeypatch):
     return numbers
 
 
-def test_drafts(gla, engine, accepted):
-    folder, model = gla()
+@pytest.mark.parametrize("convolved", [False, True], ids=["", "convolved"])
+def test_drafts(gla, engine, accepted, convolved):
+    folder, model = gla(use_short_conv=convolved)
     prompts = [prompt(length) for length in (1, 5, 64, 65, 100, 129)]
     llm = engine(folder, speculative_config=DRAFTS, enable_prefix_caching=False, max_num_batched_tokens=64)
     assert tokens(llm, prompts, greedy(30)) == expected(model, prompts, 30)
     assert set(accepted) >= {1, 2, 3}
+    for layer in llm.llm_engine.vllm_config.compilation_config.static_forward_context.values():
+        assert layer.get_kv_cache_spec(llm.llm_engine.vllm_config).num_speculative_blocks == 0  # one state a sequence
+
+
+@pytest.mark.parametrize("name", ["GatedDeltaNet", "KDA", "HGRN2"])
+def test_drafts_of_other_models(fla, engine, accepted, name):
+    """One layer and tied embeddings make a model that repeats itself, so that n-grams are good drafts."""
+    folder, model = fla(name, use_short_conv=True, num_hidden_layers=1, tie_word_embeddings=True)
+    prompts = [prompt(length) for length in (1, 65, 100)]
+    llm = engine(folder, speculative_config=DRAFTS, enable_prefix_caching=False, max_num_batched_tokens=64)
+    assert tokens(llm, prompts, greedy(30)) == expected(model, prompts, 30)
+    assert max(accepted) > 1
 
 
 def test_too_many_drafts_are_refused(gla, engine):

@@ -1,4 +1,4 @@
-"""GLA and HGRN2 models in vLLM, and vLLM's own layers of Ling and Ring models, computed by gla_core.
+"""GLA, HGRN2, GatedDeltaNet and KDA models in vLLM, and layers of vLLM's own models, computed by gla_core.
 
 vLLM finds this package by its entry point, and calls `register` in each of its processes.
 """
@@ -8,7 +8,12 @@ from __future__ import annotations
 __version__ = "0.1.0"
 __all__ = ["register"]
 
-MODELS = {"gla": "GLAForCausalLM", "hgrn2": "HGRN2ForCausalLM"}
+MODELS = {
+    "gla": "GLAForCausalLM",
+    "hgrn2": "HGRN2ForCausalLM",
+    "gated_deltanet": "GatedDeltaNetForCausalLM",
+    "kda": "KDAForCausalLM",
+}
 
 
 def register() -> None:
@@ -17,6 +22,7 @@ def register() -> None:
     Raises:
         ValueError: GLA_VLLM_LAYERS names an unknown layer.
     """
+    from transformers import AutoConfig
     from vllm import ModelRegistry
     from vllm.config import CompilationConfig
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP, MambaModelConfig
@@ -26,14 +32,18 @@ def register() -> None:
     )
 
     import gla_transformers
+    from gla_vllm.configuration import GatedDeltaNetConfig, KDAConfig
     from gla_vllm.layers import replace_layers
 
     gla_transformers.register()
+    for config in (GatedDeltaNetConfig, KDAConfig):
+        AutoConfig.register(config.model_type, config, exist_ok=True)
     for kind, model in MODELS.items():
         MODEL_ARCH_CONFIG_CONVERTORS[kind] = MambaModelArchConfigConvertor  # no keys and values of softmax attention
         MODELS_CONFIG_MAP[model] = MambaModelConfig  # without it the states have no size of blocks
         if model not in ModelRegistry.get_supported_archs():
             ModelRegistry.register_model(model, f"gla_vllm.model:{model}")
-    if "vllm::gla_recurrence" not in CompilationConfig._attention_ops:
-        CompilationConfig._attention_ops.append("vllm::gla_recurrence")  # CUDA graphs of prefills stop at it
+    for op in ("vllm::gla_convolution", "vllm::gla_recurrence"):  # CUDA graphs of prefills stop at them
+        if op not in CompilationConfig._attention_ops:
+            CompilationConfig._attention_ops.append(op)
     replace_layers()

@@ -24,7 +24,8 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from gla_core.extension import RMSNormGated, activation, head_width, log_gate
 from gla_transformers import GLAConfig, HGRN2Config
-from gla_vllm.recurrence import Recurrence
+from gla_vllm.convolution import Convolution
+from gla_vllm.recurrence import Recurrence, Sizes
 
 GATE_RANK = 16
 """Rank of the projection that makes the forget gates; no configuration changes it."""
@@ -32,34 +33,41 @@ GATE_NORMALIZER = 16
 """Divides the log of the forget gates; no configuration changes it."""
 
 
-def sizes_of_gla(config: GLAConfig, ranks: int) -> tuple[int, int, int, int]:
-    """Returns Hq, H, K and V of a rank's part of a layer.
+def sizes_of_gla(config: GLAConfig, ranks: int) -> Sizes:
+    """Returns the sizes of a rank's part of a layer.
 
     Raises:
         ValueError: the heads cannot be spread evenly over the ranks, or have no whole width.
     """
     heads = config.num_heads
     kv_heads = heads if config.num_kv_heads is None else config.num_kv_heads
-    _check_heads("num_kv_heads" if kv_heads != heads else "num_heads", kv_heads, ranks)
+    check_heads("num_kv_heads" if kv_heads != heads else "num_heads", kv_heads, ranks)
     K = head_width("expand_k", config.expand_k, config.hidden_size, heads)
     V = head_width("expand_v", config.expand_v, config.hidden_size, heads)
-    return heads // ranks, kv_heads // ranks, K, V
+    return Sizes(heads // ranks, kv_heads // ranks, kv_heads // ranks, K, V, K)
 
 
-def sizes_of_hgrn2(config: HGRN2Config, ranks: int) -> tuple[int, int, int]:
-    """Returns H, K and V of a rank's part of a layer.
+def sizes_of_hgrn2(config: HGRN2Config, ranks: int) -> Sizes:
+    """Returns the sizes of a rank's part of a layer.
 
     Raises:
         ValueError: the heads cannot be spread evenly over the ranks.
     """
     heads = config.hidden_size // config.expand_ratio
-    _check_heads("num_heads", heads, ranks)
-    return heads // ranks, config.expand_ratio, config.hidden_size // heads
+    check_heads("num_heads", heads, ranks)
+    part, K = heads // ranks, config.expand_ratio
+    return Sizes(part, part, part, K, config.hidden_size // heads, K)
 
 
-def _check_heads(name: str, heads: int, ranks: int) -> None:
+def check_heads(name: str, heads: int, ranks: int) -> None:
+    """Raises ValueError if the heads cannot be spread evenly over the ranks."""
     if heads % ranks != 0:
         raise ValueError(f"{name} is {heads}; expected a multiple of the {ranks} ranks of tensor parallelism")
+
+
+def convolution(config: Any, sizes: Sizes, silu: bool, layer: str) -> Convolution | None:
+    """Returns the convolutions in front of the recurrence of this name; None if the model has none."""
+    return Convolution(sizes.widths, config.conv_size, silu, layer) if config.use_short_conv else None
 
 
 class GLAAttention(nn.Module):
@@ -74,42 +82,37 @@ class GLAAttention(nn.Module):
     def __init__(self, config: GLAConfig, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         ranks = get_tensor_model_parallel_world_size()
-        self.heads, self.kv_heads, self.K, self.V = sizes_of_gla(config, ranks)
-        widths = [self.heads * self.K, self.kv_heads * self.K, self.kv_heads * self.V]
-        widths += [self.heads * self.V] if config.use_output_gate else []
-        self.widths, hidden = widths, config.hidden_size
+        sizes = self.sizes = sizes_of_gla(config, ranks)
+        gate = [sizes.queries * sizes.V] if config.use_output_gate else []
+        self.widths, hidden = [sum(sizes.widths), *gate], config.hidden_size
         self.feature_map = None if config.feature_map is None else activation("feature_map", config.feature_map)
         self.clamp_min = config.clamp_min
 
         how: dict[str, Any] = {"quant_config": vllm_config.quant_config, "bias": False}
         self.in_proj = MergedColumnParallelLinear(
-            hidden, [width * ranks for width in widths], prefix=f"{prefix}.in_proj", **how
+            hidden, [width * ranks for width in (*sizes.widths, *gate)], prefix=f"{prefix}.in_proj", **how
         )
         self.gk_proj = nn.ModuleList(
             [
                 ReplicatedLinear(hidden, GATE_RANK, prefix=f"{prefix}.gk_proj.0", **how),
                 ColumnParallelLinear(
-                    GATE_RANK, widths[1] * ranks, prefix=f"{prefix}.gk_proj.1", **how | {"bias": True}
+                    GATE_RANK, sizes.widths[1] * ranks, prefix=f"{prefix}.gk_proj.1", **how | {"bias": True}
                 ),
             ]
         )
-        self.recurrence = Recurrence(
-            (self.kv_heads, self.K, self.V),
-            vllm_config,
-            f"{prefix}.recurrence",
-            gate_normalizer=GATE_NORMALIZER if self.clamp_min is None else None,
-        )
-        self.g_norm = RMSNormGated(self.V, config.norm_eps, bool(config.elementwise_affine), config.hidden_act)
-        self.o_proj = RowParallelLinear(self.heads * self.V * ranks, hidden, prefix=f"{prefix}.o_proj", **how)
+        logits = {} if self.clamp_min is not None else {"gate": "logsigmoid", "gate_normalizer": GATE_NORMALIZER}
+        self.recurrence = Recurrence(sizes, vllm_config, f"{prefix}.recurrence", **logits)
+        self.conv1d = convolution(config, sizes, True, self.recurrence.prefix)
+        self.g_norm = RMSNormGated(sizes.V, config.norm_eps, bool(config.elementwise_affine), config.hidden_act)
+        self.o_proj = RowParallelLinear(sizes.queries * sizes.V * ranks, hidden, prefix=f"{prefix}.o_proj", **how)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v, *gate = self.in_proj(x)[0].split(self.widths, dim=-1)
-        q, k = q.unflatten(-1, (self.heads, self.K)), k.unflatten(-1, (self.kv_heads, self.K))
+        qkv, *gate = self.in_proj(x)[0].split(self.widths, dim=-1)
+        q, k, v = self.sizes.heads(qkv if self.conv1d is None else self.conv1d(qkv))
         if self.feature_map is not None:
             q, k = self.feature_map(q), self.feature_map(k)
-        g = self.gates(x).unflatten(-1, (self.kv_heads, self.K))
-        o = self.recurrence(q, k, v.unflatten(-1, (self.kv_heads, self.V)), g)
-        o = self.g_norm(o, *(y.unflatten(-1, (self.heads, self.V)) for y in gate))
+        o = self.recurrence(q, k, v, self.gates(x).unflatten(-1, k.shape[1:]))
+        o = self.g_norm(o, *(y.unflatten(-1, o.shape[1:]) for y in gate))
         return self.o_proj(o.flatten(-2))[0]
 
     def gates(self, x: Tensor) -> Tensor:
@@ -138,13 +141,14 @@ class HGRN2Attention(nn.Module):
     def __init__(self, config: HGRN2Config, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         ranks = get_tensor_model_parallel_world_size()
-        self.heads, self.K, self.V = sizes_of_hgrn2(config, ranks)
-        self.widths, hidden = [self.heads * self.K, self.heads * self.K, self.heads * self.V], config.hidden_size
+        sizes, hidden = sizes_of_hgrn2(config, ranks), config.hidden_size
+        self.sizes = sizes
         how: dict[str, Any] = {"quant_config": vllm_config.quant_config, "bias": False}
         self.in_proj = MergedColumnParallelLinear(
-            hidden, [width * ranks for width in self.widths], prefix=f"{prefix}.in_proj", **how
+            hidden, [width * ranks for width in sizes.widths], prefix=f"{prefix}.in_proj", **how
         )
-        self.recurrence = Recurrence((self.heads, self.K, self.V), vllm_config, f"{prefix}.recurrence")
+        self.recurrence = Recurrence(sizes, vllm_config, f"{prefix}.recurrence")
+        self.conv1d = convolution(config, sizes, False, self.recurrence.prefix)
         # flash-linear-attention 0.6.0 ignores norm_eps here, and uses 1e-5.
         self.g_norm = RMSNormGated(hidden // ranks, 1e-5, bool(config.elementwise_affine))
         if ranks > 1:
@@ -152,14 +156,14 @@ class HGRN2Attention(nn.Module):
         if self.g_norm.weight is not None:
             set_weight_attrs(self.g_norm.weight, {"weight_loader": sharded_weight_loader(0)})
         self.o_proj = RowParallelLinear(hidden, hidden, prefix=f"{prefix}.o_proj", **how)
-        bound = nn.Parameter(torch.zeros(self.widths[0], dtype=torch.float32), requires_grad=False)
+        bound = nn.Parameter(torch.zeros(sizes.widths[0], dtype=torch.float32), requires_grad=False)
         self.register_parameter("lower_bound", bound if config.use_lower_bound else None)
         if self.lower_bound is not None:
             set_weight_attrs(self.lower_bound, {"weight_loader": sharded_weight_loader(0)})
 
     def forward(self, x: Tensor) -> Tensor:
-        q, f, v = self.in_proj(x)[0].split(self.widths, dim=-1)
-        g = log_gate(f, self.lower_bound)
-        q, k, g = (y.unflatten(-1, (self.heads, self.K)) for y in (F.silu(q), -g.expm1().to(v.dtype), g))
-        o = self.recurrence(q, k, v.unflatten(-1, (self.heads, self.V)), g)
+        qfv = self.in_proj(x)[0]
+        q, f, v = self.sizes.heads(qfv if self.conv1d is None else self.conv1d(qfv))
+        g = log_gate(f, None if self.lower_bound is None else self.lower_bound.view(f.shape[1:]))
+        o = self.recurrence(F.silu(q), -g.expm1().to(v.dtype), v, g)
         return self.o_proj(self.g_norm(o.flatten(-2)))[0]

@@ -16,6 +16,8 @@ logger = init_logger("vllm.gla_vllm")  # vLLM prints what loggers below its own 
 VERSION = "0.32"
 """The version of vLLM that this package was written for."""
 LAYERS = {
+    "gated_delta_net": ("gla_vllm.delta_rules", "QwenLayer", "QwenGatedDeltaNetAttention"),
+    "kda": ("gla_vllm.delta_rules", "KimiLayer", "KimiGatedDeltaNetAttention"),
     "lightning": ("gla_vllm.lightning", "LightningAttention", "BailingMoELinearAttention"),
     "mamba2": ("gla_vllm.mamba2", "StateSpaceMixer", "MambaMixer2"),
 }
@@ -36,7 +38,8 @@ def replace_layers() -> None:
         if theirs not in op_registry_oot:
             PluggableLayer.register_oot(getattr(importlib.import_module(module), ours), name=theirs)
     logger.info_once(
-        "gla_vllm is loaded: gla_core computes GLA and HGRN2 models, and of vLLM's own layers %s (GLA_VLLM_LAYERS)",
+        "gla_vllm is loaded: gla_core computes GLA, HGRN2, GatedDeltaNet and KDA models, and of vLLM's own layers %s "
+        "(GLA_VLLM_LAYERS)",
         ", ".join(names) or "none",
     )
     if vllm.__version__.split(".")[:2] != VERSION.split("."):

@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from gla_core.extension import RMSNormGated
 from gla_vllm.layers import announce
 from gla_vllm.metadata import GLABackend
-from gla_vllm.recurrence import batch_of, recur, with_checkpoints
+from gla_vllm.recurrence import Rows, batch_of, recur, with_checkpoints
 
 
 class LightningAttention(BailingMoELinearAttention):
@@ -51,7 +51,7 @@ class LightningAttention(BailingMoELinearAttention):
         if batch is None:
             o.zero_()
         else:
-            recur(q, k, v, self.decay, o, self.kv_cache[0], batch, scale=self.scaling)
+            recur(Rows(q, k, v, self.decay, o), self.kv_cache, batch, {"scale": self.scaling})
         y = self.g_norm(o.flatten(1), self.g_proj(hidden_states)[0])
         output.copy_(self.dense(y)[0])
 

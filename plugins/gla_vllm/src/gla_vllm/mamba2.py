@@ -14,15 +14,14 @@ from torch import Tensor
 from vllm import envs
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
-from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
-from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 import gla_core as gla
+from gla_vllm.convolution import Filter, convolve
 from gla_vllm.layers import announce
-from gla_vllm.metadata import ConvolvedGLABackend, GLAMetadata
-from gla_vllm.recurrence import Rows, batch_of, prefill, slots_of_decodes
+from gla_vllm.metadata import ConvolvedGLABackend
+from gla_vllm.recurrence import Rows, batch_of, prefill, slots_of_decodes, with_checkpoints
 
 
 class StateSpaceMixer(MambaMixer2):
@@ -30,7 +29,7 @@ class StateSpaceMixer(MambaMixer2):
 
     Raises:
         ValueError: ReplaySSM, drafts or batch invariance are asked for. ReplaySSM's states are of vLLM's kernels, and
-            vLLM's convolutions on a CPU take back no drafts.
+            the step of a Mamba-2 layer is computed for one token.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -49,7 +48,7 @@ class StateSpaceMixer(MambaMixer2):
         return ConvolvedGLABackend
 
     def get_kv_cache_spec(self, vllm_config: Any) -> KVCacheSpec | None:
-        return MambaBase.get_kv_cache_spec(self, vllm_config)  # no state inside a prefill: convolutions keep none
+        return with_checkpoints(MambaBase.get_kv_cache_spec(self, vllm_config))
 
     def conv_ssm_forward(self, projected_states: Tensor, output: Tensor) -> None:
         """Computes the convolution and the scan of [T, ..] into `output`; vLLM's op for this layer calls it."""
@@ -61,7 +60,10 @@ class StateSpaceMixer(MambaMixer2):
         joined, dt = projected_states[:T, self.tped_intermediate_size :].split(
             [self.tped_conv_size, self.tped_dt_size], dim=-1
         )
-        u, k, q = self.split_hidden_states_B_C_fn(self._convolved(joined, batch))
+        filters = Filter(self.conv_weights, self.conv1d.bias, self.activation in ("silu", "swish"))
+        convolved = torch.empty_like(joined)
+        convolve(joined, filters, self.kv_cache[0], batch, convolved)
+        u, k, q = self.split_hidden_states_B_C_fn(convolved)
         u = u.unflatten(-1, (-1, self.head_dim))
         q, k = (y.unflatten(-1, (-1, self.ssm_state_size)) for y in (q, k))
         o, pool, decoded = output[:T].view(u.shape), self.kv_cache[1], batch.num_decode_tokens
@@ -75,35 +77,5 @@ class StateSpaceMixer(MambaMixer2):
             rows = Rows(q, k, u, dt, o).part(decoded, T)
             dt = F.softplus(rows.g.float() + self.dt_bias.float())
             v = (rows.v * dt[..., None]).to(output.dtype)
-            prefill(rows._replace(v=v, g=dt * self.A), pool, batch, options)
+            prefill(rows._replace(v=v, g=dt * self.A), [pool], batch, options)
             rows.out.copy_(rows.out.float() + self.D.float()[:, None] * rows.v)
-
-    def _convolved(self, x: Tensor, batch: GLAMetadata) -> Tensor:
-        """Returns the causal convolution of x [T, width] by vLLM's kernels, which read and write its histories."""
-        states = self.kv_cache[0] if is_conv_state_dim_first() else self.kv_cache[0].transpose(-1, -2)
-        decoded, result = batch.num_decode_tokens, torch.empty_like(x)
-        if batch.num_decodes:
-            slots = batch.state_indices_tensor_d
-            assert slots is not None
-            result[:decoded] = causal_conv1d_update(
-                x[:decoded],
-                states,
-                self.conv_weights,
-                self.conv1d.bias,
-                self.activation,
-                conv_state_indices=slots,
-                max_query_len=1,
-            )
-        if batch.num_prefills:
-            result[decoded:] = causal_conv1d_fn(
-                x[decoded:].transpose(0, 1),
-                self.conv_weights,
-                self.conv1d.bias,
-                activation=self.activation,
-                conv_states=states,
-                has_initial_state=batch.has_initial_states_p,
-                cache_indices=batch.state_indices_tensor_p,
-                metadata=batch,
-                query_start_loc=batch.query_start_loc_p,
-            ).transpose(0, 1)
-        return result

@@ -31,10 +31,13 @@ class GLAMetadata(ShortConvAttentionMetadata):
     Attributes:
         checkpoint: for each prefill, the state to keep from inside it, and where; None if no prefill keeps one.
         segment: the number of tokens for `gla_core.batch_invariant`; None if results may depend on the batch.
+        ring_start: for each decode, the place in the rings of the first token of its last call [num_decodes]; None if
+            the layers have no rings.
     """
 
     checkpoint: MambaPrefillCheckpointMetadata | None = None
     segment: int | None = None
+    ring_start: torch.Tensor | None = None
 
 
 class GLAMetadataBuilder(ShortConvAttentionMetadataBuilder):
@@ -53,6 +56,10 @@ class GLAMetadataBuilder(ShortConvAttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         if self.num_spec_tokens >= MOST_STEPS:
             raise ValueError(f"num_speculative_tokens is {self.num_spec_tokens}; expected at most {MOST_STEPS - 1}")
+        # Without blocks for drafts, layers have rings. CUDA graphs read where these begin at the same place in memory.
+        has_rings = self.num_spec_tokens > 0 and kv_cache_spec.num_speculative_blocks == 0
+        sequences = vllm_config.scheduler_config.max_num_seqs
+        self.ring_start = torch.zeros(sequences, dtype=torch.int32, device=device) if has_rings else None
         self.checkpoints = MambaPrefillCheckpointBuilder(vllm_config, kv_cache_spec)
         self.segment = segment(vllm_config, kv_cache_spec.block_size) if envs.VLLM_BATCH_INVARIANT else None
 
@@ -65,11 +72,16 @@ class GLAMetadataBuilder(ShortConvAttentionMetadataBuilder):
     ) -> GLAMetadata:
         """Returns the metadata of a batch; `drafts` are vLLM's arguments about speculation."""
         metadata: Any = super().build(common_prefix_len, common_attn_metadata, fast_build, **drafts)
-        checkpoint = None
+        checkpoint, ring_start = None, None
+        if self.ring_start is not None and metadata.num_decodes:  # a token is in the rings at its place in the sequence
+            accepted = metadata.num_accepted_tokens
+            before = metadata.seq_lens[: len(accepted)] - metadata.query_start_loc_d.diff()
+            places = (before - accepted) % ring_length(self.num_spec_tokens)
+            ring_start = self.ring_start[: len(accepted)].copy_(places)
         if metadata.num_prefills:
             prefills = list(range(metadata.num_reqs - metadata.num_prefills, metadata.num_reqs))
             checkpoint = self.checkpoints.build(common_attn_metadata, prefills)
-        return replace(metadata, checkpoint=checkpoint, segment=self.segment)
+        return replace(metadata, checkpoint=checkpoint, segment=self.segment, ring_start=ring_start)
 
     def update_block_table(
         self, metadata: GLAMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
@@ -79,6 +91,11 @@ class GLAMetadataBuilder(ShortConvAttentionMetadataBuilder):
         if metadata.checkpoint is None:
             return updated
         return replace(updated, checkpoint=metadata.checkpoint.regather_state_indices(blk_table))
+
+
+def ring_length(drafts: int) -> int:
+    """Returns the number of tokens in a ring: those of a call, and as many that were accepted of the call before."""
+    return 2 * (1 + drafts)
 
 
 def segment(vllm_config: VllmConfig, block_size: int) -> int:
@@ -126,17 +143,13 @@ class GLABackend(AttentionBackend):
 
 
 class ConvolvedGLAMetadataBuilder(GLAMetadataBuilder):
-    """Makes the metadata of layers that have vLLM's convolutions beside the recurrence."""
+    """Makes the metadata of layers with convolutions in front of the recurrence."""
 
     needs_causal_conv1d_metadata = True
 
 
 class ConvolvedGLABackend(GLABackend):
-    """Tells vLLM how batches of layers with states and with vLLM's convolutions are described."""
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return False
+    """Tells vLLM how batches of layers with convolutions are described."""
 
     @staticmethod
     def get_builder_cls() -> type[GLAMetadataBuilder]:

@@ -1,4 +1,4 @@
-"""The GLA and HGRN2 language models in vLLM: names and shapes of weights as in flash-linear-attention 0.6.0."""
+"""The language models in vLLM: names and shapes of weights as in flash-linear-attention 0.6.0."""
 
 from __future__ import annotations
 
@@ -19,26 +19,34 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, m
 
 from gla_vllm.attention import GLAAttention, HGRN2Attention, sizes_of_gla, sizes_of_hgrn2
 from gla_vllm.configuration import check_served, mlp_width
-from gla_vllm.recurrence import state_dtype
+from gla_vllm.delta import GatedDeltaNetAttention, KimiDeltaAttention, sizes_of_delta_rule
+from gla_vllm.recurrence import state_dtypes, state_shapes
 
 Layer = Callable[[Any, VllmConfig, str], nn.Module]
 
 
-def _merged(**names: tuple[str, int]) -> dict[str, tuple[str, int]]:
-    """Returns the mapping of the names of weights to the merged weights and their places in it."""
+def _merged(*convolved: str, **others: tuple[str, int]) -> dict[str, tuple[str, int]]:
+    """Returns the mapping of the names of weights to the merged weights and their places in it.
+
+    Args:
+        convolved: what the first projections make, each through a convolution if the model has them.
+        others: the names of other projections.
+    """
+    names = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), **others}
+    for place, name in enumerate(convolved):
+        names |= {f"{name}_proj": ("in_proj", place), f"{name}_conv1d": ("conv1d", place)}
     return {f".{name}.": (f".{merged}.", place) for name, (merged, place) in names.items()}
 
 
-MLP = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
 GLA_WEIGHTS = WeightsMapper(
     orig_to_new_substr={".g_norm_swish_gate.": ".g_norm."},
-    orig_to_new_stacked=_merged(
-        q_proj=("in_proj", 0), k_proj=("in_proj", 1), v_proj=("in_proj", 2), g_proj=("in_proj", 3), **MLP
-    ),
+    orig_to_new_stacked=_merged("q", "k", "v", g_proj=("in_proj", 3)),
 )
-HGRN2_WEIGHTS = WeightsMapper(
-    orig_to_new_stacked=_merged(q_proj=("in_proj", 0), f_proj=("in_proj", 1), i_proj=("in_proj", 2), **MLP)
+GATED_DELTA_NET_WEIGHTS = WeightsMapper(
+    orig_to_new_stacked=_merged("q", "k", "v", a_proj=("in_proj", 3), b_proj=("in_proj", 4), g_proj=("in_proj", 5))
 )
+KDA_WEIGHTS = WeightsMapper(orig_to_new_stacked=_merged("q", "k", "v", b_proj=("in_proj", 3)))
+HGRN2_WEIGHTS = WeightsMapper(orig_to_new_stacked=_merged("q", "f", "i"))
 
 
 class Block(nn.Module):
@@ -90,7 +98,7 @@ class Decoder(nn.Module):
 
 
 class LanguageModel(nn.Module, HasInnerState, IsAttentionFree, IsHybrid, SupportsMambaPrefixCaching):
-    """A language model: what GLA and HGRN2 share."""
+    """A language model: what all models here share."""
 
     layer: ClassVar[Any]
     weights: ClassVar[WeightsMapper]
@@ -108,17 +116,18 @@ class LanguageModel(nn.Module, HasInnerState, IsAttentionFree, IsHybrid, Support
         self.logits_processor = LogitsProcessor(config.vocab_size)
 
     @classmethod
-    def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype]:
-        return (state_dtype(vllm_config),)
+    def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
+        return state_dtypes(vllm_config)
 
     @classmethod
-    def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...]]:
+    def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
         ranks = vllm_config.parallel_config.tensor_parallel_size
-        return (tuple(cls.sizes(vllm_config.model_config.hf_config, ranks)[-3:]),)
+        return state_shapes(vllm_config, cls.sizes(vllm_config.model_config.hf_config, ranks))
 
-    @classmethod
-    def get_mamba_state_copy_func(cls) -> tuple[Any, ...]:
-        return MambaStateCopyFuncCalculator.linear_attention_state_copy_func()
+    def get_mamba_state_copy_funcs(self, mamba_types: set[Any]) -> dict[Any, tuple[Any, ...]]:
+        """Returns for each type of states the functions that find them; the first is that of convolutions, if any."""
+        functions: tuple[Any, ...] = MambaStateCopyFuncCalculator.gated_delta_net_state_copy_func()
+        return dict.fromkeys(mamba_types, functions if self.config.use_short_conv else functions[1:])
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         return self.model.embeddings(input_ids)
@@ -144,6 +153,18 @@ class GLAForCausalLM(LanguageModel):
     """The GLA language model."""
 
     layer, weights, sizes = GLAAttention, GLA_WEIGHTS, staticmethod(sizes_of_gla)
+
+
+class GatedDeltaNetForCausalLM(LanguageModel):
+    """The language model of gated delta networks."""
+
+    layer, weights, sizes = GatedDeltaNetAttention, GATED_DELTA_NET_WEIGHTS, staticmethod(sizes_of_delta_rule)
+
+
+class KDAForCausalLM(LanguageModel):
+    """The language model with Kimi delta attention."""
+
+    layer, weights, sizes = KimiDeltaAttention, KDA_WEIGHTS, staticmethod(sizes_of_delta_rule)
 
 
 class HGRN2ForCausalLM(LanguageModel):

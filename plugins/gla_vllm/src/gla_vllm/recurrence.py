@@ -1,8 +1,8 @@
-"""The recurrence of gated linear attention over a batch of vLLM, from and into states that vLLM allocates."""
+"""The recurrences of gated linear attention and of delta rules over a batch of vLLM, in states that vLLM allocates."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
@@ -20,63 +21,133 @@ from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 import gla_core as gla
-from gla_vllm.metadata import CHECKPOINTS, GLABackend, GLAMetadata
+from gla_vllm.metadata import CHECKPOINTS, ConvolvedGLABackend, GLABackend, GLAMetadata, ring_length
 
 
 class Recurrence(nn.Module, MambaBase):
-    """Gated linear attention over the tokens of a batch, with a state of each sequence.
+    """Gated linear attention or a delta rule over the tokens of a batch, with a state of each sequence.
 
     Args:
-        shape: the sizes Hv, K and V of the state of a sequence on this rank.
+        sizes: the sizes of the layer on this rank.
         vllm_config: vLLM's configuration.
         prefix: the name of the layer, unique in the model.
-        scale: factor of the output; None means K^-1/2.
-        gate_normalizer: None if the gates are log gates; if they are logits, the number that divides their log sigma.
+        options: what the ops compute of the projections, as in `recur`.
+
+    Attributes:
+        histories: the number of states, in front of those of the recurrence, that are histories of convolutions.
+        replays: whether a sequence has one state and rings, whatever its drafts; see `replays`.
     """
 
     mamba_type = MambaAttentionBackendEnum.LINEAR
 
     def __init__(
         self,
-        shape: tuple[int, int, int],
+        sizes: Sizes,
         vllm_config: VllmConfig,
         prefix: str,
-        scale: float | None = None,
-        gate_normalizer: int | None = None,
+        **options: Any,
     ) -> None:
         super().__init__()
-        self.shape, self.dtype, self.prefix = shape, state_dtype(vllm_config), prefix
-        self.options: dict[str, Any] = {"scale": scale}
-        if gate_normalizer is not None:
-            self.options |= {"gate": "logsigmoid", "gate_normalizer": gate_normalizer}
+        config: Any = vllm_config.model_config.hf_config
+        self.shapes, self.dtypes = state_shapes(vllm_config, sizes), state_dtypes(vllm_config)
+        self.options, self.prefix, self.histories = options, prefix, int(config.use_short_conv)
+        self.replays = replays(vllm_config)
         layers = vllm_config.compilation_config.static_forward_context
         if prefix in layers:
             raise ValueError(f"there are two layers of the name {prefix}; expected names to be unique")
         layers[prefix] = self
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
-        """Maps q [T, Hq, K], k [T, H, K], v [T, Hv, V] and g, in a form of `chunk_gla`, to o [T, Ho, V]."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None = None) -> Tensor:
+        """Maps q [T, Hq, K], k [T, H, K], v [T, Hv, V] and g, in a form of `chunk_gla`, to o [T, Ho, V].
+
+        With beta [T, Hv] the recurrence is that of `chunk_delta`.
+        """
         o = v.new_empty(v.shape[0], max(q.shape[1], v.shape[1]), v.shape[2])
-        torch.ops.vllm.gla_recurrence(q, k, v, g, o, self.prefix)
+        torch.ops.vllm.gla_recurrence(q, k, v, g, beta, o, self.prefix)
         return o
 
-    def get_state_shape(self) -> tuple[tuple[int, int, int]]:
-        return (self.shape,)
+    def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
+        return self.shapes
 
-    def get_state_dtype(self) -> tuple[torch.dtype]:
-        return (self.dtype,)
+    def get_state_dtype(self) -> tuple[torch.dtype, ...]:
+        return self.dtypes
 
     def get_attn_backend(self) -> type[AttentionBackend]:
-        return GLABackend
+        return ConvolvedGLABackend if self.histories else GLABackend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec | None:
-        return with_checkpoints(super().get_kv_cache_spec(vllm_config))
+        spec: Any = with_checkpoints(super().get_kv_cache_spec(vllm_config))
+        return replace(spec, num_speculative_blocks=0) if self.replays else spec
 
 
-def state_dtype(vllm_config: VllmConfig) -> torch.dtype:
-    """Returns the dtype of the states: that of --mamba-ssm-cache-dtype, float32 if it is "auto"."""
+class Sizes(NamedTuple):
+    """The sizes of a rank's part of a layer.
+
+    Attributes:
+        queries, keys, values: the number of heads of each.
+        K, V: the widths of a key and a value.
+        gates: how many forget gates a value head has, K or 1.
+    """
+
+    queries: int
+    keys: int
+    values: int
+    K: int
+    V: int
+    gates: int
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """The widths of the projections that become q, k and v."""
+        return self.queries * self.K, self.keys * self.K, self.values * self.V
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the three parts of joined projections [T, D], each as [T, heads, width]."""
+        q, k, v = x.split(self.widths, dim=-1)
+        return (
+            q.unflatten(-1, (self.queries, self.K)),
+            k.unflatten(-1, (self.keys, self.K)),
+            v.unflatten(-1, (self.values, self.V)),
+        )
+
+
+def state_shapes(vllm_config: VllmConfig, sizes: Sizes) -> tuple[tuple[int, ...], ...]:
+    """Returns the shapes of the states of a sequence.
+
+    These are the histories of its convolutions, if any; the recurrent state [Hv, K, V]; and the rings [L, ..] of keys,
+    values and gates, if it has them.
+    """
+    config: Any = vllm_config.model_config.hf_config
+    drafts, histories, rings = vllm_config.num_speculative_tokens, (), ()
+    if config.use_short_conv:
+        histories = MambaStateShapeCalculator.short_conv_state_shape(1, sum(sizes.widths), config.conv_size, drafts)
+    if replays(vllm_config):
+        L, gates = ring_length(drafts), (sizes.values, *([sizes.gates] if sizes.gates > 1 else []))
+        rings = ((L, sizes.keys, sizes.K), (L, sizes.values, sizes.V), (L, *gates))
+    return (*histories, (sizes.values, sizes.K, sizes.V), *rings)
+
+
+def state_dtypes(vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
+    """Returns the dtypes of the states of a sequence.
+
+    The histories of convolutions have the dtype of the model, and rings float32. The recurrent state has the dtype of
+    --mamba-ssm-cache-dtype, float32 if it is "auto".
+    """
+    config: Any = vllm_config.model_config
     name = vllm_config.cache_config.mamba_ssm_cache_dtype
-    return torch.float32 if name == "auto" else getattr(torch, name)
+    dtype = torch.float32 if name == "auto" else getattr(torch, name)
+    histories = (config.dtype,) if config.hf_config.use_short_conv else ()
+    return (*histories, dtype, *((torch.float32,) * 3 if replays(vllm_config) else ()))
+
+
+def replays(vllm_config: VllmConfig) -> bool:
+    """Returns whether drafts are verified with one state for each sequence, and rings of the tokens of its last call.
+
+    The state is then behind by the tokens of the last call. A prefix cache needs states that are up to date, and batch
+    invariance an op that has it, so that with these a sequence has a state for each draft.
+    """
+    cached = vllm_config.cache_config.mamba_cache_mode != "none"
+    return vllm_config.num_speculative_tokens > 0 and not cached and not envs.VLLM_BATCH_INVARIANT
 
 
 def with_checkpoints(spec: Any) -> Any:
@@ -89,36 +160,45 @@ def with_checkpoints(spec: Any) -> Any:
     return replace(spec, num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=CHECKPOINTS)
 
 
-def recur(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, out: Tensor, pool: Tensor, batch: GLAMetadata, **options: Any
-) -> None:
+def recur(rows: Rows, states: Sequence[Tensor], batch: GLAMetadata, options: dict[str, Any]) -> None:
     """Computes a batch: decodes are its first rows, then come prefills, then padding, whose output is 0.
 
     Args:
-        q, k, v, g: [T, ..], or g [Hv].
-        out: [T, Ho, V]; written.
-        pool: the states [P, Hv, K, V]; written.
+        rows: the tokens, and their output, which is written.
+        states: the recurrent states [P, Hv, K, V], and the rings [P, L, ..] if there are any; written.
         batch: which rows belong to which sequence, and where its states are.
-        options: scale, gate, gate_normalizer and state_v_first, as in `chunk_gla_pool`.
+        options: scale, gate, gate_normalizer and state_v_first as in `chunk_gla_pool`, and with betas normalize and
+            beta_limit as in `chunk_delta_pool`.
     """
-    rows, decoded = Rows(q, k, v, g, out), batch.num_decode_tokens
+    decoded = batch.num_decode_tokens
     computed = decoded + batch.num_prefill_tokens
     with nullcontext() if batch.segment is None else gla.batch_invariant(batch.segment):
         if batch.num_decodes:
-            _decode(rows.part(0, decoded), pool, batch, options)
+            _decode(rows.part(0, decoded), states, batch, options)
         if batch.num_prefills:
-            prefill(rows.part(decoded, computed), pool, batch, options)
-    out[computed:] = 0
+            prefill(rows.part(decoded, computed), states, batch, options)
+    rows.out[computed:] = 0
 
 
 class Rows(NamedTuple):
-    """Tokens [T, ..] and their output [T, Ho, V]; a constant gate g is [Hv]."""
+    """Tokens [T, ..] and their output [T, Ho, V]; a constant gate g is [Hv]. A delta rule has betas [T, Hv]."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     g: Tensor
     out: Tensor
+    beta: Tensor | None = None
+
+    @property
+    def tokens(self) -> tuple[Tensor, ...]:
+        """The tokens as the ops of their recurrence take them."""
+        return (self.q, self.k, self.v, self.g) if self.beta is None else (self.q, self.k, self.v, self.g, self.beta)
+
+    @property
+    def ops(self) -> Ops:
+        """The ops of their recurrence."""
+        return GATED_LINEAR_ATTENTION if self.beta is None else DELTA_RULE
 
     def part(self, begin: int, end: int) -> Rows:
         """Returns the rows from begin to end, as views."""
@@ -134,20 +214,39 @@ class Rows(NamedTuple):
 
     def _each(self, function: Callable[[Tensor], Tensor]) -> Rows:
         g = self.g if self.g.ndim == 1 else function(self.g)
-        return Rows(function(self.q), function(self.k), function(self.v), g, function(self.out))
+        beta = None if self.beta is None else function(self.beta)
+        return Rows(function(self.q), function(self.k), function(self.v), g, function(self.out), beta)
 
 
-def _decode(rows: Rows, pool: Tensor, batch: GLAMetadata, options: dict[str, Any]) -> None:
-    slots = batch.state_indices_tensor_d
+class Ops(NamedTuple):
+    """The functions of gla_core for a token of each sequence, for a token and drafts in two ways, and for prompts."""
+
+    step: Callable[..., Any]
+    steps: Callable[..., Tensor]
+    replay: Callable[..., Tensor]
+    pool: Callable[..., Tensor]
+
+
+GATED_LINEAR_ATTENTION = Ops(
+    gla.recurrent_gla_step, gla.recurrent_gla_steps, gla.recurrent_gla_replay, gla.chunk_gla_pool
+)
+DELTA_RULE = Ops(gla.recurrent_delta_step, gla.recurrent_delta_steps, gla.recurrent_delta_replay, gla.chunk_delta_pool)
+
+
+def _decode(rows: Rows, states: Sequence[Tensor], batch: GLAMetadata, options: dict[str, Any]) -> None:
+    slots, (pool, *rings) = batch.state_indices_tensor_d, states
     assert slots is not None
     if batch.num_accepted_tokens is None and pool.dtype != torch.float16:  # the quicker op takes no float16
-        q, k, v, g, out = rows
-        o, _ = gla.recurrent_gla_step(q, k, v, g, pool, slots=slots_of_decodes(batch), inplace=True, **options)
-        out.copy_(o)
+        o, _ = rows.ops.step(*rows.tokens, pool, slots=slots_of_decodes(batch), inplace=True, **options)
+        rows.out.copy_(o)
         return
-    q, k, v, g, out = rows.single() if batch.query_start_loc_d is None else rows.packed()
-    drafts: Any = {"cu_seqlens": batch.query_start_loc_d, "num_accepted": batch.num_accepted_tokens}
-    gla.recurrent_gla_steps(q, k, v, g, pool, slots, pad_slot=NULL_BLOCK_ID, out=out, **drafts, **options)
+    rows = rows.single() if batch.query_start_loc_d is None else rows.packed()
+    where: Any = {"cu_seqlens": batch.query_start_loc_d, "pad_slot": NULL_BLOCK_ID, "out": rows.out}
+    accepted = batch.num_accepted_tokens
+    if rings:
+        rows.ops.replay(*rows.tokens, pool, *rings, slots[:, 0], batch.ring_start, accepted, **where, **options)
+    else:
+        rows.ops.steps(*rows.tokens, pool, slots, num_accepted=accepted, **where, **options)
 
 
 def slots_of_decodes(batch: GLAMetadata) -> Tensor:
@@ -157,16 +256,29 @@ def slots_of_decodes(batch: GLAMetadata) -> Tensor:
     return slots[:, 0].masked_fill(slots[:, 0] == NULL_BLOCK_ID, -1)
 
 
-def prefill(rows: Rows, pool: Tensor, batch: GLAMetadata, options: dict[str, Any]) -> None:
-    """Computes the prefills of a batch, `rows`; `options` are those of `recur`."""
-    offsets, slots, kept = batch.query_start_loc_p, batch.state_indices_tensor_p, batch.checkpoint
+def prefill(rows: Rows, states: Sequence[Tensor], batch: GLAMetadata, options: dict[str, Any]) -> None:
+    """Computes the prefills of a batch, `rows`; the other arguments are those of `recur`.
+
+    A prefill brings the state up to date, and vLLM counts one accepted token after it. So its last token in the rings
+    becomes one that changes no state: k = 0, with a gate of 1.
+    """
+    offsets, slots, kept, (pool, *rings) = (
+        batch.query_start_loc_p,
+        batch.state_indices_tensor_p,
+        batch.checkpoint,
+        states,
+    )
     assert offsets is not None
     assert slots is not None
-    q, k, v, g, out = rows.packed()
-    states: Any = {"has_state": batch.has_initial_states_p, "pad_slot": NULL_BLOCK_ID}
+    rows = rows.packed()
+    where: Any = {"has_state": batch.has_initial_states_p, "pad_slot": NULL_BLOCK_ID, "out": rows.out}
     if kept is not None:
-        states |= {"snapshot_offsets": kept.checkpoint_offsets, "snapshot_slots": kept.state_indices}
-    gla.chunk_gla_pool(q, k, v, g, pool, offsets, slots, out=out, **states, **options)
+        where |= {"snapshot_offsets": kept.checkpoint_offsets, "snapshot_slots": kept.state_indices}
+    rows.ops.pool(*rows.tokens, pool, offsets, slots, **where, **options)
+    if rings:
+        lengths = batch.seq_lens[batch.num_reqs - batch.num_prefills : batch.num_reqs]
+        for ring in rings:
+            ring[slots, (lengths - 1) % ring.shape[1]] = 0
 
 
 def batch_of(layer: str) -> Any:
@@ -175,16 +287,16 @@ def batch_of(layer: str) -> Any:
     return None if batches is None else batches.get(layer)
 
 
-def _gla_recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, out: Tensor, layer: str) -> None:
+def _gla_recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, out: Tensor, layer: str) -> None:
     batch = batch_of(layer)
     if batch is None:
         out.zero_()
         return
     this = get_forward_context().no_compile_layers[layer]
-    recur(q, k, v, g, out, this.kv_cache[0], batch, **this.options)
+    recur(Rows(q, k, v, g, out, beta), this.kv_cache[this.histories :], batch, this.options)
 
 
-def _no_computation(q: Tensor, k: Tensor, v: Tensor, g: Tensor, out: Tensor, layer: str) -> None:
+def _no_computation(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, out: Tensor, layer: str) -> None:
     return
 
 
