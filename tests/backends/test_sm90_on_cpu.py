@@ -64,6 +64,14 @@ def every_other_thorough(cases):
     return [pytest.param(x, marks=pytest.mark.thorough if i % 2 else ()) for i, x in enumerate(cases)]
 
 
+def chequered(*values):
+    """Returns all combinations of values as parameters of tests; as on a chessboard, every second one is thorough."""
+    return [
+        pytest.param(*(x for _, x in chosen), marks=pytest.mark.thorough if sum(i for i, _ in chosen) % 2 else ())
+        for chosen in itertools.product(*map(enumerate, values))
+    ]
+
+
 class AllAtOnce(NamedTuple):
     """Stands for a kernel that would be interpreted: a function that computes all of its programs."""
 
@@ -250,9 +258,11 @@ def test_row_sums(kernels, D):
     assert relative_error(kernels.common.replaced["row_sums"](x), x.double().sum(1)) <= 1e-6
 
 
-@pytest.mark.parametrize("sizes", [{"gate_form": "key"}, {"gate_form": "key", "gate_dtype": BFLOAT16}, PACKED], ids=str)
-@pytest.mark.parametrize("normalizer", [1, 16])
-@pytest.mark.parametrize("dtype", [BFLOAT16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "normalizer", "dtype"),
+    chequered([{"gate_form": "key"}, {"gate_dtype": BFLOAT16}, PACKED], [1, 16], [BFLOAT16, torch.float16]),
+    ids=str,
+)
 def test_logits_far_from_zero(kernels, sizes, normalizer, dtype):
     sizes = {"gate_form": "key", "gates": "extreme", "normalizer": normalizer, "dtype": dtype} | sizes
     check_forward(kernels, **sizes)
@@ -262,9 +272,13 @@ def test_logits_far_from_zero(kernels, sizes, normalizer, dtype):
         check_states(kernels, inputs(**sizes), True, normalizer)
 
 
-@pytest.mark.parametrize("dtype", [BFLOAT16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("gates", ["mild", "strong", "extreme", "-inf"])
-@pytest.mark.parametrize("form", ["head", "constant", "key"])
+@pytest.mark.parametrize(
+    ("form", "gates", "dtype"),
+    chequered(
+        ["head", "constant", "key"], ["mild", "strong", "extreme", "-inf"], [BFLOAT16, torch.float16, torch.float32]
+    ),
+    ids=str,
+)
 def test_outputs_of_every_gate(kernels, form, gates, dtype):
     check_forward(kernels, gate_form=form, gates=gates, initial_state=True, dtype=dtype)
 
@@ -707,65 +721,87 @@ def test_gradients_of_float16_in_range(kernels, widths, factors):
     check_gradients(kernels, dtype=torch.float16, gate_form="key", factors=factors, dstate=False, T=300, **widths)
 
 
-@pytest.mark.parametrize(("form", "widths"), [("head", {}), ("key", {}), ("key", {"K": 136, "V": 136})], ids=str)
-@pytest.mark.parametrize("factors", [(1e-6, 1e4, 1e4, 1e-8), (1e4, 1e-6, 1e9, 1e2), (1e-4, 1e-4, 1e-6, 1e-9)], ids=str)
-def test_gradients_of_float32_in_range(kernels, form, widths, factors):
-    check_gradients(kernels, dtype=torch.float32, gate_form=form, factors=factors, dstate=False, T=300, **widths)
-
-
-@pytest.mark.parametrize(("scale", "do_factor"), [(0.0, 1), (-3.0, 1), (1e-7, 1e4)])
-@pytest.mark.parametrize(("form", "widths"), [("head", {}), ("key", {}), ("key", {"K": 72, "V": 136})], ids=str)
-def test_gradients_of_float16_of_any_scale(kernels, form, widths, scale, do_factor):
-    sizes = {"gate_form": form, "initial_state": True, "dtype": torch.float16, **widths}
-    check_gradients(kernels, scale=scale, factors=(1, 1, 1, do_factor), **sizes)
-
-
-@pytest.mark.parametrize("gates", ["none", "mild", "strong"])
 @pytest.mark.parametrize(
-    ("factors", "scale"),
-    [((1000, 1e-3, 0.1, 1), 1e-2), ((1e-3, 1000, 0.1, 1), 1e-2), ((2000, 2000, 1e-2, 1e-2), 1e-4)],
+    ("factors", "sizes"),
+    chequered(
+        [(1e-6, 1e4, 1e4, 1e-8), (1e4, 1e-6, 1e9, 1e2), (1e-4, 1e-4, 1e-6, 1e-9)],
+        [{"gate_form": "head"}, {"gate_form": "key"}, {"gate_form": "key", "K": 136, "V": 136}],
+    ),
     ids=str,
 )
-def test_gradients_of_wide_heads_with_large_queries_and_keys(kernels, factors, scale, gates):
+def test_gradients_of_float32_in_range(kernels, factors, sizes):
+    check_gradients(kernels, dtype=torch.float32, factors=factors, dstate=False, T=300, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("factors", "sizes"),
+    chequered(
+        [{"scale": 0.0}, {"scale": -3.0}, {"scale": 1e-7, "factors": (1, 1, 1, 1e4)}],
+        [{"gate_form": "head"}, {"gate_form": "key"}, {"gate_form": "key", "K": 72, "V": 136}],
+    ),
+    ids=str,
+)
+def test_gradients_of_float16_of_any_scale(kernels, factors, sizes):
+    check_gradients(kernels, initial_state=True, dtype=torch.float16, **factors, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("gates", "factors"),
+    chequered(
+        ["none", "mild", "strong"],
+        [(1000, 1e-3, 0.1, 1), (1e-3, 1000, 0.1, 1), (2000, 2000, 1e-2, 1e-2)],
+    ),
+    ids=str,
+)
+def test_gradients_of_wide_heads_with_large_queries_and_keys(kernels, factors, gates):
     """Decays of a mild chunk multiply q and k by up to 403, which makes these above 65504."""
     sizes = {"gate_form": "key", "K": 136, "V": 72, "dtype": torch.float16, "gates": gates}
+    scale = 1e-4 if factors[0] == factors[1] else 1e-2
     check_gradients(kernels, scale=scale, factors=factors, dstate=False, **sizes)
 
 
-@pytest.mark.parametrize("dtype", [BFLOAT16, torch.float16], ids=str)
-@pytest.mark.parametrize("strength", [-8.0, -0.01])
-@pytest.mark.parametrize(("form", "widths"), [("head", {}), ("key", {}), ("key", {"K": 136, "V": 72})], ids=str)
-def test_gradients_of_uniform_gates(kernels, monkeypatch, form, widths, strength, dtype):
+@pytest.mark.parametrize(
+    ("sizes", "strength", "dtype"),
+    chequered(
+        [{"gate_form": "head"}, {"gate_form": "key"}, {"gate_form": "key", "K": 136, "V": 72}],
+        [-8.0, -0.01],
+        [BFLOAT16, torch.float16],
+    ),
+    ids=str,
+)
+def test_gradients_of_uniform_gates(kernels, monkeypatch, sizes, strength, dtype):
     """Strong gates make dg small beside the products of a token's own key and value."""
     monkeypatch.setattr("gla_core.workloads.inputs.random_gate", lambda shape, *_: torch.full(shape, strength))
-    check_gradients(kernels, T=200, gate_form=form, dtype=dtype, **widths)
-    if dtype == BFLOAT16 and form == "head":
+    check_gradients(kernels, T=200, dtype=dtype, **sizes)
+    if sizes == {"gate_form": "head"}:
         check_gradients(kernels, T=200, R=2, heads=2, skips=True)
 
 
-@pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
 @pytest.mark.parametrize(
-    "sizes",
-    [
-        {"T": 300, "gates": "-inf"},
-        {"T": 300, "gate_form": "constant", "R": 2, "K": 128, "V": 128},
-        {"T": 200, "gates": "none"},
-        {"lengths": (100, 0, 200, 1), "K": 72, "gates": "strong"},
-        {"T": 300, "gate_form": "key", "gates": "-inf", "K": 128, "V": 128},
-        {"lengths": (100, 0, 200, 1), "gate_form": "key", "K": 72},
-        {"T": 300, "gate_form": "key", "normalizer": 1, "gate_dtype": BFLOAT16},
-        {"T": 300, "gate_form": "key", "H": 2, "R": 2, "gates": "-inf"},
-        {"lengths": (100, 0, 200, 1), "gate_form": "key", "H": 2, "R": 3, "dtype": torch.float32},
-        {"lengths": (100, 0, 200, 1), "gate_form": "key", "normalizer": 1},
-        {"lengths": (100, 0, 200, 1), "normalizer": 2},
-        {"T": 300, "gates": "extreme", "dtype": torch.float16},
-        {"T": 300, "gates": "extreme", "gate_form": "key", "dtype": torch.float16},
-        {"T": 300, "gates": "none", "dtype": torch.float16},
-        {"T": 300, "dtype": torch.float32, "B": 2, "H": 2, "R": 2},
-        {"T": 300, "gates": "extreme", "gate_form": "key", "dtype": torch.float32},
-        {"lengths": (100, 0, 200, 1), "dtype": torch.float32},
-        {"lengths": (100, 0, 200, 1), "gates": "-inf", "gate_form": "key", "dtype": torch.float16},
-    ],
+    ("sizes", "backwards"),
+    chequered(
+        [
+            {"T": 300, "gates": "-inf"},
+            {"T": 300, "gate_form": "constant", "R": 2, "K": 128, "V": 128},
+            {"T": 200, "gates": "none"},
+            {"lengths": (100, 0, 200, 1), "K": 72, "gates": "strong"},
+            {"T": 300, "gate_form": "key", "gates": "-inf", "K": 128, "V": 128},
+            {"lengths": (100, 0, 200, 1), "gate_form": "key", "K": 72},
+            {"T": 300, "gate_form": "key", "normalizer": 1, "gate_dtype": BFLOAT16},
+            {"T": 300, "gate_form": "key", "H": 2, "R": 2, "gates": "-inf"},
+            {"lengths": (100, 0, 200, 1), "gate_form": "key", "H": 2, "R": 3, "dtype": torch.float32},
+            {"lengths": (100, 0, 200, 1), "gate_form": "key", "normalizer": 1},
+            {"lengths": (100, 0, 200, 1), "normalizer": 2},
+            {"T": 300, "gates": "extreme", "dtype": torch.float16},
+            {"T": 300, "gates": "extreme", "gate_form": "key", "dtype": torch.float16},
+            {"T": 300, "gates": "none", "dtype": torch.float16},
+            {"T": 300, "dtype": torch.float32, "B": 2, "H": 2, "R": 2},
+            {"T": 300, "gates": "extreme", "gate_form": "key", "dtype": torch.float32},
+            {"lengths": (100, 0, 200, 1), "dtype": torch.float32},
+            {"lengths": (100, 0, 200, 1), "gates": "-inf", "gate_form": "key", "dtype": torch.float16},
+        ],
+        [False, True],
+    ),
     ids=str,
 )
 def test_states_of_segments(kernels, sizes, backwards):
