@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from gla_core.workloads.named import sizes_of
+from gla_core.workloads.rows import sizes_of
 
 SEQUENCES = 64
 """The number of sequences in a decoding step."""
