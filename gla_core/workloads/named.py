@@ -26,7 +26,7 @@ class Workload:
 
     Attributes:
         name: unique among the workloads of its op.
-        op: a public op. chunk_gla stands for chunk_gla_fwd, and for chunk_gla_bwd if gradients are computed.
+        op: a public op; it stands for its forward, and for its backward if gradients are computed.
         sizes: the sizes from which `gla_core.workloads.inputs.arguments` makes the arguments.
         tags: a subset of `TAGS`.
     """

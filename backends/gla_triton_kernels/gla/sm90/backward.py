@@ -156,7 +156,7 @@ def launch_gradients(
     grid = (blocks_k * blocks_v * segments.count * Ho, 1, 1)
     # A block has all registers of a multiprocessor, for 12 or 16 warps: the load warp takes as many as four warps.
     options = {"num_warps": kernel.warps, "maxnreg": 168 if kernel.BK == WIDTH else 128}
-    computed = Launch(_chunk_gla_bwd_kernel, grid, arguments, options)
+    computed = Launch(_gla_backward_kernel, grid, arguments, options)
     summed = partials.launch_partial_sums((dq, dk, dg, dv), (x.dq, x.dk, x.dg, x.dv))
     added = pairs.launch_pairs(x, units, marks, scale, kernel.BK, normalizer)
     return [*converted, *before, computed, *summed, *added]
@@ -788,7 +788,7 @@ def _gradient_warps(
 
 # K, V and the strides of logits are specialised: if they are multiples of 16, a thread moves two elements at once.
 @gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "Ho", "B"])
-def _chunk_gla_bwd_kernel(
+def _gla_backward_kernel(
     q_desc,  # [B, Hq, T, K], tiles [C, D]
     k_desc,  # [B, H, T, K], tiles [C, D]
     v_desc,  # [B, Hv, T, V], tiles [C, D]
