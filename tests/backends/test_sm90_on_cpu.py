@@ -739,10 +739,7 @@ def test_gradients_of_float16_of_any_scale(kernels, factors, sizes):
 
 @pytest.mark.parametrize(
     ("gates", "factors"),
-    chequered(
-        ["none", "mild", "strong"],
-        [(1000, 1e-3, 0.1, 1), (1e-3, 1000, 0.1, 1), (2000, 2000, 1e-2, 1e-2)],
-    ),
+    chequered(["none", "mild", "strong"], [(1000, 1e-3, 0.1, 1), (1e-3, 1000, 0.1, 1), (2000, 2000, 1e-2, 1e-2)]),
     ids=str,
 )
 def test_gradients_of_wide_heads_with_large_queries_and_keys(kernels, factors, gates):

@@ -58,12 +58,7 @@ from __future__ import annotations
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from gla_core.dispatch.backend import CHUNK
 from gla_core.dispatch.tensors import ceil_div
@@ -764,19 +759,7 @@ def _gradient_warps(
         k_unit, v_unit = unit_at(k_units, row + c, H, k_head), unit_at(v_units, row + c, Hv, v_head)
         units = (s_unit, q_unit, k_unit, v_unit, do_unit)
         dS, waiting = _chunk(
-            dS,
-            waiting,
-            tiles,
-            chunk_barriers,
-            outputs,
-            factors,
-            units,
-            at,
-            part,
-            PARTS,
-            HALVES,
-            PACKED,
-            UNITS,
+            dS, waiting, tiles, chunk_barriers, outputs, factors, units, at, part, PARTS, HALVES, PACKED, UNITS
         )
     if dinitial is not None:
         for j in gl.static_range(HALVES):

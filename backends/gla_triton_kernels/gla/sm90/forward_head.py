@@ -98,14 +98,7 @@ from gla_triton_kernels.gla.sm90.common import (
     write_state,
 )
 from gla_triton_kernels.gla.sm90.forward import launch_kernel
-from gla_triton_kernels.gla.sm90.shares import (
-    first_of_part,
-    hand_over,
-    part_of,
-    parts_of,
-    share_of_block,
-    taken_over,
-)
+from gla_triton_kernels.gla.sm90.shares import first_of_part, hand_over, part_of, parts_of, share_of_block, taken_over
 from gla_triton_kernels.gla.tensors import BackwardTensors, Tensors
 from gla_triton_runtime.arithmetic import LOG2E
 from gla_triton_runtime.launch import Launch
