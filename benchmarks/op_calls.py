@@ -18,7 +18,8 @@ from record import Job, attempt, tune_anew
 from gla_core.bench import measure
 from gla_core.bench.plots import workload_in_words
 from gla_core.bench.suite import Case, Row, make_call, measure_case
-from gla_core.workloads.named import IN_BFLOAT16, WORKLOADS, Workload
+from gla_core.workloads.named import WORKLOADS, Workload
+from gla_core.workloads.rows import IN_BFLOAT16
 
 BY_NAME = {(w.op, w.name): w for w in WORKLOADS}
 DIRECTIONS = {

@@ -454,11 +454,7 @@ def render_models(folder: Path) -> str:
         rows = record.read(path)
         if rows:
             sections += [f"## {rows[0].device}\n", f"{_where(rows, path)}\n", *_model_calls(rows), ""]
-    sections += [
-        "## The models\n",
-        "| model | function | gates | sizes | source |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    sections += ["## The models\n", "| model | function | gates | sizes | source |", "| --- | --- | --- | --- | --- |"]
     for model in MODELS:
         sizes = " ".join(f"{name}{size}" for name, size in model.sizes.items())
         form = FUNCTIONS[model.function].gate_form

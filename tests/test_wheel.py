@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # one process runs all of them, and builds one wheel
 ROOT = Path(__file__).parents[1]
 TEMPLATE = ROOT / "plugins" / "gla_plugin_template"
 NAME = "softmax_in_ten_minutes"

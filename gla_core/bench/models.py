@@ -119,7 +119,8 @@ def op_calls(model: Model, way: str, device: torch.device, **facts: Any) -> list
 def _calls(model: Model, way: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the op and the sizes of each call of GLA, or of a delta rule, that computes a model's call."""
     family = "delta" if FUNCTIONS[model.function].is_delta_rule else "gla"
-    op = {"forward": f"chunk_{family}_fwd", "backward": f"chunk_{family}_bwd", "step": f"recurrent_{family}_step"}[way]
+    forward, backward = f"chunk_{family}_fwd", f"chunk_{family}_bwd"
+    op = {"forward": forward, "backward": backward, "step": f"recurrent_{family}_step"}[way]
     form = FUNCTIONS[model.function].gate_form
     gates = {"gates": "none"} if form == "none" else {"gate_form": form}
     scalars = {"inplace": True, "state_v_first": model.function == SCAN, "checkpoint_every": None}
@@ -127,7 +128,7 @@ def _calls(model: Model, way: str) -> Iterator[tuple[str, dict[str, Any]]]:
     sizes = {**model.sizes, "dtype": torch.bfloat16, "gate_dtype": torch.float32, **gates, **scalars}
     if "M" in sizes:  # the keys of both passes are slots: see gla_core/compat/fla/slots.py
         M = sizes.pop("M")
-        ops = {"forward": ("chunk_gla_bwd",), "backward": ("chunk_gla_fwd", "chunk_gla_bwd"), "step": (op,)}[way]
+        ops = {"forward": (backward,), "backward": (forward, backward), "step": (op,)}[way]
         for each in ops:
             yield each, {**sizes, "K": M, "V": sizes["K"]}
         sizes["K"] = M

@@ -6,6 +6,7 @@ A workload that they exclude becomes a refusal: the call is still made, and has 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -129,9 +130,14 @@ class Case:
 
     def describe(self) -> OpCall:
         """Returns the `OpCall` by which the core would describe the case."""
-        place = torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu")
-        asked = {"needs_grad": self.needs_grad, "deterministic": self.deterministic, "checkpoints": self.checkpoints}
-        return describe(self.op, {**self.workload.sizes, "dtype": self.dtype}, place, **asked)
+        return _described(self)
+
+
+@functools.cache  # many tests run on the same case
+def _described(case: Case) -> OpCall:
+    place = torch.device("cuda", torch.cuda.current_device()) if case.device == "cuda" else torch.device("cpu")
+    asked = {"needs_grad": case.needs_grad, "deterministic": case.deterministic, "checkpoints": case.checkpoints}
+    return describe(case.op, {**case.workload.sizes, "dtype": case.dtype}, place, **asked)
 
 
 def short(dtype: torch.dtype) -> str:
@@ -191,7 +197,8 @@ def cases(
     else:
         workloads = [fitted(w, can) for w in _small(op, names, tag) if not gated or w.sizes.get("gates") != "none"]
         chosen = [Case(op, w, d, device) for w, d in _with_dtypes(workloads, dtypes_of(can), dtypes, device)]
-    chosen = [case for case in chosen if excluded(backend, case) is None]
+    declared = _supporting_everything(backend)
+    chosen = [case for case in chosen if declared.refusal(case.describe()) is None]
     if forms or requires == "cuda_graphs":
         chosen = [case for case in chosen if not is_empty(case.describe())]
     if functions:
@@ -228,12 +235,17 @@ def _one_of_each_form(cases: list[Case]) -> list[Case]:
 
 def refusals(backend: Backend, device: str) -> list[Case]:
     """Returns the calls that the capabilities exclude, among calls that differ in workload, dtype, device or a flag."""
-    return [case for op in ABSTRACT_OPS for case in _tried(backend, device, op) if excluded(backend, case)]
+    declared = _supporting_everything(backend)
+    return [case for op in ABSTRACT_OPS for case in _tried(backend, device, op) if declared.refusal(case.describe())]
 
 
 def excluded(backend: Backend, case: Case) -> str | None:
     """Returns the reason why the backend's capabilities exclude the case, or None. `supports` is not called."""
-    return dataclasses.replace(backend, supports=supports_everything).refusal(case.describe())
+    return _supporting_everything(backend).refusal(case.describe())
+
+
+def _supporting_everything(backend: Backend) -> Backend:
+    return dataclasses.replace(backend, supports=supports_everything)
 
 
 def fitted(workload: Workload, can: Capabilities) -> Workload:

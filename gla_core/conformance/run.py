@@ -53,6 +53,8 @@ def run(
         "-p",
         "no:logging",  # it takes a tenth of the time, and tracebacks are not shown
         "-p",
+        "no:unraisableexception",  # it collects garbage twice, for warnings that are not shown
+        "-p",
         "no:benchmark",  # pytest-benchmark makes a folder .benchmarks
         "-p",
         "gla_tools.pytest_plugin",

@@ -160,10 +160,7 @@ def test_results_can_be_changed_in_place(backend, case):
 
 @over(
     having("out"),
-    few={
-        DRAFTS: "small packed grouped odd_widths",
-        REPLAYS: "small packed grouped odd_widths",
-    },
+    few={DRAFTS: "small packed grouped odd_widths", REPLAYS: "small packed grouped odd_widths"},
     dtypes="rotating",
 )
 def test_out(backend, case, measure):

@@ -95,11 +95,7 @@ def test_padding(backend, case, measure):
 
 @over(
     SERVING,
-    few={
-        PROMPTS: "padded per_head constant",
-        DRAFTS: "packed empty_batch",
-        REPLAYS: "packed empty_batch",
-    },
+    few={PROMPTS: "padded per_head constant", DRAFTS: "packed empty_batch", REPLAYS: "packed empty_batch"},
     dtypes="rotating",
 )
 def test_rows_of_no_sequence(backend, case, measure):

@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from gla_core.workloads.named import sizes_of
+from gla_core.workloads.rows import sizes_of
 
 SEQUENCES = 64
 """The number of sequences in a decoding step."""
@@ -48,15 +48,7 @@ class Function:
 
 _QKV = {"q": "B T Hq K", "k": "B T H K", "v": "B T Hv V"}
 _SUM = "B 1 H K"  # of the keys, or the logarithm of the sum of their exponentials
-_SCAN_INPUTS = {
-    "x": "B T Hv V",
-    "dt": "B T Hv",
-    "A": "Hv",
-    "B": "B T H K",
-    "C": "B T H K",
-    "D": "Hv",
-    "dt_bias": "Hv",
-}
+_SCAN_INPUTS = {"x": "B T Hv V", "dt": "B T Hv", "A": "Hv", "B": "B T H K", "C": "B T H K", "D": "Hv", "dt_bias": "Hv"}
 # fmt: off
 FUNCTIONS: Mapping[str, Function] = {
     "mamba_chunk_scan_combined": Function(

@@ -263,7 +263,8 @@ def test_partial_results_are_summed_in_order(device):
 @pytest.mark.parametrize("sizes", [{"G": 2}, {"lengths": (70, 0, 64, 3), "padding": 9}, {"gate_form": "head"}], ids=str)
 def test_a_forward_computes_the_checkpoints(device, sizes, monkeypatch):
     """Gradients have the bits that they have with the checkpoints of the same forward."""
-    x = case(device, **{"T": 150, "H": 2, "K": 16, "V": 16, "initial_state": True} | sizes)
+    heads = 1 if INTERPRETED else 2
+    x = case(device, **{"T": 150, "H": heads, "K": 16, "V": 16, "initial_state": True} | sizes)
 
     plan = backward.plan
 

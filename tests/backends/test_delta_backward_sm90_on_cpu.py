@@ -94,7 +94,7 @@ def check(kernels, x, has_dstate=True):
     "sizes",
     [
         {"gate_form": "key", "gates": "mild", "initial_state": True},
-        {"gate_form": "key", "gates": "-inf", "R": 2, "H": 2, "B": 2},
+        {"gate_form": "key", "gates": "-inf", "R": 2, "H": 2},
         {"gate_form": "key", "gates": "mild", "K": 72, "V": 40, "initial_state": True},
         {"gate_form": "key", "lengths": (66, 0, 1, 64), "padding": 12, "gates": "-inf", "initial_state": True},
         {"gate_form": "head", "gates": "-inf", "R": 2, "initial_state": True},

@@ -96,9 +96,7 @@ def test_rows_of_16_bytes_with_gaps_between_them_are_none_in_a_gradient(width):
     ids=lambda x: getattr(x, "name", None),
 )
 @pytest.mark.parametrize(
-    ("dtype", "precision"),
-    [(torch.bfloat16, "highest"), (torch.float16, "highest"), (torch.float32, "high")],
-    ids=str,
+    ("dtype", "precision"), [(torch.bfloat16, "highest"), (torch.float16, "highest"), (torch.float32, "high")], ids=str
 )
 def test_heads_of_several_blocks_take_the_kernel_for_wide_ones(K, V, kernel, dtype, precision):
     assert whole(call(K=K, V=V, dtype=dtype, precision=precision)).gradients is kernel

@@ -296,10 +296,7 @@ def lines_of(explanation, backend):
             "chunk_gla_bwd",
             "8,4096,16,128,128",
             {"value_heads": 48},
-            [
-                "kernel sm90.backward",
-                "not sm90.backward_wide: computes heads with V above 128; V is 128",
-            ],
+            ["kernel sm90.backward", "not sm90.backward_wide: computes heads with V above 128; V is 128"],
         ),
         ("chunk_gla_bwd", "8,4096,16,256,256", {"value_heads": 48}, ["kernel sm90.backward_wide"]),
         ("chunk_gla_bwd", "4,4096,4,256,512", {"dtype": "float16"}, ["kernel sm90.backward_wide"]),
@@ -313,10 +310,7 @@ def lines_of(explanation, backend):
             "chunk_gla_bwd",
             "8,4096,16,128,128",
             {},
-            [
-                "kernel sm90.backward",
-                "not sm90.backward_wide: computes heads with V above 128; V is 128",
-            ],
+            ["kernel sm90.backward", "not sm90.backward_wide: computes heads with V above 128; V is 128"],
         ),
         (
             "chunk_gla_bwd",

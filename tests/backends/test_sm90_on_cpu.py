@@ -4,14 +4,16 @@ import dataclasses
 import itertools
 import math
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from gla_core.conformance import oracle
 from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
-from gla_core.dispatch.tensors import checkpoint_dtype, log_gates
+from gla_core.dispatch.tensors import ceil_div, checkpoint_dtype, log_gates
 from gla_core.workloads.inputs import gla_inputs
 
 pytest.importorskip("triton")
@@ -21,7 +23,7 @@ from gla_triton_kernels.chunks.scan import launch_scan
 from gla_triton_kernels.chunks.segments import Recurrence, cut, whole
 from gla_triton_kernels.chunks.slots import Slots
 from gla_triton_kernels.gla.shared.skip import launch_skip_gradients
-from gla_triton_kernels.gla.sm90 import warpgroup_columns
+from gla_triton_kernels.gla.sm90 import half, warpgroup_columns
 from gla_triton_kernels.gla.tensors import BackwardTensors, Tensors
 from tests import gluon_on_cpu
 
@@ -62,27 +64,57 @@ def every_other_thorough(cases):
     return [pytest.param(x, marks=pytest.mark.thorough if i % 2 else ()) for i, x in enumerate(cases)]
 
 
+def other_dtypes_thinned(cases):
+    """Returns the cases as parameters of tests; of those that are not in bfloat16 every second one is thorough."""
+    others = itertools.count()
+    return [
+        pytest.param(x, marks=pytest.mark.thorough) if isinstance(x, dict) and "dtype" in x and next(others) % 2 else x
+        for x in cases
+    ]
+
+
+def chequered(*values):
+    """Returns all combinations of values as parameters of tests; as on a chessboard, every second one is thorough."""
+    return [
+        pytest.param(*(x for _, x in chosen), marks=pytest.mark.thorough if sum(i for i, _ in chosen) % 2 else ())
+        for chosen in itertools.product(*map(enumerate, values))
+    ]
+
+
+class AllAtOnce(NamedTuple):
+    """Stands for a kernel that would be interpreted: a function that computes all of its programs."""
+
+    fn: Callable[..., None]
+    arg_names: list[str]
+
+    def __getitem__(self, grid):
+        return lambda *arguments, num_warps: self.fn(*arguments)
+
+
+def to_half(x, y, units, cu_seqlens, _b, _t, _h, T, _N, _H, _W, least, C, _D):
+    """Computes `_to_half_kernel` of half.py, bit for bit, in less time than its interpretation."""
+    if cu_seqlens is None:
+        sequences = [(b, 0, T, b * ceil_div(T, C)) for b in range(len(x))]
+    else:
+        sequences = [(0, a, b, n + a // C) for n, (a, b) in enumerate(itertools.pairwise(cu_seqlens.tolist()))]
+    for b, start, end, row in sequences:
+        for i, t in enumerate(range(start, end, C)):
+            tile = x[b, t : min(t + C, end)]
+            most = tile.abs().amax((0, 2))  # [Hx]
+            exponents = (torch.frexp(most).exponent - 7).clamp(min=least - 127)
+            unit = torch.where(most == 0, 1.0, torch.exp2(exponents.float()))
+            y[b, t : min(t + C, end)], units[row + i] = tile / unit[:, None], unit
+
+
 @pytest.fixture(scope="module")
 def kernels():
-    return gluon_on_cpu.load(
-        *(
-            "half",
-            "states",
-            "shares",
-            "forward",
-            "forward_head",
-            "forward_wide",
-            "common_backward",
-            "pairs",
-            "operands",
-            "backward",
-            "backward_head",
-            "backward_group",
-            "log_gates",
-            "state_gradients",
-            "backward_wide",
-        )
+    forward = "half states shares forward forward_head forward_wide"
+    backward = (
+        "common_backward pairs operands backward backward_head backward_group log_gates state_gradients backward_wide"
     )
+    modules = gluon_on_cpu.load(*forward.split(), *backward.split())
+    modules.half._to_half_kernel = AllAtOnce(to_half, half._to_half_kernel.arg_names)
+    return modules
 
 
 FAR_LOGITS = -math.inf, -3000.0, -100.0, 100.0, math.inf
@@ -194,6 +226,19 @@ def check_forward(
         assert relative_error(actual, truth) <= budget(dtype)
 
 
+@pytest.mark.parametrize("sizes", [{"B": 2, "H": 3}, PACKED | {"K": 200}], ids=str)
+def test_conversions_to_float16(sizes):
+    x = inputs(dtype=torch.float32, **sizes)
+    x.q[:, 64:] *= 1e-30
+    x.q[:, :64, 0] = 0
+    _, units, (launch,) = half.in_half(Recurrence(x.q, x.v, x.g, None, None), ("left",), x.cu_seqlens)
+    converted = launch.arguments["y_ptr"].fill_(torch.nan), units["left_units"].fill_(torch.nan)
+    gluon_on_cpu.run([launch])
+    expected = [y.clone() for y in converted]
+    to_half(*launch.arguments.values())
+    assert all(torch.equal(y.view(torch.uint8), z.view(torch.uint8)) for y, z in zip(converted, expected, strict=True))
+
+
 def test_gates_from_logits_are_accurate(kernels):
     x = torch.linspace(-100, 100, 200_001)
     wanted = torch.nn.functional.logsigmoid(x.double()) / math.log(2)
@@ -208,9 +253,11 @@ def test_row_sums(kernels, D):
     assert relative_error(kernels.common.replaced["row_sums"](x), x.double().sum(1)) <= 1e-6
 
 
-@pytest.mark.parametrize("sizes", [{"gate_form": "key"}, {"gate_form": "key", "gate_dtype": BFLOAT16}, PACKED], ids=str)
-@pytest.mark.parametrize("normalizer", [1, 16])
-@pytest.mark.parametrize("dtype", [BFLOAT16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "normalizer", "dtype"),
+    chequered([{"gate_form": "key"}, {"gate_dtype": BFLOAT16}, PACKED], [1, 16], [BFLOAT16, torch.float16]),
+    ids=str,
+)
 def test_logits_far_from_zero(kernels, sizes, normalizer, dtype):
     sizes = {"gate_form": "key", "gates": "extreme", "normalizer": normalizer, "dtype": dtype} | sizes
     check_forward(kernels, **sizes)
@@ -220,88 +267,91 @@ def test_logits_far_from_zero(kernels, sizes, normalizer, dtype):
         check_states(kernels, inputs(**sizes), True, normalizer)
 
 
-@pytest.mark.parametrize("dtype", [BFLOAT16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("gates", ["mild", "strong", "extreme", "-inf"])
-@pytest.mark.parametrize("form", ["head", "constant", "key"])
+@pytest.mark.parametrize(
+    ("form", "gates", "dtype"),
+    chequered(
+        ["head", "constant", "key"], ["mild", "strong", "extreme", "-inf"], [BFLOAT16, torch.float16, torch.float32]
+    ),
+    ids=str,
+)
 def test_outputs_of_every_gate(kernels, form, gates, dtype):
     check_forward(kernels, gate_form=form, gates=gates, initial_state=True, dtype=dtype)
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"gates": "none", "initial_state": True},
-        {"K": 128, "V": 128, "B": 2, "H": 2},
-        {"K": 40, "V": 200, "stages": 3},
-        {"V": 128, "BV": 64},
-        {"R": 3},
-        {"R": 4, "BV": 128, "K": 128, "V": 40, "gates": "-inf"},  # two value heads in a block
-        {"K": 256, "V": 128, "B": 2, "R": 3, "initial_state": True},  # two slices of keys
-        {"K": 200, "V": 40, "R": 2, "BV": 128, "gates": "-inf"},
-        PACKED | {"K": 136, "V": 200},
-        PACKED | {"K": 256, "V": 64, "R": 2, "BV": 128, "dtype": torch.float16},
-        PACKED | {"K": 320, "V": 72, "dtype": torch.float32},  # three slices
-        {"K": 512, "V": 64, "gates": "none", "T": 300},
-        {"K": 1024, "V": 40, "gate_form": "constant", "normalizer": 2},
-        {"G": 3, "H": 2, "B": 2, "initial_state": True},  # query heads that share a state
-        {"gate_form": "constant", "G": 2, "H": 2, "K": 200, "V": 72, "dtype": torch.float32, "initial_state": True},
-        {"gates": "none", "G": 2, "K": 128, "V": 128},
-        PACKED | {"G": 2, "H": 2, "gates": "-inf", "dtype": torch.float16},
-        PACKED | {"G": 2, "normalizer": 16, "K": 136, "BV": 64},
-        {"skips": True, "R": 2, "BV": 128, "B": 2},
-        {"programs": 3, "B": 4, "T": 300, "initial_state": True},  # four jobs of five chunks, by three blocks
-        {"programs": 2, "B": 3, "R": 4, "BV": 128, "skips": True, "gated": True, "T": 200},
-        {"programs": 4, "B": 5, "K": 256, "V": 128, "dtype": torch.float16},
-        {"programs": 3, "B": 4, "T": 200, "gate_form": "key", "initial_state": True, "gates": "strong"},
-        {"programs": 2, "B": 3, "K": 128, "V": 72, "gate_form": "key", "dtype": torch.float32},
-        {"skips": True, "R": 3, "K": 128, "V": 128, "initial_state": True},
-        PACKED | {"skips": True, "R": 2, "K": 256, "V": 72},
-        PACKED | {"skips": True, "dtype": torch.float16, "K": 128},
-        {"gated": True, "skips": True, "R": 2, "BV": 128, "B": 2},
-        {"gated": True, "R": 3, "K": 128, "V": 72, "initial_state": True},
-        PACKED | {"gated": True, "skips": True, "R": 2, "K": 256, "V": 72},
-        PACKED | {"gated": True, "dtype": torch.float16, "K": 320, "V": 64},
-        {"K": 256, "V": 128, "B": 2, "H": 2, "gate_form": "key", "initial_state": True},
-        PACKED | {"K": 200, "V": 40, "gate_form": "key", "gates": "-inf"},
-        PACKED | {"K": 256, "V": 64, "gate_form": "key", "dtype": torch.float16, "gates": "strong"},
-        {"K": 320, "V": 72, "gate_form": "key", "normalizer": 16, "T": 300},
-        {"K": 320, "V": 72, "gate_form": "key", "dtype": torch.float32, "initial_state": True},
-        {"K": 640, "V": 40, "gate_form": "key", "gates": "-inf"},
-        PACKED,
-        PACKED | {"R": 2, "BV": 128, "gates": "-inf"},
-        PACKED | {"gate_form": "constant", "K": 128, "V": 72, "padding": 0},
-        PACKED | {"gate_form": "key", "K": 128, "V": 128, "gates": "-inf"},
-        {"gate_form": "key", "K": 40, "V": 200, "gate_dtype": BFLOAT16},
-        {"normalizer": 16, "gate_dtype": BFLOAT16, "initial_state": True},
-        {"normalizer": 1, "gate_form": "constant"},
-        {"normalizer": 16, "gate_form": "key", "gate_dtype": BFLOAT16, "K": 40, "V": 200},
-        PACKED | {"normalizer": 1, "gate_form": "key"},
-        PACKED | {"normalizer": 2, "R": 2, "BV": 128},
-        PACKED | {"gate_form": "key", "K": 128, "V": 128, "dtype": torch.float16},
-        PACKED | {"R": 2, "BV": 128, "dtype": torch.float16},
-        {"gates": "none", "dtype": torch.float16, "gate_form": "key"},
-        {"gates": "none", "dtype": torch.float16},
-        PACKED | {"gate_form": "key", "K": 128, "V": 128, "dtype": torch.float32},
-        PACKED | {"R": 2, "BV": 128, "dtype": torch.float32},
-        {"gates": "none", "dtype": torch.float32, "gate_form": "key", "initial_state": True},
-        {"gates": "none", "dtype": torch.float32, "initial_state": True, "B": 2},
-        {"dtype": torch.float32, "B": 2, "H": 2, "R": 2, "K": 40, "V": 200, "BV": 128},
-        {"dtype": torch.float32, "B": 2, "H": 2, "K": 40, "V": 200, "gate_form": "key"},
-        *({"gate_form": "key"} | sizes for sizes in GROUPS),
-        {"gate_form": "key", "R": 3, "K": 40, "V": 200},
-        {"gate_form": "key", "G": 2, "H": 2, "B": 2, "initial_state": True},
-        {"gate_form": "key", "G": 2, "gates": "none", "initial_state": True},
-        {"gate_form": "key", "G": 2, "H": 2, "K": 40, "V": 200, "dtype": torch.float32, "initial_state": True},
-        PACKED | {"gate_form": "key", "G": 3, "gates": "-inf"},
-        PACKED | {"gate_form": "key", "G": 2, "H": 2, "dtype": torch.float16},
-        {"gate_form": "key", "K": 200, "V": 72, "initial_state": True},
-        {"gate_form": "key", "R": 2, "H": 2, "K": 256, "V": 40, "gates": "-inf", "initial_state": True},
-        {"gate_form": "key", "G": 2, "H": 2, "K": 136, "V": 72, "initial_state": True},
-        PACKED | {"gate_form": "key", "R": 3, "H": 2, "K": 136, "gates": "strong"},
-        PACKED | {"gate_form": "key", "G": 2, "K": 136, "normalizer": 16},
-    ],
-    ids=str,
+OUTPUTS = (
+    {"gates": "none", "initial_state": True},
+    {"K": 128, "V": 128, "B": 2, "H": 2},
+    {"K": 40, "V": 200, "stages": 3},
+    {"V": 128, "BV": 64},
+    {"R": 3},
+    {"R": 4, "BV": 128, "K": 128, "V": 40, "gates": "-inf"},  # two value heads in a block
+    {"K": 256, "V": 128, "B": 2, "R": 3, "initial_state": True},  # two slices of keys
+    {"K": 200, "V": 40, "R": 2, "BV": 128, "gates": "-inf"},
+    PACKED | {"K": 136, "V": 200},
+    PACKED | {"K": 256, "V": 64, "R": 2, "BV": 128, "dtype": torch.float16},
+    PACKED | {"K": 320, "V": 72, "dtype": torch.float32},  # three slices
+    {"K": 512, "V": 64, "gates": "none", "T": 300},
+    {"K": 1024, "V": 40, "gate_form": "constant", "normalizer": 2},
+    {"G": 3, "H": 2, "B": 2, "initial_state": True},  # query heads that share a state
+    {"gate_form": "constant", "G": 2, "H": 2, "K": 200, "V": 72, "dtype": torch.float32, "initial_state": True},
+    {"gates": "none", "G": 2, "K": 128, "V": 128},
+    PACKED | {"G": 2, "H": 2, "gates": "-inf", "dtype": torch.float16},
+    PACKED | {"G": 2, "normalizer": 16, "K": 136, "BV": 64},
+    {"skips": True, "R": 2, "BV": 128, "B": 2},
+    {"programs": 3, "B": 4, "T": 300, "initial_state": True},  # four jobs of five chunks, by three blocks
+    {"programs": 2, "B": 3, "R": 4, "BV": 128, "skips": True, "gated": True, "T": 200},
+    {"programs": 4, "B": 5, "K": 256, "V": 128, "dtype": torch.float16},
+    {"programs": 3, "B": 4, "T": 200, "gate_form": "key", "initial_state": True, "gates": "strong"},
+    {"programs": 2, "B": 3, "K": 128, "V": 72, "gate_form": "key", "dtype": torch.float32},
+    {"skips": True, "R": 3, "K": 128, "V": 128, "initial_state": True},
+    PACKED | {"skips": True, "R": 2, "K": 256, "V": 72},
+    PACKED | {"skips": True, "dtype": torch.float16, "K": 128},
+    {"gated": True, "skips": True, "R": 2, "BV": 128, "B": 2},
+    {"gated": True, "R": 3, "K": 128, "V": 72, "initial_state": True},
+    PACKED | {"gated": True, "skips": True, "R": 2, "K": 256, "V": 72},
+    PACKED | {"gated": True, "dtype": torch.float16, "K": 320, "V": 64},
+    {"K": 256, "V": 128, "B": 2, "H": 2, "gate_form": "key", "initial_state": True},
+    PACKED | {"K": 200, "V": 40, "gate_form": "key", "gates": "-inf"},
+    PACKED | {"K": 256, "V": 64, "gate_form": "key", "dtype": torch.float16, "gates": "strong"},
+    {"K": 320, "V": 72, "gate_form": "key", "normalizer": 16, "T": 300},
+    {"K": 320, "V": 72, "gate_form": "key", "dtype": torch.float32, "initial_state": True},
+    {"K": 640, "V": 40, "gate_form": "key", "gates": "-inf"},
+    PACKED,
+    PACKED | {"R": 2, "BV": 128, "gates": "-inf"},
+    PACKED | {"gate_form": "constant", "K": 128, "V": 72, "padding": 0},
+    PACKED | {"gate_form": "key", "K": 128, "V": 128, "gates": "-inf"},
+    {"gate_form": "key", "K": 40, "V": 200, "gate_dtype": BFLOAT16},
+    {"normalizer": 16, "gate_dtype": BFLOAT16, "initial_state": True},
+    {"normalizer": 1, "gate_form": "constant"},
+    {"normalizer": 16, "gate_form": "key", "gate_dtype": BFLOAT16, "K": 40, "V": 200},
+    PACKED | {"normalizer": 1, "gate_form": "key"},
+    PACKED | {"normalizer": 2, "R": 2, "BV": 128},
+    PACKED | {"gate_form": "key", "K": 128, "V": 128, "dtype": torch.float16},
+    PACKED | {"R": 2, "BV": 128, "dtype": torch.float16},
+    {"gates": "none", "dtype": torch.float16, "gate_form": "key"},
+    {"gates": "none", "dtype": torch.float16},
+    PACKED | {"gate_form": "key", "K": 128, "V": 128, "dtype": torch.float32},
+    PACKED | {"R": 2, "BV": 128, "dtype": torch.float32},
+    {"gates": "none", "dtype": torch.float32, "gate_form": "key", "initial_state": True},
+    {"gates": "none", "dtype": torch.float32, "initial_state": True, "B": 2},
+    {"dtype": torch.float32, "B": 2, "H": 2, "R": 2, "K": 40, "V": 200, "BV": 128},
+    {"dtype": torch.float32, "B": 2, "H": 2, "K": 40, "V": 200, "gate_form": "key"},
+    *every_other_thorough([{"gate_form": "key"} | sizes for sizes in GROUPS]),
+    {"gate_form": "key", "R": 3, "K": 40, "V": 200},
+    {"gate_form": "key", "G": 2, "H": 2, "B": 2, "initial_state": True},
+    {"gate_form": "key", "G": 2, "gates": "none", "initial_state": True},
+    {"gate_form": "key", "G": 2, "H": 2, "K": 40, "V": 200, "dtype": torch.float32, "initial_state": True},
+    PACKED | {"gate_form": "key", "G": 3, "gates": "-inf"},
+    PACKED | {"gate_form": "key", "G": 2, "H": 2, "dtype": torch.float16},
+    {"gate_form": "key", "K": 200, "V": 72, "initial_state": True},
+    {"gate_form": "key", "R": 2, "H": 2, "K": 256, "V": 40, "gates": "-inf", "initial_state": True},
+    {"gate_form": "key", "G": 2, "H": 2, "K": 136, "V": 72, "initial_state": True},
+    PACKED | {"gate_form": "key", "R": 3, "H": 2, "K": 136, "gates": "strong"},
+    PACKED | {"gate_form": "key", "G": 2, "K": 136, "normalizer": 16},
 )
+
+
+@pytest.mark.parametrize("sizes", other_dtypes_thinned(OUTPUTS), ids=str)
 def test_outputs(kernels, sizes):
     check_forward(kernels, **sizes)
 
@@ -552,95 +602,93 @@ def test_gradients_of_every_gate(kernels, form, dtype, gates):
     check_gradients(kernels, gate_form=form, gates=gates, initial_state=True, T=80, dtype=dtype)
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"gates": "none", "initial_state": True},
-        {"T": 64, "dstate": False},
-        {"K": 128, "V": 128, "B": 2, "T": 100},
-        {"K": 128, "V": 40, "R": 3},
-        {"K": 24, "V": 128, "G": 2},
-        {"gate_form": "constant", "G": 2, "initial_state": True},
-        {"K": 136, "V": 136},  # several blocks of keys and of values
-        {"gate_form": "constant", "K": 136, "V": 40, "initial_state": True},  # and blocks of 64 values
-        pytest.param({"K": 40, "V": 136, "R": 2}, marks=pytest.mark.thorough),
-        pytest.param({"gate_form": "constant", "K": 136, "V": 136}, marks=pytest.mark.thorough),
-        {"gate_form": "key", "K": 136, "V": 40, "initial_state": True},
-        pytest.param(PACKED | {"gate_form": "key", "K": 264, "V": 128, "R": 2}, marks=pytest.mark.thorough),
-        pytest.param(PACKED | {"gates": "none", "K": 136, "V": 128, "G": 2}, marks=pytest.mark.thorough),
-        PACKED,
-        PACKED | {"R": 2, "gates": "-inf", "dstate": False},
-        PACKED | {"gate_form": "constant"},
-        pytest.param(PACKED | {"gate_form": "constant", "K": 128, "V": 128}, marks=pytest.mark.thorough),
-        PACKED | {"gate_form": "key"},
-        {"gate_form": "key", "K": 128, "V": 128, "T": 100},
-        {"gate_form": "key", "G": 2, "initial_state": True},
-        {"gate_form": "key", "K": 72, "V": 200, "initial_state": True},
-        {"gate_form": "key", "K": 136, "V": 136, "gates": "-inf", "G": 2},
-        {"gate_form": "key", "gates": "none", "V": 136},
-        PACKED | {"gate_form": "key", "K": 200, "V": 72},
-        PACKED | {"gate_form": "key", "K": 72, "V": 200},
-        PACKED | {"gate_form": "key", "K": 40, "V": 136, "gates": "-inf"},
-        {"gate_form": "key", "K": 64, "V": 200, "T": 100, "H": 4, "G": 2, "gates": "strong"},
-        {"gate_form": "key", "K": 128, "V": 136, "gates": "extreme", "mild": slice(64), "blocks": (64, 64)},
-        PACKED
-        | {"gate_form": "key", "K": 136, "V": 72, "gates": "extreme", "mild": slice(64, 128), "blocks": (64, 128)},
-        {"gate_form": "key", "V": 136, "T": 500, "blocks": (64, 64)},  # more chunks than pipeline stages
-        {"gate_form": "key", "V": 136, "T": 500, "blocks": (64, 128)},
-        {"gate_form": "key", "V": 136, "T": 500, "blocks": (64, 192), "initial_state": True},
-        PACKED | {"gate_form": "key", "K": 72, "V": 200, "gates": "extreme", "mild": slice(64), "blocks": (64, 192)},
-        {"normalizer": 16, "gate_dtype": BFLOAT16, "initial_state": True},
-        {"normalizer": 1, "gate_form": "constant"},
-        {"normalizer": 16, "gate_form": "key", "gate_dtype": BFLOAT16, "K": 40, "G": 2},
-        {"normalizer": 16, "gate_form": "key", "gate_dtype": BFLOAT16, "K": 72, "V": 128, "B": 2, "T": 70},
-        PACKED | {"normalizer": 8, "gate_form": "key"},
-        {"normalizer": 16, "gate_form": "key", "gate_dtype": BFLOAT16, "V": 256, "B": 2, "H": 2, "G": 2, "T": 70},
-        {"normalizer": 1, "gate_form": "key", "K": 136, "V": 136, "dstate": False},
-        pytest.param(
-            PACKED | {"normalizer": 4, "gate_form": "key", "gate_dtype": BFLOAT16, "K": 200, "V": 72},
-            marks=pytest.mark.thorough,
-        ),
-        PACKED | {"normalizer": 2, "R": 2},
-        {"gate_form": "key", "dtype": torch.float16},
-        {"gate_form": "key", "K": 128, "V": 128, "T": 100, "dtype": torch.float16, "initial_state": True},
-        {"gate_form": "key", "K": 72, "V": 128, "G": 2, "dtype": torch.float16},
-        PACKED | {"gate_form": "key", "dtype": torch.float16},
-        {"gate_form": "key", "dtype": torch.float32},
-        {"gate_form": "key", "K": 128, "V": 128, "T": 100, "dtype": torch.float32, "initial_state": True},
-        {"gate_form": "key", "K": 72, "V": 128, "B": 2, "H": 2, "G": 2, "dtype": torch.float32},
-        PACKED | {"gate_form": "key", "dtype": torch.float32},
-        {"gates": "none", "initial_state": True, "dtype": torch.float16},
-        {"gates": "none", "initial_state": True, "dtype": torch.float32},
-        {"K": 128, "V": 128, "B": 2, "T": 100, "H": 2, "R": 2, "dtype": torch.float32, "initial_state": True},
-        {"K": 72, "V": 40, "H": 2, "G": 2, "dtype": torch.float32},
-        {"gate_form": "constant", "dtype": torch.float32},
-        PACKED | {"R": 2, "dtype": torch.float32},
-        {"R": 2, "heads": 2, "initial_state": True, "T": 200},  # value heads in groups
-        {"R": 4, "heads": 3, "K": 128, "V": 40, "B": 2, "H": 2, "T": 70, "gates": "-inf"},
-        {"R": 6, "heads": 6, "K": 128, "V": 128, "initial_state": True},
-        {"R": 2, "heads": 1, "gate_form": "constant", "K": 136, "V": 136},
-        {"R": 2, "heads": 2, "normalizer": 2, "gate_dtype": BFLOAT16, "gates": "strong"},
-        PACKED | {"R": 3, "heads": 2, "K": 128, "dstate": False},
-        {"lengths": (0, 65, 1), "padding": 10, "R": 9, "heads": 9, "gates": "extreme", "V": 72},
-        {"skips": True, "R": 5, "heads": 5, "initial_state": True, "T": 100},  # factors of v and a skip
-        {"skips": True, "R": 3, "heads": 2, "K": 136, "V": 136, "T": 70, "gates": "-inf"},
-        {"skips": True, "heads": 1, "H": 2, "K": 128, "V": 128},
-        {"R": 2, "heads": 2, "T": 300, "B": 2, "initial_state": True, "length": 128},
-        {"R": 2, "heads": 2, "T": 300, "K": 128, "dstate": False, "length": 128, "gates": "strong"},
-        {"lengths": (100, 0, 300, 1), "R": 2, "heads": 2, "skips": True, "dstate": False, "length": 128},
-        {"lengths": (100, 0, 150, 1), "R": 2, "heads": 2, "K": 136, "initial_state": True, "length": 128},
-        {"T": 300, "length": 128, "initial_state": True},
-        PACKED | {"skips": True, "R": 6, "heads": 6, "gates": "strong"},
-        PACKED | {"skips": "channel", "R": 2, "heads": 2, "V": 72},
-        *every_other_thorough([{"gate_form": "key"} | sizes for sizes in GROUPS]),
-        {"gate_form": "key", "R": 2, "H": 2, "V": 136, "T": 100, "gates": "strong", "initial_state": True},
-        {"gate_form": "key", "R": 3, "K": 136, "V": 136, "gates": "-inf", "dstate": False},
-        {"gate_form": "key", "R": 2, "H": 2, "V": 256, "T": 70, "normalizer": 16, "gate_dtype": BFLOAT16},
-        PACKED | {"gate_form": "key", "R": 2, "K": 72, "V": 200, "gates": "-inf"},
-        *every_other_thorough(WIDE_HALF),
-    ],
-    ids=str,
+GRADIENTS = (
+    {"gates": "none", "initial_state": True},
+    {"T": 64, "dstate": False},
+    {"K": 128, "V": 128, "B": 2, "T": 100},
+    {"K": 128, "V": 40, "R": 3},
+    {"K": 24, "V": 128, "G": 2},
+    {"gate_form": "constant", "G": 2, "initial_state": True},
+    {"K": 136, "V": 136},  # several blocks of keys and of values
+    {"gate_form": "constant", "K": 136, "V": 40, "initial_state": True},  # and blocks of 64 values
+    pytest.param({"K": 40, "V": 136, "R": 2}, marks=pytest.mark.thorough),
+    pytest.param({"gate_form": "constant", "K": 136, "V": 136}, marks=pytest.mark.thorough),
+    {"gate_form": "key", "K": 136, "V": 40, "initial_state": True},
+    pytest.param(PACKED | {"gate_form": "key", "K": 264, "V": 128, "R": 2}, marks=pytest.mark.thorough),
+    pytest.param(PACKED | {"gates": "none", "K": 136, "V": 128, "G": 2}, marks=pytest.mark.thorough),
+    PACKED,
+    PACKED | {"R": 2, "gates": "-inf", "dstate": False},
+    PACKED | {"gate_form": "constant"},
+    pytest.param(PACKED | {"gate_form": "constant", "K": 128, "V": 128}, marks=pytest.mark.thorough),
+    PACKED | {"gate_form": "key"},
+    {"gate_form": "key", "K": 128, "V": 128, "T": 100},
+    {"gate_form": "key", "G": 2, "initial_state": True},
+    {"gate_form": "key", "K": 72, "V": 200, "initial_state": True},
+    {"gate_form": "key", "K": 136, "V": 136, "gates": "-inf", "G": 2},
+    {"gate_form": "key", "gates": "none", "V": 136},
+    PACKED | {"gate_form": "key", "K": 200, "V": 72},
+    PACKED | {"gate_form": "key", "K": 72, "V": 200},
+    PACKED | {"gate_form": "key", "K": 40, "V": 136, "gates": "-inf"},
+    {"gate_form": "key", "K": 64, "V": 200, "T": 100, "H": 4, "G": 2, "gates": "strong"},
+    {"gate_form": "key", "K": 128, "V": 136, "gates": "extreme", "mild": slice(64), "blocks": (64, 64)},
+    PACKED | {"gate_form": "key", "K": 136, "V": 72, "gates": "extreme", "mild": slice(64, 128), "blocks": (64, 128)},
+    {"gate_form": "key", "V": 136, "T": 500, "blocks": (64, 64)},  # more chunks than pipeline stages
+    {"gate_form": "key", "V": 136, "T": 500, "blocks": (64, 128)},
+    {"gate_form": "key", "V": 136, "T": 500, "blocks": (64, 192), "initial_state": True},
+    PACKED | {"gate_form": "key", "K": 72, "V": 200, "gates": "extreme", "mild": slice(64), "blocks": (64, 192)},
+    {"normalizer": 16, "gate_dtype": BFLOAT16, "initial_state": True},
+    {"normalizer": 1, "gate_form": "constant"},
+    {"normalizer": 16, "gate_form": "key", "gate_dtype": BFLOAT16, "K": 40, "G": 2},
+    {"normalizer": 16, "gate_form": "key", "gate_dtype": BFLOAT16, "K": 72, "V": 128, "B": 2, "T": 70},
+    PACKED | {"normalizer": 8, "gate_form": "key"},
+    {"normalizer": 16, "gate_form": "key", "gate_dtype": BFLOAT16, "V": 256, "B": 2, "H": 2, "G": 2, "T": 70},
+    {"normalizer": 1, "gate_form": "key", "K": 136, "V": 136, "dstate": False},
+    pytest.param(
+        PACKED | {"normalizer": 4, "gate_form": "key", "gate_dtype": BFLOAT16, "K": 200, "V": 72},
+        marks=pytest.mark.thorough,
+    ),
+    PACKED | {"normalizer": 2, "R": 2},
+    {"gate_form": "key", "dtype": torch.float16},
+    {"gate_form": "key", "K": 128, "V": 128, "T": 100, "dtype": torch.float16, "initial_state": True},
+    {"gate_form": "key", "K": 72, "V": 128, "G": 2, "dtype": torch.float16},
+    PACKED | {"gate_form": "key", "dtype": torch.float16},
+    {"gate_form": "key", "dtype": torch.float32},
+    {"gate_form": "key", "K": 128, "V": 128, "T": 100, "dtype": torch.float32, "initial_state": True},
+    {"gate_form": "key", "K": 72, "V": 128, "B": 2, "H": 2, "G": 2, "dtype": torch.float32},
+    PACKED | {"gate_form": "key", "dtype": torch.float32},
+    {"gates": "none", "initial_state": True, "dtype": torch.float16},
+    {"gates": "none", "initial_state": True, "dtype": torch.float32},
+    {"K": 128, "V": 128, "B": 2, "T": 100, "H": 2, "R": 2, "dtype": torch.float32, "initial_state": True},
+    {"K": 72, "V": 40, "H": 2, "G": 2, "dtype": torch.float32},
+    {"gate_form": "constant", "dtype": torch.float32},
+    PACKED | {"R": 2, "dtype": torch.float32},
+    {"R": 2, "heads": 2, "initial_state": True, "T": 200},  # value heads in groups
+    {"R": 4, "heads": 3, "K": 128, "V": 40, "B": 2, "H": 2, "T": 70, "gates": "-inf"},
+    {"R": 6, "heads": 6, "K": 128, "V": 128, "initial_state": True},
+    {"R": 2, "heads": 1, "gate_form": "constant", "K": 136, "V": 136},
+    {"R": 2, "heads": 2, "normalizer": 2, "gate_dtype": BFLOAT16, "gates": "strong"},
+    PACKED | {"R": 3, "heads": 2, "K": 128, "dstate": False},
+    {"lengths": (0, 65, 1), "padding": 10, "R": 9, "heads": 9, "gates": "extreme", "V": 72},
+    {"skips": True, "R": 5, "heads": 5, "initial_state": True, "T": 100},  # factors of v and a skip
+    {"skips": True, "R": 3, "heads": 2, "K": 136, "V": 136, "T": 70, "gates": "-inf"},
+    {"skips": True, "heads": 1, "H": 2, "K": 128, "V": 128},
+    {"R": 2, "heads": 2, "T": 300, "B": 2, "initial_state": True, "length": 128},
+    {"R": 2, "heads": 2, "T": 300, "K": 128, "dstate": False, "length": 128, "gates": "strong"},
+    {"lengths": (100, 0, 300, 1), "R": 2, "heads": 2, "skips": True, "dstate": False, "length": 128},
+    {"lengths": (100, 0, 150, 1), "R": 2, "heads": 2, "K": 136, "initial_state": True, "length": 128},
+    {"T": 300, "length": 128, "initial_state": True},
+    PACKED | {"skips": True, "R": 6, "heads": 6, "gates": "strong"},
+    PACKED | {"skips": "channel", "R": 2, "heads": 2, "V": 72},
+    *every_other_thorough([{"gate_form": "key"} | sizes for sizes in GROUPS]),
+    {"gate_form": "key", "R": 2, "H": 2, "V": 136, "T": 100, "gates": "strong", "initial_state": True},
+    {"gate_form": "key", "R": 3, "K": 136, "V": 136, "gates": "-inf", "dstate": False},
+    {"gate_form": "key", "R": 2, "H": 2, "V": 256, "T": 70, "normalizer": 16, "gate_dtype": BFLOAT16},
+    PACKED | {"gate_form": "key", "R": 2, "K": 72, "V": 200, "gates": "-inf"},
+    *every_other_thorough(WIDE_HALF),
 )
+
+
+@pytest.mark.parametrize("sizes", other_dtypes_thinned(GRADIENTS), ids=str)
 def test_gradients(kernels, sizes):
     check_gradients(kernels, **sizes)
 
@@ -665,65 +713,84 @@ def test_gradients_of_float16_in_range(kernels, widths, factors):
     check_gradients(kernels, dtype=torch.float16, gate_form="key", factors=factors, dstate=False, T=300, **widths)
 
 
-@pytest.mark.parametrize(("form", "widths"), [("head", {}), ("key", {}), ("key", {"K": 136, "V": 136})], ids=str)
-@pytest.mark.parametrize("factors", [(1e-6, 1e4, 1e4, 1e-8), (1e4, 1e-6, 1e9, 1e2), (1e-4, 1e-4, 1e-6, 1e-9)], ids=str)
-def test_gradients_of_float32_in_range(kernels, form, widths, factors):
-    check_gradients(kernels, dtype=torch.float32, gate_form=form, factors=factors, dstate=False, T=300, **widths)
-
-
-@pytest.mark.parametrize(("scale", "do_factor"), [(0.0, 1), (-3.0, 1), (1e-7, 1e4)])
-@pytest.mark.parametrize(("form", "widths"), [("head", {}), ("key", {}), ("key", {"K": 72, "V": 136})], ids=str)
-def test_gradients_of_float16_of_any_scale(kernels, form, widths, scale, do_factor):
-    sizes = {"gate_form": form, "initial_state": True, "dtype": torch.float16, **widths}
-    check_gradients(kernels, scale=scale, factors=(1, 1, 1, do_factor), **sizes)
-
-
-@pytest.mark.parametrize("gates", ["none", "mild", "strong"])
 @pytest.mark.parametrize(
-    ("factors", "scale"),
-    [((1000, 1e-3, 0.1, 1), 1e-2), ((1e-3, 1000, 0.1, 1), 1e-2), ((2000, 2000, 1e-2, 1e-2), 1e-4)],
+    ("factors", "sizes"),
+    chequered(
+        [(1e-6, 1e4, 1e4, 1e-8), (1e4, 1e-6, 1e9, 1e2), (1e-4, 1e-4, 1e-6, 1e-9)],
+        [{"gate_form": "head"}, {"gate_form": "key"}, {"gate_form": "key", "K": 136, "V": 136}],
+    ),
     ids=str,
 )
-def test_gradients_of_wide_heads_with_large_queries_and_keys(kernels, factors, scale, gates):
+def test_gradients_of_float32_in_range(kernels, factors, sizes):
+    check_gradients(kernels, dtype=torch.float32, factors=factors, dstate=False, T=300, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("factors", "sizes"),
+    chequered(
+        [{"scale": 0.0}, {"scale": -3.0}, {"scale": 1e-7, "factors": (1, 1, 1, 1e4)}],
+        [{"gate_form": "head"}, {"gate_form": "key"}, {"gate_form": "key", "K": 72, "V": 136}],
+    ),
+    ids=str,
+)
+def test_gradients_of_float16_of_any_scale(kernels, factors, sizes):
+    check_gradients(kernels, initial_state=True, dtype=torch.float16, **factors, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("gates", "factors"),
+    chequered(["none", "mild", "strong"], [(1000, 1e-3, 0.1, 1), (1e-3, 1000, 0.1, 1), (2000, 2000, 1e-2, 1e-2)]),
+    ids=str,
+)
+def test_gradients_of_wide_heads_with_large_queries_and_keys(kernels, factors, gates):
     """Decays of a mild chunk multiply q and k by up to 403, which makes these above 65504."""
     sizes = {"gate_form": "key", "K": 136, "V": 72, "dtype": torch.float16, "gates": gates}
+    scale = 1e-4 if factors[0] == factors[1] else 1e-2
     check_gradients(kernels, scale=scale, factors=factors, dstate=False, **sizes)
 
 
-@pytest.mark.parametrize("dtype", [BFLOAT16, torch.float16], ids=str)
-@pytest.mark.parametrize("strength", [-8.0, -0.01])
-@pytest.mark.parametrize(("form", "widths"), [("head", {}), ("key", {}), ("key", {"K": 136, "V": 72})], ids=str)
-def test_gradients_of_uniform_gates(kernels, monkeypatch, form, widths, strength, dtype):
+@pytest.mark.parametrize(
+    ("sizes", "strength", "dtype"),
+    chequered(
+        [{"gate_form": "head"}, {"gate_form": "key"}, {"gate_form": "key", "K": 136, "V": 72}],
+        [-8.0, -0.01],
+        [BFLOAT16, torch.float16],
+    ),
+    ids=str,
+)
+def test_gradients_of_uniform_gates(kernels, monkeypatch, sizes, strength, dtype):
     """Strong gates make dg small beside the products of a token's own key and value."""
     monkeypatch.setattr("gla_core.workloads.inputs.random_gate", lambda shape, *_: torch.full(shape, strength))
-    check_gradients(kernels, T=200, gate_form=form, dtype=dtype, **widths)
-    if dtype == BFLOAT16 and form == "head":
+    check_gradients(kernels, T=200, dtype=dtype, **sizes)
+    if sizes == {"gate_form": "head"}:
         check_gradients(kernels, T=200, R=2, heads=2, skips=True)
 
 
-@pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
 @pytest.mark.parametrize(
-    "sizes",
-    [
-        {"T": 300, "gates": "-inf"},
-        {"T": 300, "gate_form": "constant", "R": 2, "K": 128, "V": 128},
-        {"T": 200, "gates": "none"},
-        {"lengths": (100, 0, 200, 1), "K": 72, "gates": "strong"},
-        {"T": 300, "gate_form": "key", "gates": "-inf", "K": 128, "V": 128},
-        {"lengths": (100, 0, 200, 1), "gate_form": "key", "K": 72},
-        {"T": 300, "gate_form": "key", "normalizer": 1, "gate_dtype": BFLOAT16},
-        {"T": 300, "gate_form": "key", "H": 2, "R": 2, "gates": "-inf"},
-        {"lengths": (100, 0, 200, 1), "gate_form": "key", "H": 2, "R": 3, "dtype": torch.float32},
-        {"lengths": (100, 0, 200, 1), "gate_form": "key", "normalizer": 1},
-        {"lengths": (100, 0, 200, 1), "normalizer": 2},
-        {"T": 300, "gates": "extreme", "dtype": torch.float16},
-        {"T": 300, "gates": "extreme", "gate_form": "key", "dtype": torch.float16},
-        {"T": 300, "gates": "none", "dtype": torch.float16},
-        {"T": 300, "dtype": torch.float32, "B": 2, "H": 2, "R": 2},
-        {"T": 300, "gates": "extreme", "gate_form": "key", "dtype": torch.float32},
-        {"lengths": (100, 0, 200, 1), "dtype": torch.float32},
-        {"lengths": (100, 0, 200, 1), "gates": "-inf", "gate_form": "key", "dtype": torch.float16},
-    ],
+    ("sizes", "backwards"),
+    chequered(
+        [
+            {"T": 300, "gates": "-inf"},
+            {"T": 300, "gate_form": "constant", "R": 2, "K": 128, "V": 128},
+            {"T": 200, "gates": "none"},
+            {"lengths": (100, 0, 200, 1), "K": 72, "gates": "strong"},
+            {"T": 300, "gate_form": "key", "gates": "-inf", "K": 128, "V": 128},
+            {"lengths": (100, 0, 200, 1), "gate_form": "key", "K": 72},
+            {"T": 300, "gate_form": "key", "normalizer": 1, "gate_dtype": BFLOAT16},
+            {"T": 300, "gate_form": "key", "H": 2, "R": 2, "gates": "-inf"},
+            {"lengths": (100, 0, 200, 1), "gate_form": "key", "H": 2, "R": 3, "dtype": torch.float32},
+            {"lengths": (100, 0, 200, 1), "gate_form": "key", "normalizer": 1},
+            {"lengths": (100, 0, 200, 1), "normalizer": 2},
+            {"T": 300, "gates": "extreme", "dtype": torch.float16},
+            {"T": 300, "gates": "extreme", "gate_form": "key", "dtype": torch.float16},
+            {"T": 300, "gates": "none", "dtype": torch.float16},
+            {"T": 300, "dtype": torch.float32, "B": 2, "H": 2, "R": 2},
+            {"T": 300, "gates": "extreme", "gate_form": "key", "dtype": torch.float32},
+            {"lengths": (100, 0, 200, 1), "dtype": torch.float32},
+            {"lengths": (100, 0, 200, 1), "gates": "-inf", "gate_form": "key", "dtype": torch.float16},
+        ],
+        [False, True],
+    ),
     ids=str,
 )
 def test_states_of_segments(kernels, sizes, backwards):

@@ -7,7 +7,8 @@ import gla_core as gla
 from gla_core.bench.floor import floor_bytes, floor_seconds
 from gla_core.bench.suite import leaves, make_arguments
 from gla_core.ops import PUBLIC_OPS
-from gla_core.workloads.named import IN_BFLOAT16, select
+from gla_core.workloads.named import select
+from gla_core.workloads.rows import IN_BFLOAT16
 
 BANDWIDTH = 4.23e12  # from the table, with three digits
 

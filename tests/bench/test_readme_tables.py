@@ -18,11 +18,7 @@ def tables(script):
 
 
 def test_the_pages_hold_what_the_results_say(tables):
-    written = {
-        tables.README: tables.headline,
-        tables.PAGE: tables.render,
-        tables.MODELS_PAGE: tables.render_models,
-    }
+    written = {tables.README: tables.headline, tables.PAGE: tables.render, tables.MODELS_PAGE: tables.render_models}
     for page, generate in written.items():
         generated = generate(tables.FOLDER)
         assert tables.between_markers(page.read_text()) == generated, "run: python3 benchmarks/readme_tables.py --write"

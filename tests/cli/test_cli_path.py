@@ -79,7 +79,7 @@ def test_the_launches_are_those_that_the_kernels_describe():
 
     call = describe_call("chunk_gla", "8,4096,16,128,128", assume="H200")
     (launch,) = path_of(call, "triton_fused", "triton_fused").launches
-    assert launch[:2] == ("gla_triton_kernels/gla/sm90/forward.py", forward._chunk_gla_fwd_kernel.fn.__name__)
+    assert launch[:2] == ("gla_triton_kernels/gla/sm90/forward.py", forward._gla_forward_kernel.fn.__name__)
     assert str(launch).endswith(f"{launch.kernel}\n      grid={launch.grid}, num_warps=4, maxnreg=128")
     assert launch.grid == (8 * 16, 1, 1)
 

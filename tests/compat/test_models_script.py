@@ -53,7 +53,7 @@ def test_rows_are_compared_with_the_same_task_of_fla(models):
 
 
 def test_kernels_of_gated_linear_attention(models):
-    ours = ("_chunk_gla_fwd_kernel", "_scan_kernel", "_pairs_kernel", "_state_kernel", "_build_states_kernel")
+    ours = ("_gla_forward_kernel", "_scan_kernel", "_pairs_kernel", "_state_kernel", "_build_states_kernel")
     theirs = ("chunk_gla_fwd_A_kernel_intra_sub_inter", "chunk_fwd_kernel_h", "chunk_local_cumsum_vector_kernel")
     others = ("triton_red_fused_chunk_gla_fwd_mul_3", "nvjet_tst_128x256", "elementwise_kernel")
     assert all(models.GLA_KERNELS.match(name) for name in ours + theirs)

@@ -1218,8 +1218,7 @@ def transition_of_the_last_chunk_alone(x, y):
 
 
 delta_step.bugs(
-    "test_values[small-float32]",
-    beta_of_the_step_left_out=lambda x: delta_step(x, beta=torch.ones_like(x.beta)),
+    "test_values[small-float32]", beta_of_the_step_left_out=lambda x: delta_step(x, beta=torch.ones_like(x.beta))
 )
 
 

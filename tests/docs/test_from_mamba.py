@@ -14,10 +14,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "from-mamba.md").read_text(encoding
 
 @pytest.mark.parametrize(
     ("theirs", "ours"),
-    [
-        (mamba_ssm.mamba_chunk_scan_combined, gla.chunk_ssd),
-        (mamba_ssm.selective_state_update, gla.recurrent_ssd_step),
-    ],
+    [(mamba_ssm.mamba_chunk_scan_combined, gla.chunk_ssd), (mamba_ssm.selective_state_update, gla.recurrent_ssd_step)],
 )
 def test_the_tables_name_the_arguments(theirs, ours):
     section = PAGE.split(f"\n### `{theirs.__name__}`\n")[1].split("\n#")[0]

@@ -1,7 +1,5 @@
 """Layers of every kind in parts: token by token, packed, with padding, in a pool and compiled, against whole calls."""
 
-import itertools
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -53,21 +51,26 @@ def assert_same(actual, expected):
 
 
 @pytest.mark.parametrize("fresh", [False, True])
-@pytest.mark.parametrize("prompt", [0, 1, 3, 9, *(pytest.param(n, marks=pytest.mark.thorough) for n in (2, 7))])
-def test_prefill_then_steps(layer, prompt, fresh):
-    """After a prompt, steps and another call read the rest."""
-    x, before = inputs(3, 12), None if fresh else states(layer, 3)
-    whole, final = layer(x, before, output_final_state=True)
-    y, state = layer(x[:, :prompt], layer.initial_state(3) if fresh else before, output_final_state=True)
-    rest, after = layer(x[:, prompt:], state, output_final_state=True)
-    torch.testing.assert_close(torch.cat([y, rest], 1), whole, rtol=1e-10, atol=1e-10)
-    assert_same(after, final)
-    rows = [y]
-    for t in range(prompt, 12):
-        y, state = layer.step(x[:, t], state, inplace=t % 2 == 1)
-        rows.append(y[:, None])
-    torch.testing.assert_close(torch.cat(rows, 1), whole, rtol=1e-10, atol=1e-10)
-    assert_same(state, final)
+def test_prefill_then_steps(layer, fresh):
+    """After a prompt of any length, a step or another call reads what follows."""
+    x, before = inputs(3, 12), layer.initial_state(3) if fresh else states(layer, 3)
+    whole, final = layer(x, None if fresh else before, output_final_state=True)
+    rows, after = [], [before]
+    for t in range(12):
+        y, state = layer.step(x[:, t], each(after[t], torch.clone), inplace=t % 2 == 1)
+        rows.append(y)
+        after.append(state)
+    torch.testing.assert_close(torch.stack(rows, 1), whole, rtol=1e-10, atol=1e-10)
+    assert_same(after[-1], final)
+    for prompt in (0, 1, 2, 3, 7, 9):
+        y, state = layer(x[:, :prompt], before, output_final_state=True)
+        assert_same(state, after[prompt])
+        rest, last = layer(x[:, prompt:], state, output_final_state=True)
+        torch.testing.assert_close(torch.cat([y, rest], 1), whole, rtol=1e-10, atol=1e-10)
+        assert_same(last, final)
+        y, state = layer.step(x[:, prompt], each(state, torch.clone), inplace=prompt % 2 == 1)
+        torch.testing.assert_close(y, rows[prompt], rtol=1e-10, atol=1e-10)
+        assert_same(state, after[prompt + 1])
 
 
 @pytest.mark.parametrize("fresh", [False, True])
@@ -136,7 +139,7 @@ def rows_alone(layer, x, pool, indices):
 def test_rows_of_a_pool(layer, indices):
     x, before = inputs(len(indices)), states(layer, POOL)
     expected, after = rows_alone(layer, x, before, indices)
-    for inplace, dtype in itertools.product((False, True), (torch.int32, torch.int64)):
+    for inplace, dtype in ((False, torch.int32), (True, torch.int64)):
         pool = each(before, torch.clone)
         y, state = layer.step(x, pool, inplace, torch.tensor(indices, dtype=dtype))
         torch.testing.assert_close(y, expected)
@@ -156,13 +159,13 @@ def test_a_step_in_place_is_a_step(layer):
     assert_same(state, after)
 
 
-@pytest.mark.parametrize("inplace", [False, True])
-def test_a_step_waits_for_no_value(layer, inplace):
+def test_nothing_waits_for_a_value(layer):
     with FakeTensorMode(allow_non_fake_inputs=True):  # raises wherever a value is read
-        rows = torch.zeros(3, dtype=torch.int64)
-        y, _ = layer.step(torch.zeros(3, 16, dtype=torch.float64), layer.initial_state(POOL), inplace, rows)
-        packed, _ = layer(torch.zeros(1, 7, 16, dtype=torch.float64), None, True, torch.zeros(3, dtype=torch.int64))
-    assert (y.shape, packed.shape) == ((3, 16), (1, 7, 16))
+        x, rows = torch.zeros(3, 16, dtype=torch.float64), torch.zeros(3, dtype=torch.int64)
+        y, _ = layer.step(x, layer.initial_state(POOL), False, rows)
+        written, _ = layer.step(x, layer.initial_state(POOL), True, rows)
+        packed, _ = layer(torch.zeros(1, 7, 16, dtype=torch.float64), None, True, rows)
+    assert (y.shape, written.shape, packed.shape) == ((3, 16), (3, 16), (1, 7, 16))
 
 
 @pytest.mark.thorough

@@ -67,11 +67,7 @@ def prompts(op):
 
 def steps(op):
     in_pool = token(op, 3) | {"state": states(5), "slots": ints(4, -1, 1)}
-    return {
-        "": token(op, 3) | {"state": states(3)},
-        " pool": in_pool,
-        " in place": in_pool | {"inplace": True},
-    }
+    return {"": token(op, 3) | {"state": states(3)}, " pool": in_pool, " in place": in_pool | {"inplace": True}}
 
 
 def drafts(op):

@@ -182,10 +182,7 @@ def test_autocast_casts_unit_vectors_and_not_projections():
         ({"gate": 3}, "gate is 3; expected None, 'logsigmoid', "),
         ({"gate": ("bounded", None, None, 5)}, "the bound of the gates is 5; expected a number below 0"),
         ({"gate": ("softplus", None, None), "g": None}, "gate is 'softplus' and g is None; expected the logits"),
-        (
-            {"gate": ("softplus", torch.zeros(3), None)},
-            r"A_log has shape \[3\]; expected \[Hv\] with Hv=2",
-        ),
+        ({"gate": ("softplus", torch.zeros(3), None)}, r"A_log has shape \[3\]; expected \[Hv\] with Hv=2"),
         (
             {"gate": ("softplus", None, torch.zeros(2, 4))},
             r"dt_bias has shape \[2, 4\]; expected \[Hv, K\] with Hv=2, K=5",

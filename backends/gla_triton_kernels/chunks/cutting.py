@@ -51,12 +51,7 @@ def uncut_length(length: int) -> int:
 
 
 def segment_length(
-    call: OpCall,
-    gpu: Gpu,
-    blocks: int,
-    at_once: int,
-    plan: Callable[[int], AnyPlan],
-    prices: PriceFunction[AnyPlan],
+    call: OpCall, gpu: Gpu, blocks: int, at_once: int, plan: Callable[[int], AnyPlan], prices: PriceFunction[AnyPlan]
 ) -> int:
     """Returns the tokens of a segment; T or more if sequences stay whole.
 

@@ -22,12 +22,7 @@ from torch import Tensor
 from gla_core.dispatch.backend import CHUNK, OpCall
 from gla_core.dispatch.tensors import ceil_div, checkpoint_dtype, checkpoint_shape
 from gla_triton_kernels.chunks.cutting import by_rows, most_segments, segment_length, uncut_length
-from gla_triton_kernels.chunks.kernel import (
-    BackwardPlan,
-    GradientKernel,
-    first_able,
-    refusals,
-)
+from gla_triton_kernels.chunks.kernel import BackwardPlan, GradientKernel, first_able, refusals
 from gla_triton_kernels.chunks.results import contiguous_like, copy_or_clear
 from gla_triton_kernels.gla import forward
 from gla_triton_kernels.gla.cost import backward_prices

@@ -43,8 +43,7 @@ from gla_triton_runtime.architecture import Gpu
 
 
 def predictor(
-    plan: Callable[[OpCall, Gpu], list[tuple[OpCall, AnyPlan]]],
-    prices: PriceFunction[AnyPlan],
+    plan: Callable[[OpCall, Gpu], list[tuple[OpCall, AnyPlan]]], prices: PriceFunction[AnyPlan]
 ) -> Callable[[OpCall, Constants], float]:
     """Returns the function that predicts the seconds of a call under the plans of a backend.
 

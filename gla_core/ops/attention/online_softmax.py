@@ -95,10 +95,7 @@ _SIZES = {"rows": "ROWS", "columns": "COLUMNS"}
 SOFTMAX = OpSpec(
     name="online_softmax",
     public="online_softmax",
-    arguments=(
-        Argument("x", "Tensor", None, INPUT, differentiable=True),
-        Argument("dim", "int", default=-1),
-    ),
+    arguments=(Argument("x", "Tensor", None, INPUT, differentiable=True), Argument("dim", "int", default=-1)),
     results=(Result("y", like="x"),),
     sizes=_SIZES,
     bind=_bind,

@@ -155,10 +155,7 @@ _INPUTS = (
     Argument("k", "Tensor", "B Tk H K", AS_INPUT, differentiable=True),
     Argument("v", "Tensor", "B Tk H V", AS_INPUT, differentiable=True),
 )
-_OPTIONS = (
-    Argument("scale", "float?", default=None, in_call=False),
-    Argument("causal", "bool", default=False),
-)
+_OPTIONS = (Argument("scale", "float?", default=None, in_call=False), Argument("causal", "bool", default=False))
 ATTENTION = OpSpec(
     name="softmax_attention",
     public="softmax_attention",
@@ -171,15 +168,7 @@ ATTENTION = OpSpec(
 
 
 def _attention_bwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    scale: float,
-    causal: bool,
-    do: Tensor,
-    dlse: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, causal: bool, do: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes dq, dk and dv in PyTorch over blocks of keys, for a backend that has no kernel for them."""
     B, Tq, Hq, _ = q.shape

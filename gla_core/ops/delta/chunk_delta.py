@@ -51,12 +51,7 @@ from gla_core.ops._torch_op import eager_op_of, no_second_derivative, refuse_tan
 from gla_core.ops.delta.inputs import Gate, inputs
 from gla_core.ops.gla.chunk_gla import BACKWARD as GLA_BACKWARD
 from gla_core.ops.gla.chunk_gla import FORWARD as GLA_FORWARD
-from gla_core.ops.gla.chunk_gla import (
-    GATE_SHAPES,
-    ChunkGla,
-    ChunkGlaWithCheckpoints,
-    interval_for_backward,
-)
+from gla_core.ops.gla.chunk_gla import GATE_SHAPES, ChunkGla, ChunkGlaWithCheckpoints, interval_for_backward
 from gla_core.ops.spec import (
     AS_INPUT,
     AS_INPUT_OR_FLOAT32,

@@ -49,25 +49,11 @@ from gla_core.dispatch.request import current_request
 from gla_core.dispatch.tensors import pairwise_sum, wide
 from gla_core.ops import _invariant, _sequences, autocast, checks
 from gla_core.ops._autograd import gradient
-from gla_core.ops._run import (
-    bypasses_torch,
-    needs_gradient,
-    plans_gradient,
-    request_text,
-    run,
-    tracing,
-    transformed,
-)
+from gla_core.ops._run import bypasses_torch, needs_gradient, plans_gradient, request_text, run, tracing, transformed
 from gla_core.ops._torch_op import eager_op_of, join_heads, no_second_derivative, refuse_tangents, torch_op_of
 from gla_core.ops.checks import FLOATS
 from gla_core.ops.fused import fused
-from gla_core.ops.gla.chunk_gla import (
-    BACKWARD,
-    FORWARD,
-    ChunkGla,
-    ChunkGlaWithCheckpoints,
-    interval_for_backward,
-)
+from gla_core.ops.gla.chunk_gla import BACKWARD, FORWARD, ChunkGla, ChunkGlaWithCheckpoints, interval_for_backward
 from gla_core.ops.gla.ssd import for_channels, output, time_steps
 from gla_core.ops.spec import AS_INPUT, INPUT, WIDE, Argument, DType, OpSpec, Result, arguments_of, plain_number
 

@@ -128,7 +128,7 @@ def launch_gradients(
         "SUMS": "bf16x3" if precision == "bf16" else precision,
     }
     grid = (blocks_v * blocks_k * segments.count * Hv, 1, 1)
-    computed = Launch(_chunk_gla_bwd_kernel, grid, arguments, {"num_warps": kernel.warps})
+    computed = Launch(_gla_backward_kernel, grid, arguments, {"num_warps": kernel.warps})
     return [computed, *partials.launch_partial_sums((dq, dk, dv), (x.dq, x.dk, x.dv)), *sum_gates]
 
 
@@ -188,7 +188,7 @@ def gate_gradients(
 
 
 @triton.jit(do_not_specialize=["scale", "B", "T", "segment", "segments", "Hv", "G"])
-def _chunk_gla_bwd_kernel(
+def _gla_backward_kernel(
     q_ptr,  # [B, T, Hq, K]
     k_ptr,  # [B, T, H, K]
     v_ptr,  # [B, T, Hv, V]

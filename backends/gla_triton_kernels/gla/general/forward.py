@@ -138,14 +138,14 @@ def launch_outputs(
         "PRECISION": kernel.precision,
     }
     grid = (ceil_div(V, kernel.BV) * segments.count * Hv, 1, 1)
-    return [Launch(_chunk_gla_fwd_kernel, grid, arguments, {"num_warps": kernel.warps})]
+    return [Launch(_gla_forward_kernel, grid, arguments, {"num_warps": kernel.warps})]
 
 
 @triton.jit(
     do_not_specialize=["scale", "T", "segment", "segments", "every", "Hv", "G"],
     do_not_specialize_on_alignment=["cu_seqlens_ptr"],
 )
-def _chunk_gla_fwd_kernel(
+def _gla_forward_kernel(
     q_ptr,  # [B, T, Hq, K]
     k_ptr,  # [B, T, H, K]
     v_ptr,  # [B, T, Hv, V]

@@ -23,14 +23,7 @@ from gla_triton_runtime.launch import Launch
 
 
 def launch_time_steps(
-    dt: Tensor,
-    A: Tensor,
-    bias: Tensor | None,
-    delta: Tensor,
-    g: Tensor,
-    dt_min: float,
-    dt_max: float,
-    softplus: bool,
+    dt: Tensor, A: Tensor, bias: Tensor | None, delta: Tensor, g: Tensor, dt_min: float, dt_max: float, softplus: bool
 ) -> list[Launch]:
     """Returns the launch that fills delta and g.
 

@@ -58,12 +58,7 @@ from __future__ import annotations
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from gla_core.dispatch.backend import CHUNK
 from gla_core.dispatch.tensors import ceil_div
@@ -156,7 +151,7 @@ def launch_gradients(
     grid = (blocks_k * blocks_v * segments.count * Ho, 1, 1)
     # A block has all registers of a multiprocessor, for 12 or 16 warps: the load warp takes as many as four warps.
     options = {"num_warps": kernel.warps, "maxnreg": 168 if kernel.BK == WIDTH else 128}
-    computed = Launch(_chunk_gla_bwd_kernel, grid, arguments, options)
+    computed = Launch(_gla_backward_kernel, grid, arguments, options)
     summed = partials.launch_partial_sums((dq, dk, dg, dv), (x.dq, x.dk, x.dg, x.dv))
     added = pairs.launch_pairs(x, units, marks, scale, kernel.BK, normalizer)
     return [*converted, *before, computed, *summed, *added]
@@ -764,19 +759,7 @@ def _gradient_warps(
         k_unit, v_unit = unit_at(k_units, row + c, H, k_head), unit_at(v_units, row + c, Hv, v_head)
         units = (s_unit, q_unit, k_unit, v_unit, do_unit)
         dS, waiting = _chunk(
-            dS,
-            waiting,
-            tiles,
-            chunk_barriers,
-            outputs,
-            factors,
-            units,
-            at,
-            part,
-            PARTS,
-            HALVES,
-            PACKED,
-            UNITS,
+            dS, waiting, tiles, chunk_barriers, outputs, factors, units, at, part, PARTS, HALVES, PACKED, UNITS
         )
     if dinitial is not None:
         for j in gl.static_range(HALVES):
@@ -788,7 +771,7 @@ def _gradient_warps(
 
 # K, V and the strides of logits are specialised: if they are multiples of 16, a thread moves two elements at once.
 @gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "Ho", "B"])
-def _chunk_gla_bwd_kernel(
+def _gla_backward_kernel(
     q_desc,  # [B, Hq, T, K], tiles [C, D]
     k_desc,  # [B, H, T, K], tiles [C, D]
     v_desc,  # [B, Hv, T, V], tiles [C, D]

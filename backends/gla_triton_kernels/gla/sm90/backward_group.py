@@ -53,12 +53,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from gla_core.dispatch.backend import CHUNK
 from gla_core.dispatch.tensors import ceil_div
@@ -152,7 +147,7 @@ def launch_gradients(
     }
     grid = (blocks_k * blocks_v * pieces * H * rows, 1, 1)
     options = {"num_warps": kernel.warps, "maxnreg": 168 if parts == 1 else 128}
-    computed = Launch(_chunk_gla_bwd_group_kernel, grid, arguments, options)
+    computed = Launch(_gla_backward_group_kernel, grid, arguments, options)
     return [
         *(*before, *chunks.launches, computed),
         *partials.launch_partial_sums((dq, dk, dv), (x.dq, x.dk, x.dv)),
@@ -435,7 +430,7 @@ def _gradient_warps(
 
 
 @gluon.jit(do_not_specialize=["scale", "g_b", "g_t", "g_h", "skip_h", "T", "H", "R", "heads", "pieces", "K", "V", "B"])
-def _chunk_gla_bwd_group_kernel(
+def _gla_backward_group_kernel(
     q_desc,  # [B, H, T, K], tiles [C, D]
     k_desc,  # [B, H, T, K], tiles [C, D]
     v_desc,  # [B, Hv, T, V], tiles [C, D]

@@ -55,12 +55,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunks import partials
@@ -151,7 +146,7 @@ def launch_gradients(
     }
     grid = (blocks * segments.count * Ho, 1, 1)
     options = {"num_warps": kernel.warps, "maxnreg": 128}
-    computed = Launch(_chunk_gla_bwd_head_kernel, grid, arguments, options)
+    computed = Launch(_gla_backward_head_kernel, grid, arguments, options)
     if constant:
         return [
             *(*converted, *before, computed, partials.launch_sum_of_rows(dg, x.dg)),
@@ -535,7 +530,7 @@ def _gradient_warps(
 @gluon.jit(
     do_not_specialize=["scale", "g_b", "g_t", "g_h", "T", "segment", "segments", "Ho", "per_q", "per_k", "K", "B"]
 )
-def _chunk_gla_bwd_head_kernel(
+def _gla_backward_head_kernel(
     q_desc,  # [B, Hq, T, K], tiles [C, D]
     k_desc,  # [B, H, T, K], tiles [C, D]
     v_desc,  # [B, Hv, T, V], tiles [C, D]

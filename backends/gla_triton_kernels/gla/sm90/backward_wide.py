@@ -56,12 +56,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from gla_core.dispatch.backend import CHUNK
 from gla_core.dispatch.tensors import ceil_div
@@ -274,12 +269,7 @@ def _load_states(desc, s_tiles, full, empty, item, place, PARTS: gl.constexpr, S
 
 @gluon.jit
 def _load_warp(
-    args,
-    PARTS: gl.constexpr,
-    SLICES: gl.constexpr,
-    SLOTS: gl.constexpr,
-    PER_Q: gl.constexpr,
-    PER_V: gl.constexpr,
+    args, PARTS: gl.constexpr, SLICES: gl.constexpr, SLOTS: gl.constexpr, PER_Q: gl.constexpr, PER_V: gl.constexpr
 ):
     """Loads tiles of v and do, and of S and P in turns. Before the last tiles, loads q, k and g of the next slice.
 
@@ -441,12 +431,7 @@ def _write_dg(
 
 @gluon.jit
 def _gate_warps(
-    args,
-    NORMALIZER: gl.constexpr,
-    PARTS: gl.constexpr,
-    SLICES: gl.constexpr,
-    PER_Q: gl.constexpr,
-    PER_V: gl.constexpr,
+    args, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, SLICES: gl.constexpr, PER_Q: gl.constexpr, PER_V: gl.constexpr
 ):
     """Replaces q, k by qg, kg in each slice, and writes dg of the previous slice."""
     g_desc, tiles, barriers, marks, dg_ptr, logits, work, sizes, scale, q_units, k_units = args

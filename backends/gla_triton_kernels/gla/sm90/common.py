@@ -40,12 +40,7 @@ from __future__ import annotations
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
 from gla_triton_kernels.gla.shared.limits import LEAST_GATE, LEAST_NORMAL, MILD_INPUT_HALF
 from gla_triton_runtime.arithmetic import LOG2E

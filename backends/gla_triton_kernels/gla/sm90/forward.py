@@ -108,7 +108,7 @@ def launch_outputs(
     """
     g_desc = None if x.g is None else shared_tiles(x.g, plan.parameters.C, plan.parameters.BK)
     arguments = {"g_desc": g_desc, **heads_of_outputs(x)}
-    return launch_kernel(_chunk_gla_fwd_kernel, arguments, plan, x, segments, scale, every, normalizer)
+    return launch_kernel(_gla_forward_kernel, arguments, plan, x, segments, scale, every, normalizer)
 
 
 def heads_of_outputs(x: Tensors) -> dict[str, int]:
@@ -466,7 +466,7 @@ def _state_warps(
 
 # V and strides are specialised: if they are multiples of 16, a thread moves two elements of a state at once.
 @gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "every", "rows", "jobs", "Ho", "per_q", "K"])
-def _chunk_gla_fwd_kernel(
+def _gla_forward_kernel(
     q_desc,  # [B, Hq, T, K], tiles [C, BK]
     k_desc,  # [B, H, T, K], tiles [C, BK]
     v_desc,  # [B, Hv, T, V], tiles [C, W]

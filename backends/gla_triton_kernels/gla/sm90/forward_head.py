@@ -98,14 +98,7 @@ from gla_triton_kernels.gla.sm90.common import (
     write_state,
 )
 from gla_triton_kernels.gla.sm90.forward import launch_kernel
-from gla_triton_kernels.gla.sm90.shares import (
-    first_of_part,
-    hand_over,
-    part_of,
-    parts_of,
-    share_of_block,
-    taken_over,
-)
+from gla_triton_kernels.gla.sm90.shares import first_of_part, hand_over, part_of, parts_of, share_of_block, taken_over
 from gla_triton_kernels.gla.tensors import BackwardTensors, Tensors
 from gla_triton_runtime.arithmetic import LOG2E
 from gla_triton_runtime.launch import Launch
@@ -159,7 +152,7 @@ def launch_outputs(
         "LAST_LEAVE_NONE": last_leave_none,
         "TURNS": turns,
     }
-    kernel = _chunk_gla_fwd_head_kernel
+    kernel = _gla_forward_head_kernel
     *before, launch = launch_kernel(kernel, arguments, plan, x, segments, scale, every, normalizer, heads, W)
     most = 96 if turns * plan.parameters.BV > 2 * W else 128  # the kernel has one warpgroup more than otherwise
     return [*before, replace(launch, options={**launch.options, "maxnreg": most})]
@@ -619,7 +612,7 @@ def _state_warps(
         *("scale", "g_b", "g_t", "g_h", "skip_h", "T", "segment", "segments", "every", "rows", "jobs", "Hv", "R", "K")
     ]
 )
-def _chunk_gla_fwd_head_kernel(
+def _gla_forward_head_kernel(
     q_desc,  # [B, Hq, T, K], tiles [C, BK]
     k_desc,  # [B, H, T, K], tiles [C, BK]
     v_desc,  # [B, Hv, T, V], tiles [C, W]

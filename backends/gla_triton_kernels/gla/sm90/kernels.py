@@ -34,13 +34,7 @@ from gla_triton_kernels.chunks.price import (
     queries_of_state,
 )
 from gla_triton_kernels.gla.seen import not_addressable
-from gla_triton_kernels.gla.sm90 import (
-    Division,
-    fastest_division,
-    jobs_of_heads,
-    second_warpgroup,
-    warpgroup_columns,
-)
+from gla_triton_kernels.gla.sm90 import Division, fastest_division, jobs_of_heads, second_warpgroup, warpgroup_columns
 from gla_triton_runtime.architecture import Gpu
 
 if TYPE_CHECKING:

@@ -44,12 +44,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from gla_core.dispatch.backend import CHUNK
 from gla_core.dispatch.tensors import ceil_div
@@ -57,14 +52,7 @@ from gla_triton_kernels.chunks.kernel import GradientParameters
 from gla_triton_kernels.chunks.segments import Segments, lengths_of, state_strides
 from gla_triton_kernels.gla.shared.limits import LEAST_GATE, MILD_DECAY_HALF, MILD_DECAY_SM90
 from gla_triton_kernels.gla.sm90 import pairs
-from gla_triton_kernels.gla.sm90.common import (
-    as_float32,
-    clear_rows,
-    divisible_unit_of,
-    largest,
-    plus,
-    unit_at,
-)
+from gla_triton_kernels.gla.sm90.common import as_float32, clear_rows, divisible_unit_of, largest, plus, unit_at
 from gla_triton_kernels.gla.sm90.common_backward import (
     LAYOUT,
     RUNS,
@@ -259,12 +247,7 @@ def _write_units(p_units, dS, factor, place, sizes, TILES: gl.constexpr):
 
 @gluon.jit
 def _state_warps(
-    args,
-    HAS_GATE: gl.constexpr,
-    TILES: gl.constexpr,
-    PER_Q: gl.constexpr,
-    PER_V: gl.constexpr,
-    STAGES: gl.constexpr,
+    args, HAS_GATE: gl.constexpr, TILES: gl.constexpr, PER_Q: gl.constexpr, PER_V: gl.constexpr, STAGES: gl.constexpr
 ):
     """Carries dS backwards through the segment, and writes P of each chunk."""
     tiles, barriers, outputs, states, units, place, sizes = args

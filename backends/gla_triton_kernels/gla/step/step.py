@@ -115,7 +115,7 @@ def launch_step(
         "OVERLAPS": plan.overlaps,
     }
     options = {"num_warps": plan.warps, **overlapping(plan.overlaps)}
-    return [Launch(_recurrent_gla_step, (B * Hv * ceil_div(V, plan.BV), 1, 1), arguments, options)]
+    return [Launch(_gla_step_kernel, (B * Hv * ceil_div(V, plan.BV), 1, 1), arguments, options)]
 
 
 def step_arguments(
@@ -161,7 +161,7 @@ def token_strides(name: str, x: Tensor | None) -> dict[str, int | None]:
     do_not_specialize=["scale", "eps", "limit", "bound", "P"],
     do_not_specialize_on_alignment=["indices_ptr", "A_log_ptr"],
 )
-def _recurrent_gla_step(
+def _gla_step_kernel(
     q_ptr,  # [B, Hq, K]
     k_ptr,  # [B, H, K]
     v_ptr,  # [B, Hv, V]

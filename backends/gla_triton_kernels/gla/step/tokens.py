@@ -184,7 +184,7 @@ def launch_tokens(
     """Returns the launch that computes all tokens; see `launch_step` for `normalizer` and `delta`."""
     (_, T, Hq, K), (P, Hv, _, V), N = x.q.shape, x.pool.shape, len(x.slots)
     arguments = {
-        **dict.fromkeys(_recurrent_gla_tokens.arg_names),  # what only the other op has is None, and is not compiled
+        **dict.fromkeys(_gla_tokens_kernel.arg_names),  # what only the other op has is None, and is not compiled
         "q_ptr": x.q,
         "k_ptr": x.k,
         "v_ptr": x.v,
@@ -224,7 +224,7 @@ def launch_tokens(
         **(_steps_arguments(x) if x.ring_k is None else _replay_arguments(x)),
     }
     options = {"num_warps": plan.warps, **overlapping(plan.overlaps)}
-    return [Launch(_recurrent_gla_tokens, (N * Hv * ceil_div(V, plan.BV), 1, 1), arguments, options)]
+    return [Launch(_gla_tokens_kernel, (N * Hv * ceil_div(V, plan.BV), 1, 1), arguments, options)]
 
 
 def _steps_arguments(x: Tensors) -> dict[str, Any]:
@@ -285,7 +285,7 @@ def _stride(x: Tensor | None) -> int:
         *("slots_ptr", "start_ptr", "replayed_ptr", "offsets_ptr", "accepted_ptr", "read_ptr", "has_ptr", "A_log_ptr")
     ],
 )
-def _recurrent_gla_tokens(
+def _gla_tokens_kernel(
     q_ptr,  # [B, T, Hq, K]
     k_ptr,  # [B, T, H, K]
     v_ptr,  # [B, T, Hv, V]
