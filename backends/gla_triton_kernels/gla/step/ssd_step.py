@@ -15,7 +15,7 @@ Source: Dao and Gu, "Transformers are SSMs: Generalized Models and Efficient Alg
 Duality" (arXiv 2405.21060).
 """
 
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 from collections.abc import Callable
