@@ -21,6 +21,6 @@ def test_a_line_for_each_new_signature(logged):
 
 def test_kernels_of_a_backend_are_named(logged, fresh_registry):
     op = Prepared(lambda call: torch.softmax, ("x", "dim"), kernels=lambda call: [f"rows: {call.dims['rows']}", "one"])
-    gla.register(Backend("mine", "1.0", {"online_softmax": op}))
-    gla.online_softmax(torch.randn(3, 5), backend="mine")
+    with gla.register(Backend("mine", "1.0", {"online_softmax": op})):
+        gla.online_softmax(torch.randn(3, 5), backend="mine")
     assert logged == ["online_softmax  rows=3 columns=5  float32 on cpu: mine; rows: 3; one"]

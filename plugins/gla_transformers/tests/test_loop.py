@@ -69,7 +69,7 @@ class Recorded(TorchDispatchMode):
 
 @pytest.fixture(params=[None, Again, Recorded], ids=["one", "again", "recorded"])
 def ahead(request, monkeypatch):
-    """Whether several tokens are launched before the host looks at them."""
+    """Lets several tokens be launched before the host looks at them, and returns whether it does."""
     if request.param is not None:
         monkeypatch.setitem(graphs.CAPTURES, "cpu", request.param)
         monkeypatch.setattr(graphs, "BEFORE", 0)
@@ -206,17 +206,17 @@ def test_stopping_criteria(model, tokens, theirs, left, ahead, options):
     assert (expected[0][0, 14:] == 0).all() == bool(options.get("eos_token_id"))
 
 
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("passed", [False, True])
 @pytest.mark.parametrize(
     "options", [{}, ENDS, ENDS | {"stopping_criteria": [Until(14, 40, 17)]}], ids=lambda x: str([*x])
 )
-def test_a_cache_that_is_kept_ends_where_the_tokens_do(model, tokens, theirs, left, ahead, own, options):
+def test_a_cache_that_is_kept_ends_where_the_tokens_do(model, tokens, theirs, left, ahead, passed, options):
     def generated(generate):
         torch.manual_seed(3)
-        how = {NAME: GLACache(model.config)} if own else {"return_dict_in_generate": True}
+        how = {NAME: GLACache(model.config)} if passed else {"return_dict_in_generate": True}
         out = generate(model, tokens, max_new_tokens=NEW, **SAMPLED, **options, **how)
-        cache = how[NAME] if own else out[-1]
-        return out if own else out.sequences, cache.get_seq_length(), *cache.tensors()
+        cache = how[NAME] if passed else out[-1]
+        return out if passed else out.sequences, cache.get_seq_length(), *cache.tensors()
 
     expected = generated(theirs)
     left.clear()

@@ -124,9 +124,9 @@ LOOPS = [
 def check_loop(model, prompt, options, monkeypatch):
     """Compares tokens and the random numbers after them with transformers' loop, and returns the graphs of loops."""
     results = []
-    for of_transformers in (True, *[False] * 6):
+    for is_theirs in (True, *[False] * 6):
         with monkeypatch.context() as patched:
-            if of_transformers:
+            if is_theirs:
                 patched.setattr(generation, "rules", lambda *_: None)
             torch.manual_seed(1)
             tokens = model.generate(prompt, max_new_tokens=30, **options)

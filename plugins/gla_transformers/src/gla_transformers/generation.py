@@ -54,7 +54,7 @@ LEAST_LENGTHS = (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor)
 
 
 class Rules(NamedTuple):
-    """How tokens are chosen, and where a generation ends.
+    """Rules by which tokens are chosen and a generation ends.
 
     Attributes:
         is_sampling: whether tokens are drawn; otherwise the likeliest one is taken.
@@ -112,7 +112,7 @@ def rules(
 
 
 class State(NamedTuple):
-    """What the device keeps from one token to the next, of B rows and V tokens of the vocabulary.
+    """Tensors that the device keeps from one token to the next, of B rows and V tokens of the vocabulary.
 
     Attributes:
         word: [B] int64, the last token of each row.
@@ -297,7 +297,7 @@ class _Taken:
         self.rules, self.input_ids, self.streamer = rules, input_ids, streamer
         self.pad = rules.pad.cpu() if rules.criteria and rules.pad is not None else None
         self.columns: list[Tensor] = []
-        self.ended = torch.zeros(len(input_ids), dtype=torch.bool)
+        self.ended = torch.zeros(len(input_ids), dtype=torch.bool, device="cpu")
 
     def has_ended(self) -> bool:
         """Returns whether all rows have ended."""

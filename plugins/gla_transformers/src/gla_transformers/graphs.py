@@ -52,7 +52,7 @@ _OPTIONS = (bool, int, float, str, type(None))
 Compute = Callable[[Tensor, Tensor | None, GLACache], Tensor]
 """Maps words [B, T], a mask [B, T] and a cache to hidden states [B, T, hidden_size]; adds the words to the cache."""
 Call = Callable[[Sequence[Tensor], Any], Tensor]
-"""What a graph computes from its inputs and a `GLACache` or `RecurrentStates`."""
+"""The function that a graph computes from its inputs and a `GLACache` or `RecurrentStates`."""
 
 
 class CUDAReplay:

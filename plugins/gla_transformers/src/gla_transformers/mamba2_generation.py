@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from typing import Any
 
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
-from gla_core.compat.replace import classes_of
 from gla_core.extension import is_plain
 from gla_transformers import generation
 from gla_transformers.cache import RecurrentStates
@@ -55,16 +53,15 @@ def _advance(
 
     def call(inputs: Any, states: RecurrentStates) -> Tensor:
         def read(words: Tensor) -> Tensor:
-            return model(words, **{name: states.cache}, use_cache=True, logits_to_keep=1, return_dict=True).logits[
-                :, -1
-            ]
+            output = model(words, **{name: states.cache}, use_cache=True, logits_to_keep=1, return_dict=True)
+            return output.logits[:, -1]
 
         return generation.steps(rules, generation.State(*inputs), n, read)
 
     records = None
     if is_plain(model, type(model)) and not model.training:
         if model not in _graphs:
-            classes = classes_of(sys.modules[type(model).__module__])
+            classes = {type(x) for x in model.modules() if type(x).__module__ == type(model).__module__}
             _graphs[model] = Graphs(*classes, nn.Conv1d, type(ACT2FN["silu"]))
         records = _graphs[model].repeat(model, call, state, n, rules.key(), states)
     return call(state, states) if records is None else records
