@@ -7,8 +7,8 @@ import weakref
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import cache_utils
 from transformers.activations import ACT2FN
-from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
 from gla_core.extension import is_plain
 from gla_transformers import generation
@@ -17,6 +17,8 @@ from gla_transformers.graphs import Graphs
 
 NAMES = ("cache_params", "cache")
 """The names that versions of transformers give a cache."""
+LAYER: Any = getattr(cache_utils, "LinearAttentionLayer", None)
+"""The class of the states of a layer; None in versions of transformers whose models keep them otherwise."""
 _graphs: weakref.WeakKeyDictionary[nn.Module, Graphs] = weakref.WeakKeyDictionary()
 
 
@@ -34,9 +36,9 @@ def sample(
     """Returns what transformers' `_sample` returns; None for calls that are left to it."""
     name = next((name for name in NAMES if inputs.get(name) is not None), NAMES[0])
     cache: Any = inputs.get(name)
-    if "_sample" not in vars(type(model)) or type(cache) is not DynamicCache or not inputs.get("use_cache"):
+    if "_sample" not in vars(type(model)) or type(cache) is not cache_utils.DynamicCache or not inputs.get("use_cache"):
         return None  # a subclass, or a cache that transformers compiles for
-    if any(type(layer) is not LinearAttentionLayer or layer.record_past for layer in cache.layers):
+    if any(type(layer) is not LAYER or layer.record_past for layer in cache.layers):
         return None
     asked = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus)
     rules = generation.rules(model, *asked, inputs)

@@ -523,6 +523,8 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
             model_kwargs[NAME] = GLACache(self.config, compileable=wanted == "static")
         else:
             super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+            if isinstance(cache, GLACache):  # versions of transformers before 5.16 do not mark it
+                cache._is_user_defined = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class HGRN2ForCausalLM(GLAForCausalLM):
