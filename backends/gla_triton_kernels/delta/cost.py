@@ -15,7 +15,7 @@ from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunks.price import gate_elements, gate_itemsize, longest
 from gla_triton_kernels.cost import gpu_of_constants, in_all
 from gla_triton_kernels.delta import sm90
-from gla_triton_kernels.delta.plan import plan_pass
+from gla_triton_kernels.delta.plan import has_key_gates, plan_pass
 from gla_triton_kernels.delta.sm90 import backward_calls
 
 
@@ -82,7 +82,7 @@ def _backward_sm90(call: OpCall, c: Constants) -> float:
 
 
 def _seconds(call: OpCall) -> Seconds:
-    return BY_KEY if sm90.has_key_gates(call) else BY_HEAD
+    return BY_KEY if has_key_gates(call) else BY_HEAD
 
 
 def _share_of_chunks(call: OpCall, c: Constants) -> float:
@@ -94,9 +94,8 @@ def _share_of_chunks(call: OpCall, c: Constants) -> float:
 def _chunks(call: OpCall, c: Constants) -> float:
     """Returns the device seconds of pairs.py."""
     B, T, H, Hv, K = (call.dims[name] for name in ("B", "T", "H", "Hv", "K"))
-    heads = 2 * H + (
-        3 * Hv if sm90.has_key_gates(call) else 2 * H
-    )  # of q and k, which are read, and of the operands, which are written
+    written = 3 * Hv if has_key_gates(call) else 2 * H  # heads of the operands
+    heads = 2 * H + written  # of q and k, which are read, and of the operands
     moved = B * T * (heads * K * call.dtype.itemsize + 4 * Hv * CHUNK) + gate_elements(call) * gate_itemsize(call)
     seconds = _seconds(call).pairs * _share_of_chunks(call, c)
     return c["launch"] + max(c["step"] * seconds, moved / c["bandwidth"])

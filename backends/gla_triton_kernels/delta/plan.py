@@ -125,6 +125,11 @@ def _segment_length(call: OpCall, gpu: Gpu, BV: int) -> int | None:
     return length if LEAST_SEGMENTS * length <= longest else None
 
 
+def has_key_gates(call: OpCall) -> bool:
+    """Returns whether each key has a gate."""
+    return call.gate_dtype is not None and call.gate_form in (None, "key")
+
+
 def precision_of(call: OpCall, gpu: Gpu) -> str:
     """Returns the precision of products with states."""
     in_units = call.dtype != torch.float32 and call.dims["K"] > FEW_KEYS
@@ -141,23 +146,22 @@ def _float32_precision(call: OpCall, gpu: Gpu) -> str:
 def _chunk_parameters(call: OpCall, gpu: Gpu, BK: int, BV: int, warps: int) -> ChunkParameters:
     precise = _float32_precision(call, gpu)
     sums = {"ieee": "ieee", "bf16x6": "three parts"}.get(precise, "two parts")
-    BK, BV = min(BK, power_of_two(call.dims["K"], 16)), min(BV, power_of_two(call.dims["V"], 16))
-    BK = max(BK, _least_keys(gpu))
+    BK, BV = max(_least_keys(gpu), min(BK, power_of_two(call.dims["K"]))), min(BV, power_of_two(call.dims["V"], 16))
     warps = max(4, warps * 32 // gpu.facts.lanes)
     return ChunkParameters(BK, BV, warps, precision_of(call, gpu), precise, sums)
 
 
 def _least_keys(gpu: Gpu) -> int:
     """Returns the fewest keys of a tile."""
-    return LEAST_KEYS_ON_HOPPER if gpu.facts.has_wgmma else 1
+    return LEAST_KEYS_ON_HOPPER if gpu.facts.has_wgmma else 16
 
 
 def parameters_of_chunks(call: OpCall, gpu: Gpu) -> ChunkParameters:
     """Returns the launch parameters of pairs.py."""
     units = precision_of(call, gpu) == "units"
-    if call.gate_form in ("head", "constant") or call.gate_dtype is None:
-        return _chunk_parameters(call, gpu, 128 if units else 32, 16, 8)
-    return _halved_parameters(call, gpu, 16, 8 if gpu.architecture is Architecture.SM120 else 4)
+    if has_key_gates(call):
+        return _halved_parameters(call, gpu, 16, 8 if gpu.architecture is Architecture.SM120 else 4)
+    return _chunk_parameters(call, gpu, 128 if units else 32, 16, 8)
 
 
 def _halved_parameters(call: OpCall, gpu: Gpu, BV: int, warps: int) -> ChunkParameters:
@@ -178,7 +182,7 @@ def parameters_of_states(call: OpCall, gpu: Gpu) -> StateParameters:
     are read once, if such programs fill the device.
     """
     N, Hv, K, V = (call.dims[name] for name in ("N", "Hv", "K", "V"))
-    precision, BK = precision_of(call, gpu), max(power_of_two(K, 16), _least_keys(gpu))
+    precision, BK = precision_of(call, gpu), power_of_two(K, _least_keys(gpu))
     if gpu.architecture is Architecture.INTERPRETED:
         return StateParameters(BK, min(64, power_of_two(V, 16)), 4, 1, precision)
     BV, warps, stages = 32 if gpu.architecture is Architecture.SM100 else 64, 8, 2
@@ -194,13 +198,11 @@ def parameters_of_states(call: OpCall, gpu: Gpu) -> StateParameters:
 
 def parameters_of_gradients(call: OpCall, gpu: Gpu) -> GradientParameters:
     """Returns the launch parameters of gradients.py."""
-    few_bits = call.dtype == torch.bfloat16 and call.dims["K"] > FEW_KEYS
-    by_key = call.gate_form in (None, "key") and call.gate_dtype is not None
-    units = precision_of(call, gpu) == "units"
+    by_key, units = has_key_gates(call), precision_of(call, gpu) == "units"
     narrow = 16 if gpu.architecture is Architecture.AMD else 32
     values = _chunk_parameters(call, gpu, MOST_KEYS, (64 if by_key else narrow) if units else 16, 8)
     halved = by_key or not units
     keys = _halved_parameters(call, gpu, 64, 4) if halved else _chunk_parameters(call, gpu, 64, 64, 4)
-    if few_bits:
+    if units and call.dtype == torch.bfloat16:
         return GradientParameters(values, replace(keys, precision="bf16"), torch.bfloat16)
     return GradientParameters(values, replace(keys, precision=keys.solve), torch.float32)

@@ -21,6 +21,7 @@ import torch
 
 from gla_core.dispatch.backend import CHUNK, Layout, OpCall, Reason, contiguous_layout
 from gla_core.dispatch.tensors import ceil_div
+from gla_triton_kernels.delta.plan import FEW_KEYS, has_key_gates
 from gla_triton_runtime.architecture import Gpu
 from gla_triton_runtime.tma import addressable
 
@@ -29,8 +30,8 @@ COLUMNS = 64
 MOST_STAGES = 4
 RESERVED = 4 * 2**10
 """The bytes of shared memory for barriers and small tiles."""
-LEAST_KEYS, MOST_KEYS, MOST_VALUES = 33, 128, 256
-"""The fewest and the most keys of a head, and the most values. Over few keys, rounding errors do not average out."""
+LEAST_KEYS, MOST_KEYS, MOST_VALUES = FEW_KEYS + 1, 128, 256
+"""The fewest and the most keys of a head, and the most values."""
 
 
 class Parameters(NamedTuple):
@@ -116,8 +117,3 @@ def moved_by_tma(call: OpCall) -> dict[str, Layout]:
     if call.gate_dtype is not None and has_key_gates(call):
         layouts["g"] = call.layouts.get("g") or contiguous_layout((B, T, Hv, K), call.gate_dtype)
     return layouts
-
-
-def has_key_gates(call: OpCall) -> bool:
-    """Returns whether each key has a gate."""
-    return call.gate_dtype is not None and call.gate_form in (None, "key")
