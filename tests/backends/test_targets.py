@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from gla_core.dispatch.backend import KnownDevice
+from tests.backends.machine_code import wrong_descriptors
 from tests.backends.prepared_calls import launches_on
 from tests.backends.test_offsets import (
     attention,
@@ -205,6 +206,7 @@ def faults(launch, target, folder):
         f"{columns} columns of tensor memory of {target.columns}": columns > target.columns,
         f"{stack} bytes of stack and {registers} registers": stack > STACK,
         "products that the assembler drops": has_dropped_products(compiled.asm, folder),
+        "descriptors that the assembler computes on one branch only": has_wrong_descriptors(compiled.asm, folder),
     }
     return [f"{launch.kernel.fn.__name__} needs {words}" for words, too_much in needs.items() if too_much]
 
@@ -216,6 +218,11 @@ def has_dropped_products(asm, folder):
     """
     written = asm.get("ptx", "").count("wgmma.mma_async")
     return written > 0 and machine_code(asm, folder, "-sass").count("HGMMA") < written
+
+
+def has_wrong_descriptors(asm, folder):
+    """Returns whether products of the machine code for Hopper may read wrong descriptors of tiles."""
+    return "wgmma" in asm.get("ptx", "") and bool(wrong_descriptors(machine_code(asm, folder, "-sass")))
 
 
 def machine_code(asm, folder, what):

@@ -271,8 +271,17 @@ def pairs_of(q_tile, k_tile, columns_tile):
 
 
 @gluon.jit
+def products_of_blocks(rows_tile, columns_tile):
+    """Returns the products of rows with columns [C, K] of the same block [C, 16]."""
+    C: gl.constexpr = rows_tile.shape[0]
+    x = gl.zeros([C, C], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16]))
+    x = warpgroup_mma(rows_tile, columns_tile.permute([1, 0]), x, use_acc=False, is_async=True)
+    return blocks_of_diagonal(warpgroup_mma_wait(0, [x]))
+
+
+@gluon.jit
 def pairs_by_halving(q_tile, k_tile, q_decayed, k_decayed, b, levels):
-    """Returns A and M [C, 16] of blocks, for gates of any strength; pairs s > t are undefined.
+    """Returns A and M [C, 16] of blocks, for gates of any strength; pairs s > t of A and s >= t of M are undefined.
 
     Args:
         q_tile, k_tile: [C, K], not decayed.
@@ -281,7 +290,8 @@ def pairs_by_halving(q_tile, k_tile, q_decayed, k_decayed, b, levels):
         levels: bit mask of the levels that contribute; the others are skipped.
     """
     fence_async_shared()  # the caller may have cleared rows of the tiles
-    A, M = pairs_of(q_tile, k_tile, k_tile)  # pairs t = s have no decay
+    A = products_of_blocks(q_tile, k_tile)  # pairs t = s have no decay
+    M = gl.zeros_like(A)
     t, s = tokens_of_pairs(A)
     for level in gl.static_range(4):
         across = ((t ^ s) & -(8 >> level)) == 8 >> level

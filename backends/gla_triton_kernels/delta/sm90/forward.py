@@ -77,6 +77,7 @@ from gla_triton_kernels.gla.sm90.common import (
     levels_that_count,
     log_gates_of_tile,
     next_checkpoint,
+    opaque_zero,
     plus,
     tile_of_gates,
     tokens_of,
@@ -241,6 +242,9 @@ def _prepare_by_key(tiles, beta, barriers, place, g_desc, NORMALIZER: gl.constex
             fence_async_shared()
             store_products(a_tile, l_tile, m_tile, q_tile, k_tile, pair_tile, None, betas, -1.0)
         else:
+            # Triton 3.6's assembler leaves out descriptors that both branches need, where only one state warpgroup is.
+            again = slot + opaque_zero()
+            q_tile, k_tile = q_tiles.index(again).reshape([C, K]), k_tiles.index(again).reshape([C, K])
             g = bounded_gates(log_gates_of_tile(g_tile, rows, runs, NORMALIZER, False), NORMALIZER)
             b, end = sums_of_blocks(g)
             decays.index(slot).reshape([C // 16, K]).store(gl.exp2(end))
