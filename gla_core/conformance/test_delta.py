@@ -40,7 +40,7 @@ def test_every_beta(backend, case, beta, measure):
     check(case.op, x, backend.name, measure)
 
 
-@over(ALL, "short", "last_chunk_partial", "packed", dtypes="rotating")
+@over(ALL, "short", "last_chunk_partial", "packed", "extreme", dtypes="rotating")
 def test_some_betas_of_0(backend, case, measure):
     x = call_arguments(case)
     x["beta"][:, ::3] = 0

@@ -556,8 +556,9 @@ def _compute_chunk(
     # results
     beta = betas.load(gl.SliceLayout(1, KEYS))[:, None]
     k = as_float32(k_tile.load(KEYS))
+    products = as_float32(c_tile.load(KEYS)) * dc  # k times dc, where both have the decays of columns
     if BY_KEY:
-        w = as_float32(q_tile.load(KEYS)) * dq + k * dr - as_float32(c_tile.load(KEYS)) * (beta * dc)
+        w = as_float32(q_tile.load(KEYS)) * dq + k * dr - beta * products
         x = x_tile.load(KEYS)
         layout: gl.constexpr = gl.SliceLayout(1, _in_blocks(x).type.layout)
         down = apart.reshape([4, WIDTH]).load(layout)[:, None, :] - _in_blocks(x)
@@ -566,13 +567,12 @@ def _compute_chunk(
         dq *= up
         dc *= down
         dk = dr * up + beta * dc
-        k *= down  # k itself
     else:
         dk = dr + beta * dc
     where = (b, h, t0, T, Hv)
     beta = betas.load(gl.SliceLayout(1, KEYS))
     dbeta = gl.convert_layout(dbeta, gl.SliceLayout(1, KEYS))
-    dbeta = gl.where(beta != 0.0, dbeta / beta, gl.sum(k * dc, 1))
+    dbeta = gl.where(beta != 0.0, dbeta / beta, gl.sum(products, 1))
     token = gl.arange(0, C, gl.SliceLayout(1, KEYS))
     head_row = (b.to(gl.int64) * T + t0) * Hv + h
     gl.store(dbeta_ptr + head_row + token * Hv, dbeta.to(dbeta_ptr.dtype.element_ty), token < rows)
