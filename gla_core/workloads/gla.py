@@ -19,7 +19,7 @@ CHUNK_GLA = (
     row("ungated", "ci", "B1 T150 H2 K32 V32", gates="none", initial_state=True),
     row("strong", "ci", "B1 T150 H2 K32 V32", gates="strong", initial_state=True),
     row("extreme", "ci extreme", "B1 T150 H1 K64 V64", gates="extreme", initial_state=True),
-    row("minus_infinity", "ci extreme", "B1 T150 H1 K128 V32", gates="-inf", initial_state=True),
+    row("minus_infinity", "ci extreme", "B1 T150 H1 K64 V64", gates="-inf", initial_state=True),
     row("packed", "ci packed odd", "H2 K16 V16", lengths=(0, 65, 1, 0, 130, 3, 0), initial_state=True),
     row("padded", "packed odd", "H2 K16 V16", lengths=(20, 0, 66), leading=9, padding=40, initial_state=True),
     row("packed_grouped", "ci packed", "H2 G2 K16 V32", lengths=(40, 64, 90), gates="-inf"),

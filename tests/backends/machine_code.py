@@ -1,12 +1,13 @@
-"""Reads machine code of Hopper, to check descriptors of tiles that the assembler may get wrong.
+"""Reads machine code of Hopper, to check descriptors of tiles, which Triton 3.6's assembler sometimes gets wrong.
 
 A product of warpgroups (HGMMA) reads tiles in shared memory by descriptors of 64 bits in uniform registers. The upper 32
 bits hold the swizzle of a tile and its stride, which are constants. So they are known wherever a product reads them, if
-the assembler has put the right value there. Triton 3.6's assembler has left out the computation of a descriptor on one
-branch, where the products then read other memory, or none.
+the assembler has put the right values there. It has left out descriptors on one of two branches, and zeros to which
+upper halves are added. Such products read other memory, or none.
 """
 
 import functools
+import itertools
 import re
 from typing import NamedTuple
 
@@ -36,7 +37,7 @@ def _masked(x):
 
 
 def wrong_descriptors(code):
-    """Returns the addresses of products that may read a descriptor whose upper half is not a constant with a swizzle.
+    """Returns the addresses of products that may read a descriptor whose upper half is not a constant.
 
     Constants are followed through copies and additions, and over branches. Carries of lower halves count as 0.
 
@@ -57,7 +58,7 @@ def wrong_descriptors(code):
     for start, (body, _) in blocks.items():
         constants = dict(known[start])
         for each in body:
-            wrong += [each.address] if each.name.startswith("HGMMA") and not _are_swizzled(each, constants) else []
+            wrong += [each.address] if each.name.startswith("HGMMA") and not _are_constants(each, constants) else []
             _execute(each, constants)
     return wrong
 
@@ -83,7 +84,7 @@ def _blocks(instructions):
     """Returns the instructions of each block without branches, and where the blocks after it begin, by its address."""
     targets = {int(x.operands[-1], 16) for x in instructions if x.name == "BRA"}
     starts = {instructions[0].address} | targets
-    starts |= {b.address for a, b in zip(instructions, instructions[1:], strict=False) if a.name in ("BRA", "BRX", "EXIT")}
+    starts |= {b.address for a, b in itertools.pairwise(instructions) if a.name in ("BRA", "BRX", "EXIT")}
     blocks, body = {}, []
     for each, following in zip(instructions, [*instructions[1:], None], strict=True):
         body.append(each)
@@ -96,12 +97,12 @@ def _blocks(instructions):
     return blocks
 
 
-def _are_swizzled(product, constants):
-    """Returns whether the upper halves of the descriptors that a product reads are constants with a swizzle."""
+def _are_constants(product, constants):
+    """Returns whether the upper halves of the descriptors that a product reads are constants, and not 0."""
     first = int(re.search(r"gdesc\[UR(\d+)\]", " ".join(product.operands))[1])
     operands = [3] if re.fullmatch(r"R\d+", product.operands[1]) else [1, 3]
     upper = [constants.get(f"UR{first + i}") for i in operands]
-    return all(isinstance(x, int) and x >> 30 for x in upper)
+    return all(isinstance(x, int) and x > 0 for x in upper)
 
 
 def _execute(instruction, constants):

@@ -206,7 +206,7 @@ def faults(launch, target, folder):
         f"{columns} columns of tensor memory of {target.columns}": columns > target.columns,
         f"{stack} bytes of stack and {registers} registers": stack > STACK,
         "products that the assembler drops": has_dropped_products(compiled.asm, folder),
-        "descriptors that the assembler computes on one branch only": has_wrong_descriptors(compiled.asm, folder),
+        "descriptors that the assembler leaves out": has_wrong_descriptors(compiled.asm, folder),
     }
     return [f"{launch.kernel.fn.__name__} needs {words}" for words, too_much in needs.items() if too_much]
 
@@ -287,7 +287,7 @@ def test_gradients_are_written_eight_bytes_at_a_time(call, monkeypatch):
 @pytest.mark.parametrize("form", ["none", "head", "key"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_tiles_of_delta_rules_have_64_keys_on_hopper(backend, form, dtype, monkeypatch):
-    """Checks launch parameters: Triton 3.6 miscompiles some narrower tiles there, and only a GPU shows it."""
+    """Checks launch parameters: Triton 3.6's assembler computes wrong descriptors of some narrower tiles there."""
     for describe, K in itertools.product((delta_forward, delta_backward), (1, 19, 32, 40, 128, 256)):
         call = describe(B=1, T=2048, H=1, K=K, V=40, form=form, dtype=dtype)
         launches = launches_on(device_of(TARGETS["H100"]), backend, "highest", *call, monkeypatch=monkeypatch)

@@ -18,10 +18,10 @@ MOST_KEYS = 256
 """The most keys of a head whose state the kernels over sequences keep on chip."""
 MOST_KEYS_OF_TRANSITION = 128
 """The most keys of a dense transition that the scan holds on chip."""
-FEW_KEYS = 32
-"""The most keys over which rounding errors do not average out, so that all products are of float32."""
+FEW = 32
+"""The most keys or values over which rounding errors do not average out, so that all products are of float32."""
 LEAST_KEYS_ON_HOPPER = 64
-"""The fewest keys of a tile on Hopper: Triton 3.6 miscompiles some narrower ones."""
+"""The fewest keys of a tile on Hopper: Triton 3.6's assembler computes wrong descriptors of some narrower ones."""
 LEAST_CHUNKS, LEAST_SEGMENTS = 4, 4
 """The fewest chunks of a segment, and the fewest segments of a sequence that is cut."""
 LITTLE_SHARED_MEMORY = 100 * 1024
@@ -132,7 +132,7 @@ def has_key_gates(call: OpCall) -> bool:
 
 def precision_of(call: OpCall, gpu: Gpu) -> str:
     """Returns the precision of products with states."""
-    in_units = call.dtype != torch.float32 and call.dims["K"] > FEW_KEYS
+    in_units = call.dtype != torch.float32 and min(call.dims["K"], call.dims["V"]) > FEW
     return "units" if in_units else _float32_precision(call, gpu)
 
 

@@ -21,7 +21,7 @@ import torch
 
 from gla_core.dispatch.backend import CHUNK, Layout, OpCall, Reason, contiguous_layout
 from gla_core.dispatch.tensors import ceil_div
-from gla_triton_kernels.delta.plan import FEW_KEYS, has_key_gates
+from gla_triton_kernels.delta.plan import FEW, has_key_gates
 from gla_triton_runtime.architecture import Gpu
 from gla_triton_runtime.tma import addressable
 
@@ -30,8 +30,8 @@ COLUMNS = 64
 MOST_STAGES = 4
 RESERVED = 4 * 2**10
 """The bytes of shared memory for barriers and small tiles."""
-LEAST_KEYS, MOST_KEYS, MOST_VALUES = FEW_KEYS + 1, 128, 256
-"""The fewest and the most keys of a head, and the most values."""
+LEAST, MOST_KEYS, MOST_VALUES = FEW + 1, 128, 256
+"""The fewest keys and values of a head, the most keys, and the most values."""
 
 
 class Parameters(NamedTuple):
@@ -55,8 +55,8 @@ def refusal(call: OpCall, gpu: Gpu) -> Reason | None:
     if call.dtype != torch.bfloat16:
         return f"computes bfloat16; q is {str(call.dtype).removeprefix('torch.')}"
     K, V = call.dims["K"], call.dims["V"]
-    if not LEAST_KEYS <= K <= MOST_KEYS or V > MOST_VALUES:
-        return f"computes K from {LEAST_KEYS} to {MOST_KEYS} and V up to {MOST_VALUES}; K is {K} and V is {V}"
+    if not (LEAST <= K <= MOST_KEYS and LEAST <= V <= MOST_VALUES):
+        return f"computes K from {LEAST} to {MOST_KEYS} and V from {LEAST} to {MOST_VALUES}; K is {K} and V is {V}"
     if (every := call.scalars.get("checkpoint_every")) is not None and every % CHUNK:
         return f"computes checkpoints every multiple of {CHUNK} tokens; checkpoint_every is {every}"
     if (name := _not_addressable(call)) is not None:

@@ -9,7 +9,7 @@ import torch
 
 from gla_core.dispatch.backend import CHUNK, Layout, OpCall, Reason, contiguous_layout
 from gla_triton_kernels.delta.plan import plan_pass
-from gla_triton_kernels.delta.sm90 import LEAST_KEYS, moved_by_tma
+from gla_triton_kernels.delta.sm90 import LEAST, moved_by_tma
 from gla_triton_runtime.architecture import Gpu
 from gla_triton_runtime.tma import addressable
 
@@ -29,8 +29,8 @@ def refusal(call: OpCall, gpu: Gpu, cut: bool) -> Reason | None:
     if call.dtype != torch.bfloat16:
         return f"computes bfloat16; q is {str(call.dtype).removeprefix('torch.')}"
     K, V = call.dims["K"], call.dims["V"]
-    if not (LEAST_KEYS <= K <= MOST_WIDTH and V <= MOST_WIDTH) or K % WIDTH_UNIT or V % WIDTH_UNIT:
-        widths = f"K from {LEAST_KEYS} and V, both up to {MOST_WIDTH} and multiples of {WIDTH_UNIT}"
+    if not (LEAST <= K <= MOST_WIDTH and LEAST <= V <= MOST_WIDTH) or K % WIDTH_UNIT or V % WIDTH_UNIT:
+        widths = f"K and V from {LEAST} to {MOST_WIDTH} in multiples of {WIDTH_UNIT}"
         return f"computes {widths}; K is {K} and V is {V}"
     if call.gate_form == "constant":
         return "computes a gate for each key or each head, or none; g has one constant gate for each head"
