@@ -1,9 +1,9 @@
-"""Reads machine code of Hopper, to check descriptors of tiles, which Triton 3.6's assembler sometimes gets wrong.
+"""Reads machine code of Hopper, to check descriptors of tiles, which some assemblers get wrong.
 
-A product of warpgroups (HGMMA) reads tiles in shared memory by descriptors of 64 bits in uniform registers. The upper 32
-bits hold the swizzle of a tile and its stride, which are constants. So they are known wherever a product reads them, if
-the assembler has put the right values there. It has left out descriptors on one of two branches, and zeros to which
-upper halves are added. Such products read other memory, or none.
+A product of warpgroups (HGMMA) reads tiles in shared memory by descriptors of 64 bits in uniform registers. The upper
+32 bits hold the swizzle of a tile and its stride, which are constants. So they are known wherever a product reads them,
+if the assembler has put the right values there. That of Triton 3.6 and 3.7 (CUDA 12.8) has left out descriptors on one
+of two branches, and zeros to which upper halves are added. Such products read other memory, or none.
 """
 
 import functools

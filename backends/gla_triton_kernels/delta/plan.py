@@ -21,7 +21,7 @@ MOST_KEYS_OF_TRANSITION = 128
 FEW = 32
 """The most keys or values over which rounding errors do not average out, so that all products are of float32."""
 LEAST_KEYS_ON_HOPPER = 64
-"""The fewest keys of a tile on Hopper: Triton 3.6's assembler computes wrong descriptors of some narrower ones."""
+"""The fewest keys of a tile on Hopper: the assembler of Triton 3.6 and 3.7 leaves descriptors of narrower ones out."""
 LEAST_CHUNKS, LEAST_SEGMENTS = 4, 4
 """The fewest chunks of a segment, and the fewest segments of a sequence that is cut."""
 LITTLE_SHARED_MEMORY = 100 * 1024

@@ -242,7 +242,7 @@ def _prepare_by_key(tiles, beta, barriers, place, g_desc, NORMALIZER: gl.constex
             fence_async_shared()
             store_products(a_tile, l_tile, m_tile, q_tile, k_tile, pair_tile, None, betas, -1.0)
         else:
-            # Triton 3.6's assembler leaves out descriptors that both branches need, where only one state warpgroup is.
+            # The assembler of Triton 3.6 and 3.7 leaves out descriptors of tiles that both branches multiply.
             again = slot + opaque_zero()
             q_tile, k_tile = q_tiles.index(again).reshape([C, K]), k_tiles.index(again).reshape([C, K])
             g = bounded_gates(log_gates_of_tile(g_tile, rows, runs, NORMALIZER, False), NORMALIZER)

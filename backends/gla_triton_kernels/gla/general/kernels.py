@@ -37,7 +37,7 @@ MANY_BLOCKS = 512
 """The least number of blocks of 64 values for which blocks of 128 also fill the device; they read q, k and g half as
 often."""
 LEAST_BLOCK = 64
-"""The least number of keys and of values of a block of gradients: Triton 3.6 miscompiles narrower blocks on Hopper."""
+"""The fewest keys and values of a block of gradients: Triton 3.6 and 3.7 miscompile narrower ones on Hopper."""
 
 LITTLE_SHARED_MEMORY = 100 * 1024
 """The number of bytes of shared memory below which kernels have one pipeline stage: no chunk is loaded ahead."""
@@ -241,7 +241,7 @@ def _load_backward_chunks() -> LaunchFunction:
 
 def _chunks_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
     if gpu.facts.has_wgmma:
-        return f"multiplies narrow blocks, which Triton 3.6 miscompiles on {gpu.facts.known_as}"
+        return f"multiplies narrow blocks, which Triton 3.6 and 3.7 miscompile on {gpu.facts.known_as}"
     return "is tested by itself where kernels are interpreted" if gpu.architecture is Architecture.INTERPRETED else None
 
 
