@@ -1,7 +1,7 @@
 """The backward that computes all chunks side by side, in the op around it, against the reference in float64.
 
-Plans take it on GPUs without wgmma. It multiplies narrow blocks, which Triton 3.6 and 3.7 miscompile on Hopper, so these
-tests run interpreted or on other GPUs.
+Plans take it on GPUs without wgmma. It multiplies narrow blocks, which Triton 3.6 and 3.7 miscompile on Hopper, so
+these tests run interpreted or on other GPUs.
 """
 
 import dataclasses
