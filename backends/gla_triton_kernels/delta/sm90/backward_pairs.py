@@ -206,9 +206,9 @@ def _pairs_kernel(
     if STRONG:
         phase = 0
         for place in range(gl.program_id(0), places, gl.num_programs(0)):
-            _, _, _, length, _, _, _ = tokens_of(gl.to_tensor(place) // Hv, T, segment, segments, order)
+            j, _, _, length, _, _, _ = tokens_of(gl.to_tensor(place) // Hv, T, segment, segments, order)
             if length > 0:  # noqa: SIM102 -- flags of empty chunks are undefined
-                if gl.load(strong_ptr + place) != 0:
+                if gl.load(strong_ptr + j * Hv + place % Hv) != 0:
                     _compute_chunk(place, tiles, inputs, results, sizes, scale, phase, KEYS, STRONG)
                     phase ^= 1
     else:
