@@ -22,7 +22,7 @@ CHUNK_GLA = (
     row("minus_infinity", "ci extreme", "B1 T150 H1 K64 V64", gates="-inf", initial_state=True),
     row("packed", "ci packed odd", "H2 K16 V16", lengths=(0, 65, 1, 0, 130, 3, 0), initial_state=True),
     row("padded", "packed odd", "H2 K16 V16", lengths=(20, 0, 66), leading=9, padding=40, initial_state=True),
-    row("packed_grouped", "ci packed", "H2 G2 K16 V32", lengths=(40, 64, 90), gates="-inf"),
+    row("packed_grouped", "ci packed", "H2 G2 K40 V40", lengths=(40, 64, 90), gates="-inf"),
     row("per_head", "ci", "B2 T150 H2 K32 V32", gate_form="head", initial_state=True),
     row("per_head_closed", "ci extreme", "B1 T150 H2 K32 V32", gate_form="head", gates="-inf"),
     row("per_head_grouped", "ci odd packed", "H1 R3 K19 V37", lengths=(0, 65, 1, 130), gate_form="head",
