@@ -164,8 +164,8 @@ DO_NOT_FIT = {
 """Calls that do not fit a GPU.
 
 On an H100, the backward of float32 at full precision has a stack of 4.7 KB. With a gate for each key, the general
-kernels of the delta rule have up to 2 KB, because tiles have at least 64 keys there, and so has
-the launch of the kernels for Hopper that computes the pairs of strong chunks.
+kernels of the delta rule have up to 2 KB, because tiles have at least 64 keys there, and so has the launch of the
+kernels for Hopper that computes the pairs of strong chunks.
 """
 
 
