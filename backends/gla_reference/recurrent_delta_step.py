@@ -38,7 +38,7 @@ def recurrent_delta_step(
 
     def step(S: Tensor) -> tuple[Tensor, Tensor]:
         S = decayed(S, g, dtype)  # [B, Hv, K, V]
-        S = torch.addcmul(S, k.mT, beta * (values - k @ S))
+        S.addcmul_(k.mT, beta * (values - k @ S))  # on a CPU, new memory would take longer than the sum
         return (scale * (q @ S).squeeze(2)).to(v.dtype), S
 
     return advance(step, v, v.shape[1], state, state_indices, inplace)

@@ -42,8 +42,8 @@ def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, scal
     if k.shape[1] < H:  # several value heads read one head of k and q
         q, k = (x.repeat_interleave(H // k.shape[1], dim=1) for x in (q, k))
     queries = rearrange(q.to(dtype), "b (h g) k -> b h g k", h=H)  # [B, H, G, K]
-    update = k.to(dtype)[..., :, None] * v.to(dtype)[..., None, :]  # [B, H, K, V]
-    new = decayed(state, g, dtype) + update
+    new = decayed(state, g, dtype)  # [B, H, K, V]
+    new.addcmul_(k.to(dtype)[..., :, None], v.to(dtype)[..., None, :])  # on a CPU, new memory would take longer
     o = scale * einsum(queries, new, "b h g k, b h k v -> b h g v")
     return o.flatten(1, 2).to(v.dtype, copy=True), new
 

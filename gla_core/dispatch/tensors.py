@@ -38,10 +38,10 @@ def log_gates(g: torch.Tensor, gate_normalizer: int | None, dtype: torch.dtype) 
 
 def decayed(state: torch.Tensor, g: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """Returns states [B, Hv, K, V] times exp(g) in `dtype`, for the log gates of a token: [Hv], [B, Hv] or [B, Hv, K],
-    or None for no decay.
+    or None for no decay. The result has memory of its own.
     """
     if g is None:
-        return state.to(dtype)
+        return state.to(dtype, copy=True)
     alpha = g.to(dtype).exp()
     return (alpha[..., None] if g.ndim == 3 else alpha[..., None, None]) * state.to(dtype)
 
