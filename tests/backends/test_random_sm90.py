@@ -41,9 +41,13 @@ def test_random_calls(kernels, form, seed, monkeypatch):
     monkeypatch.setattr(emulated, "inputs", lambda _normalizer=None, **options: gla_inputs(seed=seed, **options))
     if sizes["gates"] == "extreme":  # few gates have a gradient, so its error may be the rounding of single scores
         monkeypatch.setattr(emulated, "gradient_budget", lambda dtype: 2 * GRADIENT[dtype])
+    if sizes["gates"] == "none" and form == "key":  # kernels of gates for heads compute calls without gates
+        sizes["gate_form"] = "head"
     emulated.check_forward(kernels, **sizes)
     emulated.check_gradients(kernels, dstate=draw.random() < 0.7, **sizes)
-    if form != "key" and sizes.get("G", 1) == 1 and sizes["gates"] != "none":  # heads that share q and k, together
+    if (
+        sizes["gate_form"] != "key" and sizes.get("G", 1) == 1 and sizes["gates"] != "none"
+    ):  # heads that share q and k, together
         more = {"length": draw.choice([None, 64, 128]), "skips": form == "head" and draw.random() < 0.5}
         heads = draw.randint(1, sizes.get("R", 1))
         emulated.check_gradients(kernels, heads=heads, **{**sizes, "dtype": torch.bfloat16}, **more)
