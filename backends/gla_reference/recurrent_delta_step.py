@@ -9,7 +9,6 @@ chunk_delta.py names the sources.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from gla_core.dispatch.tensors import decayed, log_gates, wide

@@ -171,7 +171,8 @@ def test_a_partial_backend_passes_on_what_it_declares(partial, tmp_path):
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr
     assert "conformance of partial 1.2 on cpu" in done.stdout
     rows = read_cases(tmp_path / "cases.jsonl")
-    others = [op for op in OP_PARAMETERS if op != "online_softmax"]
+    added = "online_softmax_bwd"  # the core computes it in PyTorch
+    others = [op for op in OP_PARAMETERS if op not in ("online_softmax", added)]
     lines = done.stdout.splitlines()
     assert [line for line in lines if line.startswith("not declared")] == [
         f"not declared: {', '.join(others)} (calls of them are refused)",
@@ -179,10 +180,11 @@ def test_a_partial_backend_passes_on_what_it_declares(partial, tmp_path):
     ]
     assert not [line for line in lines for op in others if line.startswith(op)]  # their refusals are not listed
     computed = [row for row in rows if not row["test"].startswith("test_refusals.py")]
-    assert {(row["op"], row["dtype"]) for row in computed} == {("online_softmax", "float32")}
+    assert {(row["op"], row["dtype"]) for row in computed} == {("online_softmax", "float32"), (added, "float32")}
     refused = {(r["op"], r["dtype"]): r["reason"] for r in rows if r["test"].endswith("::test_refused")}
     assert refused["online_softmax", "float16"] == "computes float32; x is float16"
-    assert refused["chunk_gla_bwd", "float32"] == "does not implement chunk_gla_bwd; it implements online_softmax"
+    reason = f"does not implement chunk_gla_bwd; it implements online_softmax, {added}"
+    assert refused["chunk_gla_bwd", "float32"] == reason
     assert {op for op, _ in refused} == set(OP_PARAMETERS)
 
 
@@ -213,6 +215,10 @@ COMPUTED_BY_ANOTHER = (
     "recurrent_ssd_step",
     "recurrent_gla_steps",
     "recurrent_gla_replay",
+    "chunk_delta_bwd",
+    "chunk_delta_pool",
+    "recurrent_delta_steps",
+    "recurrent_delta_replay",
 )
 """The ops that the core computes by another one under `batch_invariant`, and which a backend may have alone."""
 
