@@ -22,7 +22,7 @@ from tests.backends.test_random_delta import amplification, truth
 pytestmark = pytest.mark.kernels
 __all__ = ["forward", "kernels"]  # fixtures
 
-FEW, MANY = 2, 100
+FEW, MANY = 1, 100
 ROOM, ROOM_OF_ALIKE = 1.1, 2
 """Factors on budgets, of random keys and of keys that are alike: roundings of what they share do not average out.
 

@@ -66,10 +66,10 @@ def every_other_thorough(cases):
 
 
 def other_dtypes_thinned(cases):
-    """Returns the cases as parameters of tests; of those that are not in bfloat16 every second one is thorough."""
+    """Returns the cases as parameters of tests; of those that are not in bfloat16 two of three are thorough."""
     others = itertools.count()
     return [
-        pytest.param(x, marks=pytest.mark.thorough) if isinstance(x, dict) and "dtype" in x and next(others) % 2 else x
+        pytest.param(x, marks=pytest.mark.thorough) if isinstance(x, dict) and "dtype" in x and next(others) % 3 else x
         for x in cases
     ]
 
