@@ -334,8 +334,6 @@ VARIATIONS = {
     "delta rule backward, per head",
     "delta rule steps",
     "backward, wide, TF32",
-    "general backward, in segments",
-    "gradients of Mamba-2's scan, a skip for each channel",
 }
 """Calls of kernels that other calls have in the same form of gates, widths and layout; they are thorough tests."""
 
