@@ -333,7 +333,6 @@ VARIATIONS = {
     "delta rule, packed, per head",
     "delta rule backward, per head",
     "delta rule steps",
-    "backward, wide, TF32",
 }
 """Calls of kernels that other calls have in the same form of gates, widths and layout; they are thorough tests."""
 
