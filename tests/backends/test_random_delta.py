@@ -15,13 +15,13 @@ from gla_core.dispatch.tensors import wide
 from gla_core.workloads.inputs import delta_inputs, normal, token_of
 from tests.backends.test_random_cases import (
     ENOUGH,
-    SMALLEST,
     WIDTHS,
     WITH_GRADIENTS,
     batches,
     drawn_layout,
     error_of_sum,
     gate_form,  # noqa: F401 - a fixture
+    has_few_bits,
     head_counts,
     seeds,
     sequences,
@@ -81,8 +81,11 @@ def misses(seed, device, backend):
         y = actual[name].detach().cpu()
         error, budgets = error_of(name, y), GRADIENT if name.startswith("d") else FORWARD
         budget = factor * max(budgets[dtype], budgets[y.dtype])
-        has_few_bits = max(float(y.norm()), float(ref.norm())) < SMALLEST
-        if error > budget and not has_few_bits and error > budget * amplification(x, loss, every, name, error_of):
+        if (
+            error > budget
+            and not has_few_bits(y, ref)
+            and error > budget * amplification(x, loss, every, name, error_of)
+        ):
             yield f"{where}: {name}: error {error:.1e}"
 
 

@@ -555,10 +555,9 @@ def _compute_chunk(
         _load_state(loads[1], bars.index(1), next_place, sizes)
     # results
     beta = betas.load(gl.SliceLayout(1, KEYS))[:, None]
-    k = as_float32(k_tile.load(KEYS))
     products = as_float32(c_tile.load(KEYS)) * dc  # k times dc, where both have the decays of columns
     if BY_KEY:
-        w = as_float32(q_tile.load(KEYS)) * dq + k * dr - beta * products
+        w = as_float32(q_tile.load(KEYS)) * dq + as_float32(k_tile.load(KEYS)) * dr - beta * products
         x = x_tile.load(KEYS)
         layout: gl.constexpr = gl.SliceLayout(1, _in_blocks(x).type.layout)
         down = apart.reshape([4, WIDTH]).load(layout)[:, None, :] - _in_blocks(x)

@@ -34,7 +34,7 @@ class Recurrence(nn.Module, MambaBase):
         options: what the ops compute of the projections, as in `recur`.
 
     Attributes:
-        histories: the number of states, in front of those of the recurrence, that are histories of convolutions.
+        histories: how many of the states hold the last inputs of convolutions; they come before the recurrent ones.
         replays: whether a sequence has one state and rings, whatever its drafts; see `replays`.
     """
 
