@@ -5,7 +5,7 @@ backward_head.py gives the mathematics. With f = 1 where v has no factors, for a
     dg_u = sum of through + sum over t >= u of (q_t + (pairs_s - f pairs_t)_t) + sum over s < u of f_s k_s
     df_s = k_s + (pairs_t)_s + e_s
 
-`dots` [n, Hv, blocks, X, C] holds, for each block of keys and values, X = 4 + 3 PARTS vectors of a chunk and head:
+`dots` [n, Hv, blocks, X, C] holds, for each block of keys, X = 4 + 3 PARTS vectors of a chunk and head:
 
     pairs_s, pairs_t           sums of A_ts (do_t v_s) for s < t: over s, with factors, and over t, without them
     d, e                       v_t do_t, and A_tt (v_t do_t)
@@ -41,12 +41,11 @@ def rows_of_dots(parts: int) -> int:
 
 
 def launch_gate_gradients(
-    x: BackwardTensors, dots: Tensor, blocks_v: int, chunks: Segments, normalizer: int | None
+    x: BackwardTensors, dots: Tensor, chunks: Segments, normalizer: int | None
 ) -> list[Launch]:
     """Returns the launches that fill x.dg, x.dfactor and x.dskip.
 
     Args:
-        blocks_v: number of blocks of values. Sums of v_t do_t count once for each of them.
         chunks: the chunks, as segments.
         normalizer: see `launch_gradients` of general/backward.py.
     """
@@ -66,7 +65,6 @@ def launch_gate_gradients(
         "T": x.k.shape[1],
         "Hv": Hv,
         "BLOCKS": blocks,
-        "BLOCKS_V": blocks_v,
         "X": X,
         "CONSTANT": constant,
         "NORMALIZER": normalizer,
@@ -102,7 +100,6 @@ def _gate_gradients_kernel(
     T,
     Hv,
     BLOCKS: tl.constexpr,
-    BLOCKS_V: tl.constexpr,
     X: tl.constexpr,
     CONSTANT: tl.constexpr,
     NORMALIZER: tl.constexpr,
@@ -128,7 +125,7 @@ def _gate_gradients_kernel(
         at = dots_ptr + (tl.cast(row, tl.int64) * Hv + h) * (BLOCKS * X * C) + (y * X * C + u)  # [C, BH]
         pairs_s += tl.load(at, mask=inside, other=0.0)
         pairs_t += tl.load(at + C, mask=inside, other=0.0)
-        if dskip_ptr is not None and y < BLOCKS_V:
+        if dskip_ptr is not None and y == 0:  # every block has all values
             d += tl.load(at + 2 * C, mask=inside, other=0.0)
         if df_ptr is not None:
             e += tl.load(at + 3 * C, mask=inside, other=0.0)

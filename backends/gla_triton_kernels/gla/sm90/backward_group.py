@@ -26,12 +26,12 @@ final state, whose rounding error is known. dk^S is then computed with the error
 
 B batch   T tokens   H key heads   Hv value heads   R = Hv / H value heads of a key head   HEADS value heads of a block
 K, V key and value width   C tokens of a chunk   D = 64 columns of a tile
-PARTS parts of 64 keys of a block   HALVES parts of 64 values of a block   n rows of states, one for each chunk
+PARTS parts of 64 keys of a block   n rows of states, one for each chunk
+tiles   of 64 values of a head   HALVES = tiles if there are one or two, which are in shared memory together, else None
 SLOTS pipeline stages of v, do, S and P   slot   a stage in shared memory: the tiles of 64 values of a head
 LINES pipeline stages of the sums of gates of a head   X vectors of `dots` of a chunk and head; see gate_gradients.py
 
-The grid has one block per chunk, key head, HEADS of its value heads, 64 PARTS keys and 64 HALVES values. Results are
-sums over blocks. The warps of a block are specialised. They communicate over barriers in shared memory; common.py gives
+The grid has one block per chunk, key head, HEADS of its value heads, and 64 PARTS keys. Results are sums over blocks. The warps of a block are specialised. They communicate over barriers in shared memory; common.py gives
 the rules.
 
     load       one warp: copies q and k, then v, do, S and P of the next heads, to shared memory by TMA
@@ -106,11 +106,11 @@ def launch_gradients(
     Hv, V = x.v.shape[2:]
     P, before = launch_state_gradients(kernel, x, entering, leaving, segments, scale, normalizer)
     chunks = cut(B, T, CHUNK, CHUNK, x.cu_seqlens, longest_first=False)
-    blocks_k, blocks_v, pieces = ceil_div(K, kernel.BK), ceil_div(V, kernel.BV), ceil_div(Hv // H, kernel.heads)
-    dq, dk = (partials.parts_of(y, blocks_v * pieces) for y in (x.dq, x.dk))
+    blocks_k, pieces = ceil_div(K, kernel.BK), ceil_div(Hv // H, kernel.heads)
+    dq, dk = (partials.parts_of(y, pieces) for y in (x.dq, x.dk))
     dv, parts = partials.parts_of(x.dv, blocks_k), kernel.BK // WIDTH
-    rows = entering.numel() // (Hv * K * V)
-    dots = x.v.new_empty(rows, Hv, blocks_k * blocks_v, rows_of_dots(parts), CHUNK, dtype=torch.float32)
+    rows, halves = entering.numel() // (Hv * K * V), ceil_div(V, WIDTH)
+    dots = x.v.new_empty(rows, Hv, blocks_k, rows_of_dots(parts), CHUNK, dtype=torch.float32)
     arguments = {
         **tile_arguments(x, ("q", "k", "v", "do")),
         "s_desc": state_tiles(entering, WIDTH, WIDTH),
@@ -140,37 +140,37 @@ def launch_gradients(
         "V": V,
         "B": B,
         "PARTS": parts,
-        "HALVES": kernel.BV // WIDTH,
+        "HALVES": halves if halves <= 2 else None,
         "X": rows_of_dots(parts),
-        "SLOTS": 5 if parts == 1 else 3 if kernel.BV > WIDTH else 2,  # 5 and 3 are the most that fit; 2 took less time
+        "SLOTS": 5 if parts == 1 else 3 if halves > 1 else 2,  # 5 and 3 are the most that fit; 2 took less time
         "NORMALIZER": normalizer,
     }
-    grid = (blocks_k * blocks_v * pieces * H * rows, 1, 1)
+    grid = (blocks_k * pieces * H * rows, 1, 1)
     options = {"num_warps": kernel.warps, "maxnreg": 168 if parts == 1 else 128}
     computed = Launch(_gla_backward_group_kernel, grid, arguments, options)
     return [
         *(*before, *chunks.launches, computed),
         *partials.launch_partial_sums((dq, dk, dv), (x.dq, x.dk, x.dv)),
-        *launch_gate_gradients(x, dots, blocks_v, chunks, normalizer),
+        *launch_gate_gradients(x, dots, chunks, normalizer),
     ]
 
 
 @gluon.jit
-def _load_warp(args, PARTS: gl.constexpr, HALVES: gl.constexpr, SLOTS: gl.constexpr):
+def _load_warp(args, PARTS: gl.constexpr, SLOTS: gl.constexpr):
     """Loads q and k of the chunk, then v, do, S and P of each head, as far ahead as there are slots."""
-    descriptors, tiles, barriers, place = args
+    descriptors, smem, barriers, place = args
     q_desc, k_desc, v_desc, do_desc, s_desc, p_desc = descriptors
-    q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, p_tiles = tiles
+    q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, p_tiles = smem
     qk_full, full, empty = barriers
-    row, b, key_head, h, heads, key, value, t = place
+    row, b, key_head, h, heads, key, t, tiles = place
     TILE: gl.constexpr = q_desc.block_type.nbytes
     mbarrier.expect(qk_full, 2 * PARTS * TILE)
     for p in gl.static_range(PARTS):
         tma.async_copy_global_to_shared(q_desc, [b, key_head, t, key + p * D], qk_full, q_tiles.index(p))
         tma.async_copy_global_to_shared(k_desc, [b, key_head, t, key + p * D], qk_full, k_tiles.index(p))
-    for i in range(heads * HALVES):
+    for i in range(heads * tiles):
         slot = i % SLOTS
-        head, column = h + i // HALVES, value + i % HALVES * D
+        head, column = h + i // tiles, i % tiles * D
         bar = full.index(slot)
         mbarrier.wait(empty.index(slot), (i // SLOTS & 1) ^ 1)
         mbarrier.expect(bar, 2 * (PARTS + 1) * TILE)
@@ -230,6 +230,73 @@ def _sum_warp(args):
 
 
 @gluon.jit
+def _scores(q_tiles, k_tiles, below, PARTS: gl.constexpr):
+    """Returns k q^T [C, C], where `below` is true; the scores are transposed, so s is the row."""
+    scores = gl.zeros([C, C], gl.float32, LAYOUT)
+    for p in gl.static_range(PARTS):
+        q_tile = q_tiles.index(p).reshape([C, D])
+        scores = product(k_tiles.index(p).reshape([C, D]), q_tile.permute([1, 0]), scores)
+    return gl.where(below, warpgroup_mma_wait(0, [scores]), 0.0)
+
+
+@gluon.jit
+def _next_da(v_tiles, do_tiles, item, daT, full, cleared, rows, SLOTS: gl.constexpr, PACKED: gl.constexpr):
+    """Waits for tiles of v and do, and starts the sum of their v do^T and daT [C, C]."""
+    slot = item % SLOTS
+    do_tile = do_tiles.index(slot).reshape([C, D])
+    mbarrier.wait(full.index(slot), item // SLOTS & 1)
+    if PACKED:
+        clear_rows(do_tile, rows, ROWS)
+        fence_async_shared()
+        mbarrier.arrive(cleared.index(slot), count=1)
+    return product(v_tiles.index(slot).reshape([C, D]), do_tile.permute([1, 0]), daT)
+
+
+@gluon.jit
+def _write_dv(
+    aT,
+    read,
+    outputs,
+    item,
+    value,
+    where,
+    factors,
+    PARTS: gl.constexpr,
+    SLOTS: gl.constexpr,
+    HAS_FACTOR: gl.constexpr,
+    HAS_SKIP: gl.constexpr,
+    PACKED: gl.constexpr,
+):
+    """Computes and writes D columns of dv, and releases the tiles of these values.
+
+    Args:
+        aT: A^T [C, C], a left operand of wgmma.
+        item: the number of tiles of values before this one.
+        factors: exp(b_C - b) [C, 1]; the factors of v [C, 1], and the skip.
+    """
+    k_tiles, do_tiles, p_tiles, out_tiles, empty = read
+    leave, f, skip = factors
+    b, h, t0, T, Hv, V, rows = where
+    dv_desc, dv_ptr = outputs
+    slot = item % SLOTS
+    do_tile = do_tiles.index(slot).reshape([C, D])
+    dv = gl.zeros([C, D], gl.float32, LAYOUT)
+    for p in gl.static_range(PARTS):
+        dv = product(k_tiles.index(p).reshape([C, D]), p_tiles.index(PARTS * slot + p).reshape([D, D]), dv)
+    dv = warpgroup_mma_wait(0, [dv]) * leave
+    dv = warpgroup_mma_wait(0, [product(aT, do_tile, dv)])
+    if HAS_FACTOR:
+        dv = dv * f
+    if HAS_SKIP:
+        dv += as_float32(do_tile.load(LAYOUT)) * skip
+        fence_async_shared()  # do has been loaded to registers; TMA overwrites the tile
+    mbarrier.arrive(empty.index(slot), count=1)
+    tma.store_wait(1)  # dv of the tile before the previous one has left this tile
+    out_tile = out_tiles.index(item % 2).reshape([C, D])
+    write(dv_desc, dv_ptr, out_tile, dv, value, V, (b, h, t0, T, Hv), rows, PACKED)
+
+
+@gluon.jit
 def _score_warps(
     args,
     scale,
@@ -240,12 +307,11 @@ def _score_warps(
     PACKED: gl.constexpr,
 ):
     """Computes A^T and dv of each head, the sum of dA^T, and sums of products of tokens."""
-    tiles, barriers, outputs, skips, dots_ptr, place, sizes = args
-    q_tiles, k_tiles, v_tiles, do_tiles, p_tiles, out_tiles, sums, pair_tile = tiles
+    smem, barriers, outputs, skips, dots_ptr, place, sizes = args
+    q_tiles, k_tiles, v_tiles, do_tiles, p_tiles, out_tiles, sums, pair_tile = smem
     qk_full, qk_ready, full, empty, cleared, summed, released, da_ready, paired, pairs_summed = barriers
-    dv_desc, dv_ptr = outputs
     skip_ptr, skip_h, first_block = skips
-    b, h, heads, value, t0, rows = place
+    b, h, heads, t0, rows, tiles = place
     T, Hv, V, head_dots = sizes
     dtype: gl.constexpr = q_tiles.dtype
     s = gl.arange(0, C, gl.SliceLayout(1, LAYOUT))  # [C]
@@ -258,36 +324,44 @@ def _score_warps(
             clear_rows(k_tiles.index(p).reshape([C, D]), rows, ROWS)
         fence_async_shared()  # wgmma reads the cleared rows
         mbarrier.arrive(qk_ready, count=1)
-    scores = none  # [C, C], k q^T; the scores are transposed, so s is the row
-    for p in gl.static_range(PARTS):
-        q_tile = q_tiles.index(p).reshape([C, D])
-        scores = product(k_tiles.index(p).reshape([C, D]), q_tile.permute([1, 0]), scores)
     below = (t[None, :] >= s[:, None]) & (t < rows)[None, :]  # [C, C]
     above = (t[None, :] > s[:, None]) & (t < rows)[None, :]
     diagonal = t[None, :] == s[:, None]
-    scores = gl.where(below, warpgroup_mma_wait(0, [scores]), 0.0)
+    scores = _scores(q_tiles, k_tiles, below, PARTS)  # [C, C]
     diagonal_scores = gl.sum(gl.where(diagonal, scores, 0.0), 1) * scale  # [C], A_ss
     da = none  # [C, C], the sum of dA^T
     for m in range(heads):
         line = m % LINES
         daT = none  # [C, C], v do^T
-        for j in gl.static_range(HALVES):
-            item = HALVES * m + j
-            slot = item % SLOTS
-            do_tile = do_tiles.index(slot).reshape([C, D])
-            mbarrier.wait(full.index(slot), item // SLOTS & 1)
-            if PACKED:
-                clear_rows(do_tile, rows, ROWS)
-                fence_async_shared()
-                mbarrier.arrive(cleared.index(slot), count=1)
-            daT = product(v_tiles.index(slot).reshape([C, D]), do_tile.permute([1, 0]), daT)
+        if HALVES is not None:
+            for j in gl.static_range(HALVES):
+                daT = _next_da(v_tiles, do_tiles, HALVES * m + j, daT, full, cleared, rows, SLOTS, PACKED)
         mbarrier.wait(summed.index(line), m // LINES & 1)
         b_rows = sums.index(SUMS * line).load(gl.SliceLayout(1, LAYOUT))[:, None]  # [C, 1], b_s
         b_columns = sums.index(SUMS * line).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, C], b_t
         between = gl.exp2(gl.where(below, b_columns - b_rows, 0.0)) * scale  # [C, C]
+        leave = sums.index(SUMS * line + 1).load(gl.SliceLayout(1, LAYOUT))[:, None]  # [C, 1], exp(b_C - b)
         f = 1.0
         if HAS_FACTOR:
             f = sums.index(SUMS * line + 2).load(gl.SliceLayout(1, LAYOUT))[:, None]  # [C, 1]
+        skip = 0.0
+        if skip_ptr is not None:
+            skip = gl.load(skip_ptr + (h + m) * skip_h).to(gl.float32) * gl.where(first_block, 1.0, 0.0)
+        factors = (leave, f, skip)
+        HAS_SKIP: gl.constexpr = skip_ptr is not None
+        read = (k_tiles, do_tiles, p_tiles, out_tiles, empty)
+        where = (b, h + m, t0, T, Hv, V, rows)
+        if HALVES is None:
+            # the left operand of wgmma may stay in registers
+            aT = gl.convert_layout((scores * between).to(dtype), LEFT)  # [C, C]
+            for j in range(tiles):
+                item = tiles * m + j
+                daT = _next_da(v_tiles, do_tiles, item, daT, full, cleared, rows, SLOTS, PACKED)
+                daT = warpgroup_mma_wait(0, [daT])
+                _write_dv(aT, read, outputs, item, j * D, where, factors, PARTS, SLOTS, HAS_FACTOR, HAS_SKIP, PACKED)
+            # Registers do not hold these numbers during the loop.
+            between = gl.exp2(gl.where(below, b_columns - b_rows, 0.0)) * scale
+            scores = _scores(q_tiles, k_tiles, below, PARTS)
         daT = warpgroup_mma_wait(0, [daT])
         a = scores * between  # [C, C], A^T
         daT = gl.where(below, daT, 0.0)  # rows of the next sequence may hold anything
@@ -302,29 +376,11 @@ def _score_warps(
             d = gl.sum(gl.where(diagonal, daT, 0.0), 1)  # [C], v_t do_t
             gl.store(to + 2 * C + s, d)
             gl.store(to + 3 * C + s, d * diagonal_scores)
-        if skip_ptr is not None:
-            skip = gl.load(skip_ptr + (h + m) * skip_h).to(gl.float32) * gl.where(first_block, 1.0, 0.0)
-        aT = gl.convert_layout(a.to(dtype), LEFT)  # the left operand of wgmma may stay in registers
-        leave = sums.index(SUMS * line + 1).load(gl.SliceLayout(1, LAYOUT))[:, None]  # [C, 1], exp(b_C - b)
-        for j in gl.static_range(HALVES):
-            item = HALVES * m + j
-            slot = item % SLOTS
-            do_tile = do_tiles.index(slot).reshape([C, D])
-            dv = none  # [C, D]
-            for p in gl.static_range(PARTS):
-                p_tile = p_tiles.index(PARTS * slot + p).reshape([D, D])
-                dv = product(k_tiles.index(p).reshape([C, D]), p_tile, dv)
-            dv = warpgroup_mma_wait(0, [dv]) * leave
-            dv = warpgroup_mma_wait(0, [product(aT, do_tile, dv)])
-            if HAS_FACTOR:
-                dv = dv * f
-            if skip_ptr is not None:
-                dv += as_float32(do_tile.load(LAYOUT)) * skip
-                fence_async_shared()  # do has been loaded to registers; TMA overwrites the tile
-            mbarrier.arrive(empty.index(slot), count=1)
-            tma.store_wait(1)  # dv of the tile before the previous one has left this tile
-            where = (b, h + m, t0, T, Hv)
-            write(dv_desc, dv_ptr, out_tiles.index(item % 2).reshape([C, D]), dv, value + j * D, V, where, rows, PACKED)
+        if HALVES is not None:
+            aT = gl.convert_layout(a.to(dtype), LEFT)  # [C, C]
+            for j in gl.static_range(HALVES):
+                item = HALVES * m + j
+                _write_dv(aT, read, outputs, item, j * D, where, factors, PARTS, SLOTS, HAS_FACTOR, HAS_SKIP, PACKED)
         mbarrier.arrive(released.index(line), count=1)
     tma.store_wait(0)
     out_tiles.index(0).reshape([C, C]).store(da.to(dtype))
@@ -333,14 +389,39 @@ def _score_warps(
 
 
 @gluon.jit
-def _rounding_error(p_tile, dstate, strides, sequence, h, key, value, K, V):
-    """Returns dstate - P [D, D] as an operand, for a tile of P that holds dstate in bfloat16; see `in_state`."""
+def _add_tile(
+    read, item, dq_m, dk_m, through, part: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr, PACKED: gl.constexpr
+):
+    """Waits for a tile of values, starts its products for dq and dk [C, D], and adds S * P to `through` [D]."""
+    v_tiles, do_tiles, s_tiles, p_tiles, full, cleared = read
+    slot = item % SLOTS
+    s_tile = s_tiles.index(PARTS * slot + part).reshape([D, D])
+    p_tile = p_tiles.index(PARTS * slot + part).reshape([D, D])
+    mbarrier.wait(full.index(slot), item // SLOTS & 1)
+    if PACKED:
+        mbarrier.wait(cleared.index(slot), item // SLOTS & 1)
+    dq_m = product(do_tiles.index(slot).reshape([C, D]), s_tile.permute([1, 0]), dq_m)
+    dk_m = product(v_tiles.index(slot).reshape([C, D]), p_tile.permute([1, 0]), dk_m)
+    return dq_m, dk_m, through + row_sums(as_float32(s_tile.load(LAYOUT)) * as_float32(p_tile.load(LAYOUT)))
+
+
+@gluon.jit
+def _add_rounding_error(read, item, dk_m, final, value, part: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr):
+    """Returns dk_m + v (dstate - P)^T [C, D], for a tile of P that holds dstate in bfloat16; see `in_state`."""
+    v_tiles, _, s_tiles, p_tiles, _, _ = read
+    dstate, strides, sequence, h, key, K, V = final
     state_n, state_h, state_k, state_v = strides
+    slot = item % SLOTS
+    p_tile = p_tiles.index(PARTS * slot + part).reshape([D, D])
+    error_tile = s_tiles.index(PARTS * slot + part).reshape([D, D])  # S has been read
     keys = key + gl.arange(0, D, gl.SliceLayout(1, LAYOUT))[:, None]  # [D, 1]
     values = value + gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
     head = dstate + sequence.to(gl.int64) * state_n + h.to(gl.int64) * state_h
     x = gl.load(head + in_state(keys, values, state_k, state_v), (keys < K) & (values < V), 0.0)  # [D, D]
-    return (x - as_float32(p_tile.load(LAYOUT))).to(p_tile.dtype)
+    error_tile.store((x - as_float32(p_tile.load(LAYOUT))).to(p_tile.dtype))
+    fence_async_shared()  # the error has been stored from registers; wgmma reads it
+    v_tile = v_tiles.index(slot).reshape([C, D])
+    return warpgroup_mma_wait(0, [product(v_tile, error_tile.permute([1, 0]), dk_m)])
 
 
 @gluon.jit
@@ -359,12 +440,12 @@ def _gradient_warps(
     Args:
         part: the number of this gradient warpgroup.
     """
-    tiles, barriers, outputs, final, dots_ptr, place, sizes = args
-    q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, p_tiles, out_tiles, sums, decays = tiles
+    smem, barriers, outputs, final, dots_ptr, place, sizes = args
+    q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, p_tiles, out_tiles, sums, decays = smem
     qk_ready, full, empty, cleared, summed, released, da_ready = barriers
     dq_desc, dk_desc, dq_ptr, dk_ptr = outputs
     dstate, strides, sequence, is_last = final
-    b, key_head, h, heads, key, value, t0, rows = place
+    b, key_head, h, heads, key, t0, rows, tiles = place
     T, H, K, V, head_dots = sizes
     key += part * D
     s = gl.arange(0, C, gl.SliceLayout(1, LAYOUT))  # [C]
@@ -376,36 +457,35 @@ def _gradient_warps(
         line = m % LINES
         dq_m, dk_m = none, none  # [C, D], do S^T and v P^T
         through = gl.zeros([D], gl.float32, gl.SliceLayout(1, LAYOUT))  # sums of S * P over values
-        for j in gl.static_range(HALVES):
-            item = HALVES * m + j
-            slot = item % SLOTS
-            s_tile = s_tiles.index(PARTS * slot + part).reshape([D, D])
-            p_tile = p_tiles.index(PARTS * slot + part).reshape([D, D])
-            mbarrier.wait(full.index(slot), item // SLOTS & 1)
-            if PACKED:
-                mbarrier.wait(cleared.index(slot), item // SLOTS & 1)
-            dq_m = product(do_tiles.index(slot).reshape([C, D]), s_tile.permute([1, 0]), dq_m)
-            dk_m = product(v_tiles.index(slot).reshape([C, D]), p_tile.permute([1, 0]), dk_m)
-            through += row_sums(as_float32(s_tile.load(LAYOUT)) * as_float32(p_tile.load(LAYOUT)))
+        head_final = (dstate, strides, sequence, h + m, key, K, V)
+        read = (v_tiles, do_tiles, s_tiles, p_tiles, full, cleared)
+        if HALVES is not None:
+            for j in gl.static_range(HALVES):
+                dq_m, dk_m, through = _add_tile(read, HALVES * m + j, dq_m, dk_m, through, part, PARTS, SLOTS, PACKED)
+        else:
+            for j in range(tiles):
+                item = tiles * m + j
+                dq_m, dk_m, through = _add_tile(read, item, dq_m, dk_m, through, part, PARTS, SLOTS, PACKED)
+                dq_m, dk_m = warpgroup_mma_wait(0, [dq_m, dk_m])
+                if dstate is not None:  # noqa: SIM102 -- known when this is compiled
+                    if is_last:
+                        dk_m = _add_rounding_error(read, item, dk_m, head_final, j * D, part, PARTS, SLOTS)
+                fence_async_shared()  # S and P have been loaded to registers; TMA overwrites the tiles
+                mbarrier.arrive(empty.index(item % SLOTS), count=1)
         mbarrier.wait(summed.index(line), m // LINES & 1)
         enter = gl.exp2(sums.index(SUMS * line).load(gl.SliceLayout(1, LAYOUT))) * scale  # [C]
         leave = sums.index(SUMS * line + 1).load(gl.SliceLayout(1, LAYOUT))  # [C], exp(b_C - b)
         decay = gl.max(decays.index(line).load(gl.SliceLayout(1, LAYOUT)), 0)  # exp(b_C)
-        dq_m, dk_m = warpgroup_mma_wait(0, [dq_m, dk_m])
-        if dstate is not None:  # noqa: SIM102 -- known when this is compiled
-            if is_last:
-                for j in gl.static_range(HALVES):
-                    slot = (HALVES * m + j) % SLOTS
-                    p_tile = p_tiles.index(PARTS * slot + part).reshape([D, D])
-                    error_tile = s_tiles.index(PARTS * slot + part).reshape([D, D])  # S has been read
-                    error = _rounding_error(p_tile, dstate, strides, sequence, h + m, key, value + j * D, K, V)
-                    error_tile.store(error)
-                    fence_async_shared()  # the error has been stored from registers; wgmma reads it
-                    v_tile = v_tiles.index(slot).reshape([C, D])
-                    dk_m = warpgroup_mma_wait(0, [product(v_tile, error_tile.permute([1, 0]), dk_m)])
-        fence_async_shared()  # S and P have been loaded to registers; TMA overwrites the tiles
-        for j in gl.static_range(HALVES):
-            mbarrier.arrive(empty.index((HALVES * m + j) % SLOTS), count=1)
+        if HALVES is not None:
+            dq_m, dk_m = warpgroup_mma_wait(0, [dq_m, dk_m])
+            if dstate is not None:  # noqa: SIM102 -- known when this is compiled
+                if is_last:
+                    for j in gl.static_range(HALVES):
+                        item = HALVES * m + j
+                        dk_m = _add_rounding_error(read, item, dk_m, head_final, j * D, part, PARTS, SLOTS)
+            fence_async_shared()  # S and P have been loaded to registers; TMA overwrites the tiles
+            for j in gl.static_range(HALVES):
+                mbarrier.arrive(empty.index((HALVES * m + j) % SLOTS), count=1)
         dq_m *= enter[:, None]
         dk_m *= leave[:, None]
         to = dots_ptr + m * head_dots + (4 + 3 * part) * C
@@ -437,13 +517,13 @@ def _gla_backward_group_kernel(
     do_desc,  # [B, Hv, T, V], tiles [C, D]
     s_desc,  # S, [n, Hv, K, V], tiles [D, D]
     p_desc,  # P, [n, Hv, K, V], tiles [D, D]
-    dq_desc,  # [B, H, T, K], tiles [C, D]; None if there are several blocks of values or of heads
+    dq_desc,  # [B, H, T, K], tiles [C, D]; None if there are several blocks of heads
     dk_desc,  # like dq_desc
     dv_desc,  # [B, Hv, T, V], tiles [C, D]; None if there are several blocks of keys
-    dq_ptr,  # [blocks of values and heads, B, T, H, K]
-    dk_ptr,  # [blocks of values and heads, B, T, H, K]
+    dq_ptr,  # [blocks of heads, B, T, H, K]
+    dk_ptr,  # [blocks of heads, B, T, H, K]
     dv_ptr,  # [blocks of keys, B, T, Hv, V]
-    dots_ptr,  # [n, Hv, blocks of keys and values, X, C]
+    dots_ptr,  # [n, Hv, blocks of keys, X, C]
     g_ptr,  # [B, T, Hv], or [Hv] with g_b = g_t = 0
     f_ptr,  # factors of v, [B, T, Hv], contiguous, or None
     skip_ptr,  # [Hv] or None
@@ -472,17 +552,19 @@ def _gla_backward_group_kernel(
     SLOTS: gl.constexpr,
     NORMALIZER: gl.constexpr,
 ):
-    """Computes the gradients of a chunk, for HEADS value heads that share a key head, a block of keys and of values."""
+    """Computes the gradients of a chunk, for HEADS value heads that share a key head, and a block of keys."""
     HAS_FACTOR: gl.constexpr = f_ptr is not None
     PACKED: gl.constexpr = order is not None
-    blocks_v = gl.cdiv(V, HALVES * D)
+    if HALVES is None:
+        tiles_of_head = gl.cdiv(V, D)
+    else:
+        tiles_of_head = gl.to_tensor(HALVES)
     blocks_k = gl.cdiv(K, PARTS * D)
     pid = gl.program_id(0)  # neighbouring blocks read the same v and do, or the same q and k
     block_k = pid % blocks_k
-    block_v = pid // blocks_k % blocks_v
-    piece = pid // (blocks_k * blocks_v) % pieces
-    key_head = pid // (blocks_k * blocks_v * pieces) % H
-    row = pid // (blocks_k * blocks_v * pieces * H)
+    piece = pid // blocks_k % pieces
+    key_head = pid // (blocks_k * pieces) % H
+    row = pid // (blocks_k * pieces * H)
     if PACKED:
         b = gl.to_tensor(0)
         row, t0, rows, _, end = segment_at(order, row)
@@ -499,13 +581,12 @@ def _gla_backward_group_kernel(
     h = key_head * R + piece * heads  # the first head
     heads = gl.minimum(heads, R - piece * heads)
     key = block_k * (PARTS * D)
-    value = block_v * (HALVES * D)
     tokens = B.to(gl.int64) * T
-    dq_ptr += (piece * blocks_v + block_v) * (tokens * H * K)
-    dk_ptr += (piece * blocks_v + block_v) * (tokens * H * K)
+    dq_ptr += piece * (tokens * H * K)
+    dk_ptr += piece * (tokens * H * K)
     dv_ptr += block_k * (tokens * Hv * V)
-    head_dots = blocks_k * blocks_v * (X * C)
-    dots_ptr += (row * Hv + h).to(gl.int64) * head_dots + (block_k * blocks_v + block_v) * (X * C)
+    head_dots = blocks_k * (X * C)
+    dots_ptr += (row * Hv + h).to(gl.int64) * head_dots + block_k * (X * C)
     gates = (g_ptr + b.to(gl.int64) * g_b + h.to(gl.int64) * g_h, g_t, g_h)
     factors: gl.constexpr = None
     if HAS_FACTOR:
@@ -552,18 +633,19 @@ def _gla_backward_group_kernel(
 
     descriptors = (q_desc, k_desc, v_desc, do_desc, s_desc, p_desc)
     load_tiles = (q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, p_tiles)
-    load = (descriptors, load_tiles, (qk_full, full, empty), (row, b, key_head, h, heads, key, value, t0))
+    load_place = (row, b, key_head, h, heads, key, t0, tiles_of_head)
+    load = (descriptors, load_tiles, (qk_full, full, empty), load_place)
     gate = (sums, decays, summed, released, heads, t0, rows)
     pair_sums = (pair_tile, paired, pairs_summed, dots_ptr, heads, head_dots)
     score_tiles = (q_tiles, k_tiles, v_tiles, do_tiles, p_tiles, out_tiles, sums, pair_tile)
     score_barriers = (qk_full, qk_ready, full, empty, cleared, summed, released, da_ready, paired, pairs_summed)
     skips = (skip_ptr, skip_h, block_k == 0)
-    score_place = (b, h, heads, value, t0, rows)
+    score_place = (b, h, heads, t0, rows, tiles_of_head)
     score = (score_tiles, score_barriers, (dv_desc, dv_ptr), skips, dots_ptr, score_place, (T, Hv, V, head_dots))
     tiles = (q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, p_tiles, out_tiles, sums, decays)
     barriers = (qk_ready, full, empty, cleared, summed, released, da_ready)
     outputs = (dq_desc, dk_desc, dq_ptr, dk_ptr)
-    place = (b, key_head, h, heads, key, value, t0, rows)
+    place = (b, key_head, h, heads, key, t0, rows, tiles_of_head)
     final = (dstate, (state_n, state_h, state_k, state_v), sequence, t0 + rows == end)
     gradient = (tiles, barriers, outputs, final, dots_ptr, place, (T, H, K, V, head_dots))
     # Registers of a thread. The score warps have the remaining registers.
@@ -572,7 +654,7 @@ def _gla_backward_group_kernel(
             [
                 (_score_warps, (score, scale, PARTS, HALVES, SLOTS, HAS_FACTOR, PACKED)),
                 (_gradient_warps, (gradient, scale, 0, PARTS, HALVES, SLOTS, HAS_FACTOR, PACKED)),
-                (_load_warp, (load, PARTS, HALVES, SLOTS)),
+                (_load_warp, (load, PARTS, SLOTS)),
                 (_gate_warp, (gate, gates, factors, NORMALIZER)),
                 (_sum_warp, (pair_sums,)),
             ],
@@ -585,7 +667,7 @@ def _gla_backward_group_kernel(
                 (_score_warps, (score, scale, PARTS, HALVES, SLOTS, HAS_FACTOR, PACKED)),
                 (_gradient_warps, (gradient, scale, 0, PARTS, HALVES, SLOTS, HAS_FACTOR, PACKED)),
                 (_gradient_warps, (gradient, scale, 1, PARTS, HALVES, SLOTS, HAS_FACTOR, PACKED)),
-                (_load_warp, (load, PARTS, HALVES, SLOTS)),
+                (_load_warp, (load, PARTS, SLOTS)),
                 (_gate_warp, (gate, gates, factors, NORMALIZER)),
                 (_sum_warp, (pair_sums,)),
             ],

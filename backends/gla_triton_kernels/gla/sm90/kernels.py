@@ -401,8 +401,10 @@ def _backward_head_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
 def _backward_group_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
     if (reason := _factors_refusal(call, gpu)) is not None:
         return reason
-    H, Hv = call.dims["H"], call.dims["Hv"]
-    return None if Hv > H else f"computes value heads in groups; v has {Hv} and k {H}"
+    H, Hv, K, V = (call.dims[name] for name in ("H", "Hv", "K", "V"))
+    if Hv == H and max(K, V) <= 128:
+        return f"computes value heads in groups, or K or V above 128; v has {Hv} heads and k {H}, K is {K} and V is {V}"
+    return None
 
 
 def _factors_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
@@ -445,11 +447,10 @@ def _group_seconds(call: OpCall, x: GradientParameters) -> float:
     B, T, N, H, Hv, K, V = (call.dims[name] for name in ("B", "T", "N", "H", "Hv", "K", "V"))
     chunks = T // CHUNK + N if call.variable_length else B * ceil_div(T, CHUNK)
     pieces = ceil_div(Hv // max(H, 1), x.heads)
-    blocks = chunks * H * pieces * ceil_div(K, x.BK) * ceil_div(V, x.BV)
-    waves = ceil_div(blocks, x.programs)
-    parts = pieces * ceil_div(V, x.BV)
-    summed = 0.0 if parts == 1 else 2 * B * T * H * K * 8 * parts / SUM_RATE
-    return waves * (GROUP_START + x.heads * (x.BV // 64) * GROUP_STEP * (1 if x.BK > 64 else GROUP_NARROW)) + summed
+    waves = ceil_div(chunks * H * pieces * ceil_div(K, x.BK), x.programs)
+    summed = 0.0 if pieces == 1 else 2 * B * T * H * K * 8 * pieces / SUM_RATE
+    step = GROUP_STEP * (1 if x.BK > 64 else GROUP_NARROW)
+    return waves * (GROUP_START + x.heads * ceil_div(V, 64) * step) + summed
 
 
 def _wide_parameters(call: OpCall, gpu: Gpu, segments: int) -> GradientParameters:
@@ -556,7 +557,7 @@ BACKWARD_GROUP = GradientKernel(
     parameters=_group_parameters,
     heads_apart=False,
     adds_pairs=False,
-    partials=partials_of_blocks,
+    partials=lambda call, x: (1, ceil_div(call.dims["K"], x.BK)),
     seconds=_backward_group_seconds,
     layouts=2,
     by_groups=True,
