@@ -272,7 +272,7 @@ def _write_dv(
     Args:
         aT: A^T [C, C], a left operand of wgmma.
         item: the number of tiles of values before this one.
-        factors: exp(b_C - b) [C, 1]; the factors of v [C, 1], and the skip.
+        factors: exp(b_C - b) [C] in shared memory; the factors of v [C, 1], and the skip.
     """
     k_tiles, do_tiles, p_tiles, out_tiles, empty = read
     leave, f, skip = factors
@@ -283,7 +283,7 @@ def _write_dv(
     dv = gl.zeros([C, D], gl.float32, LAYOUT)
     for p in gl.static_range(PARTS):
         dv = product(k_tiles.index(p).reshape([C, D]), p_tiles.index(PARTS * slot + p).reshape([D, D]), dv)
-    dv = warpgroup_mma_wait(0, [dv]) * leave
+    dv = warpgroup_mma_wait(0, [dv]) * leave.load(gl.SliceLayout(1, LAYOUT))[:, None]
     dv = warpgroup_mma_wait(0, [product(aT, do_tile, dv)])
     if HAS_FACTOR:
         dv = dv * f
@@ -340,14 +340,13 @@ def _score_warps(
         b_rows = sums.index(SUMS * line).load(gl.SliceLayout(1, LAYOUT))[:, None]  # [C, 1], b_s
         b_columns = sums.index(SUMS * line).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, C], b_t
         between = gl.exp2(gl.where(below, b_columns - b_rows, 0.0)) * scale  # [C, C]
-        leave = sums.index(SUMS * line + 1).load(gl.SliceLayout(1, LAYOUT))[:, None]  # [C, 1], exp(b_C - b)
         f = 1.0
         if HAS_FACTOR:
             f = sums.index(SUMS * line + 2).load(gl.SliceLayout(1, LAYOUT))[:, None]  # [C, 1]
         skip = 0.0
         if skip_ptr is not None:
             skip = gl.load(skip_ptr + (h + m) * skip_h).to(gl.float32) * gl.where(first_block, 1.0, 0.0)
-        factors = (leave, f, skip)
+        factors = (sums.index(SUMS * line + 1), f, skip)
         HAS_SKIP: gl.constexpr = skip_ptr is not None
         read = (k_tiles, do_tiles, p_tiles, out_tiles, empty)
         where = (b, h + m, t0, T, Hv, V, rows)
@@ -509,7 +508,7 @@ def _gradient_warps(
     keep_apart(part)
 
 
-@gluon.jit(do_not_specialize=["scale", "g_b", "g_t", "g_h", "skip_h", "T", "H", "R", "heads", "pieces", "K", "V", "B"])
+@gluon.jit(do_not_specialize=["scale", "g_b", "g_t", "g_h", "skip_h", "T", "H", "R", "heads", "pieces", "B"])
 def _gla_backward_group_kernel(
     q_desc,  # [B, H, T, K], tiles [C, D]
     k_desc,  # [B, H, T, K], tiles [C, D]

@@ -686,7 +686,8 @@ def write_rows(ptr, x, column, width, where, rows):
     """
     b, h, t, T, H = where
     row = (gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout)) + opaque_zero())[:, None]  # [C, 1]
-    columns = (gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout)) + opaque_zero())[None, :]  # [1, K]
+    # a multiple of 8, so that a thread writes several columns at once
+    columns = (gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout)) + 8 * opaque_zero())[None, :]  # [1, K]
     first = ptr + ((b.to(gl.int64) * T + t) * H + h) * width + column
     offsets = row.to(gl.int64) * (H * width) + columns  # [C, K]
     gl.store(first + offsets, x.to(ptr.dtype.element_ty), (row < rows) & (columns < width - column))
