@@ -40,9 +40,7 @@ def rows_of_dots(parts: int) -> int:
     return 4 + 3 * parts
 
 
-def launch_gate_gradients(
-    x: BackwardTensors, dots: Tensor, chunks: Segments, normalizer: int | None
-) -> list[Launch]:
+def launch_gate_gradients(x: BackwardTensors, dots: Tensor, chunks: Segments, normalizer: int | None) -> list[Launch]:
     """Returns the launches that fill x.dg, x.dfactor and x.dskip.
 
     Args:

@@ -1,6 +1,7 @@
-"""Computes gradients of gated linear attention on Hopper for value heads that share q and k: states first, then chunks.
+"""Computes gradients of gated linear attention on Hopper for value heads in groups, and for wide heads.
 
-There is one gate for each value head. For a chunk of C tokens and a value head, let S be the entering state, P the
+States are computed first, then chunks. A block then has all values of a head, and all value heads that share q and k,
+whose partial results backward_head.py would write. There is one gate for each value head. For a chunk of C tokens and a value head, let S be the entering state, P the
 gradient of the leaving state, b_t the sum of the log gates of the chunk through t, and f the factors of v (1 if there
 are none). With sums over the value heads of a group,
 
@@ -31,8 +32,8 @@ tiles   of 64 values of a head   HALVES = tiles if there are one or two, which a
 SLOTS pipeline stages of v, do, S and P   slot   a stage in shared memory: the tiles of 64 values of a head
 LINES pipeline stages of the sums of gates of a head   X vectors of `dots` of a chunk and head; see gate_gradients.py
 
-The grid has one block per chunk, key head, HEADS of its value heads, and 64 PARTS keys. Results are sums over blocks. The warps of a block are specialised. They communicate over barriers in shared memory; common.py gives
-the rules.
+The grid has one block per chunk, key head, HEADS of its value heads, and 64 PARTS keys. Results are sums over blocks.
+The warps of a block are specialised. They communicate over barriers in shared memory; common.py gives the rules.
 
     load       one warp: copies q and k, then v, do, S and P of the next heads, to shared memory by TMA
     gate       one warp: sums the gates of the next heads
@@ -554,10 +555,7 @@ def _gla_backward_group_kernel(
     """Computes the gradients of a chunk, for HEADS value heads that share a key head, and a block of keys."""
     HAS_FACTOR: gl.constexpr = f_ptr is not None
     PACKED: gl.constexpr = order is not None
-    if HALVES is None:
-        tiles_of_head = gl.cdiv(V, D)
-    else:
-        tiles_of_head = gl.to_tensor(HALVES)
+    tiles_of_head = gl.to_tensor(HALVES) if HALVES is not None else gl.cdiv(V, D)
     blocks_k = gl.cdiv(K, PARTS * D)
     pid = gl.program_id(0)  # neighbouring blocks read the same v and do, or the same q and k
     block_k = pid % blocks_k
