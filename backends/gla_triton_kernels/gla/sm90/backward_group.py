@@ -1,9 +1,9 @@
 """Computes gradients of gated linear attention on Hopper for value heads in groups, and for wide heads.
 
-States are computed first, then chunks. A block then has all values of a head, and all value heads that share q and k,
-whose partial results backward_head.py would write. There is one gate for each value head. For a chunk of C tokens and a value head, let S be the entering state, P the
-gradient of the leaving state, b_t the sum of the log gates of the chunk through t, and f the factors of v (1 if there
-are none). With sums over the value heads of a group,
+States are computed first, then chunks. A block then has all values of a head, and many value heads that share q and k,
+where backward_head.py would write partial results. There is one gate for each value head. For a chunk of C tokens and a
+value head, let S be the entering state, P the gradient of the leaving state, b_t the sum of the log gates of the chunk
+through t, and f the factors of v (1 if there are none). With sums over the value heads of a group,
 
     A_ts  = scale * q_t k_s exp(b_t - b_s)           dA_ts = scale * f_s do_t v_s exp(b_t - b_s)    for s <= t, else 0
     dq^S_t = scale * exp(b_t) do_t S^T               dk^S_s = f_s exp(b_C - b_s) v_s P^T
