@@ -670,6 +670,8 @@ GRADIENTS = (
     {"R": 2, "heads": 1, "gate_form": "constant", "K": 136, "V": 136},
     {"heads": 1, "K": 136, "V": 264, "H": 2, "T": 100, "initial_state": True},  # wide heads without groups
     PACKED | {"heads": 1, "gate_form": "constant", "V": 200, "gates": "strong"},
+    {"R": 3, "heads": 2, "gates": "none", "K": 40, "T": 100, "initial_state": True},
+    PACKED | {"heads": 1, "gates": "none", "V": 136},
     {"R": 2, "heads": 2, "normalizer": 2, "gate_dtype": BFLOAT16, "gates": "strong"},
     PACKED | {"R": 3, "heads": 2, "K": 128, "dstate": False},
     {"lengths": (0, 65, 1), "padding": 10, "R": 9, "heads": 9, "gates": "extreme", "V": 72},

@@ -1,9 +1,10 @@
 """Computes gradients of gated linear attention on Hopper for value heads in groups, and for wide heads.
 
 States are computed first, then chunks. A block then has all values of a head, and many value heads that share q and k,
-where backward_head.py would write partial results. There is one gate for each value head. For a chunk of C tokens and a
-value head, let S be the entering state, P the gradient of the leaving state, b_t the sum of the log gates of the chunk
-through t, and f the factors of v (1 if there are none). With sums over the value heads of a group,
+where backward_head.py would write partial results. There is one gate for each value head; it is 0 in calls without
+gates. For a chunk of C tokens and a value head, let S be the entering state, P the gradient of the leaving state, b_t
+the sum of the log gates of the chunk through t, and f the factors of v (1 if there are none). With sums over the value
+heads of a group,
 
     A_ts  = scale * q_t k_s exp(b_t - b_s)           dA_ts = scale * f_s do_t v_s exp(b_t - b_s)    for s <= t, else 0
     dq^S_t = scale * exp(b_t) do_t S^T               dk^S_s = f_s exp(b_C - b_s) v_s P^T
@@ -77,6 +78,7 @@ from gla_triton_kernels.gla.sm90.common import (
 )
 from gla_triton_kernels.gla.sm90.common_backward import LAYOUT, LEFT, WIDTH, C, D, product, tile_arguments
 from gla_triton_kernels.gla.sm90.forward_head import launch_state_gradients
+from gla_triton_kernels.gla.sm90.shares import launch_clear
 from gla_triton_kernels.gla.tensors import BackwardTensors
 from gla_triton_runtime.arithmetic import LOG2E
 from gla_triton_runtime.launch import Launch
@@ -105,6 +107,10 @@ def launch_gradients(
     """
     B, T, H, K = x.k.shape
     Hv, V = x.v.shape[2:]
+    cleared = []
+    if x.g is None:
+        zeros = x.v.new_empty(Hv, dtype=torch.float32)
+        x, cleared = x._replace(g=zeros), [launch_clear(zeros)]
     P, before = launch_state_gradients(kernel, x, entering, leaving, segments, scale, normalizer)
     chunks = cut(B, T, CHUNK, CHUNK, x.cu_seqlens, longest_first=False)
     blocks_k, pieces = ceil_div(K, kernel.BK), ceil_div(Hv // H, kernel.heads)
@@ -149,11 +155,9 @@ def launch_gradients(
     grid = (blocks_k * pieces * H * rows, 1, 1)
     options = {"num_warps": kernel.warps, "maxnreg": 168 if parts == 1 else 128}
     computed = Launch(_gla_backward_group_kernel, grid, arguments, options)
-    return [
-        *(*before, *chunks.launches, computed),
-        *partials.launch_partial_sums((dq, dk, dv), (x.dq, x.dk, x.dv)),
-        *launch_gate_gradients(x, dots, chunks, normalizer),
-    ]
+    of_gates = [] if x.dg is None else launch_gate_gradients(x, dots, chunks, normalizer)
+    sums = partials.launch_partial_sums((dq, dk, dv), (x.dq, x.dk, x.dv))
+    return [*cleared, *before, *chunks.launches, computed, *sums, *of_gates]
 
 
 @gluon.jit

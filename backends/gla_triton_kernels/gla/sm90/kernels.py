@@ -411,9 +411,7 @@ def _factors_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
     H, Hq = call.dims["H"], call.dims["Hq"]
     if (reason := _gradient_refusal(call, gpu) or _refuse_dtype(call) or _refuse_head_gates(call)) is not None:
         return reason
-    if Hq != H:
-        return f"computes as many query heads as key/value heads; q has {Hq} and k has {H}"
-    return _refuse_no_gates(call)
+    return f"computes as many query heads as key/value heads; q has {Hq} and k has {H}" if Hq != H else None
 
 
 def _backward_wide_refusal(call: OpCall, gpu: Gpu) -> Reason | None:

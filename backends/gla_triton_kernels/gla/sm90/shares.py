@@ -54,20 +54,21 @@ def share_jobs(
     blocks = ceil_div(jobs * chunks, share)
     handed = torch.empty((blocks, groups, size), dtype=torch.float32, device=device)
     flags = torch.empty((blocks, groups), dtype=torch.int32, device=device)
-    return {"handed": handed, "flags": flags, "jobs": jobs}, blocks, [_clear(flags)]
+    return {"handed": handed, "flags": flags, "jobs": jobs}, blocks, [launch_clear(flags)]
 
 
-def _clear(flags: Tensor) -> Launch:
-    BF = triton.next_power_of_2(flags.numel())
-    return Launch(_clear_kernel, (1, 1, 1), {"flags": flags, "n": flags.numel(), "BF": BF}, {"num_warps": 4})
+def launch_clear(x: Tensor) -> Launch:
+    """Returns the launch that sets the numbers of x to 0."""
+    BX = triton.next_power_of_2(x.numel())
+    return Launch(_clear_kernel, (1, 1, 1), {"ptr": x, "n": x.numel(), "BX": BX}, {"num_warps": 4})
 
 
 @gluon.jit(do_not_specialize=["n"])
-def _clear_kernel(flags, n, BF: gl.constexpr):
-    """Sets flags [n] to 0."""
+def _clear_kernel(ptr, n, BX: gl.constexpr):
+    """Sets the n numbers from ptr on to 0."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    i = gl.arange(0, BF, layout)  # [BF]
-    gl.store(flags + i, gl.full([BF], 0, gl.int32, layout), i < n)
+    i = gl.arange(0, BX, layout)  # [BX]
+    gl.store(ptr + i, gl.full([BX], 0, ptr.dtype.element_ty, layout), i < n)
 
 
 @gluon.jit
