@@ -3,7 +3,8 @@
 The first launches compute what all chunks need beside the state, and the states that enter chunks, unless checkpoints
 hold them. A pass backwards over each sequence computes the gradients of states (general/backward.py). Then all
 other gradients are computed, in parallel over chunks (general/gradients.py). On Hopper, the kernels of sm90/ take the
-same three steps for the calls that they compute. Planning imports no Triton.
+same steps for the calls that they compute; the forward writes the states that enter chunks, and its outputs are
+dropped. Planning imports no Triton.
 
 B batch   T tokens   N sequences   H heads of q and k   Hv value heads   K, V key and value width
 """
@@ -11,15 +12,16 @@ B batch   T tokens   N sequences   H heads of q and k   Hv value heads   K, V ke
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from gla_core.dispatch.backend import CHUNK, OpCall, Reason
-from gla_core.dispatch.tensors import checkpoint_dtype
+from gla_core.dispatch.tensors import checkpoint_dtype, checkpoint_shape
 from gla_triton_kernels.chunks.results import contiguous_like, copy_or_clear
+from gla_triton_kernels.delta import sm90 as forward_sm90
 from gla_triton_kernels.delta.plan import GradientParameters, PassParameters, parameters_of_gradients, plan_pass
 from gla_triton_kernels.delta.sm90 import backward_calls as sm90
 from gla_triton_runtime.architecture import Gpu, gpu_of_call
@@ -38,6 +40,7 @@ class BackwardPlan:
         gradients: the launch parameters of the kernels of gradients.py.
         has_entering: whether checkpoints hold the states that enter chunks.
         refusal: the reason why the kernels for SM90 do not compute the call; None if they do.
+        forward: the launch parameters of the forward for SM90 if it has to compute these states; else None.
         programs: the multiprocessors of the GPU.
     """
 
@@ -45,6 +48,7 @@ class BackwardPlan:
     gradients: GradientParameters
     has_entering: bool
     refusal: Reason | None
+    forward: forward_sm90.Parameters | None
     programs: int
 
 
@@ -52,7 +56,8 @@ def explain(call: OpCall, cut: bool) -> list[str]:
     """Returns lines that name the kernels of a call, and give the reason why better kernels refuse it."""
     reason = sm90.refusal(call, gpu_of_call(call), cut)
     if reason is None:
-        return ["kernel delta.sm90.gradients after delta.sm90.backward_pairs and delta.sm90.backward"]
+        states = "" if call.scalars["checkpoint_every"] == CHUNK else "delta.sm90.forward, "
+        return [f"kernel delta.sm90.gradients after {states}delta.sm90.backward_pairs and delta.sm90.backward"]
     general = "kernel delta.general.gradients after delta.general.pairs and delta.general.backward"
     return [general, f"not delta.sm90.backward: {reason}"]
 
@@ -64,7 +69,10 @@ def plan(call: OpCall, gpu: Gpu, cut: bool) -> BackwardPlan:
     states, gradients = plan_pass(call, gpu, cut), parameters_of_gradients(call, gpu)
     readable &= checkpoint_dtype(call.dtype) == gradients.kept
     has_entering = call.scalars["checkpoint_every"] == CHUNK and readable
-    return BackwardPlan(states, gradients, has_entering, sm90.refusal(call, gpu, cut), gpu.multiprocessors)
+    reason, forward = sm90.refusal(call, gpu, cut), None
+    if reason is None and not has_entering:
+        forward = forward_sm90.parameters(replace(call, scalars={**call.scalars, "checkpoint_every": CHUNK}), gpu)
+    return BackwardPlan(states, gradients, has_entering, reason, forward, gpu.multiprocessors)
 
 
 def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
@@ -140,14 +148,22 @@ def _sm90_launches(plan: BackwardPlan, x: BackwardTensors, scale: float) -> list
     from gla_triton_kernels.chunks.segments import whole
     from gla_triton_kernels.delta.sm90.backward import launch_scan
     from gla_triton_kernels.delta.sm90.backward_pairs import launch_pairs
+    from gla_triton_kernels.delta.sm90.forward import launch_outputs
     from gla_triton_kernels.delta.sm90.gradients import launch_gradients
+    from gla_triton_kernels.delta.tensors import Tensors
 
-    assert x.checkpoints is not None
-    chunks, pairs = launch_pairs(x, scale)
     sequences = whole(len(x.k), x.k.shape[1], x.cu_seqlens)
+    entering, states = x.checkpoints, []
+    if plan.forward is not None:
+        shape = checkpoint_shape(x.k, x.v, x.cu_seqlens, CHUNK)
+        entering, o = x.v.new_empty(shape, dtype=plan.gradients.kept), x.v.new_empty(x.v.shape)
+        tensors = Tensors(x.q, x.k, x.v, x.g, x.beta, x.initial_state, x.cu_seqlens, o, None, entering)
+        states = launch_outputs(plan.forward, tensors, sequences, scale, CHUNK)
+    assert entering is not None
+    chunks, pairs = launch_pairs(x, scale)
     leaving, scan = launch_scan(x, chunks, sequences)
-    gradients = launch_gradients(x, chunks, x.checkpoints, leaving, scale, plan.programs)
-    return [*pairs, *sequences.launches, scan, *gradients]
+    gradients = launch_gradients(x, chunks, entering, leaving, scale, plan.programs)
+    return [*sequences.launches, *states, *pairs, scan, *gradients]
 
 
 def _general_launches(plan: BackwardPlan, x: BackwardTensors, scale: float, normalizer: int | None) -> list[Launch]:

@@ -51,10 +51,11 @@ def forward_seconds(call: OpCall, c: Constants, cut: bool) -> float:
 
 
 def backward_seconds(call: OpCall, c: Constants, cut: bool) -> float:
-    """Returns the seconds of a backward; without checkpoints, the general kernels make a pass forwards as well."""
-    if backward_calls.refusal(call, gpu_of_constants(c), cut) is None:
-        return in_all(call, _backward_sm90(call, c), c["host"] + 4 * c["host_launch"])
+    """Returns the seconds of a backward; without checkpoints, there is a pass forwards as well."""
     passes = 1 if call.scalars.get("checkpoint_every") == CHUNK else 2
+    if backward_calls.refusal(call, gpu_of_constants(c), cut) is None:
+        states = _whole(call, c) if passes == 2 else 0.0
+        return in_all(call, states + _backward_sm90(call, c), c["host"] + (3 + passes) * c["host_launch"])
     gradients = 2 * c["launch"] + c["step"] * _seconds(call).gradients * _share_of_chunks(call, c)
     device = _chunks(call, c) + passes * _pass(call, c, cut) + gradients
     return in_all(call, device, c["host"] + (3 + passes) * c["host_launch"])

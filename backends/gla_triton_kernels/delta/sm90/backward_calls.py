@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from gla_core.dispatch.backend import CHUNK, Layout, OpCall, Reason, contiguous_layout
+from gla_core.dispatch.backend import OpCall, Reason, contiguous_layout
 from gla_triton_kernels.delta.plan import plan_pass
 from gla_triton_kernels.delta.sm90 import LEAST, moved_by_tma
 from gla_triton_runtime.architecture import Gpu
@@ -36,8 +36,6 @@ def refusal(call: OpCall, gpu: Gpu, cut: bool) -> Reason | None:
         return "computes a gate for each key or each head, or none; g has one constant gate for each head"
     if call.scalars.get("gate_normalizer") is not None:
         return "computes log gates; g holds logits"
-    if call.scalars.get("checkpoint_every") != CHUNK:
-        return f"reads checkpoints every {CHUNK} tokens; checkpoint_every is {call.scalars.get('checkpoint_every')}"
     if plan_pass(call, gpu, cut).length is not None:
         return "computes whole sequences; those of this call are cut into segments"
     if call.batch_invariant is None and (names := sorted(_not_addressable(call))):
@@ -58,11 +56,4 @@ def _not_addressable(call: OpCall) -> frozenset[str]:
     B, T, Hv, V = (call.dims[name] for name in ("B", "T", "Hv", "V"))
     do = call.layouts.get("do") or contiguous_layout((B, T, Hv, V), call.dtype)
     layouts = {**moved_by_tma(call), "do": do}
-    names = {name for name, layout in layouts.items() if not addressable(layout)}
-    saved = call.layouts.get("checkpoints")
-    return frozenset(names if saved is None or _is_readable(saved) else names | {"checkpoints"})
-
-
-def _is_readable(layout: Layout) -> bool:
-    """Returns whether kernels can read checkpoints of this layout."""
-    return layout.aligned and layout.is_contiguous
+    return frozenset(name for name, layout in layouts.items() if not addressable(layout))
