@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch.utils._pytree import tree_map
 
 from gla_core.compat import fla
+from gla_core.compat.fla import composed
 
 B, H, K, V, M = 2, 3, 4, 5, 6
 MODULES = (
@@ -377,3 +378,12 @@ def test_values_are_those_of_its_naive_functions():
         o, final = fla.chunk_gsa(queries, k, v, slots, gates, **options)
         expected, theirs = naive_recurrent_gsa(queries, k, v, slots, gates, **options)
         torch.testing.assert_close((o, final), (expected, theirs), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("T", [composed.PART + 1, 3 * composed.PART])
+def test_sums_of_exponentials_by_parts(T):
+    x = (20 * randn(2, T, 3, 4)).requires_grad_()
+    do = randn(2, T, 3, 4)
+    sums, expected = composed._Rows().log_cumsum_exp(x), torch.logcumsumexp(x, 1)
+    torch.testing.assert_close(sums, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(y, x, do)[0] for y in (sums, expected)))

@@ -21,7 +21,10 @@ from torch import Tensor
 
 from gla_core.compat.fla.ops import from_last_to_first, no_more, recurrent
 from gla_core.dispatch.tensors import number_of_sequences, wide
+from gla_core.ops.fused import fused
 
+PART = 64
+"""Rows whose sums one thread of a GPU adds."""
 Pair = tuple[Tensor | None, Tensor | None]
 
 
@@ -70,14 +73,27 @@ def fused_recurrent_rwkv6(
     def run(r: Tensor, k: Tensor, v: Tensor, w: Tensor, state: Any, offsets: Any) -> tuple[Tensor, Any]:
         rows = _Rows.of(r, offsets)
         r, k, v = (rows.cleared(x) for x in (r, k, v))
-        keys, values, gates = (rows.before(x, 0) for x in (k, v, w))
+        keys, values, gates = fused(_rows_before, k, v, w, *rows)
         o, state = recurrent(r, keys, values, gates, scale, state, output_final_state, cu_seqlens=offsets)
-        o = (o + (factor * r.to(u.dtype) * u * k).sum(-1, keepdim=True) * v).to(o.dtype)
+        o = fused(_with_bonus, o, r, k, v, u, factor)
         return o, None if state is None else _after_last(state, k, v, w, rows)
 
     factor, u = r.shape[3] ** -0.5 if scale is None else scale, u.to(wide(r.dtype))
     call = from_last_to_first(run) if reverse else run
     return call(r, k, v, w, initial_state, cu_seqlens)
+
+
+def _rows_before(
+    k: Tensor, v: Tensor, w: Tensor, offsets: Tensor | None, sequence: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Returns the keys, values and gates of the token before each token, 0 before the first; see `_Rows`."""
+    rows = _Rows(offsets, sequence)
+    return rows.before(k, 0), rows.before(v, 0), rows.before(w, 0)
+
+
+def _with_bonus(o: Tensor, r: Tensor, k: Tensor, v: Tensor, u: Tensor, scale: float) -> Tensor:
+    """Returns o + scale (r . u k) v for each token and head, in the dtype of o."""
+    return (o + (scale * r.to(u.dtype) * u * k).sum(-1, keepdim=True) * v).to(o.dtype)
 
 
 def chunk_lightnet(
@@ -123,9 +139,16 @@ def additive_gate(x: Tensor, z: Tensor | None, cu_seqlens: Tensor | None) -> tup
     N = number_of_sequences(len(x), cu_seqlens)
     z = x.new_full((N, 1, *x.shape[2:]), -torch.inf) if z is None else z.to(x.dtype)
     total = torch.logaddexp(rows.log_cumsum_exp(x), rows.spread(z))
-    before = rows.before(total, z)
-    gate = torch.where(before == -torch.inf, 0, F.logsigmoid(before - x))
-    return torch.sigmoid(x - before), gate, rows.last(total, z[:, 0])[:, None]
+    key, gate = fused(_key_and_gate, x, total, z, *rows)
+    return key, gate, rows.last(total, z[:, 0])[:, None]
+
+
+def _key_and_gate(
+    x: Tensor, total: Tensor, z: Tensor, offsets: Tensor | None, sequence: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Returns exp(x_t - z_t), and z_{t-1} - z_t, of the sums z_t in `total`, of which z are the first ones."""
+    before = _Rows(offsets, sequence).before(total, z)
+    return torch.sigmoid(x - before), torch.where(before == -torch.inf, 0, F.logsigmoid(before - x))
 
 
 def _after_last(state: Tensor, k: Tensor, v: Tensor, w: Tensor, rows: _Rows) -> Tensor:
@@ -188,10 +211,16 @@ class _Rows(NamedTuple):
     def log_cumsum_exp(self, x: Tensor) -> Tensor:
         """Returns the logarithm of the sum of exp(x) over the rows up to each row of its sequence.
 
-        For packed sequences these are log2(T) steps, each of which doubles the number of rows in every sum.
+        PyTorch adds the rows of a column one after the other, so parts of `PART` rows are more columns for a GPU. For
+        packed sequences these are log2(T) steps, each of which doubles the number of rows in every sum.
         """
         if self.offsets is None or self.sequence is None:
-            return torch.logcumsumexp(x, 1)
+            if (T := x.shape[1]) <= PART:
+                return torch.logcumsumexp(x, 1)
+            parts = F.pad(x, (0, 0, 0, 0, 0, -T % PART), value=-torch.inf).unflatten(1, (-1, PART))
+            inside = torch.logcumsumexp(parts, 2)  # [B, n, PART, H, D]
+            earlier = F.pad(torch.logcumsumexp(inside[:, :-1, -1], 1), (0, 0, 0, 0, 1, 0), value=-torch.inf)
+            return torch.logaddexp(inside, earlier[:, :, None]).flatten(1, 2)[:, :T]
         place, reach = torch.arange(x.shape[1], device=x.device) - self.offsets[self.sequence], 1
         while reach < x.shape[1]:
             earlier = torch.cat([x[:, :reach], x[:, :-reach]], 1)
