@@ -73,18 +73,17 @@ def inputs(
     eps = None if normalize is None else _positive("normalize", normalize, "the eps of an l2 norm")
     limit = None if beta_limit is None else _positive("beta_limit", beta_limit, "the largest beta")
     logits = None if parameters is None else _logits(spec, parameters, g, sizes)
-    exact = eps is not None and _any_company(x["beta"], backend)
+    exact = eps is not None and _is_exact(backend)
     options = (eps, exact, logits, limit)
     x["beta"], *others = fused(_computed, x["beta"], x.get("q"), x["k"], g, cu_seqlens, *options, backend=backend)
     return x | {name: y for name, y in zip(("q", "k", "g"), others, strict=True) if name in x}
 
 
-def _any_company(x: Tensor, backend: str | None) -> bool:
-    """Returns whether sums have the same bits whatever rows are beside them; on a CPU, if batch invariance asks for it.
-
-    Compiled code computes them in the same time.
+def _is_exact(backend: str | None) -> bool:
+    """Returns whether sums have the same bits whatever rows are beside them: under batch invariance, and, because
+    `torch.compile` cannot ask for it, in a caller's compiled code.
     """
-    return x.is_cuda or torch.compiler.is_compiling() or is_invariant(backend)
+    return torch.compiler.is_compiling() or is_invariant(backend)
 
 
 Logits = tuple[Tensor | None, Tensor | None, float | None, str | None]
@@ -299,7 +298,7 @@ def _plain(x: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments of an op by name with computed inputs and without options."""
     eps, limit, activation, bound, A_log, dt_bias = (x[name] for name in OPTIONS)
     logits = None if activation is None else (A_log, dt_bias, bound, "key" if _by_key(x) else "head")
-    exact = eps is not None and _any_company(x["beta"], None)
+    exact = eps is not None and _is_exact(None)
     results = fused(_computed, x["beta"], x["q"], x["k"], x["g"], None, eps, exact, logits, limit)
     named = dict(zip(("beta", "q", "k", "g"), results, strict=True))
     contiguous = {name: y.contiguous() for name, y in named.items() if y is not x[name]}
