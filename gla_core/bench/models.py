@@ -117,14 +117,17 @@ def op_calls(model: Model, way: str, device: torch.device, **facts: Any) -> list
 
 
 def _calls(model: Model, way: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the op and the sizes of each call of GLA, or of a delta rule, that computes a model's call."""
+    """Yields the op and the sizes of each call of GLA, or of a delta rule, that computes a model's call.
+
+    A backward computes the states of chunks again where FLA's does.
+    """
     family = "delta" if FUNCTIONS[model.function].is_delta_rule else "gla"
     forward, backward = f"chunk_{family}_fwd", f"chunk_{family}_bwd"
     op = {"forward": forward, "backward": backward, "step": f"recurrent_{family}_step"}[way]
     form = FUNCTIONS[model.function].gate_form
     gates = {"gates": "none"} if form == "none" else {"gate_form": form}
     scalars = {"inplace": True, "state_v_first": model.function == SCAN, "checkpoint_every": None}
-    kept = {"checkpoint_every": CHUNK} if way == "backward" else {}
+    kept = {"checkpoint_every": CHUNK} if way == "backward" and model.function == SCAN else {}
     sizes = {**model.sizes, "dtype": torch.bfloat16, "gate_dtype": torch.float32, **gates, **scalars}
     if "M" in sizes:  # the keys of both passes are slots: see gla_core/compat/fla/slots.py
         M = sizes.pop("M")
