@@ -78,6 +78,8 @@ SEVERAL = {"models": "gla_transformers, compiled"}
 """The implementation that the README shows of a part that has several, if it has the call."""
 UNITS = {
     "GiB": "{:.1f}",
+    "apart": "{:.1e}",
+    "error": "{:.1e}",
     "floors": "{:.1f}",
     "kernels": "{:.0f}",
     "tokens/s": "{:,.0f}",
@@ -293,10 +295,13 @@ def _where(rows: Sequence[Row], path: Path) -> str:
 
 
 def _table(rows: Sequence[Row], facts: Sequence[str]) -> list[str]:
-    """Returns a table of every row that is no baseline, with the time of its baseline beside it."""
+    """Returns a table of every row that is no baseline, with the time of its baseline beside it.
+
+    Baselines have rows too if the errors of calls are shown.
+    """
     calls = {(row.call, row.who): row for row in rows}
     compared = {(row.call, row.baseline) for row in rows if row.baseline}
-    shown = [row for row in rows if (row.call, row.who) not in compared]
+    shown = [row for row in rows if "error" in facts or (row.call, row.who) not in compared]
     peers, whos = any(row.baseline for row in shown), len({row.who for row in shown}) > 1
     commits = len({row.commit for row in rows}) > 1
     facts = [name for name in facts if any(name in row.facts for row in shown)]
