@@ -241,8 +241,8 @@ def reference(x: Inputs) -> Tensor:
     """Returns o of the first key head of the first row in float64."""
     R = x.v.shape[2] // x.q.shape[2]
     heads = (1, 1, R, R, R)
-    part = (y[:1, :, :n].double() for y, n in zip(x[:5], heads, strict=True))
-    return gla.chunk_delta(*part, cu_seqlens=x.offsets(torch.int32), backend="reference")[0]
+    q, k, v, g, beta = (y[:1, :, :n].double() for y, n in zip(x[:5], heads, strict=True))
+    return gla.chunk_delta(q, k, v, g, beta, cu_seqlens=x.offsets(torch.int32), backend="reference")[0]
 
 
 def _first(o: Tensor, shape: Shape) -> Tensor:

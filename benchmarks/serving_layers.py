@@ -219,10 +219,11 @@ class OurMamba2:
         return gla.recurrent_ssd_step(q, k, v, x.pool, dt, dt_softplus=True, **layer, **options)
 
     def prefill(self, x: Batch) -> Tensor:
-        q, k, v, dt, *prompts = x.prompts()
+        q, k, v, dt, prompts, slots = x.prompts()
         dt = F.softplus(dt.float() + x.layer["dt_bias"].float())
         values = (v * dt[..., None]).to(v.dtype)
-        o = gla.chunk_gla_pool(q, k, values, dt * x.layer["A"], x.pool, *prompts, scale=1.0, state_v_first=True)
+        g = dt * x.layer["A"]
+        o = gla.chunk_gla_pool(q, k, values, g, x.pool, prompts, slots, scale=1.0, state_v_first=True)
         return o.copy_(o.float() + x.layer["D"].float()[:, None] * v)[0]
 
     mixed = decodes_first
@@ -316,8 +317,8 @@ class OurGdn:
         return gla.recurrent_delta_step(q, k, v, a, b, x.pool, **options, **logits)[0]
 
     def prefill(self, x: Batch) -> Tensor:
-        q, k, v, g, *prompts = x.prompts()
-        return gla.chunk_delta_pool(q, k, v, g, x.layer["beta"], x.pool, *prompts, state_v_first=True)[0]
+        q, k, v, g, prompts, slots = x.prompts()
+        return gla.chunk_delta_pool(q, k, v, g, x.layer["beta"], x.pool, prompts, slots, state_v_first=True)[0]
 
     mixed = decodes_first
 

@@ -13,7 +13,7 @@ from gla_core.conformance import oracle
 from gla_core.conformance.tolerances import relative_error
 
 CPU = torch.device("cpu")
-SMALL = {"lightning": (2, 128, 2, 128), "Mamba-2": (1, 16, 4, 8), "GDN": (2, 16, 4, 16)}
+SMALL = {"lightning": (2, 16, 2, 16), "Mamba-2": (1, 16, 4, 8), "GDN": (2, 16, 4, 16)}
 V_FIRST = (-1, -2)
 
 
@@ -60,14 +60,14 @@ def engines(monkeypatch):
 
 
 def lightning_attention(q, k, v, slopes, block, state):
-    """Takes q, k, v [1, H, T, 128] and the state [1, H, K, V]; returns outputs, and states of which the last counts."""
+    """Takes q, k, v [1, H, T, K] and the state [1, H, K, V]; returns outputs, and states of which the last counts."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     o, after = oracle.chunk_gla(q, k, v, -slopes, 1.0, state)
     return o.transpose(1, 2).to(v.dtype), after.float()[:, :, None]
 
 
 def linear_decode_forward_triton(q, k, v, pool, slopes, slots, block):
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [N, 1, H, 128]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [N, 1, H, K]
     o, after = oracle.chunk_gla(q, k, v, -slopes.flatten(), 1.0, pool[slots])
     pool[slots] = after.float()
     return o[:, 0].flatten(1).to(v.dtype)
@@ -205,13 +205,13 @@ def test_verification_counts_the_state_that_is_read_once(serving):
     layers, sizes = serving.layers, SMALL["lightning"]
     ours, drafts = layers.OurLightning(), serving.DRAFTS
     x = layers.lightning_batch(CPU, 4 * drafts, sizes=sizes)
-    state, token = 2 * 128 * 128 * 4, 2 * 128 * 2
+    state, token = 2 * 16 * 16 * 4, 2 * 16 * 2
     assert serving.floor_bytes("verify", x) == 16 * (4 * token + state) + 4 * state
     assert serving.floor_bytes("decode", x) == 16 * (4 * token + 2 * state)
     y = layers.drafts(CPU, 4, sizes)._replace(q=x.q, k=x.k, v=x.v)
     y.pool.zero_()  # from states and rings of 0
     x.pool.zero_()
-    assert ours.verify(x).shape == (4, drafts, 2, 128)
+    assert ours.verify(x).shape == (4, drafts, 2, 16)
     x.pool.zero_()
     torch.testing.assert_close(ours.replay(y), ours.verify(x))
     assert serving.floor_bytes("replay", y) == 16 * 4 * token + 8 * state
