@@ -162,7 +162,7 @@ class VllmLightning:
             state = x.pool[slot]
             o, after = self.module.lightning_attention(q, k, v, -x.g, 256, state[None].contiguous())
             state.copy_(after[0, :, -1])
-            outputs.append(o[0].transpose(0, 1).flatten(1).to(x.v.dtype))
+            outputs.append(o[0].transpose(0, 1).flatten(1).contiguous())
         return torch.cat(outputs)
 
     mixed = decodes_first
