@@ -249,3 +249,17 @@ def test_facts_say_how_far_an_engine_is_from_ours(serving, engines, monkeypatch)
     assert list(ours["facts"]) == ["of floor"]
     monkeypatch.setattr(gla, "recurrent_delta_step", lambda q, k, v, *rest, **options: (2 - v,))
     assert job.measure()[0]["facts"]["apart"] > 0.5
+
+
+def test_shares_run_every_call_of_each_engine_once(serving, monkeypatch):
+    ran = []
+    monkeypatch.setattr(serving.measure, "synchronize", lambda device: None)
+    for layer in serving.LAYERS.values():
+        for engine in set(layer.engines.values()):
+            for what in {"decode", "verify", "replay", "prefill", "mixed"} & set(dir(engine)):
+                monkeypatch.setattr(engine, what, lambda self, x, call=(engine, what): ran.append(call))
+            monkeypatch.setattr(engine, "__init__", lambda self: None)
+    for share in range(3):
+        serving.compile_share(share, 3, CPU)
+    rows = [row for job in serving.jobs(CPU, 4e9) for row in job.rows]
+    assert len(ran) == len(set(ran)) == len(rows)
