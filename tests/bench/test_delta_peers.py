@@ -1,5 +1,6 @@
 """benchmarks/delta_peers.py: inputs, and calls of ours and of peers, whose functions are recurrences here."""
 
+import os
 import sys
 from types import ModuleType
 
@@ -15,6 +16,8 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def peers(script, monkeypatch):
     loaded = script("delta_peers")
+    for name in ("FLA_FLASH_QLA", "FLA_TILELANG"):
+        monkeypatch.setenv(name, "1")
     monkeypatch.setattr(loaded.measure, "time_calls", lambda *_: loaded.measure.Timing(1e-3, 1, 0.0))
     return loaded
 
@@ -37,6 +40,7 @@ def test_every_peer_is_measured_with_its_error(peers, monkeypatch):
         return delta(*(x[None] for x in (q, k, v, g, beta)), offsets)[0], None
 
     def rows(q, k, v, g, beta, cu_seqlens, **_):
+        assert os.environ["FLA_FLASH_QLA"] == "0"
         return delta(q, k, v, g, beta, cu_seqlens), None
 
     for module in ("attn_gym", "cudnn", "flashinfer", "flash_qla", "fla.ops.gated_delta_rule"):

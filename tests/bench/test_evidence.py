@@ -50,9 +50,7 @@ def test_it_measures_parts_into_files_of_the_device(evidence, tmp_path, capsys, 
 def test_it_measures_calls_of_models(evidence, tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "copy_bandwidth", lambda device: 4e12)
     (job,) = (
-        job
-        for job in evidence.jobs_of("model_calls", CPU, 4e12, 0.002)
-        if job.rows[0][0].startswith("GLA 1.3B: ")
+        job for job in evidence.jobs_of("model_calls", CPU, 4e12, 0.002) if job.rows[0][0].startswith("GLA 1.3B: ")
     )
     assert job.rows == [(f"GLA 1.3B: {way}", "gla-core", None) for way in evidence.model_calls.models.WAYS]
     fields = job.measure()
