@@ -126,7 +126,7 @@ def ours(form: str, x: Inputs) -> Run:
 
 
 def fla(form: str, x: Inputs) -> Run:
-    """Returns a call of FLA's kernels in Triton; for KDA its "safe gate", which is faster, where gates are at least -5."""
+    """Returns a call of FLA's Triton kernels; of KDA with its faster "safe gate" where gates are at least -5."""
     os.environ.update(FLA_FLASH_QLA="0", FLA_TILELANG="0")  # else FLA calls FlashQLA, which has rows of its own
     options = {"output_final_state": True, "cu_seqlens": x.offsets(torch.int64)}
     if form == "GDN":
