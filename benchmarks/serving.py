@@ -14,7 +14,7 @@ vLLM's lightning attention has another scale.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import serving_layers as layers
@@ -73,7 +73,7 @@ def batches(layer: str, device: torch.device) -> Iterator[tuple[str, str, Callab
 
 
 def jobs(device: torch.device, bandwidth: float) -> list[Job]:
-    """Returns a job for each batch of each layer, with a row for each engine that has the method.
+    """Returns a job for each batch of each layer and each engine that has the method; others cannot break it.
 
     Args:
         bandwidth: bytes per second of a copy on the device.
@@ -81,32 +81,26 @@ def jobs(device: torch.device, bandwidth: float) -> list[Job]:
     made = []
     for layer, (_, engines) in LAYERS.items():
         for what, words, make in batches(layer, device):
-            whos = tuple(who for who, engine in engines.items() if hasattr(engine, what))
-            call = f"{layer}, {what}: {words}"
-            rows = [(call, who, None if who == whos[0] else whos[0]) for who in whos]
-            made.append(Job(rows, functools.partial(_measure, layer, what, make, whos, device, bandwidth)))
+            whos = [who for who, engine in engines.items() if hasattr(engine, what)]
+            for who in whos:
+                row = f"{layer}, {what}: {words}", who, None if who == whos[0] else whos[0]
+                made.append(Job([row], functools.partial(_measure, layer, what, make, who, device, bandwidth)))
     return made
 
 
 def _measure(
-    layer: str,
-    what: str,
-    make: Callable[[], Batch],
-    whos: Sequence[str],
-    device: torch.device,
-    bandwidth: float,
+    layer: str, what: str, make: Callable[[], Batch], who: str, device: torch.device, bandwidth: float
 ) -> list[Fields]:
-    engines = LAYERS[layer].engines
-    ours = _outputs(make, getattr(engines[OURS](), what)) if len(whos) > 1 else None
-
-    def time(who: str) -> Fields:
-        run = getattr(engines[who](), what)
-        facts = {} if who == OURS or ours is None else {"apart": relative_error(_outputs(make, run), ours)}
+    def time() -> Fields:
+        engine, ours = (LAYERS[layer].engines[name] for name in (who, OURS))
+        run, facts = getattr(engine(), what), {}
+        if who != OURS:
+            facts["apart"] = relative_error(_outputs(make, run), _outputs(make, getattr(ours(), what)))
         timing = measured(what, make, run, device)
-        share = floor_bytes(what, make()) / timing.seconds / bandwidth
-        return {"seconds": timing.seconds, "spread": timing.spread, "facts": {"of floor": share, **facts}}
+        facts["of floor"] = floor_bytes(what, make()) / timing.seconds / bandwidth
+        return {"seconds": timing.seconds, "spread": timing.spread, "facts": facts}
 
-    return [attempt(functools.partial(time, who)) for who in whos]  # another engine may not run here
+    return [attempt(time)]  # another engine may not run here
 
 
 def _outputs(make: Callable[[], Batch], run: Callable[[Batch], Tensor]) -> Tensor:

@@ -55,18 +55,19 @@ def test_every_peer_is_measured_with_its_error(peers, monkeypatch):
         ),
         flash_qla__chunk_gated_delta_rule_fwd=lambda *x, cu_seqlens, **_: (None, None, rows(*x, cu_seqlens)[0]),
     )
-    job = next(job for job in peers.jobs(CPU, 1e10, 1e-3) if job.rows[0][0].startswith("GDN"))
-    assert [who for _, who, _ in job.rows] == ["fla", "attn_gym", "cudnn", "flashinfer", "flash_qla", "gla-core"]
-    for (_, who, base), row in zip(job.rows, job.measure(), strict=True):
+    jobs = [job for job in peers.jobs(CPU, 1e10, 1e-3) if job.rows[0][0].startswith("GDN")][:6]
+    assert [job.rows[0][1] for job in jobs] == ["fla", "attn_gym", "cudnn", "flashinfer", "flash_qla", "gla-core"]
+    for job in jobs:
+        ((_, who, base),), (row,) = job.rows, job.measure()
         assert base == (None if who == "fla" else "fla")
         assert row["facts"]["error"] < 4e-3, who
         assert row["facts"]["eager"]
 
 
 def test_a_peer_that_is_not_there_has_the_reason(peers):
-    job = peers.jobs(CPU, 1e10, 1e-3)[0]
-    assert job.rows[0][0] == "KDA: 2 x 40 tokens, 2 heads, -5 sigmoid"
-    by_who = dict(zip([who for _, who, _ in job.rows], job.measure(), strict=True))
+    jobs = peers.jobs(CPU, 1e10, 1e-3)[: len(peers.WHO["KDA"])]
+    assert {job.rows[0][0] for job in jobs} == {"KDA: 2 x 40 tokens, 2 heads, -5 sigmoid"}
+    by_who = {job.rows[0][1]: job.measure()[0] for job in jobs}
     assert by_who["cudnn"]["error"] == "ModuleNotFoundError: No module named 'cudnn'"
     assert by_who["gla-core"]["facts"]["error"] < 4e-3
 
