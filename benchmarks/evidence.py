@@ -15,7 +15,8 @@ A run measures these parts in this order, each into results/<device>/<part>.json
     model_calls      the calls of published models beside FLA and mamba_ssm: model_calls.py
     delta_models     training with whole models that have a delta rule: models.py
     odd_shapes, giants, batch_invariant    shapes that tuning did not use: shapes.py
-    serving          the ops of a server beside vLLM's and SGLang's functions: serving.py
+    serving          the ops of a server beside functions of vLLM, SGLang and FlashInfer: serving.py
+    delta_peers      `chunk_delta` beside FLA, attention-gym, cuDNN, FlashInfer and FlashQLA: delta_peers.py
 
 The README is made of the first five; README_PARTS names them, and `--parts readme` measures them.
 A second run resumes an earlier one with the same commit and versions. `gla conformance NAME --report` writes the
@@ -32,6 +33,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import delta_peers
 import lists
 import mamba_scan
 import model_calls
@@ -47,7 +49,7 @@ import torch
 from gla_core.bench import measure
 
 README_PARTS = ("op", "mamba2_scan", "models", "precision", "model_calls")
-PARTS = (*README_PARTS, "delta_models", *shapes.PARTS, "serving")
+PARTS = (*README_PARTS, "delta_models", *shapes.PARTS, "serving", "delta_peers")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -72,7 +74,7 @@ def run_parts(options: argparse.Namespace) -> None:
         say(f"{about['device']}: copies at {bandwidth / 1e12:.3f} TB/s")
         for part in options.parts:
             rows = record.Record(record.path_of(options.out, about["device"], part), about)
-            jobs = jobs_of(part, device, bandwidth, options.seconds, options.engines)
+            jobs = jobs_of(part, device, bandwidth, options.seconds)
             jobs = [job for job in jobs if any(re.search(options.calls, call) for call, _, _ in job.rows)]
             record.measure(rows, jobs, start + 60 * options.minutes, say, apart)
             say(f"{part}: {len(rows.rows)} rows, {time.monotonic() - start:.0f} s since the start")
@@ -80,15 +82,12 @@ def run_parts(options: argparse.Namespace) -> None:
         apart.end()
 
 
-def jobs_of(
-    part: str, device: torch.device, bandwidth: float, seconds: float, engines: Path | None
-) -> Sequence[record.Job]:
+def jobs_of(part: str, device: torch.device, bandwidth: float, seconds: float) -> Sequence[record.Job]:
     """Returns the jobs of a part.
 
     Args:
         bandwidth: bytes per second of a copy on the device.
         seconds: of timed calls for each row.
-        engines: folder of other engines' files, for serving.
     """
     made: dict[str, Callable[[], Sequence[record.Job]]] = {
         "op": lambda: op_calls.jobs(device, bandwidth, seconds),
@@ -97,7 +96,8 @@ def jobs_of(
         "delta_models": lambda: models.jobs(device, delta=True),
         "precision": lambda: precision.jobs(device),
         "model_calls": lambda: model_calls.jobs(device, bandwidth, seconds),
-        "serving": lambda: serving.jobs(device, bandwidth, engines),
+        "serving": lambda: serving.jobs(device, bandwidth),
+        "delta_peers": lambda: delta_peers.jobs(device, bandwidth, seconds),
     }
     return made[part]() if part in made else shapes.jobs(part, device, bandwidth, seconds)
 
@@ -120,6 +120,10 @@ def compile_share(parts: Sequence[str], device: torch.device, pattern: str, shar
         model_calls.compile_share(share, shares, device, pattern)
     if "odd_shapes" in parts:
         shapes.compile_share(share, shares, device)
+    if "serving" in parts:
+        serving.compile_share(share, shares, device)
+    if "delta_peers" in parts:
+        delta_peers.compile_share(share, shares, device)
     return f"share {share} of {shares}"
 
 
@@ -163,7 +167,6 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--seconds", type=float, default=0.5, help="of timed calls for each row")
     run.add_argument("--cache", type=Path, required=True, help="folder of compiled kernels, to share between runs")
     run.add_argument("--prepare", type=int, metavar="N", help="compile in N processes, and measure nothing")
-    run.add_argument("--engines", type=Path, help="folder of lightning_attn.py of vLLM and seg_la.py of SGLang")
 
     select = commands.add_parser("selection", parents=[shared])
     select.set_defaults(run=measure_selection)

@@ -1,4 +1,4 @@
-"""Generates the README's table, docs/results.md, docs/models.md and pictures from the files under benchmarks/results.
+"""Generates the README's table, tables of pages in docs and pictures from the files under benchmarks/results.
 
 python3 benchmarks/readme_tables.py          prints the generated part of docs/results.md
 python3 benchmarks/readme_tables.py --write  writes between the markers of the pages, and draws (needs matplotlib)
@@ -31,7 +31,8 @@ from gla_core.workloads.models import FUNCTIONS, MODELS
 
 ROOT = Path(__file__).parents[1]
 FOLDER = Path(__file__).parent / "results"
-README, PAGE, MODELS_PAGE = ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "models.md"
+README, PAGE = ROOT / "README.md", ROOT / "docs" / "results.md"
+MODELS_PAGE, SERVING_PAGE = ROOT / "docs" / "models.md", ROOT / "docs" / "serving.md"
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 MARKED = re.compile(f"{re.escape(BEGIN)}\n(.*?){re.escape(END)}", re.DOTALL)
 LONG = 30
@@ -78,6 +79,8 @@ SEVERAL = {"models": "gla_transformers, compiled"}
 """The implementation that the README shows of a part that has several, if it has the call."""
 UNITS = {
     "GiB": "{:.1f}",
+    "apart": "{:.1e}",
+    "error": "{:.1e}",
     "floors": "{:.1f}",
     "kernels": "{:.0f}",
     "tokens/s": "{:,.0f}",
@@ -247,9 +250,9 @@ def _kit_in_words(folder: Path, commit: str | None) -> str:
 
 
 def render(folder: Path) -> str:
-    """Returns the Markdown of everything in the folder, ending in a newline; '' if there is nothing."""
+    """Returns the Markdown of docs/results.md, ending in a newline; '' if there is nothing in the folder."""
     shown = _pictures(folder / device for device in devices(folder))
-    sections = [text for part in SECTIONS for text in _section(folder, part)]
+    sections = [text for part in SECTIONS if part != "serving" for text in _section(folder, part)]
     kit = _conformance(sorted(folder.glob("conformance-*.json")))
     picks = [_selection(json.loads(path.read_text()), path) for path in sorted(folder.glob("selection-*.json"))]
     return "\n".join([*shown, *sections[:3], *_precision(folder), *sections[3:], *kit, *picks])
@@ -293,10 +296,13 @@ def _where(rows: Sequence[Row], path: Path) -> str:
 
 
 def _table(rows: Sequence[Row], facts: Sequence[str]) -> list[str]:
-    """Returns a table of every row that is no baseline, with the time of its baseline beside it."""
+    """Returns a table of every row that is no baseline, with the time of its baseline beside it.
+
+    Baselines have rows too if the errors of calls are shown.
+    """
     calls = {(row.call, row.who): row for row in rows}
     compared = {(row.call, row.baseline) for row in rows if row.baseline}
-    shown = [row for row in rows if (row.call, row.who) not in compared]
+    shown = [row for row in rows if "error" in facts or (row.call, row.who) not in compared]
     peers, whos = any(row.baseline for row in shown), len({row.who for row in shown}) > 1
     commits = len({row.commit for row in rows}) > 1
     facts = [name for name in facts if any(name in row.facts for row in shown)]
@@ -443,6 +449,11 @@ def _pictures(folders: Iterable[Path]) -> list[str]:
     ]
 
 
+def render_serving(folder: Path) -> str:
+    """Returns the Markdown of the times of a server's ops."""
+    return "\n".join(_section(folder, "serving"))
+
+
 # ---- the page of models
 
 
@@ -515,6 +526,7 @@ def main() -> None:
     README.write_text(insert(README.read_text(), headline(FOLDER)))
     PAGE.write_text(insert(PAGE.read_text(), render(FOLDER)))
     MODELS_PAGE.write_text(insert(MODELS_PAGE.read_text(), render_models(FOLDER)))
+    SERVING_PAGE.write_text(insert(SERVING_PAGE.read_text(), render_serving(FOLDER)))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,20 @@ STEADY = 0.1
 """The spread above which a time is measured again, and is compared with nothing."""
 LONGEST = 240.0
 """The longest time in seconds of a job, including tuning."""
-PEERS = {"fla": "flash-linear-attention", "transformers": "transformers", "mamba_ssm": "mamba_ssm"}
+REFUSALS = ("ImportError", "ModuleNotFoundError", "NotImplementedError", "ValueError")
+"""How errors begin after which a process is whole: what was asked for is not there, or was refused."""
+PEERS = {
+    "fla": "flash-linear-attention",
+    "transformers": "transformers",
+    "mamba_ssm": "mamba_ssm",
+    "vllm": "vllm",
+    "sglang": "sglang",
+    "flashinfer": "flashinfer-python",
+    "flash_qla": "flash_qla",
+    "cudnn frontend": "nvidia-cudnn-frontend",
+    "attn_gym": "attn_gym",
+}
+"""The distributions of peers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +228,7 @@ def measure(record: Record, jobs: Sequence[Job], until: float, say: Callable[[st
         rows = record.add(job, measured)
         for row in rows:
             say(f"{row.call}, {row.who}: {_told(row)}")
-        if any(row.error for row in rows):
+        if any(row.error and not row.error.startswith(REFUSALS) for row in rows):
             apart.end()  # a failed kernel may leave the process broken
         say(f"  {time.monotonic() - began:.1f} s")
     return True

@@ -50,9 +50,7 @@ def test_it_measures_parts_into_files_of_the_device(evidence, tmp_path, capsys, 
 def test_it_measures_calls_of_models(evidence, tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "copy_bandwidth", lambda device: 4e12)
     (job,) = (
-        job
-        for job in evidence.jobs_of("model_calls", CPU, 4e12, 0.002, None)
-        if job.rows[0][0].startswith("GLA 1.3B: ")
+        job for job in evidence.jobs_of("model_calls", CPU, 4e12, 0.002) if job.rows[0][0].startswith("GLA 1.3B: ")
     )
     assert job.rows == [(f"GLA 1.3B: {way}", "gla-core", None) for way in evidence.model_calls.models.WAYS]
     fields = job.measure()
@@ -94,7 +92,7 @@ def test_every_call_of_the_headline_is_measured(evidence, script, monkeypatch):
     planned = {
         (part, call)
         for part in evidence.README_PARTS
-        for job in evidence.jobs_of(part, CUDA, 4e12, 1.0, None)
+        for job in evidence.jobs_of(part, CUDA, 4e12, 1.0)
         for call, _, baseline in job.rows
         if baseline is not None
     }
@@ -104,7 +102,7 @@ def test_every_call_of_the_headline_is_measured(evidence, script, monkeypatch):
 def test_rows_of_a_part_are_named_once_and_have_their_baseline(evidence, monkeypatch):
     monkeypatch.setattr(evidence.mamba_scan, "has_mamba_ssm", lambda: True)
     for part in evidence.PARTS:
-        rows = [row for job in evidence.jobs_of(part, CUDA, 4e12, 1.0, None) for row in job.rows]
+        rows = [row for job in evidence.jobs_of(part, CUDA, 4e12, 1.0) for row in job.rows]
         names = [(call, who) for call, who, _ in rows]
         assert len(set(names)) == len(names) > 0
         assert {(call, baseline) for call, _, baseline in rows if baseline} <= set(names)
@@ -132,7 +130,7 @@ def test_calls_of_models_have_a_row_for_the_peer_and_are_compiled_once(evidence,
     monkeypatch.setattr(
         calls.models, "peer_of", lambda model: "mamba_ssm" if model.function == "mamba_chunk_scan_combined" else "fla"
     )
-    rows = [row for job in evidence.jobs_of("model_calls", CUDA, 4e12, 1.0, None) for row in job.rows]
+    rows = [row for job in evidence.jobs_of("model_calls", CUDA, 4e12, 1.0) for row in job.rows]
     ours = {call for call, who, baseline in rows if who == "gla-core" and baseline in ("fla", "mamba_ssm")}
     assert len(ours) == len(rows) / 2 == 3 * len(calls.distinct())
     monkeypatch.setattr(calls, "attempt", lambda call: ran.append(call.args[:3]))

@@ -1,6 +1,7 @@
 """The numbers of the README and of docs/results.md equal the results files, and agree with each other."""
 
 import dataclasses
+import functools
 import json
 import subprocess
 from pathlib import Path
@@ -18,7 +19,12 @@ def tables(script):
 
 
 def test_the_pages_hold_what_the_results_say(tables):
-    written = {tables.README: tables.headline, tables.PAGE: tables.render, tables.MODELS_PAGE: tables.render_models}
+    written = {
+        tables.README: tables.headline,
+        tables.PAGE: tables.render,
+        tables.MODELS_PAGE: tables.render_models,
+        tables.SERVING_PAGE: tables.render_serving,
+    }
     for page, generate in written.items():
         generated = generate(tables.FOLDER)
         assert tables.between_markers(page.read_text()) == generated, "run: python3 benchmarks/readme_tables.py --write"
@@ -197,6 +203,33 @@ def test_the_page(tables, measured):
         assert text in page, text
 
 
+def test_serving_has_a_page_of_its_own(tables, measured):
+    row, folder = functools.partial(tables.Row, call="GDN, decode: 8 sequences", **ABOUT), measured / "pretend"
+    rows = [
+        row(who="vllm", seconds=2e-5, spread=0.01),
+        row(who="flashinfer", baseline="vllm", error="ModuleNotFoundError: No module named 'flashinfer'"),
+        row(who="gla-core", baseline="vllm", seconds=1e-5, spread=0.01, facts={"of floor": 0.9, "apart": 0.0032}),
+    ]
+    tables.record.write(folder / "serving.jsonl", rows)
+    page = tables.render_serving(measured).replace("\N{NO-BREAK SPACE}", " ")
+    assert "## Times beside vLLM, SGLang and FlashInfer\n" in page
+    assert "| - | flashinfer | ModuleNotFoundError: No module named 'flashinfer' | vllm 20.0 us |" in page
+    assert "| 2.00 | gla-core | 10.0 us | vllm 20.0 us | 1% | 0.90 | 3.2e-03 |" in page
+    assert "GDN" not in tables.render(measured)
+
+
+def test_errors_beside_times_are_also_those_of_the_baseline(tables, measured):
+    row, folder = functools.partial(tables.Row, call="KDA, alternating", **ABOUT), measured / "pretend"
+    rows = [
+        row(who="fla", seconds=2e-3, spread=0.01, facts={"error": 0.0049}),
+        row(who="gla-core", baseline="fla", seconds=1e-3, spread=0.01, facts={"error": 0.0021}),
+    ]
+    tables.record.write(folder / "delta_peers.jsonl", rows)
+    page = tables.render(measured).replace("\N{NO-BREAK SPACE}", " ")
+    assert "| KDA, alternating | - | fla | 2.00 ms |  | 1% | 4.9e-03 |" in page
+    assert "| KDA, alternating | 2.00 | gla-core | 1.00 ms | fla 2.00 ms | 1% | 2.1e-03 |" in page
+
+
 def test_rows_of_several_commits_have_a_column_for_them(tables, measured):
     path = measured / "pretend" / "op.jsonl"
     rows = tables.record.read(path)
@@ -240,17 +273,19 @@ def test_conformance_is_told_in_a_line(tables, tmp_path):
 
 
 def test_writing_replaces_what_stands_between_the_markers(tables, measured, monkeypatch):
-    pages = measured / "README.md", measured / "results.md", measured / "models.md"
+    pages = [measured / name for name in ("README.md", "results.md", "models.md", "serving.md")]
+    names, generators = ("README", "PAGE", "MODELS_PAGE", "SERVING_PAGE"), [tables.headline, tables.render]
+    generators += [tables.render_models, tables.render_serving]
     for page in pages:
         page.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
-    for name, value in zip(("FOLDER", "README", "PAGE", "MODELS_PAGE"), (measured, *pages), strict=True):
+    for name, value in zip(("FOLDER", *names), (measured, *pages), strict=True):
         monkeypatch.setattr(tables, name, value)
     drawn = []
     monkeypatch.setattr(tables, "draw", drawn.append)
     monkeypatch.setattr("sys.argv", ["readme_tables.py", "--write"])
     for _ in range(2):  # the second time changes nothing
         tables.main()
-        for page, generate in zip(pages, (tables.headline, tables.render, tables.render_models), strict=True):
+        for page, generate in zip(pages, generators, strict=True):
             assert page.read_text() == f"before\n{tables.BEGIN}\n{generate(measured)}{tables.END}\nafter\n"
     assert drawn == [measured] * 2
 

@@ -93,6 +93,10 @@ def test_an_error_is_a_row_and_the_run_goes_on(record, tmp_path, job):
     assert Here.ended == before + 1  # the kernel may have left the process broken
     assert [row.error for row in rows] == ["RuntimeError: CUDA error: all is lost"] * 2 + [None] * 2
     assert "broken, fla: RuntimeError: CUDA error: all is lost" in said
+    refused = record.Job([("refused", "vllm", None)], lambda: [{"error": "ModuleNotFoundError: no vllm"}])
+    rows, _, _ = run(record, tmp_path, [refused])
+    assert rows[-1].error == "ModuleNotFoundError: no vllm"
+    assert Here.ended == before + 1  # a peer that is not there breaks nothing
 
 
 def test_nothing_begins_when_the_time_is_over(record, tmp_path, job):
