@@ -33,7 +33,7 @@ STEADY = 0.1
 LONGEST = 240.0
 """The longest time in seconds of a job, including tuning."""
 REFUSALS = ("ImportError", "ModuleNotFoundError", "NotImplementedError", "ValueError")
-"""How errors begin after which a process is whole: what was asked for is not there, or was refused."""
+"""The beginnings of errors after which a process is whole: what was asked for is not there, or was refused."""
 PEERS = {
     "fla": "flash-linear-attention",
     "transformers": "transformers",

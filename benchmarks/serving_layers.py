@@ -199,12 +199,12 @@ def mamba2_batch(
     D, dt_bias = torch.ones(Hv, device=device), torch.linspace(-6.0, -2.0, Hv, device=device)
     D, dt_bias = D.to(x.v.dtype), dt_bias.to(x.v.dtype)
     ends = [n * tokens + min(end, tokens) for n in range(prefills) for end in range(CHUNK, tokens + CHUNK, CHUNK)]
-    of_each = -(-tokens // CHUNK)
+    per_prefill = -(-tokens // CHUNK)
     numbers = torch.arange(prefills, device=device, dtype=torch.int32)
     chunks = {
         "cu_chunk_seqlens": torch.tensor([0, *ends], device=device, dtype=torch.int32),
-        "last_chunk_indices": (numbers + 1) * of_each - 1,
-        "seq_idx": numbers.repeat_interleave(of_each),
+        "last_chunk_indices": (numbers + 1) * per_prefill - 1,
+        "seq_idx": numbers.repeat_interleave(per_prefill),
     }
     return x._replace(layer={**x.layer, "A": A, "D": D, "dt_bias": dt_bias, **chunks})
 

@@ -155,9 +155,9 @@ def launch_gradients(
     grid = (blocks_k * pieces * H * rows, 1, 1)
     options = {"num_warps": kernel.warps, "maxnreg": 168 if parts == 1 else 128}
     computed = Launch(_gla_backward_group_kernel, grid, arguments, options)
-    of_gates = [] if x.dg is None else launch_gate_gradients(x, dots, chunks, normalizer)
+    gates = [] if x.dg is None else launch_gate_gradients(x, dots, chunks, normalizer)
     sums = partials.launch_partial_sums((dq, dk, dv), (x.dq, x.dk, x.dv))
-    return [*cleared, *before, *chunks.launches, computed, *sums, *of_gates]
+    return [*cleared, *before, *chunks.launches, computed, *sums, *gates]
 
 
 @gluon.jit
