@@ -157,12 +157,11 @@ class Record:
     def __init__(self, path: Path, about: dict[str, Any]) -> None:
         self.path, self.about = path, about
         same = ("commit", "device", "driver", "versions")
-        steady = [row for row in read(path) if row.steady]
-        self.rows = [row for row in steady if all(getattr(row, name) == about[name] for name in same)]
+        self.rows = [row for row in read(path) if all(getattr(row, name) == about[name] for name in same)]
 
     def holds(self, job: Job) -> bool:
-        """Returns whether the file has every row of a job."""
-        return {(call, who) for call, who, _ in job.rows} <= {(row.call, row.who) for row in self.rows}
+        """Returns whether the file has a steady row for every row of a job."""
+        return {(call, who) for call, who, _ in job.rows} <= {(row.call, row.who) for row in self.rows if row.steady}
 
     def add(self, job: Job, measured: Sequence[dict[str, Any]]) -> list[Row]:
         """Adds the rows of a job, in place of earlier ones, writes the file, and returns the rows."""

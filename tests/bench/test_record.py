@@ -77,6 +77,12 @@ def test_a_second_run_measures_what_is_missing_unsteady_or_failed(record, tmp_pa
     assert all(row.steady for row in rows)
 
 
+def test_a_run_of_other_calls_keeps_failed_rows(record, tmp_path, job):
+    run(record, tmp_path, [job("failed", error="RuntimeError: no")])
+    rows, _, _ = run(record, tmp_path, [job("other")])
+    assert [row.error for row in rows] == [None, "RuntimeError: no", None, None]
+
+
 def test_a_file_holds_one_commit(record, tmp_path, job):
     run(record, tmp_path, [job("one"), job("two")])
     rows, _, _ = run(record, tmp_path, [job("one")], commit="def")
