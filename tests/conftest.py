@@ -233,6 +233,7 @@ def script(monkeypatch):
     def load(name):
         spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
         module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)  # where dataclasses look for it
         spec.loader.exec_module(module)
         return module
 
