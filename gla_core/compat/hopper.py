@@ -1,6 +1,7 @@
-"""Says which calls of delta rules on a GPU are computed here: those of the kernels for Hopper, which were measured.
+"""Says which calls of some functions on a GPU are computed here: those whose kernels for Hopper were measured.
 
-On an H200 they are faster than flash-linear-attention's, which compute all other calls on a GPU.
+On an H200 they are faster than flash-linear-attention's, which compute all other calls of these functions on a GPU:
+docs/models.md has the times.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ NOT_COMPUTED = f"neither on a CPU, nor {IN_WORDS}"
 
 def computes_delta_rule(q: Any, v: Any) -> bool:
     """Returns whether the kernels for Hopper compute a delta rule of q [B, T, H, K] and v [B, T, Hv, V]."""
-    if q.dtype != torch.bfloat16 or q.shape[3] not in WIDTHS or v.shape[3] not in WIDTHS:
-        return False
-    return q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) == (9, 0)
+    return q.shape[3] in WIDTHS and v.shape[3] in WIDTHS and is_measured(q)
+
+
+def is_measured(x: Any) -> bool:
+    """Returns whether tokens are those of the measurements: bfloat16, on Hopper."""
+    on_gpu = x.dtype == torch.bfloat16 and x.device.type == "cuda"
+    return on_gpu and torch.cuda.get_device_capability(x.device) == (9, 0)

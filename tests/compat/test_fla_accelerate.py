@@ -331,7 +331,7 @@ def test_what_is_not_computed_here_is_left_to_the_original(fla):
 
 
 @pytest.mark.parametrize("home", ["linear_attn", "lightnet", "gsa", "rwkv6"])
-def test_compositions_are_computed_here_on_a_cpu_only(fla, home):
+def test_compositions_are_computed_here_on_a_cpu_and_not_on_every_device(fla, home):
     q, k, v, g = tokens()
     arguments = {"gsa": (q, k, v, g), "rwkv6": (q, k, v, g, torch.ones(2, 4))}.get(home, (q, k, v))
     with accelerate():
@@ -394,6 +394,24 @@ def test_delta_rules_on_a_gpu_are_those_of_the_kernels_for_hopper(fla, monkeypat
         assert (fla["fla.ops.gated_delta_rule"].chunk_gated_delta_rule.left_out(q, q, v, beta, beta) is None) is here
         assert (fla["fla.ops.delta_rule"].chunk_delta_rule.left_out(q, q, v, beta) is None) is here
         assert fla["fla.ops.kda"].chunk_kda.left_out(q, q, v, g, beta, cp_context=1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "K", "T", "capability", "slots", "bonus"),
+    [
+        (torch.bfloat16, 64, 8, (9, 0), True, True),
+        (torch.bfloat16, 64, 1, (9, 0), True, False),
+        (torch.bfloat16, 256, 8, (9, 0), False, True),
+        (torch.float32, 64, 8, (9, 0), False, False),
+        (torch.bfloat16, 64, 8, (8, 0), False, False),
+    ],
+)
+def test_slots_and_rwkv6_on_a_gpu_are_those_that_were_measured(fla, monkeypatch, dtype, K, T, capability, slots, bonus):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with accelerate(), FakeTensorMode():
+        q, s, u = (torch.empty(shape, dtype=dtype, device="cuda") for shape in ((1, T, 2, K), (1, T, 2, 16), (2, K)))
+        assert (fla["fla.ops.gsa"].chunk_gsa.left_out(q, q, q, s, s) is None) is slots
+        assert (fla["fla.ops.rwkv6"].fused_recurrent_rwkv6.left_out(q, q, q, q, u) is None) is bonus
 
 
 def test_a_gate_for_each_head(fla):

@@ -285,6 +285,19 @@ def _slow_delta_rule(arguments: Mapping[str, Any]) -> str | None:
     return hopper.NOT_COMPUTED
 
 
+def _slots(arguments: Mapping[str, Any]) -> str | None:
+    q, v = arguments["q"], arguments["v"]
+    is_narrow = max(q.shape[3], v.shape[3]) <= 128
+    is_here = _not_on_cpu(arguments) is None or (is_narrow and hopper.is_measured(q))
+    return None if is_here else f"neither on a CPU, nor {SLOTS}"
+
+
+def _bonus(arguments: Mapping[str, Any]) -> str | None:
+    r = arguments["r"]
+    is_here = _not_on_cpu(arguments) is None or (r.shape[1] > 1 and hopper.is_measured(r))
+    return None if is_here else f"neither on a CPU, nor {BONUS}"
+
+
 def _several_calls(arguments: Mapping[str, Any]) -> str | None:
     on_gpu = _not_on_cpu(arguments)
     if on_gpu is None or arguments.get("normalize") is False:
@@ -293,15 +306,17 @@ def _several_calls(arguments: Mapping[str, Any]) -> str | None:
 
 
 ON_CPU = "computed by gla_core on a CPU; on a GPU the original, which is faster"
-DELTA_RULE = f"computed by gla_core on a CPU, and {hopper.IN_WORDS}; otherwise the original"
+SLOTS = "on Hopper in bfloat16 with K and V up to 128"
+BONUS = "several tokens on Hopper in bfloat16"
+_HERE = "computed by gla_core on a CPU, and {}; otherwise the original"
 _PARTLY = {
     "fla.ops.linear_attn": (_several_calls, "computed by gla_core on a CPU, and on a GPU with normalize=False"),
     "fla.ops.lightnet": (_not_on_cpu, ON_CPU),
-    "fla.ops.gsa": (_not_on_cpu, ON_CPU),
-    "fla.ops.rwkv6": (_not_on_cpu, ON_CPU),
-    "fla.ops.kda": (_slow_delta_rule, DELTA_RULE),
-    "fla.ops.gated_delta_rule": (_slow_delta_rule, DELTA_RULE),
-    "fla.ops.delta_rule": (_slow_delta_rule, DELTA_RULE),
+    "fla.ops.gsa": (_slots, _HERE.format(SLOTS)),
+    "fla.ops.rwkv6": (_bonus, _HERE.format(BONUS)),
+    "fla.ops.kda": (_slow_delta_rule, _HERE.format(hopper.IN_WORDS)),
+    "fla.ops.gated_delta_rule": (_slow_delta_rule, _HERE.format(hopper.IN_WORDS)),
+    "fla.ops.delta_rule": (_slow_delta_rule, _HERE.format(hopper.IN_WORDS)),
 }
 """For modules whose calls are chosen in another way: why one is left to the original, and a line for the report."""
 NOTE = (
