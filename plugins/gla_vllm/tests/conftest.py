@@ -23,8 +23,9 @@ import gla_vllm
 from gla_core.compat.fla import accelerate
 from gla_transformers import GLAConfig, GLAForCausalLM
 
-# An engine replaces Triton kernels in all modules, and stumbles over one that drafts import. One engine's work will do.
-current_platform.register_triton_kernel_overrides = functools.cache(current_platform.register_triton_kernel_overrides)
+# An engine replaces Triton kernels in all modules, and stumbles over one that drafts import. Once will do, before it.
+current_platform.register_triton_kernel_overrides()
+current_platform.register_triton_kernel_overrides = lambda: None
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "vocab_size": VOCABULARY, "intermediate_size": 48}
 SIZES |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, "max_position_embeddings": 512}

@@ -8,6 +8,7 @@ import os
 import vllm
 from vllm.logger import init_logger
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
+from vllm.platforms import current_platform
 
 from gla_core.extension import nearest
 
@@ -16,12 +17,21 @@ logger = init_logger("vllm.gla_vllm")  # vLLM prints what loggers below its own 
 VERSION = "0.32"
 """The version of vLLM that this package was written for."""
 LAYERS = {
-    "gated_delta_net": ("gla_vllm.delta_rules", "QwenLayer", "QwenGatedDeltaNetAttention"),
-    "kda": ("gla_vllm.delta_rules", "KimiLayer", "KimiGatedDeltaNetAttention"),
-    "lightning": ("gla_vllm.lightning", "LightningAttention", "BailingMoELinearAttention"),
-    "mamba2": ("gla_vllm.mamba2", "StateSpaceMixer", "MambaMixer2"),
+    "gated_delta_net": {
+        "QwenGatedDeltaNetAttention": "gla_vllm.delta_rules.QwenLayer",
+        "OlmoHybridGatedDeltaNetAttention": "gla_vllm.delta_rules.OlmoLayer",
+    },
+    "kda": {
+        "KimiGatedDeltaNetAttention": "gla_vllm.kda.KimiLayer",
+        "BailingMoeV3KimiDeltaAttention": "gla_vllm.kda.LingLayer",
+        "KimiK3DeltaAttention": "gla_vllm.kimi_k3.KimiK3Layer",
+    },
+    "lightning": {"BailingMoELinearAttention": "gla_vllm.lightning.LightningAttention"},
+    "mamba2": {"MambaMixer2": "gla_vllm.mamba2.StateSpaceMixer"},
 }
-"""For each name: a module, its class, and vLLM's class in whose place it is made."""
+"""For each name: classes of vLLM, and the class that is made in place of each."""
+ON_NVIDIA = ("KimiK3DeltaAttention",)
+"""Classes of vLLM that it imports for GPUs of NVIDIA alone."""
 
 
 def replace_layers() -> None:
@@ -33,10 +43,9 @@ def replace_layers() -> None:
         ValueError: a name is not known.
     """
     names = wanted(os.environ.get("GLA_VLLM_LAYERS", ""))
-    for name in names:
-        module, ours, theirs = LAYERS[name]
-        if theirs not in op_registry_oot:
-            PluggableLayer.register_oot(getattr(importlib.import_module(module), ours), name=theirs)
+    for theirs, ours in (classes for name in names for classes in LAYERS[name].items()):
+        if theirs not in ON_NVIDIA or current_platform.is_cuda():
+            replace(theirs, ours)
     logger.info_once(
         "gla_vllm is loaded: gla_core computes GLA, HGRN2, GatedDeltaNet and KDA models, and of vLLM's own layers %s "
         "(GLA_VLLM_LAYERS)",
@@ -46,9 +55,16 @@ def replace_layers() -> None:
         logger.warning_once("gla_vllm was written for vLLM %s; this is %s", VERSION, vllm.__version__)
 
 
-def announce(theirs: str) -> None:
-    """Says once in vLLM's log that a class of vLLM is replaced; plug-ins may be loaded before there is a log."""
-    logger.info_once("gla_core computes vLLM's layer %s, because GLA_VLLM_LAYERS names it", theirs)
+def replace(theirs: str, ours: str) -> None:
+    """Makes layers of a class `ours`, named with its module, in place of those of a class of vLLM."""
+    module, _, name = ours.rpartition(".")
+    if theirs not in op_registry_oot:
+        PluggableLayer.register_oot(getattr(importlib.import_module(module), name), name=theirs)
+
+
+def announce(ours: type[PluggableLayer]) -> None:
+    """Says once in vLLM's log which class of vLLM is replaced; plug-ins may be loaded before there is a log."""
+    logger.info_once("gla_core computes vLLM's layer %s, because GLA_VLLM_LAYERS names it", ours.name)
 
 
 def wanted(text: str) -> list[str]:

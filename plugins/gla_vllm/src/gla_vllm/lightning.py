@@ -29,7 +29,7 @@ class LightningAttention(BailingMoELinearAttention):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        announce("BailingMoELinearAttention")
+        announce(type(self))
         width = self.hidden_inner_size // self.tp_size
         self.g_norm = RMSNormGated(
             width, self.rms_norm_eps, gate_fn="sigmoid", groups=max(self.group_norm_size // self.tp_size, 1)

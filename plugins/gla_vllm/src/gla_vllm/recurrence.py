@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -172,12 +172,17 @@ def recur(rows: Rows, states: Sequence[Tensor], batch: GLAMetadata, options: dic
     """
     decoded = batch.num_decode_tokens
     computed = decoded + batch.num_prefill_tokens
-    with nullcontext() if batch.segment is None else gla.batch_invariant(batch.segment):
+    with invariance(batch):
         if batch.num_decodes:
             _decode(rows.part(0, decoded), states, batch, options)
         if batch.num_prefills:
             prefill(rows.part(decoded, computed), states, batch, options)
     rows.out[computed:] = 0
+
+
+def invariance(batch: GLAMetadata) -> AbstractContextManager[Any]:
+    """Returns a context in which ops are batch invariant if the batch asks for it."""
+    return nullcontext() if batch.segment is None else gla.batch_invariant(batch.segment)
 
 
 class Rows(NamedTuple):
