@@ -65,6 +65,14 @@ def is_invariant(backend: str | None = None) -> bool:
     return _inside.get() or current_request(backend).batch_invariant is not None
 
 
+def any_company(x: Tensor, backend: str | None = None) -> bool:
+    """Returns whether rows have the same bits whatever rows are beside them; on a CPU, if batch invariance asks for it.
+
+    Compiled code computes them in the same time.
+    """
+    return x.is_cuda or torch.compiler.is_compiling() or is_invariant(backend)
+
+
 def inside(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that calls `function`, in which `is_invariant` is true."""
 

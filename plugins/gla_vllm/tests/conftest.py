@@ -15,6 +15,7 @@ os.environ.update(
 import pytest
 import torch
 from requests_of_tests import VOCABULARY
+from transformers import Mamba2Config, Mamba2ForCausalLM
 from vllm import LLM
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.platforms import current_platform
@@ -79,6 +80,23 @@ def fla(tmp_path_factory):
 def hgrn2(fla):
     """A function: `hgrn2(**options)` returns a folder with flash-linear-attention's HGRN2 model, and the model."""
     return functools.partial(fla, "HGRN2")
+
+
+@pytest.fixture(scope="session")
+def mamba2(tmp_path_factory):
+    """A function: `mamba2(**options)` returns a folder with a Mamba-2 model, and the model."""
+
+    def make(**options):
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 16}
+        none = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+        sizes |= {"num_hidden_layers": 2, "vocab_size": VOCABULARY, "initializer_range": 0.3}
+        model = Mamba2ForCausalLM(Mamba2Config(**none, **sizes | options)).eval()
+        folder = tmp_path_factory.mktemp("mamba2")
+        model.save_pretrained(folder)
+        return str(folder), model
+
+    return make
 
 
 @pytest.fixture

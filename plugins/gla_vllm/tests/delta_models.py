@@ -9,6 +9,7 @@ from requests_of_tests import VOCABULARY
 from safetensors.torch import load_file, save_file
 from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn
 from vllm.model_executor.models import bailing_moe_v3
+from vllm.model_executor.models.qwen3_next import Qwen3NextForCausalLM
 
 from gla_vllm.delta_rules import OlmoLayer, QwenLayer
 from gla_vllm.kda import KimiLayer, LingLayer
@@ -85,6 +86,16 @@ def save(name, folder, monkeypatch, **sizes):
         (folder / "config.json").write_text(json.dumps(kept | described))
     save_file(weights, folder / "model.safetensors")
     return model
+
+
+def save_one_layer(name, folder, monkeypatch):
+    """Saves a model of MODELS with one layer, which has a delta rule and no experts."""
+    kinds = ["linear_attention", "full_attention"]  # transformers wants one of each
+    sizes = {} if name == "KimiLinear" else {"layer_types": kinds, "num_hidden_layers": 2}
+    save(name, folder, monkeypatch, **sizes)
+    weights = load_file(folder / "model.safetensors")
+    save_file({key: x for key, x in weights.items() if ".layers.1." not in key}, folder / "model.safetensors")
+    monkeypatch.setattr(Qwen3NextForCausalLM, "set_moe_parameters", lambda model: None)
 
 
 def _by_pytorch(module, monkeypatch):

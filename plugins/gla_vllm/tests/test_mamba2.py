@@ -4,29 +4,17 @@ import pytest
 import torch
 import transformers
 from requests_of_tests import DRAFTS, VOCABULARY, expected, greedy, outputs, prompt, tokens
-from transformers import Mamba2Config, Mamba2ForCausalLM
 
 from gla_vllm.mamba2 import StateSpaceMixer
 
 NONE = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 
 
-@pytest.fixture
-def mamba2(tmp_path):
-    """A folder with a Mamba-2 model, and the model."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 16}
-    config = Mamba2Config(**sizes, num_hidden_layers=2, vocab_size=VOCABULARY, initializer_range=0.3, **NONE)
-    model = Mamba2ForCausalLM(config).eval()
-    model.save_pretrained(tmp_path)
-    return str(tmp_path), model
-
-
 @pytest.mark.parametrize(
     "options", [{"max_num_batched_tokens": 48}, {"enable_chunked_prefill": False}], ids=["in chunks", "whole"]
 )
 def test_tokens(mamba2, engine, options):
-    folder, model = mamba2
+    folder, model = mamba2()
     llm = engine(folder, enable_prefix_caching=False, max_model_len=256, **options)
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
     assert [type(layer) for layer in layers] == [StateSpaceMixer] * 2
@@ -40,7 +28,7 @@ def test_drafts_are_refused(mamba2, engine):
 
 
 def test_prefix_cache(mamba2, engine):
-    folder, model = mamba2
+    folder, model = mamba2()
     llm = engine(folder, enable_prefix_caching=True, block_size=64, max_model_len=256, max_num_batched_tokens=256)
     for hits in (0, 128):
         (output,) = outputs(llm, [prompt(150)])

@@ -77,5 +77,7 @@ class StateSpaceMixer(MambaMixer2):
         """Computes a token of each sequence in one op."""
         parameters = {"A": self.A, "dt_bias": self.dt_bias, "D": self.D, "dt_softplus": True}
         slots = slots_of_decodes(batch)
-        o = gla.recurrent_ssd_step(rows.q, rows.k, rows.v, self.kv_cache[1], rows.g, **parameters, slots=slots, **OPTIONS)
+        o = gla.recurrent_ssd_step(
+            rows.q, rows.k, rows.v, self.kv_cache[1], rows.g, **parameters, slots=slots, **OPTIONS
+        )
         rows.out.copy_(o)
