@@ -2,6 +2,7 @@
 
 import functools
 import os
+from unittest import mock
 
 os.environ.update(
     VLLM_CPU_KVCACHE_SPACE="1",  # GiB
@@ -38,6 +39,13 @@ SIZES_OF = {
 }
 ENGINE = {"enforce_eager": True, "dtype": "float32", "skip_tokenizer_init": True, "max_num_seqs": 4}
 ENGINE |= {"num_gpu_blocks_override": 64}  # states
+
+
+@pytest.fixture(autouse=True)
+def environment():
+    """Restores the environment: for some models vLLM sets variables, which change the engines of later tests."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,13 @@
 """Models that are registered, layers that are replaced, and settings that are refused."""
 
 import importlib.metadata
+import os
 from types import SimpleNamespace
 
 import pytest
 import vllm
 from transformers import AutoConfig
+from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
 
 import gla_vllm
 from gla_transformers import GLAConfig, HGRN2Config
@@ -26,7 +28,6 @@ def test_models_are_registered_and_a_second_time_changes_nothing():
         assert set(gla_vllm.MODELS.values()) <= set(vllm.ModelRegistry.get_supported_archs())
         assert type(AutoConfig.for_model("hgrn2")) is HGRN2Config
         assert type(AutoConfig.for_model("gla")) is GLAConfig
-    assert vllm.config.CompilationConfig._attention_ops.count("vllm::gla_recurrence") == 1
 
 
 @pytest.mark.parametrize(
@@ -63,6 +64,18 @@ def test_the_log_says_what_is_replaced_and_that_vllm_is_another(monkeypatch, tex
     monkeypatch.setattr(vllm, "__version__", "0.33.1")
     layers.replace_layers()
     assert said[1:] == [line, "gla_vllm was written for vLLM 0.32; this is 0.33.1"]
+
+
+def test_layers_are_imported_for_graphs_that_break_too(monkeypatch):
+    """vLLM says so for a model, after plug-ins are loaded; its decorator must have worked then."""
+    monkeypatch.delenv("VLLM_USE_BREAKABLE_CUDAGRAPH", raising=False)
+    with layers.imported_early():
+        assert is_breakable_cudagraph_enabled()
+    assert "VLLM_USE_BREAKABLE_CUDAGRAPH" not in os.environ
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "0")
+    with layers.imported_early():
+        assert not is_breakable_cudagraph_enabled()
+    assert os.environ["VLLM_USE_BREAKABLE_CUDAGRAPH"] == "0"
 
 
 def test_softmax_attention_is_refused():

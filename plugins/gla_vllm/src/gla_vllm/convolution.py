@@ -20,6 +20,7 @@ from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_fn,
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.utils.torch_utils import direct_register_custom_op
 
+from gla_vllm.layers import breakable
 from gla_vllm.metadata import GLAMetadata
 from gla_vllm.recurrence import batch_of
 
@@ -184,6 +185,7 @@ def _keep(x: Tensor, room: int, pool: Tensor, batch: GLAMetadata) -> None:
     pool[kept.state_indices, :room] = x[rows.clamp(min=0)]
 
 
+@breakable
 def _gla_convolution(x: Tensor, weight: Tensor, out: Tensor, silu: bool, layer: str) -> None:
     batch = batch_of(layer)
     if batch is None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm import envs
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn import OlmoHybridGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
@@ -20,7 +21,7 @@ from gla_core.extension import RMSNormGated
 from gla_vllm.delta import EPS_OF_UNIT_VECTORS
 from gla_vllm.layers import announce
 from gla_vllm.metadata import ConvolvedGLABackend
-from gla_vllm.recurrence import Sizes, with_checkpoints
+from gla_vllm.recurrence import Sizes, split_graphs, with_checkpoints
 
 
 class Served(MambaBase):
@@ -46,6 +47,7 @@ class Served(MambaBase):
     def serve(self, sizes: Sizes, gate: tuple[Any, ...], beta_limit: float = 1.0) -> None:
         """Keeps what the ops need, and announces that the layer is replaced."""
         announce(type(self))
+        split_graphs(get_current_vllm_config())
         self.sizes = sizes
         self.options = {"normalize": EPS_OF_UNIT_VECTORS, "gate": gate, "beta_limit": beta_limit, "state_v_first": True}
 

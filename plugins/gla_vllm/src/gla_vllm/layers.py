@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import vllm
 from vllm.logger import init_logger
@@ -30,6 +32,7 @@ LAYERS = {
     "mamba2": {"MambaMixer2": "gla_vllm.mamba2.StateSpaceMixer"},
 }
 """For each name: classes of vLLM, and the class that is made in place of each."""
+BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
 ON_NVIDIA = ("KimiK3DeltaAttention",)
 """Classes of vLLM that it imports for GPUs of NVIDIA alone."""
 
@@ -43,9 +46,10 @@ def replace_layers() -> None:
         ValueError: a name is not known.
     """
     names = wanted(os.environ.get("GLA_VLLM_LAYERS", ""))
-    for theirs, ours in (classes for name in names for classes in LAYERS[name].items()):
-        if theirs not in ON_NVIDIA or current_platform.is_cuda():
-            replace(theirs, ours)
+    with imported_early():
+        for theirs, ours in (classes for name in names for classes in LAYERS[name].items()):
+            if theirs not in ON_NVIDIA or current_platform.is_cuda():
+                replace(theirs, ours)
     logger.info_once(
         "gla_vllm is loaded: gla_core computes GLA, HGRN2, GatedDeltaNet and KDA models, and of vLLM's own layers %s "
         "(GLA_VLLM_LAYERS)",
@@ -53,6 +57,30 @@ def replace_layers() -> None:
     )
     if vllm.__version__.split(".")[:2] != VERSION.split("."):
         logger.warning_once("gla_vllm was written for vLLM %s; this is %s", VERSION, vllm.__version__)
+
+
+@contextmanager
+def imported_early() -> Iterator[None]:
+    """Lets modules be imported before vLLM knows the model, and with it whether its CUDA graphs break at ops.
+
+    vLLM's decorator of such ops reads this when a module is imported. Where no graph breaks, decorated ops run as others.
+    """
+    if BREAKABLE in os.environ:
+        yield
+        return
+    os.environ[BREAKABLE] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[BREAKABLE]
+
+
+def breakable(function: Callable[..., None]) -> Callable[..., None]:
+    """Returns the function of an op at which CUDA graphs break if they can."""
+    from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+
+    with imported_early():
+        return eager_break_during_capture(function)
 
 
 def replace(theirs: str, ours: str) -> None:

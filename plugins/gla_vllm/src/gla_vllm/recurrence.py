@@ -21,6 +21,7 @@ from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 import gla_core as gla
+from gla_vllm.layers import breakable
 from gla_vllm.metadata import CHECKPOINTS, ConvolvedGLABackend, GLABackend, GLAMetadata, ring_length
 
 
@@ -56,6 +57,7 @@ class Recurrence(nn.Module, MambaBase):
         if prefix in layers:
             raise ValueError(f"there are two layers of the name {prefix}; expected names to be unique")
         layers[prefix] = self
+        split_graphs(vllm_config)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None = None) -> Tensor:
         """Maps q [T, Hq, K], k [T, H, K], v [T, Hv, V] and g, in a form of `chunk_gla`, to o [T, Ho, V].
@@ -109,6 +111,13 @@ class Sizes(NamedTuple):
             k.unflatten(-1, (self.keys, self.K)),
             v.unflatten(-1, (self.values, self.V)),
         )
+
+
+def split_graphs(vllm_config: VllmConfig) -> None:
+    """Makes vLLM's graphs of prefills stop at the ops of this package, as they do at its own ops with states."""
+    ops = vllm_config.compilation_config.splitting_ops
+    if ops:
+        ops += [op for op in ("vllm::gla_convolution", "vllm::gla_recurrence") if op not in ops]
 
 
 def state_shapes(vllm_config: VllmConfig, sizes: Sizes) -> tuple[tuple[int, ...], ...]:
@@ -292,6 +301,7 @@ def batch_of(layer: str) -> Any:
     return None if batches is None else batches.get(layer)
 
 
+@breakable
 def _gla_recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, out: Tensor, layer: str) -> None:
     batch = batch_of(layer)
     if batch is None:
