@@ -67,7 +67,7 @@ def test_the_log_says_what_is_replaced_and_that_vllm_is_another(monkeypatch, tex
 
 
 def test_layers_are_imported_for_graphs_that_break_too(monkeypatch):
-    """vLLM says so for a model, after plug-ins are loaded; its decorator must have worked then."""
+    """The model says whether they do, after plug-ins are loaded; vLLM's decorator must have worked by then."""
     monkeypatch.delenv("VLLM_USE_BREAKABLE_CUDAGRAPH", raising=False)
     with layers.imported_early():
         assert is_breakable_cudagraph_enabled()

@@ -186,12 +186,16 @@ def _keep(x: Tensor, room: int, pool: Tensor, batch: GLAMetadata) -> None:
 
 
 @breakable
-def _gla_convolution(x: Tensor, weight: Tensor, out: Tensor, silu: bool, layer: str) -> None:
+def _convolve(x: Tensor, weight: Tensor, out: Tensor, silu: bool, layer: str) -> None:
     batch = batch_of(layer)
     if batch is None:
         out.zero_()
         return
     convolve(x, Filter(weight, None, silu), get_forward_context().no_compile_layers[layer].kv_cache[0], batch, out)
+
+
+def _gla_convolution(x: Tensor, weight: Tensor, out: Tensor, silu: bool, layer: str) -> None:
+    _convolve(x, weight, out, silu, layer)
 
 
 def _no_computation(x: Tensor, weight: Tensor, out: Tensor, silu: bool, layer: str) -> None:

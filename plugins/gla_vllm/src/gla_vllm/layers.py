@@ -63,7 +63,7 @@ def replace_layers() -> None:
 def imported_early() -> Iterator[None]:
     """Lets modules be imported before vLLM knows the model, and with it whether its CUDA graphs break at ops.
 
-    vLLM's decorator of such ops reads this when a module is imported. Where no graph breaks, decorated ops run as others.
+    vLLM's decorator of such ops reads this when a module is imported. Where no graph breaks, it does nothing at a call.
     """
     if BREAKABLE in os.environ:
         yield
@@ -76,7 +76,7 @@ def imported_early() -> Iterator[None]:
 
 
 def breakable(function: Callable[..., None]) -> Callable[..., None]:
-    """Returns the function of an op at which CUDA graphs break if they can."""
+    """Returns a function at which CUDA graphs break, if they can; it writes its results into its arguments."""
     from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 
     with imported_early():

@@ -302,13 +302,17 @@ def batch_of(layer: str) -> Any:
 
 
 @breakable
-def _gla_recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, out: Tensor, layer: str) -> None:
+def _recur(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, out: Tensor, layer: str) -> None:
     batch = batch_of(layer)
     if batch is None:
         out.zero_()
         return
     this = get_forward_context().no_compile_layers[layer]
     recur(Rows(q, k, v, g, out, beta), this.kv_cache[this.histories :], batch, this.options)
+
+
+def _gla_recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, out: Tensor, layer: str) -> None:
+    _recur(q, k, v, g, beta, out, layer)
 
 
 def _no_computation(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, out: Tensor, layer: str) -> None:
