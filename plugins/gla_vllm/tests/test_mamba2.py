@@ -22,9 +22,9 @@ def test_tokens(mamba2, engine, options):
     assert tokens(llm, prompts) == expected(model, prompts)
 
 
-def test_drafts_are_refused(mamba2, engine):
-    with pytest.raises(ValueError, match="speculative_config is given and GLA_VLLM_LAYERS has mamba2"):
-        engine(mamba2[0], speculative_config=DRAFTS)
+def test_drafts_are_refused_without_softmax_attention(mamba2, engine):
+    with pytest.raises(ValueError, match="vLLM verifies drafts of models with softmax attention alone"):
+        engine(mamba2()[0], speculative_config=DRAFTS)
 
 
 def test_prefix_cache(mamba2, engine):
@@ -87,8 +87,9 @@ MODELS = {
 }
 
 
+@pytest.mark.parametrize("options", [{}, {"speculative_config": DRAFTS}], ids=["", "drafts"])
 @pytest.mark.parametrize("name", MODELS)
-def test_beside_softmax_attention(tmp_path, engine, name):
+def test_beside_softmax_attention(tmp_path, engine, name, options):
     """Two layers of each model are replaced; those of softmax attention stay vLLM's."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**COMMON, **MODELS[name])
@@ -97,7 +98,7 @@ def test_beside_softmax_attention(tmp_path, engine, name):
         if hasattr(part, "dt_bias"):
             torch.nn.init.normal_(part.dt_bias, -3.0)  # short time steps, so that states last
     model.save_pretrained(tmp_path)
-    llm = engine(str(tmp_path), max_num_batched_tokens=64, enable_prefix_caching=False)
+    llm = engine(str(tmp_path), max_num_batched_tokens=64, enable_prefix_caching=False, **options)
     layers = [type(x) for x in llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()]
     assert layers.count(StateSpaceMixer) == 2
     assert len(layers) > 2

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.v1.attention.backend import AttentionBackend
@@ -30,7 +31,8 @@ class StateSpaceMixer(MambaMixer2):
     """vLLM's `MambaMixer2`: the same arguments, weights and results.
 
     Raises:
-        ValueError: ReplaySSM is asked for, whose states are of vLLM's kernels.
+        ValueError: ReplaySSM is asked for, whose states are of vLLM's kernels; or drafts are, for a model without
+            softmax attention, whose accepted drafts vLLM does not count.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -38,6 +40,8 @@ class StateSpaceMixer(MambaMixer2):
         announce(type(self))
         if self.use_replayssm:
             raise ValueError("use_replayssm is given and GLA_VLLM_LAYERS has mamba2; expected one of them")
+        if self.num_spec and not get_current_vllm_config().model_config.is_hybrid:
+            raise ValueError("speculative_config is given; vLLM verifies drafts of models with softmax attention alone")
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return ConvolvedGLABackend
