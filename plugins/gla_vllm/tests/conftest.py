@@ -24,6 +24,7 @@ from vllm.platforms import current_platform
 import gla_vllm
 from gla_core.compat.fla import accelerate
 from gla_transformers import GLAConfig, GLAForCausalLM
+from gla_vllm import recurrence
 
 # An engine replaces Triton kernels in all modules, and stumbles over one that drafts import. Once will do, before it.
 current_platform.register_triton_kernel_overrides()
@@ -121,3 +122,16 @@ def engine():
         llm.llm_engine.engine_core.shutdown()
     made.clear()
     cleanup_dist_env_and_memory()
+
+
+@pytest.fixture
+def accepted(monkeypatch):
+    """The numbers of accepted tokens, the token after the drafts included, that decodes begin from."""
+    numbers, decode = [], recurrence._decode
+
+    def recorded(*args):
+        numbers.extend(args[2].num_accepted_tokens.tolist())
+        decode(*args)
+
+    monkeypatch.setattr(recurrence, "_decode", recorded)
+    return numbers

@@ -2,7 +2,7 @@
 
 import pytest
 from delta_models import MODELS, save
-from requests_of_tests import DRAFTS, expected, greedy, outputs, prompt, tokens
+from requests_of_tests import DRAFTS, expected, greedy, outputs, prompt, states_of_drafts, tokens
 
 
 @pytest.fixture
@@ -26,9 +26,12 @@ def test_tokens(model, engine):
     assert [list(again.outputs[0].token_ids)] == expected(made, prompts[-1:], 20)
 
 
-@pytest.mark.parametrize("model", ["Qwen3Next"], indirect=True)
-def test_drafts(model, engine):
+@pytest.mark.parametrize("model", ["Qwen3Next", "KimiLinear K3"], indirect=True)
+def test_drafts(model, engine, accepted):
+    """A sequence has one state. vLLM's models with softmax attention pad its blocks to a state and its rings."""
     folder, made, _ = model
     prompts = [prompt(length) for length in (1, 5, 65, 100)]
     llm = engine(folder, speculative_config=DRAFTS, enable_prefix_caching=False, max_num_batched_tokens=96)
     assert tokens(llm, prompts, greedy(20)) == expected(made, prompts, 20)
+    assert max(accepted) > 1
+    assert states_of_drafts(llm) == [0, 0]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from requests_of_tests import DRAFTS, VOCABULARY, expected, greedy, outputs, prompt, tokens
+from requests_of_tests import DRAFTS, VOCABULARY, expected, greedy, outputs, prompt, states_of_drafts, tokens
 
 from gla_vllm.mamba2 import StateSpaceMixer
 
@@ -87,20 +87,37 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"speculative_config": DRAFTS}], ids=["", "drafts"])
-@pytest.mark.parametrize("name", MODELS)
-def test_beside_softmax_attention(tmp_path, engine, name, options):
-    """Two layers of each model are replaced; those of softmax attention stay vLLM's."""
+@pytest.fixture
+def model(request, tmp_path):
+    """A folder with a model of MODELS, and the model."""
     torch.manual_seed(0)
+    name = request.param
     config = getattr(transformers, f"{name}Config")(**COMMON, **MODELS[name])
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     for part in model.modules():
         if hasattr(part, "dt_bias"):
             torch.nn.init.normal_(part.dt_bias, -3.0)  # short time steps, so that states last
     model.save_pretrained(tmp_path)
-    llm = engine(str(tmp_path), max_num_batched_tokens=64, enable_prefix_caching=False, **options)
+    return str(tmp_path), model
+
+
+@pytest.mark.parametrize("model", MODELS, indirect=True)
+def test_beside_softmax_attention(model, engine):
+    """Two layers of each model are replaced; those of softmax attention stay vLLM's."""
+    folder, made = model
+    llm = engine(folder, max_num_batched_tokens=64, enable_prefix_caching=False)
     layers = [type(x) for x in llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()]
     assert layers.count(StateSpaceMixer) == 2
     assert len(layers) > 2
     prompts = [prompt(length) for length in (1, 2, 64, 65, 100)]
-    assert tokens(llm, prompts, greedy(20)) == expected(model, prompts, 20)
+    assert tokens(llm, prompts, greedy(20)) == expected(made, prompts, 20)
+
+
+@pytest.mark.parametrize("model", ["GraniteMoeHybrid", "NemotronH"], indirect=True)
+def test_drafts(model, engine, accepted):
+    folder, made = model
+    prompts = [prompt(length) for length in (1, 2, 65, 100)]
+    llm = engine(folder, speculative_config=DRAFTS, enable_prefix_caching=False, max_num_batched_tokens=64)
+    assert tokens(llm, prompts, greedy(20)) == expected(made, prompts, 20)
+    assert max(accepted) > 1
+    assert states_of_drafts(llm) == [0, 0]

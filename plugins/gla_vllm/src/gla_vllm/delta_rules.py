@@ -10,22 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm import envs
-from vllm.config import get_current_vllm_config
-from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn import OlmoHybridGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
-from vllm.v1.attention.backend import AttentionBackend
-from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from gla_core.extension import RMSNormGated
 from gla_vllm.delta import EPS_OF_UNIT_VECTORS
-from gla_vllm.layers import announce
-from gla_vllm.metadata import ConvolvedGLABackend
-from gla_vllm.recurrence import Sizes, split_graphs, with_checkpoints
+from gla_vllm.recurrence import Sizes
+from gla_vllm.replays import ReplacedLayer
 
 
-class Served(MambaBase):
-    """The parts that the replaced layers share: their states, and all between their projections and their norm.
+class Served(ReplacedLayer):
+    """The parts that the replaced layers share: all between their projections and their norm.
 
     Attributes:
         sizes: the sizes of the layer on this rank.
@@ -38,16 +33,9 @@ class Served(MambaBase):
     prefix: str
     conv1d: Any
 
-    def get_attn_backend(self) -> type[AttentionBackend]:
-        return ConvolvedGLABackend
-
-    def get_kv_cache_spec(self, vllm_config: Any) -> KVCacheSpec | None:
-        return with_checkpoints(MambaBase.get_kv_cache_spec(self, vllm_config))
-
     def serve(self, sizes: Sizes, gate: tuple[Any, ...], beta_limit: float = 1.0) -> None:
-        """Keeps what the ops need, and announces that the layer is replaced."""
-        announce(type(self))
-        split_graphs(get_current_vllm_config())
+        """Keeps what the ops need, for logits of gates and of betas."""
+        self.take_place(sizes)
         self.sizes = sizes
         self.options = {"normalize": EPS_OF_UNIT_VECTORS, "gate": gate, "beta_limit": beta_limit, "state_v_first": True}
 

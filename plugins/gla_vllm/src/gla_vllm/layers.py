@@ -32,6 +32,29 @@ LAYERS = {
     "mamba2": {"MambaMixer2": "gla_vllm.mamba2.StateSpaceMixer"},
 }
 """For each name: classes of vLLM, and the class that is made in place of each."""
+_IN = "vllm.model_executor.models."
+MODELS = {
+    "gated_delta_net": {
+        "Qwen3NextForCausalLM": f"{_IN}qwen3_next",
+        "Qwen3_5ForCausalLM": f"{_IN}qwen3_5",
+        "Qwen3_5MoeForCausalLM": f"{_IN}qwen3_5",
+        "Qwen3_5ForConditionalGeneration": f"{_IN}qwen3_5",
+        "Qwen3_5MoeForConditionalGeneration": f"{_IN}qwen3_5",
+        "OlmoHybridForCausalLM": f"{_IN}olmo_hybrid",
+    },
+    "kda": {
+        "KimiLinearForCausalLM": "vllm.models.kimi_k3",
+        "KimiK3ForConditionalGeneration": "vllm.models.kimi_k3",
+        "BailingMoeV3ForCausalLM": f"{_IN}bailing_moe_v3",
+    },
+    "mamba2": {
+        "FalconH1ForCausalLM": f"{_IN}falcon_h1",
+        "GraniteMoeHybridForCausalLM": f"{_IN}granitemoehybrid",
+        "NemotronHForCausalLM": f"{_IN}nemotron_h",
+        "Zamba2ForCausalLM": f"{_IN}zamba2",
+    },
+}
+"""For each name: models of vLLM that get room for rings of tokens, see `replays`, and their modules."""
 BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
 ON_NVIDIA = ("KimiK3DeltaAttention",)
 """Classes of vLLM that it imports for GPUs of NVIDIA alone."""
@@ -50,6 +73,8 @@ def replace_layers() -> None:
         for theirs, ours in (classes for name in names for classes in LAYERS[name].items()):
             if theirs not in ON_NVIDIA or current_platform.is_cuda():
                 replace(theirs, ours)
+    for model in (model for name in names for model in MODELS.get(name, ())):
+        vllm.ModelRegistry.register_model(model, f"gla_vllm.replays:{model}")
     logger.info_once(
         "gla_vllm is loaded: gla_core computes GLA, HGRN2, GatedDeltaNet and KDA models, and of vLLM's own layers %s "
         "(GLA_VLLM_LAYERS)",

@@ -13,21 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from vllm.config import get_current_vllm_config
-from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
-from vllm.v1.attention.backend import AttentionBackend
-from vllm.v1.kv_cache_interface import KVCacheSpec
 
 import gla_core as gla
 from gla_vllm.convolution import Filter, convolve
-from gla_vllm.layers import announce
-from gla_vllm.metadata import ConvolvedGLABackend, GLAMetadata
-from gla_vllm.recurrence import Rows, batch_of, invariance, recur, slots_of_decodes, with_checkpoints
+from gla_vllm.metadata import GLAMetadata
+from gla_vllm.recurrence import Rows, Sizes, batch_of, invariance, recur, slots_of_decodes
+from gla_vllm.replays import ReplacedLayer
 
 OPTIONS: dict[str, Any] = {"scale": 1.0, "state_v_first": True}
 
 
-class StateSpaceMixer(MambaMixer2):
+class StateSpaceMixer(ReplacedLayer, MambaMixer2):
     """vLLM's `MambaMixer2`: the same arguments, weights and results.
 
     Raises:
@@ -37,17 +34,11 @@ class StateSpaceMixer(MambaMixer2):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        announce(type(self))
-        if self.use_replayssm:
-            raise ValueError("use_replayssm is given and GLA_VLLM_LAYERS has mamba2; expected one of them")
+        heads = self.num_heads // self.tp_size
+        groups = self.n_groups // self.tp_size
+        self.take_place(Sizes(groups, groups, heads, self.ssm_state_size, self.head_dim, 1))
         if self.num_spec and not get_current_vllm_config().model_config.is_hybrid:
             raise ValueError("speculative_config is given; vLLM verifies drafts of models with softmax attention alone")
-
-    def get_attn_backend(self) -> type[AttentionBackend]:
-        return ConvolvedGLABackend
-
-    def get_kv_cache_spec(self, vllm_config: Any) -> KVCacheSpec | None:
-        return with_checkpoints(MambaBase.get_kv_cache_spec(self, vllm_config))
 
     def conv_ssm_forward(self, projected_states: Tensor, output: Tensor) -> None:
         """Computes the convolution and the scan of [T, ..] into `output`; vLLM's op for this layer calls it."""

@@ -127,13 +127,19 @@ def state_shapes(vllm_config: VllmConfig, sizes: Sizes) -> tuple[tuple[int, ...]
     values and gates, if it has them.
     """
     config: Any = vllm_config.model_config.hf_config
-    drafts, histories, rings = vllm_config.num_speculative_tokens, (), ()
+    drafts, histories = vllm_config.num_speculative_tokens, ()
     if config.use_short_conv:
         histories = MambaStateShapeCalculator.short_conv_state_shape(1, sum(sizes.widths), config.conv_size, drafts)
-    if replays(vllm_config):
-        L, gates = ring_length(drafts), (sizes.values, *([sizes.gates] if sizes.gates > 1 else []))
-        rings = ((L, sizes.keys, sizes.K), (L, sizes.values, sizes.V), (L, *gates))
-    return (*histories, (sizes.values, sizes.K, sizes.V), *rings)
+    return (*histories, (sizes.values, sizes.K, sizes.V), *rings(vllm_config, sizes))
+
+
+def rings(vllm_config: VllmConfig, sizes: Sizes) -> tuple[tuple[int, ...], ...]:
+    """Returns the shapes of the rings [L, ..] of keys, values and gates of a sequence, if it has them; see `replays`."""
+    if not replays(vllm_config):
+        return ()
+    L = ring_length(vllm_config.num_speculative_tokens)
+    gates = [sizes.gates] if sizes.gates > 1 else []
+    return (L, sizes.keys, sizes.K), (L, sizes.values, sizes.V), (L, sizes.values, *gates)
 
 
 def state_dtypes(vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
