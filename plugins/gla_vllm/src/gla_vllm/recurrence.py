@@ -134,7 +134,7 @@ def state_shapes(vllm_config: VllmConfig, sizes: Sizes) -> tuple[tuple[int, ...]
 
 
 def rings(vllm_config: VllmConfig, sizes: Sizes) -> tuple[tuple[int, ...], ...]:
-    """Returns the shapes of the rings [L, ..] of keys, values and gates of a sequence, if it has them; see `replays`."""
+    """Returns the shapes of a sequence's rings [L, ..] of keys, values and gates, if it has them; see `replays`."""
     if not replays(vllm_config):
         return ()
     L = ring_length(vllm_config.num_speculative_tokens)
@@ -158,8 +158,9 @@ def state_dtypes(vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
 def replays(vllm_config: VllmConfig) -> bool:
     """Returns whether drafts are verified with one state for each sequence, and rings of the tokens of its last call.
 
-    The state is then behind by the tokens of the last call. A prefix cache needs states that are up to date, and batch
-    invariance an op that has it, so that with these a sequence has a state for each draft.
+    The state is then behind by the tokens of the last call, and its bits depend on the numbers of drafts in the calls.
+    A prefix cache needs states that are up to date, and batch invariance bits that do not depend on these numbers,
+    which vLLM lowers in full batches. So with these a sequence has a state for each draft.
     """
     cached = vllm_config.cache_config.mamba_cache_mode != "none"
     return vllm_config.num_speculative_tokens > 0 and not cached and not envs.VLLM_BATCH_INVARIANT
