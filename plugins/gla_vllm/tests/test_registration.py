@@ -8,6 +8,7 @@ import pytest
 import vllm
 from transformers import AutoConfig
 from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
+from vllm.model_executor.models.registry import _VLLM_MODELS
 
 import gla_vllm
 from gla_transformers import GLAConfig, HGRN2Config
@@ -42,6 +43,12 @@ def test_models_are_registered_and_a_second_time_changes_nothing():
 )
 def test_names_of_layers(text, names):
     assert wanted(text) == names
+
+
+@pytest.mark.parametrize(("model", "module"), [entry for models in layers.MODELS.values() for entry in models.items()])
+def test_models_with_rings_are_where_vllm_has_them(model, module):
+    theirs, name = _VLLM_MODELS[model]
+    assert (theirs if theirs.startswith("vllm.") else f"vllm.model_executor.models.{theirs}", name) == (module, model)
 
 
 def test_an_unknown_layer_is_an_error():
