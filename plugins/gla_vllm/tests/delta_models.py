@@ -2,16 +2,27 @@
 
 import importlib
 import json
+import sys
+from types import ModuleType, SimpleNamespace
 
 import torch
 import transformers
+import vllm.models
 from requests_of_tests import VOCABULARY
 from safetensors.torch import load_file, save_file
 from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn
 from vllm.model_executor.models import bailing_moe_v3
 from vllm.model_executor.models.qwen3_next import Qwen3NextForCausalLM
+from vllm.models.kimi_k3.nvidia import model as kimi_model
 
 from gla_vllm.delta_rules import OlmoLayer, QwenLayer
+
+# vLLM imports the models of GLM-5.3 with torchvision alone; their layer needs none.
+sys.modules["vllm.models.glm5next"] = package = ModuleType("vllm.models.glm5next")
+package.__path__ = [f"{path}/glm5next" for path in vllm.models.__path__]
+from vllm.models.glm5next.common.kda import Glm5NextLinearAttention
+
+from gla_vllm.glm import GlmLayer
 from gla_vllm.kda import KimiLayer, LingLayer
 from gla_vllm.kimi_k3 import KimiK3Layer
 from gla_vllm.layers import LAYERS, replace
@@ -34,6 +45,7 @@ MODELS = {
     "KimiLinear": (KimiLayer, KIMI),
     "KimiLinear K3": (KimiK3Layer, KIMI),
     "KimiLinear Ling": (LingLayer, KIMI),
+    "KimiLinear GLM": (GlmLayer, KIMI),
 }
 """For each model the class of its replaced layers, and its sizes; a second word is the layout of the checkpoint."""
 # What transformers calls otherwise than the checkpoints that vLLM reads
@@ -71,8 +83,12 @@ def save(name, folder, monkeypatch, **sizes):
         weights = _named_as_kimi(weights)
         described = dict(KIMI_CONFIG)
         if layout:
-            _multiply_out(weights, ("g",) if layout == ["K3"] else ("f", "g"))
-        if layout == ["K3"]:
+            _multiply_out(weights, {"K3": ("g",), "Ling": ("f", "g"), "GLM": ()}[layout[0]])
+        if layout == ["GLM"]:
+            weights = _named_as_glm(weights)
+            replace("Glm5NextLinearAttention", LAYERS["kda"]["Glm5NextLinearAttention"])
+            monkeypatch.setattr(kimi_model, "KimiLinearGatedDeltaNetAttention", _glm_layer)
+        elif layout == ["K3"]:
             replace("KimiK3DeltaAttention", LAYERS["kda"]["KimiK3DeltaAttention"])
             described["linear_attn_config"] = KIMI_CONFIG["linear_attn_config"] | {"use_full_rank_gate": True}
         elif layout:
@@ -136,6 +152,24 @@ def _named_as_olmo(weights, config):
 def _named_as_kimi(weights):
     """Returns weights with the names that vLLM reads; transformers saves dense layers under names of experts."""
     return {name.replace("block_sparse_moe", "mlp"): weight for name, weight in weights.items()}
+
+
+def _named_as_glm(weights):
+    """Returns weights of a Kimi-Linear model with the layers of GLM-5.3, whose projections are merged."""
+    parts = ("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj", "g_a_proj")
+    for name in [name for name in weights if "q_proj" in name]:
+        merged = torch.cat([weights.pop(name.replace("q_proj", part)) for part in parts])
+        weights[name.replace("q_proj", "in_proj_qkvbfg_a")] = merged
+    return weights
+
+
+def _glm_layer(config, vllm_config, prefix):
+    """Makes a layer of GLM-5.3 for a Kimi-Linear model; without a bound its gates are of the same form."""
+    names = {"linear_head_dim": "head_dim", "linear_num_heads": "num_heads"}
+    sizes = {name: config.linear_attn_config[theirs] for name, theirs in names.items()}
+    options = {"linear_conv_kernel_dim": 4, "linear_lower_bound": None, "hidden_act": "silu"}
+    described = SimpleNamespace(hidden_size=config.hidden_size, rms_norm_eps=1e-5, **sizes, **options)
+    return Glm5NextLinearAttention(described, vllm_config, prefix)
 
 
 def _multiply_out(weights, gates):

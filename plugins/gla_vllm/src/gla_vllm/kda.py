@@ -44,6 +44,11 @@ class ServedKDA(Served):
         return self.attend(qkv, layer.f_b_proj(low)[0], beta, gate)
 
 
+def joined_filters(layer: Any) -> Tensor:
+    """Returns the filters [D, W] of a layer that has a convolution for each of q, k and v."""
+    return torch.cat([each.weight.squeeze(1) for each in (layer.q_conv1d, layer.k_conv1d, layer.v_conv1d)])
+
+
 class KimiLayer(ServedKDA, KimiGatedDeltaNetAttention):
     """vLLM's `KimiGatedDeltaNetAttention`: the same arguments, weights and results."""
 
@@ -63,12 +68,11 @@ class KimiLayer(ServedKDA, KimiGatedDeltaNetAttention):
 class LingLayer(ServedKDA, BailingMoeV3KimiDeltaAttention):
     """vLLM's `BailingMoeV3KimiDeltaAttention`: the same arguments, weights and results."""
 
+    filters = joined_filters
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.serve_heads(self.lower_bound if self.safe_gate else None)
-
-    def filters(self) -> Tensor:
-        return torch.cat([layer.weight.squeeze(1) for layer in (self.q_conv1d, self.k_conv1d, self.v_conv1d)])
 
     def forward(self, hidden_states: Tensor, positions: Tensor, output: Tensor) -> None:
         joined = self.qkv_proj if self.separate_b_proj else self.qkvb_proj

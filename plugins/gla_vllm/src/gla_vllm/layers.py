@@ -27,6 +27,7 @@ LAYERS = {
         "KimiGatedDeltaNetAttention": "gla_vllm.kda.KimiLayer",
         "BailingMoeV3KimiDeltaAttention": "gla_vllm.kda.LingLayer",
         "KimiK3DeltaAttention": "gla_vllm.kimi_k3.KimiK3Layer",
+        "Glm5NextLinearAttention": "gla_vllm.glm.GlmLayer",
     },
     "lightning": {"BailingMoELinearAttention": "gla_vllm.lightning.LightningAttention"},
     "mamba2": {"MambaMixer2": "gla_vllm.mamba2.StateSpaceMixer"},
@@ -46,6 +47,8 @@ MODELS = {
         "KimiLinearForCausalLM": "vllm.models.kimi_k3",
         "KimiK3ForConditionalGeneration": "vllm.models.kimi_k3",
         "BailingMoeV3ForCausalLM": f"{_IN}bailing_moe_v3",
+        "Glm5NextForCausalLM": "vllm.models.glm5next",
+        "Glm5NextForConditionalGeneration": "vllm.models.glm5next",
     },
     "mamba2": {
         "FalconH1ForCausalLM": f"{_IN}falcon_h1",
@@ -56,8 +59,8 @@ MODELS = {
 }
 """For each name: models of vLLM that get room for rings of tokens, see `replays`, and their modules."""
 BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
-ON_NVIDIA = ("KimiK3DeltaAttention",)
-"""Classes of vLLM that it imports for GPUs of NVIDIA alone."""
+ON_NVIDIA = ("KimiK3DeltaAttention", "Glm5NextLinearAttention")
+"""Classes of vLLM that are imported for GPUs of NVIDIA alone."""
 
 
 def replace_layers() -> None:
