@@ -3,6 +3,11 @@
 import pytest
 from delta_models import MODELS, save
 from requests_of_tests import DRAFTS, expected, greedy, outputs, prompt, states_of_drafts, tokens
+from vllm import ModelRegistry
+from vllm.model_executor.models.qwen3_next import Qwen3NextForCausalLM
+
+
+import gla_vllm
 
 
 @pytest.fixture
@@ -35,3 +40,17 @@ def test_drafts(model, engine, accepted):
     assert tokens(llm, prompts, greedy(20)) == expected(made, prompts, 20)
     assert max(accepted) > 1
     assert states_of_drafts(llm) == [0, 0]
+
+
+@pytest.mark.parametrize("model", ["Qwen3Next"], indirect=True)
+def test_drafts_in_a_model_without_room_for_rings(model, engine, monkeypatch):
+    """It is vLLM's own class, as those that contain a language model may be. A sequence has a state for each draft."""
+    gla_vllm.register()
+    name = Qwen3NextForCausalLM.__name__
+    monkeypatch.setitem(ModelRegistry.models, name, ModelRegistry.models[name])  # restores what follows
+    ModelRegistry.register_model(name, Qwen3NextForCausalLM)
+    folder, made, _ = model
+    llm = engine(folder, speculative_config=DRAFTS, enable_prefix_caching=False, max_num_batched_tokens=96)
+    prompts = [prompt(length) for length in (1, 65)]
+    assert tokens(llm, prompts, greedy(20)) == expected(made, prompts, 20)
+    assert states_of_drafts(llm) == [3, 3]

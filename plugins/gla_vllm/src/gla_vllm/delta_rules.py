@@ -23,12 +23,10 @@ class Served(ReplacedLayer):
     """The parts that the replaced layers share: all between their projections and their norm.
 
     Attributes:
-        sizes: the sizes of the layer on this rank.
         options: what the ops compute of the projections, as in `recurrence.recur`.
     """
 
     histories = 1
-    sizes: Sizes
     options: dict[str, Any]
     prefix: str
     conv1d: Any
@@ -36,7 +34,6 @@ class Served(ReplacedLayer):
     def serve(self, sizes: Sizes, gate: tuple[Any, ...], beta_limit: float = 1.0) -> None:
         """Keeps what the ops need, for logits of gates and of betas."""
         self.take_place(sizes)
-        self.sizes = sizes
         self.options = {"normalize": EPS_OF_UNIT_VECTORS, "gate": gate, "beta_limit": beta_limit, "state_v_first": True}
 
     def filters(self) -> Tensor:

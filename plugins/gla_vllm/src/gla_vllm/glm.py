@@ -13,11 +13,12 @@ from gla_vllm.kda import ServedKDA, joined_filters
 class GlmLayer(ServedKDA, Glm5NextLinearAttention):
     """vLLM's `Glm5NextLinearAttention`: the same arguments, weights and results."""
 
-    filters = joined_filters
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.serve_heads(self.kda_lower_bound)
+
+    def filters(self) -> Tensor:
+        return joined_filters(self)
 
     def forward(self, hidden_states: Tensor, positions: Tensor) -> Tensor:
         widths = [3 * self.local_projection_size, self.local_num_heads, self.head_dim, self.head_dim]

@@ -68,11 +68,12 @@ class KimiLayer(ServedKDA, KimiGatedDeltaNetAttention):
 class LingLayer(ServedKDA, BailingMoeV3KimiDeltaAttention):
     """vLLM's `BailingMoeV3KimiDeltaAttention`: the same arguments, weights and results."""
 
-    filters = joined_filters
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.serve_heads(self.lower_bound if self.safe_gate else None)
+
+    def filters(self) -> Tensor:
+        return joined_filters(self)
 
     def forward(self, hidden_states: Tensor, positions: Tensor, output: Tensor) -> None:
         joined = self.qkv_proj if self.separate_b_proj else self.qkvb_proj

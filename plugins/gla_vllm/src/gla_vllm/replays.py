@@ -29,10 +29,25 @@ class ReplacedLayer(MambaBase):
     """The parts that replaced layers with convolutions share.
 
     Attributes:
+        sizes: the sizes of the layer on this rank.
         ring_shapes: the shapes of the rings, which are states behind vLLM's; none without drafts.
     """
 
+    sizes: Sizes
     ring_shapes: Shapes = ()
+
+    def take_place(self, sizes: Sizes) -> None:
+        """Announces that the layer is replaced, and keeps its sizes.
+
+        Raises:
+            ValueError: ReplaySSM is asked for, whose states are of vLLM's kernels.
+        """
+        vllm_config = get_current_vllm_config()
+        announce(type(self))
+        split_graphs(vllm_config)
+        if vllm_config.cache_config.use_replayssm:
+            raise ValueError("use_replayssm is given and GLA_VLLM_LAYERS names the layer; expected one of them")
+        self.sizes = sizes
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return ConvolvedGLABackend
@@ -44,24 +59,12 @@ class ReplacedLayer(MambaBase):
         return (*super().get_state_dtype(), *[torch.float32] * len(self.ring_shapes))
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec | None:
-        spec: Any = with_checkpoints(MambaBase.get_kv_cache_spec(self, vllm_config))
-        return replace(spec, num_speculative_blocks=0) if self.ring_shapes else spec
-
-    def take_place(self, sizes: Sizes) -> None:
-        """Announces that the layer is replaced, and adds rings if its model has room for them.
-
-        Raises:
-            ValueError: ReplaySSM is asked for, whose states are of vLLM's kernels.
-        """
-        vllm_config = get_current_vllm_config()
-        announce(type(self))
-        split_graphs(vllm_config)
-        if vllm_config.cache_config.use_replayssm:
-            raise ValueError("use_replayssm is given and GLA_VLLM_LAYERS names the layer; expected one of them")
+        """Returns how the states are kept, with rings if the whole model, whose sizes vLLM has read, has them."""
         config = vllm_config.model_config
         model, _ = ModelRegistry.resolve_model_cls(config.architectures, model_config=config)
-        if issubclass(model, ReplayingModel):
-            self.ring_shapes = rings(vllm_config, sizes)
+        self.ring_shapes = rings(vllm_config, self.sizes) if issubclass(model, ReplayingModel) else ()
+        spec: Any = with_checkpoints(MambaBase.get_kv_cache_spec(self, vllm_config))
+        return replace(spec, num_speculative_blocks=0) if self.ring_shapes else spec
 
 
 class ReplayingModel:
