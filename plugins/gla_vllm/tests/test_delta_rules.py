@@ -5,9 +5,7 @@ from delta_models import MODELS, save
 from requests_of_tests import DRAFTS, expected, greedy, outputs, prompt, states_of_drafts, tokens
 from vllm import ModelRegistry
 from vllm.model_executor.models.qwen3_next import Qwen3NextForCausalLM
-
-
-import gla_vllm
+from vllm.plugins import load_general_plugins
 
 
 @pytest.fixture
@@ -45,7 +43,7 @@ def test_drafts(model, engine, accepted):
 @pytest.mark.parametrize("model", ["Qwen3Next"], indirect=True)
 def test_drafts_in_a_model_without_room_for_rings(model, engine, monkeypatch):
     """It is vLLM's own class, as those that contain a language model may be. A sequence has a state for each draft."""
-    gla_vllm.register()
+    load_general_plugins()
     name = Qwen3NextForCausalLM.__name__
     monkeypatch.setitem(ModelRegistry.models, name, ModelRegistry.models[name])  # restores what follows
     ModelRegistry.register_model(name, Qwen3NextForCausalLM)
