@@ -59,7 +59,7 @@ def folder(request, tmp_path, monkeypatch):
         fixture, options = FOLDERS[request.param]
         return request.getfixturevalue(fixture)(**WIDE, **options)[0], {}
     if request.param == "mamba2":
-        return request.getfixturevalue("mamba2")(hidden_size=64, num_heads=32, head_dim=4)[0], {}
+        return request.getfixturevalue("mamba2")(hidden_size=64, num_heads=8)[0], {}
     if request.param == "lightning":
         lightning_model.save(tmp_path)
         return str(tmp_path), {}

@@ -63,7 +63,8 @@ class StateSpaceMixer(ReplacedLayer, MambaMixer2):
             rows, batch = rows.part(decoded, T), replace(batch, num_decodes=0, num_decode_tokens=0)
             if not batch.num_prefills:
                 return
-        dt = F.softplus(rows.g.float() + self.dt_bias.float())
+        # softplus; PyTorch's own, on a CPU, has other bits at the end of a tensor
+        dt = -F.logsigmoid(-rows.g.float() - self.dt_bias.float())
         v = (rows.v * dt[..., None]).to(output.dtype)
         recur(rows._replace(v=v, g=dt * self.A), self.kv_cache[1:], batch, OPTIONS)
         rows.out.copy_(rows.out.float() + self.D.float()[:, None] * rows.v)
