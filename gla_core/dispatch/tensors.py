@@ -30,6 +30,26 @@ def pairwise_sum(x: torch.Tensor) -> torch.Tensor:
     return x.squeeze(-1)
 
 
+def sigmoid(x: torch.Tensor, exact: bool) -> torch.Tensor:
+    """Returns sigma(x). With `exact`, a number has the same bits wherever it is in x.
+
+    On a CPU PyTorch computes the last numbers of a tensor, which fill no vector of the processor, by other code in its
+    sigmoid, softplus and silu. It does not in logsigmoid and exp.
+    """
+    return torch.nn.functional.logsigmoid(x).exp() if exact and x.is_cpu else torch.sigmoid(x)
+
+
+def softplus(x: torch.Tensor, exact: bool) -> torch.Tensor:
+    """Returns log(1 + e^x); `exact` is as in `sigmoid`."""
+    functional = torch.nn.functional
+    return -functional.logsigmoid(-x) if exact and x.is_cpu else functional.softplus(x)
+
+
+def silu(x: torch.Tensor, exact: bool) -> torch.Tensor:
+    """Returns x sigma(x); `exact` is as in `sigmoid`."""
+    return x * sigmoid(x, exact) if exact and x.is_cpu else torch.nn.functional.silu(x)
+
+
 def log_gates(g: torch.Tensor, gate_normalizer: int | None, dtype: torch.dtype) -> torch.Tensor:
     """Returns log gates in `dtype`: g itself, or log sigma(g) / gate_normalizer if g holds logits."""
     g = g.to(dtype)

@@ -65,6 +65,13 @@ def is_invariant(backend: str | None = None) -> bool:
     return _inside.get() or current_request(backend).batch_invariant is not None
 
 
+def needs_equal_bits(backend: str | None = None) -> bool:
+    """Returns whether rows need the same bits whatever rows are beside them: under batch invariance, and, because
+    `torch.compile` cannot ask for it, in a caller's compiled code.
+    """
+    return torch.compiler.is_compiling() or is_invariant(backend)
+
+
 def inside(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that calls `function`, in which `is_invariant` is true."""
 

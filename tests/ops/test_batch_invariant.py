@@ -173,6 +173,45 @@ def test_steps(device, backend):
     assert relative_error(o, gla.recurrent_gla_step(q, k, v, g, pool[7:])[0]) <= 2 * FORWARD[q.dtype]
 
 
+def ssd_step(q, k, v, g, pool, slots):
+    options = {"z": v, "slots": slots, "dt_softplus": True}
+    return gla.recurrent_ssd_step(q, k, v, pool, g, -torch.ones_like(g[0]), **options)
+
+
+def layer_step(q, k, v, g, pool, slots):
+    return gla.recurrent_gla_layer_step(q, k, v, -g.abs(), pool, v, slots=slots)
+
+
+def delta_step(q, k, v, g, pool, slots):
+    gate = ("bounded", None, None, -5.0)
+    return gla.recurrent_delta_step(
+        q, k, v, g, g, pool, slots=slots, inplace=True, normalize=1e-6, gate=gate, beta_limit=1.0
+    ).o
+
+
+def delta_prompt(q, k, v, g, pool, slots):
+    """The rows are prompts of one token."""
+    gate, offsets = ("bounded", None, None, -5.0), torch.arange(len(q) + 1, device=q.device)
+    x = (y[None] for y in (q, k, v, g, g))
+    return gla.chunk_delta_pool(*x, pool, offsets, slots, normalize=1e-6, gate=gate, beta_limit=1.0)[0]
+
+
+@pytest.mark.parametrize("call", [ssd_step, layer_step, delta_step, delta_prompt])
+def test_activations_of_rows_that_fill_no_vector(device, call):
+    """A row has five heads. On a CPU, PyTorch computes some activations of the last numbers of a tensor otherwise."""
+    torch.manual_seed(0)
+    B = 30
+    q, k = torch.randn(2, B, 5, 8, device=device)
+    v, g, pool = (torch.randn(B, 5, *width, device=device) for width in ((8,), (), (8, 8)))
+    slots, together = torch.arange(B, device=device), pool.clone()
+    with gla.batch_invariant(TOKENS):
+        o = call(q, k, v, g, together, slots)
+        for b in range(B):
+            row, alone = slice(b, b + 1), pool.clone()
+            assert torch.equal(call(*(y[row] for y in (q, k, v, g)), alone, slots[row]), o[row])
+            assert torch.equal(alone[b], together[b])
+
+
 @pytest.mark.thorough
 def test_checkpoints_stand_where_they_do_without(device, backend):
     x, _, _ = inputs(device)

@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gla_core.dispatch.backend import OpCall, RawInputs, contiguous_layout
-from gla_core.dispatch.tensors import pairwise_sum, wide
+from gla_core.dispatch.tensors import pairwise_sum, sigmoid, wide
 from gla_core.ops import _sequences, checks
-from gla_core.ops._invariant import is_invariant
+from gla_core.ops._invariant import needs_equal_bits
 from gla_core.ops._run import bypasses_torch, needs_gradient
 from gla_core.ops.fused import fused
 from gla_core.ops.spec import INPUT, Argument, OpSpec, Role
@@ -73,17 +73,9 @@ def inputs(
     eps = None if normalize is None else _positive("normalize", normalize, "the eps of an l2 norm")
     limit = None if beta_limit is None else _positive("beta_limit", beta_limit, "the largest beta")
     logits = None if parameters is None else _logits(spec, parameters, g, sizes)
-    exact = eps is not None and _is_exact(backend)
-    options = (eps, exact, logits, limit)
+    options = (eps, needs_equal_bits(backend), logits, limit)
     x["beta"], *others = fused(_computed, x["beta"], x.get("q"), x["k"], g, cu_seqlens, *options, backend=backend)
     return x | {name: y for name, y in zip(("q", "k", "g"), others, strict=True) if name in x}
-
-
-def _is_exact(backend: str | None) -> bool:
-    """Returns whether sums have the same bits whatever rows are beside them: under batch invariance, and, because
-    `torch.compile` cannot ask for it, in a caller's compiled code.
-    """
-    return torch.compiler.is_compiling() or is_invariant(backend)
 
 
 Logits = tuple[Tensor | None, Tensor | None, float | None, str | None]
@@ -110,9 +102,9 @@ def _computed(
         q, k = None if q is None else _unit_rows(rows(q), eps, exact), _unit_rows(rows(k), eps, exact)
     if logits is not None:
         assert g is not None
-        g = _log_gates(g if logits[-1] == "constant" else rows(g), *logits)
+        g = _log_gates(g if logits[-1] == "constant" else rows(g), *logits, exact)
     if limit is not None:
-        beta = limit * torch.sigmoid(rows(beta).to(wide(beta.dtype)))
+        beta = limit * sigmoid(rows(beta).to(wide(beta.dtype)), exact)
     return beta, q, k, g
 
 
@@ -125,7 +117,7 @@ def _unit_rows(x: Tensor, eps: float, exact: bool) -> Tensor:
 
 
 def _log_gates(
-    x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, bound: float | None, form: str | None
+    x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, bound: float | None, form: str | None, exact: bool
 ) -> Tensor:
     """Returns log gates from logits [.., Hv, K] for each key, or [.., Hv]; without a bound those of softplus."""
     dtype, by_key = wide(x.dtype), form == "key"
@@ -138,7 +130,7 @@ def _log_gates(
     # finite, because a logit of -inf, and a gate of -inf, give `rate` the gradient 0 and not 0 * inf
     least = torch.finfo(dtype).min
     if bound is not None:
-        return bound * torch.sigmoid(x if rate is None else rate * x.clamp(min=least))
+        return bound * sigmoid(x if rate is None else rate * x.clamp(min=least), exact)
     g = F.logsigmoid(-x).clamp(min=least)  # -softplus(x)
     return g if rate is None else rate * g
 
@@ -298,8 +290,8 @@ def _plain(x: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments of an op by name with computed inputs and without options."""
     eps, limit, activation, bound, A_log, dt_bias = (x[name] for name in OPTIONS)
     logits = None if activation is None else (A_log, dt_bias, bound, "key" if _by_key(x) else "head")
-    exact = eps is not None and _is_exact(None)
-    results = fused(_computed, x["beta"], x["q"], x["k"], x["g"], None, eps, exact, logits, limit)
+    options = (eps, needs_equal_bits(), logits, limit)
+    results = fused(_computed, x["beta"], x["q"], x["k"], x["g"], None, *options)
     named = dict(zip(("beta", "q", "k", "g"), results, strict=True))
     contiguous = {name: y.contiguous() for name, y in named.items() if y is not x[name]}
     return {**x, **contiguous, **dict.fromkeys(OPTIONS)}

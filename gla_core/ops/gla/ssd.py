@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from gla_core.dispatch.tensors import wide
+from gla_core.dispatch import tensors
+from gla_core.dispatch.tensors import silu, wide
+from gla_core.ops._invariant import needs_equal_bits
 
 
 def time_steps(dt: Tensor, bias: Tensor | None, softplus: bool, dtype: torch.dtype) -> Tensor:
     """Returns the time steps, before they are clamped."""
     dt = dt.to(dtype) if bias is None else dt.to(dtype) + bias.to(dtype)
-    return F.softplus(dt) if softplus else dt
+    return tensors.softplus(dt, needs_equal_bits()) if softplus else dt
 
 
 def rates(A: Tensor, is_log: bool, dtype: torch.dtype) -> Tensor:
@@ -27,7 +28,7 @@ def output(o: Tensor, v: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
     if D is not None:
         out = out + v * for_channels(D, out.dtype)
     if z is not None:
-        out = out * F.silu(z.to(out.dtype))
+        out = out * silu(z.to(out.dtype), needs_equal_bits())
     return out.to(v.dtype)
 
 

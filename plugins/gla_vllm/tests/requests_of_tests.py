@@ -2,6 +2,7 @@
 
 import torch
 from vllm import SamplingParams
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 
 VOCABULARY = 61
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
@@ -30,3 +31,10 @@ def tokens(llm, prompts, how=None):
 def expected(model, prompts, new=12):
     """Returns the greedy tokens of a transformers model."""
     return [model.generate(torch.tensor([p]), max_new_tokens=new)[0, len(p) :].tolist() for p in prompts]
+
+
+def states_of_drafts(llm):
+    """Returns for each layer with states how many states of a sequence are kept for drafts."""
+    config = llm.llm_engine.vllm_config
+    layers = config.compilation_config.static_forward_context.values()
+    return [x.get_kv_cache_spec(config).num_speculative_blocks for x in layers if isinstance(x, MambaBase)]

@@ -3,6 +3,7 @@
 vLLM's own part of this setting is Triton kernels, which a CPU does not run. Here each row is multiplied alone instead.
 """
 
+import delta_models
 import lightning_model
 import pytest
 import torch
@@ -48,18 +49,29 @@ FOLDERS = {
 }
 
 
-@pytest.fixture(params=[*FOLDERS, "lightning"])
-def folder(request, tmp_path):
-    if request.param != "lightning":
+REPLACED = ["Qwen3Next", "OlmoHybrid", "KimiLinear"]
+
+
+@pytest.fixture(params=[*FOLDERS, *REPLACED, "mamba2", "lightning"])
+def folder(request, tmp_path, monkeypatch):
+    """A folder with a model, and what is changed in its configuration."""
+    if request.param in FOLDERS:
         fixture, options = FOLDERS[request.param]
-        return request.getfixturevalue(fixture)(**WIDE, **options)[0]
-    lightning_model.save(tmp_path)
-    return str(tmp_path)
+        return request.getfixturevalue(fixture)(**WIDE, **options)[0], {}
+    if request.param == "mamba2":
+        return request.getfixturevalue("mamba2")(hidden_size=64, num_heads=8)[0], {}
+    if request.param == "lightning":
+        lightning_model.save(tmp_path)
+        return str(tmp_path), {}
+    monkeypatch.setenv("VLLM_KIMI_K3_GEMM_AR", "0")  # kernels for GPUs
+    delta_models.save_one_layer(request.param, tmp_path, monkeypatch)
+    return str(tmp_path), {"num_hidden_layers": 1}
 
 
 @pytest.mark.parametrize("options", [ALIGNED, WHOLE], ids=["cut at blocks", "whole"])
 def test_alone_and_in_company(folder, engine, options):
-    llm = engine(folder, max_logprobs=61, **options)
+    folder, overrides = folder
+    llm = engine(folder, max_logprobs=61, max_model_len=256, hf_overrides=overrides, **options)
     lengths = (1, 2, 63, 64, 65, 100, 128, 129, 130, 180)
     prompts = [prompt(length, seed) for seed, length in enumerate(lengths)]
     together = log_probabilities(llm, prompts)

@@ -4,8 +4,12 @@ A graph computes again with the tensors that were there at its capture. So the t
 place, and a batch that is captured once must give the results of all later ones.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from vllm.compilation import breakable_cudagraph
+from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture
 from vllm.config import CUDAGraphMode, SpeculativeConfig, VllmConfig
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
@@ -14,7 +18,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 import gla_core as gla
 from gla_vllm.metadata import ConvolvedGLAMetadataBuilder, GLAMetadataBuilder
-from gla_vllm.recurrence import Rows, recur
+from gla_vllm.recurrence import Rows, recur, split_graphs
 
 SEQUENCES, SLOTS, BLOCK, H, K, V = 4, 24, 64, 2, 16, 16
 GRAPHS = CUDAGraphMode.FULL_DECODE_ONLY
@@ -147,6 +151,36 @@ def test_no_value_of_the_device_is_read(kind, drafts, decodes):
         assert (described.num_decodes, described.num_prefills) == (decodes, SEQUENCES - decodes)
         assert described.state_indices_tensor_d.is_meta
         assert (described.checkpoint is None) == (described.num_prefills == 0)
+
+
+OURS = ["vllm::gla_convolution", "vllm::gla_recurrence"]
+
+
+@pytest.mark.parametrize(("before", "after"), [(["vllm::mamba_mixer2"], ["vllm::mamba_mixer2", *OURS]), ([], [])])
+def test_compiled_graphs_stop_at_the_ops(before, after):
+    """Two layers of a model say so. Without vLLM's ops, graphs do not stop at all."""
+    config = VllmConfig()
+    config.compilation_config.splitting_ops = before
+    for _ in range(2):
+        split_graphs(config)
+    assert config.compilation_config.splitting_ops == after
+
+
+def test_breakable_graphs_stop_at_the_ops(monkeypatch):
+    """A graph that is captured notes the op, and calls it at each replay; nothing is computed before."""
+    noted = []
+    capture = SimpleNamespace(_capturing=True, add_eager=noted.append)
+    monkeypatch.setattr(BreakableCUDAGraphCapture._tls, "active", capture, raising=False)
+    monkeypatch.setattr(breakable_cudagraph, "weak_ref_tensor", lambda x: x)  # of vLLM's CUDA library
+    x, out = torch.randn(5, H, K), torch.full((5, H, V), torch.nan)
+    with set_forward_context(None, VllmConfig()):
+        torch.ops.vllm.gla_recurrence(x, x, x, -x.abs(), None, out, "layer")
+        torch.ops.vllm.gla_convolution(x[:, 0], x[0, 0, :, None], out[:, 1], False, "layer")
+        assert out.isnan().all()
+        for call in noted:
+            call()
+    assert len(noted) == 2
+    assert torch.equal(out, torch.zeros_like(out))
 
 
 @pytest.mark.parametrize("batches", [None, {}], ids=str)

@@ -3,30 +3,18 @@
 import pytest
 import torch
 import transformers
-from requests_of_tests import DRAFTS, VOCABULARY, expected, greedy, outputs, prompt, tokens
-from transformers import Mamba2Config, Mamba2ForCausalLM
+from requests_of_tests import DRAFTS, VOCABULARY, expected, greedy, outputs, prompt, states_of_drafts, tokens
 
 from gla_vllm.mamba2 import StateSpaceMixer
 
 NONE = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 
 
-@pytest.fixture
-def mamba2(tmp_path):
-    """A folder with a Mamba-2 model, and the model."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 16}
-    config = Mamba2Config(**sizes, num_hidden_layers=2, vocab_size=VOCABULARY, initializer_range=0.3, **NONE)
-    model = Mamba2ForCausalLM(config).eval()
-    model.save_pretrained(tmp_path)
-    return str(tmp_path), model
-
-
 @pytest.mark.parametrize(
     "options", [{"max_num_batched_tokens": 48}, {"enable_chunked_prefill": False}], ids=["in chunks", "whole"]
 )
 def test_tokens(mamba2, engine, options):
-    folder, model = mamba2
+    folder, model = mamba2()
     llm = engine(folder, enable_prefix_caching=False, max_model_len=256, **options)
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
     assert [type(layer) for layer in layers] == [StateSpaceMixer] * 2
@@ -34,13 +22,13 @@ def test_tokens(mamba2, engine, options):
     assert tokens(llm, prompts) == expected(model, prompts)
 
 
-def test_drafts_are_refused(mamba2, engine):
-    with pytest.raises(ValueError, match="speculative_config is given and GLA_VLLM_LAYERS has mamba2"):
-        engine(mamba2[0], speculative_config=DRAFTS)
+def test_drafts_are_refused_without_softmax_attention(mamba2, engine):
+    with pytest.raises(ValueError, match="vLLM verifies drafts of models with softmax attention alone"):
+        engine(mamba2()[0], speculative_config=DRAFTS)
 
 
 def test_prefix_cache(mamba2, engine):
-    folder, model = mamba2
+    folder, model = mamba2()
     llm = engine(folder, enable_prefix_caching=True, block_size=64, max_model_len=256, max_num_batched_tokens=256)
     for hits in (0, 128):
         (output,) = outputs(llm, [prompt(150)])
@@ -99,19 +87,37 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_beside_softmax_attention(tmp_path, engine, name):
-    """Two layers of each model are replaced; those of softmax attention stay vLLM's."""
+@pytest.fixture
+def model(request, tmp_path):
+    """A folder with a model of MODELS, and the model."""
     torch.manual_seed(0)
+    name = request.param
     config = getattr(transformers, f"{name}Config")(**COMMON, **MODELS[name])
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     for part in model.modules():
         if hasattr(part, "dt_bias"):
             torch.nn.init.normal_(part.dt_bias, -3.0)  # short time steps, so that states last
     model.save_pretrained(tmp_path)
-    llm = engine(str(tmp_path), max_num_batched_tokens=64, enable_prefix_caching=False)
+    return str(tmp_path), model
+
+
+@pytest.mark.parametrize("model", MODELS, indirect=True)
+def test_beside_softmax_attention(model, engine):
+    """Two layers of each model are replaced; those of softmax attention stay vLLM's."""
+    folder, made = model
+    llm = engine(folder, max_num_batched_tokens=64, enable_prefix_caching=False)
     layers = [type(x) for x in llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()]
     assert layers.count(StateSpaceMixer) == 2
     assert len(layers) > 2
     prompts = [prompt(length) for length in (1, 2, 64, 65, 100)]
-    assert tokens(llm, prompts, greedy(20)) == expected(model, prompts, 20)
+    assert tokens(llm, prompts, greedy(20)) == expected(made, prompts, 20)
+
+
+@pytest.mark.parametrize("model", ["GraniteMoeHybrid", "NemotronH"], indirect=True)
+def test_drafts(model, engine, accepted):
+    folder, made = model
+    prompts = [prompt(length) for length in (1, 2, 65, 100)]
+    llm = engine(folder, speculative_config=DRAFTS, enable_prefix_caching=False, max_num_batched_tokens=64)
+    assert tokens(llm, prompts, greedy(20)) == expected(made, prompts, 20)
+    assert max(accepted) > 1
+    assert states_of_drafts(llm) == [0, 0]

@@ -1,11 +1,14 @@
 """Models that are registered, layers that are replaced, and settings that are refused."""
 
 import importlib.metadata
+import os
 from types import SimpleNamespace
 
 import pytest
 import vllm
 from transformers import AutoConfig
+from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
+from vllm.model_executor.models.registry import _VLLM_MODELS
 
 import gla_vllm
 from gla_transformers import GLAConfig, HGRN2Config
@@ -26,7 +29,6 @@ def test_models_are_registered_and_a_second_time_changes_nothing():
         assert set(gla_vllm.MODELS.values()) <= set(vllm.ModelRegistry.get_supported_archs())
         assert type(AutoConfig.for_model("hgrn2")) is HGRN2Config
         assert type(AutoConfig.for_model("gla")) is GLAConfig
-    assert vllm.config.CompilationConfig._attention_ops.count("vllm::gla_recurrence") == 1
 
 
 @pytest.mark.parametrize(
@@ -41,6 +43,12 @@ def test_models_are_registered_and_a_second_time_changes_nothing():
 )
 def test_names_of_layers(text, names):
     assert wanted(text) == names
+
+
+@pytest.mark.parametrize(("model", "module"), [entry for models in layers.MODELS.values() for entry in models.items()])
+def test_models_with_rings_are_where_vllm_has_them(model, module):
+    theirs, name = _VLLM_MODELS[model]
+    assert (theirs if theirs.startswith("vllm.") else f"vllm.model_executor.models.{theirs}", name) == (module, model)
 
 
 def test_an_unknown_layer_is_an_error():
@@ -63,6 +71,18 @@ def test_the_log_says_what_is_replaced_and_that_vllm_is_another(monkeypatch, tex
     monkeypatch.setattr(vllm, "__version__", "0.33.1")
     layers.replace_layers()
     assert said[1:] == [line, "gla_vllm was written for vLLM 0.32; this is 0.33.1"]
+
+
+def test_layers_are_imported_for_graphs_that_break_too(monkeypatch):
+    """The model says whether they do, after plug-ins are loaded; vLLM's decorator must have worked by then."""
+    monkeypatch.delenv("VLLM_USE_BREAKABLE_CUDAGRAPH", raising=False)
+    with layers.imported_early():
+        assert is_breakable_cudagraph_enabled()
+    assert "VLLM_USE_BREAKABLE_CUDAGRAPH" not in os.environ
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "0")
+    with layers.imported_early():
+        assert not is_breakable_cudagraph_enabled()
+    assert os.environ["VLLM_USE_BREAKABLE_CUDAGRAPH"] == "0"
 
 
 def test_softmax_attention_is_refused():

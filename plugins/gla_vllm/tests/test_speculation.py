@@ -1,22 +1,7 @@
 """Drafts of n-grams change no token, and some of them are accepted."""
 
 import pytest
-from requests_of_tests import DRAFTS, expected, greedy, prompt, tokens
-
-
-@pytest.fixture
-def accepted(monkeypatch):
-    """The numbers of accepted tokens, the token after the drafts included, that decodes begin from."""
-    from gla_vllm import recurrence
-
-    numbers, decode = [], recurrence._decode
-
-    def recorded(*args):
-        numbers.extend(args[2].num_accepted_tokens.tolist())
-        decode(*args)
-
-    monkeypatch.setattr(recurrence, "_decode", recorded)
-    return numbers
+from requests_of_tests import DRAFTS, expected, greedy, prompt, states_of_drafts, tokens
 
 
 @pytest.mark.parametrize("convolved", [False, True], ids=["", "convolved"])
@@ -26,8 +11,7 @@ def test_drafts(gla, engine, accepted, convolved):
     llm = engine(folder, speculative_config=DRAFTS, enable_prefix_caching=False, max_num_batched_tokens=64)
     assert tokens(llm, prompts, greedy(30)) == expected(model, prompts, 30)
     assert set(accepted) >= {1, 2, 3}
-    for layer in llm.llm_engine.vllm_config.compilation_config.static_forward_context.values():
-        assert layer.get_kv_cache_spec(llm.llm_engine.vllm_config).num_speculative_blocks == 0  # one state a sequence
+    assert states_of_drafts(llm) == [0, 0]
 
 
 @pytest.mark.parametrize("name", ["GatedDeltaNet", "KDA", "HGRN2"])

@@ -24,7 +24,6 @@ def register() -> None:
     """
     from transformers import AutoConfig
     from vllm import ModelRegistry
-    from vllm.config import CompilationConfig
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP, MambaModelConfig
     from vllm.transformers_utils.model_arch_config_convertor import (
         MODEL_ARCH_CONFIG_CONVERTORS,
@@ -43,7 +42,4 @@ def register() -> None:
         MODELS_CONFIG_MAP[model] = MambaModelConfig  # without it the states have no size of blocks
         if model not in ModelRegistry.get_supported_archs():
             ModelRegistry.register_model(model, f"gla_vllm.model:{model}")
-    for op in ("vllm::gla_convolution", "vllm::gla_recurrence"):  # CUDA graphs of prefills stop at them
-        if op not in CompilationConfig._attention_ops:
-            CompilationConfig._attention_ops.append(op)
     replace_layers()

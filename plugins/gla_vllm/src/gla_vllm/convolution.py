@@ -20,6 +20,7 @@ from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_fn,
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.utils.torch_utils import direct_register_custom_op
 
+from gla_vllm.layers import breakable
 from gla_vllm.metadata import GLAMetadata
 from gla_vllm.recurrence import batch_of
 
@@ -184,12 +185,17 @@ def _keep(x: Tensor, room: int, pool: Tensor, batch: GLAMetadata) -> None:
     pool[kept.state_indices, :room] = x[rows.clamp(min=0)]
 
 
-def _gla_convolution(x: Tensor, weight: Tensor, out: Tensor, silu: bool, layer: str) -> None:
+@breakable
+def _convolve(x: Tensor, weight: Tensor, out: Tensor, silu: bool, layer: str) -> None:
     batch = batch_of(layer)
     if batch is None:
         out.zero_()
         return
     convolve(x, Filter(weight, None, silu), get_forward_context().no_compile_layers[layer].kv_cache[0], batch, out)
+
+
+def _gla_convolution(x: Tensor, weight: Tensor, out: Tensor, silu: bool, layer: str) -> None:
+    _convolve(x, weight, out, silu, layer)
 
 
 def _no_computation(x: Tensor, weight: Tensor, out: Tensor, silu: bool, layer: str) -> None:

@@ -1,4 +1,4 @@
-"""The layers with a delta rule of vLLM's Qwen3-Next, Qwen3.5 and Kimi-Linear models, computed by gla_core.
+"""The layers with a delta rule of vLLM's own models, computed by gla_core.
 
 Projections, weights and tensor parallelism are those of vLLM's layers, and so are the shapes of the states.
 """
@@ -9,61 +9,55 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.model_executor.layers.mamba.abstract import MambaBase
-from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
+from vllm import envs
+from vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn import OlmoHybridGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
-from vllm.v1.attention.backend import AttentionBackend
-from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from gla_core.extension import RMSNormGated
 from gla_vllm.delta import EPS_OF_UNIT_VECTORS
-from gla_vllm.layers import announce
-from gla_vllm.metadata import ConvolvedGLABackend
-from gla_vllm.recurrence import Sizes, with_checkpoints
+from gla_vllm.recurrence import Sizes
+from gla_vllm.replays import ReplacedLayer
 
 
-class ServedBackend(ConvolvedGLABackend):
-    """Tells vLLM how batches of the replaced layers are described. Their batch invariance has not been tested."""
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return False
-
-
-class Served(MambaBase):
-    """The parts that the replaced layers share: their states, and all between their projections and their norm.
+class Served(ReplacedLayer):
+    """The parts that the replaced layers share: all between their projections and their norm.
 
     Attributes:
-        sizes: the sizes of the layer on this rank.
         options: what the ops compute of the projections, as in `recurrence.recur`.
     """
 
     histories = 1
-    sizes: Sizes
     options: dict[str, Any]
     prefix: str
     conv1d: Any
 
-    def get_attn_backend(self) -> type[AttentionBackend]:
-        return ServedBackend
+    def serve(self, sizes: Sizes, gate: tuple[Any, ...], beta_limit: float = 1.0) -> None:
+        """Keeps what the ops need, for logits of gates and of betas."""
+        self.take_place(sizes)
+        self.options = {"normalize": EPS_OF_UNIT_VECTORS, "gate": gate, "beta_limit": beta_limit, "state_v_first": True}
 
-    def get_kv_cache_spec(self, vllm_config: Any) -> KVCacheSpec | None:
-        return with_checkpoints(super().get_kv_cache_spec(vllm_config))
-
-    def serve(self, sizes: Sizes, gate: tuple[Any, ...], theirs: str) -> None:
-        """Keeps what the ops need, and announces that the layer is replaced."""
-        announce(theirs)
-        self.sizes = sizes
-        self.options = {"normalize": EPS_OF_UNIT_VECTORS, "gate": gate, "beta_limit": 1.0, "state_v_first": True}
+    def filters(self) -> Tensor:
+        """Returns the filters of the convolutions of q, k and v, joined [D, W]."""
+        return self.conv1d.weight.squeeze(1)
 
     def recurrence(self, qkv: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         """Maps joined projections [T, D], logits of gates, and those of betas [T, Hv] to o [T, Hv, V]."""
         convolved = torch.empty_like(qkv, memory_format=torch.contiguous_format)
-        torch.ops.vllm.gla_convolution(qkv, self.conv1d.weight.squeeze(1), convolved, True, self.prefix)
+        torch.ops.vllm.gla_convolution(qkv, self.filters(), convolved, True, self.prefix)
         q, k, v = self.sizes.heads(convolved)
         o = torch.empty_like(v, memory_format=torch.contiguous_format)
         torch.ops.vllm.gla_recurrence(q, k, v, g, beta, o, self.prefix)
         return o
+
+
+def invariant_norm(norm: Any) -> Any:
+    """Returns a gated norm of vLLM or, under batch invariance, gla_core's in its place.
+
+    vLLM's kernel computes one to four rows in a block, depending on the batch.
+    """
+    if not envs.VLLM_BATCH_INVARIANT:
+        return norm
+    return RMSNormGated(len(norm.weight), norm.eps, gate_fn=norm.activation, dtype=norm.weight.dtype)
 
 
 class QwenLayer(Served, QwenGatedDeltaNetAttention):
@@ -71,9 +65,8 @@ class QwenLayer(Served, QwenGatedDeltaNetAttention):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        keys, values = self.num_k_heads // self.tp_size, self.num_v_heads // self.tp_size
-        sizes = Sizes(keys, keys, values, self.head_k_dim, self.head_v_dim, 1)
-        self.serve(sizes, ("softplus", self.A_log, self.dt_bias), "QwenGatedDeltaNetAttention")
+        self.serve(sizes_of(self), ("softplus", self.A_log, self.dt_bias))
+        self.norm = invariant_norm(self.norm)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         qkvz, ba = self.in_proj_qkvz(hidden_states)[0], self.in_proj_ba(hidden_states)[0]
@@ -87,24 +80,24 @@ class QwenLayer(Served, QwenGatedDeltaNetAttention):
         return self.out_proj(self.norm(o, z.reshape(o.shape)).flatten(1))[0]
 
 
-class KimiLayer(Served, KimiGatedDeltaNetAttention):
-    """vLLM's `KimiGatedDeltaNetAttention`: the same arguments, weights and results."""
+class OlmoLayer(Served, OlmoHybridGatedDeltaNetAttention):
+    """vLLM's `OlmoHybridGatedDeltaNetAttention`: the same arguments, weights and results."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        heads, bound = self.local_num_heads, self.gate_lower_bound
-        parameters = self.A_log, self.dt_bias.view(heads, self.head_dim)
-        gate = ("softplus", *parameters) if bound is None else ("bounded", *parameters, bound)
-        self.serve(Sizes(heads, heads, heads, *[self.head_dim] * 3), gate, "KimiGatedDeltaNetAttention")
-        self.o_norm = RMSNormGated(self.head_dim, self.o_norm.eps, gate_fn="sigmoid")  # vLLM's is a kernel for GPUs
+        limit = 2.0 if self.allow_neg_eigval else 1.0
+        self.serve(sizes_of(self), ("softplus", self.A_log, self.dt_bias), limit)
+        self.o_norm = invariant_norm(self.o_norm)
+        load = self.conv1d.weight.weight_loader  # it expects the part as an argument, which vLLM does not pass
+        self.conv1d.weight.weight_loader = lambda weight, loaded: load(weight, loaded, loaded.shard_id)
 
-    def forward(self, hidden_states: Tensor, positions: Tensor) -> Tensor:
-        P, H = self.local_projection_size, self.local_num_heads
-        x, padding = self.in_proj_qkvgfab(hidden_states)[0], self.in_proj_padding
-        if self.use_full_rank_gate:
-            qkv, gate, low, beta, _ = x.split([3 * P, P, self.head_dim, H, padding], dim=-1)
-        else:
-            qkv, beta, low = x.split([3 * P, H, self.head_dim], dim=-1)
-            gate = self.g_b_proj(self.g_a_proj(hidden_states)[0])[0]
-        o = self.recurrence(qkv, self.f_b_proj(low)[0].unflatten(-1, (H, self.head_dim)), beta)
-        return self.o_proj(self.o_norm(o, gate.unflatten(-1, (H, self.head_dim))).flatten(1))[0]
+    def forward(self, hidden_states: Tensor, output: Tensor) -> None:
+        qkv, z = self.in_proj_qkvg(hidden_states)[0].split([sum(self.sizes.widths), self.sizes.widths[2]], dim=-1)
+        o = self.recurrence(qkv, self.a_proj(hidden_states)[0], self.b_proj(hidden_states)[0])
+        output.copy_(self.o_proj(self.o_norm(o, z.reshape(o.shape)).flatten(1))[0])
+
+
+def sizes_of(layer: QwenGatedDeltaNetAttention | OlmoHybridGatedDeltaNetAttention) -> Sizes:
+    """Returns the sizes of a layer of a gated delta network on this rank."""
+    keys, values = layer.num_k_heads // layer.tp_size, layer.num_v_heads // layer.tp_size
+    return Sizes(keys, keys, values, layer.head_k_dim, layer.head_v_dim, 1)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import vllm
 from vllm.logger import init_logger
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
+from vllm.platforms import current_platform
 
 from gla_core.extension import nearest
 
@@ -16,12 +19,48 @@ logger = init_logger("vllm.gla_vllm")  # vLLM prints what loggers below its own 
 VERSION = "0.32"
 """The version of vLLM that this package was written for."""
 LAYERS = {
-    "gated_delta_net": ("gla_vllm.delta_rules", "QwenLayer", "QwenGatedDeltaNetAttention"),
-    "kda": ("gla_vllm.delta_rules", "KimiLayer", "KimiGatedDeltaNetAttention"),
-    "lightning": ("gla_vllm.lightning", "LightningAttention", "BailingMoELinearAttention"),
-    "mamba2": ("gla_vllm.mamba2", "StateSpaceMixer", "MambaMixer2"),
+    "gated_delta_net": {
+        "QwenGatedDeltaNetAttention": "gla_vllm.delta_rules.QwenLayer",
+        "OlmoHybridGatedDeltaNetAttention": "gla_vllm.delta_rules.OlmoLayer",
+    },
+    "kda": {
+        "KimiGatedDeltaNetAttention": "gla_vllm.kda.KimiLayer",
+        "BailingMoeV3KimiDeltaAttention": "gla_vllm.kda.LingLayer",
+        "KimiK3DeltaAttention": "gla_vllm.kimi_k3.KimiK3Layer",
+        "Glm5NextLinearAttention": "gla_vllm.glm.GlmLayer",
+    },
+    "lightning": {"BailingMoELinearAttention": "gla_vllm.lightning.LightningAttention"},
+    "mamba2": {"MambaMixer2": "gla_vllm.mamba2.StateSpaceMixer"},
 }
-"""For each name: a module, its class, and vLLM's class in whose place it is made."""
+"""For each name: classes of vLLM, and the class that is made in place of each."""
+_IN = "vllm.model_executor.models."
+MODELS = {
+    "gated_delta_net": {
+        "Qwen3NextForCausalLM": f"{_IN}qwen3_next",
+        "Qwen3_5ForCausalLM": f"{_IN}qwen3_5",
+        "Qwen3_5MoeForCausalLM": f"{_IN}qwen3_5",
+        "Qwen3_5ForConditionalGeneration": f"{_IN}qwen3_5",
+        "Qwen3_5MoeForConditionalGeneration": f"{_IN}qwen3_5",
+        "OlmoHybridForCausalLM": f"{_IN}olmo_hybrid",
+    },
+    "kda": {
+        "KimiLinearForCausalLM": "vllm.models.kimi_k3",
+        "KimiK3ForConditionalGeneration": "vllm.models.kimi_k3",
+        "BailingMoeV3ForCausalLM": f"{_IN}bailing_moe_v3",
+        "Glm5NextForCausalLM": "vllm.models.glm5next",
+        "Glm5NextForConditionalGeneration": "vllm.models.glm5next",
+    },
+    "mamba2": {
+        "FalconH1ForCausalLM": f"{_IN}falcon_h1",
+        "GraniteMoeHybridForCausalLM": f"{_IN}granitemoehybrid",
+        "NemotronHForCausalLM": f"{_IN}nemotron_h",
+        "Zamba2ForCausalLM": f"{_IN}zamba2",
+    },
+}
+"""For each name: models of vLLM that get room for rings of tokens, see `replays`, and their modules."""
+BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
+ON_NVIDIA = ("KimiK3DeltaAttention", "Glm5NextLinearAttention")
+"""Classes of vLLM that are imported for GPUs of NVIDIA alone."""
 
 
 def replace_layers() -> None:
@@ -33,10 +72,12 @@ def replace_layers() -> None:
         ValueError: a name is not known.
     """
     names = wanted(os.environ.get("GLA_VLLM_LAYERS", ""))
-    for name in names:
-        module, ours, theirs = LAYERS[name]
-        if theirs not in op_registry_oot:
-            PluggableLayer.register_oot(getattr(importlib.import_module(module), ours), name=theirs)
+    with imported_early():
+        for theirs, ours in (classes for name in names for classes in LAYERS[name].items()):
+            if theirs not in ON_NVIDIA or current_platform.is_cuda():
+                replace(theirs, ours)
+    for model in (model for name in names for model in MODELS.get(name, ())):
+        vllm.ModelRegistry.register_model(model, f"gla_vllm.replays:{model}")
     logger.info_once(
         "gla_vllm is loaded: gla_core computes GLA, HGRN2, GatedDeltaNet and KDA models, and of vLLM's own layers %s "
         "(GLA_VLLM_LAYERS)",
@@ -46,9 +87,40 @@ def replace_layers() -> None:
         logger.warning_once("gla_vllm was written for vLLM %s; this is %s", VERSION, vllm.__version__)
 
 
-def announce(theirs: str) -> None:
-    """Says once in vLLM's log that a class of vLLM is replaced; plug-ins may be loaded before there is a log."""
-    logger.info_once("gla_core computes vLLM's layer %s, because GLA_VLLM_LAYERS names it", theirs)
+@contextmanager
+def imported_early() -> Iterator[None]:
+    """Lets modules be imported before vLLM knows the model, and with it whether its CUDA graphs break at ops.
+
+    vLLM's decorator of such ops reads this when a module is imported. Where no graph breaks, it does nothing at a call.
+    """
+    if BREAKABLE in os.environ:
+        yield
+        return
+    os.environ[BREAKABLE] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[BREAKABLE]
+
+
+def breakable(function: Callable[..., None]) -> Callable[..., None]:
+    """Returns a function at which CUDA graphs break, if they can; it writes its results into its arguments."""
+    from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+
+    with imported_early():
+        return eager_break_during_capture(function)
+
+
+def replace(theirs: str, ours: str) -> None:
+    """Makes layers of a class `ours`, named with its module, in place of those of a class of vLLM."""
+    module, _, name = ours.rpartition(".")
+    if theirs not in op_registry_oot:
+        PluggableLayer.register_oot(getattr(importlib.import_module(module), name), name=theirs)
+
+
+def announce(ours: type[PluggableLayer]) -> None:
+    """Says once in vLLM's log which class of vLLM is replaced; plug-ins may be loaded before there is a log."""
+    logger.info_once("gla_core computes vLLM's layer %s, because GLA_VLLM_LAYERS names it", ours.name)
 
 
 def wanted(text: str) -> list[str]:

@@ -10,10 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from vllm.model_executor.layers.mamba.linear.bailing_linear_attn import (
-    BailingGroupRMSNormGate,
-    BailingMoELinearAttention,
-)
+from vllm.model_executor.layers.mamba.linear.bailing_linear_attn import BailingMoELinearAttention
+from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import KVCacheSpec
@@ -29,13 +27,13 @@ class LightningAttention(BailingMoELinearAttention):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        announce("BailingMoELinearAttention")
+        announce(type(self))
         width = self.hidden_inner_size // self.tp_size
         self.g_norm = RMSNormGated(
             width, self.rms_norm_eps, gate_fn="sigmoid", groups=max(self.group_norm_size // self.tp_size, 1)
         )
         assert self.g_norm.weight is not None
-        set_weight_attrs(self.g_norm.weight, {"weight_loader": BailingGroupRMSNormGate._weight_loader})
+        set_weight_attrs(self.g_norm.weight, {"weight_loader": sharded_weight_loader(0)})
         self.decay = -self.tp_slope.flatten()
 
     def get_attn_backend(self) -> type[AttentionBackend]:

@@ -6,49 +6,39 @@ weights and tensor parallelism are those of vLLM's layer.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from vllm import envs
-from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
-from vllm.v1.attention.backend import AttentionBackend
-from vllm.v1.kv_cache_interface import KVCacheSpec
 
 import gla_core as gla
 from gla_vllm.convolution import Filter, convolve
-from gla_vllm.layers import announce
-from gla_vllm.metadata import ConvolvedGLABackend
-from gla_vllm.recurrence import Rows, batch_of, prefill, slots_of_decodes, with_checkpoints
+from gla_vllm.metadata import GLAMetadata
+from gla_vllm.recurrence import Rows, Sizes, batch_of, invariance, recur, slots_of_decodes
+from gla_vllm.replays import ReplacedLayer
+
+OPTIONS: dict[str, Any] = {"scale": 1.0, "state_v_first": True}
 
 
-class StateSpaceMixer(MambaMixer2):
+class StateSpaceMixer(ReplacedLayer, MambaMixer2):
     """vLLM's `MambaMixer2`: the same arguments, weights and results.
 
     Raises:
-        ValueError: ReplaySSM, drafts or batch invariance are asked for. ReplaySSM's states are of vLLM's kernels, and
-            the step of a Mamba-2 layer is computed for one token.
+        ValueError: ReplaySSM is asked for, whose states are of vLLM's kernels; or drafts are, for a model without
+            softmax attention, whose accepted drafts vLLM does not count.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        announce("MambaMixer2")
-        sizes = {
-            "use_replayssm": self.use_replayssm,
-            "speculative_config": self.num_spec > 0,
-            "VLLM_BATCH_INVARIANT": envs.VLLM_BATCH_INVARIANT,
-        }
-        for name, is_given in sizes.items():
-            if is_given:
-                raise ValueError(f"{name} is given and GLA_VLLM_LAYERS has mamba2; expected one of them")
-
-    def get_attn_backend(self) -> type[AttentionBackend]:
-        return ConvolvedGLABackend
-
-    def get_kv_cache_spec(self, vllm_config: Any) -> KVCacheSpec | None:
-        return with_checkpoints(MambaBase.get_kv_cache_spec(self, vllm_config))
+        heads = self.num_heads // self.tp_size
+        groups = self.n_groups // self.tp_size
+        self.take_place(Sizes(groups, groups, heads, self.ssm_state_size, self.head_dim, 1))
+        if self.num_spec and not get_current_vllm_config().model_config.is_hybrid:
+            raise ValueError("speculative_config is given; vLLM verifies drafts of models with softmax attention alone")
 
     def conv_ssm_forward(self, projected_states: Tensor, output: Tensor) -> None:
         """Computes the convolution and the scan of [T, ..] into `output`; vLLM's op for this layer calls it."""
@@ -66,16 +56,24 @@ class StateSpaceMixer(MambaMixer2):
         u, k, q = self.split_hidden_states_B_C_fn(convolved)
         u = u.unflatten(-1, (-1, self.head_dim))
         q, k = (y.unflatten(-1, (-1, self.ssm_state_size)) for y in (q, k))
-        o, pool, decoded = output[:T].view(u.shape), self.kv_cache[1], batch.num_decode_tokens
-        options: dict[str, Any] = {"scale": 1.0, "state_v_first": True}
-        if batch.num_decodes:
-            q1, k1, u1, dt1 = (y[:decoded] for y in (q, k, u, dt))
-            parameters = {"A": self.A, "dt_bias": self.dt_bias, "D": self.D, "dt_softplus": True}
-            o1 = gla.recurrent_ssd_step(q1, k1, u1, pool, dt1, **parameters, slots=slots_of_decodes(batch), **options)
-            o[:decoded] = o1
-        if batch.num_prefills:
-            rows = Rows(q, k, u, dt, o).part(decoded, T)
-            dt = F.softplus(rows.g.float() + self.dt_bias.float())
-            v = (rows.v * dt[..., None]).to(output.dtype)
-            prefill(rows._replace(v=v, g=dt * self.A), [pool], batch, options)
-            rows.out.copy_(rows.out.float() + self.D.float()[:, None] * rows.v)
+        rows, decoded = Rows(q, k, u, dt, output[:T].view(u.shape)), batch.num_decode_tokens
+        if batch.num_accepted_tokens is None and batch.num_decodes:
+            with invariance(batch):
+                self._step(rows.part(0, decoded), batch)
+            rows, batch = rows.part(decoded, T), replace(batch, num_decodes=0, num_decode_tokens=0)
+            if not batch.num_prefills:
+                return
+        # softplus; PyTorch's own, on a CPU, has other bits at the end of a tensor
+        dt = -F.logsigmoid(-rows.g.float() - self.dt_bias.float())
+        v = (rows.v * dt[..., None]).to(output.dtype)
+        recur(rows._replace(v=v, g=dt * self.A), self.kv_cache[1:], batch, OPTIONS)
+        rows.out.copy_(rows.out.float() + self.D.float()[:, None] * rows.v)
+
+    def _step(self, rows: Rows, batch: GLAMetadata) -> None:
+        """Computes a token of each sequence in one op."""
+        parameters = {"A": self.A, "dt_bias": self.dt_bias, "D": self.D, "dt_softplus": True}
+        slots = slots_of_decodes(batch)
+        o = gla.recurrent_ssd_step(
+            rows.q, rows.k, rows.v, self.kv_cache[1], rows.g, **parameters, slots=slots, **OPTIONS
+        )
+        rows.out.copy_(o)

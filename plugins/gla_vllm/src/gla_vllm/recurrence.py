@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 import gla_core as gla
+from gla_vllm.layers import breakable
 from gla_vllm.metadata import CHECKPOINTS, ConvolvedGLABackend, GLABackend, GLAMetadata, ring_length
 
 
@@ -56,6 +57,7 @@ class Recurrence(nn.Module, MambaBase):
         if prefix in layers:
             raise ValueError(f"there are two layers of the name {prefix}; expected names to be unique")
         layers[prefix] = self
+        split_graphs(vllm_config)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None = None) -> Tensor:
         """Maps q [T, Hq, K], k [T, H, K], v [T, Hv, V] and g, in a form of `chunk_gla`, to o [T, Ho, V].
@@ -111,6 +113,13 @@ class Sizes(NamedTuple):
         )
 
 
+def split_graphs(vllm_config: VllmConfig) -> None:
+    """Makes vLLM's graphs of prefills stop at the ops of this package, as they do at its own ops with states."""
+    ops = vllm_config.compilation_config.splitting_ops
+    if ops:
+        ops += [op for op in ("vllm::gla_convolution", "vllm::gla_recurrence") if op not in ops]
+
+
 def state_shapes(vllm_config: VllmConfig, sizes: Sizes) -> tuple[tuple[int, ...], ...]:
     """Returns the shapes of the states of a sequence.
 
@@ -118,13 +127,19 @@ def state_shapes(vllm_config: VllmConfig, sizes: Sizes) -> tuple[tuple[int, ...]
     values and gates, if it has them.
     """
     config: Any = vllm_config.model_config.hf_config
-    drafts, histories, rings = vllm_config.num_speculative_tokens, (), ()
+    drafts, histories = vllm_config.num_speculative_tokens, ()
     if config.use_short_conv:
         histories = MambaStateShapeCalculator.short_conv_state_shape(1, sum(sizes.widths), config.conv_size, drafts)
-    if replays(vllm_config):
-        L, gates = ring_length(drafts), (sizes.values, *([sizes.gates] if sizes.gates > 1 else []))
-        rings = ((L, sizes.keys, sizes.K), (L, sizes.values, sizes.V), (L, *gates))
-    return (*histories, (sizes.values, sizes.K, sizes.V), *rings)
+    return (*histories, (sizes.values, sizes.K, sizes.V), *rings(vllm_config, sizes))
+
+
+def rings(vllm_config: VllmConfig, sizes: Sizes) -> tuple[tuple[int, ...], ...]:
+    """Returns the shapes of a sequence's rings [L, ..] of keys, values and gates, if it has them; see `replays`."""
+    if not replays(vllm_config):
+        return ()
+    L = ring_length(vllm_config.num_speculative_tokens)
+    gates = [sizes.gates] if sizes.gates > 1 else []
+    return (L, sizes.keys, sizes.K), (L, sizes.values, sizes.V), (L, sizes.values, *gates)
 
 
 def state_dtypes(vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
@@ -143,8 +158,9 @@ def state_dtypes(vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
 def replays(vllm_config: VllmConfig) -> bool:
     """Returns whether drafts are verified with one state for each sequence, and rings of the tokens of its last call.
 
-    The state is then behind by the tokens of the last call. A prefix cache needs states that are up to date, and batch
-    invariance an op that has it, so that with these a sequence has a state for each draft.
+    The state is then behind by the tokens of the last call, and its bits depend on the numbers of drafts in the calls.
+    A prefix cache needs states that are up to date, and batch invariance bits that do not depend on these numbers,
+    which vLLM lowers in full batches. So with these a sequence has a state for each draft.
     """
     cached = vllm_config.cache_config.mamba_cache_mode != "none"
     return vllm_config.num_speculative_tokens > 0 and not cached and not envs.VLLM_BATCH_INVARIANT
@@ -172,12 +188,17 @@ def recur(rows: Rows, states: Sequence[Tensor], batch: GLAMetadata, options: dic
     """
     decoded = batch.num_decode_tokens
     computed = decoded + batch.num_prefill_tokens
-    with nullcontext() if batch.segment is None else gla.batch_invariant(batch.segment):
+    with invariance(batch):
         if batch.num_decodes:
             _decode(rows.part(0, decoded), states, batch, options)
         if batch.num_prefills:
             prefill(rows.part(decoded, computed), states, batch, options)
     rows.out[computed:] = 0
+
+
+def invariance(batch: GLAMetadata) -> AbstractContextManager[Any]:
+    """Returns a context in which ops are batch invariant if the batch asks for it."""
+    return nullcontext() if batch.segment is None else gla.batch_invariant(batch.segment)
 
 
 class Rows(NamedTuple):
@@ -287,13 +308,18 @@ def batch_of(layer: str) -> Any:
     return None if batches is None else batches.get(layer)
 
 
-def _gla_recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, out: Tensor, layer: str) -> None:
+@breakable
+def _recur(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, out: Tensor, layer: str) -> None:
     batch = batch_of(layer)
     if batch is None:
         out.zero_()
         return
     this = get_forward_context().no_compile_layers[layer]
     recur(Rows(q, k, v, g, out, beta), this.kv_cache[this.histories :], batch, this.options)
+
+
+def _gla_recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, out: Tensor, layer: str) -> None:
+    _recur(q, k, v, g, beta, out, layer)
 
 
 def _no_computation(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, out: Tensor, layer: str) -> None:
