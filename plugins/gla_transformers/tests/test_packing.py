@@ -7,6 +7,7 @@ import torch
 from transformers import DataCollatorWithFlattening
 
 from gla_transformers import GLACache, packing
+from gla_transformers.modeling import GLAModel
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}  # for float64
 ROWS = ((5, 1, 7), (9, 3), (10,))
@@ -219,9 +220,26 @@ def test_generate_reads_no_packed_prompt(model):
 def test_compiled_code_reads_no_numbers():
     @functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
     def is_packed(mask):
-        return mask + (packing.packed({}, mask, mask, with_cache=False) is not None)
+        return mask + (packing.packed({}, mask, mask, with_cache=False)[0] is not None)
 
     assert torch.equal(is_packed(NUMBERS != 0), NUMBERS != 0)
     assert torch.equal(is_packed((NUMBERS != 0).long()), (NUMBERS != 0).long())
     with pytest.raises(RuntimeError, match=r"attention_mask numbers packed sequences; .*: pass cu_seqlens"):
         is_packed(NUMBERS)
+
+
+def test_a_mask_of_ones_is_no_mask(model, monkeypatch):
+    """`generate` and collators make such masks; calls without a mask take fewer kernels."""
+    masks, read = [], GLAModel._read
+
+    def reads(self, words, embedded, mask, *rest):
+        masks.append(mask)
+        return read(self, words, embedded, mask, *rest)
+
+    monkeypatch.setattr(GLAModel, "_read", reads)
+    tokens, mask = torch.ones(2, 6, dtype=torch.long), torch.ones(2, 6, dtype=torch.long)
+    model(tokens, attention_mask=mask)
+    mask[0, 0] = 0
+    model(tokens, attention_mask=mask)
+    assert masks[0] is None
+    assert masks[1] is mask

@@ -241,9 +241,11 @@ class GLAModel(GLAPreTrainedModel):
         packed = None
         if cu_seqlens is None:
             inputs: Any = input_ids if inputs_embeds is None else inputs_embeds
-            packed = packing.packed(kwargs, attention_mask, inputs, with_cache=past_key_values is not None)
+            packed, mask = packing.packed(kwargs, attention_mask, inputs, with_cache=past_key_values is not None)
+            if self.config.attn is None or packed is not None:  # keys of softmax attention are kept with the mask
+                attention_mask = mask
         if packed is not None:
-            cu_seqlens, max_seqlen, attention_mask = packed.cu_seqlens, packed.max_seqlen, None
+            cu_seqlens, max_seqlen = packed.cu_seqlens, packed.max_seqlen
             input_ids, inputs_embeds = (x if x is None else packed.row(x) for x in (input_ids, inputs_embeds))
         cache = self._cache(past_key_values, use_cache, packed=cu_seqlens is not None)
         if output_hidden_states is None:

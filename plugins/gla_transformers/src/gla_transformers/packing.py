@@ -49,11 +49,14 @@ class Packed(NamedTuple):
         return y.unflatten(0, self.shape)
 
 
-def packed(said: Mapping[str, Any], attention_mask: Tensor | None, x: Tensor, with_cache: bool) -> Packed | None:
-    """Returns the sequences that are packed in the rows of a batch; None if each row is one sequence.
+def packed(
+    said: Mapping[str, Any], attention_mask: Tensor | None, x: Tensor, with_cache: bool
+) -> tuple[Packed | None, Tensor | None]:
+    """Returns the sequences that are packed in the rows of a batch, and the mask; None for what is not there.
 
-    To read position_ids, seq_idx or a mask of numbers, the host waits for the device. It does not wait to read
-    cu_seq_lens_q or a mask of truth values.
+    There are no packed sequences if each row is one sequence. There is no mask if its numbers are 1, or if sequences
+    are packed. To read position_ids, seq_idx or a mask of numbers, the host waits for the device. It does not wait to
+    read cu_seq_lens_q, and does not read a mask of truth values.
 
     Args:
         said: arguments of a model's call: position_ids and seq_idx, [B, T] or [1, T]; cu_seq_lens_q [N+1] and
@@ -71,20 +74,23 @@ def packed(said: Mapping[str, Any], attention_mask: Tensor | None, x: Tensor, wi
         if attention_mask is not None:
             raise ValueError("both cu_seq_lens_q and attention_mask are given; packed sequences need no mask")
         longest = said.get("max_length_q")
-        return Packed((B, T), said["cu_seq_lens_q"], longest if isinstance(longest, int) else None)
+        return Packed((B, T), said["cu_seq_lens_q"], longest if isinstance(longest, int) else None), None
     names = [name for name in ("position_ids", "seq_idx") if said.get(name) is not None]
     numbers = {name: _checked(name, said[name], B, T) for name in names}
+    columns = None
     if attention_mask is not None:
-        attention_mask = _checked_mask(attention_mask, B, T)
-        if T > 1 and _numbers_sequences(attention_mask):
-            numbers["attention_mask"] = attention_mask
+        columns = _checked_mask(attention_mask, B, T)
+        least, most = _extremes(attention_mask) if T > 1 and attention_mask.numel() > 0 else (0, 1)
+        if most > 1:
+            numbers["attention_mask"] = columns
+        attention_mask = None if least == most == 1 else attention_mask
     if not numbers or T < 2:  # a step of decoding
-        return None
-    real = torch.ones(B, T, dtype=torch.bool, device=x.device) if attention_mask is None else attention_mask
+        return None, attention_mask
+    real = torch.ones(B, T, dtype=torch.bool, device=x.device) if columns is None else columns
     places = real.flatten().nonzero()[:, 0]
     begins, new_row = _begins(numbers, places), (places // T).diff() != 0
     if not bool((begins & ~new_row).any()):
-        return None
+        return None, attention_mask
     if with_cache:
         raise ValueError(
             f"{' and '.join(numbers)} describe packed sequences, which the rows of a cache do not keep apart; give "
@@ -92,7 +98,7 @@ def packed(said: Mapping[str, Any], attention_mask: Tensor | None, x: Tensor, wi
         )
     starts = 1 + (begins | new_row).nonzero()[:, 0]
     offsets = F.pad(F.pad(starts, (1, 0)), (0, 1), value=len(places))
-    return Packed((B, T), offsets, places=None if len(places) == B * T else places)
+    return Packed((B, T), offsets, places=None if len(places) == B * T else places), None
 
 
 def _begins(numbers: Mapping[str, Tensor], places: Tensor) -> Tensor:
@@ -106,17 +112,21 @@ def _begins(numbers: Mapping[str, Tensor], places: Tensor) -> Tensor:
     return begins
 
 
-def _numbers_sequences(mask: Tensor) -> bool:
-    """Returns whether a mask has numbers above 1. Code that cannot read values asserts that there are none."""
+def _extremes(mask: Tensor) -> tuple[float, float]:
+    """Returns the least and the largest number of a mask; 0 and 1 if it holds truth values.
+
+    Code that cannot read values returns these too, and asserts that no number is above 1.
+    """
     if mask.dtype == torch.bool:
-        return False
+        return 0, 1
     if is_compiling() or mask.is_meta or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
         torch.ops.aten._assert_async.msg(
             (mask <= 1).all(),
             "attention_mask numbers packed sequences; compiled and captured code cannot read them: pass cu_seqlens",
         )
-        return False
-    return bool((mask > 1).any())
+        return 0, 1
+    least, most = torch.stack(mask.aminmax()).tolist()
+    return least, most
 
 
 def _checked(name: str, values: Tensor, B: int, T: int) -> Tensor:
