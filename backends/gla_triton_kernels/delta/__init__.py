@@ -1,6 +1,7 @@
 """Computes delta rules: KDA (a gate for each key), the gated delta rule (a gate for each head) and DeltaNet (no gate).
 
     forward.py backward.py   the plan of a call over sequences, and its launches
+    halves.py                the gradients of wide heads as those of two heads, on Hopper
     step.py                  one token, and several tokens, of each sequence
     plan.py cost.py          launch parameters, and predicted seconds of a call
     tensors.py               the tensors of a call by name

@@ -4,7 +4,7 @@ The first launches compute what all chunks need beside the state, and the states
 hold them. A pass backwards over each sequence computes the gradients of states (general/backward.py). Then all
 other gradients are computed, in parallel over chunks (general/gradients.py). On Hopper, the kernels of sm90/ take the
 same steps for the calls that they compute; the forward writes the states that enter chunks, and its outputs are
-dropped. Planning imports no Triton.
+dropped. Heads with more values are computed by halves (halves.py). Planning imports no Triton.
 
 B batch   T tokens   N sequences   H heads of q and k   Hv value heads   K, V key and value width
 """
@@ -21,6 +21,7 @@ from torch import Tensor
 from gla_core.dispatch.backend import CHUNK, OpCall, Reason
 from gla_core.dispatch.tensors import checkpoint_dtype, checkpoint_shape
 from gla_triton_kernels.chunks.results import contiguous_like, copy_or_clear
+from gla_triton_kernels.delta import halves
 from gla_triton_kernels.delta import sm90 as forward_sm90
 from gla_triton_kernels.delta.plan import GradientParameters, PassParameters, parameters_of_gradients, plan_pass
 from gla_triton_kernels.delta.sm90 import backward_calls as sm90
@@ -54,7 +55,10 @@ class BackwardPlan:
 
 def explain(call: OpCall, cut: bool) -> list[str]:
     """Returns lines that name the kernels of a call, and give the reason why better kernels refuse it."""
-    reason = sm90.refusal(call, gpu_of_call(call), cut)
+    gpu = gpu_of_call(call)
+    if (half := halves.call_of_halves(call, gpu, cut)) is not None:
+        return [f"{line}, for both halves of the values" for line in explain(half, cut)]
+    reason = sm90.refusal(call, gpu, cut)
     if reason is None:
         states = "" if call.scalars["checkpoint_every"] == CHUNK else "delta.sm90.forward, "
         return [f"kernel delta.sm90.gradients after {states}delta.sm90.backward_pairs and delta.sm90.backward"]
@@ -89,8 +93,11 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
     from gla_triton_kernels.gla.tensors import with_copies
     from gla_triton_runtime.prepared import Launches, rehearsed
 
+    gpu = gpu_of_call(call)
+    if (half := halves.call_of_halves(call, gpu, cut)) is not None:
+        return halves.joined(prepare(half, cut), call)
     T, Hv, K, V, N = (call.dims[name] for name in ("T", "Hv", "K", "V", "N"))
-    empty, normalizer, planned = N == 0 or T == 0, call.scalars["gate_normalizer"], plan(call, gpu_of_call(call), cut)
+    empty, normalizer, planned = N == 0 or T == 0, call.scalars["gate_normalizer"], plan(call, gpu, cut)
     copied = sm90.copied(call) if planned.refusal is None else frozenset()
 
     def describe(x: BackwardTensors, scale: float) -> list[Launch]:

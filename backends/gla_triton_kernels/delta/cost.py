@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from gla_core.dispatch.backend import CHUNK, Constants, OpCall
 from gla_core.dispatch.tensors import ceil_div
-from gla_triton_kernels.chunks.price import gate_elements, gate_itemsize, longest
+from gla_triton_kernels.chunks.price import checkpoint_bytes, gate_elements, gate_itemsize, longest
 from gla_triton_kernels.cost import gpu_of_constants, in_all
-from gla_triton_kernels.delta import sm90
+from gla_triton_kernels.delta import halves, sm90
 from gla_triton_kernels.delta.plan import has_key_gates, plan_pass
 from gla_triton_kernels.delta.sm90 import backward_calls
 
@@ -38,6 +38,8 @@ class Seconds(NamedTuple):
 
 BY_KEY = Seconds(50e-6, 140e-6, (3.6e-6, 5.5e-6), 7e-6, 4.75e-6, 18e-6)
 BY_HEAD = Seconds(25e-6, 55e-6, (2.4e-6, 4e-6), 4.6e-6, 4.2e-6, 15.7e-6)
+COPIES = 6
+"""Copies and sums of tensors for the halves of values."""
 STEP = 6.3e-6
 """Seconds of a chunk of a pass of the general kernels with 128 values."""
 
@@ -53,6 +55,9 @@ def forward_seconds(call: OpCall, c: Constants, cut: bool) -> float:
 def backward_seconds(call: OpCall, c: Constants, cut: bool) -> float:
     """Returns the seconds of a backward; without checkpoints, there is a pass forwards as well."""
     passes = 1 if call.scalars.get("checkpoint_every") == CHUNK else 2
+    if (half := halves.call_of_halves(call, gpu_of_constants(c), cut)) is not None:
+        states = 2 * checkpoint_bytes(call, CHUNK) if passes == 1 else 0.0  # read and written
+        return backward_seconds(half, c, cut) + states / c["bandwidth"] + COPIES * c["host_launch"]
     if backward_calls.refusal(call, gpu_of_constants(c), cut) is None:
         states = _whole(call, c) if passes == 2 else 0.0
         return in_all(call, states + _backward_sm90(call, c), c["host"] + (3 + passes) * c["host_launch"])
