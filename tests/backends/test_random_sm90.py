@@ -45,9 +45,8 @@ def test_random_calls(kernels, form, seed, monkeypatch):
         sizes["gate_form"] = "head"
     emulated.check_forward(kernels, **sizes)
     emulated.check_gradients(kernels, dstate=draw.random() < 0.7, **sizes)
-    if (
-        sizes["gate_form"] != "key" and sizes.get("G", 1) == 1 and sizes["gates"] != "none"
-    ):  # heads that share q and k, together
-        more = {"length": draw.choice([None, 64, 128]), "skips": form == "head" and draw.random() < 0.5}
-        heads = draw.randint(1, sizes.get("R", 1))
-        emulated.check_gradients(kernels, heads=heads, **{**sizes, "dtype": torch.bfloat16}, **more)
+    if sizes["gate_form"] != "key" and sizes.get("G", 1) == 1:  # heads that share q and k together, or have many values
+        has_gates = sizes["gates"] != "none"
+        more = {"length": draw.choice([None, 64, 128]), "skips": form == "head" and has_gates and draw.random() < 0.5}
+        heads, more["V"] = draw.randint(1, sizes.get("R", 1)), draw.choice([V, V, 136, 264])
+        emulated.check_gradients(kernels, heads=heads, **{**sizes, **more, "dtype": torch.bfloat16})
