@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import selection
 import torch
 import torch.nn.functional as F
-from record import Job, attempt, tune_anew
+from record import Job, attempt, imported, tune_anew
 from torch import Tensor
 
 import gla_core as gla
@@ -115,10 +115,6 @@ def _softplus(x: Tensor, form: str) -> Tensor:
 # ---- who is measured: each returns a function without arguments that computes o and the last states
 
 
-def _import(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(module), name)
-
-
 def ours(form: str, x: Inputs) -> Run:
     """Returns a call of `chunk_delta`."""
     options: dict[str, Any] = {"output_final_state": True, "max_seqlen": x.longest}
@@ -130,28 +126,28 @@ def fla(form: str, x: Inputs) -> Run:
     os.environ.update(FLA_FLASH_QLA="0", FLA_TILELANG="0")  # else FLA calls FlashQLA, which has rows of its own
     options = {"output_final_state": True, "cu_seqlens": x.offsets(torch.int64)}
     if form == "GDN":
-        run = _import("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
+        run = imported("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
     else:
-        run = functools.partial(_import("fla.ops.kda", "chunk_kda"), safe_gate=bool(x.g.min() >= -5))
+        run = functools.partial(imported("fla.ops.kda", "chunk_kda"), safe_gate=bool(x.g.min() >= -5))
     return lambda: run(*x[:5], **options)[0]
 
 
 def attn_gym(form: str, x: Inputs) -> Run:
     """Returns a call of attention-gym's function."""
-    run = _import("attn_gym.linear", "chunk_kda" if form == "KDA" else "chunk_gdn")
+    run = imported("attn_gym.linear", "chunk_kda" if form == "KDA" else "chunk_gdn")
     return lambda: run(*x[:5], cu_seqlens=x.offsets(torch.int32), output_final_state=True)[0]
 
 
 def cudnn(form: str, x: Inputs) -> Run:
     """Returns a call of cuDNN frontend's operation."""
-    run = _import("cudnn.linear_attention", "kimi_delta_attention" if form == "KDA" else "gated_delta_net")
+    run = imported("cudnn.linear_attention", "kimi_delta_attention" if form == "KDA" else "gated_delta_net")
     tokens, shape = x.flat(), x.v.shape
     return lambda: run(*tokens, x.cu_seqlens, output_final_state=True)[0].view(shape)
 
 
 def flashinfer(form: str, x: Inputs) -> Run:
     """Returns a call of FlashInfer's GDN."""
-    run = _import("flashinfer.gdn_prefill", "chunk_gated_delta_rule")
+    run = imported("flashinfer.gdn_prefill", "chunk_gated_delta_rule")
     q, k, v, g, beta = x.flat()
     options = {"output_final_state": True, "max_seqlen": x.longest, "backend": "flashinfer"}
     tokens, offsets, shape = (q, k, v, g.exp(), beta), x.cu_seqlens.long(), x.v.shape
@@ -160,7 +156,7 @@ def flashinfer(form: str, x: Inputs) -> Run:
 
 def flash_qla(form: str, x: Inputs) -> Run:
     """Returns a call of FlashQLA's forward."""
-    run, offsets = _import("flash_qla", "chunk_gated_delta_rule_fwd"), x.offsets(torch.int64)
+    run, offsets = imported("flash_qla", "chunk_gated_delta_rule_fwd"), x.offsets(torch.int64)
     return lambda: run(*x[:5], cu_seqlens=offsets, output_final_state=True)[2]
 
 

@@ -250,6 +250,11 @@ def attempt(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         free_memory()
 
 
+def imported(module: str, name: str) -> Any:
+    """Returns what a module has under a name. Raises ImportError or AttributeError if there is no such thing."""
+    return getattr(importlib.import_module(module), name)
+
+
 def free_memory() -> None:
     """Returns the memory of tensors that are no longer used to the device."""
     gc.collect()

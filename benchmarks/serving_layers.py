@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from record import imported
 from torch import Tensor
 
 import gla_core as gla
@@ -82,10 +83,6 @@ def _offsets(lengths: Sequence[int], device: torch.device) -> Tensor:
 def decodes_first(self: Any, x: Batch) -> Tensor:
     """Returns the outputs of a mixed batch by an engine that takes two functions for it."""
     return torch.cat([self.decode(x), self.prefill(x)])
-
-
-def _import(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(module), name)
 
 
 # ---- lightning attention
@@ -244,8 +241,8 @@ class VllmMamba2:
 
     def __init__(self) -> None:
         ops = "vllm.model_executor.layers.mamba.ops"
-        self.scan = _import(f"{ops}.ssd_combined", "mamba_chunk_scan_combined_varlen")
-        self.step = _import(f"{ops}.mamba_ssm", "selective_state_update")
+        self.scan = imported(f"{ops}.ssd_combined", "mamba_chunk_scan_combined_varlen")
+        self.step = imported(f"{ops}.mamba_ssm", "selective_state_update")
 
     def decode(self, x: Batch) -> Tensor:
         arguments, named = _step_arguments(x)
@@ -275,7 +272,7 @@ class FlashinferMamba2:
     """FlashInfer's step. Its scan is for Blackwell alone."""
 
     def __init__(self) -> None:
-        self.step = _import("flashinfer.mamba", "selective_state_update")
+        self.step = imported("flashinfer.mamba", "selective_state_update")
 
     def decode(self, x: Batch) -> Tensor:
         arguments, named = _step_arguments(x)
@@ -328,10 +325,10 @@ class VllmGdn:
 
     def __init__(self) -> None:
         ops = "vllm.third_party.flash_linear_attention.ops"
-        self.chunks = _import(f"{ops}.chunk", "chunk_gated_delta_rule")
-        self.packed = _import(f"{ops}.fused_recurrent", "fused_recurrent_gated_delta_rule_packed_decode")
-        self.steps = _import(f"{ops}.fused_sigmoid_gating", "fused_sigmoid_gating_delta_rule_update")
-        index, size = importlib.import_module(f"{ops}.index"), _import(f"{ops}.utils", "FLA_CHUNK_SIZE")
+        self.chunks = imported(f"{ops}.chunk", "chunk_gated_delta_rule")
+        self.packed = imported(f"{ops}.fused_recurrent", "fused_recurrent_gated_delta_rule_packed_decode")
+        self.steps = imported(f"{ops}.fused_sigmoid_gating", "fused_sigmoid_gating_delta_rule_update")
+        index, size = importlib.import_module(f"{ops}.index"), imported(f"{ops}.utils", "FLA_CHUNK_SIZE")
         self.indices = functools.cache(lambda offsets: index.prepare_chunk_indices(offsets, size))
         self.offsets = functools.cache(lambda offsets: index.prepare_chunk_offsets(offsets, size))
 
@@ -368,8 +365,8 @@ class FlashinferGdn:
     """FlashInfer's functions over states in a pool. Its prefill takes exp(g), which is computed beforehand."""
 
     def __init__(self) -> None:
-        self.chunks = _import("flashinfer.gdn_prefill", "chunk_gated_delta_rule")
-        self.step = _import("flashinfer.gdn_decode", "gated_delta_rule_decode_pretranspose")
+        self.chunks = imported("flashinfer.gdn_prefill", "chunk_gated_delta_rule")
+        self.step = imported("flashinfer.gdn_decode", "gated_delta_rule_decode_pretranspose")
 
     def decode(self, x: Batch) -> Tensor:
         q, k, v = (y[0, : x.decodes, None] for y in (x.q, x.k, x.v))

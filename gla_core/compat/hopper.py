@@ -13,16 +13,19 @@ import torch
 WIDTHS = range(33, 129)
 """The key and the value widths."""
 IN_WORDS = "on Hopper in bfloat16 with K and V from 33 to 128"
-NOT_COMPUTED = f"neither on a CPU, nor {IN_WORDS}"
-"""The reason of a call that is left to the original."""
 
 
 def computes_delta_rule(q: Any, v: Any) -> bool:
     """Returns whether the kernels for Hopper compute a delta rule of q [B, T, H, K] and v [B, T, Hv, V]."""
-    return q.shape[3] in WIDTHS and v.shape[3] in WIDTHS and is_measured(q)
+    return q.shape[3] in WIDTHS and v.shape[3] in WIDTHS and is_bfloat16_on_hopper(q)
 
 
-def is_measured(x: Any) -> bool:
-    """Returns whether tokens are those of the measurements: bfloat16, on Hopper."""
+def is_bfloat16_on_hopper(x: Any) -> bool:
+    """Returns whether a tensor has the dtype and is on a GPU of the kind with which calls were measured."""
     on_gpu = x.dtype == torch.bfloat16 and x.device.type == "cuda"
     return on_gpu and torch.cuda.get_device_capability(x.device) == (9, 0)
+
+
+def neither(words: str) -> str:
+    """Returns the reason of a call that is left to the original, though calls that `words` say are computed here."""
+    return f"neither on a CPU, nor {words}"

@@ -58,12 +58,12 @@ def explain(call: OpCall, cut: bool) -> list[str]:
     gpu = gpu_of_call(call)
     if (half := halves.call_of_halves(call, gpu, cut)) is not None:
         return [f"{line}, for both halves of the values" for line in explain(half, cut)]
-    reason = sm90.refusal(call, gpu, cut)
-    if reason is None:
-        states = "" if call.scalars["checkpoint_every"] == CHUNK else "delta.sm90.forward, "
+    planned = plan(call, gpu, cut)
+    if planned.refusal is None:
+        states = "" if planned.forward is None else "delta.sm90.forward, "
         return [f"kernel delta.sm90.gradients after {states}delta.sm90.backward_pairs and delta.sm90.backward"]
     general = "kernel delta.general.gradients after delta.general.pairs and delta.general.backward"
-    return [general, f"not delta.sm90.backward: {reason}"]
+    return [general, f"not delta.sm90.backward: {planned.refusal}"]
 
 
 def plan(call: OpCall, gpu: Gpu, cut: bool) -> BackwardPlan:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import OpCall, contiguous_layout
+from gla_core.dispatch.backend import OP_PARAMETERS, Layout, OpCall, contiguous_layout
 from gla_core.dispatch.tensors import wide
 from gla_triton_kernels.delta.plan import has_key_gates
 from gla_triton_kernels.delta.sm90 import backward_calls as sm90
@@ -39,64 +39,52 @@ def call_of_halves(call: OpCall, gpu: Gpu, cut: bool) -> OpCall | None:
     return half if sm90.refusal(half, gpu, cut) is None else None
 
 
-def _layouts(call: OpCall) -> dict[str, Any]:
+def _layouts(call: OpCall) -> dict[str, Layout]:
     """Returns the layouts of the tensors of the halves."""
     layouts = dict(call.layouts)
-    for name in layouts.keys() & {"v", "do", "g", "beta", "initial_state", "checkpoints", "dstate"}:
-        *outer, last = layouts[name].shape
-        if name in ("v", "do"):
-            shape, dtype = (*outer[:2], 2 * outer[2], last // 2), layouts[name].dtype
-        elif name in ("g", "beta"):
-            shape, dtype = (*outer, 2 * last), torch.float32
-        else:
-            shape, dtype = (*outer[:-2], 2 * outer[-2], outer[-1], last // 2), layouts[name].dtype
-        layouts[name] = contiguous_layout(shape, dtype)
+    for name in TO_HALVES.keys() & layouts.keys():
+        x = TO_HALVES[name](torch.empty(layouts[name].shape, dtype=layouts[name].dtype, device="meta"))
+        layouts[name] = contiguous_layout(tuple(x.shape), x.dtype)
     return layouts
 
 
 def joined(run: Callable[..., tuple], call: OpCall) -> Callable[..., tuple]:
     """Returns the function that computes a call by `run`, which computes the call of its halves."""
-    Hv = call.dims["Hv"]
+    Hv, names = call.dims["Hv"], OP_PARAMETERS[call.op]
 
-    def run_halves(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor | None,
-        beta: Tensor,
-        scale: float,
-        initial_state: Tensor | None,
-        cu_seqlens: Tensor | None,
-        checkpoints: Tensor | None,
-        checkpoint_every: int | None,
-        do: Tensor,
-        dstate: Tensor | None,
-        gate_normalizer: int | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
-        initial_state, checkpoints, dstate = map(_halves_of_states, (initial_state, checkpoints, dstate))
-        tokens = (q, k, _halves_of_values(v), _for_both(g), _for_both(beta))
-        states = (initial_state, cu_seqlens, checkpoints, checkpoint_every)
-        dq, dk, dv, dg, dbeta, dinitial = run(*tokens, scale, *states, _halves_of_values(do), dstate, gate_normalizer)
-        dbeta = dbeta.unflatten(2, (Hv, 2)).sum(3).to(beta.dtype)
-        if g is not None:
-            dg = dg.unflatten(2, (Hv, 2)).sum(3).to(g.dtype)
+    def summed(dx: Tensor, x: Tensor | None) -> Tensor | None:
+        """Returns the gradient of x [B, T, Hv], from those of both halves [B, T, 2 Hv]."""
+        return None if x is None else dx.unflatten(2, (Hv, 2)).sum(3).to(x.dtype)
+
+    def run_halves(*arguments: Any) -> tuple[Tensor | None, ...]:
+        whole = dict(zip(names, arguments, strict=True))
+        halves = (TO_HALVES[name](x) if name in TO_HALVES and x is not None else x for name, x in whole.items())
+        dq, dk, dv, dg, dbeta, dinitial = run(*halves)
         if dinitial is not None:
             dinitial = dinitial.unflatten(1, (Hv, 2)).movedim(2, 3).flatten(3)
-        return dq, dk, dv.view(v.shape), dg, dbeta, dinitial
+        return dq, dk, dv.view(whole["v"].shape), summed(dg, whole["g"]), summed(dbeta, whole["beta"]), dinitial
 
     return run_halves
 
 
-def _halves_of_values(x: Tensor) -> Tensor:
+def _halve_values(x: Tensor) -> Tensor:
     """Returns x [B, T, Hv, V] as [B, T, 2 Hv, V / 2], which is a copy only if x is not contiguous."""
     return x.contiguous().unflatten(3, (2, -1)).flatten(2, 3)
 
 
-def _halves_of_states(x: Tensor | None) -> Tensor | None:
+def _halve_states(x: Tensor) -> Tensor:
     """Returns a copy of states [.., Hv, K, V] as [.., 2 Hv, K, V / 2]."""
-    return None if x is None else x.unflatten(-1, (2, -1)).movedim(-2, -3).flatten(-4, -3).contiguous()
+    return x.unflatten(-1, (2, -1)).movedim(-2, -3).flatten(-4, -3).contiguous()
 
 
-def _for_both(x: Tensor | None) -> Any:
+def _repeat(x: Tensor) -> Tensor:
     """Returns x [B, T, Hv] as float32 numbers [B, T, 2 Hv] of both halves."""
-    return None if x is None else x.to(wide(x.dtype)).repeat_interleave(2, 2)
+    return x.to(wide(x.dtype)).repeat_interleave(2, 2)
+
+
+TO_HALVES: dict[str, Callable[[Tensor], Tensor]] = {
+    **dict.fromkeys(("v", "do"), _halve_values),
+    **dict.fromkeys(("g", "beta"), _repeat),
+    **dict.fromkeys(("initial_state", "checkpoints", "dstate"), _halve_states),
+}
+"""For each argument that is another one in the call of the halves: the function that computes it."""

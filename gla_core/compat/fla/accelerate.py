@@ -279,23 +279,30 @@ def _not_on_cpu(arguments: Mapping[str, Any]) -> str | None:
 
 
 def _slow_delta_rule(arguments: Mapping[str, Any]) -> str | None:
-    more = _more(arguments)
-    if more is not None or _not_on_cpu(arguments) is None or hopper.computes_delta_rule(arguments["q"], arguments["v"]):
-        return more
-    return hopper.NOT_COMPUTED
+    def is_measured() -> bool:
+        return hopper.computes_delta_rule(arguments["q"], arguments["v"])
+
+    return _more(arguments) or _not_measured(arguments, is_measured, hopper.IN_WORDS)
 
 
 def _slots(arguments: Mapping[str, Any]) -> str | None:
-    q, v = arguments["q"], arguments["v"]
-    is_narrow = max(q.shape[3], v.shape[3]) <= 128
-    is_here = _not_on_cpu(arguments) is None or (is_narrow and hopper.is_measured(q))
-    return None if is_here else f"neither on a CPU, nor {SLOTS}"
+    def is_measured() -> bool:
+        q, v = arguments["q"], arguments["v"]
+        return max(q.shape[3], v.shape[3]) <= 128 and hopper.is_bfloat16_on_hopper(q)
+
+    return _not_measured(arguments, is_measured, SLOTS)
 
 
 def _bonus(arguments: Mapping[str, Any]) -> str | None:
-    r = arguments["r"]
-    is_here = _not_on_cpu(arguments) is None or (r.shape[1] > 1 and hopper.is_measured(r))
-    return None if is_here else f"neither on a CPU, nor {BONUS}"
+    def is_measured() -> bool:
+        return arguments["r"].shape[1] > 1 and hopper.is_bfloat16_on_hopper(arguments["r"])
+
+    return _not_measured(arguments, is_measured, BONUS)
+
+
+def _not_measured(arguments: Mapping[str, Any], is_measured: Callable[[], bool], words: str) -> str | None:
+    """Returns a reason if a call is neither on a CPU nor one of those, as `words` say, that were measured."""
+    return None if _not_on_cpu(arguments) is None or is_measured() else hopper.neither(words)
 
 
 def _several_calls(arguments: Mapping[str, Any]) -> str | None:
