@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gla_core.dispatch.backend import KnownDevice, OpCall, Prepared
-from gla_core.ops import ABSTRACT_OPS
+from gla_core.ops import ABSTRACT_OPS, _results
 from gla_core.ops.spec import picker
 
 Prepare = Callable[[OpCall], Callable[..., Any]]
@@ -25,9 +25,12 @@ def described(op: str, *arguments: Any) -> OpCall:
 
 
 def call_prepared(op: str, prepare: Prepare, *arguments: Any) -> Any:
-    """Prepares a call of an abstract op, and returns what it computes."""
+    """Prepares a call of an abstract op, and returns what it computes, after the checks that every first call makes."""
     spec = ABSTRACT_OPS[op]
-    return prepare(described(op, *arguments))(*spec.complete(arguments, {})[: len(spec.contract)])
+    complete = spec.complete(arguments, {})
+    results = prepare(described(op, *arguments))(*complete[: len(spec.contract)])
+    _results.check(op, results, spec.expected(*complete), complete)
+    return results
 
 
 def preparing(backend: str, op: str) -> Prepare:

@@ -61,10 +61,16 @@ def joined(run: Callable[..., tuple], call: OpCall) -> Callable[..., tuple]:
         halves = (TO_HALVES[name](x) if name in TO_HALVES and x is not None else x for name, x in whole.items())
         dq, dk, dv, dg, dbeta, dinitial = run(*halves)
         if dinitial is not None:
-            dinitial = dinitial.unflatten(1, (Hv, 2)).movedim(2, 3).flatten(3)
-        return dq, dk, dv.view(whole["v"].shape), summed(dg, whole["g"]), summed(dbeta, whole["beta"]), dinitial
+            by_rows = dinitial.unflatten(1, (Hv, 2)).movedim(2, 3)  # [N, Hv, K, 2, V / 2]
+            dinitial = _in_shape(by_rows, (*by_rows.shape[:3], call.dims["V"]))
+        return dq, dk, _in_shape(dv, whole["v"].shape), summed(dg, whole["g"]), summed(dbeta, whole["beta"]), dinitial
 
     return run_halves
+
+
+def _in_shape(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Returns x, which is not used afterwards, in another shape. PyTorch sees no view, which ops must not return."""
+    return torch.ops.aten._unsafe_view(x.contiguous(), shape)
 
 
 def _halve_values(x: Tensor) -> Tensor:
