@@ -110,7 +110,8 @@ def missed_gradients(seed, device, backend):
     every = kind.choice([None, 64, 128])
     if every is not None:
         z = on_cpu(x)
-        states = oracle.chunk_gla_checkpoints(z.q, z.k, z.v, z.g, z.initial_state, z.cu_seqlens, every)
+        tokens = z.q, z.k, z.v, z.g
+        *_, states = oracle.chunk_gla_with_checkpoints(*tokens, None, z.initial_state, z.cu_seqlens, every)
         y |= {"checkpoints": states.to(device, checkpoint_dtype(dtype)), "checkpoint_every": every}
     without_dstate = kind.random() < 0.3
     actual = run("chunk_gla_bwd", {**y, "do": do, "dstate": None if without_dstate else dstate}, backend.name)

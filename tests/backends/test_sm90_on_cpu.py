@@ -155,8 +155,9 @@ def states_of(x, dtype=torch.float32):
     return unwritten(N, x.v.shape[2], x.k.shape[3], x.v.shape[3], dtype=dtype)
 
 
-def expected_checkpoints(x, every=64):
-    return oracle.chunk_gla_checkpoints(x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens, every)
+def expected_results(x):
+    """Returns the oracle's outputs, final states and checkpoints."""
+    return oracle.chunk_gla_with_checkpoints(x.q, x.k, x.v, x.g, None, x.initial_state, x.cu_seqlens, 64)
 
 
 TF32 = 1e-3
@@ -191,10 +192,8 @@ def check_forward(
         x = dataclasses.replace(x, **{n: getattr(x, n).abs() * f for n, f in zip("qkv", factors, strict=True)})
     y = with_log_gates(x, normalizer)
     (B, T, Hq, K), (Hv, V) = x.q.shape, x.v.shape[2:]
-    wanted, dtype, kept = expected_checkpoints(y), x.q.dtype, checkpoint_dtype(x.q.dtype)
-    o, final = unwritten(B, T, max(Hq, Hv), V, dtype=dtype), states_of(x)
-    checkpoints = torch.zeros_like(wanted, dtype=kept)
-    tensors = Tensors(x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens, o, final, checkpoints)
+    dtype, o, final = x.q.dtype, unwritten(B, T, max(Hq, Hv), V, dtype=x.q.dtype), states_of(x)
+    tensors = Tensors(x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens, o, final)
     skip, gate = 0.0, 1.0
     if gated:
         z = 3 * torch.randn(B, T, Hv, 2 * V).to(dtype)[..., :V]
@@ -205,7 +204,9 @@ def check_forward(
         tensors = tensors._replace(v_factor=factor, skip=D)
         skip, v = x.v.double() * (D if D.ndim == 2 else D[:, None]), x.v.double() * factor[..., None]
         y = dataclasses.replace(y, v=v)
-        wanted = expected_checkpoints(y)
+    expected_o, *expected_states = expected_results(y)
+    checkpoints = torch.zeros_like(expected_states[1], dtype=checkpoint_dtype(dtype))
+    tensors = tensors._replace(checkpoints=checkpoints)
     segments = whole(B, T, x.cu_seqlens, o)
     columns = warpgroup_columns(K)
     BV = BV or (columns if columns >= V else 2 * columns)
@@ -219,11 +220,10 @@ def check_forward(
         alone = tensors._replace(o=None, skip=None, z=None, final_state=None, checkpoints=kept_alone)
         gluon_on_cpu.run(kernel.launch_outputs(plan, alone, segments, K**-0.5, 64, normalizer))
         assert relative_error(alone.checkpoints, checkpoints) <= (1e-6 if dtype == BFLOAT16 else budget(dtype))
-    expected_o, expected_final = oracle.chunk_gla(y.q, y.k, y.v, y.g, None, y.initial_state, y.cu_seqlens)
     if skips and x.cu_seqlens is not None:
         skip[:, int(x.cu_seqlens[-1]) :] = 0.0
     expected_o = (expected_o + skip) * gate
-    for actual, truth in zip((o, final, checkpoints), (expected_o, expected_final, wanted), strict=True):
+    for actual, truth in zip((o, final, checkpoints), (expected_o, *expected_states), strict=True):
         assert relative_error(actual, truth) <= budget(dtype)
 
 
@@ -496,12 +496,12 @@ def check_gradients(
     dinitial = None if x.initial_state is None else unwritten(len(x.initial_state), Ho, K, V, dtype=torch.float32)
     keys = Ho if heads is None else H
     results = *(unwritten(B, T, *size, dtype=dtype) for size in ((keys, K), (keys, K), (Ho, V))), dg, dinitial
-    checkpoints = expected_checkpoints(with_log_gates(x, normalizer)).to(checkpoint_dtype(dtype))
     per_channel = skips == "channel"
     factor, skip = (torch.rand(B, T, Hv), torch.randn((Hv, V) if per_channel else Hv)) if skips else (None, None)
+    y = x if factor is None else dataclasses.replace(x, v=x.v * factor[..., None])
+    *_, checkpoints = expected_results(with_log_gates(y, normalizer))
+    checkpoints = checkpoints.to(checkpoint_dtype(dtype))
     if factor is not None:
-        y = with_log_gates(dataclasses.replace(x, v=x.v * factor[..., None]), normalizer)
-        checkpoints = expected_checkpoints(y).to(checkpoint_dtype(dtype))
         factor[:, end:] = torch.nan
     terms = (B, T, Hv), (Hv, V) if per_channel else (B, T, Hv)  # of dfactor and dskip
     more = (factor, skip, *(unwritten(*shape, dtype=torch.float32) if skips else None for shape in terms))

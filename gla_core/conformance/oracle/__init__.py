@@ -22,7 +22,6 @@ from gla_core.conformance.oracle.delta import (
 )
 from gla_core.conformance.oracle.gla import (
     chunk_gla,
-    chunk_gla_checkpoints,
     chunk_gla_gradient_summary,
     chunk_gla_pool,
     chunk_gla_summary,

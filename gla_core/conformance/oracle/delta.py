@@ -12,6 +12,7 @@ from torch import Tensor
 from gla_core.conformance.oracle.gla import alpha_of, chunk_gla
 from gla_core.conformance.oracle.pools import (
     for_value_heads,
+    over_sequences,
     prompts_in_pool,
     replay_in_pool,
     step_in_pool,
@@ -40,22 +41,8 @@ def chunk_delta(
     Returns:
         o [B, T, Hv, V] and the final state [N, Hv, K, V], both float64. o is 0 in rows that belong to no sequence.
     """
-    x = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
-    if cu_seqlens is not None:
-        offsets = cu_seqlens.tolist()
-        o, states = [zero_rows(q, v, offsets[0])], [zero_state(q, k, v)[:0]]
-        for i, part in enumerate(_sequences(cu_seqlens, **x)):
-            before = None if initial_state is None else initial_state[i : i + 1]
-            rows, state = chunk_delta(**part, scale=scale, initial_state=before)
-            o.append(rows)
-            states.append(state)
-        return torch.cat([*o, zero_rows(q, v, q.shape[1] - offsets[-1])], 1), torch.cat(states)
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
-    state = start = zero_state(q, k, v) if initial_state is None else initial_state.double()
-    o, queries = [], for_value_heads(q, v)
-    for t, (_, state) in enumerate(_steps(x, start)):
-        o.append(factor * (queries[:, t, :, None] @ state)[:, :, 0])
-    return torch.stack(o, 1) if o else zero_rows(q, v, 0), state
+    o, state = chunk_delta_with_checkpoints(q, k, v, g, beta, scale, initial_state, cu_seqlens)
+    return o, state
 
 
 def chunk_delta_with_checkpoints(
@@ -70,26 +57,15 @@ def chunk_delta_with_checkpoints(
     checkpoint_every: int | None = None,
 ) -> tuple[Tensor, ...]:
     """Returns the results of `chunk_delta`, and the checkpoints if `checkpoint_every` is not None."""
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+
+    def sequence(x: Mapping[str, Any], state: Tensor) -> tuple[Tensor, list[Tensor]]:
+        states, q = [state, *(after for _, after in _steps(x, state))], for_value_heads(x["q"], x["v"])
+        o = [factor * (q_t[:, :, None] @ after)[:, :, 0] for q_t, after in zip(q.unbind(1), states[1:], strict=True)]
+        return torch.stack(o, 1) if o else zero_rows(q, x["v"], 0), states
+
     x = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
-    results = chunk_delta(**x, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
-    if checkpoint_every is None:
-        return results
-    starts = zero_state(q, k, v) if initial_state is None else initial_state.double()
-    if cu_seqlens is None:
-        return *results, _checkpoints(x, starts, checkpoint_every)
-    N = len(cu_seqlens) - 1
-    checkpoints = zero_state(q, k, v)[:, None].repeat(1, N + q.shape[1] // checkpoint_every, 1, 1, 1)
-    for i, part in enumerate(_sequences(cu_seqlens, **x)):
-        start = zero_state(q, k, v) if initial_state is None else initial_state[i : i + 1].double()
-        kept, first = _checkpoints(part, start, checkpoint_every), i + int(cu_seqlens[i]) // checkpoint_every
-        checkpoints[:, first : first + kept.shape[1]] = kept
-    return *results, checkpoints
-
-
-def _checkpoints(x: Mapping[str, Any], state: Tensor, every: int) -> Tensor:
-    """Returns the states [B, n, Hv, K, V] before every `every`-th token, from those before the first."""
-    states = [state, *(after for _, after in _steps(x, state))][:-1]
-    return torch.stack(states[::every], 1) if states else state[:, None][:, :0]
+    return over_sequences(sequence, x, initial_state, cu_seqlens, checkpoint_every)
 
 
 def _steps(x: Mapping[str, Any], state: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

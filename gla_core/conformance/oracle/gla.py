@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gla_core.conformance.oracle.pools import (
     for_value_heads,
+    over_sequences,
     prompts_in_pool,
     replay_in_pool,
     step_in_pool,
@@ -17,7 +20,6 @@ from gla_core.conformance.oracle.pools import (
     tokens_of,
     used_rows,
     zero_rows,
-    zero_state,
 )
 
 
@@ -38,48 +40,8 @@ def chunk_gla(
     Returns:
         o [B, T, Ho, V] and the final state [N, Hv, K, V], both float64. o is 0 in rows that belong to no sequence.
     """
-    if cu_seqlens is not None:
-        return _packed_chunk_gla(q, k, v, g, scale, initial_state, cu_seqlens)
-    q, k, v = for_value_heads(q, v), for_value_heads(k, v), v.double()
-    alpha = alpha_of(g, v)
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
-    state = zero_state(q, k, v) if initial_state is None else initial_state.double()
-    states = []
-    for k_t, v_t, alpha_t in zip(k.unbind(1), v.unbind(1), alpha.unbind(1), strict=True):
-        state = _next_state(k_t, v_t, alpha_t, state)
-        states.append(state)
-    o = _read(q, torch.stack(states, dim=1), factor) if states else zero_rows(q, v, 0)
+    o, state = chunk_gla_with_checkpoints(q, k, v, g, scale, initial_state, cu_seqlens)
     return o, state
-
-
-def chunk_gla_checkpoints(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    every: int,
-) -> Tensor:
-    """Returns the states [B, n, H, K, V] before every `every`-th token of a sequence, in float64; unused rows are 0."""
-    T = q.shape[1]
-    if cu_seqlens is None:
-        states = []
-        state = zero_state(q, k, v) if initial_state is None else initial_state.double()
-        for t in range(0, T, every):
-            states.append(state)
-            rows = slice(t, t + every)
-            _, state = chunk_gla(q[:, rows], k[:, rows], v[:, rows], tokens_of(g, t, t + every), None, state)
-        return torch.stack(states, dim=1) if states else zero_state(q, k, v)[:, None][:, :0]
-    N = len(cu_seqlens) - 1
-    checkpoints = zero_state(q, k, v)[:, None].repeat(1, N + T // every, 1, 1, 1)
-    for i, (a, b) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
-        gate = tokens_of(g, a, b)
-        before = None if initial_state is None else initial_state[i : i + 1]
-        states = chunk_gla_checkpoints(q[:, a:b], k[:, a:b], v[:, a:b], gate, before, None, every)
-        first = i + a // every
-        checkpoints[:, first : first + states.shape[1]] = states
-    return checkpoints
 
 
 def chunk_gla_with_checkpoints(
@@ -93,10 +55,17 @@ def chunk_gla_with_checkpoints(
     checkpoint_every: int | None = None,
 ) -> tuple[Tensor, ...]:
     """Returns the results of `chunk_gla`, and the checkpoints if `checkpoint_every` is not None."""
-    results = chunk_gla(q, k, v, g, scale, initial_state, cu_seqlens)
-    if checkpoint_every is None:
-        return results
-    return *results, chunk_gla_checkpoints(q, k, v, g, initial_state, cu_seqlens, checkpoint_every)
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+
+    def sequence(x: Mapping[str, Any], state: Tensor) -> tuple[Tensor, list[Tensor]]:
+        q, k, v = for_value_heads(x["q"], x["v"]), for_value_heads(x["k"], x["v"]), x["v"].double()
+        states = [state]
+        for k_t, v_t, alpha_t in zip(k.unbind(1), v.unbind(1), alpha_of(x["g"], v).unbind(1), strict=True):
+            states.append(_next_state(k_t, v_t, alpha_t, states[-1]))
+        o = zero_rows(q, v, 0) if len(states) == 1 else _read(q, torch.stack(states[1:], 1), factor)
+        return o, states
+
+    return over_sequences(sequence, {"q": q, "k": k, "v": v, "g": g}, initial_state, cu_seqlens, checkpoint_every)
 
 
 def chunk_ssd(
@@ -260,27 +229,6 @@ def _read(q: Tensor, state: Tensor, scale: float) -> Tensor:
     """Returns the outputs [..., Hq, V] of queries q [..., Hq, K] for states [..., H, K, V]."""
     q = q.unflatten(-2, (state.shape[-3], -1))  # [..., H, Hq/H, K]
     return scale * (q @ state).flatten(-3, -2)
-
-
-def _packed_chunk_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    scale: float | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Computes each sequence on its own. o is 0 in the rows before the first sequence and after the last."""
-    o, states = [zero_rows(q, v, int(cu_seqlens[0]))], [zero_state(q, k, v)[:0]]
-    for i, (a, b) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
-        gate = tokens_of(g, a, b)
-        before = None if initial_state is None else initial_state[i : i + 1]
-        o_i, state = chunk_gla(q[:, a:b], k[:, a:b], v[:, a:b], gate, scale, before)
-        o.append(o_i)
-        states.append(state)
-    o.append(zero_rows(q, v, q.shape[1] - int(cu_seqlens[-1])))
-    return torch.cat(o, dim=1), torch.cat(states)
 
 
 chunk_gla_pool = prompts_in_pool(chunk_gla)

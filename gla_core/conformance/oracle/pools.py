@@ -1,4 +1,4 @@
-"""The meaning of ops on states in a pool, in float64, by the oracle of the op over sequences.
+"""The meaning of ops on packed sequences and on states in a pool, in float64, by that of an op on a sequence.
 
 The tokens of a family, such as q, k, v and g, are the arguments that these functions do not name.
 """
@@ -14,6 +14,47 @@ from torch import Tensor
 
 Whole = Callable[..., tuple[Tensor, Tensor]]
 """Takes tokens [B, T, ..], the scale and the initial state by name; returns o and the final state."""
+
+
+def over_sequences(
+    sequence: Callable[[Mapping[str, Any], Tensor], tuple[Tensor, list[Tensor]]],
+    x: Mapping[str, Any],
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    every: int | None,
+) -> tuple[Tensor, ...]:
+    """Computes tokens x, each packed sequence on its own.
+
+    Args:
+        sequence: takes tokens by name and the state before them; returns o, and the states before each token and after
+            the last one.
+        every: the number of tokens from one checkpoint to the next; None asks for no checkpoints.
+
+    Returns:
+        o [B, T, Ho, V], 0 in rows that belong to no sequence; the final state [N, Hv, K, V]; and, if asked for, the
+        checkpoints [B, n, Hv, K, V], 0 in rows that hold none.
+    """
+    if cu_seqlens is None:
+        o, states = sequence(x, zero_state(**x) if initial_state is None else initial_state.double())
+        if every is None:
+            return o, states[-1]
+        kept = states[:-1:every]
+        return o, states[-1], torch.stack(kept, 1) if kept else states[0][:, None][:, :0]
+    q, v, offsets, none = x["q"], x["v"], cu_seqlens.tolist(), zero_state(**x)
+    o, finals = [zero_rows(q, v, offsets[0])], [none[:0]]
+    rows = 0 if every is None else len(offsets) - 1 + q.shape[1] // every
+    checkpoints = none[:, None].repeat(1, rows, 1, 1, 1)
+    for n, (a, b) in enumerate(itertools.pairwise(offsets)):
+        before = None if initial_state is None else initial_state[n : n + 1]
+        o_n, final, *kept = over_sequences(sequence, span(x, a, b), before, None, every)
+        o.append(o_n)
+        finals.append(final)
+        if every is not None:
+            first = n + a // every
+            checkpoints[:, first : first + kept[0].shape[1]] = kept[0]
+    o.append(zero_rows(q, v, q.shape[1] - offsets[-1]))
+    results = torch.cat(o, 1), torch.cat(finals)
+    return results if every is None else (*results, checkpoints)
 
 
 def prompts_in_pool(whole: Whole) -> Callable[..., tuple[Tensor, dict[int, Tensor]]]:
