@@ -27,7 +27,16 @@ from gla_core.compat.transformers.one_token import groups_of
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: make test-fla")
 
-from gla_transformers import causal_convolution, few_rows, few_rows_kernel, gated, mamba2
+from gla_transformers import (
+    causal_convolution,
+    few_rows,
+    few_rows_kernel,
+    gated,
+    generation,
+    graphs,
+    hybrid_generation,
+    mamba2,
+)
 from gla_triton_runtime import prepared
 from tests.compat.conftest import counted
 
@@ -494,6 +503,25 @@ def test_beams(name, options, by_kernels):
         assert torch.equal(model.generate(tokens_of()[:1], **how), expected)
     if by_kernels:
         assert by_kernels["product"] == 2 * 5 * len(blocks_of(model))
+
+
+@pytest.mark.parametrize("padding", [0, 9])
+def test_keys_that_stay_in_place_for_graphs(model, padding, monkeypatch):
+    """A call stands for its graph here; gla_transformers' test_loop.py compares whole generations."""
+    if getattr(model.config, "mamba_rms_norm", False) and not hasattr(transformers.Cache, "get_recurrent_state"):
+        pytest.skip("5.17: transformers' own generation fails")
+    monkeypatch.setitem(graphs.CAPTURES, "cpu", lambda call, device, beside: call)
+    monkeypatch.setattr(graphs, "BEFORE", 0)
+    tokens, mask = tokens_of(), torch.ones(2, 40, dtype=torch.long)
+    mask[0, :padding] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+    with accelerate():
+        with monkeypatch.context() as patched:
+            patched.setattr(generation, "rules", lambda *_: None)
+            expected = model.generate(tokens, **options)
+        assert torch.equal(model.generate(tokens, **options), expected)
+    by_index = ("Qwen4ExpForCausalLM", "Glm5NextForConditionalGeneration")  # whose generation is transformers' own
+    assert (model in hybrid_generation._graphs) == (type(model).__name__ not in by_index)
 
 
 def test_checkpoints_in_training(monkeypatch):

@@ -15,7 +15,7 @@ from types import ModuleType
 from gla_core.compat.mamba_ssm import kernels
 from gla_core.compat.replace import LOCK, Acceleration, MethodReplacement, Replacement, replacement
 from gla_core.compat.transformers.delta import GATED_DELTA_RULE, KIMI_DELTA_ATTENTION
-from gla_core.compat.transformers.family import Family
+from gla_core.compat.transformers.family import Family, loops
 from gla_core.compat.transformers.lightning import LIGHTNING_ATTENTION
 from gla_core.compat.transformers.mamba2 import MAMBA2
 from gla_core.dispatch.errors import check_known
@@ -35,7 +35,7 @@ def accelerate(*models: str) -> Acceleration:
     negative `time_step_limit`; for a delta rule, packed sequences without `cu_seqlens`.
 
     If `gla_transformers` is imported, its kernels compute convolutions, norms and the decoding step on a GPU, and the
-    products and the residual of a decoding step of a few sequences. `Mamba2ForCausalLM` generates by its loop.
+    products and the residual of a decoding step of a few sequences. `generate` takes its loop.
 
     Args:
         models: names among `MODELS`; by default all that the installed transformers has. Functions that are replaced
@@ -66,7 +66,7 @@ def accelerate(*models: str) -> Acceleration:
                 for name, new in family.functions.items()
                 for module in present
             ]
-            wanted += [method for module in present for method in family.methods(module)]
+            wanted += [method for module in present for method in (*family.methods(module), *loops(module))]
         return Acceleration("transformers", wanted, NOTE if kernels.provided else NO_KERNELS)
 
 

@@ -26,7 +26,8 @@ MIXER_NAMES = NAMES | {"float32", "functional", "mamba_rms_norm", "mup_vector", 
 
 def layers(module: ModuleType) -> list[type]:
     """Returns the classes of layers in a model's module that `forward` computes for sequences."""
-    return [x for x in classes_of(module) if is_known(x, {"A_log", "mamba_rms_norm", "mup_vector"}, MIXER_NAMES)]
+    needed = {"A_log", "get_recurrent_state", "mamba_rms_norm", "mup_vector"}  # older caches have no such method
+    return [x for x in classes_of(module) if is_known(x, needed, MIXER_NAMES)]
 
 
 def forward(

@@ -1,4 +1,6 @@
-"""Describes what is replaced in the models of a family, and computes the convolutions, which the families share."""
+"""Describes what is replaced in the models of a family, and replaces what families share: convolutions and the loop of
+`generate`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gla_core.compat.mamba_ssm import kernels
-from gla_core.compat.replace import LeftOut, MethodReplacement
+from gla_core.compat.replace import LeftOut, MethodReplacement, classes_of, method_replacement
 
 
 class Function(NamedTuple):
@@ -54,6 +56,19 @@ def packed_or_differentiable(arguments: Mapping[str, Any]) -> str | None:
     return packed(arguments)
 
 
+def loops(module: ModuleType) -> list[MethodReplacement]:
+    """Returns the replacements of the loop of `generate` in a model's module."""
+    generating = [x for x in classes_of(module) if x.__name__.endswith("ForCausalLM")]
+    return [method_replacement(x, _sample, LOOP, "_sample") for x in generating]
+
+
+def _sample(model: Any, input_ids: Tensor, *args: Any, **options: Any) -> Any:
+    """Computes the loop of `generate` for greedy search and sampling by a plugin."""
+    if kernels.provided is None or args:
+        return NotImplemented
+    return result_or_original(kernels.provided.sample(model, input_ids, **options))
+
+
 def _without_kernels(left_out: LeftOut) -> LeftOut:
     return lambda arguments: "gla_transformers is not imported" if kernels.provided is None else left_out(arguments)
 
@@ -79,6 +94,7 @@ def _convolve_sequences(
     return result_or_original(kernels.provided.convolve_sequences(hidden_states, weight, bias, activation))
 
 
+LOOP = "computed on a GPU in CUDA graphs by gla_transformers, if it is imported"
 BY_KERNEL = "computed on a GPU by a kernel of gla_transformers, if it is imported"
 CONVOLUTIONS: Mapping[str, Function] = {
     "causal_conv1d_fn": Function(_convolve_sequences, _without_kernels(packed), BY_KERNEL),

@@ -43,7 +43,6 @@ def _methods(module: ModuleType) -> list[MethodReplacement]:
         *(method_replacement(x, layer_forward, ONE_TOKEN) for x in one_token.layers(module)),
         *(method_replacement(x, gated_forward, GATED) for x in falcon_h1.layers(module)),
         *(method_replacement(x, block_forward, BLOCK) for x in one_token.blocks(module)),
-        *(method_replacement(x, _sample, LOOP, "_sample") for x in classes_of(module) if x.__name__ in GENERATING),
     ]
 
 
@@ -54,13 +53,6 @@ def _norm(layer: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Any:
     groups, gate_first = one_token.groups_of(layer, hidden_states.shape[-1]), one_token.gate_is_first(layer)
     weight, eps = layer.weight, layer.variance_epsilon
     return result_or_original(kernels.provided.norm(hidden_states, weight, gate, eps, groups, gate_first))
-
-
-def _sample(model: Any, input_ids: Tensor, *args: Any, **options: Any) -> Any:
-    """Computes the loop of `generate` for greedy search and sampling by a plugin."""
-    if kernels.provided is None or args:
-        return NotImplemented
-    return result_or_original(kernels.provided.sample(model, input_ids, **options))
 
 
 def _chunk_scan(
@@ -116,9 +108,6 @@ def _left_out(arguments: Mapping[str, Any]) -> str | None:
 ONE_TOKEN = "computed by gla_core for one token"
 GATED = "computed by gla_core for prompts, with the output gate in the scan"
 BLOCK = "computed for one token on a GPU by kernels of gla_transformers, if it is imported"
-LOOP = "computed on a GPU in CUDA graphs by gla_transformers, if it is imported"
-GENERATING = ("Mamba2ForCausalLM",)
-"""The classes of models without layers of attention, whose loop of `generate` is replaced."""
 MAMBA2 = Family(
     models=dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"), "5.16"),
     functions={

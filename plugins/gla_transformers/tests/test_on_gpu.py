@@ -6,7 +6,7 @@ import torch.nn.functional as F
 import transformers
 
 from gla_core.conformance.tolerances import GRADIENT, relative_error
-from gla_transformers import GLACache, accelerate, generation, loss, mamba2_generation
+from gla_transformers import GLACache, accelerate, generation, hybrid_generation, loss
 from gla_transformers.gated import forgetting
 
 # Without the repository's conftest.py, as the plugin is also tested, the marker skips nothing.
@@ -134,7 +134,7 @@ def check_loop(model, prompt, options, monkeypatch):
     for tokens, random in results[1:]:
         assert torch.equal(tokens, results[0][0])
         assert torch.equal(random, results[0][1])
-    graphs = model.model.graphs if hasattr(model, "model") else mamba2_generation._graphs[model]
+    graphs = hybrid_generation._graphs.get(model) or model.model.graphs
     assert not graphs.failed
     return [form[0] for slot in graphs.slots for form in slot.pieces if len(form) == 3]
 
@@ -146,9 +146,10 @@ def test_several_tokens_in_a_graph(model, prompt, options, monkeypatch):
     assert generation.TOKENS in check_loop(model, prompt, options, monkeypatch)
 
 
+@pytest.mark.parametrize("name", ["Mamba2", "Bamba", "FalconH1", "Qwen3_5"])
 @pytest.mark.parametrize("options", LOOPS[::3], ids=str)
-def test_several_tokens_of_mamba2_in_a_graph(prompt, options, monkeypatch):
-    model = mamba2(2)
+def test_several_tokens_of_hybrids_in_a_graph(name, hybrid_of, prompt, options, monkeypatch):
+    model = hybrid_of(name).cuda()
     with accelerate():
         assert generation.TOKENS in check_loop(model, prompt, options, monkeypatch)
 

@@ -89,7 +89,10 @@ class GLACache(Cache):
 
 
 class RecurrentStates:
-    """The states in a cache of transformers whose layers are all recurrent, with the methods of a `GLACache`."""
+    """The states in a cache of transformers at addresses that stay, with the methods of a `GLACache`.
+
+    They are states of recurrent layers, and keys and values of softmax attention in memory of a fixed size.
+    """
 
     compileable = False
 
@@ -98,8 +101,7 @@ class RecurrentStates:
 
     def tensors(self) -> list[Tensor]:
         """Returns the tensors of all states."""
-        states = (x for layer in self.cache.layers for x in (layer.conv_states, layer.recurrent_states))  # pyright: ignore[reportAttributeAccessIssue]
-        return [x for each in states for x in each.values() if x is not None]
+        return [x for layer in self.cache.layers for held in _held(layer) for x in held.values()]
 
     def kind(self) -> None:
         """Returns None: nothing."""
@@ -117,9 +119,21 @@ class RecurrentStates:
     def share_with(self, other: RecurrentStates) -> None:
         """Gives another cache these states in place of its own: tensors of its own, in the same memory."""
         for there, here in zip(other.cache.layers, self.cache.layers, strict=True):
-            for name in ("conv_states", "recurrent_states"):
-                states = {i: x.detach() for i, x in getattr(here, name).items() if x is not None}
-                getattr(there, name).update(states)
+            attributes, *states = _held(here)
+            vars(there).update({name: x.detach() for name, x in attributes.items()})
+            for name, held in zip(_RECURRENT, states, strict=False):
+                getattr(there, name).update({i: x.detach() for i, x in held.items()})
+
+
+_RECURRENT = ("conv_states", "recurrent_states")
+
+
+def _held(layer: Any) -> list[dict[Any, Tensor]]:
+    """Returns the states of a layer: those that are attributes, by name, and the recurrent ones, by number."""
+    attributes = vars(layer)
+    keys = {name: attributes.get(name) for name in ("keys", "values", "cumulative_length")}
+    recurrent = [attributes[name] for name in _RECURRENT if name in attributes]
+    return [{name: x for name, x in held.items() if isinstance(x, Tensor)} for held in (keys, *recurrent)]
 
 
 class Keys(NamedTuple):

@@ -16,7 +16,7 @@ from gla_transformers import few_rows
 from gla_transformers.causal_convolution import convolve_sequences
 from gla_transformers.dispatch import is_eager, is_taken, module_of
 from gla_transformers.gated import normed
-from gla_transformers.mamba2_generation import sample
+from gla_transformers.hybrid_generation import sample
 
 __all__ = ["convolve_sequences", "convolve_token", "norm", "product", "sample"]
 
