@@ -5,8 +5,9 @@ import inspect
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from transformers import AttentionInterface, GenerationMixin, LogitsProcessor, LogitsProcessorList, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from gla_transformers import GLACache, accelerate, generation, graphs, hybrid_generation
 from gla_transformers.cache import NAME
@@ -374,3 +375,13 @@ def test_what_of_hybrids_is_left_to_transformers(hybrid, tokens, left, ahead):
     if type(hybrid).__name__ == "Qwen3_5ForCausalLM":  # transformers lets few of them begin with embeddings
         hybrid.generate(inputs_embeds=torch.randn(3, 12, 32), max_new_tokens=2)
         assert len(left) == 5
+
+
+def test_keys_stay_in_place_only_for_attention_that_masks_them(hybrid, tokens, theirs, left, ahead):
+    AttentionInterface.register("without_masks", sdpa_attention_forward)
+    for attention in ("eager", "without_masks") if has_attention(hybrid) else ():
+        hybrid.set_attn_implementation(attention)
+        expected = theirs(hybrid, tokens, max_new_tokens=3)
+        left.clear()
+        assert torch.equal(hybrid.generate(tokens, max_new_tokens=3), expected)
+        assert bool(left) == (attention == "without_masks" or not ahead)

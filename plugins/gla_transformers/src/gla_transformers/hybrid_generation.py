@@ -33,6 +33,8 @@ FIXED: dict[Any, Any] = {
     )
 }
 """The classes of states whose keys grow, and for each the class that has them in memory of a fixed size."""
+MASKED = ("eager", "sdpa")
+"""Attention of transformers that masks keys; others, such as flash attention, would read all memory of a fixed size."""
 LEAST_CAPACITY = 256
 """The least number of tokens for which there is memory of a fixed size."""
 _ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
@@ -59,7 +61,9 @@ def sample(
     if not kinds <= {LAYER, WITHOUT_STATES, *FIXED} or any(getattr(x, "record_past", False) for x in cache.layers):
         return None
     grows = not kinds.isdisjoint(FIXED)
-    if grows and (input_ids.device.type not in CAPTURES or not _positions_are_known(input_ids, inputs)):
+    if grows and (input_ids.device.type not in CAPTURES or model.config._attn_implementation not in MASKED):
+        return None
+    if grows and not _positions_are_known(input_ids, inputs):
         return None
     asked = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus)
     rules = generation.rules(model, *asked, inputs.keys() - {"position_ids"} if grows else inputs)
