@@ -394,7 +394,7 @@ def demo(
 
 
 @app.command(
-    short_help="Continue a text with a GLA or HGRN2 model of transformers.",
+    short_help="Continue a text with a model of transformers.",
     epilog="\b\nExamples:\n  gla generate my_model --prompt 'Once upon a time'\n"
     "  gla generate my_model --prompt 'Once' --temperature 0 --device cpu --dtype float32 > story.txt",
 )
@@ -411,8 +411,9 @@ def generate(
         str | None, typer.Option(help="float64, float32, float16 or bfloat16; that of the weights by default.")
     ] = None,
 ) -> None:
-    """Continue a text with a GLA or HGRN2 model that transformers or flash-linear-attention has saved.
+    """Continue a text with a model that transformers or flash-linear-attention has saved.
 
+    The model is a GLA or HGRN2 model, or one of transformers with Mamba-2, a delta rule or lightning attention.
     The text is printed as it is generated.
 
     Needs the package gla-transformers. Looks for nothing outside the folder.

@@ -47,12 +47,12 @@ def ours():
 
 @pytest.fixture(scope="session")
 def hybrid_of():
-    """A function from a name in `HYBRIDS` to a model of transformers in evaluation mode."""
+    """A function from a name in `HYBRIDS` and options to a model of transformers in evaluation mode."""
 
-    def make(name):
+    def make(name, **options):
         torch.manual_seed(0)
         config = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
-        model = getattr(transformers, f"{name}ForCausalLM")(config(**SIZES | HYBRIDS[name])).eval()
+        model = getattr(transformers, f"{name}ForCausalLM")(config(**SIZES | HYBRIDS[name] | options)).eval()
         for weight in model.parameters():
             torch.nn.init.normal_(weight, std=0.3)  # so that positions and padding have an effect
         return model

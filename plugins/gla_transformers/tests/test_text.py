@@ -13,20 +13,22 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from gla_tools.command import app
-from gla_transformers import register
+from gla_transformers import accelerate, register, text
 from gla_transformers.text import Options, run_generate, speed
 
 PROMPT = "Once upon"
 
 
 @pytest.fixture
-def folder(ours, tmp_path, request):
+def folder(ours, hybrid_of, tmp_path, request):
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
-    model = ours(vocab_size=256, model_type=getattr(request, "param", "gla"))
+    kind = getattr(request, "param", "gla")
+    is_ours = kind in ("gla", "hgrn2")
+    model = ours(vocab_size=256, model_type=kind) if is_ours else hybrid_of(kind, vocab_size=256)
     model.lm_head.weight.data[[i for i, letter in enumerate(alphabet) if not letter.isascii()]] = 0
     model.save_pretrained(tmp_path)
     return tmp_path
@@ -42,11 +44,22 @@ def expected(folder, **how):
     tokens = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
     register()  # importing FLA takes the types over
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    return tokenizer.decode(model.generate(tokens, max_new_tokens=12, **how)[0]) + "\n"
+    with accelerate():  # transformers may have bound FLA's kernels, which need a GPU
+        return tokenizer.decode(model.generate(tokens, max_new_tokens=12, **how)[0]) + "\n"
 
 
-@pytest.mark.parametrize("folder", ["gla", "hgrn2"], indirect=True)
-def test_greedy(run, folder):
+@pytest.fixture
+def undone(monkeypatch):
+    """Has what `gla generate` replaces replaced until the end of a test alone."""
+    made = []
+    monkeypatch.setattr(text, "accelerate", lambda *names: made.append(accelerate(*names)))
+    yield made
+    for replacements in made:
+        replacements.undo()
+
+
+@pytest.mark.parametrize("folder", ["gla", "hgrn2", "Mamba2", "Qwen3_5"], indirect=True)
+def test_greedy(run, folder, undone):
     result = run(folder, "--prompt", PROMPT, "--max-new-tokens", 12, "--temperature", 0)
     assert (result.exit_code, result.stdout) == (0, expected(folder, do_sample=False))
     assert result.stdout.startswith(PROMPT)
@@ -119,7 +132,7 @@ def test_wrong_questions(run, says, folder, tmp_path):
     (folder / "config.json").write_text("[1]")
     assert "has no configuration that transformers reads" in says(folder, "--prompt", PROMPT)
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
-    assert "a model of type 'llama'; expected 'gla' or 'hgrn2'" in says(folder, "--prompt", PROMPT)
+    assert "a model of type 'llama'; expected one of 'gla', 'hgrn2', 'bamba'" in says(folder, "--prompt", PROMPT)
 
 
 def test_a_tokenizer_of_another_model(run, folder, ours):

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, TextStreamer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 from transformers.utils import logging
 
+from gla_core.compat.transformers.accelerate import MODELS as ACCELERATED
+from gla_core.compat.transformers.accelerate import accelerate
 from gla_transformers.configuration import GLAConfig, HGRN2Config
 from gla_transformers.modeling import GLAForCausalLM, HGRN2ForCausalLM
 
@@ -20,7 +22,7 @@ MODELS: dict[str | None, type[GLAForCausalLM]] = {
     GLAConfig.model_type: GLAForCausalLM,
     HGRN2Config.model_type: HGRN2ForCausalLM,
 }
-"""The models that are read, by the type that a configuration says."""
+"""The models of this package, by the type that a configuration says; others are those that `accelerate` serves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ def run_generate(options: Options) -> None:
     """Prints the prompt and the model's continuation, a word at a time, and then tokens a second to standard error.
 
     Raises:
-        ValueError: the folder has no GLA or HGRN2 model, lacks weights or a tokenizer, a file cannot be read, or the
+        ValueError: the folder has none of these models, lacks weights or a tokenizer, a file cannot be read, or the
             prompt has no tokens.
     """
     logging.set_verbosity_error()
@@ -53,9 +55,9 @@ def run_generate(options: Options) -> None:
     tokens = tokenizer(options.prompt, return_tensors="pt")["input_ids"].to(options.device)
     if tokens.shape[1] == 0:
         raise ValueError("the prompt has no tokens; pass some text as --prompt")
-    if tokens.max() >= model.vocab_size:
+    if tokens.max() >= (number := model.get_input_embeddings().num_embeddings):
         raise ValueError(
-            f"the prompt has token {tokens.max()} of a model with {model.vocab_size}; "
+            f"the prompt has token {tokens.max()} of a model with {number}; "
             "expected the tokenizer that the model was trained with"
         )
     sampling = {"do_sample": True, "temperature": options.temperature} if options.temperature else {"do_sample": False}
@@ -106,17 +108,33 @@ def _model(options: Options) -> Any:
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json; expected a folder that save_pretrained has written")
     kind = _read(folder, "configuration", lambda: GLAConfig.get_config_dict(folder)[0].get("model_type"))
-    if kind not in MODELS:
-        raise ValueError(f"{folder} has a model of type {kind!r}; expected {' or '.join(map(repr, MODELS))}")
+    made = _class_of(kind)
+    if made is None:
+        known = ", ".join(map(repr, [*MODELS, *ACCELERATED]))
+        raise ValueError(f"{folder} has a model of type {kind!r}; expected one of {known}")
     how: dict[str, Any] = {"dtype": options.dtype or "auto", "local_files_only": True}
     how |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # mismatches are refused below, by name
-    model, report = _read(folder, "model", lambda: MODELS[kind].from_pretrained(folder, **how))
+    model, report = _read(folder, "model", lambda: made.from_pretrained(folder, **how))
     if report["missing_keys"]:
         raise ValueError(f"{folder} lacks the weights {', '.join(sorted(report['missing_keys']))}")
     if report["mismatched_keys"]:
         name, actual, expected = min(report["mismatched_keys"])
         raise ValueError(f"{folder} has {name} {list(actual)}; expected {list(expected)}, as its config.json says")
     return model.to(options.device).eval()
+
+
+def _class_of(kind: str | None) -> Any:
+    """Returns the class that reads models of a type, whose layers then compute here; None if there is none."""
+    if kind in MODELS:
+        return MODELS[kind]
+    family = (kind or "").removesuffix("_text")  # as the language model of several kinds of input is called
+    if family not in ACCELERATED:
+        return None
+    try:
+        accelerate(family)
+    except ImportError as error:  # another version of transformers has the model
+        raise ValueError(str(error)) from None
+    return AutoModelForCausalLM
 
 
 def _tokenizer(folder: Path) -> Any:
