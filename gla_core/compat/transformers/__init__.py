@@ -3,6 +3,6 @@
 Importing this package does not import transformers; `accelerate` does. `use_gla_core` is the same function.
 """
 
-from gla_core.compat.transformers.accelerate import accelerate, use_gla_core
+from gla_core.compat.transformers.accelerate import MODELS, accelerate, use_gla_core
 
-__all__ = ["accelerate", "use_gla_core"]
+__all__ = ["MODELS", "accelerate", "use_gla_core"]

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+import transformers
+from transformers import AutoTokenizer, TextStreamer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from gla_core.compat.transformers.accelerate import MODELS as ACCELERATED
-from gla_core.compat.transformers.accelerate import accelerate
+from gla_core.compat.transformers import MODELS as ACCELERATED
+from gla_core.compat.transformers import accelerate
 from gla_transformers.configuration import GLAConfig, HGRN2Config
 from gla_transformers.modeling import GLAForCausalLM, HGRN2ForCausalLM
 
@@ -128,13 +130,14 @@ def _class_of(kind: str | None) -> Any:
     if kind in MODELS:
         return MODELS[kind]
     family = (kind or "").removesuffix("_text")  # as the language model of several kinds of input is called
-    if family not in ACCELERATED:
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind or "")
+    if family not in ACCELERATED or name is None:
         return None
     try:
         accelerate(family)
     except ImportError as error:  # another version of transformers has the model
         raise ValueError(str(error)) from None
-    return AutoModelForCausalLM
+    return getattr(transformers, name)  # FLA, once it is imported, has AutoModel read its own mamba2
 
 
 def _tokenizer(folder: Path) -> Any:
