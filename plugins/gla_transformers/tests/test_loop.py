@@ -333,34 +333,37 @@ def test_long_texts_have_more_room(hybrid, theirs, left, ahead):
 
 
 def states_of(cache):
-    """Returns copies of all states, keys and values of a cache, and the classes of its layers."""
+    """Returns all states, keys and values of a cache, and the classes of its layers."""
     states = []
     for layer in cache.layers:
         for name in ("conv_states", "recurrent_states"):
             states += list(getattr(layer, name, {}).values())
         states += [layer.keys, layer.values] if hasattr(layer, "keys") else []
-    return [x.clone() for x in states], list(map(type, cache.layers))
+    return states, list(map(type, cache.layers))
 
 
 def test_a_cache_of_a_hybrid_that_is_kept(hybrid, tokens, theirs, left, ahead):
     def generated(generate):
         options = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True}
         out = generate(hybrid, tokens, **options)
-        kept, cache = states_of(out[-1]), out[-1]
+        cache = out[-1]
+        states, kinds = states_of(cache)
+        states = [x.clone() for x in states]  # the second turn may write them in place
         name = next(name for name in hybrid_generation.NAMES if name in inspect.signature(hybrid.forward).parameters)
         more = generate(hybrid, torch.cat([out.sequences, tokens], 1), **options, **{name: cache})
-        return out.sequences, *kept, more.sequences, *states_of(more[-1])
+        return out.sequences, states, kinds, more.sequences, *states_of(more[-1])
 
     expected = generated(theirs)
     left.clear()
     kept = [generated(ours_generates) for _ in range(3)]
+    rounds_alike = type(hybrid).__name__ != "FalconH1ForCausalLM" or not ahead  # attention to more memory feeds a layer
+    tolerance = {"rtol": 0, "atol": 0} if rounds_alike else {}
     for actual in kept:
-        for a, b in zip(actual, expected, strict=True):
-            if isinstance(a, list) and isinstance(a[0], torch.Tensor):
-                torch.testing.assert_close(a, b)
-            else:
-                assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-    assert len({actual[1][0].data_ptr() for actual in kept}) == 3
+        for i in (0, 3):  # of both turns
+            assert torch.equal(actual[i], expected[i])
+            torch.testing.assert_close(actual[i + 1], expected[i + 1], **tolerance)
+            assert actual[i + 2] == expected[i + 2]
+    assert len({actual[4][0].data_ptr() for actual in kept}) == 3
     assert bool(left) == (has_attention(hybrid) and not ahead)
 
 

@@ -61,9 +61,8 @@ def sample(
     if not kinds <= {LAYER, WITHOUT_STATES, *FIXED} or any(getattr(x, "record_past", False) for x in cache.layers):
         return None
     grows = not kinds.isdisjoint(FIXED)
-    if grows and (input_ids.device.type not in CAPTURES or model.config._attn_implementation not in MASKED):
-        return None
-    if grows and not _positions_are_known(input_ids, inputs):
+    masks = model.config._attn_implementation in MASKED
+    if grows and not (input_ids.device.type in CAPTURES and masks and _positions_are_known(input_ids, inputs)):
         return None
     asked = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus)
     rules = generation.rules(model, *asked, inputs.keys() - {"position_ids"} if grows else inputs)
