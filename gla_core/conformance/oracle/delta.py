@@ -15,9 +15,9 @@ from gla_core.conformance.oracle.pools import (
     over_sequences,
     prompts_in_pool,
     replay_in_pool,
+    span,
     step_in_pool,
     steps_in_pool,
-    tokens_of,
     zero_rows,
     zero_state,
 )
@@ -116,7 +116,7 @@ def _sequences(cu_seqlens: Tensor | None, **x: Any) -> Iterator[dict[str, Any]]:
         yield x
         return
     for a, b in itertools.pairwise(cu_seqlens.tolist()):
-        yield {name: tokens_of(y, a, b) for name, y in x.items()}
+        yield span(x, a, b)
 
 
 def _matrices(x: Mapping[str, Any], v: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
