@@ -46,7 +46,9 @@ def computed(forward, x, groups=1, every=64, normalizer=None):
     o, final = torch.full((B, T, Hv, V), torch.nan, dtype=BFLOAT16), torch.full((N, Hv, K, V), torch.nan)
     kept = torch.zeros(B, rows, Hv, K, V, dtype=BFLOAT16)
     tensors = Tensors(x.q, x.k, x.v, x.g, x.beta, x.initial_state, x.cu_seqlens, o, final, kept)
-    segments, kernel = whole(B, T, x.cu_seqlens, o), Parameters(64 if K <= 64 else 128, groups)
+    parts = 2 if K > 128 else 1
+    kernel = Parameters(64 if K <= 64 else 128, max(parts, groups), parts=parts)
+    segments = whole(B, T, x.cu_seqlens, o)
     outputs = forward.launch_outputs(kernel, tensors, segments, K**-0.5, every, normalizer)
     gluon_on_cpu.run([*segments.launches, *outputs])
     return o, final, kept
@@ -72,6 +74,9 @@ def check(results, x, every=64, normalizer=None, budget=FORWARD[BFLOAT16]):
         {**PACKED, "gates": "-inf"},
         {**PACKED, "gate_form": "head", "gates": "extreme", "R": 2},
         {**PACKED, "gates": "none"},
+        {"gate_form": "head", "gates": "-inf", "R": 2, "K": 256, "V": 72, "T": 200, "initial_state": True},
+        {**PACKED, "gate_form": "head", "gates": "extreme", "K": 136},
+        {"gates": "none", "K": 192, "T": 70, "initial_state": True},
     ],
     ids=str,
 )

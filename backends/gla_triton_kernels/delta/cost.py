@@ -69,10 +69,10 @@ def backward_seconds(call: OpCall, c: Constants, cut: bool) -> float:
 def _whole(call: OpCall, c: Constants) -> float:
     """Returns the device seconds of sm90/forward.py."""
     B, T, N, H, Hv, K, V = (call.dims[name] for name in ("B", "T", "N", "H", "Hv", "K", "V"))
-    groups = sm90.parameters(call, gpu_of_constants(c)).groups
-    blocks = N * Hv * ceil_div(V, groups * sm90.COLUMNS)
+    kernel = sm90.parameters(call, gpu_of_constants(c))
+    blocks = N * Hv * ceil_div(V, kernel.columns)
     chunks = (longest(call) if call.variable_length else T) / CHUNK
-    step = _seconds(call).whole[groups - 1]
+    step = _seconds(call).whole[kernel.groups - 1]
     moved = 2 * B * T * (H * K + Hv * V) * call.dtype.itemsize + gate_elements(call) * gate_itemsize(call)
     waves = ceil_div(blocks, int(c["multiprocessors"]))
     return c["launch"] + max(c["step"] * waves * chunks * step, moved / c["bandwidth"])

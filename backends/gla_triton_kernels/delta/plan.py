@@ -161,7 +161,7 @@ def parameters_of_chunks(call: OpCall, gpu: Gpu) -> ChunkParameters:
     units = precision_of(call, gpu) == "units"
     if has_key_gates(call):
         return _halved_parameters(call, gpu, 16, 8 if gpu.architecture is Architecture.SM120 else 4)
-    return _chunk_parameters(call, gpu, 128 if units else 32, 16, 8)
+    return _chunk_parameters(call, gpu, 128 if units else 32, 16, 4 if units and gpu.facts.has_wgmma else 8)
 
 
 def _halved_parameters(call: OpCall, gpu: Gpu, BV: int, warps: int) -> ChunkParameters:
@@ -188,6 +188,8 @@ def parameters_of_states(call: OpCall, gpu: Gpu) -> StateParameters:
     BV, warps, stages = 32 if gpu.architecture is Architecture.SM100 else 64, 8, 2
     if precision != "units" or BK > 128:
         BV, warps, stages = 32 if precision == "units" else 16, 8, 1
+        if precision == "units" and gpu.facts.has_wgmma:  # more values spill, and one chunk is loaded ahead
+            BV, warps, stages = 16, 4, 2
     elif gpu.facts.has_wgmma:
         fills = call.batch_invariant is None and N * Hv * ceil_div(V, 128) >= 3 * gpu.multiprocessors // 4
         BV, warps = (128, 8) if fills else (64, 4)

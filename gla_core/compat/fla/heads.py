@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gla_core.compat.fla.ops import chunk_gla, layout, no_more, recurrent
+from gla_core.compat.fla.ops import chunk_gla, is_one_token, layout, no_more, recurrent
 from gla_core.dispatch.tensors import wide
+from gla_core.ops.fused import fused
 
 Normalized = tuple[Tensor | None, Tensor | None]
 """The state of normalized linear attention: [N, H, K, V], and the sum of the keys [N, 1, H, K]."""
@@ -325,18 +326,33 @@ def _linear_attn(
     normalize: bool,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor | Normalized | None]:
-    """Computes linear attention; the sum of the keys is one more column of the state, for values that are always 1."""
+    """Computes linear attention; the sum of the keys is one more column of the state, for values that are always 1.
+
+    A step adds to the sum by itself, so that the state is not copied.
+    """
     if not normalize:
         if isinstance(initial_state, tuple):
             raise TypeError("initial_state is a pair; expected [N, H, K, V], or normalize=True")
         return recurrent(q, k, v, None, scale, initial_state, output_final_state, reverse, cu_seqlens=cu_seqlens)
+    state, keys = initial_state if isinstance(initial_state, tuple) else (initial_state, None)
+    if is_one_token(q, cu_seqlens, k, v, state, keys):
+        o, final = recurrent(q, k, v, None, scale, state, output_final_state)
+        o, keys = fused(_divided, o, q, k, q.shape[3] ** -0.5 if scale is None else scale, keys)
+        return o, (final, keys)
     ones = torch.cat([v, v.new_ones(()).expand(*v.shape[:-1], 1)], -1)
-    state = _with_sum(*initial_state if isinstance(initial_state, tuple) else (initial_state, None), q, v)
-    o, final = recurrent(q, k, ones, None, scale, state, True, reverse, cu_seqlens=cu_seqlens)
+    o, final = recurrent(q, k, ones, None, scale, _with_sum(state, keys, q, v), True, reverse, cu_seqlens=cu_seqlens)
     assert final is not None
     total = o[..., -1:].to(wide(o.dtype)) + 1e-10
     pair = final[..., :-1] if output_final_state else None, final[..., -1].unsqueeze(1)
     return (o[..., :-1] / total).to(o.dtype), pair
+
+
+def _divided(o: Tensor, q: Tensor, k: Tensor, scale: float, keys: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns o of one token divided by scale q z + 1e-10, and z [B, 1, H, K], the sum of `keys` and k."""
+    total = k.to(wide(q.dtype))
+    if keys is not None:
+        total = total + keys.to(total.dtype)
+    return (o / (scale * (q * total).sum(-1, keepdim=True) + 1e-10)).to(o.dtype), total
 
 
 def _with_sum(state: Tensor | None, keys: Tensor | None, q: Tensor, v: Tensor) -> Tensor | None:

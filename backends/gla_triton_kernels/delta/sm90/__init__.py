@@ -30,8 +30,10 @@ COLUMNS = 64
 MOST_STAGES = 4
 RESERVED = 4 * 2**10
 """The bytes of shared memory for barriers and small tiles."""
-LEAST, MOST_KEYS, MOST_VALUES = FEW + 1, 128, 256
+LEAST, MOST_KEYS, MOST_VALUES = FEW + 1, 256, 512
 """The fewest keys and values of a head, the most keys, and the most values."""
+TILE = 128
+"""The most keys of a tile, and of a head with a gate for each key."""
 
 
 class Parameters(NamedTuple):
@@ -41,11 +43,18 @@ class Parameters(NamedTuple):
         BK: keys of a tile.
         groups: state warpgroups of a block of warps, 1 or 2. The bits of the results do not depend on it.
         stages: number of pipeline stages: chunks that are in shared memory at once.
+        parts: tiles of keys of a head. If there are two, so are the groups, and each has one of them.
     """
 
     BK: int
     groups: int
     stages: int = 2
+    parts: int = 1
+
+    @property
+    def columns(self) -> int:
+        """Returns the values of a block of warps."""
+        return self.groups // self.parts * COLUMNS
 
 
 def refusal(call: OpCall, gpu: Gpu) -> Reason | None:
@@ -55,8 +64,9 @@ def refusal(call: OpCall, gpu: Gpu) -> Reason | None:
     if call.dtype != torch.bfloat16:
         return f"computes bfloat16; q is {str(call.dtype).removeprefix('torch.')}"
     K, V = call.dims["K"], call.dims["V"]
-    if not (LEAST <= K <= MOST_KEYS and LEAST <= V <= MOST_VALUES):
-        return f"computes K from {LEAST} to {MOST_KEYS} and V from {LEAST} to {MOST_VALUES}; K is {K} and V is {V}"
+    most = TILE if has_key_gates(call) else MOST_KEYS
+    if not (LEAST <= K <= most and LEAST <= V <= MOST_VALUES):
+        return f"computes K from {LEAST} to {most} and V from {LEAST} to {MOST_VALUES}; K is {K} and V is {V}"
     if (every := call.scalars.get("checkpoint_every")) is not None and every % CHUNK:
         return f"computes checkpoints every multiple of {CHUNK} tokens; checkpoint_every is {every}"
     if (name := _not_addressable(call)) is not None:
@@ -81,21 +91,24 @@ def parameters(call: OpCall, gpu: Gpu) -> Parameters:
     multiprocessor wait for each other.
     """
     K, V, heads = call.dims["K"], call.dims["V"], call.dims["N"] * call.dims["Hv"]
+    if K > TILE:
+        return Parameters(TILE, 2, _stages(call, gpu, TILE, 2, 2), 2)
     single = V <= COLUMNS or heads * ceil_div(V, COLUMNS) <= gpu.multiprocessors
-    BK, groups = 64 if K <= 64 else 128, 1 if single else 2
+    BK, groups = 64 if K <= 64 else TILE, 1 if single else 2
     return Parameters(BK, groups, _stages(call, gpu, BK, groups))
 
 
-def _stages(call: OpCall, gpu: Gpu, BK: int, groups: int) -> int:
+def _stages(call: OpCall, gpu: Gpu, BK: int, groups: int, parts: int = 1) -> int:
     """Returns the pipeline stages that fit into shared memory, at most `MOST_STAGES`.
 
     A stage is taken from the start of its load until the state warps have read it, and they take less than half of this
     time. So with two stages they wait.
     """
-    keys, values, pairs = CHUNK * BK * 2, groups * CHUNK * COLUMNS * 2, CHUNK * 16 * 4  # bytes
-    stage = (4 if has_key_gates(call) else 2) * keys + values + 2 * pairs + 4 * BK * 4
-    results = values * BK // CHUNK if call.scalars.get("checkpoint_every") else values
-    return min(MOST_STAGES, (gpu.facts.shared_memory - RESERVED - pairs - results) // stage)
+    keys, values, pairs = parts * CHUNK * BK * 2, CHUNK * COLUMNS * 2, CHUNK * 16 * 4  # bytes
+    stage = (4 if has_key_gates(call) else 2) * keys + groups // parts * values + 2 * pairs + 4 * BK * 4
+    results = groups * values * (BK // CHUNK if call.scalars.get("checkpoint_every") else 1)
+    partials = 0 if parts == 1 else 6 * COLUMNS * 16 * 4
+    return min(MOST_STAGES, (gpu.facts.shared_memory - RESERVED - pairs - results - partials) // stage)
 
 
 def _not_addressable(call: OpCall) -> str | None:

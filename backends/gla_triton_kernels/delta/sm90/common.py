@@ -94,22 +94,26 @@ def decay_pairs(x, sums):
 
 
 @gluon.jit
-def store_products(a_tile, l_tile, m_tile, q_tile, k_tile, columns_tile, sums, beta, sign: gl.constexpr = 1.0):
-    """Stores A and L of pairs that are products of the rows of q and of k with columns, all [C, K].
+def store_products(a_tile, l_tile, m_tile, q_tiles, k_tiles, columns_tiles, sums, beta, sign: gl.constexpr = 1.0):
+    """Stores A and L of pairs that are products of the rows of q and of k with columns.
 
     A is computed while the solve waits for rows before.
 
     Args:
+        q_tiles, k_tiles, columns_tiles: the tiles [C, BK] of their keys.
         sums: see `decay_pairs`; None if the products need no decays.
         beta, sign: see `store_m`.
     """
-    C: gl.constexpr = k_tile.shape[0]
+    TILES: gl.constexpr = len(k_tiles)
+    C: gl.constexpr = k_tiles[0].shape[0]
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     A = gl.zeros([C, C], gl.float32, scores)
     M = gl.zeros([C, C], gl.float32, scores)
-    M = warpgroup_mma(k_tile, columns_tile.permute([1, 0]), M, use_acc=False, is_async=True)
-    A = warpgroup_mma(q_tile, columns_tile.permute([1, 0]), A, use_acc=False, is_async=True)
-    M = blocks_of_diagonal(warpgroup_mma_wait(1, [M]))
+    for i in gl.static_range(TILES):
+        M = warpgroup_mma(k_tiles[i], columns_tiles[i].permute([1, 0]), M, use_acc=i > 0, is_async=True)
+    for i in gl.static_range(TILES):
+        A = warpgroup_mma(q_tiles[i], columns_tiles[i].permute([1, 0]), A, use_acc=i > 0, is_async=True)
+    M = blocks_of_diagonal(warpgroup_mma_wait(TILES, [M]))
     store_m(m_tile, M if sums is None else decay_pairs(M, sums), beta, sign)
     l_tile.store(solve(m_tile))
     A = blocks_of_diagonal(warpgroup_mma_wait(0, [A]))

@@ -10,19 +10,22 @@ qin and kout, so the rows of products have factors, and q and k stay as they are
 All of it is computed transposed: S^T [W, K], X^T, U^T and o^T [W, 16] are results of products and left operands of
 others, and stay in registers.
 
+**Wide keys.** More than 128 keys are two parts, each with a state warpgroup. Both have the same W columns, and exchange
+kin S and qin S of their keys, whose sums they need, through shared memory. One gate for each head only.
+
 B batch   T tokens   N sequences   I segments, here the N sequences   H heads of q and k
 Hv heads of values, states, gates and beta   R = Hv / H   K, V key and value width   n rows of checkpoints
 C tokens of a chunk, which TMA moves at once   BK keys of a tile, K rounded up   W columns of v of a warpgroup
-GROUPS state warpgroups of a block of warps   STAGES pipeline stages
+GROUPS state warpgroups of a block of warps   PARTS tiles of keys of a head   STAGES pipeline stages
 slot   a pipeline stage in shared memory: the tiles of one chunk
 
-The grid has one block of warps per sequence, value head and GROUPS W columns of v. Its warps are specialised. They
-communicate over barriers in shared memory; gla/sm90/common.py gives the rules.
+The grid has one block of warps per sequence, value head and GROUPS W / PARTS columns of v. Its warps are specialised.
+They communicate over barriers in shared memory; gla/sm90/common.py gives the rules.
 
     load       one warp: copies q, k, v, and the gates of keys, of the next chunks to shared memory by TMA
     prepare    a warpgroup: sums gates, replaces q, k by qin, kin in shared memory, and computes kout, A and L of the
                4 blocks of a chunk, while the state warps process earlier chunks
-    state      one or two warpgroups, each with W columns of S, v and o
+    state      one or two warpgroups, each with W columns of S, v and o, or with a part of the keys
 
 Sources: Yang et al., "Gated Delta Networks" (arXiv 2412.06464); Kimi Team, "Kimi Linear" (arXiv 2510.26692).
 """
@@ -138,9 +141,10 @@ def launch_outputs(
         "V": V,
         "NORMALIZER": normalizer,
         "GROUPS": kernel.groups,
+        "PARTS": kernel.parts,
         "STAGES": kernel.stages,
     }
-    blocks = segments.count * Hv * ceil_div(V, kernel.groups * COLUMNS)
+    blocks = segments.count * Hv * ceil_div(V, kernel.columns)
     return [Launch(_chunk_delta_fwd_kernel, (blocks, 1, 1), arguments, {"num_warps": 4, "maxnreg": 128})]
 
 
@@ -154,7 +158,7 @@ def _scratch_tile(scratch, slot, number: gl.constexpr):
 
 
 @gluon.jit
-def _load_warp(args):
+def _load_warp(args, STAGES: gl.constexpr):
     """Loads q, k, v and the gates of keys of all chunks, up to STAGES chunks ahead of the other warps.
 
     They arrive in the order in which the other warps wait for them.
@@ -162,11 +166,12 @@ def _load_warp(args):
     descriptors, tiles, barriers, place, R = args
     q_desc, k_desc, v_desc, g_desc = descriptors
     q_tiles, k_tiles, v_tiles, scratch = tiles
-    g_full, full, v_full, _ready, empty = barriers
+    g_full, full, v_full, _ready, empty, _summed = barriers
     b, h, column, start, length = place
-    STAGES: gl.constexpr = q_tiles.type.shape[0]
-    GROUPS: gl.constexpr = v_tiles.type.shape[0] // STAGES
+    PARTS: gl.constexpr = q_tiles.type.shape[0] // STAGES
+    BLOCKS: gl.constexpr = v_tiles.type.shape[0] // STAGES  # of W columns
     C: gl.constexpr = q_desc.block_type.shape[2]
+    BK: gl.constexpr = q_desc.block_type.shape[3]
     W: gl.constexpr = v_desc.block_type.shape[3]
     for i in range(gl.cdiv(length, C)):
         slot = i % STAGES
@@ -176,12 +181,14 @@ def _load_warp(args):
             mbarrier.expect(g_full.index(slot), g_desc.block_type.nbytes)
             g_tile = tile_of_gates(scratch.index(slot), g_desc)
             tma.async_copy_global_to_shared(g_desc, [b, h, t, 0], g_full.index(slot), g_tile)
-        mbarrier.expect(full.index(slot), 2 * k_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(k_desc, [b, h // R, t, 0], full.index(slot), k_tiles.index(slot))
-        tma.async_copy_global_to_shared(q_desc, [b, h // R, t, 0], full.index(slot), q_tiles.index(slot))
-        mbarrier.expect(v_full.index(slot), GROUPS * v_desc.block_type.nbytes)
-        for w in gl.static_range(GROUPS):
-            v_tile = v_tiles.index(GROUPS * slot + w)
+        mbarrier.expect(full.index(slot), 2 * PARTS * k_desc.block_type.nbytes)
+        for p in gl.static_range(PARTS):
+            at, tile = [b, h // R, t, p * BK], PARTS * slot + p
+            tma.async_copy_global_to_shared(k_desc, at, full.index(slot), k_tiles.index(tile))
+            tma.async_copy_global_to_shared(q_desc, at, full.index(slot), q_tiles.index(tile))
+        mbarrier.expect(v_full.index(slot), BLOCKS * v_desc.block_type.nbytes)
+        for w in gl.static_range(BLOCKS):
+            v_tile = v_tiles.index(BLOCKS * slot + w)
             tma.async_copy_global_to_shared(v_desc, [b, h, t, column + w * W], v_full.index(slot), v_tile)
 
 
@@ -206,7 +213,7 @@ def _prepare_warps(args, NORMALIZER: gl.constexpr, PACKED: gl.constexpr):
 def _prepare_by_key(tiles, beta, barriers, place, g_desc, NORMALIZER: gl.constexpr, PACKED: gl.constexpr):
     """Replaces q, k by qin, -kin in each chunk, and computes kout, the decays, A and L of its blocks."""
     q_tiles, k_tiles, scratch, a_tiles, l_tiles, m_tile, decays, _within, _after = tiles
-    g_full, full, _v_full, ready, _empty = barriers
+    g_full, full, _v_full, ready, _empty, _summed = barriers
     _b, _h, _column, start, length = place
     STAGES: gl.constexpr = q_tiles.type.shape[0]
     C: gl.constexpr = q_tiles.type.shape[3]
@@ -240,7 +247,7 @@ def _prepare_by_key(tiles, beta, barriers, place, g_desc, NORMALIZER: gl.constex
             pair_tile.store(by_blocks(kout, 1.0 / decay).to(pair_tile.dtype))
             decay_rows(q_tile, k_tile, decays_from_start(alpha))
             fence_async_shared()
-            store_products(a_tile, l_tile, m_tile, q_tile, k_tile, pair_tile, None, betas, -1.0)
+            store_products(a_tile, l_tile, m_tile, (q_tile,), (k_tile,), (pair_tile,), None, betas, -1.0)
         else:
             # The assembler of Triton 3.6 and 3.7 leaves out descriptors of tiles that both branches multiply.
             again = slot + opaque_zero()
@@ -269,9 +276,10 @@ def _prepare_by_head(tiles, beta, barriers, place, gates, NORMALIZER: gl.constex
     """
     g_ptr, offset, stride = gates
     q_tiles, k_tiles, _scratch, a_tiles, l_tiles, m_tile, sums, within, after = tiles
-    _g_full, full, _v_full, ready, _empty = barriers
+    _g_full, full, _v_full, ready, _empty, _summed = barriers
     _b, _h, _column, start, length = place
-    STAGES: gl.constexpr = q_tiles.type.shape[0]
+    STAGES: gl.constexpr = a_tiles.type.shape[0]
+    PARTS: gl.constexpr = q_tiles.type.shape[0] // STAGES
     C: gl.constexpr = q_tiles.type.shape[3]
     K: gl.constexpr = q_tiles.type.shape[4]
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
@@ -294,7 +302,10 @@ def _prepare_by_head(tiles, beta, barriers, place, gates, NORMALIZER: gl.constex
         if g_ptr is not None:
             g = next_g * LOG2E
             next_g = gates_of(gate, start + (i + 1) * C, rows - C, block_token, NORMALIZER)
-        q_tile, k_tile = q_tiles.index(slot).reshape([C, K]), k_tiles.index(slot).reshape([C, K])
+        q, k = (), ()
+        for p in gl.static_range(PARTS):
+            q = q + (q_tiles.index(PARTS * slot + p).reshape([C, K]),)  # noqa: RUF005 -- Gluon does not unpack tuples
+            k = k + (k_tiles.index(PARTS * slot + p).reshape([C, K]),)  # noqa: RUF005
         mbarrier.wait(full.index(slot), (i // STAGES) & 1)
         if g_ptr is not None:  # the load warp has waited until the state warps have read the slot
             b = gl.associative_scan(g, 1, plus)  # [C / 16, 16]
@@ -303,30 +314,59 @@ def _prepare_by_head(tiles, beta, barriers, place, gates, NORMALIZER: gl.constex
             within.index(slot).reshape([C // 16, 16]).store(gl.exp2(b))
             after.index(slot).reshape([C // 16, 16]).store(gl.exp2(end - b))
         if PACKED:
-            clear_rows(k_tile, rows, rows_of)
+            for p in gl.static_range(PARTS):
+                clear_rows(k[p], rows, rows_of)
             fence_async_shared()
         block_sums = None if g_ptr is None else sums.reshape([C // 16, 16])
-        store_products(a_tiles.index(slot), l_tiles.index(slot), m_tile, q_tile, k_tile, k_tile, block_sums, betas)
+        store_products(a_tiles.index(slot), l_tiles.index(slot), m_tile, q, k, k, block_sums, betas)
         fence_async_shared()
         mbarrier.arrive(ready.index(slot), count=1)
 
 
 @gluon.jit
+def _sum_of_parts(X, o, partials, summed, GROUP: gl.constexpr, number: gl.constexpr):
+    """Returns X, and for group 0 o, [W, 16], summed over both parts of the keys, of which each group has one.
+
+    Args:
+        partials: two buffers for X of both groups [4, W, 16], and two for o of group 1 [2, W, 16].
+        summed: [4], barriers at which each group says that it has written to a buffer.
+        number: of the block of tokens in its chunk.
+    """
+    layout: gl.constexpr = X.type.layout
+    buffer: gl.constexpr = number % 2
+    other: gl.constexpr = 2 * buffer + 1 - GROUP
+    xs, os = partials
+    xs.index(2 * buffer + GROUP).store(X)
+    if GROUP == 1:
+        os.index(buffer).store(o)
+    mbarrier.arrive(summed.index(2 * buffer + GROUP), count=1)
+    mbarrier.wait(summed.index(other), number // 2)
+    X = X + xs.index(other).load(layout)
+    if GROUP == 0:
+        o = o + os.index(buffer).load(layout)
+    return X, o
+
+
+@gluon.jit
 def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, PACKED: gl.constexpr):
-    """Computes W columns of the states and outputs of all chunks.
+    """Computes W columns of the states and outputs of all chunks, or the part GROUP of the keys of these states.
 
     Args:
         GATE: "key", "head", or "none".
     """
     tiles, barriers, place, outputs, states, checkpoint, sizes = args
-    q_tiles, k_tiles, v_tiles, scratch, a_tiles, l_tiles, decays, within, after, s_tiles = tiles
-    _g_full, full, v_full, ready, empty = barriers
+    q_tiles, k_tiles, v_tiles, scratch, a_tiles, l_tiles, decays, within, after, s_tiles, partials = tiles
+    _g_full, full, v_full, ready, empty, summed = barriers
     b, h, column, start, length = place
     o_desc, o_ptr, scale = outputs
     s_desc, every, first_row, origin = checkpoint
     n, sequence, is_first, T, Hv, K, V = sizes
-    STAGES: gl.constexpr = q_tiles.type.shape[0]
-    GROUPS: gl.constexpr = v_tiles.type.shape[0] // STAGES
+    STAGES: gl.constexpr = a_tiles.type.shape[0]
+    PARTS: gl.constexpr = q_tiles.type.shape[0] // STAGES
+    BLOCKS: gl.constexpr = v_tiles.type.shape[0] // STAGES  # of W columns
+    PART: gl.constexpr = GROUP if PARTS == 2 else 0
+    BLOCK: gl.constexpr = 0 if PARTS == 2 else GROUP
+    WRITES: gl.constexpr = PART == 0  # whether the group has the outputs
     C: gl.constexpr = q_tiles.type.shape[3]
     BK: gl.constexpr = q_tiles.type.shape[4]
     W: gl.constexpr = v_tiles.type.shape[4]
@@ -338,9 +378,9 @@ def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, PACKED: gl.const
     left: gl.constexpr = gl.DotOperandLayout(0, block, 2)
     left_whole: gl.constexpr = gl.DotOperandLayout(0, whole, 2)
     lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    value = column + GROUP * W + gl.arange(0, W, gl.SliceLayout(1, whole))[:, None]  # [W, 1]
-    key = gl.arange(0, BK, gl.SliceLayout(0, whole))[None, :]  # [1, BK]
-    first = column + GROUP * W
+    first = column + BLOCK * W
+    value = first + gl.arange(0, W, gl.SliceLayout(1, whole))[:, None]  # [W, 1]
+    key = PART * BK + gl.arange(0, BK, gl.SliceLayout(0, whole))[None, :]  # [1, BK]
     s_block = s_tiles.index(GROUP)
     KEPT: gl.constexpr = s_block.type.shape[2]
     o_block = s_block._reinterpret(o_desc.dtype, [KEPT // C, 1, 1, C, W], o_desc.layout).index(0)
@@ -355,8 +395,9 @@ def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, PACKED: gl.const
         slot = i % STAGES
         phase = (i // STAGES) & 1
         rows = length - i * C
-        q_tile, k_tile = q_tiles.index(slot).reshape([C, BK]), k_tiles.index(slot).reshape([C, BK])
-        v_tile = v_tiles.index(GROUPS * slot + GROUP).reshape([C, W])
+        part = PARTS * slot + PART
+        q_tile, k_tile = q_tiles.index(part).reshape([C, BK]), k_tiles.index(part).reshape([C, BK])
+        v_tile = v_tiles.index(BLOCKS * slot + BLOCK).reshape([C, W])
         kout_tile = _scratch_tile(scratch, slot, 0) if BY_KEY else k_tile
         l_tile, a_tile = l_tiles.index(slot), a_tiles.index(slot)
         if s_desc is not None:
@@ -364,14 +405,14 @@ def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, PACKED: gl.const
                 tma.store_wait(0)  # the copy has read o_tile, which is a part of s_block
                 s_block.reshape([BK, W]).permute([1, 0]).store(S.to(s_desc.dtype))
                 fence_async_shared()
-                tma.async_copy_shared_to_global(s_desc, [first_row + row, h, 0, first], s_block)
+                tma.async_copy_shared_to_global(s_desc, [first_row + row, h, PART * BK, first], s_block)
                 row += 1
                 until = every
             until -= C
         mbarrier.wait(full.index(slot), phase)
         mbarrier.wait(v_full.index(slot), phase)
         if PACKED:
-            clear_rows(v_tile, rows, lines)  # the preparing warps clear rows of k
+            clear_rows(v_tile, rows, lines)  # both groups may; the preparing warps clear rows of k
         mbarrier.wait(ready.index(slot), phase)
         S = warpgroup_mma_wait(0, [S])  # tells the assembler that S is there; it would wait after the first products
         for j in gl.static_range(C // 16):
@@ -393,11 +434,17 @@ def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, PACKED: gl.const
                 through = within.index(slot).slice(16 * j, 16).load(gl.SliceLayout(0, block))[None, :]
                 to_end = after.index(slot).slice(16 * j, 16).load(gl.SliceLayout(0, block_tf32))[None, :]
                 S = S * within.index(slot).slice(16 * j + 15, 1).load(gl.SliceLayout(0, whole))[None, :]
-            if j > 0:  # the previous outputs are stored while the products with S are computed
+            if not WRITES:
+                pass
+            elif j > 0:  # the previous outputs are stored while the products with S are computed
                 o_tile.slice(16 * j - 16, 16).permute([1, 0]).store((o * scale).to(o_desc.dtype))
             else:
                 tma.store_wait(0)  # the copies of the previous outputs and of the checkpoint have read their tiles
-            X = warpgroup_mma_wait(1, [X])
+            if PARTS == 2:
+                X, next_o = warpgroup_mma_wait(0, [X, next_o])
+                X, next_o = _sum_of_parts(X, next_o, partials, summed, PART, j)
+            else:
+                X = warpgroup_mma_wait(1, [X])
             if BY_HEAD:
                 X = v - through * X
             elif not BY_KEY:
@@ -415,15 +462,21 @@ def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, PACKED: gl.const
                 S = warpgroup_mma(gl.convert_layout(high.to(k_tile.dtype), left_whole), kout, S, is_async=True)
                 low = (u - high).to(k_tile.dtype)
                 S = warpgroup_mma(gl.convert_layout(low, left_whole), kout, S, is_async=True)
-            if BY_HEAD:
-                next_o = next_o * through
-            next_o = gl.convert_layout(next_o, block_tf32, assert_trivial=True)
-            A = a_tile.slice(16 * j, 16).permute([1, 0])  # [16, 16]
-            o = warpgroup_mma(tf32_operand(U), A, next_o, is_async=True)
-            o, S = warpgroup_mma_wait(0, [o, S])
-        o_tile.slice(C - 16, 16).permute([1, 0]).store((o * scale).to(o_desc.dtype))
+            if WRITES:
+                if BY_HEAD:
+                    next_o = next_o * through
+                next_o = gl.convert_layout(next_o, block_tf32, assert_trivial=True)
+                A = a_tile.slice(16 * j, 16).permute([1, 0])  # [16, 16]
+                o = warpgroup_mma(tf32_operand(U), A, next_o, is_async=True)
+                o, S = warpgroup_mma_wait(0, [o, S])
+            else:
+                S = warpgroup_mma_wait(0, [S])
+        if WRITES:
+            o_tile.slice(C - 16, 16).permute([1, 0]).store((o * scale).to(o_desc.dtype))
         mbarrier.arrive(empty.index(slot), count=1)
-        if PACKED and rows < C:  # the rows after these belong to another sequence
+        if not WRITES:
+            pass
+        elif PACKED and rows < C:  # the rows after these belong to another sequence
             write_rows(o_ptr, o_tile.load(lines), first, V, (b, h, start + i * C, T, Hv), rows)
         else:
             fence_async_shared()
@@ -469,9 +522,10 @@ def _chunk_delta_fwd_kernel(
     V,
     NORMALIZER: gl.constexpr,
     GROUPS: gl.constexpr,
+    PARTS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Computes GROUPS W columns of the outputs of one value head of one sequence."""
+    """Computes GROUPS W / PARTS columns of the outputs of one value head of one sequence."""
     C: gl.constexpr = q_desc.block_type.shape[2]
     BK: gl.constexpr = q_desc.block_type.shape[3]
     W: gl.constexpr = v_desc.block_type.shape[3]
@@ -479,13 +533,14 @@ def _chunk_delta_fwd_kernel(
     GATE: gl.constexpr = "key" if BY_KEY else "none" if g_ptr is None else "head"
     PACKED: gl.constexpr = order is not None
     dtype: gl.constexpr = q_desc.dtype
-    columns = gl.cdiv(V, GROUPS * W)
-    column, h = gl.program_id(0) % columns * GROUPS * W, gl.program_id(0) // columns % Hv
+    BLOCKS: gl.constexpr = GROUPS // PARTS  # of W columns
+    columns = gl.cdiv(V, BLOCKS * W)
+    column, h = gl.program_id(0) % columns * BLOCKS * W, gl.program_id(0) // columns % Hv
     n, b, start, length, sequence, origin, _ = tokens_of(gl.program_id(0) // columns // Hv, T, segment, segments, order)
     place = (b, h, column, start, length)
-    q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], q_desc.layout)  # q, then qin
-    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], k_desc.layout)  # k, then -kin
-    v_tiles = gl.allocate_shared_memory(dtype, [GROUPS * STAGES, 1, 1, C, W], v_desc.layout)
+    q_tiles = gl.allocate_shared_memory(dtype, [PARTS * STAGES, 1, 1, C, BK], q_desc.layout)  # q, then qin
+    k_tiles = gl.allocate_shared_memory(dtype, [PARTS * STAGES, 1, 1, C, BK], k_desc.layout)  # k, then -kin
+    v_tiles = gl.allocate_shared_memory(dtype, [BLOCKS * STAGES, 1, 1, C, W], v_desc.layout)
     small: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, 16], gl.float32)
     l_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, C, 16], small)
     a_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, C, 16], small)
@@ -505,12 +560,20 @@ def _chunk_delta_fwd_kernel(
         decays = gl.allocate_shared_memory(gl.float32, [C], line)  # sums of gates
         within = gl.allocate_shared_memory(gl.float32, [STAGES, C], line)
         after = gl.allocate_shared_memory(gl.float32, [STAGES, C], line)
+    partials = s_tiles
+    if PARTS == 2:
+        lines: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 2, [1, 0])  # four rows of an accumulator use all banks
+        xs = gl.allocate_shared_memory(gl.float32, [4, W, 16], lines)
+        partials = (xs, gl.allocate_shared_memory(gl.float32, [2, W, 16], lines))
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     g_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # the gates of keys have been loaded
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # q and k have been loaded
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # v has been loaded
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # they have been prepared
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # the state warpgroups have read all
+    summed = gl.allocate_shared_memory(gl.int64, [4, 1], bars)  # the products of a part of the keys have been written
+    for i in gl.static_range(4):
+        mbarrier.init(summed.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(g_full.index(i), count=1)
         mbarrier.init(full.index(i), count=1)
@@ -518,10 +581,10 @@ def _chunk_delta_fwd_kernel(
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(empty.index(i), count=GROUPS)
 
-    barriers = (g_full, full, v_full, ready, empty)
+    barriers = (g_full, full, v_full, ready, empty, summed)
     beta = (beta_ptr + b.to(gl.int64) * beta_b + h * beta_h, beta_t)
     prepared = (q_tiles, k_tiles, scratch, a_tiles, l_tiles, m_tile, decays, within, after)
-    tiles = (q_tiles, k_tiles, v_tiles, scratch, a_tiles, l_tiles, decays, within, after, s_tiles)
+    tiles = (q_tiles, k_tiles, v_tiles, scratch, a_tiles, l_tiles, decays, within, after, s_tiles, partials)
     states = (initial_state, (state_n, state_h, state_k, state_v), None, final_state, None, None)
     state_args = (
         tiles,
@@ -541,7 +604,7 @@ def _chunk_delta_fwd_kernel(
             [
                 (_prepare_warps, (prepare, NORMALIZER, PACKED)),
                 (_state_warps, (state_args, 0, GATE, PACKED)),
-                (_load_warp, (load,)),
+                (_load_warp, (load, STAGES)),
             ],
             [4, 1],
             [STATE, 24],
@@ -552,7 +615,7 @@ def _chunk_delta_fwd_kernel(
                 (_prepare_warps, (prepare, NORMALIZER, PACKED)),
                 (_state_warps, (state_args, 0, GATE, PACKED)),
                 (_state_warps, (state_args, 1, GATE, PACKED)),
-                (_load_warp, (load,)),
+                (_load_warp, (load, STAGES)),
             ],
             [4, 4, 1],
             [STATE, STATE, 24],
