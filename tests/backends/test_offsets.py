@@ -271,6 +271,7 @@ CALLS = {
     "delta rule, packed": (SM80, delta_forward, "triton_fused", PACKED | {"K": 256}),
     "delta rule, packed, per head": (SM90, delta_forward, "triton_fused", PACKED | {"form": "head"}),
     "delta rule, per head": (SM80, delta_forward, "parallel_scan", {"R": 2, "H": 16, "form": "head"}),
+    "delta rule, wide keys": (SM90, delta_forward, "triton_fused", {"K": 256, "form": "head"}),
     "delta rule backward": (SM90, delta_backward, "triton_fused", {"R": 2, "H": 16}),
     "delta rule backward, packed": (SM80, delta_backward, "triton_fused", PACKED | {"kept": False}),
     "delta rule backward, per head": (SM80, delta_backward, "parallel_scan", {"R": 2, "H": 16, "form": "constant"}),

@@ -42,8 +42,9 @@ def test_random_calls(forward, kernels, form, seed):
     if draw.random() < 0.7:
         loss["state"] = normal((N, x.v.shape[2], x.k.shape[3], x.v.shape[3]), torch.float32, generator)
     actual = dict(zip(("o", "state", "checkpoints"), forwards.computed(forward, x, draw.choice([1, 2])), strict=True))
-    gradients = backward.computed(kernels, x, loss["o"], loss.get("state"))
-    actual |= {f"d{name}": y for name, y in gradients.items() if y is not None}
+    if x.q.shape[3] <= 128:
+        gradients = backward.computed(kernels, x, loss["o"], loss.get("state"))
+        actual |= {f"d{name}": y for name, y in gradients.items() if y is not None}
     named = {**{name: getattr(x, name) for name in (*backward.NAMES, "cu_seqlens")}, "gate": None}
     expected, _ = truth(named, loss, 64)
 
@@ -59,7 +60,8 @@ def test_random_calls(forward, kernels, form, seed):
 
 def inputs(draw, form, alike, seed):
     """Returns random inputs: widths, groups and lengths, gates of any strength, keys `alike`, betas up to 2."""
-    K, V = draw.choice([40, 64, 72, 96, 128]), draw.choice([40, 64, 104, 128])
+    wide = [] if form == "key" else [136, 256]
+    K, V = draw.choice([40, 64, 72, 96, 128, *wide]), draw.choice([40, 64, 104, 128])
     sizes = {"K": K, "V": V, "H": draw.randint(1, 2), "R": draw.choice([1, 1, 3]), "initial_state": draw.random() < 0.5}
     strengths = ["none"] if form == "none" else ["mild", "strong", "extreme", "-inf"]
     sizes |= {"gate_form": "key" if form == "none" else form, "gates": draw.choice(strengths)}

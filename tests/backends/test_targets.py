@@ -123,6 +123,7 @@ CALLS = {
     "delta rule, few heads": (delta_forward, "triton_fused", {"B": 1, "T": 2048, "H": 4}),
     "delta rule, K = 96, V = 192": (delta_forward, "triton_fused", TRAINING | {"K": 96, "V": 192, "form": "head"}),
     "delta rule, wide": (delta_forward, "triton_fused", WIDE | {"V": 256}),
+    "delta rule, wide keys": (delta_forward, "triton_fused", TRAINING | {"K": 256, "V": 512, "form": "head"}),
     "delta rule, in segments": (delta_forward, "parallel_scan", {"B": 1, "T": 65536, "H": 2}),
     "delta rule backward": (delta_backward, "triton_fused", TRAINING),
     "delta rule backward, per head": (delta_backward, "triton_fused", TRAINING | {"R": 2, "form": "head"}),
@@ -373,7 +374,7 @@ def test_gradients_spill_little(call, most, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "call",
     [
-        *("delta rule", "delta rule, per head", "delta rule, K = 96, V = 192"),
+        *("delta rule", "delta rule, per head", "delta rule, K = 96, V = 192", "delta rule, wide keys"),
         *("delta rule backward", "delta rule backward, per head", "delta rule backward, packed"),
     ],
 )

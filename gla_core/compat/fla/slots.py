@@ -4,8 +4,7 @@
     S_t = diag(exp(g_t)) S_{t-1} + s_t^T v_t     o_t = p_t S_t                         S [M, V]
 
 The second line is GLA. In the first one the gates are on the side of the values: the transpose of P is the state of GLA
-with keys s and values k, and is read from the side of its values (gla_core/ops/gla/read_by_values.py). One token of the
-first line is computed by compiled code, which reads and writes P once.
+with keys s and values k, and is read from the side of its values (gla_core/ops/gla/read_by_values.py).
 
 Dimensions, dtypes and errors are as in `ops.chunk_gla`; M is the number of slots. Gates are natural logarithms.
 Source: flash-linear-attention 0.6.0, fla/ops/gsa; Zhang et al., "Gated Slot Attention" (arXiv 2409.07146).
@@ -15,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gla_core.compat.fla.composed import Pair, additive_gate
@@ -91,22 +91,21 @@ def fused_recurrent_gsa(
 def _logits(
     q: Tensor, k: Tensor, s: Tensor, g: Tensor | None, scale: float, P: Tensor | None, has_final: bool, offsets: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns scale q_t P_t [B, T, Hq, M] and the final P [N, H, K, M], None unless has_final."""
-    P = wide_state(P, q)
-    if is_one_token(q, offsets, k, s, g, P):
-        logits, final = fused(_one_token, q, k, s, g, scale, P)
-        return logits, final if has_final else None
+    """Returns scale q_t P_t [B, T, Hq, M] and the final P [N, H, K, M], None unless has_final.
+
+    The logits of one token are float32, or float64 with float64 inputs.
+    """
     x = s.new_zeros(*s.shape[:2], q.shape[2], s.shape[3])
+    if is_one_token(q, offsets, k, s, g, P):
+        _, final = recurrent(x, s, k, g, 1.0, P, True, state_v_first=True)
+        assert final is not None
+        queries = fused(_queries, q, k.shape[2], scale, final.dtype)
+        return (queries @ final).view(x.shape), final if has_final else None
+    P = wide_state(P, q)
     final = recurrent(x, s, k, g, 1.0, P, True, False, True, offsets)[1] if has_final else None
     return read_by_values(q, s, k, g, scale, None if P is None else P.mT, offsets), final
 
 
-def _one_token(q: Tensor, k: Tensor, s: Tensor, g: Tensor, scale: float, P: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns scale q P of one token [B, 1, Hq, M], and P after it [B, H, K, M]; no P is one of zeros."""
-    writes, gates, keys = s[:, 0].to(wide(q.dtype)), g[:, 0], k[:, 0]  # [B, H, M], [B, H, M], [B, H, K]
-    after = keys[..., None] * writes[..., None, :]  # [B, H, K, M]
-    if P is not None:
-        after = after + gates.exp()[..., None, :] * P
-    queries = q[:, 0].unflatten(1, (keys.shape[1], -1))  # [B, H, Hq / H, K]
-    logits = scale * (queries[..., None] * after[:, :, None]).sum(3)  # [B, H, Hq / H, M]
-    return logits.flatten(1, 2)[:, None].to(q.dtype), after
+def _queries(q: Tensor, H: int, scale: float, dtype: torch.dtype) -> Tensor:
+    """Returns scale q of one token [N, H, Hq / H, K]."""
+    return scale * q[:, 0].unflatten(1, (H, -1)).to(dtype)

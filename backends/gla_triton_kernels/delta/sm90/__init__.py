@@ -105,7 +105,8 @@ def _stages(call: OpCall, gpu: Gpu, BK: int, groups: int, parts: int = 1) -> int
     time. So with two stages they wait.
     """
     keys, values, pairs = parts * CHUNK * BK * 2, CHUNK * COLUMNS * 2, CHUNK * 16 * 4  # bytes
-    stage = (4 if has_key_gates(call) else 2) * keys + groups // parts * values + 2 * pairs + 4 * BK * 4
+    by_key = has_key_gates(call)
+    stage = (4 if by_key else 2) * keys + groups // parts * values + 2 * pairs + 4 * (4 * BK if by_key else 2 * CHUNK)
     results = groups * values * (BK // CHUNK if call.scalars.get("checkpoint_every") else 1)
     partials = 0 if parts == 1 else 6 * COLUMNS * 16 * 4
     return min(MOST_STAGES, (gpu.facts.shared_memory - RESERVED - pairs - results - partials) // stage)
