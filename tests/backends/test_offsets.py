@@ -332,6 +332,7 @@ VARIATIONS = {
     "general backward, constant",
     "delta rule, packed",
     "delta rule, packed, per head",
+    "delta rule, wide keys",
     "delta rule backward, per head",
     "delta rule steps",
 }

@@ -3,8 +3,9 @@
 The first launches compute what all chunks need beside the state, and the states that enter chunks, unless checkpoints
 hold them. A pass backwards over each sequence computes the gradients of states (general/backward.py). Then all
 other gradients are computed, in parallel over chunks (general/gradients.py). On Hopper, the kernels of sm90/ take the
-same steps for the calls that they compute; the forward writes the states that enter chunks, and its outputs are
-dropped. Heads with more values are computed by halves (halves.py). Planning imports no Triton.
+same steps for the calls that they compute. The forward for Hopper writes the states that enter chunks for the other
+kernels too; its outputs are dropped. Heads with more values are computed by halves (halves.py). Planning imports no
+Triton.
 
 B batch   T tokens   N sequences   H heads of q and k   Hv value heads   K, V key and value width
 """
@@ -28,6 +29,7 @@ from gla_triton_kernels.delta.sm90 import backward_calls as sm90
 from gla_triton_runtime.architecture import Gpu, gpu_of_call
 
 if TYPE_CHECKING:
+    from gla_triton_kernels.chunks.segments import Segments
     from gla_triton_kernels.delta.tensors import BackwardTensors
     from gla_triton_runtime.launch import Launch
 
@@ -41,7 +43,7 @@ class BackwardPlan:
         gradients: the launch parameters of the kernels of gradients.py.
         has_entering: whether checkpoints hold the states that enter chunks.
         refusal: the reason why the kernels for SM90 do not compute the call; None if they do.
-        forward: the launch parameters of the forward for SM90 if it has to compute these states; else None.
+        forward: the launch parameters of the forward for SM90 if it computes these states; else None.
         programs: the multiprocessors of the GPU.
     """
 
@@ -59,10 +61,10 @@ def explain(call: OpCall, cut: bool) -> list[str]:
     if (half := halves.call_of_halves(call, gpu, cut)) is not None:
         return [f"{line}, for both halves of the values" for line in explain(half, cut)]
     planned = plan(call, gpu, cut)
+    states = "" if planned.forward is None else "delta.sm90.forward, "
     if planned.refusal is None:
-        states = "" if planned.forward is None else "delta.sm90.forward, "
         return [f"kernel delta.sm90.gradients after {states}delta.sm90.backward_pairs and delta.sm90.backward"]
-    general = "kernel delta.general.gradients after delta.general.pairs and delta.general.backward"
+    general = f"kernel delta.general.gradients after {states}delta.general.pairs and delta.general.backward"
     return [general, f"not delta.sm90.backward: {planned.refusal}"]
 
 
@@ -74,8 +76,9 @@ def plan(call: OpCall, gpu: Gpu, cut: bool) -> BackwardPlan:
     readable &= checkpoint_dtype(call.dtype) == gradients.kept
     has_entering = call.scalars["checkpoint_every"] == CHUNK and readable
     reason, forward = sm90.refusal(call, gpu, cut), None
-    if reason is None and not has_entering:
-        forward = forward_sm90.parameters(replace(call, scalars={**call.scalars, "checkpoint_every": CHUNK}), gpu)
+    kept = replace(call, scalars={**call.scalars, "checkpoint_every": CHUNK})
+    if not has_entering and states.length is None and forward_sm90.refusal(kept, gpu) is None:
+        forward = forward_sm90.parameters(kept, gpu)
     return BackwardPlan(states, gradients, has_entering, reason, forward, gpu.multiprocessors)
 
 
@@ -98,7 +101,7 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
         return halves.joined(prepare(half, cut), call)
     T, Hv, K, V, N = (call.dims[name] for name in ("T", "Hv", "K", "V", "N"))
     empty, normalizer, planned = N == 0 or T == 0, call.scalars["gate_normalizer"], plan(call, gpu, cut)
-    copied = sm90.copied(call) if planned.refusal is None else frozenset()
+    copied = sm90.copied(call) if planned.refusal is None or planned.forward is not None else frozenset()
 
     def describe(x: BackwardTensors, scale: float) -> list[Launch]:
         cleared = []
@@ -147,30 +150,38 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
 
 def launches(plan: BackwardPlan, x: BackwardTensors, scale: float, normalizer: int | None) -> list[Launch]:
     """Returns the launches that fill the gradients in x; for `normalizer` see `launches` of forward.py."""
-    return _general_launches(plan, x, scale, normalizer) if plan.refusal is not None else _sm90_launches(plan, x, scale)
+    return (_sm90_launches if plan.refusal is None else _general_launches)(plan, x, scale, normalizer)
 
 
-def _sm90_launches(plan: BackwardPlan, x: BackwardTensors, scale: float) -> list[Launch]:
+def _sm90_launches(plan: BackwardPlan, x: BackwardTensors, scale: float, normalizer: int | None) -> list[Launch]:
     """Returns the launches of the kernels for SM90."""
     from gla_triton_kernels.chunks.segments import whole
     from gla_triton_kernels.delta.sm90.backward import launch_scan
     from gla_triton_kernels.delta.sm90.backward_pairs import launch_pairs
-    from gla_triton_kernels.delta.sm90.forward import launch_outputs
     from gla_triton_kernels.delta.sm90.gradients import launch_gradients
-    from gla_triton_kernels.delta.tensors import Tensors
 
     sequences = whole(len(x.k), x.k.shape[1], x.cu_seqlens)
     entering, states = x.checkpoints, []
     if plan.forward is not None:
-        shape = checkpoint_shape(x.k, x.v, x.cu_seqlens, CHUNK)
-        entering, o = x.v.new_empty(shape, dtype=plan.gradients.kept), x.v.new_empty(x.v.shape)
-        tensors = Tensors(x.q, x.k, x.v, x.g, x.beta, x.initial_state, x.cu_seqlens, o, None, entering)
-        states = launch_outputs(plan.forward, tensors, sequences, scale, CHUNK)
+        entering, states = _entering_by_sm90(plan.forward, x, sequences, scale, normalizer)
     assert entering is not None
     chunks, pairs = launch_pairs(x, scale)
     leaving, scan = launch_scan(x, chunks, sequences)
     gradients = launch_gradients(x, chunks, entering, leaving, scale, plan.programs)
     return [*sequences.launches, *states, *pairs, scan, *gradients]
+
+
+def _entering_by_sm90(
+    forward: forward_sm90.Parameters, x: BackwardTensors, sequences: Segments, scale: float, normalizer: int | None
+) -> tuple[Tensor, list[Launch]]:
+    """Returns the states that enter chunks, of which the forward for SM90 makes checkpoints, and its launches."""
+    from gla_triton_kernels.delta.sm90.forward import launch_outputs
+    from gla_triton_kernels.delta.tensors import Tensors
+
+    shape = checkpoint_shape(x.k, x.v, x.cu_seqlens, CHUNK)
+    entering, o = x.v.new_empty(shape, dtype=checkpoint_dtype(x.v.dtype)), x.v.new_empty(x.v.shape)
+    tensors = Tensors(x.q, x.k, x.v, x.g, x.beta, x.initial_state, x.cu_seqlens, o, None, entering)
+    return entering, launch_outputs(forward, tensors, sequences, scale, CHUNK, normalizer)
 
 
 def _general_launches(plan: BackwardPlan, x: BackwardTensors, scale: float, normalizer: int | None) -> list[Launch]:
@@ -190,7 +201,10 @@ def _general_launches(plan: BackwardPlan, x: BackwardTensors, scale: float, norm
     made += segments.launches
     leaving = x.v.new_empty(chunks.segments.count, Hv, K, V, dtype=plan.gradients.kept)
     entering = x.checkpoints
-    if not plan.has_entering:
+    if plan.forward is not None:
+        entering, states = _entering_by_sm90(plan.forward, x, segments, scale, normalizer)
+        made += states
+    elif not plan.has_entering:
         entering = torch.empty_like(leaving)
         tensors = Tensors(x.q, x.k, x.v, x.g, x.beta, x.initial_state, x.cu_seqlens, None, None, entering)
         starts, before = launch_entering(plan.states, tensors, chunks, segments)

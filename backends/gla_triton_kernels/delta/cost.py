@@ -58,11 +58,14 @@ def backward_seconds(call: OpCall, c: Constants, cut: bool) -> float:
     if (half := halves.call_of_halves(call, gpu_of_constants(c), cut)) is not None:
         states = 2 * checkpoint_bytes(call, CHUNK) if passes == 1 else 0.0  # read and written
         return backward_seconds(half, c, cut) + states / c["bandwidth"] + COPIES * c["host_launch"]
-    if backward_calls.refusal(call, gpu_of_constants(c), cut) is None:
-        states = _whole(call, c) if passes == 2 else 0.0
+    gpu, states = gpu_of_constants(c), 0.0
+    if passes == 2:
+        is_whole = sm90.refusal(call, gpu) is None and plan_pass(call, gpu, cut).length is None
+        states = _whole(call, c) if is_whole else _pass(call, c, cut)
+    if backward_calls.refusal(call, gpu, cut) is None:
         return in_all(call, states + _backward_sm90(call, c), c["host"] + (3 + passes) * c["host_launch"])
     gradients = 2 * c["launch"] + c["step"] * _seconds(call).gradients * _share_of_chunks(call, c)
-    device = _chunks(call, c) + passes * _pass(call, c, cut) + gradients
+    device = _chunks(call, c) + states + _pass(call, c, cut) + gradients
     return in_all(call, device, c["host"] + (3 + passes) * c["host_launch"])
 
 

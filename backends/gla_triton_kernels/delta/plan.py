@@ -188,8 +188,8 @@ def parameters_of_states(call: OpCall, gpu: Gpu) -> StateParameters:
     BV, warps, stages = 32 if gpu.architecture is Architecture.SM100 else 64, 8, 2
     if precision != "units" or BK > 128:
         BV, warps, stages = 32 if precision == "units" else 16, 8, 1
-        if precision == "units" and gpu.facts.has_wgmma:  # more values spill, and one chunk is loaded ahead
-            BV, warps, stages = 16, 4, 2
+        if precision == "units" and gpu.facts.has_wgmma:
+            warps, stages = 4, 2
     elif gpu.facts.has_wgmma:
         fills = call.batch_invariant is None and N * Hv * ceil_div(V, 128) >= 3 * gpu.multiprocessors // 4
         BV, warps = (128, 8) if fills else (64, 4)

@@ -4,7 +4,7 @@
     lightnet   z_t = log(exp(z_{t-1}) + exp(k_t))           GLA with keys exp(k_t - z_t) and gates z_{t-1} - z_t
 
 rwkv6 reads the state before the token: it is GLA of the keys, values and gates of the token before, and the bonus
-(r_t . u k_t) v_t. One token reads its state, and then takes a step.
+(r_t . u k_t) v_t. One token is computed by compiled code, which reads its state.
 
 Dimensions, dtypes and errors are as in `ops.chunk_gla`. Gates are natural logarithms.
 Source: flash-linear-attention 0.6.0, fla/ops; Peng et al., "Eagle and Finch" (arXiv 2404.05892); Qin et al., "You Only
@@ -80,20 +80,23 @@ def fused_recurrent_rwkv6(
 
     factor, u = r.shape[3] ** -0.5 if scale is None else scale, u.to(wide(r.dtype))
     if is_one_token(r, cu_seqlens, k, v, w, u, initial_state):
-        return _one_token(r, k, v, w, u, factor, wide_state(initial_state, r), output_final_state)
+        o, state = fused(_one_token, r, k, v, w, u, factor, wide_state(initial_state, r))
+        return o, state if output_final_state else None
     call = from_last_to_first(run) if reverse else run
     return call(r, k, v, w, initial_state, cu_seqlens)
 
 
 def _one_token(
-    r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, scale: float, state: Tensor | None, has_final: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Returns the output of one token [B, 1, H, V] and, with has_final, the state after it [B, H, K, V]."""
-    read = v.new_zeros(v.shape, dtype=u.dtype)
+    r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, scale: float, state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Returns the output of one token [B, 1, H, V] and the state after it [B, H, K, V]; no state is one of zeros."""
+    k, w, queries = (x[:, 0, :, :, None].to(u.dtype) for x in (k, w, r))  # [B, H, K, 1]
+    write = k * v.movedim(1, 2)  # [B, H, K, V]
+    read, after = u[..., None] * write, write
     if state is not None:
-        read = (r.to(u.dtype).movedim(1, 2) @ state).movedim(1, 2)
-    final = recurrent(r, k, v, w, scale, state, True)[1] if has_final else None
-    return fused(_with_bonus, read, r, k, v, u, scale, scale), final
+        read, after = read + state, after + w.exp() * state
+    o = scale * (queries * read).sum(2)  # [B, H, V]
+    return o[:, None].to(r.dtype), after
 
 
 def _rows_before(
@@ -104,9 +107,9 @@ def _rows_before(
     return rows.before(k, 0), rows.before(v, 0), rows.before(w, 0)
 
 
-def _with_bonus(read: Tensor, r: Tensor, k: Tensor, v: Tensor, u: Tensor, scale: float, factor: float = 1.0) -> Tensor:
-    """Returns factor read + scale (r . u k) v for each token and head, in the dtype of r."""
-    return (factor * read + (scale * r.to(u.dtype) * u * k).sum(-1, keepdim=True) * v).to(r.dtype)
+def _with_bonus(o: Tensor, r: Tensor, k: Tensor, v: Tensor, u: Tensor, scale: float) -> Tensor:
+    """Returns o + scale (r . u k) v for each token and head, in the dtype of o."""
+    return (o + (scale * r.to(u.dtype) * u * k).sum(-1, keepdim=True) * v).to(o.dtype)
 
 
 def chunk_lightnet(
