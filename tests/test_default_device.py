@@ -82,7 +82,9 @@ def test_ops(op, requested):
         equal_on_any_default_device(run, workload)
 
 
-@pytest.mark.parametrize("requested", REQUESTS)
+@pytest.mark.parametrize(
+    "requested", [REQUESTS[0], *(pytest.param(each, marks=pytest.mark.thorough) for each in REQUESTS[1:])]
+)
 @pytest.mark.parametrize("name", sorted(set(gla.nn.__all__) - {"GLAState"}))
 def test_layers(name, requested):
     options = {"headdim": 8, "d_state": 4} if name == "Mamba2" else {"use_short_conv": True, "num_heads": 2}

@@ -27,7 +27,7 @@ WIDTHS = [(1, 1, 1), (19, 37, 2), (256, 40, 1)]
 WIDTHS += [(512, 20, 1), (20, 140, 1)] if INTERPRETED else [(16, 200, 1), (100, 64, 1), (128, 128, 3), (512, 512, 1)]
 WIDTHS_AND_DTYPES = [
     pytest.param(
-        *widths, dtype, marks=pytest.mark.thorough if INTERPRETED and widths[0] > 200 and dtype != DTYPE else ()
+        *widths, dtype, marks=pytest.mark.thorough if INTERPRETED and max(widths) > 100 and dtype != DTYPE else ()
     )
     for widths, dtype in itertools.product(WIDTHS, DTYPES)
 ]

@@ -311,6 +311,11 @@ CALLS = {
     "softmax of columns": (SM90, softmax, "parallel_scan", {"shape": (gla_triton_kernels.MAX_LENGTH, 4), "dim": 0}),
 }
 VARIATIONS = {
+    "pool, in segments",
+    "backward, in segments",
+    "forward, TF32",
+    "backward, value groups",
+    "backward, grouped",
     "scan of Mamba-2",
     "scan of Mamba-2, in segments",
     "gradients of Mamba-2's scan",

@@ -22,13 +22,13 @@ from tests.backends.test_random_delta import amplification, truth
 pytestmark = pytest.mark.kernels
 __all__ = ["forward", "kernels"]  # fixtures
 
-FEW, MANY = 1, 100
+SMALL, MANY = 1, 100  # the seed of `make test`, whose calls are small, and the number of seeds
 ROOM, ROOM_OF_ALIKE = 1.1, 2
 """Factors on budgets, of random keys and of keys that are alike: roundings of what they share do not average out.
 
 By emulation, flash-linear-attention's outputs are then up to 8.8e-3 off; see docs/what_was_tried.
 """
-SEEDS = [*range(FEW), *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(FEW, MANY))]
+SEEDS = [SMALL, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(MANY) if seed != SMALL)]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -1,6 +1,7 @@
 """Hopper's kernels of chunk_gla, emulated on a CPU, against the oracle: see tests/gluon_on_cpu.py."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import threading
@@ -58,6 +59,9 @@ WIDE_HALF = tuple(
 """Sizes of calls whose gradients backward_wide.py computes in float16."""
 PACKED = {"lengths": (0, 65, 1, 0, 130, 3), "padding": 10, "initial_state": True}
 pytestmark = pytest.mark.kernels  # Triton's kernels that sort packed segments are interpreted
+
+
+thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
 
 
 def every_other_thorough(cases):
@@ -309,7 +313,7 @@ OUTPUTS = (
     PACKED | {"skips": True, "dtype": torch.float16, "K": 128},
     {"gated": True, "skips": True, "R": 2, "BV": 128, "B": 2},
     {"gated": True, "R": 3, "K": 128, "V": 72, "initial_state": True},
-    PACKED | {"gated": True, "skips": True, "R": 2, "K": 256, "V": 72},
+    thorough(PACKED | {"gated": True, "skips": True, "R": 2, "K": 256, "V": 72}),
     PACKED | {"gated": True, "dtype": torch.float16, "K": 320, "V": 64},
     {"K": 256, "V": 128, "B": 2, "H": 2, "gate_form": "key", "initial_state": True},
     PACKED | {"K": 200, "V": 40, "gate_form": "key", "gates": "-inf"},
@@ -613,15 +617,15 @@ GRADIENTS = (
     {"gate_form": "constant", "G": 2, "initial_state": True},
     {"K": 136, "V": 136},  # several blocks of keys and of values
     {"gate_form": "constant", "K": 136, "V": 40, "initial_state": True},  # and blocks of 64 values
-    pytest.param({"K": 40, "V": 136, "R": 2}, marks=pytest.mark.thorough),
-    pytest.param({"gate_form": "constant", "K": 136, "V": 136}, marks=pytest.mark.thorough),
+    thorough({"K": 40, "V": 136, "R": 2}),
+    thorough({"gate_form": "constant", "K": 136, "V": 136}),
     {"gate_form": "key", "K": 136, "V": 40, "initial_state": True},
-    pytest.param(PACKED | {"gate_form": "key", "K": 264, "V": 128, "R": 2}, marks=pytest.mark.thorough),
-    pytest.param(PACKED | {"gates": "none", "K": 136, "V": 128, "G": 2}, marks=pytest.mark.thorough),
+    thorough(PACKED | {"gate_form": "key", "K": 264, "V": 128, "R": 2}),
+    thorough(PACKED | {"gates": "none", "K": 136, "V": 128, "G": 2}),
     PACKED,
     PACKED | {"R": 2, "gates": "-inf", "dstate": False},
     PACKED | {"gate_form": "constant"},
-    pytest.param(PACKED | {"gate_form": "constant", "K": 128, "V": 128}, marks=pytest.mark.thorough),
+    thorough(PACKED | {"gate_form": "constant", "K": 128, "V": 128}),
     PACKED | {"gate_form": "key"},
     {"gate_form": "key", "K": 128, "V": 128, "T": 100},
     {"gate_form": "key", "G": 2, "initial_state": True},
@@ -637,18 +641,17 @@ GRADIENTS = (
     {"gate_form": "key", "V": 136, "T": 500, "blocks": (64, 64)},  # more chunks than pipeline stages
     {"gate_form": "key", "V": 136, "T": 500, "blocks": (64, 128)},
     {"gate_form": "key", "V": 136, "T": 500, "blocks": (64, 192), "initial_state": True},
-    PACKED | {"gate_form": "key", "K": 72, "V": 200, "gates": "extreme", "mild": slice(64), "blocks": (64, 192)},
+    thorough(
+        PACKED | {"gate_form": "key", "K": 72, "V": 200, "gates": "extreme", "mild": slice(64), "blocks": (64, 192)}
+    ),
     {"normalizer": 16, "gate_dtype": BFLOAT16, "initial_state": True},
     {"normalizer": 1, "gate_form": "constant"},
     {"normalizer": 16, "gate_form": "key", "gate_dtype": BFLOAT16, "K": 40, "G": 2},
     {"normalizer": 16, "gate_form": "key", "gate_dtype": BFLOAT16, "K": 72, "V": 128, "B": 2, "T": 70},
     PACKED | {"normalizer": 8, "gate_form": "key"},
-    {"normalizer": 16, "gate_form": "key", "gate_dtype": BFLOAT16, "V": 256, "B": 2, "H": 2, "G": 2, "T": 70},
+    thorough({"normalizer": 16, "gate_form": "key", "gate_dtype": BFLOAT16, "V": 256, "B": 2, "H": 2, "G": 2, "T": 70}),
     {"normalizer": 1, "gate_form": "key", "K": 136, "V": 136, "dstate": False},
-    pytest.param(
-        PACKED | {"normalizer": 4, "gate_form": "key", "gate_dtype": BFLOAT16, "K": 200, "V": 72},
-        marks=pytest.mark.thorough,
-    ),
+    thorough(PACKED | {"normalizer": 4, "gate_form": "key", "gate_dtype": BFLOAT16, "K": 200, "V": 72}),
     PACKED | {"normalizer": 2, "R": 2},
     {"gate_form": "key", "dtype": torch.float16},
     {"gate_form": "key", "K": 128, "V": 128, "T": 100, "dtype": torch.float16, "initial_state": True},
@@ -666,30 +669,30 @@ GRADIENTS = (
     PACKED | {"R": 2, "dtype": torch.float32},
     {"R": 2, "heads": 2, "initial_state": True, "T": 200},  # value heads in groups
     {"R": 4, "heads": 3, "K": 128, "V": 40, "B": 2, "H": 2, "T": 70, "gates": "-inf"},
-    {"R": 6, "heads": 6, "K": 128, "V": 128, "initial_state": True},
+    thorough({"R": 6, "heads": 6, "K": 128, "V": 128, "initial_state": True}),
     {"R": 2, "heads": 1, "gate_form": "constant", "K": 136, "V": 136},
     {"heads": 1, "K": 136, "V": 264, "H": 2, "T": 100, "initial_state": True},  # wide heads without groups
     PACKED | {"heads": 1, "gate_form": "constant", "V": 200, "gates": "strong"},
     {"R": 3, "heads": 2, "gates": "none", "K": 40, "T": 100, "initial_state": True},
     PACKED | {"heads": 1, "gates": "none", "V": 136},
     {"R": 2, "heads": 2, "normalizer": 2, "gate_dtype": BFLOAT16, "gates": "strong"},
-    PACKED | {"R": 3, "heads": 2, "K": 128, "dstate": False},
+    thorough(PACKED | {"R": 3, "heads": 2, "K": 128, "dstate": False}),
     {"lengths": (0, 65, 1), "padding": 10, "R": 9, "heads": 9, "gates": "extreme", "V": 72},
     {"skips": True, "R": 5, "heads": 5, "initial_state": True, "T": 100},  # factors of v and a skip
     {"skips": True, "R": 3, "heads": 2, "K": 136, "V": 136, "T": 70, "gates": "-inf"},
     {"skips": True, "heads": 1, "H": 2, "K": 128, "V": 128},
-    {"R": 2, "heads": 2, "T": 300, "B": 2, "initial_state": True, "length": 128},
+    thorough({"R": 2, "heads": 2, "T": 300, "B": 2, "initial_state": True, "length": 128}),
     {"R": 2, "heads": 2, "T": 300, "K": 128, "dstate": False, "length": 128, "gates": "strong"},
     {"lengths": (100, 0, 300, 1), "R": 2, "heads": 2, "skips": True, "dstate": False, "length": 128},
-    {"lengths": (100, 0, 150, 1), "R": 2, "heads": 2, "K": 136, "initial_state": True, "length": 128},
+    thorough({"lengths": (100, 0, 150, 1), "R": 2, "heads": 2, "K": 136, "initial_state": True, "length": 128}),
     {"T": 300, "length": 128, "initial_state": True},
-    PACKED | {"skips": True, "R": 6, "heads": 6, "gates": "strong"},
+    thorough(PACKED | {"skips": True, "R": 6, "heads": 6, "gates": "strong"}),
     PACKED | {"skips": "channel", "R": 2, "heads": 2, "V": 72},
     *every_other_thorough([{"gate_form": "key"} | sizes for sizes in GROUPS]),
     {"gate_form": "key", "R": 2, "H": 2, "V": 136, "T": 100, "gates": "strong", "initial_state": True},
     {"gate_form": "key", "R": 3, "K": 136, "V": 136, "gates": "-inf", "dstate": False},
     {"gate_form": "key", "R": 2, "H": 2, "V": 256, "T": 70, "normalizer": 16, "gate_dtype": BFLOAT16},
-    PACKED | {"gate_form": "key", "R": 2, "K": 72, "V": 200, "gates": "-inf"},
+    thorough(PACKED | {"gate_form": "key", "R": 2, "K": 72, "V": 200, "gates": "-inf"}),
     *every_other_thorough(WIDE_HALF),
 )
 

@@ -126,6 +126,10 @@ def measured(name, kind):
 
 
 OPS = [(name, kind, op) for name in BACKENDS for kind in FACTS for op in sorted(measured(name, kind))]
+OPS_ON_ONE_GPU = [
+    pytest.param(*each, marks=pytest.mark.thorough) if each[1].startswith("NVIDIA H100") else each for each in OPS
+]
+"""Those of another GPU, whose constants alone differ, are thorough tests."""
 
 
 @pytest.fixture(autouse=True)
@@ -171,7 +175,7 @@ def test_the_backend_carries_its_model(name):
     }
 
 
-@pytest.mark.parametrize(("name", "kind", "op"), OPS)
+@pytest.mark.parametrize(("name", "kind", "op"), OPS_ON_ONE_GPU)
 def test_each_constant_counts_for_some_call(name, kind, op):
     """No constant is missing either: the formula raises KeyError for a name that is not there."""
     calls = [
@@ -220,7 +224,7 @@ def test_every_legal_call_has_a_finite_time(data, which):
 
 
 @pytest.mark.parametrize("capturing", [False, pytest.param(True, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize(("name", "kind", "op"), OPS)
+@pytest.mark.parametrize(("name", "kind", "op"), OPS_ON_ONE_GPU)
 def test_much_more_work_is_never_predicted_to_be_faster(name, kind, op, capturing):
     # Only twice as much work may be predicted to be faster, if another kernel computes the larger call.
     nearly = 0.9 if op == "chunk_gla_bwd" else 1  # two chunks uncut may take a little longer than twelve chunks cut
