@@ -97,9 +97,9 @@ def test_all_models_that_exist(fakes):
         "- left out for mamba2_chunk_scan: mamba2_split_conv1d_scan_combined",
         "- computed on a GPU by a kernel of gla_transformers, if it is imported: causal_conv1d_fn, "
         "causal_conv1d_update",
-        "- computed by gla_core on a CPU, and on Hopper in bfloat16 with K and V from 33 to 128, but for packed "
-        "sequences without cu_seqlens: torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule, "
-        "chunk_kimi_delta_attention, recurrent_kimi_delta_attention",
+        "- computed by gla_core on a CPU, and on Hopper in bfloat16 with K and V from 33 to 128 (wider without a gate "
+        "for each key), but for packed sequences without cu_seqlens: torch_chunk_gated_delta_rule, "
+        "torch_recurrent_gated_delta_rule, chunk_kimi_delta_attention, recurrent_kimi_delta_attention",
         f"- {NO_KERNELS}",
         "calls computed here, and left to the original:",
         "- mamba2_chunk_scan: 2 here",

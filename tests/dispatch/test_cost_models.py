@@ -129,7 +129,7 @@ OPS = [(name, kind, op) for name in BACKENDS for kind in FACTS for op in sorted(
 OPS_ON_ONE_GPU = [
     pytest.param(*each, marks=pytest.mark.thorough) if each[1].startswith("NVIDIA H100") else each for each in OPS
 ]
-"""Those of another GPU, whose constants alone differ, are thorough tests."""
+"""The ops of each backend. Those on another GPU, whose constants alone differ, are thorough tests."""
 
 
 @pytest.fixture(autouse=True)
