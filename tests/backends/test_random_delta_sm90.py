@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
 from gla_core.workloads.inputs import delta_inputs, normal
+from gla_triton_kernels.delta.sm90.backward_calls import MOST_WIDTH
 from tests.backends import test_delta_backward_sm90_on_cpu as backward
 from tests.backends import test_delta_sm90_on_cpu as forwards
 from tests.backends.test_delta_backward_sm90_on_cpu import kernels
@@ -42,7 +43,7 @@ def test_random_calls(forward, kernels, form, seed):
     if draw.random() < 0.7:
         loss["state"] = normal((N, x.v.shape[2], x.k.shape[3], x.v.shape[3]), torch.float32, generator)
     actual = dict(zip(("o", "state", "checkpoints"), forwards.computed(forward, x, draw.choice([1, 2])), strict=True))
-    if x.q.shape[3] <= 128:
+    if x.q.shape[3] <= MOST_WIDTH:  # of the backward
         gradients = backward.computed(kernels, x, loss["o"], loss.get("state"))
         actual |= {f"d{name}": y for name, y in gradients.items() if y is not None}
     named = {**{name: getattr(x, name) for name in (*backward.NAMES, "cu_seqlens")}, "gate": None}

@@ -66,16 +66,13 @@ thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
 
 def every_other_thorough(cases):
     """Returns the cases as parameters of tests of which every second one is thorough."""
-    return [pytest.param(x, marks=pytest.mark.thorough if i % 2 else ()) for i, x in enumerate(cases)]
+    return [thorough(x) if i % 2 else pytest.param(x) for i, x in enumerate(cases)]
 
 
 def other_dtypes_thinned(cases):
     """Returns the cases as parameters of tests; of those that are not in bfloat16 two of three are thorough."""
     others = itertools.count()
-    return [
-        pytest.param(x, marks=pytest.mark.thorough) if isinstance(x, dict) and "dtype" in x and next(others) % 3 else x
-        for x in cases
-    ]
+    return [thorough(x) if isinstance(x, dict) and "dtype" in x and next(others) % 3 else x for x in cases]
 
 
 def chequered(*values):

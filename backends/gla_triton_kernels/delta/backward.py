@@ -75,11 +75,9 @@ def plan(call: OpCall, gpu: Gpu, cut: bool) -> BackwardPlan:
     states, gradients = plan_pass(call, gpu, cut), parameters_of_gradients(call, gpu)
     readable &= checkpoint_dtype(call.dtype) == gradients.kept
     has_entering = call.scalars["checkpoint_every"] == CHUNK and readable
-    reason, forward = sm90.refusal(call, gpu, cut), None
     kept = replace(call, scalars={**call.scalars, "checkpoint_every": CHUNK})
-    if not has_entering and states.length is None and forward_sm90.refusal(kept, gpu) is None:
-        forward = forward_sm90.parameters(kept, gpu)
-    return BackwardPlan(states, gradients, has_entering, reason, forward, gpu.multiprocessors)
+    forward = None if has_entering else forward_sm90.whole(kept, gpu, states.length)
+    return BackwardPlan(states, gradients, has_entering, sm90.refusal(call, gpu, cut), forward, gpu.multiprocessors)
 
 
 def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:

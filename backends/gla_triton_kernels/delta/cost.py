@@ -47,7 +47,7 @@ STEP = 6.3e-6
 def forward_seconds(call: OpCall, c: Constants, cut: bool) -> float:
     """Returns the seconds of a forward."""
     gpu = gpu_of_constants(c)
-    if sm90.refusal(call, gpu) is None and plan_pass(call, gpu, cut).length is None:
+    if sm90.whole(call, gpu, plan_pass(call, gpu, cut).length) is not None:
         return in_all(call, _whole(call, c), c["host"] + c["host_launch"])
     return in_all(call, _chunks(call, c) + _pass(call, c, cut), c["host"] + 2 * c["host_launch"])
 
@@ -60,7 +60,7 @@ def backward_seconds(call: OpCall, c: Constants, cut: bool) -> float:
         return backward_seconds(half, c, cut) + states / c["bandwidth"] + COPIES * c["host_launch"]
     gpu, states = gpu_of_constants(c), 0.0
     if passes == 2:
-        is_whole = sm90.refusal(call, gpu) is None and plan_pass(call, gpu, cut).length is None
+        is_whole = sm90.whole(call, gpu, plan_pass(call, gpu, cut).length) is not None
         states = _whole(call, c) if is_whole else _pass(call, c, cut)
     if backward_calls.refusal(call, gpu, cut) is None:
         return in_all(call, states + _backward_sm90(call, c), c["host"] + (3 + passes) * c["host_launch"])

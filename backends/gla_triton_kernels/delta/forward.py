@@ -62,7 +62,7 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
     empty = N == 0 or T == 0
     gpu = gpu_of_call(call)
     plan = plan_pass(call, gpu, cut)
-    whole = sm90.parameters(call, gpu) if plan.length is None and sm90.refusal(call, gpu) is None else None
+    whole = sm90.whole(call, gpu, plan.length)
     copied = frozenset() if whole is None else sm90.copied(call)
     launched = Launches(call.device)
 

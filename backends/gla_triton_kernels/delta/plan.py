@@ -186,10 +186,10 @@ def parameters_of_states(call: OpCall, gpu: Gpu) -> StateParameters:
     if gpu.architecture is Architecture.INTERPRETED:
         return StateParameters(BK, min(64, power_of_two(V, 16)), 4, 1, precision)
     BV, warps, stages = 32 if gpu.architecture is Architecture.SM100 else 64, 8, 2
-    if precision != "units" or BK > 128:
-        BV, warps, stages = 32 if precision == "units" else 16, 8, 1
-        if precision == "units" and gpu.facts.has_wgmma:
-            warps, stages = 4, 2
+    if precision != "units":
+        BV, warps, stages = 16, 8, 1
+    elif BK > 128:
+        BV, warps, stages = (32, 4, 2) if gpu.facts.has_wgmma else (32, 8, 1)
     elif gpu.facts.has_wgmma:
         fills = call.batch_invariant is None and N * Hv * ceil_div(V, 128) >= 3 * gpu.multiprocessors // 4
         BV, warps = (128, 8) if fills else (64, 4)
