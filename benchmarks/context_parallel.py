@@ -1,4 +1,4 @@
-"""Measures the speedup of one sequence over several ranks: gla_core.distributed.chunk_gla beside one rank alone.
+"""Measures the speedup of one sequence over several ranks: ops of gla_core.distributed beside one rank alone.
 
     torchrun --nproc-per-node 2 benchmarks/context_parallel.py --out benchmarks/results
     torchrun --nproc-per-node 2 benchmarks/context_parallel.py --device cpu --tokens 1024 --heads 2 --width 16
@@ -8,8 +8,10 @@ A row of tokens is of one of these kinds:
     key     one sequence with a gate for each key
     head    one sequence with one gate for each head
     packed  65 sequences of equal lengths with a gate for each key; bounds between ranks cut some of them
+    kda     one sequence of a delta rule with a gate for each key
+    gdn     one sequence of a delta rule with one gate for each head
 
-Rank 0 first computes the whole sequence alone with gla_core.chunk_gla, while the other ranks wait. Then all ranks
+Rank 0 first computes the whole sequence alone with the op of gla_core, while the other ranks wait. Then all ranks
 compute their shards of it. A time is the median over consecutive calls, on the slowest rank. On a GPU the calls are
 replays of a CUDA graph; with `--eager` they are eager calls, and include the host's time. The efficiency is the time of
 one rank divided by the time of R ranks and by R. The gathers' share is the time of a pass's gathers alone, divided by
@@ -49,17 +51,25 @@ import torch
 import torch.distributed as dist
 
 import gla_core as gla
+from gla_core import distributed
 from gla_core.bench import results
 from gla_core.bench.measure import synchronize
 from gla_core.bench.plots import pyplot, save
-from gla_core.distributed import chunk_gla, shard
+from gla_core.distributed import shard
 from gla_core.distributed.exchange import MOST_GATHERED, gather
-from gla_core.workloads.inputs import gla_inputs
+from gla_core.workloads.inputs import delta_inputs, gla_inputs
 
 TOKENS = [2**n for n in range(16, 23)]
 HEADS = [8, 16]
-KINDS = ("key", "head", "packed")
-LABELS = {"key": "", "head": "one gate for each head, ", "packed": "packed, "}
+LABELS = {
+    "key": "",
+    "head": "one gate for each head, ",
+    "packed": "packed, ",
+    "kda": "chunk_delta, ",
+    "gdn": "chunk_delta, one gate for each head, ",
+}
+KINDS = tuple(LABELS)
+WITH_DELTA_RULE, GATE_A_HEAD = ("kda", "gdn"), ("head", "gdn")
 PACKED = 65
 DIRECTIONS = ("forward", "forward+backward")
 PREDICTED = (4, 8, 64, 1024)
@@ -245,7 +255,8 @@ def whole(T: int, sizes: Sizes) -> Callable[[], Any]:
     _, _, kind, _, device = sizes
     offsets = offsets_of(T, kind, device)
     longest = None if offsets is None else longest_of(T)
-    return _pass_of(lambda *tokens: gla.chunk_gla(*tokens, cu_seqlens=offsets, max_seqlen=longest)[0], T, sizes)
+    op = gla.chunk_delta if kind in WITH_DELTA_RULE else gla.chunk_gla
+    return _pass_of(lambda *tokens: op(*tokens, cu_seqlens=offsets, max_seqlen=longest)[0], T, sizes)
 
 
 def shared(T: int, sizes: Sizes, group: dist.ProcessGroup | None = None) -> Callable[[], Any]:
@@ -253,7 +264,8 @@ def shared(T: int, sizes: Sizes, group: dist.ProcessGroup | None = None) -> Call
     ranks, (_, _, kind, _, device) = dist.get_world_size(group), sizes
     offsets = offsets_of(ranks * T, kind, device)
     cut = shard(T, offsets, group, lengths=[T] * ranks, max_seqlen=longest_of(ranks * T))
-    return _pass_of(lambda *tokens: chunk_gla(*tokens, shard=cut)[0], T, sizes)
+    op = distributed.chunk_delta if kind in WITH_DELTA_RULE else distributed.chunk_gla
+    return _pass_of(lambda *tokens: op(*tokens, shard=cut)[0], T, sizes)
 
 
 def offsets_of(T: int, kind: str, device: torch.device) -> torch.Tensor | None:
@@ -270,8 +282,9 @@ def longest_of(T: int) -> int:
 
 def gathers(sizes: Sizes) -> Callable[[], Any]:
     """Returns a call that makes only the gathers of a pass."""
-    cut, (H, K, _, direction, device) = shard(0), sizes
-    summary = torch.randn(1, H, K, device=device), torch.randn(1, H, K, K, device=device)
+    cut, (H, K, kind, direction, device) = shard(0), sizes
+    transition = (1, H, K, K) if kind in WITH_DELTA_RULE else (1, H, K)
+    summary = torch.randn(transition, device=device), torch.randn(1, H, K, K, device=device)
     number = 2 if direction == "forward+backward" else 1
 
     def call() -> None:
@@ -284,9 +297,10 @@ def gathers(sizes: Sizes) -> Callable[[], Any]:
 def _pass_of(forward: Callable[..., torch.Tensor], T: int, sizes: Sizes) -> Callable[[], Any]:
     H, K, kind, direction, device = sizes
     sizes_of_x: dict[str, Any] = {"B": 1, "T": T, "H": H, "K": K, "V": K, "gate_dtype": torch.float32}
-    dtype, form = torch.bfloat16 if device.type == "cuda" else torch.float32, "head" if kind == "head" else "key"
-    x = gla_inputs(**sizes_of_x, dtype=dtype, gates="mild", gate_form=form, device=device)
-    tokens = [y for y in (x.q, x.k, x.v, x.g) if y is not None]
+    dtype, form = torch.bfloat16 if device.type == "cuda" else torch.float32, "head" if kind in GATE_A_HEAD else "key"
+    made = delta_inputs if kind in WITH_DELTA_RULE else gla_inputs
+    x = made(**sizes_of_x, dtype=dtype, gates="mild", gate_form=form, device=device)
+    tokens = [y for name in ("q", "k", "v", "g", "beta") if (y := getattr(x, name, None)) is not None]
     if direction == "forward":
         return lambda: forward(*tokens)
     leaves, do = [y.requires_grad_() for y in tokens], torch.randn_like(x.v)
@@ -357,7 +371,7 @@ def draw(path: Path) -> Path:
     axes.legend(frameon=False)
     dtype = "bfloat16 with float32 gates" if first.driver else "float32"
     axes.set_title(
-        f"chunk_gla, one row of tokens over {facts['ranks']} ranks: efficiency, higher is better\n"
+        f"One row of tokens over {facts['ranks']} ranks: efficiency, higher is better\n"
         f"{facts['ranks']} × {first.device}, {dtype}, K = V = {facts['width']}; torch {first.versions['torch']}",
         fontsize=11,
     )
