@@ -111,7 +111,9 @@ def test_all_are_replaced_wherever_they_are_and_put_back(fla):
     assert lines[1].startswith("- computed by gla_core: chunk_gla, fused_chunk_gla, ")
     said = " ".join(" ".join(lines).split())
     assert 'on a GPU, so are sequences in float32 under the matmul precision "highest"' in said
-    assert "- computed by gla_core on a CPU; on a GPU the original, which is faster: chunk_lightnet, " in said
+    assert (
+        "- computed by gla_core on a CPU, and on Hopper in bfloat16; otherwise the original: chunk_lightnet, " in said
+    )
     assert len(lines) < 30
     assert max(map(len, lines)) < 80
     assert vars(fla["flat.ops"]) == before["flat.ops"]
@@ -356,6 +358,7 @@ def test_compositions_are_computed_here_on_a_cpu_and_not_on_every_device(fla, ho
 def test_float32_without_tf32_on_a_gpu_is_left_to_the_original(fla, monkeypatch, dtype, precision, T, autocast, left):
     before = torch.get_float32_matmul_precision()
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: autocast)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     try:
         torch.set_float32_matmul_precision(precision)
         with accelerate(), FakeTensorMode():
@@ -411,21 +414,24 @@ def test_delta_rules_on_a_gpu_are_those_of_the_kernels_for_hopper(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "K", "T", "capability", "slots", "bonus"),
+    ("dtype", "K", "T", "capability", "families"),
     [
-        (torch.bfloat16, 64, 8, (9, 0), True, True),
-        (torch.bfloat16, 64, 1, (9, 0), True, False),
-        (torch.bfloat16, 256, 8, (9, 0), False, True),
-        (torch.float32, 64, 8, (9, 0), False, False),
-        (torch.bfloat16, 64, 8, (8, 0), False, False),
+        (torch.bfloat16, 64, 8, (9, 0), {"gsa", "rwkv6", "lightnet", "linear_attn"}),
+        (torch.bfloat16, 64, 1, (9, 0), {"gsa", "lightnet", "linear_attn"}),
+        (torch.bfloat16, 256, 8, (9, 0), {"gsa", "rwkv6", "lightnet", "linear_attn"}),
+        (torch.bfloat16, 256, 1, (9, 0), {"lightnet", "linear_attn"}),
+        (torch.float32, 64, 8, (9, 0), set()),
+        (torch.bfloat16, 64, 8, (8, 0), set()),
     ],
 )
-def test_slots_and_rwkv6_on_a_gpu_are_those_that_were_measured(fla, monkeypatch, dtype, K, T, capability, slots, bonus):
+def test_compositions_on_a_gpu_are_those_that_were_measured(fla, monkeypatch, dtype, K, T, capability, families):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     with accelerate(), FakeTensorMode():
         q, s, u = (torch.empty(shape, dtype=dtype, device="cuda") for shape in ((1, T, 2, K), (1, T, 2, 16), (2, K)))
-        assert (fla["fla.ops.gsa"].chunk_gsa.left_out(q, q, q, s, s) is None) is slots
-        assert (fla["fla.ops.rwkv6"].fused_recurrent_rwkv6.left_out(q, q, q, q, u) is None) is bonus
+        arguments = {"gsa": (q, q, q, s, s), "rwkv6": (q, q, q, q, u), "lightnet": (q, q, q), "linear_attn": (q, q, q)}
+        for family, passed in arguments.items():
+            function = getattr(fla[f"fla.ops.{family}"], f"chunk_{family}")
+            assert (function.left_out(*passed) is None) is (family in families), family
 
 
 def test_a_gate_for_each_head(fla):

@@ -2,9 +2,10 @@
 after they are created.
 
 Besides those of `fla.ops.gla` these are the functions with one gate for each head or none. Functions that are composed
-of several calls are computed here on a CPU. On a GPU they are left to flash-linear-attention, whose kernels take less
-work; among these, LightNet and normalized linear attention call functions that are replaced. Sequences in float32 are
-left to it as well, unless TF32 is allowed: it multiplies TF32 in any case, which is faster.
+of several calls are computed here on a CPU and, where they were measured, on Hopper. On other GPUs they are left to
+flash-linear-attention, whose kernels take less work; among these, LightNet and normalized linear attention call
+functions that are replaced. Sequences in float32 are left to it as well, unless TF32 is allowed: it multiplies TF32 in
+any case, which is faster.
 
 The functions are replaced in the modules that define them, so modules that are imported later find the replacements.
 They are also replaced in every module of flash-linear-attention that has imported them already. Some are registered as
@@ -286,10 +287,15 @@ def _slow_delta_rule(arguments: Mapping[str, Any]) -> str | None:
     return _more(arguments) or _not_measured(arguments, is_measured, hopper.IN_WORDS)
 
 
+def _on_hopper(arguments: Mapping[str, Any]) -> str | None:
+    return _not_measured(arguments, lambda: hopper.is_bfloat16_on_hopper(arguments["q"]), ON_HOPPER)
+
+
 def _slots(arguments: Mapping[str, Any]) -> str | None:
     def is_measured() -> bool:
         q, v = arguments["q"], arguments["v"]
-        return max(q.shape[3], v.shape[3]) <= 128 and hopper.is_bfloat16_on_hopper(q)
+        is_narrow = max(q.shape[3], v.shape[3]) <= 128
+        return (is_narrow or q.shape[1] > 1) and hopper.is_bfloat16_on_hopper(q)
 
     return _not_measured(arguments, is_measured, SLOTS)
 
@@ -306,20 +312,21 @@ def _not_measured(arguments: Mapping[str, Any], is_measured: Callable[[], bool],
     return None if _not_on_cpu(arguments) is None or is_measured() else hopper.neither(words)
 
 
-def _several_calls(arguments: Mapping[str, Any]) -> str | None:
-    on_gpu = _not_on_cpu(arguments)
-    if on_gpu is None or arguments.get("normalize") is False:
-        return on_gpu and _left_out(arguments)
-    return "normalize, not on a CPU"
+def _normalized(arguments: Mapping[str, Any]) -> str | None:
+    if arguments.get("normalize") is False:
+        return _not_on_cpu(arguments) and _left_out(arguments)
+    reason = _on_hopper(arguments)
+    return reason and f"normalize, {reason}"
 
 
-ON_CPU = "computed by gla_core on a CPU; on a GPU the original, which is faster"
-SLOTS = "on Hopper in bfloat16 with K and V up to 128"
+ON_HOPPER = "on Hopper in bfloat16"
+NORMALIZED = "on Hopper in bfloat16 or with normalize=False"
+SLOTS = "on Hopper in bfloat16, one token with K and V up to 128"
 BONUS = "several tokens on Hopper in bfloat16"
 _HERE = "computed by gla_core on a CPU, and {}; otherwise the original"
 _PARTLY = {
-    "fla.ops.linear_attn": (_several_calls, "computed by gla_core on a CPU, and on a GPU with normalize=False"),
-    "fla.ops.lightnet": (_not_on_cpu, ON_CPU),
+    "fla.ops.linear_attn": (_normalized, _HERE.format(NORMALIZED)),
+    "fla.ops.lightnet": (_on_hopper, _HERE.format(ON_HOPPER)),
     "fla.ops.gsa": (_slots, _HERE.format(SLOTS)),
     "fla.ops.rwkv6": (_bonus, _HERE.format(BONUS)),
     "fla.ops.kda": (_slow_delta_rule, _HERE.format(hopper.IN_WORDS)),

@@ -89,14 +89,20 @@ def fused_recurrent_rwkv6(
 def _one_token(
     r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, scale: float, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the output of one token [B, 1, H, V] and the state after it [B, H, K, V]; no state is one of zeros."""
-    k, w, queries = (x[:, 0, :, :, None].to(u.dtype) for x in (k, w, r))  # [B, H, K, 1]
-    write = k * v.movedim(1, 2)  # [B, H, K, V]
-    read, after = u[..., None] * write, write
+    """Returns the output of one token [B, 1, H, V] and the state after it [B, H, K, V]; no state is one of zeros.
+
+    With the heads of all rows in one dimension, compiled code reads states in the order of memory: on an H200 it takes
+    two thirds of the time.
+    """
+    (B, _, H, K), V = k.shape, v.shape[3]
+    k, w, queries, u = (x.expand(B, 1, H, K).reshape(B * H, K, 1).to(u.dtype) for x in (k, w, r, u))
+    write = k * v.reshape(B * H, 1, V)  # [B H, K, V]
+    read, after = u * write, write
     if state is not None:
+        state = state.reshape(write.shape)
         read, after = read + state, after + w.exp() * state
-    o = scale * (queries * read).sum(2)  # [B, H, V]
-    return o[:, None].to(r.dtype), after
+    o = scale * (queries * read).sum(1)  # [B H, V]
+    return o.view(B, 1, H, V).to(r.dtype), after.view(B, H, K, V)
 
 
 def _rows_before(
@@ -150,6 +156,13 @@ def additive_gate(x: Tensor, z: Tensor | None, cu_seqlens: Tensor | None) -> tup
 
     They are a sigmoid and its logarithm, which loses no digits if x_t changes z little.
     """
+    if cu_seqlens is None:
+        return fused(_additive_gate, x, z)
+    return _additive_gate(x, z, cu_seqlens)  # its number of steps depends on T, for which compiled code is not reused
+
+
+def _additive_gate(x: Tensor, z: Tensor | None, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes `additive_gate`."""
     rows = _Rows.of(x, cu_seqlens)
     x = rows.cleared(x.to(wide(x.dtype)))
     N = number_of_sequences(len(x), cu_seqlens)

@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gla_core.compat.fla.ops import chunk_gla, is_one_token, layout, no_more, recurrent
@@ -328,7 +329,8 @@ def _linear_attn(
 ) -> tuple[Tensor, Tensor | Normalized | None]:
     """Computes linear attention; the sum of the keys is one more column of the state, for values that are always 1.
 
-    A step adds to the sum by itself, so that the state is not copied.
+    There are as many such columns as make the width of the values a multiple of 8, which kernels need not pad. A step
+    adds to the sum by itself, so that the state is not copied.
     """
     if not normalize:
         if isinstance(initial_state, tuple):
@@ -339,12 +341,16 @@ def _linear_attn(
         o, final = recurrent(q, k, v, None, scale, state, output_final_state)
         o, keys = fused(_divided, o, q, k, q.shape[3] ** -0.5 if scale is None else scale, keys)
         return o, (final, keys)
-    ones = torch.cat([v, v.new_ones(()).expand(*v.shape[:-1], 1)], -1)
-    o, final = recurrent(q, k, ones, None, scale, _with_sum(state, keys, q, v), True, reverse, cu_seqlens=cu_seqlens)
+    V, columns = v.shape[3], 8 - v.shape[3] % 8
+    ones, state = F.pad(v, (0, columns), value=1.0), _with_sum(state, keys, q, v, columns)
+    o, final = recurrent(q, k, ones, None, scale, state, True, reverse, cu_seqlens=cu_seqlens)
     assert final is not None
-    total = o[..., -1:].to(wide(o.dtype)) + 1e-10
-    pair = final[..., :-1] if output_final_state else None, final[..., -1].unsqueeze(1)
-    return (o[..., :-1] / total).to(o.dtype), pair
+    return fused(_over_sum, o, V), (final[..., :V] if output_final_state else None, final[..., V].unsqueeze(1))
+
+
+def _over_sum(o: Tensor, V: int) -> Tensor:
+    """Returns the first V columns of o, divided by the next one + 1e-10."""
+    return (o[..., :V] / (o[..., V : V + 1].to(wide(o.dtype)) + 1e-10)).to(o.dtype)
 
 
 def _divided(o: Tensor, q: Tensor, k: Tensor, scale: float, keys: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -355,12 +361,12 @@ def _divided(o: Tensor, q: Tensor, k: Tensor, scale: float, keys: Tensor | None)
     return (o / (scale * (q * total).sum(-1, keepdim=True) + 1e-10)).to(o.dtype), total
 
 
-def _with_sum(state: Tensor | None, keys: Tensor | None, q: Tensor, v: Tensor) -> Tensor | None:
-    """Returns the state [N, H, K, V + 1] from a state [N, H, K, V] and a sum of keys [N, 1, H, K]."""
+def _with_sum(state: Tensor | None, keys: Tensor | None, q: Tensor, v: Tensor, columns: int) -> Tensor | None:
+    """Returns the state [N, H, K, V + columns] from a state [N, H, K, V] and a sum of keys [N, 1, H, K]."""
     either = state if state is not None else keys
     if either is None:
         return None
     N, H, K, V, dtype = either.shape[0], v.shape[2], q.shape[3], v.shape[3], wide(q.dtype)
     state = q.new_zeros(N, H, K, V, dtype=dtype) if state is None else state.to(dtype)
     keys = q.new_zeros(N, 1, H, K, dtype=dtype) if keys is None else keys.to(dtype)
-    return torch.cat([state, keys[:, 0, ..., None]], -1)
+    return torch.cat([state, keys[:, 0, ..., None].expand(N, H, K, columns)], -1)

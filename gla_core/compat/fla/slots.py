@@ -12,6 +12,7 @@ Source: flash-linear-attention 0.6.0, fla/ops/gsa; Zhang et al., "Gated Slot Att
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from gla_core.compat.fla.ops import from_last_to_first, is_one_token, no_more, r
 from gla_core.dispatch.tensors import wide
 from gla_core.ops.fused import fused
 from gla_core.ops.gla.read_by_values import read_by_values
+
+KEYS = 64
+"""The number of keys over which one part of a sum goes in a step."""
 
 
 def chunk_gsa(
@@ -81,9 +85,13 @@ def fused_recurrent_gsa(
     def read(q: Tensor, k: Tensor, s: Tensor, g: Tensor | None, state: Any, offsets: Any) -> tuple[Tensor, Any]:
         return _logits(q, k, s, g, factor, state, output_final_state, offsets)
 
-    call = from_last_to_first(read) if reverse else read
-    logits, first = call(q, k, s, g, first, cu_seqlens)
-    p = logits.softmax(-1, dtype=wide(logits.dtype)).to(q.dtype)
+    if is_one_token(q, cu_seqlens, k, s, g, first):
+        p, final = fused(_one_token, q, k, s, g, factor, wide_state(first, q))
+        first = final if output_final_state else None
+    else:
+        call = from_last_to_first(read) if reverse else read
+        logits, first = call(q, k, s, g, first, cu_seqlens)
+        p = logits.softmax(-1, dtype=wide(logits.dtype)).to(q.dtype)
     o, second = recurrent(p, s, v, g, 1.0, second, output_final_state, reverse, False, cu_seqlens)
     return o, (first, second)
 
@@ -91,21 +99,29 @@ def fused_recurrent_gsa(
 def _logits(
     q: Tensor, k: Tensor, s: Tensor, g: Tensor | None, scale: float, P: Tensor | None, has_final: bool, offsets: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns scale q_t P_t [B, T, Hq, M] and the final P [N, H, K, M], None unless has_final.
-
-    The logits of one token are float32, or float64 with float64 inputs.
-    """
-    x = s.new_zeros(*s.shape[:2], q.shape[2], s.shape[3])
-    if is_one_token(q, offsets, k, s, g, P):
-        _, final = recurrent(x, s, k, g, 1.0, P, True, state_v_first=True)
-        assert final is not None
-        queries = fused(_queries, q, k.shape[2], scale, final.dtype)
-        return (queries @ final).view(x.shape), final if has_final else None
+    """Returns scale q_t P_t [B, T, Hq, M] and the final P [N, H, K, M], None unless has_final."""
     P = wide_state(P, q)
+    x = s.new_zeros(*s.shape[:2], q.shape[2], s.shape[3])
     final = recurrent(x, s, k, g, 1.0, P, True, False, True, offsets)[1] if has_final else None
     return read_by_values(q, s, k, g, scale, None if P is None else P.mT, offsets), final
 
 
-def _queries(q: Tensor, H: int, scale: float, dtype: torch.dtype) -> Tensor:
-    """Returns scale q of one token [N, H, Hq / H, K]."""
-    return scale * q[:, 0].unflatten(1, (H, -1)).to(dtype)
+def _one_token(
+    q: Tensor, k: Tensor, s: Tensor, g: Tensor | None, scale: float, P: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Returns p of one token [B, 1, Hq, M] and P after it [B, H, K, M]; no P is one of zeros.
+
+    Sums over keys begin with parts of at most `KEYS`: then a GPU has enough to do, and reads P in the order of memory.
+    """
+    (B, _, H, K), M, group, state_dtype = k.shape, s.shape[3], q.shape[2] // k.shape[2], wide(q.dtype)
+    keys = math.gcd(K, KEYS)
+    parts = (B * H, K // keys, keys, 1)
+    write = s.reshape(B * H, 1, 1, M).to(state_dtype)
+    after = k.reshape(parts) * write  # [B H, K / keys, keys, M]
+    if P is not None:
+        decay = 1 if g is None else g.reshape(write.shape).to(state_dtype).exp()
+        after = after + decay * P.reshape(after.shape)
+    queries = (scale * q.to(state_dtype)).reshape(B * H, group, *parts[1:])
+    read = [(queries[:, i] * after).sum(2).sum(1) for i in range(group)]  # each [B H, M]
+    p = torch.stack(read, 1).softmax(-1)  # [B H, Hq / H, M]
+    return p.view(B, 1, H * group, M).to(q.dtype), after.view(B, H, K, M)
