@@ -321,9 +321,9 @@ def _normalized(arguments: Mapping[str, Any]) -> str | None:
 
 ON_HOPPER = "on Hopper in bfloat16"
 NORMALIZED = "on Hopper in bfloat16 or with normalize=False"
-SLOTS = "on Hopper in bfloat16, one token with K and V up to 128"
+SLOTS = "on Hopper in bfloat16 (one token: K, V up to 128)"
 BONUS = "several tokens on Hopper in bfloat16"
-_HERE = "computed by gla_core on a CPU, and {}; otherwise the original"
+_HERE = "computed by gla_core on a CPU and {}, else the original"
 _PARTLY = {
     "fla.ops.linear_attn": (_normalized, _HERE.format(NORMALIZED)),
     "fla.ops.lightnet": (_on_hopper, _HERE.format(ON_HOPPER)),
@@ -336,6 +336,5 @@ _PARTLY = {
 """For modules whose calls are chosen in another way: why one is left to the original, and a line for the report."""
 NOTE = (
     "gates of values (gv), a beta for each value, cp_context, return_intermediate_states and output_attentions are "
-    "left to flash-linear-attention; on a GPU, so are sequences in float32 under the matmul precision "
-    '"highest", for which it is faster because it multiplies TF32'
+    'left to the original; on a GPU, so are sequences in float32 under the matmul precision "highest"'
 )
