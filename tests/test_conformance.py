@@ -21,12 +21,11 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # slots and test_chunk_delta.py tests the kernels, and of Mamba-2's scan, which other kernels compute where they are
 # interpreted.
 PADDED = "padded and not per_head and not gated_padded and (float16 or may_be_int32 or g_is_zero)"
-GATED = "gated_padded and float16 and test_gradients"  # the largest of these calls; its forward runs first
 SMALLEST = "(short or small) and not (test_gradients and float16)"
 OTHERS = "(not (chunk_gla_pool or chunk_ssd or delta) or test_values[ or test_gradients[ or test_refusals)"
 LONG = "delta_summary and padded or delta_gradient_summary and padded"
 PROPERTIES = f"(same_bits or batch_invariance or unchanged or test_torch or test_autocast or projected or {LONG})"
-SAMPLE = f"({SMALLEST} or test_refusals or {PADDED} or {GATED}) and {OTHERS} and not {PROPERTIES}"
+SAMPLE = f"({SMALLEST} or test_refusals or {PADDED}) and {OTHERS} and not {PROPERTIES}"
 
 
 def kit(backend, device, tests=""):

@@ -288,7 +288,7 @@ OUTPUTS = (
     {"R": 3},
     {"R": 4, "BV": 128, "K": 128, "V": 40, "gates": "-inf"},  # two value heads in a block
     {"K": 256, "V": 128, "B": 2, "R": 3, "initial_state": True},  # two slices of keys
-    {"K": 200, "V": 40, "R": 2, "BV": 128, "gates": "-inf"},
+    thorough({"K": 200, "V": 40, "R": 2, "BV": 128, "gates": "-inf"}),
     PACKED | {"K": 136, "V": 200},
     PACKED | {"K": 256, "V": 64, "R": 2, "BV": 128, "dtype": torch.float16},
     PACKED | {"K": 320, "V": 72, "dtype": torch.float32},  # three slices
@@ -296,37 +296,37 @@ OUTPUTS = (
     {"K": 1024, "V": 40, "gate_form": "constant", "normalizer": 2},
     {"G": 3, "H": 2, "B": 2, "initial_state": True},  # query heads that share a state
     {"gate_form": "constant", "G": 2, "H": 2, "K": 200, "V": 72, "dtype": torch.float32, "initial_state": True},
-    {"gates": "none", "G": 2, "K": 128, "V": 128},
+    thorough({"gates": "none", "G": 2, "K": 128, "V": 128}),
     PACKED | {"G": 2, "H": 2, "gates": "-inf", "dtype": torch.float16},
-    PACKED | {"G": 2, "normalizer": 16, "K": 136, "BV": 64},
+    thorough(PACKED | {"G": 2, "normalizer": 16, "K": 136, "BV": 64}),
     {"skips": True, "R": 2, "BV": 128, "B": 2},
     {"programs": 3, "B": 4, "T": 300, "initial_state": True},  # four jobs of five chunks, by three blocks
     {"programs": 2, "B": 3, "R": 4, "BV": 128, "skips": True, "gated": True, "T": 200},
     {"programs": 4, "B": 5, "K": 256, "V": 128, "dtype": torch.float16},
     {"programs": 3, "B": 4, "T": 200, "gate_form": "key", "initial_state": True, "gates": "strong"},
     {"programs": 2, "B": 3, "K": 128, "V": 72, "gate_form": "key", "dtype": torch.float32},
-    {"skips": True, "R": 3, "K": 128, "V": 128, "initial_state": True},
+    thorough({"skips": True, "R": 3, "K": 128, "V": 128, "initial_state": True}),
     PACKED | {"skips": True, "R": 2, "K": 256, "V": 72},
     PACKED | {"skips": True, "dtype": torch.float16, "K": 128},
     {"gated": True, "skips": True, "R": 2, "BV": 128, "B": 2},
-    {"gated": True, "R": 3, "K": 128, "V": 72, "initial_state": True},
+    thorough({"gated": True, "R": 3, "K": 128, "V": 72, "initial_state": True}),
     thorough(PACKED | {"gated": True, "skips": True, "R": 2, "K": 256, "V": 72}),
     PACKED | {"gated": True, "dtype": torch.float16, "K": 320, "V": 64},
     {"K": 256, "V": 128, "B": 2, "H": 2, "gate_form": "key", "initial_state": True},
     PACKED | {"K": 200, "V": 40, "gate_form": "key", "gates": "-inf"},
     PACKED | {"K": 256, "V": 64, "gate_form": "key", "dtype": torch.float16, "gates": "strong"},
-    {"K": 320, "V": 72, "gate_form": "key", "normalizer": 16, "T": 300},
+    thorough({"K": 320, "V": 72, "gate_form": "key", "normalizer": 16, "T": 300}),
     {"K": 320, "V": 72, "gate_form": "key", "dtype": torch.float32, "initial_state": True},
     {"K": 640, "V": 40, "gate_form": "key", "gates": "-inf"},
     PACKED,
-    PACKED | {"R": 2, "BV": 128, "gates": "-inf"},
+    thorough(PACKED | {"R": 2, "BV": 128, "gates": "-inf"}),
     PACKED | {"gate_form": "constant", "K": 128, "V": 72, "padding": 0},
     PACKED | {"gate_form": "key", "K": 128, "V": 128, "gates": "-inf"},
     {"gate_form": "key", "K": 40, "V": 200, "gate_dtype": BFLOAT16},
     {"normalizer": 16, "gate_dtype": BFLOAT16, "initial_state": True},
     {"normalizer": 1, "gate_form": "constant"},
     {"normalizer": 16, "gate_form": "key", "gate_dtype": BFLOAT16, "K": 40, "V": 200},
-    PACKED | {"normalizer": 1, "gate_form": "key"},
+    thorough(PACKED | {"normalizer": 1, "gate_form": "key"}),
     PACKED | {"normalizer": 2, "R": 2, "BV": 128},
     PACKED | {"gate_form": "key", "K": 128, "V": 128, "dtype": torch.float16},
     PACKED | {"R": 2, "BV": 128, "dtype": torch.float16},
@@ -339,17 +339,17 @@ OUTPUTS = (
     {"dtype": torch.float32, "B": 2, "H": 2, "R": 2, "K": 40, "V": 200, "BV": 128},
     {"dtype": torch.float32, "B": 2, "H": 2, "K": 40, "V": 200, "gate_form": "key"},
     *every_other_thorough([{"gate_form": "key"} | sizes for sizes in GROUPS]),
-    {"gate_form": "key", "R": 3, "K": 40, "V": 200},
+    thorough({"gate_form": "key", "R": 3, "K": 40, "V": 200}),
     {"gate_form": "key", "G": 2, "H": 2, "B": 2, "initial_state": True},
     {"gate_form": "key", "G": 2, "gates": "none", "initial_state": True},
     {"gate_form": "key", "G": 2, "H": 2, "K": 40, "V": 200, "dtype": torch.float32, "initial_state": True},
     PACKED | {"gate_form": "key", "G": 3, "gates": "-inf"},
     PACKED | {"gate_form": "key", "G": 2, "H": 2, "dtype": torch.float16},
-    {"gate_form": "key", "K": 200, "V": 72, "initial_state": True},
+    thorough({"gate_form": "key", "K": 200, "V": 72, "initial_state": True}),
     {"gate_form": "key", "R": 2, "H": 2, "K": 256, "V": 40, "gates": "-inf", "initial_state": True},
-    {"gate_form": "key", "G": 2, "H": 2, "K": 136, "V": 72, "initial_state": True},
+    thorough({"gate_form": "key", "G": 2, "H": 2, "K": 136, "V": 72, "initial_state": True}),
     PACKED | {"gate_form": "key", "R": 3, "H": 2, "K": 136, "gates": "strong"},
-    PACKED | {"gate_form": "key", "G": 2, "K": 136, "normalizer": 16},
+    thorough(PACKED | {"gate_form": "key", "G": 2, "K": 136, "normalizer": 16}),
 )
 
 
@@ -595,13 +595,14 @@ def test_gradients_of_gates_that_leave_almost_nothing(kernels, monkeypatch, form
         check_gradients(kernels, gate_form=form, T=70, R=2, heads=2, initial_state=True, skips=form == "head")
 
 
-@pytest.mark.parametrize("gates", ["mild", "strong", "extreme", "-inf"])
 @pytest.mark.parametrize(
-    ("form", "dtype"),
-    [*itertools.product(("head", "key"), (BFLOAT16, torch.float16, torch.float32)), ("constant", BFLOAT16)],
+    ("form", "gates", "dtype"),
+    chequered(
+        ["head", "constant", "key"], ["mild", "strong", "extreme", "-inf"], [BFLOAT16, torch.float16, torch.float32]
+    ),
     ids=str,
 )
-def test_gradients_of_every_gate(kernels, form, dtype, gates):
+def test_gradients_of_every_gate(kernels, form, gates, dtype):
     check_gradients(kernels, gate_form=form, gates=gates, initial_state=True, T=80, dtype=dtype)
 
 
@@ -609,11 +610,11 @@ GRADIENTS = (
     {"gates": "none", "initial_state": True},
     {"T": 64, "dstate": False},
     {"K": 128, "V": 128, "B": 2, "T": 100},
-    {"K": 128, "V": 40, "R": 3},
+    thorough({"K": 128, "V": 40, "R": 3}),
     {"K": 24, "V": 128, "G": 2},
     {"gate_form": "constant", "G": 2, "initial_state": True},
     {"K": 136, "V": 136},  # several blocks of keys and of values
-    {"gate_form": "constant", "K": 136, "V": 40, "initial_state": True},  # and blocks of 64 values
+    thorough({"gate_form": "constant", "K": 136, "V": 40, "initial_state": True}),  # and blocks of 64 values
     thorough({"K": 40, "V": 136, "R": 2}),
     thorough({"gate_form": "constant", "K": 136, "V": 136}),
     {"gate_form": "key", "K": 136, "V": 40, "initial_state": True},
@@ -626,17 +627,17 @@ GRADIENTS = (
     PACKED | {"gate_form": "key"},
     {"gate_form": "key", "K": 128, "V": 128, "T": 100},
     {"gate_form": "key", "G": 2, "initial_state": True},
-    {"gate_form": "key", "K": 72, "V": 200, "initial_state": True},
+    thorough({"gate_form": "key", "K": 72, "V": 200, "initial_state": True}),
     {"gate_form": "key", "K": 136, "V": 136, "gates": "-inf", "G": 2},
     {"gate_form": "key", "gates": "none", "V": 136},
-    PACKED | {"gate_form": "key", "K": 200, "V": 72},
+    thorough(PACKED | {"gate_form": "key", "K": 200, "V": 72}),
     PACKED | {"gate_form": "key", "K": 72, "V": 200},
     PACKED | {"gate_form": "key", "K": 40, "V": 136, "gates": "-inf"},
-    {"gate_form": "key", "K": 64, "V": 200, "T": 100, "H": 4, "G": 2, "gates": "strong"},
+    thorough({"gate_form": "key", "K": 64, "V": 200, "T": 100, "H": 4, "G": 2, "gates": "strong"}),
     {"gate_form": "key", "K": 128, "V": 136, "gates": "extreme", "mild": slice(64), "blocks": (64, 64)},
     PACKED | {"gate_form": "key", "K": 136, "V": 72, "gates": "extreme", "mild": slice(64, 128), "blocks": (64, 128)},
     {"gate_form": "key", "V": 136, "T": 500, "blocks": (64, 64)},  # more chunks than pipeline stages
-    {"gate_form": "key", "V": 136, "T": 500, "blocks": (64, 128)},
+    thorough({"gate_form": "key", "V": 136, "T": 500, "blocks": (64, 128)}),
     {"gate_form": "key", "V": 136, "T": 500, "blocks": (64, 192), "initial_state": True},
     thorough(
         PACKED | {"gate_form": "key", "K": 72, "V": 200, "gates": "extreme", "mild": slice(64), "blocks": (64, 192)}
@@ -644,10 +645,10 @@ GRADIENTS = (
     {"normalizer": 16, "gate_dtype": BFLOAT16, "initial_state": True},
     {"normalizer": 1, "gate_form": "constant"},
     {"normalizer": 16, "gate_form": "key", "gate_dtype": BFLOAT16, "K": 40, "G": 2},
-    {"normalizer": 16, "gate_form": "key", "gate_dtype": BFLOAT16, "K": 72, "V": 128, "B": 2, "T": 70},
+    thorough({"normalizer": 16, "gate_form": "key", "gate_dtype": BFLOAT16, "K": 72, "V": 128, "B": 2, "T": 70}),
     PACKED | {"normalizer": 8, "gate_form": "key"},
     thorough({"normalizer": 16, "gate_form": "key", "gate_dtype": BFLOAT16, "V": 256, "B": 2, "H": 2, "G": 2, "T": 70}),
-    {"normalizer": 1, "gate_form": "key", "K": 136, "V": 136, "dstate": False},
+    thorough({"normalizer": 1, "gate_form": "key", "K": 136, "V": 136, "dstate": False}),
     thorough(PACKED | {"normalizer": 4, "gate_form": "key", "gate_dtype": BFLOAT16, "K": 200, "V": 72}),
     PACKED | {"normalizer": 2, "R": 2},
     {"gate_form": "key", "dtype": torch.float16},
@@ -671,15 +672,15 @@ GRADIENTS = (
     {"heads": 1, "K": 136, "V": 264, "H": 2, "T": 100, "initial_state": True},  # wide heads without groups
     PACKED | {"heads": 1, "gate_form": "constant", "V": 200, "gates": "strong"},
     {"R": 3, "heads": 2, "gates": "none", "K": 40, "T": 100, "initial_state": True},
-    PACKED | {"heads": 1, "gates": "none", "V": 136},
+    thorough(PACKED | {"heads": 1, "gates": "none", "V": 136}),
     {"R": 2, "heads": 2, "normalizer": 2, "gate_dtype": BFLOAT16, "gates": "strong"},
     thorough(PACKED | {"R": 3, "heads": 2, "K": 128, "dstate": False}),
     {"lengths": (0, 65, 1), "padding": 10, "R": 9, "heads": 9, "gates": "extreme", "V": 72},
     {"skips": True, "R": 5, "heads": 5, "initial_state": True, "T": 100},  # factors of v and a skip
     {"skips": True, "R": 3, "heads": 2, "K": 136, "V": 136, "T": 70, "gates": "-inf"},
-    {"skips": True, "heads": 1, "H": 2, "K": 128, "V": 128},
+    thorough({"skips": True, "heads": 1, "H": 2, "K": 128, "V": 128}),
     thorough({"R": 2, "heads": 2, "T": 300, "B": 2, "initial_state": True, "length": 128}),
-    {"R": 2, "heads": 2, "T": 300, "K": 128, "dstate": False, "length": 128, "gates": "strong"},
+    thorough({"R": 2, "heads": 2, "T": 300, "K": 128, "dstate": False, "length": 128, "gates": "strong"}),
     {"lengths": (100, 0, 300, 1), "R": 2, "heads": 2, "skips": True, "dstate": False, "length": 128},
     thorough({"lengths": (100, 0, 150, 1), "R": 2, "heads": 2, "K": 136, "initial_state": True, "length": 128}),
     {"T": 300, "length": 128, "initial_state": True},
@@ -687,8 +688,8 @@ GRADIENTS = (
     PACKED | {"skips": "channel", "R": 2, "heads": 2, "V": 72},
     *every_other_thorough([{"gate_form": "key"} | sizes for sizes in GROUPS]),
     {"gate_form": "key", "R": 2, "H": 2, "V": 136, "T": 100, "gates": "strong", "initial_state": True},
-    {"gate_form": "key", "R": 3, "K": 136, "V": 136, "gates": "-inf", "dstate": False},
-    {"gate_form": "key", "R": 2, "H": 2, "V": 256, "T": 70, "normalizer": 16, "gate_dtype": BFLOAT16},
+    thorough({"gate_form": "key", "R": 3, "K": 136, "V": 136, "gates": "-inf", "dstate": False}),
+    thorough({"gate_form": "key", "R": 2, "H": 2, "V": 256, "T": 70, "normalizer": 16, "gate_dtype": BFLOAT16}),
     thorough(PACKED | {"gate_form": "key", "R": 2, "K": 72, "V": 200, "gates": "-inf"}),
     *every_other_thorough(WIDE_HALF),
 )
@@ -700,19 +701,17 @@ def test_gradients(kernels, sizes):
 
 
 @pytest.mark.parametrize(
-    "factors",
-    [
-        (1e-3, 30, 1000, 1e-4),  # states above 65504
-        (30, 30, 1e-3, 1e-3),  # scores up to 65504
-        (30, 1e-3, 1e-3, 1e3),  # gradients of states above 65504
-        (1, 1, 1, 1e-5),  # gradients below the normal numbers of float16
-        (1, 3e-3, 3e-2, 3e-2),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize(
-    "widths",
-    [{}, {"K": 136, "V": 136}, pytest.param({"K": 72, "V": 200}, marks=pytest.mark.thorough)],  # by the same kernel
+    ("factors", "widths"),
+    chequered(
+        [
+            (1e-3, 30, 1000, 1e-4),  # states above 65504
+            (30, 30, 1e-3, 1e-3),  # scores up to 65504
+            (30, 1e-3, 1e-3, 1e3),  # gradients of states above 65504
+            (1, 1, 1, 1e-5),  # gradients below the normal numbers of float16
+            (1, 3e-3, 3e-2, 3e-2),
+        ],
+        [{}, {"K": 136, "V": 136}],
+    ),
     ids=str,
 )
 def test_gradients_of_float16_in_range(kernels, widths, factors):
