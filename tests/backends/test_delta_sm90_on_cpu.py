@@ -11,7 +11,9 @@ from gla_core.dispatch.tensors import log_gates
 from gla_core.workloads.inputs import delta_inputs
 
 pytest.importorskip("triton")
-from gla_triton_kernels.chunks.segments import whole
+from gla_triton_kernels.chunks.results import copy_or_clear
+from gla_triton_kernels.chunks.segments import cut, whole
+from gla_triton_kernels.delta.forward import launch_scan_of
 from gla_triton_kernels.delta.sm90 import Parameters
 from gla_triton_kernels.delta.tensors import Tensors
 from tests import gluon_on_cpu
@@ -38,19 +40,31 @@ def inputs(**sizes):
     return x
 
 
-def computed(forward, x, groups=1, every=64, normalizer=None):
-    """Returns the outputs, the final states and the checkpoints of the kernel."""
+def computed(forward, x, groups=1, every=64, normalizer=None, length=None):
+    """Returns the outputs, the final states and the checkpoints of the kernel.
+
+    Args:
+        length: tokens of a segment; None if sequences stay whole.
+    """
     (B, T, Hv, V), K = x.v.shape, x.k.shape[3]
     N = B if x.cu_seqlens is None else len(x.cu_seqlens) - 1
     rows = -(-T // every) if x.cu_seqlens is None else N + T // every
     o, final = torch.full((B, T, Hv, V), torch.nan, dtype=BFLOAT16), torch.full((N, Hv, K, V), torch.nan)
+    if length is not None and x.cu_seqlens is not None:
+        copy_or_clear(final, x.initial_state)
     kept = torch.zeros(B, rows, Hv, K, V, dtype=BFLOAT16)
     tensors = Tensors(x.q, x.k, x.v, x.g, x.beta, x.initial_state, x.cu_seqlens, o, final, kept)
     parts = 2 if K > 128 else 1
     kernel = Parameters(64 if K <= 64 else 128, max(parts, groups), parts=parts)
-    segments = whole(B, T, x.cu_seqlens, o)
+    segments, before = whole(B, T, x.cu_seqlens, o), []
+    if length is not None:
+        segments = cut(B, T, length, length, x.cu_seqlens, o)
+        entering, before = launch_scan_of(
+            tensors, segments, *forward.launch_summaries(kernel, tensors, segments, normalizer)
+        )
+        tensors = tensors._replace(entering=entering)
     outputs = forward.launch_outputs(kernel, tensors, segments, K**-0.5, every, normalizer)
-    gluon_on_cpu.run([*segments.launches, *outputs])
+    gluon_on_cpu.run([*segments.launches, *before, *outputs])
     return o, final, kept
 
 
@@ -83,6 +97,26 @@ def check(results, x, every=64, normalizer=None, budget=FORWARD[BFLOAT16]):
 def test_values(forward, sizes):
     x = inputs(**sizes)
     check(computed(forward, x, groups=2 if x.v.shape[3] > 64 else 1), x)
+
+
+@pytest.mark.parametrize(
+    ("length", "every", "sizes"),
+    [
+        (64, 64, {"T": 200, "initial_state": True}),
+        (64, 128, {"T": 260, "B": 2, "gates": "-inf", "K": 40, "V": 72}),
+        (128, 64, {"T": 300, "gates": "strong", "K": 128, "V": 192, "R": 2, "initial_state": True}),
+        (64, 64, {"T": 140, "gate_form": "head", "K": 128, "V": 40, "H": 2, "R": 2}),
+        (64, 64, {"T": 140, "gates": "none", "K": 96, "V": 128, "initial_state": True}),
+        (64, 64, {**PACKED, "gates": "mild"}),
+        (64, 128, {**PACKED, "gate_form": "head", "gates": "extreme", "R": 2, "V": 128}),
+        (64, 64, {"lengths": (200, 0, 70), "gate_form": "constant"}),
+    ],
+    ids=str,
+)
+def test_segments(forward, length, every, sizes):
+    x = inputs(**sizes)
+    groups = 2 if x.v.shape[3] > 64 else 1
+    check(computed(forward, x, groups, every, length=length), x, every)
 
 
 @pytest.mark.parametrize("gate_form", ["key", "head"])

@@ -12,9 +12,11 @@ from typing import NamedTuple
 
 from gla_core.dispatch.backend import CHUNK, Constants, OpCall
 from gla_core.dispatch.tensors import ceil_div
+from gla_triton_kernels.chunks.cutting import most_segments
 from gla_triton_kernels.chunks.price import checkpoint_bytes, gate_elements, gate_itemsize, longest
 from gla_triton_kernels.cost import gpu_of_constants, in_all
 from gla_triton_kernels.delta import halves, sm90
+from gla_triton_kernels.delta.forward import plan_forward
 from gla_triton_kernels.delta.plan import has_key_gates, plan_pass
 from gla_triton_kernels.delta.sm90 import backward_calls
 
@@ -46,9 +48,10 @@ STEP = 6.3e-6
 
 def forward_seconds(call: OpCall, c: Constants, cut: bool) -> float:
     """Returns the seconds of a forward."""
-    gpu = gpu_of_constants(c)
-    if sm90.whole(call, gpu, plan_pass(call, gpu, cut).length) is not None:
-        return in_all(call, _whole(call, c), c["host"] + c["host_launch"])
+    plan, kernel = plan_forward(call, gpu_of_constants(c), cut)
+    if kernel is not None:
+        launches = 1 if plan.length is None else 3
+        return in_all(call, _by_sm90(call, c, plan.length), c["host"] + launches * c["host_launch"])
     return in_all(call, _chunks(call, c) + _pass(call, c, cut), c["host"] + 2 * c["host_launch"])
 
 
@@ -61,7 +64,7 @@ def backward_seconds(call: OpCall, c: Constants, cut: bool) -> float:
     gpu, states = gpu_of_constants(c), 0.0
     if passes == 2:
         is_whole = sm90.whole(call, gpu, plan_pass(call, gpu, cut).length) is not None
-        states = _whole(call, c) if is_whole else _pass(call, c, cut)
+        states = _by_sm90(call, c) if is_whole else _pass(call, c, cut)
     if backward_calls.refusal(call, gpu, cut) is None:
         return in_all(call, states + _backward_sm90(call, c), c["host"] + (3 + passes) * c["host_launch"])
     gradients = 2 * c["launch"] + c["step"] * _seconds(call).gradients * _share_of_chunks(call, c)
@@ -69,16 +72,33 @@ def backward_seconds(call: OpCall, c: Constants, cut: bool) -> float:
     return in_all(call, device, c["host"] + (3 + passes) * c["host_launch"])
 
 
-def _whole(call: OpCall, c: Constants) -> float:
-    """Returns the device seconds of sm90/forward.py."""
+def _by_sm90(call: OpCall, c: Constants, length: int | None = None) -> float:
+    """Returns the device seconds of sm90/forward.py, with the launches before it if sequences are cut.
+
+    Args:
+        length: tokens of a segment; None if sequences stay whole.
+    """
     B, T, N, H, Hv, K, V = (call.dims[name] for name in ("B", "T", "N", "H", "Hv", "K", "V"))
-    kernel = sm90.parameters(call, gpu_of_constants(c))
-    blocks = N * Hv * ceil_div(V, kernel.columns)
-    chunks = (longest(call) if call.variable_length else T) / CHUNK
-    step = _seconds(call).whole[kernel.groups - 1]
+    kernel = sm90.parameters(call, gpu_of_constants(c), length)
+    tokens = longest(call) if call.variable_length else T
+    step = c["step"] * _seconds(call).whole[kernel.groups - 1]
     moved = 2 * B * T * (H * K + Hv * V) * call.dtype.itemsize + gate_elements(call) * gate_itemsize(call)
-    waves = ceil_div(blocks, int(c["multiprocessors"]))
-    return c["launch"] + max(c["step"] * waves * chunks * step, moved / c["bandwidth"])
+    segments = N if length is None else most_segments(N, T, length, call.variable_length)
+
+    def seconds(columns: int) -> float:
+        waves = ceil_div(segments * Hv * columns, int(c["multiprocessors"]))
+        return c["launch"] + max(waves * (length or tokens) / CHUNK * step, moved / c["bandwidth"])
+
+    outputs = seconds(ceil_div(V, kernel.columns))
+    if length is None:
+        return outputs
+    summaries = seconds(ceil_div(V, kernel.columns) + ceil_div(K, kernel.columns))
+    return outputs + summaries + c["launch"] + _scan(tokens / length, K)
+
+
+def _scan(segments: float, K: int) -> float:
+    """Returns the device seconds of a scan over the segments of a sequence, with products of 16 values by a block."""
+    return segments * 2 * K * K * 16 / 1e12
 
 
 def _backward_sm90(call: OpCall, c: Constants) -> float:
@@ -121,5 +141,5 @@ def _pass(call: OpCall, c: Constants, cut: bool) -> float:
         return c["launch"] + max(1.0, waves) * tokens / CHUNK * step
     segments = tokens / planned.length
     widths = (2 * V + K) / V  # outputs, states and transitions
-    scan = segments * 2 * K * K * 16 / 1e12  # products with 16 values by a block
-    return 4 * c["launch"] + max(1.0, waves * segments) * planned.length / CHUNK * step * widths + scan
+    passes = max(1.0, waves * segments) * planned.length / CHUNK * step * widths
+    return 4 * c["launch"] + passes + _scan(segments, K)

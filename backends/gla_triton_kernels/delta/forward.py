@@ -2,14 +2,16 @@
 
 On Hopper, one launch computes whole sequences (sm90/forward.py). Elsewhere, the first launch computes what all chunks
 need beside the state (general/pairs.py). Then one pass over each sequence carries the state (general/forward.py). If
-sequences are cut into segments, the launches before it compute the states that segments reach from 0 and their
-transitions, which are dense matrices, and a scan computes the states that enter segments. Planning imports no Triton.
+sequences are cut into segments, launches of the same kernel before it compute the states that segments reach from 0 and
+their transitions, which are dense matrices, and a scan computes the states that enter segments. Planning imports no
+Triton.
 
 B batch   T tokens   N sequences   H heads of q and k   Hv value heads   K, V key and value width
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -28,18 +30,31 @@ if TYPE_CHECKING:
     from gla_triton_kernels.chunks.segments import Segments
     from gla_triton_kernels.delta.general.pairs import Chunks
     from gla_triton_kernels.delta.tensors import Tensors
+    from gla_triton_runtime.architecture import Gpu
     from gla_triton_runtime.launch import Launch
 
 
 def explain(call: OpCall, cut: bool) -> list[str]:
     """Returns lines that name the kernels of a call, and give the reason why a better kernel refuses the call."""
     gpu = gpu_of_call(call)
-    length = plan_pass(call, gpu, cut).length
-    if (reason := sm90.refusal(call, gpu)) is None and length is None:
-        return ["kernel delta.sm90.forward"]
-    segments = "" if length is None else f", in segments of {length} tokens"
-    refused = [] if reason is None else [f"delta.sm90.forward {reason}"]
-    return [f"kernel delta.general.forward after delta.general.pairs{segments}", *refused]
+    reason, (plan, _) = sm90.refusal(call, gpu), plan_forward(call, gpu, cut)
+    segments = "" if plan.length is None else f", in segments of {plan.length} tokens"
+    if reason is None:
+        return [f"kernel delta.sm90.forward{segments}"]
+    return [f"kernel delta.general.forward after delta.general.pairs{segments}", f"delta.sm90.forward {reason}"]
+
+
+def plan_forward(call: OpCall, gpu: Gpu, cut: bool) -> tuple[PassParameters, sm90.Parameters | None]:
+    """Returns the launch parameters of a forward, and those of the kernel for SM90; None if that refuses the call.
+
+    Args:
+        cut: whether to cut sequences into segments if they do not fill the device.
+    """
+    plan = plan_pass(call, gpu, cut)
+    if sm90.refusal(call, gpu) is not None:
+        return plan, None
+    plan = dataclasses.replace(plan, length=sm90.cut_length(call, gpu) if cut else None)
+    return plan, sm90.parameters(call, gpu, plan.length)
 
 
 def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
@@ -61,9 +76,8 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
     checkpoints_dtype = checkpoint_dtype(call.dtype)
     empty = N == 0 or T == 0
     gpu = gpu_of_call(call)
-    plan = plan_pass(call, gpu, cut)
-    whole = sm90.whole(call, gpu, plan.length)
-    copied = frozenset() if whole is None else sm90.copied(call)
+    plan, kernel = plan_forward(call, gpu, cut)
+    copied = frozenset() if kernel is None else sm90.copied(call)
     launched = Launches(call.device)
 
     def run(
@@ -92,7 +106,7 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
         x = Tensors(q, k, v, g, beta, initial_state, cu_seqlens, o, final_state, checkpoints)
         x = with_copies(x, copied) if copied else x  # pyright: ignore[reportArgumentType] -- of the other family
         if unrecorded := launched.replay(x, scale):
-            unrecorded.start(launches(plan, whole, x, scale, every, normalizer))
+            unrecorded.start(launches(plan, kernel, x, scale, every, normalizer))
         return o, final_state, checkpoints
 
     return rehearsed(run, call)
@@ -100,7 +114,7 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
 
 def launches(
     plan: PassParameters,
-    whole: sm90.Parameters | None,
+    kernel: sm90.Parameters | None,
     x: Tensors,
     scale: float,
     every: int | None,
@@ -109,7 +123,7 @@ def launches(
     """Returns the launches that fill the results in x.
 
     Args:
-        whole: the parameters of the kernel for SM90, which computes whole sequences; None if it refuses the call.
+        kernel: the parameters of the kernel for SM90; None if it refuses the call.
         every: tokens between checkpoints.
         normalizer: the number by which log sigma is divided if x.g holds logits; None if it holds log gates.
     """
@@ -121,11 +135,15 @@ def launches(
     if every is not None and x.checkpoints is not None and x.cu_seqlens is not None:
         cleared = clear_unused_checkpoints(x.checkpoints, x.cu_seqlens, every)
     segments = segments_of(plan, x.k, x.cu_seqlens, x.o)
-    if whole is not None:
-        from gla_triton_kernels.delta.sm90.forward import launch_outputs as launch_whole
+    if kernel is not None:
+        from gla_triton_kernels.delta.sm90 import forward
 
-        outputs = launch_whole(whole, x, segments, scale, every, normalizer)
-        return [*cleared, *segments.launches, *outputs]
+        before = []
+        if plan.length is not None:
+            entering, before = launch_scan_of(x, segments, *forward.launch_summaries(kernel, x, segments, normalizer))
+            x = x._replace(entering=entering)
+        outputs = forward.launch_outputs(kernel, x, segments, scale, every, normalizer)
+        return [*cleared, *segments.launches, *before, *outputs]
     chunks, computed = launch_chunks(plan.chunks, x, x.cu_seqlens, normalizer)
     entering, before = launch_entering(plan, x, chunks, segments)
     outputs = launch_outputs(plan.states, x._replace(entering=entering), chunks, segments, scale, every)
@@ -147,15 +165,28 @@ def launch_entering(
     plan: PassParameters, x: Tensors, chunks: Chunks, segments: Segments
 ) -> tuple[Tensor | None, list[Launch]]:
     """Returns the states that enter segments, except first ones, and the launches; None if sequences are whole."""
-    from gla_triton_kernels.chunks.scan import launch_scan
-    from gla_triton_kernels.chunks.segments import Recurrence
     from gla_triton_kernels.delta.general.forward import launch_summaries
 
     if plan.length is None:
         return None, []
-    states, transitions, made = launch_summaries(plan.states, x, chunks, segments)
+    return launch_scan_of(x, segments, *launch_summaries(plan.states, x, chunks, segments))
+
+
+def launch_scan_of(
+    x: Tensors, segments: Segments, states: Tensor, transitions: Tensor, summaries: list[Launch]
+) -> tuple[Tensor, list[Launch]]:
+    """Returns the states that enter segments, except first ones, and the launches that compute them.
+
+    Args:
+        states: [I, Hv, K, V], the states that segments reach from 0; the entering states take their place.
+        transitions: [I, Hv, K, K].
+        summaries: the launches that compute both.
+    """
+    from gla_triton_kernels.chunks.scan import launch_scan
+    from gla_triton_kernels.chunks.segments import Recurrence
+
     recurrence = Recurrence(x.k, x.v, x.g, x.initial_state, None)
-    return states, made + launch_scan(False, recurrence, segments, states, transitions, states, skip_first=True)
+    return states, summaries + launch_scan(False, recurrence, segments, states, transitions, states, skip_first=True)
 
 
 # ---- states in a pool
@@ -170,10 +201,10 @@ def pool_refusal(call: OpCall, cut: bool) -> str | None:
     """Returns why kernels do not read and write the pool of a call themselves; None if they do."""
     if call.dims["N"] == 0 or call.dims["T"] == 0:
         return "there are no tokens"
-    forward, gpu = forward_of_pool(call), gpu_of_call(call)
-    if plan_pass(forward, gpu, cut).length is not None:  # a last segment might write a slot before the first reads it
+    plan, kernel = plan_forward(forward_of_pool(call), gpu_of_call(call), cut)
+    if plan.length is not None:  # a last segment might write a slot before the first reads it
         return "sequences are cut into segments"
-    return "Hopper's kernel computes the sequences" if sm90.refusal(forward, gpu) is None else None
+    return None if kernel is None else "Hopper's kernel computes the sequences"
 
 
 def prepare_pool(call: OpCall, cut: bool) -> Callable[..., Tensor]:

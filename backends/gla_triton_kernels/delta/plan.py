@@ -104,25 +104,33 @@ def plan_pass(call: OpCall, gpu: Gpu, cut: bool) -> PassParameters:
     """
     states = parameters_of_states(call, gpu)
     return PassParameters(
-        parameters_of_chunks(call, gpu), states, _segment_length(call, gpu, states.BV) if cut else None
+        parameters_of_chunks(call, gpu), states, segment_length(call, gpu, states.BV) if cut else None
     )
 
 
-def _segment_length(call: OpCall, gpu: Gpu, BV: int) -> int | None:
+def segment_length(call: OpCall, gpu: Gpu, BV: int, least: int = LEAST_SEGMENTS) -> int | None:
     """Returns the tokens of a segment, so that the segments of all sequences fill the device; None for no cut.
 
     Transitions take about as long as outputs, so two or three segments of a sequence would not pay. A sequence in
     chunks of `CHUNK` tokens has the same bits in one call as in several, so batch-invariant calls need no cut.
+
+    Args:
+        BV: values of a block.
+        least: the fewest segments of a sequence that is cut.
     """
     T, N, Hv, K, V = (call.dims[name] for name in ("T", "N", "Hv", "K", "V"))
     if call.batch_invariant is not None or T == 0 or N == 0 or K > MOST_KEYS_OF_TRANSITION:
         return None
     if gpu.architecture is Architecture.INTERPRETED:
         return CHUNK if T > CHUNK else None
-    blocks = Hv * ceil_div(V, BV) * (1 if call.variable_length else N)
-    length = CHUNK * max(LEAST_CHUNKS, ceil_div(T * blocks, gpu.multiprocessors * CHUNK))
+    blocks, chunks = Hv * ceil_div(V, BV), ceil_div(T, CHUNK)
+    if call.variable_length:
+        least_chunks = ceil_div(T * blocks, gpu.multiprocessors * CHUNK)
+    else:
+        least_chunks = ceil_div(chunks, max(1, gpu.multiprocessors // (N * blocks)))
+    length = CHUNK * max(LEAST_CHUNKS, least_chunks)
     longest = T if call.longest is None else min(T, call.longest)
-    return length if LEAST_SEGMENTS * length <= longest else None
+    return length if least * length <= longest else None
 
 
 def has_key_gates(call: OpCall) -> bool:

@@ -21,7 +21,7 @@ import torch
 
 from gla_core.dispatch.backend import CHUNK, Layout, OpCall, Reason, contiguous_layout
 from gla_core.dispatch.tensors import ceil_div
-from gla_triton_kernels.delta.plan import FEW, has_key_gates
+from gla_triton_kernels.delta.plan import FEW, has_key_gates, segment_length
 from gla_triton_runtime.architecture import Gpu
 from gla_triton_runtime.tma import addressable
 
@@ -34,6 +34,8 @@ LEAST, MOST_KEYS, MOST_VALUES = FEW + 1, 256, 512
 """The fewest keys and values of a head, the most keys, and the most values."""
 TILE = 128
 """The most keys of a tile, and of a head with a gate for each key."""
+LEAST_SEGMENTS = 6
+"""The fewest segments of a sequence that is cut: summaries take twice as long as outputs."""
 
 
 class Parameters(NamedTuple):
@@ -93,13 +95,24 @@ def copied(call: OpCall) -> frozenset[str]:
     return frozenset(name for name, layout in moved_by_tma(call).items() if not addressable(layout))
 
 
-def parameters(call: OpCall, gpu: Gpu) -> Parameters:
+def cut_length(call: OpCall, gpu: Gpu) -> int | None:
+    """Returns the tokens of a segment of a forward that cuts sequences to fill the device; None for no cut."""
+    columns = COLUMNS if call.dims["V"] <= COLUMNS else 2 * COLUMNS
+    return segment_length(call, gpu, columns, LEAST_SEGMENTS)
+
+
+def parameters(call: OpCall, gpu: Gpu, length: int | None = None) -> Parameters:
     """Returns the launch parameters of the forward.
 
     A block of warps takes 64 values if twice as many blocks can run at once, because the state warpgroups of a
     multiprocessor wait for each other.
+
+    Args:
+        length: tokens of a segment; None if sequences stay whole.
     """
     K, V, heads = call.dims["K"], call.dims["V"], call.dims["N"] * call.dims["Hv"]
+    if length is not None:
+        heads *= ceil_div(call.dims["T"], length)
     if K > TILE:
         return Parameters(TILE, 2, _stages(call, gpu, TILE, 2, 2), 2)
     single = V <= COLUMNS or heads * ceil_div(V, COLUMNS) <= gpu.multiprocessors

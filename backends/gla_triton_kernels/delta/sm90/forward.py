@@ -10,16 +10,21 @@ qin and kout, so the rows of products have factors, and q and k stay as they are
 All of it is computed transposed: S^T [W, K], X^T, U^T and o^T [W, 16] are results of products and left operands of
 others, and stay in registers.
 
+**Segments.** If sequences are cut, one launch computes the summary of each segment but the last: the state that it
+reaches from 0, and its transition, which is the state that values of 0 reach from the identity. A scan then computes
+the states that enter segments (chunks/scan.py), from which another launch computes the outputs.
+
 **Wide keys.** More than 128 keys are two parts, each with a state warpgroup. Both have the same W columns, and exchange
 kin S and qin S of their keys, whose sums they need, through shared memory. One gate for each head only.
 
-B batch   T tokens   N sequences   I segments, here the N sequences   H heads of q and k
+B batch   T tokens   N sequences   I segments, or the N sequences   H heads of q and k
 Hv heads of values, states, gates and beta   R = Hv / H   K, V key and value width   n rows of checkpoints
 C tokens of a chunk, which TMA moves at once   BK keys of a tile, K rounded up   W columns of v of a warpgroup
 GROUPS state warpgroups of a block of warps   PARTS tiles of keys of a head   STAGES pipeline stages
 slot   a pipeline stage in shared memory: the tiles of one chunk
 
-The grid has one block of warps per sequence, value head and GROUPS W / PARTS columns of v. Its warps are specialised.
+The grid has one block of warps per segment, value head and GROUPS W / PARTS columns of v, or of a transition. Its warps
+are specialised.
 They communicate over barriers in shared memory; gla/sm90/common.py gives the rules.
 
     load       one warp: copies q, k, v, and the gates of keys, of the next chunks to shared memory by TMA
@@ -37,6 +42,8 @@ from __future__ import annotations
 
 import math
 
+import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -86,6 +93,7 @@ from gla_triton_kernels.gla.sm90.common import (
     tokens_of,
     write_last_state,
     write_rows,
+    write_state,
 )
 from gla_triton_runtime.arithmetic import LOG2E
 from gla_triton_runtime.launch import Launch
@@ -106,10 +114,41 @@ def launch_outputs(
     """Returns the launch that fills o, and final_state and checkpoints if x has them.
 
     Args:
-        segments: the sequences, each one segment.
+        segments: the segments, of a multiple of `CHUNK` tokens; a sequence that stays whole is one segment.
         every: tokens between checkpoints.
         normalizer: the number by which log sigma is divided if x.g holds logits; None if it holds log gates.
     """
+    blocks = segments.count * x.v.shape[2] * ceil_div(x.v.shape[3], kernel.columns)
+    return [_launch(kernel, x, segments, blocks, scale, every, normalizer)]
+
+
+def launch_summaries(
+    kernel: Parameters, x: Tensors, segments: Segments, normalizer: int | None
+) -> tuple[Tensor, Tensor, list[Launch]]:
+    """Returns the states that segments reach from 0, [I, Hv, K, V], their transitions [I, Hv, K, K], and the launch.
+
+    Those of empty segments and of the last segment of a sequence are undefined.
+    """
+    (Hv, V), K = x.v.shape[2:], x.k.shape[3]
+    states, transitions = (x.v.new_empty(segments.count, Hv, K, n, dtype=torch.float32) for n in (V, K))
+    places = segments.count if segments.order is None else segments.most  # followed segments come first
+    blocks = places * Hv * (ceil_div(V, kernel.columns) + ceil_div(K, kernel.columns))
+    y = x._replace(initial_state=None, final_state=states, checkpoints=None, entering=None)
+    launch = _launch(kernel, y, segments, blocks, 1.0, None, normalizer, transitions)
+    return states, transitions, [launch] if places > 0 else []
+
+
+def _launch(
+    kernel: Parameters,
+    x: Tensors,
+    segments: Segments,
+    blocks: int,
+    scale: float,
+    every: int | None,
+    normalizer: int | None,
+    transitions: Tensor | None = None,
+) -> Launch:
+    """Returns a launch of `blocks` blocks of warps, for summaries if `transitions` is not None."""
     (T, H, K), (Hv, V) = x.k.shape[1:], x.v.shape[2:]
     by_key = x.g is not None and x.g.ndim == 4
     b, t, h = x.beta.stride()
@@ -124,7 +163,9 @@ def launch_outputs(
         "beta_ptr": x.beta,
         "o_ptr": x.o,
         "initial_state": x.initial_state,
+        "entering": x.entering,
         "final_state": x.final_state,
+        "transitions": transitions,
         "order": segments.order,
         "scale": scale,
         **gate_strides(None if by_key else x.g),
@@ -144,8 +185,7 @@ def launch_outputs(
         "PARTS": kernel.parts,
         "STAGES": kernel.stages,
     }
-    blocks = segments.count * Hv * ceil_div(V, kernel.columns)
-    return [Launch(_chunk_delta_fwd_kernel, (blocks, 1, 1), arguments, {"num_warps": 4, "maxnreg": 128})]
+    return Launch(_chunk_delta_fwd_kernel, (blocks, 1, 1), arguments, {"num_warps": 4, "maxnreg": 128})
 
 
 @gluon.jit
@@ -354,19 +394,22 @@ def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, PACKED: gl.const
     Args:
         GATE: "key", "head", or "none".
     """
-    tiles, barriers, place, outputs, states, checkpoint, sizes = args
+    tiles, barriers, place, outputs, states, transition, checkpoint, sizes = args
     q_tiles, k_tiles, v_tiles, scratch, a_tiles, l_tiles, decays, within, after, s_tiles, partials = tiles
     _g_full, full, v_full, ready, empty, summed = barriers
     b, h, column, start, length = place
     o_desc, o_ptr, scale = outputs
     s_desc, every, first_row, origin = checkpoint
-    n, sequence, is_first, T, Hv, K, V = sizes
+    n, sequence, is_first, is_last, T, Hv, K, V = sizes
+    transitions, first_key = transition
     STAGES: gl.constexpr = a_tiles.type.shape[0]
     PARTS: gl.constexpr = q_tiles.type.shape[0] // STAGES
     BLOCKS: gl.constexpr = v_tiles.type.shape[0] // STAGES  # of W columns
     PART: gl.constexpr = GROUP if PARTS == 2 else 0
     BLOCK: gl.constexpr = 0 if PARTS == 2 else GROUP
-    WRITES: gl.constexpr = PART == 0  # whether the group has the outputs
+    SUMMARIES: gl.constexpr = transition[0] is not None
+    WRITES: gl.constexpr = PART == 0 and not SUMMARIES  # whether the group has the outputs
+    READS: gl.constexpr = WRITES or PARTS == 2  # whether it multiplies queries
     C: gl.constexpr = q_tiles.type.shape[3]
     BK: gl.constexpr = q_tiles.type.shape[4]
     W: gl.constexpr = v_tiles.type.shape[4]
@@ -391,6 +434,8 @@ def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, PACKED: gl.const
     o = gl.zeros([W, 16], gl.float32, block_tf32)  # of the previous block
     S = gl.zeros([W, BK], gl.float32, whole)
     S = first_state(S, states, n, sequence, h, is_first, key, value, (Hv, K, V))
+    if SUMMARIES:
+        S = gl.where((first_key >= 0) & (value - column + first_key == key), 1.0, S)
     for i in range(gl.cdiv(length, C)):
         slot = i % STAGES
         phase = (i // STAGES) & 1
@@ -427,7 +472,8 @@ def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, PACKED: gl.const
                 X = gl.zeros([W, 16], gl.float32, block)
                 X = warpgroup_mma(s, kin, X, use_acc=False, is_async=True)
             next_o = gl.zeros([W, 16], gl.float32, block)
-            next_o = warpgroup_mma(s, qin, next_o, use_acc=False, is_async=True)
+            if READS:
+                next_o = warpgroup_mma(s, qin, next_o, use_acc=False, is_async=True)
             if BY_KEY:
                 S = S * decays.index(slot).slice(BK * j, BK).load(gl.SliceLayout(0, whole))[None, :]
             elif BY_HEAD:
@@ -444,7 +490,7 @@ def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, PACKED: gl.const
                 X, next_o = warpgroup_mma_wait(0, [X, next_o])
                 X, next_o = _sum_of_parts(X, next_o, partials, summed, PART, j)
             else:
-                X = warpgroup_mma_wait(1, [X])
+                X = warpgroup_mma_wait(1 if READS else 0, [X])
             if BY_HEAD:
                 X = v - through * X
             elif not BY_KEY:
@@ -452,7 +498,10 @@ def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, PACKED: gl.const
             U = gl.zeros([W, 16], gl.float32, block_tf32)
             L = l_tile.slice(16 * j, 16).permute([1, 0])  # [16, 16]
             U = warpgroup_mma(tf32_operand(X), L, U, use_acc=False, is_async=True)
-            next_o, U = warpgroup_mma_wait(0, [next_o, U])
+            if READS:
+                next_o, U = warpgroup_mma_wait(0, [next_o, U])
+            else:
+                U = warpgroup_mma_wait(0, [U])
             u = U * to_end if BY_HEAD else U
             kout = kout_tile.slice(16 * j, 16)  # [16, BK]
             if BY_KEY:
@@ -481,7 +530,18 @@ def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, PACKED: gl.const
         else:
             fence_async_shared()
             tma.async_copy_shared_to_global(o_desc, [b, h, start + i * C, first], o_block)
-    write_last_state(S, states, n, sequence, h, key, value, (Hv, K, V))
+    _, _, entering, final_state, _, _ = states
+    if SUMMARIES:
+        if not is_last:
+            if first_key < 0:
+                write_state(final_state, n * Hv + h, S, key, value, (K, V))
+            else:
+                write_state(transitions, n * Hv + h, S, key, value - column + first_key, (K, K))
+    elif entering is None:
+        write_last_state(S, states, n, sequence, h, key, value, (Hv, K, V))
+    elif final_state is not None:  # noqa: SIM102 -- the first condition is known to the compiler
+        if is_last & (length > 0):
+            write_state(final_state, sequence * Hv + h, S, key, value, (K, V))
     tma.store_wait(0)
 
 
@@ -498,7 +558,9 @@ def _chunk_delta_fwd_kernel(
     beta_ptr,  # [B, T, Hv]
     o_ptr,  # [B, T, Hv, V], contiguous
     initial_state,  # [N, Hv, K, V] or None
-    final_state,  # [N, Hv, K, V] or None
+    entering,  # [I, Hv, K, V], the states that enter segments, or None if sequences are whole
+    final_state,  # [N, Hv, K, V] or None; the states that segments reach [I, Hv, K, V] if transitions is not None
+    transitions,  # [I, Hv, K, K] for summaries of segments, or None
     order,  # [I, 5], or None for a batch
     scale,
     g_b,  # strides of g_ptr
@@ -525,7 +587,7 @@ def _chunk_delta_fwd_kernel(
     PARTS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Computes GROUPS W / PARTS columns of the outputs of one value head of one sequence."""
+    """Computes GROUPS W / PARTS columns of the outputs, or of the summary, of one value head of one segment."""
     C: gl.constexpr = q_desc.block_type.shape[2]
     BK: gl.constexpr = q_desc.block_type.shape[3]
     W: gl.constexpr = v_desc.block_type.shape[3]
@@ -534,9 +596,18 @@ def _chunk_delta_fwd_kernel(
     PACKED: gl.constexpr = order is not None
     dtype: gl.constexpr = q_desc.dtype
     BLOCKS: gl.constexpr = GROUPS // PARTS  # of W columns
-    columns = gl.cdiv(V, BLOCKS * W)
-    column, h = gl.program_id(0) % columns * BLOCKS * W, gl.program_id(0) // columns % Hv
-    n, b, start, length, sequence, origin, _ = tokens_of(gl.program_id(0) // columns // Hv, T, segment, segments, order)
+    values = gl.cdiv(V, BLOCKS * W)
+    columns = values
+    if transitions is not None:
+        columns += gl.cdiv(K, BLOCKS * W)
+    tile, h = gl.program_id(0) % columns, gl.program_id(0) // columns % Hv
+    n, b, start, length, sequence, origin, end = tokens_of(
+        gl.program_id(0) // columns // Hv, T, segment, segments, order
+    )
+    column = tile * BLOCKS * W  # at least V for a transition, so that TMA fills tiles of v with 0
+    is_last = start + length == end
+    if transitions is not None:
+        length = gl.where(is_last, 0, length)
     place = (b, h, column, start, length)
     q_tiles = gl.allocate_shared_memory(dtype, [PARTS * STAGES, 1, 1, C, BK], q_desc.layout)  # q, then qin
     k_tiles = gl.allocate_shared_memory(dtype, [PARTS * STAGES, 1, 1, C, BK], k_desc.layout)  # k, then -kin
@@ -585,15 +656,16 @@ def _chunk_delta_fwd_kernel(
     beta = (beta_ptr + b.to(gl.int64) * beta_b + h * beta_h, beta_t)
     prepared = (q_tiles, k_tiles, scratch, a_tiles, l_tiles, m_tile, decays, within, after)
     tiles = (q_tiles, k_tiles, v_tiles, scratch, a_tiles, l_tiles, decays, within, after, s_tiles, partials)
-    states = (initial_state, (state_n, state_h, state_k, state_v), None, final_state, None, None)
+    states = (initial_state, (state_n, state_h, state_k, state_v), entering, final_state, None, None)
     state_args = (
         tiles,
         barriers,
         place,
         (o_desc, o_ptr, scale),
         states,
+        (transitions, (tile - values) * BLOCKS * W),  # and the first key of the columns, if they are a transition's
         (s_desc, every, b * rows, origin),
-        (n, sequence, start == origin, T, Hv, K, V),
+        (n, sequence, start == origin, is_last, T, Hv, K, V),
     )
     STATE: gl.constexpr = 152  # registers of a thread of the state warps
     load = ((q_desc, k_desc, v_desc, g_desc), (q_tiles, k_tiles, v_tiles, scratch), barriers, place, R)
