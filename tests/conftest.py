@@ -250,7 +250,7 @@ def tf32_allowed():
 
 PLANNING = (
     *("chunks.cutting", "gla.forward", "gla.backward", "gla.summary", "gla.general.kernels", "gla.sm90.kernels"),
-    "delta.plan",
+    *("delta.plan", "delta.sm90"),
 )
 """Modules of gla_triton_kernels that plan calls."""
 

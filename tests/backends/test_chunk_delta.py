@@ -22,6 +22,11 @@ SEGMENT = CHUNK
 HALF = torch.float16 if INTERPRETED else torch.bfloat16
 
 
+def on_a_gpu(cases):
+    """Returns the cases as parameters of tests that need a GPU, which has kernels for other widths and lengths."""
+    return [pytest.param(x, marks=pytest.mark.gpu) for x in cases]
+
+
 def arguments(device, gate_dtype=torch.float32, **sizes):
     """Returns the arguments of `chunk_delta` by name."""
     x = delta_inputs(device=device, gate_dtype=gate_dtype, **{**SIZES, **sizes})
@@ -74,6 +79,9 @@ def test_values_and_gradients(device, sizes):
         {"lengths": (2 * SEGMENT + 3, 0, 10), "padding": 7, "gates": "-inf", "initial_state": True},
         *thorough(grid(T=5 * SEGMENT, gates=["none", "-inf"], gate_form=["key", "head"], R=2, dtype=DTYPES)),
         *thorough(grid(lengths=(3, SEGMENT, 2 * SEGMENT + 3, 0), gate_form=["key", "constant"], dtype=DTYPES)),
+        *on_a_gpu(grid(T=20 * SEGMENT + 9, K=[64, 128], V=72, gates=["none", "-inf"], R=2, initial_state=True)),
+        *on_a_gpu(grid(T=20 * SEGMENT, K=96, V=192, gate_form=["key", "head", "constant"], B=2)),
+        *on_a_gpu(grid(lengths=(600, 0, 3, 900), padding=9, K=64, V=64, gate_form=["key", "head"], gates="strong")),
     ],
     ids=str,
 )

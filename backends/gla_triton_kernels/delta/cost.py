@@ -44,6 +44,8 @@ COPIES = 6
 """Copies and sums of tensors for the halves of values."""
 STEP = 6.3e-6
 """Seconds of a chunk of a pass of the general kernels with 128 values."""
+SCAN = 4.1e-6
+"""Seconds of a segment of a scan with 128 keys."""
 
 
 def forward_seconds(call: OpCall, c: Constants, cut: bool) -> float:
@@ -97,8 +99,8 @@ def _by_sm90(call: OpCall, c: Constants, length: int | None = None) -> float:
 
 
 def _scan(segments: float, K: int) -> float:
-    """Returns the device seconds of a scan over the segments of a sequence, with products of 16 values by a block."""
-    return segments * 2 * K * K * 16 / 1e12
+    """Returns the device seconds of a scan over the segments of a sequence."""
+    return segments * SCAN * K / 128
 
 
 def _backward_sm90(call: OpCall, c: Constants) -> float:

@@ -5,6 +5,7 @@ K, V key and value width   BK, BV keys and values of a block
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -103,16 +104,16 @@ def plan_pass(call: OpCall, gpu: Gpu, cut: bool) -> PassParameters:
         cut: whether to cut sequences into segments if they do not fill the device.
     """
     states = parameters_of_states(call, gpu)
-    return PassParameters(
-        parameters_of_chunks(call, gpu), states, segment_length(call, gpu, states.BV) if cut else None
-    )
+    length = tokens_of_segment(call, gpu, states.BV, LEAST_SEGMENTS) if cut else None
+    return PassParameters(parameters_of_chunks(call, gpu), states, length)
 
 
-def segment_length(call: OpCall, gpu: Gpu, BV: int, least: int = LEAST_SEGMENTS) -> int | None:
+def tokens_of_segment(call: OpCall, gpu: Gpu, BV: int, least: int) -> int | None:
     """Returns the tokens of a segment, so that the segments of all sequences fill the device; None for no cut.
 
     Transitions take about as long as outputs, so two or three segments of a sequence would not pay. A sequence in
-    chunks of `CHUNK` tokens has the same bits in one call as in several, so batch-invariant calls need no cut.
+    chunks of `CHUNK` tokens has the same bits in one call as in several, so batch-invariant calls need no cut. A step
+    of the scan takes about as long as a chunk, so a sequence has no more segments than a segment has chunks.
 
     Args:
         BV: values of a block.
@@ -123,13 +124,14 @@ def segment_length(call: OpCall, gpu: Gpu, BV: int, least: int = LEAST_SEGMENTS)
         return None
     if gpu.architecture is Architecture.INTERPRETED:
         return CHUNK if T > CHUNK else None
-    blocks, chunks = Hv * ceil_div(V, BV), ceil_div(T, CHUNK)
-    if call.variable_length:
-        least_chunks = ceil_div(T * blocks, gpu.multiprocessors * CHUNK)
-    else:
-        least_chunks = ceil_div(chunks, max(1, gpu.multiprocessors // (N * blocks)))
-    length = CHUNK * max(LEAST_CHUNKS, least_chunks)
+    blocks = Hv * ceil_div(V, BV)
     longest = T if call.longest is None else min(T, call.longest)
+    chunks = ceil_div(longest, CHUNK)
+    if call.variable_length:
+        filling = ceil_div(T * blocks, gpu.multiprocessors * CHUNK)
+    else:
+        filling = ceil_div(chunks, max(1, gpu.multiprocessors // (N * blocks)))
+    length = CHUNK * max(LEAST_CHUNKS, filling, math.isqrt(chunks))
     return length if least * length <= longest else None
 
 

@@ -1,6 +1,6 @@
 """Kernels of the delta rule for Hopper (SM90), with specialised warps. Planning imports no Triton.
 
-    forward.py    outputs, states and checkpoints in one pass
+    forward.py    outputs, states and checkpoints in one pass, and the summaries of segments
     common.py     device functions: decays of blocks, their pairs, and the solve
 
     backward_calls.py     the calls that the backward computes
@@ -21,7 +21,7 @@ import torch
 
 from gla_core.dispatch.backend import CHUNK, Layout, OpCall, Reason, contiguous_layout
 from gla_core.dispatch.tensors import ceil_div
-from gla_triton_kernels.delta.plan import FEW, has_key_gates, segment_length
+from gla_triton_kernels.delta.plan import FEW, has_key_gates, tokens_of_segment
 from gla_triton_runtime.architecture import Gpu
 from gla_triton_runtime.tma import addressable
 
@@ -98,7 +98,7 @@ def copied(call: OpCall) -> frozenset[str]:
 def cut_length(call: OpCall, gpu: Gpu) -> int | None:
     """Returns the tokens of a segment of a forward that cuts sequences to fill the device; None for no cut."""
     columns = COLUMNS if call.dims["V"] <= COLUMNS else 2 * COLUMNS
-    return segment_length(call, gpu, columns, LEAST_SEGMENTS)
+    return tokens_of_segment(call, gpu, columns, LEAST_SEGMENTS)
 
 
 def parameters(call: OpCall, gpu: Gpu, length: int | None = None) -> Parameters:
