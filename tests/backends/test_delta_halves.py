@@ -18,6 +18,7 @@ from tests.backends.prepared_calls import call_prepared
     [
         {"gate_form": "head", "R": 2, "initial_state": True},
         {"gates": "none", "initial_state": True},
+        {"gate_form": "constant", "R": 2, "initial_state": True},
         {"gate_form": "head", "lengths": (70, 0, 30), "B": 1, "initial_state": True},
         {"gate_form": "head"},
         {"gate_form": "head", "K": 1, "initial_state": True},

@@ -53,8 +53,8 @@ def joined(run: Callable[..., tuple], call: OpCall) -> Callable[..., tuple]:
     Hv, names = call.dims["Hv"], OP_PARAMETERS[call.op]
 
     def summed(dx: Tensor, x: Tensor | None) -> Tensor | None:
-        """Returns the gradient of x [B, T, Hv], from those of both halves [B, T, 2 Hv]."""
-        return None if x is None else dx.unflatten(2, (Hv, 2)).sum(3).to(x.dtype)
+        """Returns the gradient of x [.., Hv], from those of both halves [.., 2 Hv]."""
+        return None if x is None else dx.unflatten(-1, (Hv, 2)).sum(-1).to(x.dtype)
 
     def run_halves(*arguments: Any) -> tuple[Tensor | None, ...]:
         whole = dict(zip(names, arguments, strict=True))
@@ -84,8 +84,8 @@ def _halve_states(x: Tensor) -> Tensor:
 
 
 def _repeat(x: Tensor) -> Tensor:
-    """Returns x [B, T, Hv] as float32 numbers [B, T, 2 Hv] of both halves."""
-    return x.to(wide(x.dtype)).repeat_interleave(2, 2)
+    """Returns x [.., Hv] as float32 numbers [.., 2 Hv] of both halves."""
+    return x.to(wide(x.dtype)).repeat_interleave(2, -1)
 
 
 TO_HALVES: dict[str, Callable[[Tensor], Tensor]] = {
