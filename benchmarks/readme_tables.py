@@ -100,7 +100,7 @@ def headline(folder: Path) -> str:
         f"| call | {' | '.join(rows[0].device for rows in measured.values())} |",
         "| --- |" + " --- |" * len(measured),
         *(
-            f"| {words} | {' | '.join(_cell(part, call, rows) for rows in measured.values())} |"
+            f"| {words} | {' | '.join(_cell(folder / device, part, call, rows) for device, rows in measured.items())} |"
             for part, call, words in HEADLINE
         ),
     ]
@@ -109,7 +109,7 @@ def headline(folder: Path) -> str:
     told = [
         f"One run at commit {run.commit:.10}, {run.date:.10}: {_versions(run)}; medians.",
         _ranges(every),
-        _models_in_words(every),
+        _models_in_words([row for device in measured for row in record.read(folder / device / "model_calls.jsonl")]),
         _left_out(every),
         _precision_in_words(every),
         _kit_in_words(folder, run.commit),
@@ -131,16 +131,24 @@ def readme_run(folder: Path) -> dict[str, list[Row]]:
     }
 
 
-def _cell(part: str, call: str, rows: Sequence[Row]) -> str:
-    """Returns a cell of the README: how many times as fast, and both times; "-" if a time is missing."""
-    rows = [row for row in rows if row.call == call]
-    ours = sorted((row for row in rows if row.baseline), key=lambda row: row.who != SEVERAL.get(part))
+def _cell(folder: Path, part: str, call: str, rows: Sequence[Row]) -> str:
+    """Returns a cell of the README: how many times as fast, and both times; "-" if a time is missing.
+
+    Args:
+        folder: the results of the device, of which an earlier row is shown, with its commit, if `rows` lack the call.
+    """
+    chosen = [row for row in rows if row.call == call]
+    earlier = not chosen
+    if earlier:
+        chosen = [row for row in record.read(folder / f"{part}.jsonl") if row.call == call]
+    ours = sorted((row for row in chosen if row.baseline), key=lambda row: row.who != SEVERAL.get(part))
     if not ours:
         return "-"
-    ratio = record.ratio(ours[0], rows)
-    theirs = next(row for row in rows if row.who == ours[0].baseline)
+    ratio = record.ratio(ours[0], chosen)
+    theirs = next(row for row in chosen if row.who == ours[0].baseline)
     shown = "unsteady" if ratio is None else f"**{ratio:.2f}\N{NO-BREAK SPACE}×**"
-    return f"{shown}: {_times(ours[0])}; {NAMES[theirs.who]} {_times(theirs)}"
+    at = f" (at {ours[0].commit:.8})" if earlier else ""
+    return f"{shown}: {_times(ours[0])}; {NAMES[theirs.who]} {_times(theirs)}{at}"
 
 
 def _times(row: Row) -> str:

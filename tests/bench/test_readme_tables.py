@@ -38,9 +38,12 @@ def test_the_readme_is_one_run_at_one_commit(tables):
     assert not commits.pop().endswith("+"), "the source tree had changes"
     shown = tables.headline(tables.FOLDER).partition("\n\n")[0].splitlines()[2:]
     assert len(shown) == len(tables.HEADLINE)
-    for device, rows in measured.items():
+    for i, rows in enumerate(measured.values()):
         called = {row.call for row in rows}
-        assert {call for _, call, _ in tables.HEADLINE} <= called, f"rows are missing on {device}: measure again"
+        for (_, call, _), line in zip(tables.HEADLINE, shown, strict=True):
+            cell = line.split(" | ")[1 + i]
+            assert cell != "-", f"{call} is missing: measure it"
+            assert (call in called) != ("(at " in cell), "a cell of another run has to name its commit"
 
 
 def test_rows_of_a_call_have_one_commit(tables):
@@ -164,6 +167,14 @@ def test_the_headline(tables, measured):
         "Cases of the conformance kit passed at this commit: `mine` on NVIDIA Pretend 7 (2 open).",
     ):
         assert sentence in told
+
+
+def test_a_cell_of_an_earlier_run_names_its_commit(tables, measured):
+    earlier = {"commit": "fedcba9876", "date": "2026-01-01T03:04:05+00:00"}
+    for who in ("fla", "gla_transformers", "gla_transformers, compiled"):
+        changed(tables, measured, "models", who=who, **earlier)
+    last = tables.headline(measured).replace("\N{NO-BREAK SPACE}", " ").partition("\n\n")[0].splitlines()[-1]
+    assert last.endswith("| **3.00 ×**: 1.00 ms; FLA 3.00 ms (at fedcba98) |")
 
 
 def test_a_device_of_another_commit_has_no_column(tables, measured):

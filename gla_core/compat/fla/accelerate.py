@@ -312,20 +312,19 @@ def _not_measured(arguments: Mapping[str, Any], is_measured: Callable[[], bool],
     return None if _not_on_cpu(arguments) is None or is_measured() else hopper.neither(words)
 
 
-def _normalized(arguments: Mapping[str, Any]) -> str | None:
-    if arguments.get("normalize") is False:
-        return _not_on_cpu(arguments) and _left_out(arguments)
-    reason = _on_hopper(arguments)
-    return reason and f"normalize, {reason}"
+def _several_calls(arguments: Mapping[str, Any]) -> str | None:
+    on_gpu = _not_on_cpu(arguments)
+    if on_gpu is None or arguments.get("normalize") is False:
+        return on_gpu and _left_out(arguments)
+    return "normalize, not on a CPU"
 
 
 ON_HOPPER = "on Hopper in bfloat16"
-NORMALIZED = "on Hopper in bfloat16 or with normalize=False"
 SLOTS = "on Hopper in bfloat16 (one token: K, V up to 128)"
 BONUS = "several tokens on Hopper in bfloat16"
 _HERE = "computed by gla_core on a CPU and {}, else the original"
 _PARTLY = {
-    "fla.ops.linear_attn": (_normalized, _HERE.format(NORMALIZED)),
+    "fla.ops.linear_attn": (_several_calls, "computed by gla_core on a CPU, and on a GPU with normalize=False"),
     "fla.ops.lightnet": (_on_hopper, _HERE.format(ON_HOPPER)),
     "fla.ops.gsa": (_slots, _HERE.format(SLOTS)),
     "fla.ops.rwkv6": (_bonus, _HERE.format(BONUS)),
