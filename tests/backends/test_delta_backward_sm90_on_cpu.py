@@ -10,7 +10,8 @@ from gla_core.conformance.tolerances import GRADIENT, relative_error
 from gla_core.workloads.inputs import delta_inputs
 
 pytest.importorskip("triton")
-from gla_triton_kernels.chunks.segments import whole
+from gla_triton_kernels.chunks.results import copy_or_clear
+from gla_triton_kernels.chunks.segments import cut, whole
 from gla_triton_kernels.delta.tensors import BackwardTensors
 from tests import gluon_on_cpu
 
@@ -38,8 +39,12 @@ def inputs(**sizes):
     return x
 
 
-def computed(kernels, x, do, dstate):
-    """Returns the gradients by name, and checks that strong chunks were marked where gates are strong."""
+def computed(kernels, x, do, dstate, length=None):
+    """Returns the gradients by name.
+
+    Args:
+        length: tokens of a segment; None if sequences stay whole.
+    """
     scale = x.q.shape[3] ** -0.5
     _, _, checkpoints = oracle.chunk_delta_with_checkpoints(
         x.q, x.k, x.v, x.g, x.beta, scale, x.initial_state, x.cu_seqlens, 64
@@ -60,10 +65,14 @@ def computed(kernels, x, do, dstate):
     )
     y = BackwardTensors(*inputs, *new, dinitial)
     chunks, pairs = kernels.backward_pairs.launch_pairs(y, scale)
-    sequences = whole(*x.k.shape[:2], x.cu_seqlens)
-    leaving, scan = kernels.backward.launch_scan(y, chunks, sequences)
+    segments = whole(*x.k.shape[:2], x.cu_seqlens)
+    if length is not None:
+        segments = cut(*x.k.shape[:2], length, length, x.cu_seqlens)
+        if dinitial is not None and x.cu_seqlens is not None:
+            copy_or_clear(dinitial, dstate)
+    leaving, passes = kernels.backward.launch_states(y, chunks, segments)
     gradients = kernels.gradients.launch_gradients(y, chunks, y.checkpoints, leaving, scale, 2)
-    gluon_on_cpu.run([*pairs, *sequences.launches, scan, *gradients])
+    gluon_on_cpu.run([*pairs, *segments.launches, *passes, *gradients])
     return {name: getattr(y, f"d{name}") for name in NAMES}
 
 
@@ -77,12 +86,12 @@ def expected(x, do, dstate):
     return {name: None if y is None else y.grad for name, y in z.items()}
 
 
-def check(kernels, x, has_dstate=True):
+def check(kernels, x, has_dstate=True, length=None):
     rows = slice(None) if x.cu_seqlens is None else slice(int(x.cu_seqlens[0]), int(x.cu_seqlens[-1]))
     do = torch.randn(x.v.shape).to(x.v.dtype)
     N = len(x.q) if x.cu_seqlens is None else len(x.cu_seqlens) - 1
     dstate = torch.randn(N, x.v.shape[2], x.k.shape[3], x.v.shape[3]) if has_dstate else None
-    actual = computed(kernels, x, do, dstate)
+    actual = computed(kernels, x, do, dstate, length)
     for name, y in expected(x, do, dstate).items():
         if y is not None:
             part = slice(None) if name == "initial_state" else rows
@@ -113,6 +122,25 @@ def check(kernels, x, has_dstate=True):
 )
 def test_gradients(kernels, sizes):
     check(kernels, inputs(**sizes))
+
+
+@pytest.mark.parametrize(
+    ("length", "sizes"),
+    [
+        (64, {"T": 200, "gate_form": "key", "gates": "mild", "initial_state": True}),
+        (128, {"T": 300, "gate_form": "head", "gates": "-inf", "R": 2, "K": 72, "V": 104}),
+        (64, {"T": 140, "gates": "none", "B": 2, "K": 64, "V": 40, "initial_state": True}),
+        (64, {"lengths": (140, 0, 66, 7), "padding": 9, "gate_form": "key", "gates": "-inf", "initial_state": True}),
+        (64, {"lengths": (70, 1, 200), "gate_form": "head", "gates": "mild", "H": 2}),
+    ],
+    ids=str,
+)
+def test_segments(kernels, length, sizes):
+    check(kernels, inputs(**sizes), length=length)
+
+
+def test_segments_without_a_gradient_of_the_final_state(kernels):
+    check(kernels, inputs(T=200, gate_form="head", gates="mild", initial_state=True), has_dstate=False, length=64)
 
 
 @pytest.mark.parametrize("gate_form", ["key", "head"])

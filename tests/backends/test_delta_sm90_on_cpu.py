@@ -13,7 +13,6 @@ from gla_core.workloads.inputs import delta_inputs
 pytest.importorskip("triton")
 from gla_triton_kernels.chunks.results import copy_or_clear
 from gla_triton_kernels.chunks.segments import cut, whole
-from gla_triton_kernels.delta.forward import launch_scan_of
 from gla_triton_kernels.delta.sm90 import Parameters
 from gla_triton_kernels.delta.tensors import Tensors
 from tests import gluon_on_cpu
@@ -56,15 +55,9 @@ def computed(forward, x, groups=1, every=64, normalizer=None, length=None):
     tensors = Tensors(x.q, x.k, x.v, x.g, x.beta, x.initial_state, x.cu_seqlens, o, final, kept)
     parts = 2 if K > 128 else 1
     kernel = Parameters(64 if K <= 64 else 128, max(parts, groups), parts=parts)
-    segments, before = whole(B, T, x.cu_seqlens, o), []
-    if length is not None:
-        segments = cut(B, T, length, length, x.cu_seqlens, o)
-        entering, before = launch_scan_of(
-            tensors, segments, *forward.launch_summaries(kernel, tensors, segments, normalizer)
-        )
-        tensors = tensors._replace(entering=entering)
+    segments = whole(B, T, x.cu_seqlens, o) if length is None else cut(B, T, length, length, x.cu_seqlens, o)
     outputs = forward.launch_outputs(kernel, tensors, segments, K**-0.5, every, normalizer)
-    gluon_on_cpu.run([*segments.launches, *before, *outputs])
+    gluon_on_cpu.run([*segments.launches, *outputs])
     return o, final, kept
 
 

@@ -42,9 +42,11 @@ def test_random_calls(forward, kernels, form, seed):
     N = len(x.q) if x.cu_seqlens is None else len(x.cu_seqlens) - 1
     if draw.random() < 0.7:
         loss["state"] = normal((N, x.v.shape[2], x.k.shape[3], x.v.shape[3]), torch.float32, generator)
-    actual = dict(zip(("o", "state", "checkpoints"), forwards.computed(forward, x, draw.choice([1, 2])), strict=True))
+    length = draw.choice([None, 64, 128]) if x.q.shape[3] <= MOST_WIDTH else None
+    results = forwards.computed(forward, x, draw.choice([1, 2]), length=length)
+    actual = dict(zip(("o", "state", "checkpoints"), results, strict=True))
     if x.q.shape[3] <= MOST_WIDTH:  # of the backward
-        gradients = backward.computed(kernels, x, loss["o"], loss.get("state"))
+        gradients = backward.computed(kernels, x, loss["o"], loss.get("state"), length)
         actual |= {f"d{name}": y for name, y in gradients.items() if y is not None}
     named = {**{name: getattr(x, name) for name in (*backward.NAMES, "cu_seqlens")}, "gate": None}
     expected, _ = truth(named, loss, 64)

@@ -58,13 +58,16 @@ class BackwardPlan:
 def explain(call: OpCall, cut: bool) -> list[str]:
     """Returns lines that name the kernels of a call, and give the reason why better kernels refuse it."""
     gpu = gpu_of_call(call)
-    if (half := halves.call_of_halves(call, gpu, cut)) is not None:
+    if (half := halves.call_of_halves(call, gpu)) is not None:
         return [f"{line}, for both halves of the values" for line in explain(half, cut)]
     planned = plan(call, gpu, cut)
     states = "" if planned.forward is None else "delta.sm90.forward, "
+    segments = "" if planned.states.length is None else f", in segments of {planned.states.length} tokens"
     if planned.refusal is None:
-        return [f"kernel delta.sm90.gradients after {states}delta.sm90.backward_pairs and delta.sm90.backward"]
-    general = f"kernel delta.general.gradients after {states}delta.general.pairs and delta.general.backward"
+        return [
+            f"kernel delta.sm90.gradients after {states}delta.sm90.backward_pairs and delta.sm90.backward{segments}"
+        ]
+    general = f"kernel delta.general.gradients after {states}delta.general.pairs and delta.general.backward{segments}"
     return [general, f"not delta.sm90.backward: {planned.refusal}"]
 
 
@@ -72,12 +75,15 @@ def plan(call: OpCall, gpu: Gpu, cut: bool) -> BackwardPlan:
     """Plans a call; for `cut` see forward.py."""
     layout = call.layouts.get("checkpoints")
     readable = not call.layouts or (layout is not None and layout.aligned and layout.is_contiguous)
-    states, gradients = plan_pass(call, gpu, cut), parameters_of_gradients(call, gpu)
+    states, gradients, refusal = plan_pass(call, gpu, cut), parameters_of_gradients(call, gpu), sm90.refusal(call, gpu)
+    if refusal is None:
+        states = replace(states, length=forward_sm90.cut_length(call, gpu) if cut else None)
     readable &= checkpoint_dtype(call.dtype) == gradients.kept
     has_entering = call.scalars["checkpoint_every"] == CHUNK and readable
-    kept = replace(call, scalars={**call.scalars, "checkpoint_every": CHUNK})
-    forward = None if has_entering else forward_sm90.whole(kept, gpu, states.length)
-    return BackwardPlan(states, gradients, has_entering, sm90.refusal(call, gpu, cut), forward, gpu.multiprocessors)
+    kept, forward = replace(call, scalars={**call.scalars, "checkpoint_every": CHUNK}), None
+    if not has_entering and forward_sm90.refusal(kept, gpu) is None:
+        forward = forward_sm90.parameters(kept, gpu, states.length)
+    return BackwardPlan(states, gradients, has_entering, refusal, forward, gpu.multiprocessors)
 
 
 def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
@@ -95,7 +101,7 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
     from gla_triton_runtime.prepared import Launches, rehearsed
 
     gpu = gpu_of_call(call)
-    if (half := halves.call_of_halves(call, gpu, cut)) is not None:
+    if (half := halves.call_of_halves(call, gpu)) is not None:
         return halves.joined(prepare(half, cut), call)
     T, Hv, K, V, N = (call.dims[name] for name in ("T", "Hv", "K", "V", "N"))
     empty, normalizer, planned = N == 0 or T == 0, call.scalars["gate_normalizer"], plan(call, gpu, cut)
@@ -153,24 +159,24 @@ def launches(plan: BackwardPlan, x: BackwardTensors, scale: float, normalizer: i
 
 def _sm90_launches(plan: BackwardPlan, x: BackwardTensors, scale: float, normalizer: int | None) -> list[Launch]:
     """Returns the launches of the kernels for SM90."""
-    from gla_triton_kernels.chunks.segments import whole
-    from gla_triton_kernels.delta.sm90.backward import launch_scan
+    from gla_triton_kernels.delta.forward import segments_of
+    from gla_triton_kernels.delta.sm90.backward import launch_states
     from gla_triton_kernels.delta.sm90.backward_pairs import launch_pairs
     from gla_triton_kernels.delta.sm90.gradients import launch_gradients
 
-    sequences = whole(len(x.k), x.k.shape[1], x.cu_seqlens)
+    segments = segments_of(plan.states, x.k, x.cu_seqlens)
     entering, states = x.checkpoints, []
     if plan.forward is not None:
-        entering, states = _entering_by_sm90(plan.forward, x, sequences, scale, normalizer)
+        entering, states = _entering_by_sm90(plan.forward, x, segments, scale, normalizer)
     assert entering is not None
     chunks, pairs = launch_pairs(x, scale)
-    leaving, scan = launch_scan(x, chunks, sequences)
+    leaving, passes = launch_states(x, chunks, segments)
     gradients = launch_gradients(x, chunks, entering, leaving, scale, plan.programs)
-    return [*sequences.launches, *states, *pairs, scan, *gradients]
+    return [*segments.launches, *states, *pairs, *passes, *gradients]
 
 
 def _entering_by_sm90(
-    forward: forward_sm90.Parameters, x: BackwardTensors, sequences: Segments, scale: float, normalizer: int | None
+    forward: forward_sm90.Parameters, x: BackwardTensors, segments: Segments, scale: float, normalizer: int | None
 ) -> tuple[Tensor, list[Launch]]:
     """Returns the states that enter chunks, of which the forward for SM90 makes checkpoints, and its launches."""
     from gla_triton_kernels.delta.sm90.forward import launch_outputs
@@ -179,7 +185,7 @@ def _entering_by_sm90(
     shape = checkpoint_shape(x.k, x.v, x.cu_seqlens, CHUNK)
     entering, o = x.v.new_empty(shape, dtype=checkpoint_dtype(x.v.dtype)), x.v.new_empty(x.v.shape)
     tensors = Tensors(x.q, x.k, x.v, x.g, x.beta, x.initial_state, x.cu_seqlens, o, None, entering)
-    return entering, launch_outputs(forward, tensors, sequences, scale, CHUNK, normalizer)
+    return entering, launch_outputs(forward, tensors, segments, scale, CHUNK, normalizer)
 
 
 def _general_launches(plan: BackwardPlan, x: BackwardTensors, scale: float, normalizer: int | None) -> list[Launch]:

@@ -60,15 +60,17 @@ def forward_seconds(call: OpCall, c: Constants, cut: bool) -> float:
 def backward_seconds(call: OpCall, c: Constants, cut: bool) -> float:
     """Returns the seconds of a backward; without checkpoints, there is a pass forwards as well."""
     passes = 1 if call.scalars.get("checkpoint_every") == CHUNK else 2
-    if (half := halves.call_of_halves(call, gpu_of_constants(c), cut)) is not None:
+    if (half := halves.call_of_halves(call, gpu_of_constants(c))) is not None:
         states = 2 * checkpoint_bytes(call, CHUNK) if passes == 1 else 0.0  # read and written
         return backward_seconds(half, c, cut) + states / c["bandwidth"] + COPIES * c["host_launch"]
     gpu, states = gpu_of_constants(c), 0.0
+    by_sm90 = backward_calls.refusal(call, gpu) is None
+    length = (sm90.cut_length(call, gpu) if cut else None) if by_sm90 else plan_pass(call, gpu, cut).length
     if passes == 2:
-        is_whole = sm90.whole(call, gpu, plan_pass(call, gpu, cut).length) is not None
-        states = _by_sm90(call, c) if is_whole else _pass(call, c, cut)
-    if backward_calls.refusal(call, gpu, cut) is None:
-        return in_all(call, states + _backward_sm90(call, c), c["host"] + (3 + passes) * c["host_launch"])
+        states = _pass(call, c, cut) if sm90.refusal(call, gpu) is not None else _by_sm90(call, c, length)
+    if by_sm90:
+        launches = 3 + passes * (1 if length is None else 3)
+        return in_all(call, states + _backward_sm90(call, c, length), c["host"] + launches * c["host_launch"])
     gradients = 2 * c["launch"] + c["step"] * _seconds(call).gradients * _share_of_chunks(call, c)
     device = _chunks(call, c) + states + _pass(call, c, cut) + gradients
     return in_all(call, device, c["host"] + (3 + passes) * c["host_launch"])
@@ -103,13 +105,18 @@ def _scan(segments: float, K: int) -> float:
     return segments * SCAN * K / 128
 
 
-def _backward_sm90(call: OpCall, c: Constants) -> float:
-    """Returns the device seconds of the backward kernels for SM90."""
-    T, N, Hv = (call.dims[name] for name in ("T", "N", "Hv"))
-    chunks = (longest(call) if call.variable_length else T) / CHUNK
-    waves, step = ceil_div(N * Hv, int(c["multiprocessors"])), _seconds(call)
+def _backward_sm90(call: OpCall, c: Constants, length: int | None) -> float:
+    """Returns the device seconds of the backward kernels for SM90; `length` as in `_by_sm90`."""
+    T, N, Hv, K = (call.dims[name] for name in ("T", "N", "Hv", "K"))
+    tokens, step = longest(call) if call.variable_length else T, _seconds(call)
     parallel = (step.pairs_sm90 + step.gradients_sm90) * _share_of_chunks(call, c)
-    return 4 * c["launch"] + c["step"] * (parallel + waves * chunks * step.scan_sm90)
+    segments, scan = N, 0.0
+    if length is not None:
+        segments, scan = most_segments(N, T, length, call.variable_length), c["launch"] + _scan(tokens / length, K)
+    widths = (1,) if length is None else (1, 2)  # of gradients, and of summaries
+    waves = sum(ceil_div(width * segments * Hv, int(c["multiprocessors"])) for width in widths)
+    passes = waves * (length or tokens) / CHUNK * step.scan_sm90
+    return (3 + len(widths)) * c["launch"] + c["step"] * (parallel + passes) + scan
 
 
 def _seconds(call: OpCall) -> Seconds:

@@ -136,14 +136,9 @@ def launches(
         cleared = clear_unused_checkpoints(x.checkpoints, x.cu_seqlens, every)
     segments = segments_of(plan, x.k, x.cu_seqlens, x.o)
     if kernel is not None:
-        from gla_triton_kernels.delta.sm90 import forward
+        from gla_triton_kernels.delta.sm90.forward import launch_outputs as launch_sm90
 
-        before = []
-        if plan.length is not None:
-            entering, before = launch_scan_of(x, segments, *forward.launch_summaries(kernel, x, segments, normalizer))
-            x = x._replace(entering=entering)
-        outputs = forward.launch_outputs(kernel, x, segments, scale, every, normalizer)
-        return [*cleared, *segments.launches, *before, *outputs]
+        return [*cleared, *segments.launches, *launch_sm90(kernel, x, segments, scale, every, normalizer)]
     chunks, computed = launch_chunks(plan.chunks, x, x.cu_seqlens, normalizer)
     entering, before = launch_entering(plan, x, chunks, segments)
     outputs = launch_outputs(plan.states, x._replace(entering=entering), chunks, segments, scale, every)
@@ -165,28 +160,15 @@ def launch_entering(
     plan: PassParameters, x: Tensors, chunks: Chunks, segments: Segments
 ) -> tuple[Tensor | None, list[Launch]]:
     """Returns the states that enter segments, except first ones, and the launches; None if sequences are whole."""
+    from gla_triton_kernels.chunks.scan import launch_scan
+    from gla_triton_kernels.chunks.segments import Recurrence
     from gla_triton_kernels.delta.general.forward import launch_summaries
 
     if plan.length is None:
         return None, []
-    return launch_scan_of(x, segments, *launch_summaries(plan.states, x, chunks, segments))
-
-
-def launch_scan_of(
-    x: Tensors, segments: Segments, states: Tensor, transitions: Tensor, summaries: list[Launch]
-) -> tuple[Tensor, list[Launch]]:
-    """Returns the states that enter segments, except first ones, and the launches that compute them.
-
-    Args:
-        states: [I, Hv, K, V], the states that segments reach from 0; the entering states take their place.
-        transitions: [I, Hv, K, K].
-        summaries: the launches that compute both.
-    """
-    from gla_triton_kernels.chunks.scan import launch_scan
-    from gla_triton_kernels.chunks.segments import Recurrence
-
+    states, transitions, made = launch_summaries(plan.states, x, chunks, segments)
     recurrence = Recurrence(x.k, x.v, x.g, x.initial_state, None)
-    return states, summaries + launch_scan(False, recurrence, segments, states, transitions, states, skip_first=True)
+    return states, made + launch_scan(False, recurrence, segments, states, transitions, states, skip_first=True)
 
 
 # ---- states in a pool

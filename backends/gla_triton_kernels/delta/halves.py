@@ -22,13 +22,10 @@ from gla_triton_kernels.delta.sm90 import backward_calls as sm90
 from gla_triton_runtime.architecture import Gpu
 
 
-def call_of_halves(call: OpCall, gpu: Gpu, cut: bool) -> OpCall | None:
+def call_of_halves(call: OpCall, gpu: Gpu) -> OpCall | None:
     """Returns the call of the halves; None if Hopper's kernels do not compute it, or compute the call itself.
 
     Each half would need a copy of gates for each key.
-
-    Args:
-        cut: as in backward.py.
     """
     V = call.dims["V"]
     if not sm90.MOST_WIDTH < V <= 2 * sm90.MOST_WIDTH or V % 2 or has_key_gates(call):
@@ -36,7 +33,7 @@ def call_of_halves(call: OpCall, gpu: Gpu, cut: bool) -> OpCall | None:
     dims = {**call.dims, "Hv": 2 * call.dims["Hv"], "V": V // 2}
     gate_dtype = None if call.gate_dtype is None else torch.float32
     half = replace(call, dims=dims, gate_dtype=gate_dtype, layouts=_layouts(call))
-    return half if sm90.refusal(half, gpu, cut) is None else None
+    return half if sm90.refusal(half, gpu) is None else None
 
 
 def _layouts(call: OpCall) -> dict[str, Layout]:

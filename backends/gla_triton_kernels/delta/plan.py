@@ -130,7 +130,7 @@ def tokens_of_segment(call: OpCall, gpu: Gpu, BV: int, least: int) -> int | None
     if call.variable_length:
         filling = ceil_div(T * blocks, gpu.multiprocessors * CHUNK)
     else:
-        filling = ceil_div(chunks, max(1, gpu.multiprocessors // (N * blocks)))
+        filling = ceil_div(chunks, max(1, gpu.multiprocessors // max(1, N * blocks)))
     length = CHUNK * max(LEAST_CHUNKS, filling, math.isqrt(chunks))
     return length if least * length <= longest else None
 

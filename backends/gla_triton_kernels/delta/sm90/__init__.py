@@ -76,15 +76,6 @@ def refusal(call: OpCall, gpu: Gpu) -> Reason | None:
     return None
 
 
-def whole(call: OpCall, gpu: Gpu, length: int | None) -> Parameters | None:
-    """Returns the launch parameters of the forward for SM90 if it computes a call with whole sequences, else None.
-
-    Args:
-        length: tokens of a segment; None if sequences stay whole.
-    """
-    return parameters(call, gpu) if length is None and refusal(call, gpu) is None else None
-
-
 def copied(call: OpCall) -> frozenset[str]:
     """Returns the names of tensors that are copied so that TMA can address them, under batch invariance.
 

@@ -5,8 +5,12 @@ of the state that leaves it,
 
     dU = A^T dO + kout dS'        Y = dU - G^T (B dU)        dV = B Y        dS = diag(decay) dS' + qin^T dO - kin^T dV
 
-A block of warps has one value head of one sequence. It writes dV, and dS' of each chunk; gradients.py computes all
+A block of warps has one value head of one segment. It writes dV, and dS' of each chunk; gradients.py computes all
 other gradients, in parallel over chunks. It needs neither the states nor v.
+
+If sequences are cut, one launch computes the summary of each segment but the first: the gradient of the state that
+enters it if that of the state that leaves it is 0, and the transpose of its transition, which is the same for dO of 0
+and the identity. A scan then computes the gradients of the states that leave segments (chunks/scan.py).
 
 All of it is computed transposed: dS^T [W, K] and dU^T [W, C] are results of products and left operands of others, and
 stay in registers. Two warpgroups have W = 64 columns of V each. One warp loads the tiles of the next chunks by TMA.
@@ -14,12 +18,15 @@ stay in registers. Two warpgroups have W = 64 columns of V each. One warp loads 
 Y is what a difference leaves, so G and B dU are float16, in units of rows, and A is a sum of two numbers of bfloat16.
 All other operands are bfloat16.
 
-B batch   T tokens   J chunks   Hv heads of values   K, V key and value width   C tokens of a chunk
+B batch   T tokens   J chunks   I segments, or sequences   Hv heads of values   K, V key and value width
+C tokens of a chunk
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +41,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gla_core.dispatch.backend import CHUNK
-from gla_triton_kernels.chunks.segments import Segments, state_strides
+from gla_triton_kernels.chunks.scan import launch_scan
+from gla_triton_kernels.chunks.segments import Recurrence, Segments, state_strides
 from gla_triton_kernels.delta.sm90.backward_pairs import Chunks
 from gla_triton_kernels.delta.sm90.common_backward import (
     MOST,
@@ -50,6 +58,7 @@ from gla_triton_kernels.gla.sm90.common import chunk_of, clear_rows, in_state, k
 from gla_triton_runtime.launch import Launch
 from gla_triton_runtime.tma import row_tiles, shared_tiles, state_tiles
 
+OPTIONS = {"num_warps": 4, "maxnreg": 168}
 W = gl.constexpr(64)
 SLOTS = gl.constexpr(2)
 STATE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # of dS^T [W, K]
@@ -59,17 +68,45 @@ LEFT_STATE = gl.constexpr(gl.DotOperandLayout(0, TOKENS.value, 2))
 LEFT_TOKENS = gl.constexpr(gl.DotOperandLayout(0, STATE.value, 2))
 
 
-def launch_scan(x: BackwardTensors, chunks: Chunks, segments: Segments) -> tuple[Tensor, Launch]:
-    """Returns the gradients of the states that leave chunks [J, Hv, K, V], and the launch that fills them and dv.
+def launch_states(x: BackwardTensors, chunks: Chunks, segments: Segments) -> tuple[Tensor, list[Launch]]:
+    """Returns the gradients of the states that leave chunks [J, Hv, K, V], and the launches that fill them and dv.
 
-    It fills the gradients of initial states as well, unless x has none.
+    They fill the gradients of initial states as well, unless x has none.
 
     Args:
-        segments: the sequences.
+        segments: the segments, of a multiple of `CHUNK` tokens; a sequence that stays whole is one segment.
     """
-    Hv, V = x.v.shape[2:]
-    leaving = x.v.new_empty(chunks.segments.count, Hv, x.k.shape[3], V, dtype=torch.bfloat16)
-    arguments = {
+    behind, before = None, []
+    if segments.length <= x.k.shape[1]:
+        behind, before = _launch_behind(x, chunks, segments)
+    leaving = x.v.new_empty(chunks.segments.count, *_shape(x), dtype=torch.bfloat16)
+    pointers = {"last_ptr": x.dstate, "behind_ptr": behind, "dinitial_ptr": x.dinitial_state, "transitions_ptr": None}
+    arguments = _arguments(x, chunks, segments, leaving) | pointers
+    blocks = segments.count * x.v.shape[2]
+    return leaving, [*before, Launch(_scan_kernel, (blocks, 1, 1), arguments, OPTIONS)]
+
+
+def _launch_behind(x: BackwardTensors, chunks: Chunks, segments: Segments) -> tuple[Tensor, list[Launch]]:
+    """Returns the gradients of the states that leave segments [I, Hv, K, V], except last ones, and the launches."""
+    Hv, K, V = _shape(x)
+    reached, transitions = (x.v.new_empty(segments.count, Hv, K, n, dtype=torch.float32) for n in (V, K))
+    none_leaves = x.v.new_empty(1, Hv, K, V, dtype=torch.bfloat16)  # of which a summary writes nothing
+    pointers = {"last_ptr": None, "behind_ptr": None, "dinitial_ptr": reached, "transitions_ptr": transitions}
+    arguments = _arguments(x, chunks, segments, none_leaves) | pointers
+    summaries = Launch(_scan_kernel, (2 * segments.count * Hv, 1, 1), arguments, OPTIONS)
+    recurrence = Recurrence(x.q, x.do, x.g, x.dstate, None, backwards=True)
+    scan = launch_scan(False, recurrence, segments, reached, transitions, reached, skip_first=True)
+    return reached, [summaries, *scan]
+
+
+def _shape(x: BackwardTensors) -> tuple[int, int, int]:
+    """Returns Hv, K and V."""
+    return x.v.shape[2], x.k.shape[3], x.v.shape[3]
+
+
+def _arguments(x: BackwardTensors, chunks: Chunks, segments: Segments, leaving: Tensor) -> dict[str, Any]:
+    """Returns the arguments of both launches, in the order of the kernel's."""
+    return {
         "kin_desc": shared_tiles(x.k, CHUNK, MOST) if chunks.kin is None else row_tiles(chunks.kin, CHUNK, MOST),
         "qin_desc": row_tiles(chunks.qin, CHUNK, MOST),
         "kout_desc": None if chunks.kout is None else row_tiles(chunks.kout, CHUNK, MOST),
@@ -82,22 +119,20 @@ def launch_scan(x: BackwardTensors, chunks: Chunks, segments: Segments) -> tuple
         "units_ptr": chunks.units,
         "decay_ptr": chunks.decay,
         "factors_ptr": chunks.factors,
-        "last_ptr": x.dstate,
-        "dinitial_ptr": x.dinitial_state,
+        **dict.fromkeys(("last_ptr", "behind_ptr", "dinitial_ptr", "transitions_ptr")),
         **token_arguments(x, segments),
         **state_strides("state_", x.dstate),
         **size_arguments(x, segments),
-        "V": V,
+        "V": x.v.shape[3],
         "places": len(chunks.units),
     }
-    return leaving, Launch(_scan_kernel, (segments.count * Hv, 1, 1), arguments, {"num_warps": 4, "maxnreg": 168})
 
 
 @gluon.jit
 def _load_warp(descriptors, tiles, full, empty, place):
     kin_desc, qin_desc, kout_desc, a_desc, g_desc, do_desc = descriptors
     kin_tiles, qin_tiles, kout_tiles, a_tiles, g_tiles, do_tiles = tiles
-    b, h, R, Hv, first, start, length, places = place
+    b, h, R, Hv, first, start, length, places, column = place
     rest = places * C  # the first row of the rest of A
     chunks = gl.cdiv(length, C)
     for i in range(chunks):
@@ -120,8 +155,8 @@ def _load_warp(descriptors, tiles, full, empty, place):
             tma.async_copy_global_to_shared(kout_desc, [row, 0], bar, kout_tiles.index(slot))
         tma.async_copy_global_to_shared(a_desc, [row, 0], bar, a_tiles.index(2 * slot))
         tma.async_copy_global_to_shared(a_desc, [rest + row, 0], bar, a_tiles.index(2 * slot + 1))
-        tma.async_copy_global_to_shared(do_desc, [b, h, t, 0], bar, do_tiles.index(2 * slot))
-        tma.async_copy_global_to_shared(do_desc, [b, h, t, W], bar, do_tiles.index(2 * slot + 1))
+        tma.async_copy_global_to_shared(do_desc, [b, h, t, column], bar, do_tiles.index(2 * slot))
+        tma.async_copy_global_to_shared(do_desc, [b, h, t, column + W], bar, do_tiles.index(2 * slot + 1))
         tma.async_copy_global_to_shared(g_desc, [row, 0], bar, g_tiles.index(slot))
         tma.async_copy_global_to_shared(qin_desc, [row, 0], bar, qin_tiles.index(slot))
         if kout_desc is not None:
@@ -135,18 +170,24 @@ def _state_warps(
     kin_tiles, qin_tiles, kout_tiles, a_tiles, g_tiles, do_tiles, dv_tiles, leaving_tiles = tiles
     dv_desc, leaving_desc, dv_ptr = outputs
     beta_ptr, beta_t, units_ptr, decay_ptr, factors_ptr = numbers
-    last_ptr, strides, dinitial_ptr, sequence = states
-    b, h, _, Hv, first, start, length, _ = place
+    last_ptr, strides, behind_ptr, dinitial_ptr, transitions_ptr, n, sequence, is_first, is_last = states
+    SUMMARIES: gl.constexpr = transitions_ptr is not None
+    b, h, _, Hv, first, start, length, _, column = place
     K, V = sizes
     value = gl.arange(0, W, gl.SliceLayout(1, STATE))[:, None] + WARPGROUP * W
     key = gl.arange(0, WIDTH, gl.SliceLayout(0, STATE))
     token = gl.arange(0, C, gl.SliceLayout(0, TOKENS))
     dS = gl.zeros([W, WIDTH], gl.float32, STATE)
+    if SUMMARIES:
+        dS = gl.where((column > 0) & (value == key[None, :]), 1.0, dS)
+    if behind_ptr is not None:
+        head = behind_ptr + (n * Hv + h).to(gl.int64) * K * V
+        dS = gl.load(head + (key[None, :] * V + value), (key < K)[None, :] & (value < V) & (not is_last), 0.0)
     if last_ptr is not None:
         state_n, state_h, state_k, state_v = strides
         head = last_ptr + sequence.to(gl.int64) * state_n + h.to(gl.int64) * state_h
         inside = (key < K)[None, :] & (value < V)
-        dS = gl.load(head + in_state(key[None, :], value, state_k, state_v), inside, 0.0).to(gl.float32)
+        dS = gl.load(head + in_state(key[None, :], value, state_k, state_v), inside & is_last, dS).to(gl.float32)
     leaving_block = leaving_tiles.index(WARPGROUP)
     leaving_tile = leaving_block.reshape([WIDTH, W])
     dv_block = dv_tiles.index(WARPGROUP)
@@ -164,10 +205,11 @@ def _state_warps(
             through = gl.load(factors_ptr + number * (2 * C) + token)[None, :]
             after = gl.load(factors_ptr + number * (2 * C) + C + token)[None, :]
         state = dS.to(gl.bfloat16)
-        tma.store_wait(0)  # the copies have read their tiles
-        leaving_tile.permute([1, 0]).store(state)
-        fence_async_shared()
-        tma.async_copy_shared_to_global(leaving_desc, [first + c, h, 0, WARPGROUP * W], leaving_block)
+        if not SUMMARIES:
+            tma.store_wait(0)  # the copies have read their tiles
+            leaving_tile.permute([1, 0]).store(state)
+            fence_async_shared()
+            tma.async_copy_shared_to_global(leaving_desc, [first + c, h, 0, WARPGROUP * W], leaving_block)
         mbarrier.wait(full.index(slot), i // SLOTS & 1)
         kin_tile, kout_tile = kin_tiles.index(slot).reshape([C, WIDTH]), kout_tiles.index(slot).reshape([C, WIDTH])
         do_tile = do_tiles.index(2 * slot + WARPGROUP).reshape([C, W])
@@ -206,7 +248,9 @@ def _state_warps(
         minus = gl.convert_layout(minus.to(gl.bfloat16), LEFT_TOKENS)
         dS = warpgroup_mma(minus, kin_tile, dS, is_async=True)
         where = (b, h, t, Hv, WARPGROUP * W, V, rows)
-        if PACKED:
+        if SUMMARIES:
+            pass
+        elif PACKED:
             if rows < C:
                 _write_rows(dv_ptr, dV, where)
             else:
@@ -215,13 +259,25 @@ def _state_warps(
             _copy_rows(dv_desc, dv_block, dV, where)
         dS = warpgroup_mma_wait(0, [dS])
         mbarrier.arrive(empty.index(slot), count=1)
-    if dinitial_ptr is not None:
-        key += opaque_zero()
-        value += opaque_zero()
-        to = dinitial_ptr + (sequence * Hv + h).to(gl.int64) * K * V
-        gl.store(to + (key[None, :] * V + value), dS, (key < K)[None, :] & (value < V))
+    key += opaque_zero()
+    value += opaque_zero()
+    if SUMMARIES:
+        if column > 0:
+            _write_state(transitions_ptr, n * Hv + h, dS, key, value, K, K)
+        else:
+            _write_state(dinitial_ptr, n * Hv + h, dS, key, value, K, V)
+    elif dinitial_ptr is not None:  # noqa: SIM102 -- known when this is compiled
+        if is_first:
+            _write_state(dinitial_ptr, sequence * Hv + h, dS, key, value, K, V)
     tma.store_wait(0)
     keep_apart(WARPGROUP)
+
+
+@gluon.jit
+def _write_state(ptr, number, dS, key, value, K, V):
+    """Writes the transpose of dS [W, K] to a tensor of states [.., K, V]."""
+    to = ptr + number.to(gl.int64) * K * V
+    gl.store(to + (key[None, :] * V + value), dS, (key < K)[None, :] & (value < V))
 
 
 @gluon.jit
@@ -260,7 +316,9 @@ def _scan_kernel(
     decay_ptr,  # [J, Hv, K]
     factors_ptr,  # of the rows of kin and of kout if they are k, [J, Hv, 2, C], else None
     last_ptr,  # gradients of final states [N, Hv, K, V], or None
-    dinitial_ptr,  # [N, Hv, K, V], or None
+    behind_ptr,  # gradients of the states that leave segments [I, Hv, K, V], or None if sequences are whole
+    dinitial_ptr,  # [N, Hv, K, V], or None; of summaries, those of the states that enter segments [I, Hv, K, V]
+    transitions_ptr,  # [I, Hv, K, K] for summaries of segments, or None
     beta_ptr,  # [B, T, Hv]
     g_ptr,  # unused, and so are its strides
     order,  # [I, 5], or None for a batch
@@ -275,18 +333,28 @@ def _scan_kernel(
     g_t,
     g_h,
     T,
-    segment,  # more than T
-    segments,  # 1
+    segment,  # tokens of a segment
+    segments,  # segments of a sequence of a batch
     Hv,
     K,
     R,
     V,
     places,  # J Hv
 ):
-    """Computes one value head of one sequence."""
+    """Computes one value head of one segment, or a half of its summary."""
     PACKED: gl.constexpr = order is not None
-    h = gl.program_id(0) % Hv
-    _, b, start, length, sequence, _, _ = tokens_of(gl.program_id(0) // Hv, T, segment, segments, order)
+    program, column = gl.program_id(0), 0
+    if transitions_ptr is not None:
+        program, column = gl.program_id(0) // 2, gl.program_id(0) % 2 * 2 * W  # TMA fills columns above V with 0
+    h = program % Hv
+    n, b, start, length, sequence, origin, end = tokens_of(program // Hv, T, segment, segments, order)
+    is_first, is_last = start == origin, start + length == end
+    if transitions_ptr is not None:
+        if is_first:
+            return
+    elif PACKED and behind_ptr is not None:  # noqa: SIM102 -- known when this is compiled
+        if length == 0:
+            return
     first = chunk_of(sequence, start, T, C, PACKED)
     if kout_desc is None:
         kin_tiles = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, 1, 1, C, WIDTH], kin_desc.layout)
@@ -309,8 +377,9 @@ def _scan_kernel(
     loaded = (kin_tiles, qin_tiles, kout_tiles, a_tiles, g_tiles, do_tiles)
     tiles = loaded + (dv_tiles, leaving_tiles)  # noqa: RUF005 -- Triton compiles no stars
     numbers = (beta_ptr + b.to(gl.int64) * beta_b + h.to(gl.int64) * beta_h, beta_t, units_ptr, decay_ptr, factors_ptr)
-    states = (last_ptr, (state_n, state_h, state_k, state_v), dinitial_ptr, sequence)
-    place = (b, h, R, Hv, first, start, length, places)
+    strides = (state_n, state_h, state_k, state_v)
+    states = (last_ptr, strides, behind_ptr, dinitial_ptr, transitions_ptr, n, sequence, is_first, is_last)
+    place = (b, h, R, Hv, first, start, length, places, column)
     outputs = (dv_desc, leaving_desc, dv_ptr)
     sizes = (K, V)
     gl.warp_specialize(

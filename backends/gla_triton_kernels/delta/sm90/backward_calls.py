@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 
 from gla_core.dispatch.backend import OpCall, Reason, contiguous_layout
-from gla_triton_kernels.delta.plan import plan_pass
 from gla_triton_kernels.delta.sm90 import LEAST, moved_by_tma
 from gla_triton_runtime.architecture import Gpu
 from gla_triton_runtime.tma import addressable
@@ -18,12 +17,8 @@ MOST_WIDTH, WIDTH_UNIT = 128, 8
 of 16 bytes."""
 
 
-def refusal(call: OpCall, gpu: Gpu, cut: bool) -> Reason | None:
-    """Returns the reason why the backward kernels for SM90 cannot compute a call, or None.
-
-    Args:
-        cut: as in ../backward.py.
-    """
+def refusal(call: OpCall, gpu: Gpu) -> Reason | None:
+    """Returns the reason why the backward kernels for SM90 cannot compute a call, or None."""
     if not gpu.facts.has_wgmma:
         return f"needs Hopper (compute capability 9.0); the GPU is of the kind {gpu.facts.known_as}"
     if call.dtype != torch.bfloat16:
@@ -36,8 +31,6 @@ def refusal(call: OpCall, gpu: Gpu, cut: bool) -> Reason | None:
         return "computes a gate for each key or each head, or none; g has one constant gate for each head"
     if call.scalars.get("gate_normalizer") is not None:
         return "computes log gates; g holds logits"
-    if plan_pass(call, gpu, cut).length is not None:
-        return "computes whole sequences; those of this call are cut into segments"
     if call.batch_invariant is None and (names := sorted(_not_addressable(call))):
         return f"needs tensors that TMA can address: addresses and strides are multiples of 16 bytes; {names[0]} is not"
     return None

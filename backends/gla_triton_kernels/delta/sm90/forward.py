@@ -56,7 +56,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from gla_core.dispatch.backend import CHUNK
 from gla_core.dispatch.tensors import ceil_div
-from gla_triton_kernels.chunks.segments import Segments, lengths_of, state_strides
+from gla_triton_kernels.chunks.scan import launch_scan
+from gla_triton_kernels.chunks.segments import Recurrence, Segments, lengths_of, state_strides
 from gla_triton_kernels.delta.sm90 import COLUMNS, Parameters
 from gla_triton_kernels.delta.sm90.common import (
     are_above,
@@ -111,31 +112,34 @@ def launch_outputs(
     every: int | None,
     normalizer: int | None = None,
 ) -> list[Launch]:
-    """Returns the launch that fills o, and final_state and checkpoints if x has them.
+    """Returns the launches that fill o, and final_state and checkpoints if x has them.
 
     Args:
         segments: the segments, of a multiple of `CHUNK` tokens; a sequence that stays whole is one segment.
         every: tokens between checkpoints.
         normalizer: the number by which log sigma is divided if x.g holds logits; None if it holds log gates.
     """
+    before = []
+    if segments.length <= x.k.shape[1]:
+        entering, before = _launch_entering(kernel, x, segments, normalizer)
+        x = x._replace(entering=entering)
     blocks = segments.count * x.v.shape[2] * ceil_div(x.v.shape[3], kernel.columns)
-    return [_launch(kernel, x, segments, blocks, scale, every, normalizer)]
+    return [*before, _launch(kernel, x, segments, blocks, scale, every, normalizer)]
 
 
-def launch_summaries(
+def _launch_entering(
     kernel: Parameters, x: Tensors, segments: Segments, normalizer: int | None
-) -> tuple[Tensor, Tensor, list[Launch]]:
-    """Returns the states that segments reach from 0, [I, Hv, K, V], their transitions [I, Hv, K, K], and the launch.
-
-    Those of empty segments and of the last segment of a sequence are undefined.
-    """
+) -> tuple[Tensor, list[Launch]]:
+    """Returns the states that enter segments [I, Hv, K, V], except first ones, and the launches that compute them."""
     (Hv, V), K = x.v.shape[2:], x.k.shape[3]
     states, transitions = (x.v.new_empty(segments.count, Hv, K, n, dtype=torch.float32) for n in (V, K))
     places = segments.count if segments.order is None else segments.most  # followed segments come first
     blocks = places * Hv * (ceil_div(V, kernel.columns) + ceil_div(K, kernel.columns))
     y = x._replace(initial_state=None, final_state=states, checkpoints=None, entering=None)
-    launch = _launch(kernel, y, segments, blocks, 1.0, None, normalizer, transitions)
-    return states, transitions, [launch] if places > 0 else []
+    summaries = _launch(kernel, y, segments, blocks, 1.0, None, normalizer, transitions)
+    recurrence = Recurrence(x.k, x.v, x.g, x.initial_state, None)
+    scan = launch_scan(False, recurrence, segments, states, transitions, states, skip_first=True)
+    return states, [summaries, *scan] if places > 0 else []
 
 
 def _launch(
@@ -532,15 +536,14 @@ def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, PACKED: gl.const
             tma.async_copy_shared_to_global(o_desc, [b, h, start + i * C, first], o_block)
     _, _, entering, final_state, _, _ = states
     if SUMMARIES:
-        if not is_last:
-            if first_key < 0:
-                write_state(final_state, n * Hv + h, S, key, value, (K, V))
-            else:
-                write_state(transitions, n * Hv + h, S, key, value - column + first_key, (K, K))
+        if first_key < 0:
+            write_state(final_state, n * Hv + h, S, key, value, (K, V))
+        else:
+            write_state(transitions, n * Hv + h, S, key, value - column + first_key, (K, K))
     elif entering is None:
         write_last_state(S, states, n, sequence, h, key, value, (Hv, K, V))
     elif final_state is not None:  # noqa: SIM102 -- the first condition is known to the compiler
-        if is_last & (length > 0):
+        if is_last:
             write_state(final_state, sequence * Hv + h, S, key, value, (K, V))
     tma.store_wait(0)
 
@@ -607,7 +610,11 @@ def _chunk_delta_fwd_kernel(
     column = tile * BLOCKS * W  # at least V for a transition, so that TMA fills tiles of v with 0
     is_last = start + length == end
     if transitions is not None:
-        length = gl.where(is_last, 0, length)
+        if is_last:
+            return
+    elif PACKED and entering is not None:  # noqa: SIM102 -- known when this is compiled
+        if length == 0:
+            return
     place = (b, h, column, start, length)
     q_tiles = gl.allocate_shared_memory(dtype, [PARTS * STAGES, 1, 1, C, BK], q_desc.layout)  # q, then qin
     k_tiles = gl.allocate_shared_memory(dtype, [PARTS * STAGES, 1, 1, C, BK], k_desc.layout)  # k, then -kin
