@@ -91,8 +91,7 @@ def _one_token(
 ) -> tuple[Tensor, Tensor]:
     """Returns the output of one token [B, 1, H, V] and the state after it [B, H, K, V]; no state is one of zeros.
 
-    With the heads of all rows in one dimension, compiled code reads states in the order of memory: on an H200 it takes
-    two thirds of the time.
+    With the heads of all rows in one dimension, compiled code reads states in the order of memory.
     """
     (B, _, H, K), V = k.shape, v.shape[3]
     k, w, queries, u = (x.expand(B, 1, H, K).reshape(B * H, K, 1).to(u.dtype) for x in (k, w, r, u))
