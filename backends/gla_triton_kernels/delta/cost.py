@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from gla_core.dispatch.backend import CHUNK, Constants, OpCall
 from gla_core.dispatch.tensors import ceil_div
-from gla_triton_kernels.chunks.cutting import most_segments
+from gla_triton_kernels.chunks.cutting import most_segments, uncut_length
 from gla_triton_kernels.chunks.price import checkpoint_bytes, gate_elements, gate_itemsize, longest
 from gla_triton_kernels.cost import gpu_of_constants, in_all
 from gla_triton_kernels.delta import halves, sm90
@@ -82,22 +82,47 @@ def _by_sm90(call: OpCall, c: Constants, length: int | None = None) -> float:
     Args:
         length: tokens of a segment; None if sequences stay whole.
     """
-    B, T, N, H, Hv, K, V = (call.dims[name] for name in ("B", "T", "N", "H", "Hv", "K", "V"))
+    B, T, H, Hv, K, V = (call.dims[name] for name in ("B", "T", "H", "Hv", "K", "V"))
     kernel = sm90.parameters(call, gpu_of_constants(c), length)
-    tokens = longest(call) if call.variable_length else T
     step = c["step"] * _seconds(call).whole[kernel.groups - 1]
     moved = 2 * B * T * (H * K + Hv * V) * call.dtype.itemsize + gate_elements(call) * gate_itemsize(call)
-    segments = N if length is None else most_segments(N, T, length, call.variable_length)
 
     def seconds(columns: int) -> float:
-        waves = ceil_div(segments * Hv * columns, int(c["multiprocessors"]))
-        return c["launch"] + max(waves * (length or tokens) / CHUNK * step, moved / c["bandwidth"])
+        return c["launch"] + max(_chunks_in_turn(call, c, length, columns) * step, moved / c["bandwidth"])
 
     outputs = seconds(ceil_div(V, kernel.columns))
     if length is None:
         return outputs
+    if not _is_cut(call, length):
+        return outputs + 2 * c["launch"]
     summaries = seconds(ceil_div(V, kernel.columns) + ceil_div(K, kernel.columns))
-    return outputs + summaries + c["launch"] + _scan(tokens / length, K)
+    return outputs + summaries + c["launch"] + _scan(_tokens(call) / length, K)
+
+
+def _is_cut(call: OpCall, length: int) -> bool:
+    """Returns whether the longest sequence has more than one segment of `length` tokens."""
+    return not call.variable_length or _tokens(call) > uncut_length(length)
+
+
+def _chunks_in_turn(call: OpCall, c: Constants, length: int | None, columns: int) -> float:
+    """Returns the number of chunks that a multiprocessor computes one after the other.
+
+    Args:
+        length: tokens of a segment; None if sequences stay whole.
+        columns: the blocks of warps of a segment and head.
+    """
+    T, N, blocks = call.dims["T"], call.dims["N"], call.dims["Hv"] * columns
+    if length is None:
+        return ceil_div(N * blocks, int(c["multiprocessors"])) * _tokens(call) / CHUNK
+    if call.variable_length:  # many segments are shorter
+        return max(min(length, _tokens(call)), T * blocks / c["multiprocessors"]) / CHUNK
+    segments = most_segments(N, T, length, False)
+    return ceil_div(segments * blocks, int(c["multiprocessors"])) * length / CHUNK
+
+
+def _tokens(call: OpCall) -> float:
+    """Returns the tokens of the longest sequence."""
+    return longest(call) if call.variable_length else call.dims["T"]
 
 
 def _scan(segments: float, K: int) -> float:
@@ -107,16 +132,16 @@ def _scan(segments: float, K: int) -> float:
 
 def _backward_sm90(call: OpCall, c: Constants, length: int | None) -> float:
     """Returns the device seconds of the backward kernels for SM90; `length` as in `_by_sm90`."""
-    T, N, Hv, K = (call.dims[name] for name in ("T", "N", "Hv", "K"))
-    tokens, step = longest(call) if call.variable_length else T, _seconds(call)
+    step = _seconds(call)
     parallel = (step.pairs_sm90 + step.gradients_sm90) * _share_of_chunks(call, c)
-    segments, scan = N, 0.0
-    if length is not None:
-        segments, scan = most_segments(N, T, length, call.variable_length), c["launch"] + _scan(tokens / length, K)
-    widths = (1,) if length is None else (1, 2)  # of gradients, and of summaries
-    waves = sum(ceil_div(width * segments * Hv, int(c["multiprocessors"])) for width in widths)
-    passes = waves * (length or tokens) / CHUNK * step.scan_sm90
-    return (3 + len(widths)) * c["launch"] + c["step"] * (parallel + passes) + scan
+    passes = _chunks_in_turn(call, c, length, 1) * step.scan_sm90
+    seconds = 4 * c["launch"] + c["step"] * (parallel + passes)
+    if length is None:
+        return seconds
+    if not _is_cut(call, length):
+        return seconds + 2 * c["launch"]
+    summaries = c["step"] * _chunks_in_turn(call, c, length, 2) * step.scan_sm90
+    return seconds + summaries + 2 * c["launch"] + _scan(_tokens(call) / length, call.dims["K"])
 
 
 def _seconds(call: OpCall) -> Seconds:
