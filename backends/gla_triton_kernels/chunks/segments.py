@@ -125,6 +125,11 @@ def lengths_of(T: int, segments: Segments) -> dict[str, int]:
     return {"T": T, "segment": segments.length, "segments": segments.per_sequence}
 
 
+def are_cut(T: int, segments: Segments) -> bool:
+    """Returns whether sequences are cut: `whole` makes segments of more than T tokens, which no sequence has."""
+    return segments.length <= T
+
+
 def whole(B: int, T: int, cu_seqlens: Tensor | None, o: Tensor | None = None, slots: Slots | None = None) -> Segments:
     """Returns each sequence as one segment, with a `length` above T; the arguments are the same as in `cut`."""
     if cu_seqlens is None:

@@ -79,7 +79,7 @@ def plan(call: OpCall, gpu: Gpu, cut: bool) -> BackwardPlan:
     if refusal is None:
         states = replace(states, length=forward_sm90.cut_length(call, gpu) if cut else None)
     readable &= checkpoint_dtype(call.dtype) == gradients.kept
-    has_entering = call.scalars["checkpoint_every"] == CHUNK and readable
+    has_entering = call.scalars.get("checkpoint_every") == CHUNK and readable
     kept, forward = replace(call, scalars={**call.scalars, "checkpoint_every": CHUNK}), None
     if not has_entering and forward_sm90.refusal(kept, gpu) is None:
         forward = forward_sm90.parameters(kept, gpu, states.length)

@@ -15,10 +15,9 @@ from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunks.cutting import most_segments, uncut_length
 from gla_triton_kernels.chunks.price import checkpoint_bytes, gate_elements, gate_itemsize, longest
 from gla_triton_kernels.cost import gpu_of_constants, in_all
-from gla_triton_kernels.delta import halves, sm90
+from gla_triton_kernels.delta import backward, halves, sm90
 from gla_triton_kernels.delta.forward import plan_forward
 from gla_triton_kernels.delta.plan import has_key_gates, plan_pass
-from gla_triton_kernels.delta.sm90 import backward_calls
 
 
 class Seconds(NamedTuple):
@@ -63,12 +62,11 @@ def backward_seconds(call: OpCall, c: Constants, cut: bool) -> float:
     if (half := halves.call_of_halves(call, gpu_of_constants(c))) is not None:
         states = 2 * checkpoint_bytes(call, CHUNK) if passes == 1 else 0.0  # read and written
         return backward_seconds(half, c, cut) + states / c["bandwidth"] + COPIES * c["host_launch"]
-    gpu, states = gpu_of_constants(c), 0.0
-    by_sm90 = backward_calls.refusal(call, gpu) is None
-    length = (sm90.cut_length(call, gpu) if cut else None) if by_sm90 else plan_pass(call, gpu, cut).length
+    planned, states = backward.plan(call, gpu_of_constants(c), cut), 0.0
+    length = planned.states.length
     if passes == 2:
-        states = _pass(call, c, cut) if sm90.refusal(call, gpu) is not None else _by_sm90(call, c, length)
-    if by_sm90:
+        states = _pass(call, c, cut) if planned.forward is None else _by_sm90(call, c, length)
+    if planned.refusal is None:
         launches = 3 + passes * (1 if length is None else 3)
         return in_all(call, states + _backward_sm90(call, c, length), c["host"] + launches * c["host_launch"])
     gradients = 2 * c["launch"] + c["step"] * _seconds(call).gradients * _share_of_chunks(call, c)
@@ -76,7 +74,7 @@ def backward_seconds(call: OpCall, c: Constants, cut: bool) -> float:
     return in_all(call, device, c["host"] + (3 + passes) * c["host_launch"])
 
 
-def _by_sm90(call: OpCall, c: Constants, length: int | None = None) -> float:
+def _by_sm90(call: OpCall, c: Constants, length: int | None) -> float:
     """Returns the device seconds of sm90/forward.py, with the launches before it if sequences are cut.
 
     Args:
@@ -88,20 +86,23 @@ def _by_sm90(call: OpCall, c: Constants, length: int | None = None) -> float:
     moved = 2 * B * T * (H * K + Hv * V) * call.dtype.itemsize + gate_elements(call) * gate_itemsize(call)
 
     def seconds(columns: int) -> float:
-        return c["launch"] + max(_chunks_in_turn(call, c, length, columns) * step, moved / c["bandwidth"])
+        return max(_chunks_in_turn(call, c, length, columns) * step, moved / c["bandwidth"])
 
-    outputs = seconds(ceil_div(V, kernel.columns))
+    outputs, transitions = ceil_div(V, kernel.columns), ceil_div(K, kernel.columns)
+    return c["launch"] + seconds(outputs) + _before(call, c, length, seconds(outputs + transitions))
+
+
+def _before(call: OpCall, c: Constants, length: int | None, summaries: float) -> float:
+    """Returns the device seconds of the launches before a pass over segments; 0 if sequences stay whole.
+
+    Args:
+        length: tokens of a segment; None if sequences stay whole.
+        summaries: seconds of the summaries of all segments.
+    """
     if length is None:
-        return outputs
-    if not _is_cut(call, length):
-        return outputs + 2 * c["launch"]
-    summaries = seconds(ceil_div(V, kernel.columns) + ceil_div(K, kernel.columns))
-    return outputs + summaries + c["launch"] + _scan(_tokens(call) / length, K)
-
-
-def _is_cut(call: OpCall, length: int) -> bool:
-    """Returns whether the longest sequence has more than one segment of `length` tokens."""
-    return not call.variable_length or _tokens(call) > uncut_length(length)
+        return 0.0
+    is_cut = not call.variable_length or _tokens(call) > uncut_length(length)
+    return 2 * c["launch"] + (summaries + _scan(_tokens(call) / length, call.dims["K"]) if is_cut else 0.0)
 
 
 def _chunks_in_turn(call: OpCall, c: Constants, length: int | None, columns: int) -> float:
@@ -134,14 +135,9 @@ def _backward_sm90(call: OpCall, c: Constants, length: int | None) -> float:
     """Returns the device seconds of the backward kernels for SM90; `length` as in `_by_sm90`."""
     step = _seconds(call)
     parallel = (step.pairs_sm90 + step.gradients_sm90) * _share_of_chunks(call, c)
-    passes = _chunks_in_turn(call, c, length, 1) * step.scan_sm90
-    seconds = 4 * c["launch"] + c["step"] * (parallel + passes)
-    if length is None:
-        return seconds
-    if not _is_cut(call, length):
-        return seconds + 2 * c["launch"]
-    summaries = c["step"] * _chunks_in_turn(call, c, length, 2) * step.scan_sm90
-    return seconds + summaries + 2 * c["launch"] + _scan(_tokens(call) / length, call.dims["K"])
+    gradients, summaries = (_chunks_in_turn(call, c, length, columns) * step.scan_sm90 for columns in (1, 2))
+    seconds = 4 * c["launch"] + c["step"] * (parallel + gradients)
+    return seconds + _before(call, c, length, c["step"] * summaries)
 
 
 def _seconds(call: OpCall) -> Seconds:

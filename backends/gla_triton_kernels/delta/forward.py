@@ -45,7 +45,9 @@ def explain(call: OpCall, cut: bool) -> list[str]:
 
 
 def plan_forward(call: OpCall, gpu: Gpu, cut: bool) -> tuple[PassParameters, sm90.Parameters | None]:
-    """Returns the launch parameters of a forward, and those of the kernel for SM90; None if that refuses the call.
+    """Returns the launch parameters of a forward, and those of the kernel for SM90.
+
+    The second are None if that kernel refuses the call.
 
     Args:
         cut: whether to cut sequences into segments if they do not fill the device.

@@ -81,14 +81,14 @@ def fused_recurrent_gsa(
         s = s.to(k.dtype)
     first, second = (None, None) if initial_state is None else initial_state
     factor = q.shape[3] ** -0.5 if scale is None else scale
-
-    def read(q: Tensor, k: Tensor, s: Tensor, g: Tensor | None, state: Any, offsets: Any) -> tuple[Tensor, Any]:
-        return _logits(q, k, s, g, factor, state, output_final_state, offsets)
-
     if is_one_token(q, cu_seqlens, k, s, g, first):
         p, final = fused(_one_token, q, k, s, g, factor, wide_state(first, q))
         first = final if output_final_state else None
     else:
+
+        def read(q: Tensor, k: Tensor, s: Tensor, g: Tensor | None, state: Any, offsets: Any) -> tuple[Tensor, Any]:
+            return _logits(q, k, s, g, factor, state, output_final_state, offsets)
+
         call = from_last_to_first(read) if reverse else read
         logits, first = call(q, k, s, g, first, cu_seqlens)
         p = logits.softmax(-1, dtype=wide(logits.dtype)).to(q.dtype)

@@ -26,7 +26,7 @@ C tokens of a chunk
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from gla_core.dispatch.backend import CHUNK
 from gla_triton_kernels.chunks.scan import launch_scan
-from gla_triton_kernels.chunks.segments import Recurrence, Segments, state_strides
+from gla_triton_kernels.chunks.segments import Recurrence, Segments, are_cut, state_strides
 from gla_triton_kernels.delta.sm90.backward_pairs import Chunks
 from gla_triton_kernels.delta.sm90.common_backward import (
     MOST,
@@ -58,7 +58,6 @@ from gla_triton_kernels.gla.sm90.common import chunk_of, clear_rows, in_state, k
 from gla_triton_runtime.launch import Launch
 from gla_triton_runtime.tma import row_tiles, shared_tiles, state_tiles
 
-OPTIONS = {"num_warps": 4, "maxnreg": 168}
 W = gl.constexpr(64)
 SLOTS = gl.constexpr(2)
 STATE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # of dS^T [W, K]
@@ -77,13 +76,11 @@ def launch_states(x: BackwardTensors, chunks: Chunks, segments: Segments) -> tup
         segments: the segments, of a multiple of `CHUNK` tokens; a sequence that stays whole is one segment.
     """
     behind, before = None, []
-    if segments.length <= x.k.shape[1]:
+    if are_cut(x.k.shape[1], segments):
         behind, before = _launch_behind(x, chunks, segments)
     leaving = x.v.new_empty(chunks.segments.count, *_shape(x), dtype=torch.bfloat16)
     pointers = {"last_ptr": x.dstate, "behind_ptr": behind, "dinitial_ptr": x.dinitial_state, "transitions_ptr": None}
-    arguments = _arguments(x, chunks, segments, leaving) | pointers
-    blocks = segments.count * x.v.shape[2]
-    return leaving, [*before, Launch(_scan_kernel, (blocks, 1, 1), arguments, OPTIONS)]
+    return leaving, [*before, _launch(x, chunks, segments, leaving, segments.count * x.v.shape[2], pointers)]
 
 
 def _launch_behind(x: BackwardTensors, chunks: Chunks, segments: Segments) -> tuple[Tensor, list[Launch]]:
@@ -92,8 +89,7 @@ def _launch_behind(x: BackwardTensors, chunks: Chunks, segments: Segments) -> tu
     reached, transitions = (x.v.new_empty(segments.count, Hv, K, n, dtype=torch.float32) for n in (V, K))
     none_leaves = x.v.new_empty(1, Hv, K, V, dtype=torch.bfloat16)  # of which a summary writes nothing
     pointers = {"last_ptr": None, "behind_ptr": None, "dinitial_ptr": reached, "transitions_ptr": transitions}
-    arguments = _arguments(x, chunks, segments, none_leaves) | pointers
-    summaries = Launch(_scan_kernel, (2 * segments.count * Hv, 1, 1), arguments, OPTIONS)
+    summaries = _launch(x, chunks, segments, none_leaves, 2 * segments.count * Hv, pointers)
     recurrence = Recurrence(x.q, x.do, x.g, x.dstate, None, backwards=True)
     scan = launch_scan(False, recurrence, segments, reached, transitions, reached, skip_first=True)
     return reached, [summaries, *scan]
@@ -104,9 +100,20 @@ def _shape(x: BackwardTensors) -> tuple[int, int, int]:
     return x.v.shape[2], x.k.shape[3], x.v.shape[3]
 
 
-def _arguments(x: BackwardTensors, chunks: Chunks, segments: Segments, leaving: Tensor) -> dict[str, Any]:
-    """Returns the arguments of both launches, in the order of the kernel's."""
-    return {
+def _launch(
+    x: BackwardTensors,
+    chunks: Chunks,
+    segments: Segments,
+    leaving: Tensor,
+    blocks: int,
+    pointers: Mapping[str, Tensor | None],
+) -> Launch:
+    """Returns a launch of `blocks` blocks of warps.
+
+    Args:
+        pointers: the arguments of the kernel from last_ptr to transitions_ptr.
+    """
+    arguments = {
         "kin_desc": shared_tiles(x.k, CHUNK, MOST) if chunks.kin is None else row_tiles(chunks.kin, CHUNK, MOST),
         "qin_desc": row_tiles(chunks.qin, CHUNK, MOST),
         "kout_desc": None if chunks.kout is None else row_tiles(chunks.kout, CHUNK, MOST),
@@ -119,13 +126,14 @@ def _arguments(x: BackwardTensors, chunks: Chunks, segments: Segments, leaving: 
         "units_ptr": chunks.units,
         "decay_ptr": chunks.decay,
         "factors_ptr": chunks.factors,
-        **dict.fromkeys(("last_ptr", "behind_ptr", "dinitial_ptr", "transitions_ptr")),
+        **pointers,
         **token_arguments(x, segments),
         **state_strides("state_", x.dstate),
         **size_arguments(x, segments),
         "V": x.v.shape[3],
         "places": len(chunks.units),
     }
+    return Launch(_scan_kernel, (blocks, 1, 1), arguments, {"num_warps": 4, "maxnreg": 168})
 
 
 @gluon.jit
@@ -317,7 +325,7 @@ def _scan_kernel(
     factors_ptr,  # of the rows of kin and of kout if they are k, [J, Hv, 2, C], else None
     last_ptr,  # gradients of final states [N, Hv, K, V], or None
     behind_ptr,  # gradients of the states that leave segments [I, Hv, K, V], or None if sequences are whole
-    dinitial_ptr,  # [N, Hv, K, V], or None; of summaries, those of the states that enter segments [I, Hv, K, V]
+    dinitial_ptr,  # gradients of initial states [N, Hv, K, V], or None; for summaries, of entering states [I, Hv, K, V]
     transitions_ptr,  # [I, Hv, K, K] for summaries of segments, or None
     beta_ptr,  # [B, T, Hv]
     g_ptr,  # unused, and so are its strides

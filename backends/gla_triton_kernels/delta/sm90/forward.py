@@ -24,8 +24,7 @@ GROUPS state warpgroups of a block of warps   PARTS tiles of keys of a head   ST
 slot   a pipeline stage in shared memory: the tiles of one chunk
 
 The grid has one block of warps per segment, value head and GROUPS W / PARTS columns of v, or of a transition. Its warps
-are specialised.
-They communicate over barriers in shared memory; gla/sm90/common.py gives the rules.
+are specialised. They communicate over barriers in shared memory; gla/sm90/common.py gives the rules.
 
     load       one warp: copies q, k, v, and the gates of keys, of the next chunks to shared memory by TMA
     prepare    a warpgroup: sums gates, replaces q, k by qin, kin in shared memory, and computes kout, A and L of the
@@ -57,7 +56,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from gla_core.dispatch.backend import CHUNK
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunks.scan import launch_scan
-from gla_triton_kernels.chunks.segments import Recurrence, Segments, lengths_of, state_strides
+from gla_triton_kernels.chunks.segments import Recurrence, Segments, are_cut, lengths_of, state_strides
 from gla_triton_kernels.delta.sm90 import COLUMNS, Parameters
 from gla_triton_kernels.delta.sm90.common import (
     are_above,
@@ -120,7 +119,7 @@ def launch_outputs(
         normalizer: the number by which log sigma is divided if x.g holds logits; None if it holds log gates.
     """
     before = []
-    if segments.length <= x.k.shape[1]:
+    if are_cut(x.k.shape[1], segments):
         entering, before = _launch_entering(kernel, x, segments, normalizer)
         x = x._replace(entering=entering)
     blocks = segments.count * x.v.shape[2] * ceil_div(x.v.shape[3], kernel.columns)
@@ -411,7 +410,7 @@ def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, PACKED: gl.const
     BLOCKS: gl.constexpr = v_tiles.type.shape[0] // STAGES  # of W columns
     PART: gl.constexpr = GROUP if PARTS == 2 else 0
     BLOCK: gl.constexpr = 0 if PARTS == 2 else GROUP
-    SUMMARIES: gl.constexpr = transition[0] is not None
+    SUMMARIES: gl.constexpr = transitions is not None
     WRITES: gl.constexpr = PART == 0 and not SUMMARIES  # whether the group has the outputs
     READS: gl.constexpr = WRITES or PARTS == 2  # whether it multiplies queries
     C: gl.constexpr = q_tiles.type.shape[3]
@@ -542,7 +541,7 @@ def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, PACKED: gl.const
             write_state(transitions, n * Hv + h, S, key, value - column + first_key, (K, K))
     elif entering is None:
         write_last_state(S, states, n, sequence, h, key, value, (Hv, K, V))
-    elif final_state is not None:  # noqa: SIM102 -- the first condition is known to the compiler
+    elif final_state is not None:  # noqa: SIM102 -- known when this is compiled
         if is_last:
             write_state(final_state, sequence * Hv + h, S, key, value, (K, V))
     tma.store_wait(0)
