@@ -16,8 +16,6 @@ K, V key and value width
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 
 Summary = tuple[torch.Tensor, torch.Tensor]
@@ -50,19 +48,18 @@ def compose(later: Summary, earlier: Summary) -> Summary:
     return product, apply(transition, earlier[1], update)
 
 
-def prefix_products(transitions: torch.Tensor, dense: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the transition from the first of n consecutive stretches to each one, and that of all stretches.
+def summaries_of_beginnings(summary: Summary) -> Summary:
+    """Returns the summary of the first i + 1 of n consecutive stretches, for each i.
+
+    It composes summaries that are 1, 2, 4 and so on stretches apart, so that the number of products in turn is log2 n.
 
     Args:
-        transitions: [M, n, ..], in order.
-
-    Returns:
-        The products of the transitions before each one [M, n, ..], and of all of them [M, ..].
+        summary: of the n stretches, in order, [M, n, ..] and [M, n, .., K, V].
     """
-    if dense:
-        products = torch.stack(list(itertools.accumulate(transitions.unbind(1), lambda before, x: x @ before)), 1)
-        neutral = torch.eye(transitions.shape[-1], dtype=transitions.dtype, device=transitions.device)
-        neutral = neutral.expand_as(transitions[:, :1])
-    else:
-        products, neutral = transitions.cumprod(1), torch.ones_like(transitions[:, :1])
-    return torch.cat([neutral, products[:, :-1]], 1), products[:, -1]
+    D, S = summary
+    distance = 1
+    while distance < D.shape[1]:
+        composed = compose((D[:, distance:], S[:, distance:]), (D[:, :-distance], S[:, :-distance]))
+        D, S = (torch.cat([x[:, :distance], ends], 1) for x, ends in zip((D, S), composed, strict=True))
+        distance *= 2
+    return D, S

@@ -36,7 +36,6 @@ R ranks   P pieces of a rank   N sequences   H value heads   K, V key and value 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
@@ -78,21 +77,21 @@ def gather(shard: Shard, summary: Summary, by_row: bool) -> Callable[[], list[Su
 def before_each(summary: Summary, segments: int, backwards: bool) -> tuple[Summary, Summary]:
     """Returns summaries of the tokens before each segment in its piece [M, segments, ...], and of each piece [M, ...].
 
-    States are joined one segment after another, which reads and writes each of them once.
-
     Args:
         summary: summaries of M * segments segments; the segments of a piece follow each other.
         backwards: whether the order begins with the last segment, so that "before" a segment is what follows it.
     """
     D, S = (x.unflatten(0, (-1, segments)) for x in summary)
-    order = range(segments)[::-1] if backwards else range(segments)
-    before, whole = transitions.prefix_products(D.flip(1) if backwards else D, is_dense(D, S))
-    state = torch.empty_like(S)
-    state[:, order[0]] = 0
-    for here, then in itertools.pairwise(order):
-        apply(D[:, here], state[:, here], S[:, here], out=state[:, then])
-    last = order[-1]
-    return (before.flip(1) if backwards else before, state), (whole, apply(D[:, last], state[:, last], S[:, last]))
+    if backwards:
+        D, S = D.flip(1), S.flip(1)
+    neutral = torch.eye(D.shape[-1], dtype=D.dtype, device=D.device) if is_dense(D, S) else D.new_ones(())
+    D, S = transitions.summaries_of_beginnings((D, S))
+    whole = D[:, -1], S[:, -1]
+    D, S = (
+        torch.cat([neutral.expand_as(D[:, :1]), D[:, :-1]], 1),
+        torch.cat([S.new_zeros(S[:, :1].shape), S[:, :-1]], 1),
+    )
+    return ((D.flip(1), S.flip(1)) if backwards else (D, S)), whole
 
 
 def _by_piece(x: Tensor, dim: int, pieces: int, by_row: bool) -> Sequence[Tensor]:

@@ -12,6 +12,7 @@ from gla_core.workloads.inputs import delta_inputs
 pytest.importorskip("triton")
 from gla_triton_kernels.chunks.results import copy_or_clear
 from gla_triton_kernels.chunks.segments import cut, whole
+from gla_triton_kernels.delta import summary
 from gla_triton_kernels.delta.tensors import BackwardTensors
 from tests import gluon_on_cpu
 
@@ -141,6 +142,39 @@ def test_segments(kernels, length, sizes):
 
 def test_segments_without_a_gradient_of_the_final_state(kernels):
     check(kernels, inputs(T=200, gate_form="head", gates="mild", initial_state=True), has_dstate=False, length=64)
+
+
+@pytest.mark.parametrize(
+    ("length", "sizes"),
+    [
+        (None, {"T": 140, "B": 2, "gate_form": "key", "gates": "-inf", "R": 2, "K": 72, "V": 104}),
+        (None, {"lengths": (66, 0, 1), "padding": 12, "gate_form": "head", "gates": "mild"}),
+        (64, {"lengths": (140, 0, 66, 7), "padding": 9, "gate_form": "key", "gates": "mild"}),
+        (64, {"T": 140, "gates": "none", "K": 64, "V": 40}),
+    ],
+    ids=str,
+)
+def test_summaries(kernels, length, sizes):
+    x = inputs(**sizes)
+    (B, T, Hv, V), K, cu_seqlens = x.v.shape, x.k.shape[3], x.cu_seqlens
+    N, do = B if cu_seqlens is None else len(cu_seqlens) - 1, torch.randn(x.v.shape).bfloat16()
+    state, transition = torch.full((N, Hv, K, V), torch.nan), torch.full((N, Hv, K, K), torch.nan)
+    identity, zero = torch.eye(K).expand_as(transition), torch.zeros(N + B * (T // 64 + 1), Hv, K, K)
+    tensors = summary.Summaries(x.q, x.k, do, x.g, x.beta, cu_seqlens, state, transition, identity, zero)
+
+    def launch(_, segments, states, transitions):
+        y = BackwardTensors(
+            x.q, x.k, do, x.g, x.beta, None, cu_seqlens, None, do, None, x.q, x.k, do, x.g, x.beta, None
+        )
+        chunks, pairs = kernels.backward_pairs.launch_pairs(y, 1.0)
+        return [*pairs, kernels.backward.launch_summaries(y, chunks, segments, states, transitions, True)]
+
+    gluon_on_cpu.run(summary.launches(launch, tensors, length, True))
+    wanted = oracle.chunk_delta_gradient_summary(x.q, x.k, do, x.g, x.beta, cu_seqlens)
+    assert relative_error(state, wanted[1]) <= GRADIENT[torch.bfloat16]
+    assert (
+        relative_error(identity + transition, identity + wanted[0]) <= GRADIENT[torch.bfloat16]
+    )  # a factor, so absolute errors count
 
 
 @pytest.mark.parametrize("gate_form", ["key", "head"])

@@ -13,6 +13,7 @@ from gla_core.workloads.inputs import delta_inputs
 pytest.importorskip("triton")
 from gla_triton_kernels.chunks.results import copy_or_clear
 from gla_triton_kernels.chunks.segments import cut, whole
+from gla_triton_kernels.delta import summary
 from gla_triton_kernels.delta.sm90 import Parameters
 from gla_triton_kernels.delta.tensors import Tensors
 from tests import gluon_on_cpu
@@ -110,6 +111,37 @@ def test_segments(forward, length, every, sizes):
     x = inputs(**sizes)
     groups = 2 if x.v.shape[3] > 64 else 1
     check(computed(forward, x, groups, every, length=length), x, every)
+
+
+@pytest.mark.parametrize(
+    ("length", "sizes"),
+    [
+        (None, {"T": 140, "B": 2, "K": 40, "V": 72, "gates": "-inf", "R": 2}),
+        (None, {**PACKED, "gate_form": "head", "gates": "mild"}),
+        (64, {"T": 140, "gate_form": "constant", "K": 96}),
+        (64, {**PACKED, "gates": "strong"}),
+    ],
+    ids=str,
+)
+def test_summaries(forward, length, sizes):
+    x = inputs(**sizes)
+    (B, T, Hv, V), K, cu_seqlens = x.v.shape, x.k.shape[3], x.cu_seqlens
+    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    state, transition = torch.full((N, Hv, K, V), torch.nan), torch.full((N, Hv, K, K), torch.nan)
+    identity, zero = torch.eye(K).expand_as(transition), torch.zeros(N + B * (T // 64 + 1), Hv, K, K)
+    tensors = summary.Summaries(None, x.k, x.v, x.g, x.beta, cu_seqlens, state, transition, identity, zero)
+
+    def launch(_, segments, states, transitions):
+        y = Tensors(x.k, x.k, x.v, x.g, x.beta, None, cu_seqlens, x.v, states)
+        kernel = Parameters(64 if K <= 64 else 128, 2 if V > 64 else 1)
+        return [forward.launch_summaries(kernel, y, segments, transitions, True, None)]
+
+    gluon_on_cpu.run(summary.launches(launch, tensors, length, False))
+    wanted = oracle.chunk_delta_summary(x.k, x.v, x.g, x.beta, cu_seqlens)
+    assert relative_error(state, wanted[1]) <= FORWARD[BFLOAT16]
+    assert (
+        relative_error(identity + transition, identity + wanted[0]) <= FORWARD[BFLOAT16]
+    )  # a factor, so absolute errors count
 
 
 @pytest.mark.parametrize("gate_form", ["key", "head"])

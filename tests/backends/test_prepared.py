@@ -81,6 +81,24 @@ def test_all_kernels_of_a_call_are_compiled_when_it_is_prepared(op, backend, abs
     assert {x.device.type for x in tensors} <= {"meta"}
 
 
+@pytest.mark.parametrize("op", ["chunk_delta_summary", "chunk_delta_gradient_summary"])
+@pytest.mark.parametrize("backend", ["triton_fused", "parallel_scan"])
+def test_hopper_computes_summaries_of_delta_rules_by_kernels_of_their_own(op, backend, absent_gpu, monkeypatch):
+    made = []
+    monkeypatch.setattr(prepared, "compile_launches", made.extend)
+    k, v, beta = (
+        torch.empty(1, 8192, *sizes, dtype=torch.bfloat16, device="meta") for sizes in ((2, 64), (2, 96), (2,))
+    )
+    tokens = (k, v, None, beta) if op == "chunk_delta_summary" else (k, k, v, None, beta)
+    preparing(backend, op)(absent_gpu(described(op, *tokens, None, None)))
+    kernels = [each.kernel.fn.__name__ for each in made]
+    scans = kernels.count("_scan_kernel") - (
+        op == "chunk_delta_gradient_summary"
+    )  # a kernel of sm90/ has this name too
+    assert scans == (2 if backend == "parallel_scan" else 0)
+    assert not any("gradients" in name for name in kernels)
+
+
 def arguments_of(op, device, seed=0):
     """Returns the arguments of a small call, in the order of the contract."""
     torch.manual_seed(seed)

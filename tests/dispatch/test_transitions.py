@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gla_core.dispatch.transitions import apply, compose, prefix_products
+from gla_core.dispatch.transitions import apply, compose, summaries_of_beginnings
 from gla_reference._chunks import chunk
 
 K, V = 5, 3
@@ -48,14 +48,16 @@ def test_compose_is_associative_and_applies_both(form):
 
 
 @forms
-def test_prefix_products(form):
-    transitions = normal(2, 4, 3, *form)
-    before, whole = prefix_products(transitions, dense=len(form) == 2)
-    product = torch.eye(K, dtype=torch.float64).expand(2, 3, K, K)
-    for i in range(4):
-        torch.testing.assert_close(matrix(before[:, i], form), product)
+@pytest.mark.parametrize("stretches", [1, 4, 5])
+def test_summaries_of_beginnings(form, stretches):
+    transitions, updates = normal(2, stretches, 3, *form), normal(2, stretches, 3, K, V, seed=1)
+    products, states = summaries_of_beginnings((transitions, updates))
+    product, state = torch.eye(K, dtype=torch.float64).expand(2, 3, K, K), 0 * updates[:, 0]
+    for i in range(stretches):
         product = matrix(transitions[:, i], form) @ product
-    torch.testing.assert_close(matrix(whole, form), product)
+        state = matrix(transitions[:, i], form) @ state + updates[:, i]
+        torch.testing.assert_close(matrix(products[:, i], form), product)
+        torch.testing.assert_close(states[:, i], state)
 
 
 @forms

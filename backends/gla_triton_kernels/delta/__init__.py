@@ -2,6 +2,7 @@
 
     forward.py backward.py   the plan of a call over sequences, and its launches
     halves.py                the gradients of wide heads as those of two heads, on Hopper
+    summary.py               how sequences change the states before them, on Hopper
     step.py                  one token, and several tokens, of each sequence
     plan.py cost.py          launch parameters, and predicted seconds of a call
     tensors.py               the tensors of a call by name
@@ -18,7 +19,7 @@ from functools import partial
 
 from gla_core.dispatch.backend import OP_PARAMETERS, Constants, OpCall, Prepared
 from gla_core.dispatch.lowering import lowered
-from gla_triton_kernels.delta import backward, cost, forward, step
+from gla_triton_kernels.delta import backward, cost, forward, step, summary
 from gla_triton_kernels.delta.plan import MOST_KEYS
 from gla_triton_kernels.gla.step import cost as step_cost
 
@@ -50,12 +51,22 @@ def ops(cut: bool) -> dict[str, Prepared]:
         cut: whether to cut sequences into segments if they do not fill the device. If not, sequences stay whole.
     """
     chunk_delta_fwd = Prepared(partial(forward.prepare, cut=cut), _FORWARD, partial(forward.explain, cut=cut))
+    chunk_delta_bwd = Prepared(partial(backward.prepare, cut=cut), _BACKWARD, partial(backward.explain, cut=cut))
+
+    def summaries(op: str, part: Prepared, prepare: Callable[..., Callable[..., tuple]]) -> Prepared:
+        direct = Prepared(partial(prepare, cut=cut), OP_PARAMETERS[op], partial(summary.explain, cut=cut))
+        return lowered(op, part, direct, summary.refusal)
+
     explain_pool = partial(forward.explain_pool, cut=cut)
     pool = Prepared(partial(forward.prepare_pool, cut=cut), OP_PARAMETERS["chunk_delta_pool"], explain_pool)
     return {
         "chunk_delta_fwd": chunk_delta_fwd,
         "chunk_delta_pool": lowered("chunk_delta_pool", chunk_delta_fwd, pool, partial(forward.pool_refusal, cut=cut)),
-        "chunk_delta_bwd": Prepared(partial(backward.prepare, cut=cut), _BACKWARD, partial(backward.explain, cut=cut)),
+        "chunk_delta_bwd": chunk_delta_bwd,
+        "chunk_delta_summary": summaries("chunk_delta_summary", chunk_delta_fwd, summary.prepare),
+        "chunk_delta_gradient_summary": summaries(
+            "chunk_delta_gradient_summary", chunk_delta_bwd, summary.prepare_gradient
+        ),
         "recurrent_delta_step": step.STEP,
         "recurrent_delta_steps": step.STEPS,
         "recurrent_delta_replay": step.REPLAY,

@@ -80,19 +80,32 @@ def launch_states(x: BackwardTensors, chunks: Chunks, segments: Segments) -> tup
         behind, before = _launch_behind(x, chunks, segments)
     leaving = x.v.new_empty(chunks.segments.count, *_shape(x), dtype=torch.bfloat16)
     pointers = {"last_ptr": x.dstate, "behind_ptr": behind, "dinitial_ptr": x.dinitial_state, "transitions_ptr": None}
-    return leaving, [*before, _launch(x, chunks, segments, leaving, segments.count * x.v.shape[2], pointers)]
+    return leaving, [*before, _launch(x, chunks, segments, leaving, segments.count * x.v.shape[2], pointers, False)]
 
 
 def _launch_behind(x: BackwardTensors, chunks: Chunks, segments: Segments) -> tuple[Tensor, list[Launch]]:
     """Returns the gradients of the states that leave segments [I, Hv, K, V], except last ones, and the launches."""
     Hv, K, V = _shape(x)
     reached, transitions = (x.v.new_empty(segments.count, Hv, K, n, dtype=torch.float32) for n in (V, K))
-    none_leaves = x.v.new_empty(1, Hv, K, V, dtype=torch.bfloat16)  # of which a summary writes nothing
-    pointers = {"last_ptr": None, "behind_ptr": None, "dinitial_ptr": reached, "transitions_ptr": transitions}
-    summaries = _launch(x, chunks, segments, none_leaves, 2 * segments.count * Hv, pointers)
+    summaries = launch_summaries(x, chunks, segments, reached, transitions, False)
     recurrence = Recurrence(x.q, x.do, x.g, x.dstate, None, backwards=True)
     scan = launch_scan(False, recurrence, segments, reached, transitions, reached, skip_first=True)
     return reached, [summaries, *scan]
+
+
+def launch_summaries(
+    x: BackwardTensors, chunks: Chunks, segments: Segments, reached: Tensor, transitions: Tensor, every_one: bool
+) -> Launch:
+    """Returns the launch that fills the summaries of segments.
+
+    Args:
+        reached: receives the gradients of the states that enter segments, from 0, [I, Hv, K, V].
+        transitions: [I, Hv, K, K].
+        every_one: whether the summaries of first segments are filled too; they are undefined otherwise.
+    """
+    none_leaves = x.v.new_empty(1, *_shape(x), dtype=torch.bfloat16)  # of which a summary writes nothing
+    pointers = {"last_ptr": None, "behind_ptr": None, "dinitial_ptr": reached, "transitions_ptr": transitions}
+    return _launch(x, chunks, segments, none_leaves, 2 * segments.count * x.v.shape[2], pointers, every_one)
 
 
 def _shape(x: BackwardTensors) -> tuple[int, int, int]:
@@ -107,11 +120,13 @@ def _launch(
     leaving: Tensor,
     blocks: int,
     pointers: Mapping[str, Tensor | None],
+    every_one: bool,
 ) -> Launch:
     """Returns a launch of `blocks` blocks of warps.
 
     Args:
         pointers: the arguments of the kernel from last_ptr to transitions_ptr.
+        every_one: as in `launch_summaries`.
     """
     arguments = {
         "kin_desc": shared_tiles(x.k, CHUNK, MOST) if chunks.kin is None else row_tiles(chunks.kin, CHUNK, MOST),
@@ -132,6 +147,7 @@ def _launch(
         **size_arguments(x, segments),
         "V": x.v.shape[3],
         "places": len(chunks.units),
+        "EVERY_ONE": every_one,
     }
     return Launch(_scan_kernel, (blocks, 1, 1), arguments, {"num_warps": 4, "maxnreg": 168})
 
@@ -348,6 +364,7 @@ def _scan_kernel(
     R,
     V,
     places,  # J Hv
+    EVERY_ONE: gl.constexpr,  # whether there are summaries of first segments too
 ):
     """Computes one value head of one segment, or a half of its summary."""
     PACKED: gl.constexpr = order is not None
@@ -358,7 +375,7 @@ def _scan_kernel(
     n, b, start, length, sequence, origin, end = tokens_of(program // Hv, T, segment, segments, order)
     is_first, is_last = start == origin, start + length == end
     if transitions_ptr is not None:
-        if is_first:
+        if is_first and not EVERY_ONE:
             return
     elif PACKED and behind_ptr is not None:  # noqa: SIM102 -- known when this is compiled
         if length == 0:

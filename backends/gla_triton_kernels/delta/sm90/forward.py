@@ -132,13 +132,30 @@ def _launch_entering(
     """Returns the states that enter segments [I, Hv, K, V], except first ones, and the launches that compute them."""
     (Hv, V), K = x.v.shape[2:], x.k.shape[3]
     states, transitions = (x.v.new_empty(segments.count, Hv, K, n, dtype=torch.float32) for n in (V, K))
-    places = segments.count if segments.order is None else segments.most  # followed segments come first
-    blocks = places * Hv * (ceil_div(V, kernel.columns) + ceil_div(K, kernel.columns))
+    if segments.order is not None and segments.most == 0:
+        return states, []
     y = x._replace(initial_state=None, final_state=states, checkpoints=None, entering=None)
-    summaries = _launch(kernel, y, segments, blocks, 1.0, None, normalizer, transitions)
+    summaries = launch_summaries(kernel, y, segments, transitions, False, normalizer)
     recurrence = Recurrence(x.k, x.v, x.g, x.initial_state, None)
     scan = launch_scan(False, recurrence, segments, states, transitions, states, skip_first=True)
-    return states, [summaries, *scan] if places > 0 else []
+    return states, [summaries, *scan]
+
+
+def launch_summaries(
+    kernel: Parameters, x: Tensors, segments: Segments, transitions: Tensor, every_one: bool, normalizer: int | None
+) -> Launch:
+    """Returns the launch that fills the summaries of segments: x.final_state [I, Hv, K, V] and `transitions`.
+
+    Args:
+        transitions: [I, Hv, K, K].
+        every_one: whether the summaries of last segments are filled too; they are undefined otherwise.
+        normalizer: as in `launch_outputs`.
+    """
+    (Hv, V), K = x.v.shape[2:], x.k.shape[3]
+    # Followed segments come first in the order.
+    places = segments.count if every_one or segments.order is None else segments.most
+    blocks = places * Hv * (ceil_div(V, kernel.columns) + ceil_div(K, kernel.columns))
+    return _launch(kernel, x, segments, blocks, 1.0, None, normalizer, transitions, every_one)
 
 
 def _launch(
@@ -150,6 +167,7 @@ def _launch(
     every: int | None,
     normalizer: int | None,
     transitions: Tensor | None = None,
+    every_one: bool = False,
 ) -> Launch:
     """Returns a launch of `blocks` blocks of warps, for summaries if `transitions` is not None."""
     (T, H, K), (Hv, V) = x.k.shape[1:], x.v.shape[2:]
@@ -187,6 +205,7 @@ def _launch(
         "GROUPS": kernel.groups,
         "PARTS": kernel.parts,
         "STAGES": kernel.stages,
+        "EVERY_ONE": every_one,
     }
     return Launch(_chunk_delta_fwd_kernel, (blocks, 1, 1), arguments, {"num_warps": 4, "maxnreg": 128})
 
@@ -525,6 +544,8 @@ def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, PACKED: gl.const
                 S = warpgroup_mma_wait(0, [S])
         if WRITES:
             o_tile.slice(C - 16, 16).permute([1, 0]).store((o * scale).to(o_desc.dtype))
+        elif SUMMARIES:
+            fence_async_shared()  # no store follows the loads of v, which TMA overwrites
         mbarrier.arrive(empty.index(slot), count=1)
         if not WRITES:
             pass
@@ -588,6 +609,7 @@ def _chunk_delta_fwd_kernel(
     GROUPS: gl.constexpr,
     PARTS: gl.constexpr,
     STAGES: gl.constexpr,
+    EVERY_ONE: gl.constexpr,  # whether there are summaries of last segments too
 ):
     """Computes GROUPS W / PARTS columns of the outputs, or of the summary, of one value head of one segment."""
     C: gl.constexpr = q_desc.block_type.shape[2]
@@ -609,7 +631,7 @@ def _chunk_delta_fwd_kernel(
     column = tile * BLOCKS * W  # at least V for a transition, so that TMA fills tiles of v with 0
     is_last = start + length == end
     if transitions is not None:
-        if is_last:
+        if is_last and not EVERY_ONE:
             return
     elif PACKED and entering is not None:  # noqa: SIM102 -- known when this is compiled
         if length == 0:
