@@ -168,6 +168,7 @@ def _computation(call: OpCall, length: int | None) -> Callable[..., tuple[Tensor
     from gla_triton_runtime.prepared import Launches
 
     T, Hv, K, V, N = (call.dims[name] for name in ("T", "Hv", "K", "V", "N"))
+    empty = N == 0 or T == 0
     segments = 0 if length is None else most_segments(N, T, length, call.variable_length)
     backwards = call.op == "chunk_delta_gradient_summary"
     launched = Launches(call.device)
@@ -183,11 +184,10 @@ def _computation(call: OpCall, length: int | None) -> Callable[..., tuple[Tensor
     ) -> tuple[Tensor, Tensor]:
         new = partial(k.new_empty, dtype=torch.float32)
         state, transition, identity, zero = new(N, Hv, K, V), new(N, Hv, K, K), None, None
-        if segments or N == 0 or T == 0:
+        if segments or empty:
             identity = torch.eye(K, dtype=torch.float32, device=k.device).expand(N, Hv, K, K)
-        if N == 0 or T == 0:
-            return transition.copy_(identity), state.zero_()
-        if segments:
+            if empty:
+                return transition.copy_(identity), state.zero_()
             zero = k.new_zeros(segments, Hv, K, K, dtype=torch.float32)
         x = Summaries(q, k, values, g, beta, cu_seqlens, state, transition, identity, zero)
         if unrecorded := launched.replay(x, 1.0):
@@ -217,6 +217,7 @@ def launches(launch: Callable[..., list[Launch]], x: Summaries, length: int | No
     states, transitions = (y.new_empty(segments.count, *y.shape[1:]) for y in (x.state, x.transition))
     made = [*segments.launches, *launch(x, segments, states, transitions)]
     for reached, before, after in ((states, None, x.state), (x.zero, x.identity, x.transition)):
+        assert reached is not None
         recurrence = Recurrence(x.k, x.values, x.g, before, after, backwards=backwards)
         made += launch_scan(False, recurrence, segments, reached, transitions, None)
     return made
