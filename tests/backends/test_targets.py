@@ -160,13 +160,16 @@ DO_NOT_FIT = {
         "delta rule backward, packed",
         "delta rule backward, in segments",
         "delta rule backward, float32",
-    }
+    },
+    **{target: {"delta rule backward, float32"} for target in ("A100", "RTX 3090", "RTX 4090")},
+    "RTX 5090": {"delta rule, float32", "delta rule backward, float32"},
 }
 """Calls that do not fit a GPU.
 
 On an H100, the backward of float32 at full precision has a stack of 4.7 KB. With a gate for each key, the general
 kernels of the delta rule have up to 2 KB, because tiles have at least 64 keys there, and so has the launch of the
-kernels for Hopper that computes the pairs of strong chunks.
+kernels for Hopper that computes the pairs of strong chunks. On GPUs with registers for fewer keys, float32 at full
+precision, whose operands are three tiles, has up to 900 bytes.
 """
 
 

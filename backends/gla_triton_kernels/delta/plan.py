@@ -214,7 +214,7 @@ def parameters_of_gradients(call: OpCall, gpu: Gpu) -> GradientParameters:
     narrow = 16 if gpu.architecture is Architecture.AMD else 32
     values = _chunk_parameters(call, gpu, MOST_KEYS, (64 if by_key else narrow) if units else 16, 8)
     halved = by_key or not units
-    keys = _halved_parameters(call, gpu, 64, 4) if halved else _chunk_parameters(call, gpu, 64, 64, 4)
+    keys = _halved_parameters(call, gpu, 64, 8) if halved else _chunk_parameters(call, gpu, 64, 64, 4)
     if units and call.dtype == torch.bfloat16:
         return GradientParameters(values, replace(keys, precision="bf16"), torch.bfloat16)
     return GradientParameters(values, replace(keys, precision=keys.solve), torch.float32)
