@@ -26,19 +26,21 @@ class Seconds(NamedTuple):
     Attributes:
         pairs, gradients: of general/pairs.py and general/gradients.py.
         whole: of a block of sm90/forward.py with one state warpgroup, and with two.
-        pairs_sm90, scan_sm90, gradients_sm90: of the kernels of the backward for SM90.
+        pairs_sm90, gradients_sm90: of the kernels of the backward for SM90.
+        scan_sm90: of a block of sm90/backward.py beside few others, or without results for each chunk; and of one
+            beside blocks on all multiprocessors, whose results memory limits.
     """
 
     pairs: float
     gradients: float
     whole: tuple[float, float]
     pairs_sm90: float
-    scan_sm90: float
+    scan_sm90: tuple[float, float]
     gradients_sm90: float
 
 
-BY_KEY = Seconds(50e-6, 140e-6, (3.6e-6, 5.5e-6), 7e-6, 4.75e-6, 18e-6)
-BY_HEAD = Seconds(25e-6, 55e-6, (2.4e-6, 4e-6), 4.6e-6, 4.2e-6, 15.7e-6)
+BY_KEY = Seconds(50e-6, 140e-6, (3.6e-6, 5.5e-6), 7e-6, (3.05e-6, 4.75e-6), 18e-6)
+BY_HEAD = Seconds(25e-6, 55e-6, (2.4e-6, 4e-6), 4.6e-6, (3.2e-6, 4.2e-6), 15.7e-6)
 COPIES = 6
 """Copies and sums of tensors for the halves of values."""
 STEP = 6.3e-6
@@ -82,7 +84,7 @@ def _by_sm90(call: OpCall, c: Constants, length: int | None) -> float:
     """
     B, T, H, Hv, K, V = (call.dims[name] for name in ("B", "T", "H", "Hv", "K", "V"))
     kernel = sm90.parameters(call, gpu_of_constants(c), length)
-    step = c["step"] * _seconds(call).whole[kernel.groups - 1]
+    step = c["step"] * _seconds(call).whole[kernel.groups - 1] * kernel.BK / sm90.TILE
     moved = 2 * B * T * (H * K + Hv * V) * call.dtype.itemsize + gate_elements(call) * gate_itemsize(call)
 
     def seconds(columns: int) -> float:
@@ -134,9 +136,10 @@ def _scan(segments: float, K: int) -> float:
 def _backward_sm90(call: OpCall, c: Constants, length: int | None) -> float:
     """Returns the device seconds of the backward kernels for SM90; `length` as in `_by_sm90`."""
     step = _seconds(call)
-    parallel = (step.pairs_sm90 + step.gradients_sm90) * _share_of_chunks(call, c)
-    gradients, summaries = (_chunks_in_turn(call, c, length, columns) * step.scan_sm90 for columns in (1, 2))
-    seconds = 4 * c["launch"] + c["step"] * (parallel + gradients)
+    share, (least, most) = _share_of_chunks(call, c), step.scan_sm90
+    parallel = (step.pairs_sm90 + step.gradients_sm90) * share
+    gradients, summaries = (_chunks_in_turn(call, c, length, columns) * least for columns in (1, 2))
+    seconds = 4 * c["launch"] + c["step"] * (parallel + max(gradients, most * share))
     return seconds + _before(call, c, length, c["step"] * summaries)
 
 
