@@ -107,9 +107,10 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple[Tensor, Tensor]]:
     def launch(x: Summaries, segments: Segments, state: Tensor, transition: Tensor) -> list[Launch]:
         from gla_triton_kernels.delta.sm90.forward import launch_summaries
 
-        tensors = Tensors(x.k, x.k, x.values, x.g, x.beta, None, x.cu_seqlens, x.values, state)
-        tensors = with_copies(tensors, copied) if copied else tensors  # pyright: ignore[reportArgumentType]
-        return [launch_summaries(kernel, tensors, segments, transition, True, normalizer)]
+        y = Tensors(x.k, x.k, x.values, x.g, x.beta, None, x.cu_seqlens, None, state)
+        y = with_copies(y, copied) if copied else y  # pyright: ignore[reportArgumentType] -- of the other family
+        y = y._replace(o=y.v)  # nothing is written to it
+        return [launch_summaries(kernel, y, segments, transition, True, normalizer)]
 
     def run(
         k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, cu_seqlens: Tensor | None, gate_normalizer: int | None
@@ -137,10 +138,11 @@ def prepare_gradient(call: OpCall, cut: bool) -> Callable[..., tuple[Tensor, Ten
 
         do, unused = x.values, (x.k, x.k, x.values, x.g, x.beta)
         assert x.q is not None
-        tensors = BackwardTensors(x.q, x.k, do, x.g, x.beta, None, x.cu_seqlens, None, do, None, *unused, state)
-        tensors = with_copies(tensors, copied) if copied else tensors  # pyright: ignore[reportArgumentType]
-        chunks, pairs = launch_pairs(tensors, 1.0)
-        return [*pairs, launch_summaries(tensors, chunks, segments, state, transition, True)]
+        y = BackwardTensors(x.q, x.k, do, x.g, x.beta, None, x.cu_seqlens, None, do, None, *unused, state)
+        y = with_copies(y, copied) if copied else y  # pyright: ignore[reportArgumentType] -- of the other family
+        y = y._replace(dv=y.do)  # nothing is written to it
+        chunks, pairs = launch_pairs(y, 1.0)
+        return [*pairs, launch_summaries(y, chunks, segments, state, transition, True)]
 
     def run(
         q: Tensor,
