@@ -208,6 +208,19 @@ def test_torchs_attention_is_the_same_attention(workload):
     assert relative_error(o, oracle.softmax_attention(**arguments)[0]) < 1e-5
 
 
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_gradients_reach_the_results_that_all_rows_of_a_call_have(backend, monkeypatch):
+    """PyTorch's attention returns o alone, so a row with a gradient of lse beside it would compute more."""
+    passed, grad = [], torch.autograd.grad
+    monkeypatch.setattr(
+        torch.autograd,
+        "grad",
+        lambda outputs, *args, **options: (passed.append(len(outputs)), grad(outputs, *args, **options))[1],
+    )
+    suite.make_call(named("softmax_attention", "small"), backend, "forward+backward", CPU)()
+    assert passed == [1]
+
+
 def test_fla_says_what_it_cannot_do(monkeypatch):
     grouped = suite.make_arguments(named("chunk_gla", "grouped"), CPU)
     with pytest.raises(ValueError, match="no grouped queries; q has 6 heads and k has 2"):
