@@ -241,7 +241,7 @@ def summaries() -> None:
 
 
 def delta_rules() -> None:
-    """Computes delta rules of the same calls and their gradients, from checkpoints and from states computed again."""
+    """Computes delta rules of the same calls, their summaries, and their gradients with and without checkpoints."""
     for call in calls():
         sizes = {name: value for name, value in call.items() if name not in ("gate", "checkpoint_every", "G")}
         if sizes["K"] > plan.MOST_KEYS:
@@ -251,6 +251,10 @@ def delta_rules() -> None:
         leaves = [y.requires_grad_() for y in (x.q, x.k, x.v, x.g, x.beta, x.initial_state) if y is not None]
         o, *_ = gla.chunk_delta(x.q, x.k, x.v, x.g, x.beta, None, x.initial_state, False, x.cu_seqlens, **options)
         torch.autograd.grad(o, leaves, torch.randn_like(o))
+        with torch.no_grad():
+            gla.chunk_delta_summary(x.k, x.v, x.g, x.beta, x.cu_seqlens, gate=call.get("gate"))
+            do = torch.randn_like(x.v)
+            gla.chunk_delta_gradient_summary(x.q, x.k, do, x.g, x.beta, x.cu_seqlens, gate=call.get("gate"))
 
 
 def steps() -> None:
