@@ -161,6 +161,8 @@ BASELINES: Mapping[str, Mapping[str, Callable[..., tuple[Tensor, ...]]]] = {
     "torch": {"online_softmax": torch_online_softmax, "softmax_attention": torch_softmax_attention},
     "fla": {"chunk_gla": fla_chunk_gla, "recurrent_gla_step": fla_recurrent_gla_step},
 }
+READ_BY_A_LOSS = {"softmax_attention": 1}
+"""The number of results that gradients reach, if not all: PyTorch's attention returns o alone."""
 
 
 def baselines(op: str, device: torch.device) -> list[str]:

@@ -11,6 +11,7 @@ import sys
 import torch
 
 from gla_core.bench import suite
+from gla_core.bench.baselines import READ_BY_A_LOSS
 from gla_core.bench.measure import clock, synchronize
 from gla_core.workloads.named import Workload, select
 
@@ -29,7 +30,7 @@ def first_calls(workload: Workload, backend: str, device: torch.device, backward
     synchronize(device)
     seconds = {"first_call": clock() - start}
     if differentiable:
-        incoming = [torch.ones_like(x) for x in outputs[: suite.READ_BY_A_LOSS.get(workload.op)]]
+        incoming = [torch.ones_like(x) for x in outputs[: READ_BY_A_LOSS.get(workload.op)]]
         synchronize(device)
         start = clock()
         suite.gradients_of(outputs, suite.leaves(arguments), incoming, backend)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import gla_core as gla
 from gla_core.bench import measure
-from gla_core.bench.baselines import BASELINES, baselines
+from gla_core.bench.baselines import BASELINES, READ_BY_A_LOSS, baselines
 from gla_core.bench.first_call import first_call
 from gla_core.bench.floor import floor_bytes
 from gla_core.ops import ABSTRACT_OPS, PUBLIC_OPS
@@ -227,10 +227,6 @@ def make_arguments(workload: Workload, device: torch.device, gradients: bool = F
     for x in leaves(arguments) if gradients else ():
         x.requires_grad_()
     return arguments
-
-
-READ_BY_A_LOSS = {"softmax_attention": 1}
-"""The number of results that gradients reach, if not all: PyTorch's attention returns o alone."""
 
 
 def make_call(workload: Workload, backend: str, direction: str, device: torch.device, seed: int = 0) -> Call:
