@@ -172,9 +172,8 @@ def test_summaries(kernels, length, sizes):
     gluon_on_cpu.run(summary.launches(launch, tensors, length, True))
     wanted = oracle.chunk_delta_gradient_summary(x.q, x.k, do, x.g, x.beta, cu_seqlens)
     assert relative_error(state, wanted[1]) <= GRADIENT[torch.bfloat16]
-    assert (
-        relative_error(identity + transition, identity + wanted[0]) <= GRADIENT[torch.bfloat16]
-    )  # a factor, so absolute errors count
+    # A transition is a factor, so its absolute errors count.
+    assert relative_error(identity + transition, identity + wanted[0]) <= GRADIENT[torch.bfloat16]
 
 
 @pytest.mark.parametrize("gate_form", ["key", "head"])

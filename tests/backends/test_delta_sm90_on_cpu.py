@@ -139,9 +139,8 @@ def test_summaries(forward, length, sizes):
     gluon_on_cpu.run(summary.launches(launch, tensors, length, False))
     wanted = oracle.chunk_delta_summary(x.k, x.v, x.g, x.beta, cu_seqlens)
     assert relative_error(state, wanted[1]) <= FORWARD[BFLOAT16]
-    assert (
-        relative_error(identity + transition, identity + wanted[0]) <= FORWARD[BFLOAT16]
-    )  # a factor, so absolute errors count
+    # A transition is a factor, so its absolute errors count.
+    assert relative_error(identity + transition, identity + wanted[0]) <= FORWARD[BFLOAT16]
 
 
 @pytest.mark.parametrize("gate_form", ["key", "head"])

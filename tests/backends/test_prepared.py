@@ -86,18 +86,23 @@ def test_all_kernels_of_a_call_are_compiled_when_it_is_prepared(op, backend, abs
 @pytest.mark.parametrize("backend", ["triton_fused", "parallel_scan"])
 @pytest.mark.parametrize("room", [0, 1])
 def test_hopper_computes_summaries_of_delta_rules_by_kernels_of_their_own(op, backend, room, absent_gpu, monkeypatch):
-    """Under batch invariance also of tensors that TMA cannot address, with room behind rows; then none is cut."""
-    made = []
+    """Under batch invariance also of tensors that TMA cannot address, with room behind rows; then none is cut.
+
+    Copies of these are among the tensors of the call, so a recorded call makes them as well.
+    """
+    made, passed, replay = [], [], Launches.replay
     monkeypatch.setattr(prepared, "compile_launches", made.extend)
+    monkeypatch.setattr(Launches, "replay", lambda self, x, *floats: (passed.extend(x), replay(self, x, *floats))[1])
     new = functools.partial(torch.empty, dtype=torch.bfloat16, device="meta")
     k, v, beta = (new(1, 8192, 2, 64 + room)[..., :64], new(1, 8192, 2, 96 + room)[..., :96], new(1, 8192, 2))
     tokens = (k, v, None, beta) if op == "chunk_delta_summary" else (k, k, v, None, beta)
     call = absent_gpu(described(op, *tokens, None, None))
     preparing(backend, op)(dataclasses.replace(call, batch_invariant=CHUNK if room else None))
+    assert passed
+    assert not room or all(x is None or x.is_contiguous() for x in passed)
     kernels = [each.kernel.fn.__name__ for each in made]
-    scans = kernels.count("_scan_kernel") - (
-        op == "chunk_delta_gradient_summary"
-    )  # a kernel of sm90/ has this name too
+    others = op == "chunk_delta_gradient_summary"  # its pass over sequences has the name of the scan
+    scans = kernels.count("_scan_kernel") - others
     assert scans == (2 if backend == "parallel_scan" and not room else 0)
     assert not any("gradients" in name for name in kernels)
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Set
-from typing import NamedTuple, TypeVar
 
 import torch
 import triton
@@ -22,10 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from gla_core.dispatch.tensors import ceil_div
+from gla_triton_kernels.chunks.results import AnyTensors
 from gla_triton_runtime.launch import Launch
 from gla_triton_runtime.sizes import power_of_two
-
-AnyTensors = TypeVar("AnyTensors", bound=NamedTuple)
 
 
 def widened(

@@ -21,10 +21,16 @@ from torch import Tensor
 
 from gla_core.dispatch.backend import CHUNK, OpCall, Reason
 from gla_core.dispatch.tensors import checkpoint_dtype, checkpoint_shape
-from gla_triton_kernels.chunks.results import contiguous_like, copy_or_clear
+from gla_triton_kernels.chunks.results import contiguous_like, copy_or_clear, with_copies
 from gla_triton_kernels.delta import halves
 from gla_triton_kernels.delta import sm90 as forward_sm90
-from gla_triton_kernels.delta.plan import GradientParameters, PassParameters, parameters_of_gradients, plan_pass
+from gla_triton_kernels.delta.plan import (
+    GradientParameters,
+    PassParameters,
+    in_segments,
+    parameters_of_gradients,
+    plan_pass,
+)
 from gla_triton_kernels.delta.sm90 import backward_calls as sm90
 from gla_triton_runtime.architecture import Gpu, gpu_of_call
 
@@ -62,7 +68,7 @@ def explain(call: OpCall, cut: bool) -> list[str]:
         return [f"{line}, for both halves of the values" for line in explain(half, cut)]
     planned = plan(call, gpu, cut)
     states = "" if planned.forward is None else "delta.sm90.forward, "
-    segments = "" if planned.states.length is None else f", in segments of {planned.states.length} tokens"
+    segments = in_segments(planned.states.length)
     if planned.refusal is None:
         return [
             f"kernel delta.sm90.gradients after {states}delta.sm90.backward_pairs and delta.sm90.backward{segments}"
@@ -77,7 +83,7 @@ def plan(call: OpCall, gpu: Gpu, cut: bool) -> BackwardPlan:
     readable = not call.layouts or (layout is not None and layout.aligned and layout.is_contiguous)
     states, gradients, refusal = plan_pass(call, gpu, cut), parameters_of_gradients(call, gpu), sm90.refusal(call, gpu)
     if refusal is None:
-        states = replace(states, length=forward_sm90.cut_length(call, gpu) if cut else None)
+        states = replace(states, length=forward_sm90.cut_length(call, gpu, cut))
     readable &= checkpoint_dtype(call.dtype) == gradients.kept
     has_entering = call.scalars.get("checkpoint_every") == CHUNK and readable
     kept, forward = replace(call, scalars={**call.scalars, "checkpoint_every": CHUNK}), None
@@ -97,7 +103,6 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
     """
     from gla_triton_kernels.chunks.padding import clear_padding
     from gla_triton_kernels.delta.tensors import BackwardTensors
-    from gla_triton_kernels.gla.tensors import with_copies
     from gla_triton_runtime.prepared import Launches, rehearsed
 
     gpu = gpu_of_call(call)
@@ -144,7 +149,7 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
         if dinitial is not None and planned.states.length is not None and cu_seqlens is not None:
             copy_or_clear(dinitial, dstate)  # the gradients of empty sequences, which have no segment
         x = BackwardTensors(q, k, v, g, beta, initial_state, cu_seqlens, checkpoints, do, dstate, *results)
-        x = with_copies(x, copied) if copied else x  # pyright: ignore[reportArgumentType] -- of the other family
+        x = with_copies(x, copied) if copied else x
         if unrecorded := launched.replay(x, scale):
             unrecorded.start(describe(x, scale))
         return results
@@ -164,7 +169,7 @@ def _sm90_launches(plan: BackwardPlan, x: BackwardTensors, scale: float, normali
     from gla_triton_kernels.delta.sm90.backward_pairs import launch_pairs
     from gla_triton_kernels.delta.sm90.gradients import launch_gradients
 
-    segments = segments_of(plan.states, x.k, x.cu_seqlens)
+    segments = segments_of(plan.states.length, x.k, x.cu_seqlens)
     entering, states = x.checkpoints, []
     if plan.forward is not None:
         entering, states = _entering_by_sm90(plan.forward, x, segments, scale, normalizer)
@@ -201,7 +206,7 @@ def _general_launches(plan: BackwardPlan, x: BackwardTensors, scale: float, norm
 
     (B, T), (Hv, V), K = x.k.shape[:2], x.v.shape[2:], x.k.shape[3]
     chunks, made = launch_chunks(plan.states.chunks, x, x.cu_seqlens, normalizer)
-    segments = segments_of(plan.states, x.k, x.cu_seqlens)
+    segments = segments_of(plan.states.length, x.k, x.cu_seqlens)
     made += segments.launches
     leaving = x.v.new_empty(chunks.segments.count, Hv, K, V, dtype=plan.gradients.kept)
     entering = x.checkpoints

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from gla_core.dispatch.backend import OpCall
 from gla_core.dispatch.tensors import checkpoint_dtype, checkpoint_rows
-from gla_triton_kernels.chunks.results import copy_or_clear
+from gla_triton_kernels.chunks.results import copy_or_clear, with_copies
 from gla_triton_kernels.delta import sm90
-from gla_triton_kernels.delta.plan import PassParameters, plan_pass
+from gla_triton_kernels.delta.plan import PassParameters, in_segments, plan_pass
 from gla_triton_kernels.gla.seen import forward_of_pool
 from gla_triton_runtime.architecture import gpu_of_call
 
@@ -38,16 +38,16 @@ def explain(call: OpCall, cut: bool) -> list[str]:
     """Returns lines that name the kernels of a call, and give the reason why a better kernel refuses the call."""
     gpu = gpu_of_call(call)
     reason, (plan, _) = sm90.refusal(call, gpu), plan_forward(call, gpu, cut)
-    segments = "" if plan.length is None else f", in segments of {plan.length} tokens"
+    segments = in_segments(plan.length)
     if reason is None:
         return [f"kernel delta.sm90.forward{segments}"]
     return [f"kernel delta.general.forward after delta.general.pairs{segments}", f"delta.sm90.forward {reason}"]
 
 
 def plan_forward(call: OpCall, gpu: Gpu, cut: bool) -> tuple[PassParameters, sm90.Parameters | None]:
-    """Returns the launch parameters of a forward, and those of the kernel for SM90.
+    """Returns the launch parameters of the general kernels of a forward, and those of the kernel for SM90.
 
-    The second are None if that kernel refuses the call.
+    The second are None if the kernel for SM90 refuses the call.
 
     Args:
         cut: whether to cut sequences into segments if they do not fill the device.
@@ -55,7 +55,7 @@ def plan_forward(call: OpCall, gpu: Gpu, cut: bool) -> tuple[PassParameters, sm9
     plan = plan_pass(call, gpu, cut)
     if sm90.refusal(call, gpu) is not None:
         return plan, None
-    plan = dataclasses.replace(plan, length=sm90.cut_length(call, gpu) if cut else None)
+    plan = dataclasses.replace(plan, length=sm90.cut_length(call, gpu, cut))
     return plan, sm90.parameters(call, gpu, plan.length)
 
 
@@ -69,7 +69,6 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
         LaunchError: a kernel does not compile for this device, or does not fit it.
     """
     from gla_triton_kernels.delta.tensors import Tensors
-    from gla_triton_kernels.gla.tensors import with_copies
     from gla_triton_runtime.prepared import Launches, rehearsed
 
     B, T, Hv, K, V, N = (call.dims[name] for name in ("B", "T", "Hv", "K", "V", "N"))
@@ -106,7 +105,7 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
         if final_state is not None and plan.length is not None and cu_seqlens is not None:
             copy_or_clear(final_state, initial_state)  # the final states of empty sequences, which have no segment
         x = Tensors(q, k, v, g, beta, initial_state, cu_seqlens, o, final_state, checkpoints)
-        x = with_copies(x, copied) if copied else x  # pyright: ignore[reportArgumentType] -- of the other family
+        x = with_copies(x, copied) if copied else x
         if unrecorded := launched.replay(x, scale):
             unrecorded.start(launches(plan, kernel, x, scale, every, normalizer))
         return o, final_state, checkpoints
@@ -136,7 +135,7 @@ def launches(
     cleared = []
     if every is not None and x.checkpoints is not None and x.cu_seqlens is not None:
         cleared = clear_unused_checkpoints(x.checkpoints, x.cu_seqlens, every)
-    segments = segments_of(plan, x.k, x.cu_seqlens, x.o)
+    segments = segments_of(plan.length, x.k, x.cu_seqlens, x.o)
     if kernel is not None:
         from gla_triton_kernels.delta.sm90.forward import launch_outputs as launch_sm90
 
@@ -147,15 +146,19 @@ def launches(
     return [*cleared, *computed, *segments.launches, *before, *outputs]
 
 
-def segments_of(plan: PassParameters, k: Tensor, cu_seqlens: Tensor | None, o: Tensor | None = None) -> Segments:
-    """Returns the segments of sequences; a launch of theirs clears the rows of o that belong to no sequence."""
+def segments_of(length: int | None, k: Tensor, cu_seqlens: Tensor | None, o: Tensor | None = None) -> Segments:
+    """Returns the segments of sequences; a launch of theirs clears the rows of o that belong to no sequence.
+
+    Args:
+        length: tokens of a segment; None if sequences stay whole.
+    """
     from gla_triton_kernels.chunks.cutting import uncut_length
     from gla_triton_kernels.chunks.segments import cut, whole
 
     B, T = k.shape[:2]
-    if plan.length is None:
+    if length is None:
         return whole(B, T, cu_seqlens, o)
-    return cut(B, T, plan.length, uncut_length(plan.length), cu_seqlens, o)
+    return cut(B, T, length, uncut_length(length), cu_seqlens, o)
 
 
 def launch_entering(

@@ -135,6 +135,11 @@ def tokens_of_segment(call: OpCall, gpu: Gpu, BV: int, least: int) -> int | None
     return length if least * length <= longest else None
 
 
+def in_segments(length: int | None) -> str:
+    """Returns the end of a line of `explain`, for segments of `length` tokens; '' if sequences stay whole."""
+    return "" if length is None else f", in segments of {length} tokens"
+
+
 def has_key_gates(call: OpCall) -> bool:
     """Returns whether each key has a gate."""
     return call.gate_dtype is not None and call.gate_form in (None, "key")

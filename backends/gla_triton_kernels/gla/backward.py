@@ -23,7 +23,7 @@ from gla_core.dispatch.backend import CHUNK, OpCall
 from gla_core.dispatch.tensors import ceil_div, checkpoint_dtype, checkpoint_shape
 from gla_triton_kernels.chunks.cutting import by_rows, most_segments, segment_length, uncut_length
 from gla_triton_kernels.chunks.kernel import BackwardPlan, GradientKernel, first_able, refusals
-from gla_triton_kernels.chunks.results import contiguous_like, copy_or_clear
+from gla_triton_kernels.chunks.results import contiguous_like, copy_or_clear, with_copies
 from gla_triton_kernels.gla import forward
 from gla_triton_kernels.gla.cost import backward_prices
 from gla_triton_kernels.gla.general import kernels as general
@@ -131,7 +131,7 @@ def prepare(call: OpCall, cut: bool, kernels: Sequence[GradientKernel] = KERNELS
     """
     from gla_triton_kernels.chunks.padding import clear_padding
     from gla_triton_kernels.chunks.widths import widened
-    from gla_triton_kernels.gla.tensors import GRADIENTS, BackwardTensors, plans_with_rows, with_copies
+    from gla_triton_kernels.gla.tensors import GRADIENTS, BackwardTensors, plans_with_rows
     from gla_triton_runtime.prepared import Launches, rehearsed
 
     gpu = gpu_of_call(call)

@@ -30,6 +30,7 @@ from gla_triton_kernels.chunks.cutting import (
     uncut_length,
 )
 from gla_triton_kernels.chunks.kernel import ForwardPlan, OutputKernel, Parameters, SegmentPlan, first_able, refusals
+from gla_triton_kernels.chunks.results import with_copies
 from gla_triton_kernels.gla.cost import forward_prices
 from gla_triton_kernels.gla.general import kernels as general
 from gla_triton_kernels.gla.seen import copied_for_invariance, forward_of_pool, seen_by_kernels, seen_shape
@@ -227,7 +228,7 @@ def prepare(call: OpCall, cut: bool, kernels: Sequence[OutputKernel] = KERNELS) 
         LaunchError: a kernel does not compile for this device, or does not fit it.
     """
     from gla_triton_kernels.chunks.widths import widened
-    from gla_triton_kernels.gla.tensors import WRITTEN, Tensors, plans_with_rows, with_copies
+    from gla_triton_kernels.gla.tensors import WRITTEN, Tensors, plans_with_rows
     from gla_triton_runtime.prepared import Launches, rehearsed
 
     gpu = gpu_of_call(call)
@@ -285,7 +286,7 @@ def prepare_pool(call: OpCall, cut: bool, kernels: Sequence[OutputKernel] = KERN
         LaunchError: a kernel does not compile for this device, or does not fit it.
     """
     from gla_triton_kernels.chunks.slots import Slots
-    from gla_triton_kernels.gla.tensors import Tensors, with_copies
+    from gla_triton_kernels.gla.tensors import Tensors
     from gla_triton_runtime.prepared import Launches, rehearsed
 
     forward = forward_of_pool(call)

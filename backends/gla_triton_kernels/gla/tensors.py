@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 
 from gla_core.dispatch.backend import OpCall
@@ -90,8 +89,3 @@ def _rows(x: AnyTensors, start: int, end: int) -> AnyTensors:
     shared = {"skip"}  # and constant gates, which have one dimension
     divided = {name: y for name, y in x._asdict().items() if y is not None and y.ndim > 1 and name not in shared}
     return x._replace(**{name: part(y, start, end) for name, y in divided.items()})
-
-
-def with_copies(x: AnyTensors, names: frozenset[str]) -> AnyTensors:
-    """Returns x with contiguous copies of the tensors of these names."""
-    return x._replace(**{name: getattr(x, name).clone(memory_format=torch.contiguous_format) for name in names})

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import torch.nn.functional as F
 
 from gla_core.ops.gla.chunk_ssd import values_and_gates
+from tests.conformance.bugs.chunk_gla import forward
 from tests.conformance.bugs.plant import Op
 
-forward = Op("chunk_gla_fwd", "o", "state", "checkpoints")
 ssd = Op("chunk_ssd_fwd", "o", "state", "checkpoints")
 ssd_backward = Op("chunk_ssd_bwd", "dq", "dk", "dx", "ddt", "dA", "dD", "ddt_bias", "dinitial_state")
 

@@ -86,8 +86,14 @@ def copied(call: OpCall) -> frozenset[str]:
     return frozenset(name for name, layout in moved_by_tma(call).items() if not addressable(layout))
 
 
-def cut_length(call: OpCall, gpu: Gpu) -> int | None:
-    """Returns the tokens of a segment of a forward that cuts sequences to fill the device; None for no cut."""
+def cut_length(call: OpCall, gpu: Gpu, cut: bool) -> int | None:
+    """Returns the tokens of a segment; None if sequences stay whole.
+
+    Args:
+        cut: whether to cut sequences into segments if they do not fill the device.
+    """
+    if not cut:
+        return None
     columns = COLUMNS if call.dims["V"] <= COLUMNS else 2 * COLUMNS
     return tokens_of_segment(call, gpu, columns, LEAST_SEGMENTS)
 
