@@ -266,6 +266,7 @@ def steps() -> None:
         state = x.initial_state.to(state_dtype)
         gla.recurrent_gla_step(*token, state)
         gla.recurrent_gla_step(*token[:3], x.g[:, 0, :, 0], state)
+        gla.recurrent_gla_step(*token, state, slots=rows, inplace=True, bonus=x.k[0, 0])
         gla.recurrent_gla_step(*token, state, slots=rows, inplace=True)
         gla.recurrent_gla_layer_step(*token, state.clone(), x.v[:, 0], x.v[0, 0, 0], slots=rows)
         one, dt = (x.q[:, 0], x.k[:, 0], x.v[:, 0]), x.v[:, 0, :, 0].abs()

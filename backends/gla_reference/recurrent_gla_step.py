@@ -2,9 +2,12 @@
 
     S' = diag(alpha) S + k^T v        o = scale * q S'
 
+With a bonus u, o = scale * q (S + diag(u) k^T v).
+
 B batch   P states in the pool   H value heads   G query heads per value head   K, V key and value width
 
-Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
+Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635); of the
+bonus, Peng et al., "Eagle and Finch" (arXiv 2404.05892).
 """
 
 from __future__ import annotations
@@ -27,24 +30,31 @@ def recurrent_gla_step(
     scale: float,
     state_indices: Tensor | None,
     gate_normalizer: int | None,
+    bonus: Tensor | None,
     inplace: bool,
 ) -> tuple[Tensor, Tensor]:
     """Computes the op; see gla_core/ops/gla/recurrent_gla_step.py."""
     g = None if g is None else log_gates(g, gate_normalizer, wide(q.dtype))
     heads = max(q.shape[1], v.shape[1])
-    return advance(lambda states: _step(q, k, v, g, states, scale), v, heads, state, state_indices, inplace)
+    return advance(lambda states: _step(q, k, v, g, states, scale, bonus), v, heads, state, state_indices, inplace)
 
 
-def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _step(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, scale: float, bonus: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Computes one step of the states [B, H, K, V] of a batch."""
     dtype = wide(q.dtype)
     H = v.shape[1]
-    if k.shape[1] < H:  # several value heads read one head of k and q
-        q, k = (x.repeat_interleave(H // k.shape[1], dim=1) for x in (q, k))
+    repeats = H // k.shape[1]
+    if repeats > 1:  # several value heads read one head of k, q and the bonus
+        q, k = (x.repeat_interleave(repeats, dim=1) for x in (q, k))
+        bonus = None if bonus is None else bonus.repeat_interleave(repeats, dim=0)
     queries = rearrange(q.to(dtype), "b (h g) k -> b h g k", h=H)  # [B, H, G, K]
     new = decayed(state, g, dtype)  # [B, H, K, V]
-    new.addcmul_(k.to(dtype)[..., :, None], v.to(dtype)[..., None, :])  # on a CPU, new memory would take longer
-    o = scale * einsum(queries, new, "b h g k, b h k v -> b h g v")
+    k, v_row = k.to(dtype), v.to(dtype)[..., None, :]
+    new.addcmul_(k[..., :, None], v_row)  # on a CPU, new memory would take longer
+    read = new if bonus is None else state.to(dtype) + (bonus.to(dtype) * k)[..., :, None] * v_row
+    o = scale * einsum(queries, read, "b h g k, b h k v -> b h g v")
     return o.flatten(1, 2).to(v.dtype, copy=True), new
 
 

@@ -66,17 +66,32 @@ def _step(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, state: Tensor, scale: 
 
 
 def loop_recurrent_gla_step(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, slots: Tensor | None, inplace: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    state: Tensor,
+    slots: Tensor | None,
+    inplace: bool,
+    bonus: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Computes one step of the loop and writes `state`. Leaves out rows with a negative index."""
     q, k = _per_value_head(q, v), _per_value_head(k, v)
     alpha, scale = _alpha(g, v), q.shape[-1] ** -0.5
+    bonus_keys = None if bonus is None else k * _per_value_head(bonus, v)  # with it, o reads the state before the token
+
+    def step(rows: Any, state: Tensor) -> tuple[Tensor, Tensor]:
+        o, new = _step(q[rows], k[rows], v[rows], alpha[rows], state, scale)
+        if bonus_keys is not None:
+            o, _ = _step(q[rows], bonus_keys[rows], v[rows], torch.ones_like(alpha[rows]), state, scale)
+        return o, new
+
     if slots is None:
-        o, new = _step(q, k, v, alpha, state, scale)
+        o, new = step(slice(None), state)
         return o, state.copy_(new)
     served = slots >= 0
     rows = slots[served]
-    answer, new = _step(q[served], k[served], v[served], alpha[served], state[rows], scale)
+    answer, new = step(served, state[rows])
     state[rows] = new
     o = v.new_zeros(*q.shape[:2], v.shape[-1])
     o[served] = answer
@@ -121,11 +136,20 @@ def fla_chunk_gla(
 
 
 def fla_recurrent_gla_step(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, slots: Tensor | None, inplace: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    state: Tensor,
+    slots: Tensor | None,
+    inplace: bool,
+    bonus: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Calls FLA's fused_recurrent_gla or fused_recurrent_simple_gla on one token, which return a new state."""
     if slots is not None:
         raise ValueError("fla has no pool of states; slots is given")
+    if bonus is not None:
+        raise ValueError("fla's GLA has no bonus; bonus is given")
     function, gate = _fla("fused_recurrent", q, k, v, g)
     token = {
         name: x if x is None or x.ndim == 1 else x[:, None]

@@ -11,6 +11,7 @@ from typing import Any
 from gla_core.dispatch.backend import CHUNK, GATE_NAMES, OpCall
 from gla_core.ops import ABSTRACT_OPS
 from gla_core.ops.spec import Argument, Role
+from gla_core.workloads.inputs import left_out
 
 ALONG_TIME = {"T": "tokens", "Tq": "queries", "Tk": "keys"}
 ALIGNED = 16
@@ -80,7 +81,7 @@ def _words(argument: Argument, call: OpCall, sizes: Mapping[str, Any]) -> str | 
     if argument.role in passed:
         return argument.name if passed[argument.role] else ""
     if argument.is_optional_input:
-        return "" if argument.name in sizes.get("without", ()) else argument.name
+        return "" if argument.name in left_out(sizes) else argument.name
     if argument.role is Role.MARKS:
         return argument.name if sizes.get(argument.name) is not None else ""
     if argument.dtype is not None or argument.hint:

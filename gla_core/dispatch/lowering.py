@@ -98,11 +98,14 @@ def _lines(op: Op, call: OpCall) -> list[str]:
 
 
 def _by_name(function: Callable[..., Any], takes: tuple[str, ...], keywords: bool) -> Callable[..., Any]:
-    """Returns a function that takes all arguments of an op by name, and passes `function` those that it takes."""
+    """Returns a function that takes arguments of an op by name, and passes `function` those that it takes.
+
+    An argument that the op may lack, and that the function that calls it does not have, is None.
+    """
 
     def run(**x: Any) -> Any:
         if "gate_normalizer" not in takes and x.get("gate_normalizer") is not None:
             x["g"] = log_gates(x["g"], x["gate_normalizer"], wide(x["q"].dtype)).contiguous()
-        return function(**{name: x[name] for name in takes}) if keywords else function(*(x[name] for name in takes))
+        return function(**{name: x.get(name) for name in takes}) if keywords else function(*map(x.get, takes))
 
     return run

@@ -76,8 +76,7 @@ def spec_of_replay(
         flops=forward.flops,  # the number of replayed tokens is known on the device alone
         tokens=forward.tokens,
     )
-    none = {} if step.raw_inputs is None else dict.fromkeys(step.raw_inputs.options)  # inputs are computed before
-    by_step = functools.partial(_by_step, spec.contract, step.tokens, none, replay, keep)
+    by_step = functools.partial(_by_step, spec.contract, step.tokens, replay, keep)
     return dataclasses.replace(spec, lowering=Lowering(step.name, functools.partial(_parts, step), by_step))
 
 
@@ -145,7 +144,6 @@ def _parts(spec: OpSpec, call: OpCall) -> Parts:
 def _by_step(
     names: tuple[str, ...],
     tokens: tuple[str, ...],
-    options: Mapping[str, Any],
     replay: Replay,
     keep: Keep,
     step: Callable[..., Any],
@@ -154,7 +152,6 @@ def _by_step(
 
     Args:
         names: the names of its arguments. tokens: those of them that hold tokens.
-        options: further arguments of the step.
         step: computes the step; takes its arguments by name.
     """
 
@@ -174,7 +171,7 @@ def _by_step(
             """Returns the slots and the positions in the rings [N] of token i, counted from the ring's start."""
             return torch.where(served, slots, 0).long(), (x["ring_start"].long() + i) % L
 
-        no_query, shared = q.new_zeros(N, *q.shape[2:]), {**options, "scale": x["scale"], "gate_normalizer": None}
+        no_query, shared = q.new_zeros(N, *q.shape[2:]), {"scale": x["scale"], "gate_normalizer": None}
         for i in range(L // 2 if N * len(pool) else 0):
             old = {name: ring if ring is None else ring[at(i)] for name, ring in rings.items()}
             old["g"] = new["g"] if old["g"] is None else old["g"]

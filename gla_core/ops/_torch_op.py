@@ -149,7 +149,7 @@ def torch_op(
         _flops.count(getattr(torch.ops.gla, name), flops)
 
     def batched(info: Any, in_dims: tuple, *args: Any) -> tuple[Any, Any]:
-        rule = vmap or functools.partial(_join_batch, spec)
+        rule = vmap or functools.partial(join_batch, spec)
         return rule(call, info.batch_size, in_dims, args)
 
     torch.library.register_vmap(f"gla::{name}", batched, lib=_library)
@@ -284,7 +284,7 @@ _NO_VMAP = (
 )
 
 
-def _join_batch(spec: OpSpec | None, call: TorchOp, size: int, in_dims: tuple, args: tuple) -> tuple[Any, Any]:
+def join_batch(spec: OpSpec | None, call: TorchOp, size: int, in_dims: tuple, args: tuple) -> tuple[Any, Any]:
     """Computes the rule of torch.vmap: the new dimension, of `size`, joins the batch."""
     constant = _constant_gate(spec, in_dims, args)
     joined = []

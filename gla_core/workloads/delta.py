@@ -7,11 +7,14 @@ from gla_core.workloads.rows import IN_BFLOAT16, Row, cut, row
 
 
 def _small(rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    """Returns the small workloads of an op of GLA, with groups of values where those have groups of queries."""
+    """Returns the small workloads of an op of GLA, with groups of values where those have groups of queries.
+
+    A delta rule has no bonus.
+    """
     return tuple(
         Row(name.replace("queries", "values"), tags, {"R" if n == "G" else n: size for n, size in sizes.items()})
         for name, tags, sizes in rows
-        if tags & {"ci", "odd", "packed", "extreme", "narrow"}
+        if tags & {"ci", "odd", "packed", "extreme", "narrow"} and "bonus" not in sizes
     )
 
 

@@ -143,12 +143,22 @@ RECURRENT_GLA_STEP = (
     row("ungated_values", "odd", "B2 H2 R2 K16 V16", gates="none", rows=(3, 0), pool=4),
     row("constant_values", "odd", "B2 H1 R3 K16 V16", gate_form="constant", rows=(1, 2), pool=4),
     row("per_head_queries", "odd", "B2 H1 G3 K16 V16", gate_form="head", rows=(2, -1), pool=4),
+    row("bonus", "ci", "B3 H2 G2 K16 V16", bonus=True),
+    *(
+        row(name, "odd", "B3 H2 K19 V37", rows=(3, -1, 0), pool=4, bonus=True, weight_dtype=torch.float32, **sizes)
+        for name, sizes in (
+            ("bonus_values", {"R": 3, "gate_form": "head", "gates": "-inf"}),
+            ("bonus_constant", {"G": 3, "gate_form": "constant"}),
+            ("bonus_ungated", {"gates": "none"}),
+        )
+    ),
     row("empty_batch", "ci odd", "B0 H2 K16 V16"),
     *(
         row(f"decode_b{B}", "decode", "H16 K128 V128", B=B, **IN_BFLOAT16)
         for B in (1, 8, 64, 256, 1024)
     ),
     row("decode_b64_per_head", "decode", "B64 H16 K128 V128", gate_form="head", **IN_BFLOAT16),
+    row("decode_b64_bonus", "decode", "B64 H64 K64 V64", bonus=True, **IN_BFLOAT16),
 )
 RECURRENT_GLA_LAYER_STEP = (
     row("small", "ci", "B3 H2 K16 V16"),

@@ -16,7 +16,8 @@ A workload's sizes hold the dimensions of its op (B, T, H, K ..). They may also 
     shape, dim      shape of x and dimension of the softmax, in online_softmax
     masked          whether whole tiles of x, and most of a row, are -inf
     without         names of the optional inputs that are left out: output_gate, norm_weight; D, dt_bias
-    weight_dtype    dtype of norm_weight, or of D and dt_bias, by default the dtype of q
+    bonus           whether a step of recurrent_gla_step has a bonus
+    weight_dtype    dtype of norm_weight, of the bonus, or of D and dt_bias, by default the dtype of q
     norm_eps, activation   the arguments of these names
     initial_state   whether there is an initial state
 
@@ -176,13 +177,14 @@ def chunk_inputs(workload: Workload, **changes: object) -> GlaInputs:
 def step_inputs(
     workload: Workload, inputs: Callable[..., Any] = gla_inputs, **changes: object
 ) -> dict[str, Tensor | None]:
-    """Returns the arguments of a step by name: its tokens, state and slots.
+    """Returns the arguments of a step by name: its tokens, state and slots, and the bonus if the workload has one.
 
     Args:
         inputs: takes sizes, returns random arguments of the op over sequences, as `gla_inputs` does.
     """
-    sizes = {name: size for name, size in {**workload.sizes, **changes}.items() if name not in _LAYER_SIZES}
-    rows, pool = sizes.pop("rows", None), sizes.pop("pool", None)
+    asked = {**workload.sizes, **changes}
+    sizes = {name: size for name, size in asked.items() if name not in _LAYER_SIZES}
+    rows, pool, has_bonus = sizes.pop("rows", None), sizes.pop("pool", None), sizes.pop("bonus", False)
     x = inputs(**{**sizes, "T": 1, "initial_state": True})
     token = {name: token_of(getattr(x, name), 0) for name in PUBLIC_OPS[workload.op].tokens}
     state = x.initial_state
@@ -190,7 +192,12 @@ def step_inputs(
     if pool is not None:
         state = normal((pool, *state.shape[1:]), state.dtype, _generator(sizes))
     indices = None if rows is None else torch.tensor(rows, device=state.device)
-    return {**token, "state": state, "slots": indices}
+    step = {**token, "state": state, "slots": indices}
+    if not has_bonus:
+        return step
+    dtype = x.q.dtype if x.q.dtype == torch.float64 else asked.get("weight_dtype") or x.q.dtype
+    bonus = normal((x.k.shape[2], x.k.shape[3]), dtype, _generator({**sizes, "seed": sizes.get("seed", 0) + 1}))
+    return {**step, "bonus": bonus}
 
 
 def layer_step_inputs(workload: Workload, **changes: object) -> dict[str, Any]:
@@ -445,8 +452,13 @@ def describe(op: str, sizes: Mapping[str, Any], device: torch.device, **facts: A
     call = spec.call(_dims(sizes), device, dtype, **{**fields, **facts})
     # An `OpCall` has no field for these arguments.
     optional = {a.name for a in spec.arguments if a.role is Role.MARKS and sizes.get(a.name) is not None}
-    inputs = {a.name for a in spec.arguments if a.is_optional_input}.difference(sizes.get("without", ()))
+    inputs = {a.name for a in spec.arguments if a.is_optional_input}.difference(left_out(sizes))
     return dataclasses.replace(call, given=call.given | optional | inputs)
+
+
+def left_out(sizes: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the names of the optional inputs that the call of a workload leaves out."""
+    return (*sizes.get("without", ()), *(() if sizes.get("bonus") else ("bonus",)))
 
 
 def _dims(sizes: Mapping[str, Any]) -> dict[str, int]:

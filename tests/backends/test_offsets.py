@@ -93,22 +93,23 @@ def summary(**sizes):
     return "chunk_gla_summary", k, v, g, cu_seqlens, False, None
 
 
-def step(B=2**14, P=2**20, H=16, G=2, R=1, K=128, V=128, form="key"):
+def step(B=2**14, P=2**20, H=16, G=2, R=1, K=128, V=128, form="key", has_bonus=False):
     Hv = R * H
     q, k, v = empty(G * H, B, K).transpose(0, 1), empty(B, H, K), empty(B, Hv, V)
     g = empty(*{"constant": (Hv,), "head": (B, Hv), "key": (B, Hv, K)}[form])
     state, indices = empty(P, Hv, K, V, dtype=torch.float32), empty(B, dtype=torch.int32)
-    return "recurrent_gla_step", q, k, v, g, state, 0.1, indices, None, True
+    bonus = empty(H, K) if has_bonus else None
+    return "recurrent_gla_step", q, k, v, g, state, 0.1, indices, None, bonus, True
 
 
 def layer_step(V=256, **sizes):
-    _, q, k, v, g, state, scale, indices, _, _ = step(V=V, **sizes)
+    _, q, k, v, g, state, scale, indices, *_ = step(V=V, **sizes)
     output_gate = empty(len(q), max(q.shape[1], v.shape[1]), V)
     return "recurrent_gla_layer_step", q, k, v, g, state, output_gate, empty(V), scale, 1e-5, "silu", indices
 
 
 def ssd_step(**sizes):
-    _, q, k, v, _, state, scale, indices, _, _ = step(G=1, form="head", **sizes)
+    _, q, k, v, _, state, scale, indices, *_ = step(G=1, form="head", **sizes)
     dt, A = empty(*v.shape[:2]), empty(v.shape[1])
     return "recurrent_ssd_step", q, k, v, state.mT.contiguous().mT, dt, A, A, A, v, scale, True, False, indices
 
@@ -162,7 +163,7 @@ def delta_pool(**sizes):
 
 
 def delta_step(**sizes):
-    _, *token, state, scale, indices, normalizer, inplace = step(G=1, **sizes)
+    _, *token, state, scale, indices, normalizer, _, inplace = step(G=1, **sizes)
     Hv, K = state.shape[1:3]
     options = (normalizer, 1e-6, 2.0, "softplus", None, empty(Hv), empty(Hv, K))
     return "recurrent_delta_step", *token, empty(*token[2].shape[:2]), state, scale, indices, *options, inplace

@@ -46,7 +46,7 @@ def test_steps_in_a_pool(inplace, gates):
     pool = torch.randn(6, 2, 16, 16)
     pool[3] = torch.nan
     before, gate = pool.clone(), None if g is None else g.clone()
-    o, state = recurrent_gla_step(q, k, v, g, pool, 0.3, torch.tensor([5, -1, 0, 6]), None, inplace)
+    o, state = recurrent_gla_step(q, k, v, g, pool, 0.3, torch.tensor([5, -1, 0, 6]), None, None, inplace)
     assert (state is pool) == inplace
     assert torch.equal(before[[1, 2, 4]], state[[1, 2, 4]])
     assert inplace or torch.equal(before.nan_to_num(), pool.nan_to_num())
@@ -61,11 +61,13 @@ def test_steps_in_a_pool(inplace, gates):
 
 def test_nobody_steps():
     x = gla_inputs(B=0, T=1, initial_state=True)
-    o, new = recurrent_gla_step(x.q[:, 0], x.k[:, 0], x.v[:, 0], x.g[:, 0], x.initial_state, 0.3, None, None, False)
+    o, new = recurrent_gla_step(
+        x.q[:, 0], x.k[:, 0], x.v[:, 0], x.g[:, 0], x.initial_state, 0.3, None, None, None, False
+    )
     assert (o.shape, new.shape) == (x.v[:, 0].shape, x.initial_state.shape)
     none, x = torch.empty(0, 2, 16, 16), gla_inputs(B=1, T=1)
     row = [y[:, 0] for y in (x.q, x.k, x.v, x.g)]
-    o, new = recurrent_gla_step(*row, none, 0.3, torch.tensor([0]), None, True)
+    o, new = recurrent_gla_step(*row, none, 0.3, torch.tensor([0]), None, None, True)
     assert new is none
     assert torch.equal(o, torch.zeros_like(o))
 

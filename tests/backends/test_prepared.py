@@ -124,7 +124,7 @@ def arguments_of(op, device, seed=0):
         "chunk_gla_pool": (x.q, x.k, x.v, x.g, pool, offsets, one, None, 0.3, None, one, one + 1, -1, None, None),
         "chunk_gla_summary": (x.k, x.v, x.g, None, False, None),
         "chunk_ssd_fwd": (*scan, x.initial_state, True, None, None),
-        "recurrent_gla_step": (*token, x.initial_state, 0.3, None, None, False),
+        "recurrent_gla_step": (*token, x.initial_state, 0.3, None, None, None, False),
         "recurrent_gla_layer_step": (*token, x.initial_state, token[2], x.v[0, 0, 0], 0.3, 0.1, "silu", None, None),
         "recurrent_ssd_step": (
             *token[:3],
@@ -144,6 +144,8 @@ def arguments_of(op, device, seed=0):
         "softmax_attention": (x.q, x.k, x.v, 0.3, True),
         "softmax_attention_bwd": (x.q, x.k, x.v, do, do[..., 0], 0.3, True, do, do[..., 0]),
     }[family]
+    if op == "recurrent_delta_step":
+        values = (*values[:-2], values[-1])  # a delta rule has no bonus
     if family != op:
         values = (*values[:4], betas.get(op.rsplit("_", 1)[1], beta), *values[4:])
     if op.startswith("recurrent_delta"):
@@ -158,7 +160,7 @@ def strided_step(inplace):
     """Describes a step whose tensors have various strides. One tensor, the gate, is None."""
     q, k, v = torch.empty(3, 4, 16)[:, ::2], torch.empty(2, 3, 16).transpose(0, 1), torch.empty(3, 2, 9)[..., 1:]
     state, indices = torch.empty(5, 2, 8, 16, dtype=torch.bfloat16).mT, torch.empty(3, dtype=torch.int32)
-    arguments = (q, k, v, None, state, 0.3, indices, None, inplace)
+    arguments = (q, k, v, None, state, 0.3, indices, None, None, inplace)
     return described("recurrent_gla_step", *arguments), arguments
 
 
@@ -166,8 +168,8 @@ def strided_step(inplace):
 def test_a_rehearsal_is_given_what_a_call_is_given_but_values(inplace):
     calls = []
 
-    def run(q, k, v, g, state, scale, state_indices, gate_normalizer, inplace):
-        calls.append((q, k, v, g, state, scale, state_indices, gate_normalizer, inplace))
+    def run(q, k, v, g, state, scale, state_indices, gate_normalizer, bonus, inplace):
+        calls.append((q, k, v, g, state, scale, state_indices, gate_normalizer, bonus, inplace))
 
     call, arguments = strided_step(inplace)
     assert rehearsed(run, dataclasses.replace(call, device=torch.device("cuda", 0))) is run
@@ -180,7 +182,7 @@ def test_a_rehearsal_is_given_what_a_call_is_given_but_values(inplace):
             assert x is expected or (expected, x) == (0.3, 1.0)
     assert received[5] == 1.0
     assert received[3] is None
-    assert received[8] is inplace
+    assert received[9] is inplace
 
 
 def test_scalars_of_a_rehearsal_are_those_of_the_call():

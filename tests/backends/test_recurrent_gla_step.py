@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 import gla_core as gla
 from gla_core.conformance import oracle
+from gla_core.conformance.calls import oracle_results
 from gla_core.conformance.tolerances import FORWARD, relative_error
-from gla_core.workloads.inputs import GATES, gla_inputs
+from gla_core.workloads.inputs import GATES, gla_inputs, token_of
 from tests.backends.prepared_calls import call_prepared, described
 from tests.kernels import INTERPRETED
 
@@ -23,14 +24,15 @@ WIDTHS = [(512, 1), (1, 512), (129, 31)] + ([] if INTERPRETED else [(512, 512), 
 pytestmark = pytest.mark.kernels
 
 
-def step(q, k, v, g, state, scale=0.3, state_indices=None, inplace=False):
-    return call_prepared("recurrent_gla_step", prepare, q, k, v, g, state, scale, state_indices, None, inplace)
+def step(q, k, v, g, state, scale=0.3, state_indices=None, inplace=False, bonus=None):
+    arguments = (q, k, v, g, state, scale, state_indices, None, bonus, inplace)
+    return call_prepared("recurrent_gla_step", prepare, *arguments)
 
 
 def prepared_step(q, k, v, g, state, inplace=False):
     """Prepares a step, and returns the function that computes steps like it, in place or not."""
-    run = prepare(described("recurrent_gla_step", q, k, v, g, state, 0.3, None, None, inplace))
-    return lambda q, k, v, g, state: run(q, k, v, g, state, 0.3, None, None, inplace)
+    run = prepare(described("recurrent_gla_step", q, k, v, g, state, 0.3, None, None, None, inplace))
+    return lambda q, k, v, g, state: run(q, k, v, g, state, 0.3, None, None, None, inplace)
 
 
 def remembered_step(*arguments, scale=0.3, inplace=False):
@@ -94,6 +96,46 @@ def test_any_shape_and_layout(device, state_dtype, scale, inplace, spare, dtype,
     o, new = step(*token, state, scale, inplace=inplace)
     check((o, new), reference, dtype, state_dtype)
     assert new is state if inplace else torch.equal(state, before) and new.is_contiguous()
+
+
+@settings(max_examples=15 if INTERPRETED else 60)
+@given(
+    B=st.integers(0, 4),
+    H=st.integers(1, 3),
+    groups=st.sampled_from([{"G": 1}, {"G": 3}, {"R": 3}]),
+    K=st.integers(1, 70),
+    V=st.integers(1, 70),
+    gates=st.sampled_from(GATES),
+    gate_form=st.sampled_from(["constant", "head", "key"]),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+    has_slots=st.booleans(),
+    has_float32_bonus=st.booleans(),
+    inplace=st.booleans(),
+    spare=st.integers(0, 2),
+    seed=st.integers(0, 2**31),
+)
+def test_any_bonus(device, B, H, K, groups, has_slots, has_float32_bonus, inplace, spare, dtype, seed, **sizes):
+    x = gla_inputs(B=B, T=1, H=H, K=K, **groups, dtype=dtype, seed=seed, device=device, initial_state=True, **sizes)
+    token, state = [token_of(y, 0) for y in (x.q, x.k, x.v, x.g)], strided(x.initial_state, spare)
+    bonus = strided(torch.randn(H, K, device=device).to(torch.float32 if has_float32_bonus else dtype), spare)
+    rows = torch.arange(B, device=device).flip(0) - 1 if has_slots else None  # the last row is skipped
+    passed = dict(zip("qkvg", token, strict=True)) | {"state": state.clone(), "slots": rows, "bonus": bonus}
+    wanted = oracle_results("recurrent_gla_step", passed, scale=0.3)
+    o, new = step(*token, state, state_indices=rows, inplace=inplace, bonus=bonus)
+    check((o, new), (wanted["o"], wanted["state"]), dtype)
+    assert new is state if inplace else torch.equal(state, passed["state"])
+
+
+def test_calls_that_differ_in_the_bonus_only(device):
+    """A call must not replay the launch of a call with another bonus, or with none."""
+    *token, state = inputs(B=2, H=2, K=16, V=8, device=device)
+    arguments = dict(zip("qkvg", token, strict=True)) | {"state": state}
+    bonuses = [torch.randn(2, 16, device=device) for _ in range(2)]
+    memory = torch.randn(33, device=device)
+    for bonus in (*bonuses, None, memory[1:].view(2, 16), *bonuses, bonuses[0].half().float()):
+        wanted = oracle_results("recurrent_gla_step", arguments | {"bonus": bonus}, scale=0.3)
+        results = gla.recurrent_gla_step(*token, state, 0.3, bonus=bonus, backend="triton_fused")
+        check(results, (wanted["o"], wanted["state"]), torch.float32)
 
 
 @pytest.mark.parametrize(("K", "V"), WIDTHS)

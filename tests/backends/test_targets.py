@@ -114,6 +114,11 @@ CALLS = {
     "backward, in segments": (backward, "parallel_scan", {"B": 1, "T": 65536, "H": 8}),
     "summary": (summary, "parallel_scan", TRAINING),
     "step": (step, "triton_fused", {"B": 64, "P": 100, "G": 1}),
+    "step with a bonus": (
+        step,
+        "triton_fused",
+        {"B": 64, "P": 100, "H": 64, "G": 1, "K": 64, "V": 64, "has_bonus": True},
+    ),
     "layer step": (layer_step, "triton_fused", {"B": 64, "P": 100, "H": 4, "G": 1}),
     "layer step, one row": (layer_step, "triton_fused", {"B": 1, "P": 100, "H": 4, "G": 1, "K": 256, "V": 512}),
     "Mamba-2 step": (ssd_step, "triton_fused", {"B": 64, "P": 100, "H": 1, "R": 128, "V": 64}),

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from gla_core.compat import fla
 from gla_core.compat.fla import composed
+from gla_core.compat.fla import slots as slot_attention
 
 B, H, K, V, M = 2, 3, 4, 5, 6
 MODULES = (
@@ -298,6 +299,60 @@ def test_half_precision():
     assert (o.dtype, *(x.dtype for x in pair)) == (torch.bfloat16, torch.float32, torch.float32)
     o, state = fla.chunk_rwkv6(q, k, v, -k.exp(), torch.ones(H, K, dtype=torch.bfloat16), output_final_state=True)
     assert (o.dtype, state.dtype) == (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("keys", [1, 2, 3, 64])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("has_state", [True, False])
+def test_one_token_of_slots_adds_parts_of_keys(monkeypatch, has_state, groups, keys):
+    """K is 4: sums over keys have 4, 2 or 1 parts. With gradients the token is computed as a sequence."""
+    monkeypatch.setattr(slot_attention, "KEYS", keys)
+    q, k, v, s = randn(B, 1, groups * H, K), randn(B, 1, H, K), randn(B, 1, H, V), randn(B, 1, H, M)
+    states = (randn(B, H, K, M), randn(B, H, M, V)) if has_state else None
+    options = {"initial_state": states, "output_final_state": True}
+    o, pair = fla.fused_recurrent_gsa(q, k, v, s, -s.exp(), **options)
+    wanted, wanted_pair = fla.fused_recurrent_gsa(q.requires_grad_(), k, v, s, -s.exp(), **options)
+    close([o, *pair], [wanted, *wanted_pair])
+
+
+@pytest.mark.parametrize("has_state", [True, False])
+@pytest.mark.parametrize("reverse", [True, False])
+def test_one_token_of_rwkv6_without_gradients_is_a_step(monkeypatch, reverse, has_state):
+    """With gradients, of the bonus or the state alone too, it is computed as a sequence, which has them."""
+    seen, step = [], composed._recurrent_gla_step
+    monkeypatch.setattr(composed, "_recurrent_gla_step", lambda *args, **kw: seen.append(1) or step(*args, **kw))
+    tokens = [randn(B, 1, H, K), randn(B, 1, H, K), randn(B, 1, H, V), -randn(B, 1, H, K).exp()]
+    u, states = randn(H, K), [randn(B, H, K, V) if has_state else torch.zeros(B, H, K, V).double()]
+    leaves = [*tokens, u, *states[: int(has_state)]]
+    wanted = by_sequence(functools.partial(_with_u, u), tokens, states, None)
+
+    def call(*x):
+        options = {"initial_state": x[5] if has_state else None, "output_final_state": True, "reverse": reverse}
+        return fla.fused_recurrent_rwkv6(*x[:5], **options)
+
+    close(call(*leaves), wanted)
+    assert seen == [1]
+    for leaf in leaves:
+        leaf.requires_grad_()
+        close(call(*leaves), wanted)
+        with torch.no_grad():
+            assert call(*leaves)[1] is not None
+        leaf.requires_grad_(False)
+    assert seen == [1] * (1 + len(leaves))
+    leaves = [x.requires_grad_() for x in leaves]
+    actual = torch.autograd.grad([x.square().sum() for x in call(*leaves)], leaves)
+    o, state = by_sequence(functools.partial(_with_u, u), tokens, states, None)
+    close(actual, torch.autograd.grad(o.square().sum() + state.square().sum(), leaves))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_one_token_of_rwkv6_takes_a_bonus_of_any_dtype(dtype):
+    q, k, v = (torch.randn(B, 1, H, d, dtype=torch.bfloat16) for d in (K, K, V))
+    w, u = -torch.rand(B, 1, H, K), torch.randn(H, K).to(dtype)
+    o, state = fla.fused_recurrent_rwkv6(q, k, v, w, u)
+    assert state is None
+    wanted, _ = fla.fused_recurrent_rwkv6(*(x.double() for x in (q, k, v, w, u)))
+    torch.testing.assert_close(o.double(), wanted, rtol=0.02, atol=0.02)
 
 
 PACKED = {

@@ -127,6 +127,9 @@ def check_other_ops(ranks):
         compare(gla.softmax_attention(*spread_out[:3], causal=True), gla.softmax_attention(q, k, v, causal=True))
         one = [spread(y, state_place) for y in token]
         compare(gla.recurrent_gla_step(*one, spread(state, WHOLE)), gla.recurrent_gla_step(*token, state))
+        bonus = torch.randn(2, q.shape[-1], dtype=torch.float64)
+        expected = gla.recurrent_gla_step(*token, state, bonus=bonus)
+        compare(gla.recurrent_gla_step(*one, spread(state, WHOLE), bonus=spread(bonus, rate_place)), expected)
         written = spread(state, state_place)
         expected = gla.recurrent_gla_step(*token, state)
         o, same = gla.recurrent_gla_step(*one, written, inplace=True)

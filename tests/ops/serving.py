@@ -92,7 +92,7 @@ def keyword_only_forward(q, k, v, *, scale, cu_seqlens, g, initial_state, output
 
 def plain_step(q, k, v, g, state, scale, state_indices, inplace):
     """Computes recurrent_gla_step without an optional argument, as a third party's backend may."""
-    return _REFERENCE["recurrent_gla_step"](q, k, v, g, state, scale, state_indices, None, inplace)
+    return _REFERENCE["recurrent_gla_step"](q, k, v, g, state, scale, state_indices, None, None, inplace)
 
 
 def keyword_only_step(q, k, v, *, scale, g, state, state_indices, inplace):

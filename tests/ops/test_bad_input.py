@@ -98,6 +98,9 @@ BAD_STEP = [
     ),
     ({"state": ones(2, 2, 4, 3).double()}, "state is float64; expected float32 or bfloat16 or float16", TypeError),
     ({"state": None}, "state is NoneType; expected a tensor [P, Hv, K, V]", TypeError),
+    ({"bonus": ones(4, 4)}, "bonus has shape [4, 4]; expected [H, K] with H=2, K=4"),
+    ({"bonus": ones(2, 4).half()}, "bonus is float16; expected float32, as q or float32", TypeError),
+    ({"bonus": 1.0}, "bonus is float; expected a tensor [H, K]", TypeError),
     ({"slots": torch.zeros(3, dtype=torch.int64)}, "slots has shape [3]; expected [B] with B=2"),
     ({"slots": torch.zeros(2)}, "slots is float32; expected int32 or int64", TypeError),
     ({"slots": ones(2, dtype=torch.int64, device="meta")}, "slots is on meta and q is on cpu"),
@@ -263,9 +266,9 @@ def test_a_refused_step_writes_nothing():
     assert torch.equal(arguments["state"], before)
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v", "g", "state"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "state", "bonus"])
 def test_a_step_has_no_backward(name):
-    arguments = step_arguments()
+    arguments = step_arguments(bonus=ones(2, 4))
     arguments[name].requires_grad_()
     with pytest.raises(RuntimeError, match="recurrent_gla_step has no backward"):
         gla.recurrent_gla_step(**arguments)

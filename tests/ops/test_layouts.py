@@ -112,7 +112,7 @@ def test_a_backend_receives_such_states_as_it_can_take_them(swaps, inplace):
 
     def step(q, k, v, g, state, scale, state_indices, inplace):
         received.append(state)
-        return reference(q, k, v, g, state, scale, state_indices, None, inplace)
+        return reference(q, k, v, g, state, scale, state_indices, None, None, inplace)
 
     *token, state = step_inputs()
     o, new = gla.recurrent_gla_step(*token, state, backend="reference")

@@ -7,8 +7,11 @@ from hypothesis import strategies as st
 
 import gla_core as gla
 from gla_core.conformance import oracle
+from gla_core.conformance.calls import oracle_results
 from gla_core.conformance.tolerances import FORWARD, relative_error
-from gla_core.workloads.inputs import GATES, gla_inputs
+from gla_core.dispatch.backend import Backend, Capabilities
+from gla_core.dispatch.registry import get
+from gla_core.workloads.inputs import GATES, gla_inputs, token_of
 
 
 def step_inputs(**shape):
@@ -76,6 +79,134 @@ def test_numbers_beyond_float16():
     assert relative_error(o, ref_o) <= FORWARD[torch.float32]
     assert torch.equal(new, ref_state.half())
     assert new.isinf().all()
+
+
+# ---- a bonus
+
+
+def bonus_inputs(dtype=torch.float64, bonus_dtype=None, **shape):
+    """Returns the arguments of a step with a bonus by name."""
+    x = gla_inputs(T=1, initial_state=True, dtype=dtype, **shape)
+    token = {name: token_of(getattr(x, name), 0) for name in "qkvg"}
+    bonus = torch.randn(*x.k.shape[2:], dtype=torch.float64, device=x.q.device).to(bonus_dtype or dtype)
+    return {**token, "state": x.initial_state, "bonus": bonus}
+
+
+@settings(max_examples=60)
+@given(
+    B=st.integers(0, 4),
+    H=st.integers(1, 3),
+    groups=st.sampled_from([{"G": 1}, {"G": 3}, {"R": 3}]),
+    K=st.integers(1, 70),
+    V=st.integers(1, 70),
+    gates=st.sampled_from(GATES),
+    gate_form=st.sampled_from(["constant", "head", "key"]),
+    scale=st.sampled_from([None, 1.0, -0.5]),
+    backend=st.sampled_from(["reference", "parallel_scan"]),
+    inplace=st.booleans(),
+    state_v_first=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_any_bonus(groups, scale, backend, inplace, state_v_first, **shape):
+    x = bonus_inputs(**shape, **groups)
+    wanted = oracle_results("recurrent_gla_step", x, scale=scale)
+    if state_v_first:
+        x["state"] = x["state"].mT.contiguous()
+    before = x["state"].clone()
+    options = {"inplace": inplace, "state_v_first": state_v_first, "backend": backend}
+    o, new = gla.recurrent_gla_step(**x, scale=scale, **options)
+    assert relative_error(o, wanted["o"]) <= 1e-12
+    assert relative_error(new.mT if state_v_first else new, wanted["state"]) <= 1e-12
+    assert new is x["state"] if inplace else torch.equal(x["state"], before)
+
+
+@pytest.mark.parametrize("bonus_dtype", [None, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_dtypes_of_a_bonus(dtype, bonus_dtype, device):
+    x = bonus_inputs(dtype, bonus_dtype, B=3, H=2, G=2, K=24, V=40, device=device)
+    wanted = oracle_results("recurrent_gla_step", x)
+    o, new = gla.recurrent_gla_step(**x)
+    assert o.dtype == dtype
+    assert relative_error(o, wanted["o"]) <= FORWARD[dtype]
+    assert relative_error(new, wanted["state"]) <= FORWARD[x["state"].dtype]
+
+
+def test_the_oracle_of_a_bonus_is_the_definition():
+    """One head: o = scale q (S + diag(u) k^T v), and S' as without a bonus."""
+    x = bonus_inputs(B=1, H=1, K=3, V=2)
+    q, k, v, g, S, u = (x[name].squeeze() for name in ("q", "k", "v", "g", "state", "bonus"))
+    wanted = oracle_results("recurrent_gla_step", x, scale=0.3)
+    torch.testing.assert_close(wanted["o"].squeeze(), 0.3 * q @ (S + torch.outer(u * k, v)))
+    torch.testing.assert_close(wanted["state"].squeeze(), g.exp()[:, None] * S + torch.outer(k, v))
+
+
+@pytest.mark.parametrize("backend", ["reference", "parallel_scan"])
+def test_a_bonus_in_a_pool_from_logits(backend):
+    x = bonus_inputs(B=3, H=2, R=2, K=8, V=12) | {"slots": torch.tensor([4, -1, 0])}
+    x["state"] = torch.randn(5, 4, 8, 12, dtype=torch.float64)
+    wanted = oracle_results("recurrent_gla_step", x | {"g": torch.nn.functional.logsigmoid(x["g"]) / 4})
+    o, new = gla.recurrent_gla_step(**x, gate="logsigmoid", gate_normalizer=4, backend=backend)
+    assert relative_error(o, wanted["o"]) <= 1e-12
+    assert relative_error(new, wanted["state"]) <= 1e-12
+
+
+def test_a_backend_that_takes_no_bonus_is_refused():
+    def step(q, k, v, g, state, scale, state_indices, inplace):
+        return get("reference").ops["recurrent_gla_step"](q, k, v, g, state, scale, state_indices, None, None, inplace)
+
+    x = bonus_inputs(B=1)
+    with gla.register(Backend("mine", "1", {"recurrent_gla_step": step}, Capabilities(dtypes={torch.float64}))):
+        with pytest.raises(gla.NoBackendError, match="mine: takes no bonus; call it without"):
+            gla.recurrent_gla_step(**x, backend="mine")
+        gla.recurrent_gla_step(**x | {"bonus": None}, backend="mine")
+        wanted = oracle_results("recurrent_gla_step", x)["o"]
+        assert relative_error(gla.recurrent_gla_step(**x)[0], wanted) <= 1e-12
+
+
+def test_autocast_leaves_a_bonus_as_it_is():
+    x = bonus_inputs(torch.float32, B=2)
+    cast = {name: x[name].bfloat16() for name in "qkv"}
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = gla.recurrent_gla_step(**x)
+    assert all(torch.equal(a, b) for a, b in zip(actual, gla.recurrent_gla_step(**x | cast), strict=True))
+
+
+def test_a_row_with_a_bonus_alone_has_the_same_bits():
+    x = bonus_inputs(torch.float32, B=3, H=2, G=2)
+    with gla.batch_invariant():
+        whole = gla.recurrent_gla_step(**x)
+        alone = gla.recurrent_gla_step(**{name: y if name == "bonus" else y[1:2] for name, y in x.items()})
+    assert all(torch.equal(a[1:2], b) for a, b in zip(whole, alone, strict=True))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_vmap_over_calls_with_a_bonus(shared):
+    """A bonus has no batch, which vmap could extend, so the heads are extended."""
+    x = bonus_inputs(B=2, H=2, R=2, K=4, V=3)
+    q, u = (torch.randn(3, *y.shape, dtype=y.dtype) for y in (x["q"], x["bonus"]))
+    rows = [x["bonus"]] * 3 if shared else u
+    each = [gla.recurrent_gla_step(**x | {"q": a, "bonus": b}) for a, b in zip(q, rows, strict=True)]
+    call = torch.vmap(
+        lambda q, u: tuple(gla.recurrent_gla_step(**x | {"q": q, "bonus": u})), (0, None if shared else 0)
+    )
+    together = call(q, x["bonus"] if shared else u)
+    torch.testing.assert_close(together, tuple(torch.stack(y) for y in zip(*each, strict=True)))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_compiled_step_with_a_bonus(inplace):
+    def step(q, k, v, g, state, bonus):
+        return gla.recurrent_gla_step(q, k, v, g, state, bonus=bonus, inplace=inplace)
+
+    x = bonus_inputs(B=2)
+    wanted = oracle_results("recurrent_gla_step", x)
+    torch._dynamo.reset()
+    o, state = torch.compile(step, fullgraph=True, backend="aot_eager")(**x)
+    assert relative_error(o, wanted["o"]) <= 1e-12
+    assert relative_error(state, wanted["state"]) <= 1e-12
+
+
+# ---- pools, and several steps
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)

@@ -69,7 +69,7 @@ def test_results_in_a_list_have_gradients(fresh_registry):
 
 def test_a_step_in_place_returns_the_state_it_was_given(fresh_registry):
     def recurrent_gla_step(q, k, v, g, state, scale, state_indices, inplace):
-        return STEP(q, k, v, g, state, scale, state_indices, None, False)
+        return STEP(q, k, v, g, state, scale, state_indices, None, None, False)
 
     x = gla_inputs(T=1, K=4, V=4, initial_state=True)
     token = [y[:, 0] for y in (x.q, x.k, x.v, x.g)]

@@ -38,6 +38,7 @@ def opcheck_cases():
     yield "bwd, checkpoints", ops.chunk_gla_bwd, (x.q, x.k, x.v, x.g, None, None, None, checkpoints, 64, do, dstate)
     yield "step", ops.recurrent_gla_step, (*token(x), x.initial_state, None, None)
     yield "step_", ops.recurrent_gla_step_, (*token(x), x.initial_state, None, torch.tensor([1, -1]))
+    yield "step, bonus", ops.recurrent_gla_step, (*token(x), x.initial_state, None, None, None, torch.randn(2, 4))
     yield "softmax", ops.online_softmax, (torch.randn(3, 5, requires_grad=True), 0)
     yield "attention", ops.softmax_attention, (*attention, None, True)
     y = [z.detach() for z in attention]

@@ -147,6 +147,9 @@ NO_FORWARD_MODE = "no forward-mode derivative"
     [
         lambda q, x, b: gla.chunk_gla(q, x.k, x.v, x.g, backend=b),
         lambda q, x, b: gla.recurrent_gla_step(q[:, 0], x.k[:, 0], x.v[:, 0], None, x.initial_state, backend=b),
+        lambda q, x, b: gla.recurrent_gla_step(
+            x.q[:, 0].detach(), x.k[:, 0], x.v[:, 0], None, x.initial_state, bonus=q[0, 0, :2], backend=b
+        ),
         lambda q, x, b: gla.online_softmax(q, backend=b),
         lambda q, x, b: gla.softmax_attention(q, x.k, x.v, backend=b),
     ],

@@ -35,6 +35,8 @@ def ops(wanted: bool) -> None:
     assert_type(gla.chunk_gla_summary(k, v, g), gla.ChunkGlaSummary)
     assert_type(gla.chunk_gla_gradient_summary(q, o, g), gla.ChunkGlaGradientSummary)
     assert_type(gla.recurrent_gla_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], state), gla.RecurrentGlaStep)
+    bonus = torch.ones(4, 32)
+    assert_type(gla.recurrent_gla_step(q[:, 0], k[:, 0], v[:, 0], None, state, bonus=bonus).o, Tensor)
     assert_type(gla.linear_attention(q, k, v), LinearAttention)
     pair = gla.linear_attention(q, k, v, output_final_state=True)
     assert_type(pair.o, Tensor)

@@ -12,12 +12,8 @@ from __future__ import annotations
 from gla_core.dispatch.backend import Prepared
 from gla_triton_kernels.gla import step
 
-_DELTA = ("beta", "normalize", "beta_limit", "gate_activation", "bound", "A_log", "dt_bias")
-"""The arguments that gated linear attention does not have; the functions of its ops take them last."""
-
-STEP = Prepared(step.STEP.prepare, (*step.STEP.takes, *_DELTA))
-"""One token: one kernel reads every state once and writes it once."""
-STEPS = Prepared(step.STEPS.prepare, (*step.STEPS.takes, *_DELTA))
+STEP = step.DELTA_STEP
+STEPS = Prepared(step.STEPS.prepare, (*step.STEPS.takes, *step.DELTA))
 """Several tokens: one kernel reads the state of every sequence once, and writes it after each token."""
-REPLAY = Prepared(step.REPLAY.prepare, (*step.REPLAY.takes, *_DELTA))
+REPLAY = Prepared(step.REPLAY.prepare, (*step.REPLAY.takes, *step.DELTA))
 """Several tokens after those accepted: one kernel reads the state of every sequence once and writes it once."""

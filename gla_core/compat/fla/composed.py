@@ -4,7 +4,7 @@
     lightnet   z_t = log(exp(z_{t-1}) + exp(k_t))           GLA with keys exp(k_t - z_t) and gates z_{t-1} - z_t
 
 rwkv6 reads the state before the token: it is GLA of the keys, values and gates of the token before, and the bonus
-(r_t . u k_t) v_t. One token is computed by compiled code, which reads its state.
+(r_t . u k_t) v_t. One token without gradients is a decoding step with a bonus.
 
 Dimensions, dtypes and errors are as in `ops.chunk_gla`. Gates are natural logarithms.
 Source: flash-linear-attention 0.6.0, fla/ops; Peng et al., "Eagle and Finch" (arXiv 2404.05892); Qin et al., "You Only
@@ -19,9 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gla_core.compat.fla.ops import from_last_to_first, is_one_token, no_more, recurrent, wide_state
+from gla_core.compat.fla.ops import from_last_to_first, is_one_token, no_more, one_token, recurrent
 from gla_core.dispatch.tensors import number_of_sequences, wide
 from gla_core.ops.fused import fused
+from gla_core.ops.gla import recurrent_gla_step as _recurrent_gla_step
 
 PART = 64
 """Rows whose sums one thread of a GPU adds."""
@@ -78,30 +79,13 @@ def fused_recurrent_rwkv6(
         o = fused(_with_bonus, o, r, k, v, u, factor)
         return o, None if state is None else _after_last(state, k, v, w, rows)
 
-    factor, u = r.shape[3] ** -0.5 if scale is None else scale, u.to(wide(r.dtype))
     if is_one_token(r, cu_seqlens, k, v, w, u, initial_state):
-        o, state = fused(_one_token, r, k, v, w, u, factor, wide_state(initial_state, r))
-        return o, state if output_final_state else None
+        bonus = u if u.dtype == r.dtype else u.to(wide(r.dtype))
+        rest = (scale, initial_state, output_final_state, False)
+        return one_token(_recurrent_gla_step, (r, k, v, w), *rest, bonus=bonus)
+    factor, u = r.shape[3] ** -0.5 if scale is None else scale, u.to(wide(r.dtype))
     call = from_last_to_first(run) if reverse else run
     return call(r, k, v, w, initial_state, cu_seqlens)
-
-
-def _one_token(
-    r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, scale: float, state: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Returns the output of one token [B, 1, H, V] and the state after it [B, H, K, V]; no state is one of zeros.
-
-    With the heads of all rows in one dimension, compiled code reads states in the order of memory.
-    """
-    (B, _, H, K), V = k.shape, v.shape[3]
-    k, w, queries, u = (x.expand(B, 1, H, K).reshape(B * H, K, 1).to(u.dtype) for x in (k, w, r, u))
-    write = k * v.reshape(B * H, 1, V)  # [B H, K, V]
-    read, after = u * write, write
-    if state is not None:
-        state = state.reshape(write.shape)
-        read, after = read + state, after + w.exp() * state
-    o = scale * (queries * read).sum(1)  # [B H, V]
-    return o.view(B, 1, H, V).to(r.dtype), after.view(B, H, K, V)
 
 
 def _rows_before(

@@ -12,6 +12,7 @@ Source: flash-linear-attention 0.6.0, fla/ops/gsa; Zhang et al., "Gated Slot Att
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -112,6 +113,8 @@ def _one_token(
     """Returns p of one token [B, 1, Hq, M] and P after it [B, H, K, M]; no P is one of zeros.
 
     Sums over keys begin with parts of at most `KEYS`: then a GPU has enough to do, and reads P in the order of memory.
+    Gates are expanded before exp, and the parts are added one by one: then compiled code computes both in the kernels
+    of the first sum and of the softmax.
     """
     (B, _, H, K), M, group, state_dtype = k.shape, s.shape[3], q.shape[2] // k.shape[2], wide(q.dtype)
     keys = math.gcd(K, KEYS)
@@ -119,9 +122,9 @@ def _one_token(
     write = s.reshape(B * H, 1, 1, M).to(state_dtype)
     after = k.reshape(parts) * write  # [B H, K / keys, keys, M]
     if P is not None:
-        decay = 1 if g is None else g.reshape(write.shape).to(state_dtype).exp()
+        decay = 1 if g is None else g.reshape(write.shape).to(state_dtype).expand(-1, parts[1], -1, -1).exp()
         after = after + decay * P.reshape(after.shape)
     queries = (scale * q.to(state_dtype)).reshape(B * H, group, *parts[1:])
-    read = [(queries[:, i] * after).sum(2).sum(1) for i in range(group)]  # each [B H, M]
-    p = torch.stack(read, 1).softmax(-1)  # [B H, Hq / H, M]
+    read = torch.stack([(queries[:, i] * after).sum(2) for i in range(group)], 1)  # [B H, Hq / H, K / keys, M]
+    p = functools.reduce(torch.add, read.unbind(2)).softmax(-1)  # [B H, Hq / H, M]
     return p.view(B, 1, H * group, M).to(q.dtype), after.view(B, H, K, M)

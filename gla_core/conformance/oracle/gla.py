@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping
@@ -231,7 +232,25 @@ def _read(q: Tensor, state: Tensor, scale: float) -> Tensor:
     return scale * (q @ state).flatten(-3, -2)
 
 
+def recurrent_gla_step_in_pool(*, bonus: Tensor | None = None, **x: Any) -> tuple[Tensor, Tensor]:
+    """Returns the results of `pools.step_in_pool` in float64; with a bonus [H, K] the output reads the states before.
+
+    Args:
+        x: the other arguments of `gla_core.recurrent_gla_step`, with log gates.
+    """
+    return step_in_pool(chunk_gla if bonus is None else functools.partial(_with_bonus, bonus))(**x)
+
+
+def _with_bonus(
+    u: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float | None, initial_state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns o = scale q (S + diag(u) k^T v) of one token [B, 1, ..], and the state after it."""
+    token = for_value_heads(u * k.double(), v)[:, 0, :, :, None] * v.double()[:, 0, :, None, :]  # [B, Hv, K, V]
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    o = _read(for_value_heads(q, v)[:, 0], initial_state.double() + token, factor)
+    return o[:, None], chunk_gla(q, k, v, g, scale, initial_state)[1]
+
+
 chunk_gla_pool = prompts_in_pool(chunk_gla)
-recurrent_gla_step_in_pool = step_in_pool(chunk_gla)
 recurrent_gla_steps = steps_in_pool(chunk_gla)
 recurrent_gla_replay = replay_in_pool(chunk_gla, chunk_gla, lambda x, state: x["v"])

@@ -4,16 +4,21 @@ Per row and value head, with alpha = exp(g), a number for each key or one number
 
     S' = diag(alpha) S + k^T v        o = scale * q S'
 
-Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
+With a bonus u, a number for each key, the output reads the state before the token, and of the token itself a part:
+
+    o = scale * q (S + diag(u) k^T v)
+
+Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635);
+of the bonus, which is RWKV-6's, Peng et al., "Eagle and Finch" (arXiv 2404.05892).
 
 A backend's function receives and returns
 
-    recurrent_gla_step(q, k, v, g, state, scale, state_indices, gate_normalizer, inplace) -> (o, state)
+    recurrent_gla_step(q, k, v, g, state, scale, state_indices, gate_normalizer, bonus, inplace) -> (o, state)
 
 Row b reads and writes state[state_indices[b]], or state[b] without indices. A row whose index is outside 0 to P-1 is
-skipped: its o is 0 and no state is written. gate_normalizer is as in `chunk_gla`. With `inplace` the given state is
-written and returned. Without it, the given state is left unchanged and a new tensor of the same shape is returned;
-states that no index names are copied.
+skipped: its o is 0 and no state is written. gate_normalizer is as in `chunk_gla`. bonus is [H, K], or None; value heads
+read it as they read k. With `inplace` the given state is written and returned. Without it, the given state is left
+unchanged and a new tensor of the same shape is returned; states that no index names are copied.
 """
 
 from __future__ import annotations
@@ -27,10 +32,19 @@ from gla_core.dispatch.request import current_request
 from gla_core.ops import _invariant, _step, autocast, checks
 from gla_core.ops._deprecated import backend_by_position, renamed
 from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run, transformed
-from gla_core.ops._torch_op import exportable, refusal_in_place, refuse_tangents, tell_autograd
+from gla_core.ops._torch_op import (
+    TorchOp,
+    exportable,
+    join_batch,
+    join_heads,
+    refusal_in_place,
+    refuse_tangents,
+    tell_autograd,
+)
 from gla_core.ops.gla.chunk_gla import FORWARD, NORMALIZER
 from gla_core.ops.spec import (
     AS_INPUT,
+    AS_INPUT_OR_FLOAT32,
     INPUT,
     INTEGER,
     POOL,
@@ -73,12 +87,13 @@ def recurrent_gla_step(
     state_v_first: bool = False,
     gate: str | None = None,
     gate_normalizer: int = 16,
+    bonus: Tensor | None = None,
     state_indices: Tensor | None = None,
 ) -> RecurrentGlaStep:
     """Advances a state by one token per row. Not differentiable: train with `chunk_gla`.
 
     Under autocast q, k and v are cast to the dtype of autocast, and o has that dtype; g keeps float32, and the state
-    keeps its dtype.
+    and the bonus keep their dtypes.
 
     Args:
         q: queries [B, Hq, K]. The dtypes, heads and values of q, k, v and g are as in `chunk_gla`.
@@ -95,6 +110,8 @@ def recurrent_gla_step(
         state_v_first: whether the given and the returned state are [P, Hv, V, K].
         gate: None, or "logsigmoid" if g holds logits, as in `chunk_gla`.
         gate_normalizer: the whole number by which log sigma of the logits is divided.
+        bonus: RWKV-6's u [H, K], dtype of q or float32. With it the output is scale * q (S + diag(u) k^T v), where S is
+            the state before the token; without it, scale * q S' of the state S' after the token.
         state_indices: the deprecated name of `slots`.
 
     Returns:
@@ -119,24 +136,24 @@ def recurrent_gla_step(
         slots = renamed("recurrent_gla_step", "state_indices", "slots", state_indices, slots)
     if state_v_first:
         args = (q, k, v, g, checks.transposed(state), scale, slots)
-        options: Any = {"backend": backend, "gate": gate, "gate_normalizer": gate_normalizer}
+        options: Any = {"backend": backend, "gate": gate, "gate_normalizer": gate_normalizer, "bonus": bonus}
         try:
             o, new = recurrent_gla_step(*args, inplace, **options)
         except (ValueError, TypeError) as error:
-            raise STEP.error_in_layout(error, (*args, None, inplace)) from None
+            raise STEP.error_in_layout(error, (*args, None, bonus, inplace)) from None
         return RecurrentGlaStep(o, state if inplace else new.mT)
     c = None if gate is None else checks.normalizer(gate, gate_normalizer, g)
-    if needs_gradient(q, k, v, g, state):
+    if needs_gradient(q, k, v, g, state, bonus):
         _no_backward()
     if bypasses_torch(q):
-        args = (q, k, v, g, state, scale_or_default(q, scale), slots, c, inplace)
+        args = (q, k, v, g, state, scale_or_default(q, scale), slots, c, bonus, inplace)
         results = run(STEP, args, current_request(backend))
         if inplace:
             tell_autograd(state)
         return _new_tuple(RecurrentGlaStep, results)
     q, k, v, g = autocast.inputs(STEP, q, k, v, g)
-    refuse_tangents(q, k, v, g, state)
-    args = (q, k, v, g, state, plain_number(scale), slots, c, request_text(backend))
+    refuse_tangents(q, k, v, g, state, bonus)
+    args = (q, k, v, g, state, plain_number(scale), slots, c, bonus, request_text(backend))
     if inplace:
         if transformed():
             refuse_in_place()
@@ -162,6 +179,7 @@ STEP = OpSpec(
         Argument("scale", "float?", default=None, in_call=False),
         Argument("state_indices", "Tensor?", "B", INTEGER, None, role=Role.SLOTS, public="slots"),
         NORMALIZER,
+        Argument("bonus", "Tensor?", "H K", AS_INPUT_OR_FLOAT32, None),
         Argument("inplace", "bool", default=False),
     ),
     results=(Result("o", "B Ho V"), Result("state", like="state", written=lambda args: args["inplace"], state=True)),
@@ -183,4 +201,10 @@ def _no_backward(*_: Any) -> NoReturn:
     )
 
 
-_torch_step, _torch_step_inplace = _step.torch_ops(STEP, backward=_no_backward, refuse_in_place=refuse_in_place)
+def _vmap(call: TorchOp, size: int, in_dims: tuple, args: tuple) -> tuple[Any, Any]:
+    """Computes the rule of torch.vmap: the new dimension joins the batch, or the heads, as a bonus has no batch."""
+    has_bonus = dict(zip(STEP.parameters, args, strict=False)).get("bonus") is not None
+    return (join_heads if has_bonus else join_batch)(STEP, call, size, in_dims, args)
+
+
+_torch_step, _torch_step_inplace = _step.torch_ops(STEP, _no_backward, refuse_in_place, _vmap)

@@ -12,7 +12,7 @@ ssd_stepped = Op("recurrent_ssd_step")
 
 @layer_stepped.bug("test_values[small-float32]", over={"o"})
 def mean_over_all_heads(x):
-    token = (x.q, x.k, x.v, x.g, x.state.clone(), x.scale, x.state_indices, x.gate_normalizer, True)
+    token = (x.q, x.k, x.v, x.g, x.state.clone(), x.scale, x.state_indices, x.gate_normalizer, None, True)
     u, _ = REFERENCE["recurrent_gla_step"](*token)
     per_head, over_all = (u.square().mean(dims, keepdim=True) + x.norm_eps for dims in (2, (1, 2)))
     return layer_stepped(x) * (per_head / over_all).sqrt()
@@ -96,6 +96,20 @@ def gate_of_the_row_before(x):
     return step(x, g=x.g.roll(1, 0) if x.g is not None and x.g.ndim == 2 else x.g)
 
 
+@step.bug("test_values[bonus-float32]", over={"o"})
+def output_of_a_bonus_read_after_the_token(x):
+    after = step(x, bonus=None)
+    if x.bonus is not None:  # the part of the token itself has no bonus after the token
+        alone, with_bonus = (step(x, bonus=u, state=torch.zeros_like(x.state), inplace=False) for u in (None, x.bonus))
+        after.o = after.o - alone.o + with_bonus.o
+    return after
+
+
+step.bugs(
+    "test_values[bonus-float32]",
+    over={"o"},
+    bonus_of_the_head_before=lambda x: step(x, bonus=None if x.bonus is None else x.bonus.roll(1, 0)),
+)
 step.bugs("test_gates_from_logits[small-float32]", logits_taken_for_log_gates=lambda x: step(x, gate_normalizer=None))
 step.bugs("test_inplace[small-float32]", never_in_place=lambda x: step(x, inplace=False))
 step.bugs("test_inputs_unchanged[small-float32]", always_in_place=lambda x: step(x, inplace=True))

@@ -18,6 +18,12 @@ def _prepare(call: OpCall) -> Callable[..., tuple]:
     return prepare(call)
 
 
+def _prepare_delta(call: OpCall) -> Callable[..., tuple]:
+    from gla_triton_kernels.gla.step.step import prepare_delta
+
+    return prepare_delta(call)
+
+
 def _prepare_layer_step(call: OpCall) -> Callable[..., Tensor]:
     from gla_triton_kernels.gla.step.layer_step import prepare
 
@@ -42,6 +48,9 @@ def _prepare_replay(call: OpCall) -> Callable[..., Tensor]:
     return prepare_replay(call)
 
 
+DELTA = ("beta", "normalize", "beta_limit", "gate_activation", "bound", "A_log", "dt_bias")
+"""The arguments that only delta rules have; the functions of their ops take them last."""
+_STEP = ("q", "k", "v", "g", "state", "scale", "state_indices", "gate_normalizer")
 _CALL = ("q", "k", "v", "g", "pool", "slots", "scale", "cu_seqlens")
 _SEQUENCES = ("num_accepted", "read_slots", "has_state", "pad_slot", "gate_normalizer", "out")
 _LAYER = ("output_gate", "norm_weight", "scale", "norm_eps", "activation", "state_indices", "gate_normalizer")
@@ -49,8 +58,10 @@ _SSD = ("dt", "A", "dt_bias", "D", "z", "scale", "dt_softplus", "A_is_log", "sta
 _RINGS = ("ring_k", "ring_v", "ring_g", "slots", "ring_start", "num_accepted")
 _REPLAY = ("scale", "cu_seqlens", "has_state", "pad_slot", "gate_normalizer", "out")
 
-STEP = Prepared(_prepare, ("q", "k", "v", "g", "state", "scale", "state_indices", "gate_normalizer", "inplace"))
+STEP = Prepared(_prepare, (*_STEP, "bonus", "inplace"))
 """One token: one kernel reads every state once and writes it once."""
+DELTA_STEP = Prepared(_prepare_delta, (*_STEP, "inplace", *DELTA))
+"""One token of a delta rule, by the same kernel."""
 LAYER_STEP = Prepared(_prepare_layer_step, ("q", "k", "v", "g", "state", *_LAYER))
 """One token and the norm of its output: one kernel, or two if there are few heads, read and write every state once."""
 SSD_STEP = Prepared(_prepare_ssd_step, ("q", "k", "v", "state", *_SSD))

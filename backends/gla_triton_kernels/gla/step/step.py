@@ -2,6 +2,8 @@
 
     S' = diag(exp g) S + k^T v        o = scale * q S'
 
+With a bonus u, o = scale * q (S + diag(u) k^T v).
+
 With beta it computes a delta rule, in which u = beta (v - k diag(exp g) S) takes the place of v; see delta.py.
 
 B batch   P states of the pool   H key heads   Hq query heads   Hv heads of values, states and gates
@@ -10,7 +12,8 @@ K, V key and value width   BK K rounded up to a power of two   BV values of a bl
 
 The grid has one program per row of the batch, value head and BV values.
 
-Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
+Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635); of the
+bonus, Peng et al., "Eagle and Finch" (arXiv 2404.05892).
 """
 
 # pyright: reportGeneralTypeIssues=false
@@ -49,11 +52,35 @@ Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Te
 def prepare(call: OpCall) -> Callable[..., tuple[Tensor, Tensor]]:
     """Plans a call, compiles its kernel, and returns the function that computes calls of the same signature.
 
-    Its arguments are those of the op, and behind them those that only a delta rule has.
-
     Raises:
         LaunchError: the kernel does not compile for this device, or does not fit it.
     """
+    planned, launched = plan(call, gpu_of_call(call)), Launches(call.device)
+
+    def run(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor | None,
+        state: Tensor,
+        scale: float,
+        state_indices: Tensor | None,
+        gate_normalizer: int | None,
+        bonus: Tensor | None,
+        inplace: bool,
+    ) -> tuple[Tensor, Tensor]:
+        state, new, o = _results(q, v, state, state_indices, inplace)
+        if o.numel():
+            tensors = (q, k, v, g, state, state_indices, new, o)
+            if unrecorded := launched.replay((*tensors, bonus), scale):
+                unrecorded.start(launch_step(planned, tensors, scale, gate_normalizer, bonus=bonus))
+        return o, state if new is None else new
+
+    return rehearsed(run, call)
+
+
+def prepare_delta(call: OpCall) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Prepares a step of a delta rule; see `prepare`."""
     planned, launched, floats_of_call = plan(call, gpu_of_call(call)), Launches(call.device), floats_of(call)
 
     def run(
@@ -66,18 +93,15 @@ def prepare(call: OpCall) -> Callable[..., tuple[Tensor, Tensor]]:
         state_indices: Tensor | None,
         gate_normalizer: int | None,
         inplace: bool,
-        beta: Tensor | None = None,
-        normalize: float | None = None,
-        beta_limit: float | None = None,
-        gate_activation: str | None = None,
-        bound: float | None = None,
-        A_log: Tensor | None = None,
-        dt_bias: Tensor | None = None,
+        beta: Tensor,
+        normalize: float | None,
+        beta_limit: float | None,
+        gate_activation: str | None,
+        bound: float | None,
+        A_log: Tensor | None,
+        dt_bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        if state_indices is not None and not inplace:  # rows without an index are also copied
-            state, inplace = new_state(state).copy_(state), True
-        new = None if inplace else new_state(state)
-        o = v.new_empty(len(q), max(q.shape[1], v.shape[1]), v.shape[2])
+        state, new, o = _results(q, v, state, state_indices, inplace)
         if o.numel():
             tensors, floats = (q, k, v, g, state, state_indices, new, o), floats_of_call(normalize, beta_limit, bound)
             if unrecorded := launched.replay((*tensors, beta, A_log, dt_bias), scale, *floats):
@@ -88,8 +112,23 @@ def prepare(call: OpCall) -> Callable[..., tuple[Tensor, Tensor]]:
     return rehearsed(run, call)
 
 
+def _results(
+    q: Tensor, v: Tensor, state: Tensor, indices: Tensor | None, inplace: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Returns the states that are read, the new ones, or None if those are written in place, and o."""
+    if indices is not None and not inplace:  # rows without an index are also copied
+        state, inplace = new_state(state).copy_(state), True
+    o = v.new_empty(len(q), max(q.shape[1], v.shape[1]), v.shape[2])
+    return state, None if inplace else new_state(state), o
+
+
 def launch_step(
-    plan: Plan, tensors: Tensors, scale: float, normalizer: int | None, delta: Inputs | None = None
+    plan: Plan,
+    tensors: Tensors,
+    scale: float,
+    normalizer: int | None,
+    delta: Inputs | None = None,
+    bonus: Tensor | None = None,
 ) -> list[Launch]:
     """Returns the launch of a step.
 
@@ -106,6 +145,8 @@ def launch_step(
         "new_ptr": new,
         "o_ptr": o,
         **delta_arguments(delta),
+        "bonus_ptr": bonus,
+        "bonus_h": None if bonus is None else bonus.stride(0),
         "scale": scale,
         "P": P,
         **token_strides("beta", None if delta is None else delta.beta),
@@ -173,12 +214,14 @@ def _gla_step_kernel(
     beta_ptr,  # [B, Hv] for a delta rule, or None, and so are all its other arguments
     A_log_ptr,  # [Hv] or None
     bias_ptr,  # [Hv, K] if KEY_BIAS, else [Hv], or None
+    bonus_ptr,  # [H, K] or None
     scale,
     eps,
     limit,
     bound,
     P,
     bias_h,
+    bonus_h,
     beta_stride_b,
     beta_stride_h,
     q_stride_b,
@@ -238,6 +281,8 @@ def _gla_step_kernel(
     blocks = (state_block, new_block, o_block)
     if beta_ptr is not None:
         beta_ptr += b * beta_stride_b + h * beta_stride_h
+    if bonus_ptr is not None:
+        bonus_ptr += h // R * bonus_h + rows  # [BK]
     advance(
         token,
         strides,
@@ -261,6 +306,7 @@ def _gla_step_kernel(
         ACTIVATION,
         NORMALIZE,
         LIMITED,
+        bonus_ptr,
     )
 
 
@@ -288,6 +334,7 @@ def advance(
     ACTIVATION=None,
     NORMALIZE=False,
     LIMITED=False,
+    bonus_block=None,
 ):
     """Computes BV columns of a state after a token, and the same columns of the outputs of its G query heads.
 
@@ -297,7 +344,9 @@ def advance(
         place: the row, the head of values, the keys [BK] and the values [BV].
         blocks: pointers [BK, BV] from which the state is read, pointers [BK, BV] to which it is written, and pointers
             to the output of the first query head [BV].
-        beta_block: pointer to the beta of a delta rule, or None. All arguments after it are those of the kernel.
+        beta_block: pointer to the beta of a delta rule, or None. All arguments after it but the last are those of the
+            kernel.
+        bonus_block: pointers to the bonus of the keys [BK], or None.
     """
     q_ptr, k_ptr, v_ptr, g_ptr = token
     q_stride_b, q_stride_h, k_stride_b, k_stride_h, v_stride_b, v_stride_h, g_stride_b, g_stride_h = strides
@@ -324,6 +373,9 @@ def advance(
         A_log = tl.load(A_log_ptr + h)
     if bias_ptr is not None:
         bias = load_bias(bias_ptr, bias_h, h, rows, in_k, KEY_BIAS)
+    bonus, before = bonus_block, state
+    if bonus_block is not None:
+        bonus = tl.load(bonus_block, mask=in_k, other=0.0)  # [BK]
     if g_ptr is not None:
         if KEY_GATES:
             g = tl.load(g_block, mask=in_k, other=0.0)  # [BK]
@@ -337,11 +389,15 @@ def advance(
         state = state.to(tl.float32)
         v = added(state, k, v, learnt(beta, limit, LIMITED))
     state = state.to(tl.float32) + k.to(tl.float32)[:, None] * v.to(tl.float32)[None, :]
+    read = state
+    if bonus_block is not None:
+        keys = bonus.to(tl.float32) * k.to(tl.float32)  # [BK]
+        read = before.to(tl.float32) + keys[:, None] * v.to(tl.float32)[None, :]
 
     for i in range(G):
         # The query of the next head is loaded before the query of this head is used.
         following = tl.load(q_block + tl.minimum(i + 1, G - 1).to(tl.int64) * q_stride_h, mask=in_k, other=0.0)  # [BK]
-        o = scale * tl.sum(q.to(tl.float32)[:, None] * state, axis=0)  # [BV]
+        o = scale * tl.sum(q.to(tl.float32)[:, None] * read, axis=0)  # [BV]
         tl.store(o_block + i * V, o.to(o_block.dtype.element_ty), mask=in_v)
         q = following
 
