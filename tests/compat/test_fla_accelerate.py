@@ -415,9 +415,9 @@ def test_delta_rules_on_a_gpu_are_those_of_the_kernels_for_hopper(
     ("dtype", "K", "T", "capability", "families"),
     [
         (torch.bfloat16, 64, 8, (9, 0), {"gsa", "rwkv6", "lightnet"}),
-        (torch.bfloat16, 64, 1, (9, 0), {"gsa", "lightnet"}),
+        (torch.bfloat16, 64, 1, (9, 0), {"gsa", "rwkv6", "lightnet"}),
         (torch.bfloat16, 256, 8, (9, 0), {"gsa", "rwkv6", "lightnet"}),
-        (torch.bfloat16, 256, 1, (9, 0), {"lightnet"}),
+        (torch.bfloat16, 256, 1, (9, 0), {"rwkv6", "lightnet"}),
         (torch.float32, 64, 8, (9, 0), set()),
         (torch.bfloat16, 64, 8, (8, 0), set()),
     ],

@@ -288,7 +288,8 @@ def _slow_delta_rule(arguments: Mapping[str, Any]) -> str | None:
 
 
 def _on_hopper(arguments: Mapping[str, Any]) -> str | None:
-    return _not_measured(arguments, lambda: hopper.is_bfloat16_on_hopper(arguments["q"]), ON_HOPPER)
+    queries = next(iter(arguments.values()))  # the first argument is q, or r
+    return _not_measured(arguments, lambda: hopper.is_bfloat16_on_hopper(queries), ON_HOPPER)
 
 
 def _slots(arguments: Mapping[str, Any]) -> str | None:
@@ -298,13 +299,6 @@ def _slots(arguments: Mapping[str, Any]) -> str | None:
         return (is_narrow or q.shape[1] > 1) and hopper.is_bfloat16_on_hopper(q)
 
     return _not_measured(arguments, is_measured, SLOTS)
-
-
-def _bonus(arguments: Mapping[str, Any]) -> str | None:
-    def is_measured() -> bool:
-        return arguments["r"].shape[1] > 1 and hopper.is_bfloat16_on_hopper(arguments["r"])
-
-    return _not_measured(arguments, is_measured, BONUS)
 
 
 def _not_measured(arguments: Mapping[str, Any], is_measured: Callable[[], bool], words: str) -> str | None:
@@ -321,13 +315,12 @@ def _several_calls(arguments: Mapping[str, Any]) -> str | None:
 
 ON_HOPPER = "on Hopper in bfloat16"
 SLOTS = "on Hopper in bfloat16 (one token: K, V up to 128)"
-BONUS = "several tokens on Hopper in bfloat16"
 _HERE = "computed by gla_core on a CPU and {}, else the original"
 _PARTLY = {
     "fla.ops.linear_attn": (_several_calls, "computed by gla_core on a CPU, and on a GPU with normalize=False"),
     "fla.ops.lightnet": (_on_hopper, _HERE.format(ON_HOPPER)),
     "fla.ops.gsa": (_slots, _HERE.format(SLOTS)),
-    "fla.ops.rwkv6": (_bonus, _HERE.format(BONUS)),
+    "fla.ops.rwkv6": (_on_hopper, _HERE.format(ON_HOPPER)),
     "fla.ops.kda": (_slow_delta_rule, _HERE.format(hopper.IN_WORDS)),
     "fla.ops.gated_delta_rule": (_slow_delta_rule, _HERE.format(hopper.IN_WORDS)),
     "fla.ops.delta_rule": (_slow_delta_rule, _HERE.format(hopper.IN_WORDS)),
