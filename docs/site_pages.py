@@ -74,11 +74,20 @@ API: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "Errors": ("BackendError", "NoBackendError", "UnknownBackendError", "UnknownOpError"),
     },
     "gla_core.nn": {
-        "Layers": ("GatedLinearAttention", "SimpleGatedLinearAttention", "Retention", "HGRN2", "Mamba2"),
+        "Layers": (
+            "GatedLinearAttention",
+            "SimpleGatedLinearAttention",
+            "Retention",
+            "HGRN2",
+            "Mamba2",
+            "KimiDeltaAttention",
+            "GatedDeltaNet",
+            "DeltaNet",
+        ),
         "States": ("GLAState",),
     },
     "gla_core.distributed": {
-        "Tokens over ranks": ("chunk_gla", "shard", "Shard"),
+        "Tokens over ranks": ("chunk_gla", "chunk_delta", "shard", "Shard"),
         "Heads over ranks": ("tensor_parallel_plan",),
     },
     "gla_core.compat.fla": {"Models": ("accelerate", "Acceleration"), "States": ("state_from_fla", "state_to_fla")},

@@ -475,7 +475,7 @@ def conformance(
 def new_backend(name: Annotated[str, typer.Argument(help="Name of the backend, its package and its folder.")]) -> None:
     """Copy the template of a backend into a new folder here, renamed: a complete package with one op.
 
-    The folder's README.md shows how to install it, test it and make it yours.
+    The folder's TUTORIAL.md shows how to install it, test it and make it yours.
 
     Exits with 2 if the folder exists, or the name is not usable or is taken.
     """
