@@ -326,6 +326,7 @@ VARIATIONS = {
     "forward, wide",
     "pool, wide",
     "backward, wide",
+    "backward, wide, from logits",
     "backward, odd",
     "backward, TF32 per head",
     "backward of many rows",
