@@ -326,7 +326,6 @@ VARIATIONS = {
     "forward, wide",
     "pool, wide",
     "backward, wide",
-    "backward, wide, from logits",
     "backward, odd",
     "backward, TF32 per head",
     "backward of many rows",
