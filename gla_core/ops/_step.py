@@ -25,17 +25,13 @@ def reads(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def torch_ops(
-    spec: OpSpec,
-    backward: Callable[..., NoReturn],
-    refuse_in_place: Callable[..., NoReturn],
-    vmap: Callable[..., tuple[Any, Any]] | None = None,
+    spec: OpSpec, backward: Callable[..., NoReturn], refuse_in_place: Callable[..., NoReturn]
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Defines `gla::<name of the op>`, and the same with an underscore, which writes the state and returns o alone.
 
     Args:
         backward: raises the error about a gradient.
         refuse_in_place: raises the error about transforms of torch.func.
-        vmap: as in `_torch_op.torch_op`, for the op that writes nothing.
     """
     in_place, fake = runner(spec, True), faker(spec, False)
 
@@ -45,7 +41,7 @@ def torch_ops(
         return o
 
     schema = spec.schema(without=("inplace",))
-    new = torch_op(schema, runner(spec, False), fake, backward=backward, vmap=vmap, flops=spec.flops, spec=spec)
+    new = torch_op(schema, runner(spec, False), fake, backward=backward, flops=spec.flops, spec=spec)
     written = (
         schema.replace(f"{spec.name}(", f"{spec.name}_(")
         .replace("Tensor state", "Tensor(a!) state")

@@ -135,8 +135,8 @@ def torch_op(
         fake: takes and returns tensors without values.
         setup_context, backward: as in `torch.library.register_autograd`; `backward` alone if it only raises. If a
             result of `run` is None, they get None in eager mode and an empty tensor otherwise.
-        vmap: as in `torch.library.register_vmap`; by default the new dimension joins the batch, which is the first
-            dimension of every tensor.
+        vmap: as in `torch.library.register_vmap`; by default the new dimension joins the batch, or the heads if a
+            tensor has heads and no batch, such as the rates of `chunk_ssd`.
         flops: takes the shapes of the tensors and returns the number of floating-point operations.
         spec: the description of the op whose first arguments the torch op takes. With it the function takes DTensors.
     """
@@ -149,7 +149,7 @@ def torch_op(
         _flops.count(getattr(torch.ops.gla, name), flops)
 
     def batched(info: Any, in_dims: tuple, *args: Any) -> tuple[Any, Any]:
-        rule = vmap or functools.partial(join_batch, spec)
+        rule = vmap or functools.partial(_join_heads if _lacks_batch(spec, args) else _join_batch, spec)
         return rule(call, info.batch_size, in_dims, args)
 
     torch.library.register_vmap(f"gla::{name}", batched, lib=_library)
@@ -284,7 +284,7 @@ _NO_VMAP = (
 )
 
 
-def join_batch(spec: OpSpec | None, call: TorchOp, size: int, in_dims: tuple, args: tuple) -> tuple[Any, Any]:
+def _join_batch(spec: OpSpec | None, call: TorchOp, size: int, in_dims: tuple, args: tuple) -> tuple[Any, Any]:
     """Computes the rule of torch.vmap: the new dimension, of `size`, joins the batch."""
     constant = _constant_gate(spec, in_dims, args)
     joined = []
@@ -311,7 +311,7 @@ def join_batch(spec: OpSpec | None, call: TorchOp, size: int, in_dims: tuple, ar
     return tuple(parts), tuple(None if x.ndim == 1 else 0 for x in results)
 
 
-def join_heads(spec: OpSpec, call: TorchOp, size: int, in_dims: tuple, args: tuple) -> tuple[Any, Any]:
+def _join_heads(spec: OpSpec, call: TorchOp, size: int, in_dims: tuple, args: tuple) -> tuple[Any, Any]:
     """Computes the rule of torch.vmap for an op whose tensors all have heads: the new dimension joins the heads."""
 
     def place(x: Argument | Result, ndim: int) -> int:
@@ -334,6 +334,12 @@ def join_heads(spec: OpSpec, call: TorchOp, size: int, in_dims: tuple, args: tup
     at = [None if a else place(r, x.ndim) for r, x, a in zip(spec.results, results, is_absent, strict=True)]
     parts = [x if i is None else x.unflatten(i, (size, -1)) for x, i in zip(results, at, strict=True)]
     return tuple(parts), tuple(at)
+
+
+def _lacks_batch(spec: OpSpec | None, args: tuple) -> bool:
+    """Returns whether an argument is a tensor whose first dimension is the heads. Another form of a gate is not one."""
+    arguments = () if spec is None else zip(spec.arguments, args, strict=False)
+    return any(isinstance(x, Tensor) and (each.shape or "").partition(" ")[0] in HEADS for each, x in arguments)
 
 
 def _constant_gate(spec: OpSpec | None, in_dims: tuple, args: tuple) -> int | None:

@@ -50,7 +50,7 @@ from gla_core.dispatch.tensors import pairwise_sum, wide
 from gla_core.ops import _invariant, _sequences, autocast, checks
 from gla_core.ops._autograd import gradient
 from gla_core.ops._run import bypasses_torch, needs_gradient, plans_gradient, request_text, run, tracing, transformed
-from gla_core.ops._torch_op import eager_op_of, join_heads, no_second_derivative, refuse_tangents, torch_op_of
+from gla_core.ops._torch_op import eager_op_of, no_second_derivative, refuse_tangents, torch_op_of
 from gla_core.ops.checks import FLOATS
 from gla_core.ops.fused import fused
 from gla_core.ops.gla.chunk_gla import BACKWARD, FORWARD, ChunkGla, ChunkGlaWithCheckpoints, interval_for_backward
@@ -438,9 +438,7 @@ SSD_BACKWARD = OpSpec(
 )
 
 
-# every tensor but the offsets has heads, so that torch.vmap may give each instance rates and biases of its own
-_vmap_fwd, _vmap_bwd = (functools.partial(join_heads, spec) for spec in (SSD_FORWARD, SSD_BACKWARD))
-_torch_bwd = torch_op_of(SSD_BACKWARD, backward=no_second_derivative("chunk_ssd"), vmap=_vmap_bwd)
+_torch_bwd = torch_op_of(SSD_BACKWARD, backward=no_second_derivative("chunk_ssd"))
 _gradient = gradient(SSD_FORWARD, SSD_BACKWARD, _torch_bwd)
-_torch_fwd = torch_op_of(SSD_FORWARD, *_gradient, _vmap_fwd)
+_torch_fwd = torch_op_of(SSD_FORWARD, *_gradient)
 _eager_fwd = eager_op_of(SSD_FORWARD, *_gradient)

@@ -32,15 +32,7 @@ from gla_core.dispatch.request import current_request
 from gla_core.ops import _invariant, _step, autocast, checks
 from gla_core.ops._deprecated import backend_by_position, renamed
 from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run, transformed
-from gla_core.ops._torch_op import (
-    TorchOp,
-    exportable,
-    join_batch,
-    join_heads,
-    refusal_in_place,
-    refuse_tangents,
-    tell_autograd,
-)
+from gla_core.ops._torch_op import exportable, refusal_in_place, refuse_tangents, tell_autograd
 from gla_core.ops.gla.chunk_gla import FORWARD, NORMALIZER
 from gla_core.ops.spec import (
     AS_INPUT,
@@ -201,10 +193,4 @@ def _no_backward(*_: Any) -> NoReturn:
     )
 
 
-def _vmap(call: TorchOp, size: int, in_dims: tuple, args: tuple) -> tuple[Any, Any]:
-    """Computes the rule of torch.vmap: the new dimension joins the batch, or the heads, as a bonus has no batch."""
-    has_bonus = dict(zip(STEP.parameters, args, strict=False)).get("bonus") is not None
-    return (join_heads if has_bonus else join_batch)(STEP, call, size, in_dims, args)
-
-
-_torch_step, _torch_step_inplace = _step.torch_ops(STEP, _no_backward, refuse_in_place, _vmap)
+_torch_step, _torch_step_inplace = _step.torch_ops(STEP, backward=_no_backward, refuse_in_place=refuse_in_place)
