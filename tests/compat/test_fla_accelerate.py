@@ -430,6 +430,8 @@ def test_compositions_on_a_gpu_are_those_that_were_measured(fla, monkeypatch, dt
         for family, passed in arguments.items():
             function = getattr(fla[f"fla.ops.{family}"], f"chunk_{family}")
             assert (function.left_out(*passed) is None) is (family in families), family
+        w = q.float()  # a gate, which a call may name first
+        assert (fla["fla.ops.rwkv6"].chunk_rwkv6.left_out(w=w, k=q, v=q, u=u, r=q) is None) is ("rwkv6" in families)
 
 
 def test_a_gate_for_each_head(fla):

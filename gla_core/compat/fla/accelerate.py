@@ -288,7 +288,7 @@ def _slow_delta_rule(arguments: Mapping[str, Any]) -> str | None:
 
 
 def _on_hopper(arguments: Mapping[str, Any]) -> str | None:
-    queries = next(iter(arguments.values()))  # the first argument is q, or r
+    queries = arguments["r" if "r" in arguments else "q"]  # r in RWKV-6
     return _not_measured(arguments, lambda: hopper.is_bfloat16_on_hopper(queries), ON_HOPPER)
 
 
