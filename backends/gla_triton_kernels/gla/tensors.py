@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 from torch import Tensor
 
 from gla_core.dispatch.backend import OpCall
+from gla_triton_kernels.chunks.results import AnyTensors
 from gla_triton_runtime.replay import part
 
 
@@ -74,7 +75,6 @@ GRADIENTS = frozenset({"dq", "dk", "dv", "dg", "dinitial_state"})
 """The results among `BackwardTensors`."""
 
 AnyPlan = TypeVar("AnyPlan")  # ForwardPlan or BackwardPlan
-AnyTensors = TypeVar("AnyTensors", Tensors, BackwardTensors)
 
 
 def plans_with_rows(plans: Sequence[tuple[OpCall, AnyPlan]], x: AnyTensors) -> list[tuple[AnyPlan, AnyTensors]]:

@@ -14,8 +14,6 @@ B batch   T tokens   N sequences   Hx heads of x   W width of a head   C tokens 
 # pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
 from __future__ import annotations
 
-from typing import TypeVar
-
 import torch
 import triton
 import triton.language as tl
@@ -23,17 +21,13 @@ from torch import Tensor
 
 from gla_core.dispatch.backend import CHUNK
 from gla_core.dispatch.tensors import ceil_div
-from gla_triton_kernels.chunks.segments import Recurrence
-from gla_triton_kernels.gla.tensors import BackwardTensors, Tensors
+from gla_triton_kernels.chunks.results import AnyTensors
 from gla_triton_runtime.launch import Launch, strides_of
 from gla_triton_runtime.sizes import power_of_two
 
 LEAST = 2.0**-20
 LEAST_OF_GRADIENTS = 2.0**-60
 """The least unit of do, because the gradients of a mean over many tokens are small."""
-
-
-AnyTensors = TypeVar("AnyTensors", Tensors, BackwardTensors, Recurrence)
 
 
 def in_half(

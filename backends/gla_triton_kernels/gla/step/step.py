@@ -344,8 +344,8 @@ def advance(
         place: the row, the head of values, the keys [BK] and the values [BV].
         blocks: pointers [BK, BV] from which the state is read, pointers [BK, BV] to which it is written, and pointers
             to the output of the first query head [BV].
-        beta_block: pointer to the beta of a delta rule, or None. All arguments after it but the last are those of the
-            kernel.
+        beta_block: pointer to the beta of a delta rule, or None. The arguments from A_log_ptr to LIMITED are those of
+            the kernel.
         bonus_block: pointers to the bonus of the keys [BK], or None.
     """
     q_ptr, k_ptr, v_ptr, g_ptr = token
