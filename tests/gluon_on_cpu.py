@@ -537,6 +537,7 @@ def _language() -> ModuleType:
     gl.zeros_like, gl.full_like, gl.associative_scan = torch.zeros_like, torch.full_like, _scan
     gl.abs, gl.exp2, gl.log2 = (lambda x: _value(x).abs()), torch.exp2, torch.log2
     gl.fma = lambda a, b, c: torch.addcmul(c.double(), a.double(), b.double()).to(c.dtype)
+    gl.join = lambda a, b: torch.stack((a, b), -1)
     gl.gather = lambda x, index, axis: torch.gather(x, axis, index.long())
     gl.sum = lambda x, axis: x.sum(axis)
     gl.reduce = _reduce
@@ -544,6 +545,12 @@ def _language() -> ModuleType:
     gl.convert_layout = lambda x, layout, assert_trivial=False: x
     gl.load, gl.store, gl.allocate_shared_memory, gl.warp_specialize = _load, _store, _allocate, _specialize
     return gl
+
+
+def _ampere() -> ModuleType:
+    ampere: Any = ModuleType("triton.experimental.gluon.language.nvidia.ampere")
+    ampere.mma_v2 = lambda a, b, acc, input_precision=None: _value(acc + _truncated(a) @ _truncated(b))
+    return ampere
 
 
 def _hopper(gl: Any) -> ModuleType:
@@ -595,6 +602,7 @@ def load_from(names: dict[str, tuple[str, ...]]) -> SimpleNamespace:
     fakes: dict[str, Any] = {"triton.experimental": parent, "triton.experimental.gluon": package}
     fakes["triton.experimental.gluon.language"] = gl
     fakes["triton.experimental.gluon.language.nvidia.hopper"] = _hopper(gl)
+    fakes["triton.experimental.gluon.language.nvidia.ampere"] = _ampere()
     fakes["triton.experimental.gluon.nvidia.hopper"] = SimpleNamespace(TensorDescriptor=_host_descriptor)
     modules: dict[str, Any] = {}
     places = [(folder, name) for folder, each in names.items() for name in each]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -164,15 +166,17 @@ def test_results_can_be_changed_in_place(backend, case):
     dtypes="rotating",
 )
 def test_out(backend, case, measure):
-    """The result may be rows of a larger tensor, whose other rows keep their bits."""
+    """The result may be rows of a larger tensor at any address, whose other rows keep their bits."""
     x = calls.call_arguments(case)
     B, T, *rest = calls.output_shape(x["q"], x["v"])
-    larger = normal((B * T + 5, *rest), case.dtype, torch.Generator(case.device).manual_seed(2))
-    before, out = larger.clone(), larger[2:-3].unflatten(0, (B, T))
-    returned = calls.check(case.op, x, backend.name, measure, out=out)
-    assert returned["o"] is out, f"{case.op} must return the tensor `out` that it was given"
-    for rows in (slice(None, 2), slice(-3, None)):
-        measure({"rows beside out": larger[rows]}, {"rows beside out": before[rows]}, 0)
+    sizes, generator = (B * T + 5, *rest), torch.Generator(case.device).manual_seed(2)
+    for skipped in (0, 1):
+        larger = normal((skipped + math.prod(sizes),), case.dtype, generator)[skipped:].view(sizes)
+        before, out = larger.clone(), larger[2:-3].unflatten(0, (B, T))
+        returned = calls.check(case.op, calls.call_arguments(case), backend.name, measure, out=out)
+        assert returned["o"] is out, f"{case.op} must return the tensor `out` that it was given"
+        for rows in (slice(None, 2), slice(-3, None)):
+            measure({"rows beside out": larger[rows]}, {"rows beside out": before[rows]}, 0)
 
 
 # ---- memory of arguments

@@ -26,6 +26,7 @@ from tests.backends.test_offsets import (
     backward,
     delta_backward,
     delta_forward,
+    delta_pool,
     delta_step,
     forward,
     layer_step,
@@ -126,6 +127,8 @@ CALLS = {
     "delta rule": (delta_forward, "triton_fused", TRAINING),
     "delta rule, per head": (delta_forward, "triton_fused", TRAINING | {"R": 2, "form": "head"}),
     "delta rule, few heads": (delta_forward, "triton_fused", {"B": 1, "T": 2048, "H": 4}),
+    "delta rule, few heads, per head": (delta_forward, "triton_fused", {"B": 1, "T": 2048, "H": 4, "form": "head"}),
+    "delta rule, pool": (delta_pool, "triton_fused", SERVING | {"form": "head"}),
     "delta rule, K = 96, V = 192": (delta_forward, "triton_fused", TRAINING | {"K": 96, "V": 192, "form": "head"}),
     "delta rule, wide": (delta_forward, "triton_fused", WIDE | {"V": 256}),
     "delta rule, wide keys": (delta_forward, "triton_fused", TRAINING | {"K": 256, "V": 512, "form": "head"}),
@@ -383,6 +386,7 @@ def test_gradients_spill_little(call, most, monkeypatch, tmp_path):
     "call",
     [
         *("delta rule", "delta rule, per head", "delta rule, K = 96, V = 192", "delta rule, wide keys"),
+        *("delta rule, few heads, per head", "delta rule, pool"),
         *("delta rule backward", "delta rule backward, per head", "delta rule backward, packed"),
     ],
 )

@@ -40,7 +40,7 @@ class Seconds(NamedTuple):
 
 
 BY_KEY = Seconds(50e-6, 140e-6, (3.6e-6, 5.5e-6), 7e-6, (3.05e-6, 4.75e-6), 18e-6)
-BY_HEAD = Seconds(25e-6, 55e-6, (2.4e-6, 4e-6), 4.6e-6, (3.2e-6, 4.2e-6), 15.7e-6)
+BY_HEAD = Seconds(25e-6, 55e-6, (2.1e-6, 3.55e-6), 4.6e-6, (3.2e-6, 4.2e-6), 15.7e-6)
 COPIES = 6
 """Copies and sums of tensors for the halves of values."""
 STEP = 6.3e-6
@@ -84,7 +84,7 @@ def _by_sm90(call: OpCall, c: Constants, length: int | None) -> float:
     """
     B, T, H, Hv, K, V = (call.dims[name] for name in ("B", "T", "H", "Hv", "K", "V"))
     kernel = sm90.parameters(call, gpu_of_constants(c), length)
-    step = c["step"] * _seconds(call).whole[kernel.groups - 1] * kernel.BK / sm90.TILE
+    step = c["step"] * _seconds(call).whole[kernel.groups - 1] * (1 + kernel.BK / sm90.TILE) / 2
     moved = 2 * B * T * (H * K + Hv * V) * call.dtype.itemsize + gate_elements(call) * gate_itemsize(call)
 
     def seconds(columns: int) -> float:

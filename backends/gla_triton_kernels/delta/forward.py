@@ -23,11 +23,12 @@ from gla_core.dispatch.tensors import checkpoint_dtype, checkpoint_rows
 from gla_triton_kernels.chunks.results import copy_or_clear, with_copies
 from gla_triton_kernels.delta import sm90
 from gla_triton_kernels.delta.plan import PassParameters, in_segments, plan_pass
-from gla_triton_kernels.gla.seen import forward_of_pool
+from gla_triton_kernels.gla.seen import forward_of_pool, written_apart
 from gla_triton_runtime.architecture import gpu_of_call
 
 if TYPE_CHECKING:
     from gla_triton_kernels.chunks.segments import Segments
+    from gla_triton_kernels.chunks.slots import Slots
     from gla_triton_kernels.delta.general.pairs import Chunks
     from gla_triton_kernels.delta.tensors import Tensors
     from gla_triton_runtime.architecture import Gpu
@@ -120,6 +121,7 @@ def launches(
     scale: float,
     every: int | None,
     normalizer: int | None,
+    slots: Slots | None = None,
 ) -> list[Launch]:
     """Returns the launches that fill the results in x.
 
@@ -127,6 +129,7 @@ def launches(
         kernel: the parameters of the kernel for SM90; None if it refuses the call.
         every: tokens between checkpoints.
         normalizer: the number by which log sigma is divided if x.g holds logits; None if it holds log gates.
+        slots: the slots that sequences read and write, if states are in a pool; sequences are then whole.
     """
     from gla_triton_kernels.chunks.padding import clear_unused_checkpoints
     from gla_triton_kernels.delta.general.forward import launch_outputs
@@ -135,7 +138,7 @@ def launches(
     cleared = []
     if every is not None and x.checkpoints is not None and x.cu_seqlens is not None:
         cleared = clear_unused_checkpoints(x.checkpoints, x.cu_seqlens, every)
-    segments = segments_of(plan.length, x.k, x.cu_seqlens, x.o)
+    segments = segments_of(plan.length, x.k, x.cu_seqlens, x.o, slots)
     if kernel is not None:
         from gla_triton_kernels.delta.sm90.forward import launch_outputs as launch_sm90
 
@@ -146,18 +149,21 @@ def launches(
     return [*cleared, *computed, *segments.launches, *before, *outputs]
 
 
-def segments_of(length: int | None, k: Tensor, cu_seqlens: Tensor | None, o: Tensor | None = None) -> Segments:
+def segments_of(
+    length: int | None, k: Tensor, cu_seqlens: Tensor | None, o: Tensor | None = None, slots: Slots | None = None
+) -> Segments:
     """Returns the segments of sequences; a launch of theirs clears the rows of o that belong to no sequence.
 
     Args:
         length: tokens of a segment; None if sequences stay whole.
+        slots: the slots of a pool that whole sequences read and write; None without a pool.
     """
     from gla_triton_kernels.chunks.cutting import uncut_length
     from gla_triton_kernels.chunks.segments import cut, whole
 
     B, T = k.shape[:2]
     if length is None:
-        return whole(B, T, cu_seqlens, o)
+        return whole(B, T, cu_seqlens, o, slots)
     return cut(B, T, length, uncut_length(length), cu_seqlens, o)
 
 
@@ -188,10 +194,10 @@ def pool_refusal(call: OpCall, cut: bool) -> str | None:
     """Returns why kernels do not read and write the pool of a call themselves; None if they do."""
     if call.dims["N"] == 0 or call.dims["T"] == 0:
         return "there are no tokens"
-    plan, kernel = plan_forward(forward_of_pool(call), gpu_of_call(call), cut)
+    plan, _ = plan_forward(forward_of_pool(call), gpu_of_call(call), cut)
     if plan.length is not None:  # a last segment might write a slot before the first reads it
         return "sequences are cut into segments"
-    return None if kernel is None else "Hopper's kernel computes the sequences"
+    return None
 
 
 def prepare_pool(call: OpCall, cut: bool) -> Callable[..., Tensor]:
@@ -200,21 +206,15 @@ def prepare_pool(call: OpCall, cut: bool) -> Callable[..., Tensor]:
     Raises:
         LaunchError: a kernel does not compile for this device, or does not fit it.
     """
-    from gla_triton_kernels.chunks.segments import whole
     from gla_triton_kernels.chunks.slots import Slots
-    from gla_triton_kernels.delta.general.forward import launch_outputs
-    from gla_triton_kernels.delta.general.pairs import launch_chunks
     from gla_triton_kernels.delta.tensors import Tensors
     from gla_triton_runtime.prepared import Launches, rehearsed
 
-    T, pad, normalizer = call.dims["T"], call.scalars["pad_slot"], call.scalars["gate_normalizer"]
-    plan = plan_pass(forward_of_pool(call), gpu_of_call(call), cut)
+    forward, pad, normalizer = forward_of_pool(call), call.scalars["pad_slot"], call.scalars["gate_normalizer"]
+    plan, kernel = plan_forward(forward, gpu_of_call(call), cut)
+    copied = frozenset() if kernel is None else sm90.copied(forward)
+    is_apart = kernel is not None and written_apart(call)
     launched, launched_in_place = Launches(call.device), Launches(call.device)
-
-    def describe(x: Tensors, slots: Slots, scale: float) -> list[Launch]:
-        chunks, computed = launch_chunks(plan.chunks, x, x.cu_seqlens, normalizer)
-        sequences = whole(1, T, x.cu_seqlens, x.o, slots)
-        return [*computed, *sequences.launches, *launch_outputs(plan.states, x, chunks, sequences, scale, None)]
 
     def run(
         q: Tensor,
@@ -234,15 +234,16 @@ def prepare_pool(call: OpCall, cut: bool) -> Callable[..., Tensor]:
         gate_normalizer: int | None,
         out: Tensor | None,
     ) -> Tensor:
-        o = v.new_empty(v.shape) if out is None else out
+        o = v.new_empty(v.shape) if out is None or is_apart else out
         in_place = write_slots is None or write_slots is read_slots
         write_slots = None if in_place else write_slots  # a tensor passed twice prevents replays
         named = (read_slots, write_slots, has_state, checkpoint_offsets, checkpoint_slots)
-        x, calls = (q, k, v, g, beta, pool, cu_seqlens, *named, o), launched_in_place if in_place else launched
-        if unrecorded := calls.replay(x, scale):
-            checkpoints = None if checkpoint_slots is None else pool
-            tensors = Tensors(q, k, v, g, beta, None, cu_seqlens, o, None, checkpoints, pool=pool)
-            unrecorded.start(describe(tensors, Slots(*named, len(pool), pad), scale))
-        return o
+        checkpoints = None if checkpoint_slots is None else pool
+        x = Tensors(q, k, v, g, beta, None, cu_seqlens, o, None, checkpoints, pool=pool)
+        x, calls = with_copies(x, copied) if copied else x, launched_in_place if in_place else launched
+        if unrecorded := calls.replay((*x[:5], pool, cu_seqlens, *named, o), scale):
+            slots = Slots(*named, len(pool), pad)
+            unrecorded.start(launches(plan, kernel, x, scale, None, normalizer, slots))
+        return out.copy_(o) if out is not None and is_apart else o
 
     return rehearsed(run, call)

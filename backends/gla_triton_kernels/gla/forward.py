@@ -33,7 +33,13 @@ from gla_triton_kernels.chunks.kernel import ForwardPlan, OutputKernel, Paramete
 from gla_triton_kernels.chunks.results import with_copies
 from gla_triton_kernels.gla.cost import forward_prices
 from gla_triton_kernels.gla.general import kernels as general
-from gla_triton_kernels.gla.seen import copied_for_invariance, forward_of_pool, seen_by_kernels, seen_shape
+from gla_triton_kernels.gla.seen import (
+    copied_for_invariance,
+    forward_of_pool,
+    seen_by_kernels,
+    seen_shape,
+    written_apart,
+)
 from gla_triton_kernels.gla.sm90 import kernels as sm90
 from gla_triton_runtime.architecture import Architecture, Gpu, gpu_of_call
 
@@ -292,6 +298,7 @@ def prepare_pool(call: OpCall, cut: bool, kernels: Sequence[OutputKernel] = KERN
     forward = forward_of_pool(call)
     copied, pad, normalizer = copied_for_invariance(forward), call.scalars["pad_slot"], call.scalars["gate_normalizer"]
     plans = [] if call.dims["N"] == 0 else plan(forward, gpu_of_call(call), cut, kernels)
+    is_apart = written_apart(call) and plans != []
 
     def describe(tensors: tuple[Any, ...], scale: float) -> list[Launch]:
         q, k, v, g, pool, cu_seqlens, read, write, has_state, before, kept, o = tensors
@@ -319,7 +326,8 @@ def prepare_pool(call: OpCall, cut: bool, kernels: Sequence[OutputKernel] = KERN
         gate_normalizer: int | None,
         out: Tensor | None,
     ) -> Tensor:
-        o = v.new_empty(*q.shape[:2], max(q.shape[2], v.shape[2]), v.shape[3]) if out is None else out
+        shape = (*q.shape[:2], max(q.shape[2], v.shape[2]), v.shape[3])
+        o = v.new_empty(shape) if out is None or is_apart else out
         if not plans:
             return o.zero_()  # tokens, if there are any, belong to no sequence
         in_place = write_slots is None or write_slots is read_slots
@@ -330,7 +338,7 @@ def prepare_pool(call: OpCall, cut: bool, kernels: Sequence[OutputKernel] = KERN
         x, calls = (q, k, v, g, pool, cu_seqlens, *slots, o), launched_in_place if in_place else launched
         if unrecorded := calls.replay(x, scale):
             unrecorded.start(describe(x, scale))
-        return o
+        return out.copy_(o) if out is not None and is_apart else o
 
     return rehearsed(run, call)
 

@@ -60,6 +60,11 @@ def forward_of_pool(call: OpCall) -> OpCall:
     return replace(forward, given=forward.given | {"pool"})
 
 
+def written_apart(call: OpCall) -> bool:
+    """Returns whether the outputs of a call are copied into `out`, because TMA cannot address this tensor."""
+    return "out" in call.layouts and not addressable(call.layouts["out"])
+
+
 def seen_by_kernels(call: OpCall, gpu: Gpu) -> OpCall:
     """Returns the call with the widths and the layouts that kernels see."""
     if takes(call, "left"):  # the kernels of a summary read tensors as they are

@@ -28,8 +28,8 @@ from gla_triton_runtime.tma import addressable
 COLUMNS = 64
 """The values of a state warpgroup."""
 MOST_STAGES = 4
-RESERVED = 4 * 2**10
-"""The bytes of shared memory for barriers and small tiles."""
+RESERVED = 2**10
+"""The bytes of shared memory for barriers and small tiles, for each preparing warpgroup."""
 LEAST, MOST_KEYS, MOST_VALUES = FEW + 1, 256, 512
 """The fewest keys and values of a head, the most keys, and the most values."""
 TILE = 128
@@ -46,12 +46,16 @@ class Parameters(NamedTuple):
         groups: state warpgroups of a block of warps, 1 or 2. The bits of the results do not depend on it.
         stages: number of pipeline stages: chunks that are in shared memory at once.
         parts: tiles of keys of a head. If there are two, so are the groups, and each has one of them.
+        BT: tokens of a block, whose results the next block waits for: 16 or 32.
+        turns: warpgroups that prepare chunks in turns, 1 or 2.
     """
 
     BK: int
     groups: int
     stages: int = 2
     parts: int = 1
+    BT: int = 16
+    turns: int = 1
 
     @property
     def columns(self) -> int:
@@ -111,24 +115,32 @@ def parameters(call: OpCall, gpu: Gpu, length: int | None = None) -> Parameters:
     if length is not None:
         heads *= ceil_div(call.dims["T"], length)
     if K > TILE:
-        return Parameters(TILE, 2, _stages(call, gpu, TILE, 2, 2), 2)
-    single = V <= COLUMNS or heads * ceil_div(V, COLUMNS) <= gpu.multiprocessors
-    BK, groups = 64 if K <= 64 else TILE, 1 if single else 2
-    return Parameters(BK, groups, _stages(call, gpu, BK, groups))
+        kernel = Parameters(TILE, groups=2, parts=2)
+    else:
+        single = V <= COLUMNS or heads * ceil_div(V, COLUMNS) <= gpu.multiprocessors
+        BK, BT = 64 if K <= 64 else TILE, tokens_of_block(K, has_key_gates(call))
+        kernel = Parameters(BK, 1 if single else 2, BT=BT, turns=2 if single and BT == 32 else 1)
+    return kernel._replace(stages=_stages(call, gpu, kernel))
 
 
-def _stages(call: OpCall, gpu: Gpu, BK: int, groups: int, parts: int = 1) -> int:
+def tokens_of_block(K: int, by_key: bool) -> int:
+    """Returns the tokens of a block. It does not depend on the batch, because the bits of the results depend on it."""
+    return 16 if by_key or K > TILE else 32
+
+
+def _stages(call: OpCall, gpu: Gpu, kernel: Parameters) -> int:
     """Returns the pipeline stages that fit into shared memory, at most `MOST_STAGES`.
 
     A stage is taken from the start of its load until the state warps have read it, and they take less than half of this
     time. So with two stages they wait.
     """
-    keys, values, pairs = parts * CHUNK * BK * 2, CHUNK * COLUMNS * 2, CHUNK * 16 * 4  # bytes
-    by_key = has_key_gates(call)
-    stage = (4 if by_key else 2) * keys + groups // parts * values + 2 * pairs + 4 * (4 * BK if by_key else 2 * CHUNK)
+    (BK, groups, _, parts, BT, turns), by_key = kernel, has_key_gates(call)
+    keys, values = parts * CHUNK * BK * 2, CHUNK * COLUMNS * 2  # bytes
+    matrices = CHUNK * 4 * (32 if BT == 16 else 56)  # A and L
+    stage = (4 if by_key else 2) * keys + groups // parts * values + matrices + 4 * (4 * BK if by_key else 2 * CHUNK)
     results = groups * values * (BK // CHUNK if call.scalars.get("checkpoint_every") else 1)
-    partials = 0 if parts == 1 else 6 * COLUMNS * 16 * 4
-    return min(MOST_STAGES, (gpu.facts.shared_memory - RESERVED - pairs - results - partials) // stage)
+    partials = 0 if parts == 1 else 6 * COLUMNS * BT * 4
+    return min(MOST_STAGES, (gpu.facts.shared_memory - RESERVED * turns - results - partials) // stage)
 
 
 def _not_addressable(call: OpCall) -> str | None:

@@ -1,14 +1,15 @@
 """Computes the delta rule on Hopper in one pass, with a gate for each key, a gate for each head, or no gates.
 
-For a block of 16 tokens that the state S enters and S' leaves, with kin, qin, kout, decay, A and L of common.py,
+For a block of BT tokens that the state S enters and S' leaves, with kin, qin, kout, decay, A and L of common.py,
 
     X = V - kin S        U = L X        o = scale (qin S + A U)        S' = diag(decay) S + kout^T U
 
 X is what the entering state leaves to be explained. With one gate for each head, kin is diag(exp b) k, and likewise
 qin and kout, so the rows of products have factors, and q and k stay as they are.
 
-All of it is computed transposed: S^T [W, K], X^T, U^T and o^T [W, 16] are results of products and left operands of
-others, and stay in registers.
+All of it is computed transposed: S^T [W, K], X^T, U^T and o^T [W, BT] are results of products and left operands of
+others, and stay in registers. Blocks follow one another. So they have 32 tokens, unless each key has a gate, whose
+decays then are too many, or there are two parts of the keys.
 
 **Segments.** If sequences are cut, one launch computes the summary of each segment but the last: the state that it
 reaches from 0, and its transition, which is the state that values of 0 reach from the identity. A scan then computes
@@ -19,16 +20,17 @@ kin S and qin S of their keys, whose sums they need, through shared memory. One 
 
 B batch   T tokens   N sequences   I segments, or the N sequences   H heads of q and k
 Hv heads of values, states, gates and beta   R = Hv / H   K, V key and value width   n rows of checkpoints
-C tokens of a chunk, which TMA moves at once   BK keys of a tile, K rounded up   W columns of v of a warpgroup
-GROUPS state warpgroups of a block of warps   PARTS tiles of keys of a head   STAGES pipeline stages
+C tokens of a chunk, which TMA moves at once   BT tokens of a block, 16 or 32   BK keys of a tile, K rounded up
+W columns of v of a warpgroup   GROUPS state warpgroups of a block of warps   TURNS preparing warpgroups
+PARTS tiles of keys of a head   STAGES pipeline stages   P slots of a pool
 slot   a pipeline stage in shared memory: the tiles of one chunk
 
 The grid has one block of warps per segment, value head and GROUPS W / PARTS columns of v, or of a transition. Its warps
 are specialised. They communicate over barriers in shared memory; gla/sm90/common.py gives the rules.
 
     load       one warp: copies q, k, v, and the gates of keys, of the next chunks to shared memory by TMA
-    prepare    a warpgroup: sums gates, replaces q, k by qin, kin in shared memory, and computes kout, A and L of the
-               4 blocks of a chunk, while the state warps process earlier chunks
+    prepare    one warpgroup, or two which take turns: sums gates, replaces q, k by qin, kin in shared memory, and
+               computes kout, A and L of the blocks of a chunk, while the state warps process earlier chunks
     state      one or two warpgroups, each with W columns of S, v and o, or with a part of the keys
 
 Sources: Yang et al., "Gated Delta Networks" (arXiv 2412.06464); Kimi Team, "Kimi Linear" (arXiv 2510.26692).
@@ -67,12 +69,12 @@ from gla_triton_kernels.delta.sm90.common import (
     in_log2,
     minus_of_blocks,
     pairs_by_halving,
-    solve,
     store_a,
-    store_m,
+    store_l,
     store_products,
     sums_of_blocks,
     tf32_operand,
+    updates,
     upper_half,
 )
 from gla_triton_kernels.delta.tensors import Tensors
@@ -93,6 +95,7 @@ from gla_triton_kernels.gla.sm90.common import (
     tokens_of,
     write_last_state,
     write_rows,
+    write_slot,
     write_state,
 )
 from gla_triton_runtime.arithmetic import LOG2E
@@ -173,13 +176,14 @@ def _launch(
     (T, H, K), (Hv, V) = x.k.shape[1:], x.v.shape[2:]
     by_key = x.g is not None and x.g.ndim == 4
     b, t, h = x.beta.stride()
+    has_tiles = x.checkpoints is not None and x.pool is None
     arguments = {
         "q_desc": shared_tiles(x.q, CHUNK, kernel.BK),
         "k_desc": shared_tiles(x.k, CHUNK, kernel.BK),
         "v_desc": shared_tiles(x.v, CHUNK, COLUMNS),
         "g_desc": shared_tiles(x.g, CHUNK, kernel.BK) if by_key else None,
         "o_desc": shared_tiles(x.o, CHUNK, COLUMNS),
-        "s_desc": None if x.checkpoints is None else state_tiles(x.checkpoints, kernel.BK, COLUMNS),
+        "s_desc": state_tiles(x.checkpoints, kernel.BK, COLUMNS) if has_tiles else None,
         "g_ptr": None if by_key else x.g,
         "beta_ptr": x.beta,
         "o_ptr": x.o,
@@ -187,16 +191,18 @@ def _launch(
         "entering": x.entering,
         "final_state": x.final_state,
         "transitions": transitions,
+        "pool": x.pool,
+        "slots": segments.slots,
         "order": segments.order,
         "scale": scale,
         **gate_strides(None if by_key else x.g),
         "beta_b": b,
         "beta_t": t,
         "beta_h": h,
-        **state_strides("state_", x.initial_state),
+        **state_strides("state_", x.initial_state if x.pool is None else x.pool),
         **lengths_of(T, segments),
         "every": every or 0,
-        "rows": 0 if x.checkpoints is None else x.checkpoints.shape[1],
+        "rows": x.checkpoints.shape[1] if x.checkpoints is not None and has_tiles else 0,
         "Hv": Hv,
         "R": Hv // H,
         "K": K,
@@ -204,7 +210,10 @@ def _launch(
         "NORMALIZER": normalizer,
         "GROUPS": kernel.groups,
         "PARTS": kernel.parts,
+        "BT": kernel.BT,
+        "TURNS": kernel.turns,
         "STAGES": kernel.stages,
+        "KEEPS": x.checkpoints is not None and x.pool is not None,
         "EVERY_ONE": every_one,
     }
     return Launch(_chunk_delta_fwd_kernel, (blocks, 1, 1), arguments, {"num_warps": 4, "maxnreg": 128})
@@ -217,6 +226,13 @@ def _scratch_tile(scratch, slot, number: gl.constexpr):
     K: gl.constexpr = scratch.type.shape[4]
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], scratch.dtype)
     return scratch.index(slot)._reinterpret(scratch.dtype, [2, C, K], layout).index(number)
+
+
+@gluon.jit
+def _in_slot(matrices, slot):
+    """Returns the tiles of A, L and L_21 of a slot; see `store_l`."""
+    a_tiles, l_tiles, below_tiles = matrices
+    return a_tiles.index(slot), l_tiles.index(slot), below_tiles.index(slot)
 
 
 @gluon.jit
@@ -262,19 +278,19 @@ def _betas(beta, t, rows, token):
 
 
 @gluon.jit
-def _prepare_warps(args, NORMALIZER: gl.constexpr, PACKED: gl.constexpr):
-    """Prepares all chunks for the state warps."""
+def _prepare_warps(args, TURN: gl.constexpr, TURNS: gl.constexpr, NORMALIZER: gl.constexpr, PACKED: gl.constexpr):
+    """Prepares chunks TURN, TURN + TURNS .. for the state warps."""
     tiles, beta, barriers, place, gates, g_desc = args
     if g_desc is not None:
         _prepare_by_key(tiles, beta, barriers, place, g_desc, NORMALIZER, PACKED)
     else:
-        _prepare_by_head(tiles, beta, barriers, place, gates, NORMALIZER, PACKED)
+        _prepare_by_head(tiles, beta, barriers, place, gates, (TURN, TURNS), NORMALIZER, PACKED)
 
 
 @gluon.jit
 def _prepare_by_key(tiles, beta, barriers, place, g_desc, NORMALIZER: gl.constexpr, PACKED: gl.constexpr):
     """Replaces q, k by qin, -kin in each chunk, and computes kout, the decays, A and L of its blocks."""
-    q_tiles, k_tiles, scratch, a_tiles, l_tiles, m_tile, decays, _within, _after = tiles
+    q_tiles, k_tiles, scratch, matrices, decays, _within, _after = tiles
     g_full, full, _v_full, ready, _empty, _summed = barriers
     _b, _h, _column, start, length = place
     STAGES: gl.constexpr = q_tiles.type.shape[0]
@@ -291,7 +307,7 @@ def _prepare_by_key(tiles, beta, barriers, place, g_desc, NORMALIZER: gl.constex
         next_beta = _betas(beta, start + (i + 1) * C, rows - C, token)
         q_tile, k_tile = q_tiles.index(slot).reshape([C, K]), k_tiles.index(slot).reshape([C, K])
         kout_tile, pair_tile = _scratch_tile(scratch, slot, 0), _scratch_tile(scratch, slot, 1)
-        a_tile, l_tile = a_tiles.index(slot), l_tiles.index(slot)
+        in_slot = _in_slot(matrices, slot)
         phase = (i // STAGES) & 1
         mbarrier.wait(g_full.index(slot), phase)
         g_tile = tile_of_gates(scratch.index(slot), g_desc).reshape([C, K])
@@ -309,7 +325,7 @@ def _prepare_by_key(tiles, beta, barriers, place, g_desc, NORMALIZER: gl.constex
             pair_tile.store(by_blocks(kout, 1.0 / decay).to(pair_tile.dtype))
             decay_rows(q_tile, k_tile, decays_from_start(alpha))
             fence_async_shared()
-            store_products(a_tile, l_tile, m_tile, (q_tile,), (k_tile,), (pair_tile,), None, betas, -1.0)
+            store_products(in_slot, (q_tile,), (k_tile,), (pair_tile,), None, betas, -1.0)
         else:
             # The assembler of Triton 3.6 and 3.7 leaves out descriptors of tiles that both branches multiply.
             again = slot + opaque_zero()
@@ -319,9 +335,8 @@ def _prepare_by_key(tiles, beta, barriers, place, g_desc, NORMALIZER: gl.constex
             decays.index(slot).reshape([C // 16, K]).store(gl.exp2(end))
             levels = levels_that_count(g, LEAST_NORMAL)
             A, M = pairs_by_halving(q_tile, k_tile, pair_tile, kout_tile, b, levels)
-            store_a(a_tile, A)
-            store_m(m_tile, M, betas)
-            l_tile.store(solve(m_tile))
+            store_l(in_slot, M, betas)
+            store_a(in_slot[0], A)
             kout = as_float32(k_tile.load(runs)) * gl.exp2(minus_of_blocks(end, b))
             kout_tile.store(kout.to(kout_tile.dtype))
             decay_rows(q_tile, k_tile, gl.exp2(b))
@@ -330,67 +345,72 @@ def _prepare_by_key(tiles, beta, barriers, place, g_desc, NORMALIZER: gl.constex
 
 
 @gluon.jit
-def _prepare_by_head(tiles, beta, barriers, place, gates, NORMALIZER: gl.constexpr, PACKED: gl.constexpr):
-    """Computes the decays, A and L of the blocks of each chunk; q and k stay as they are.
+def _prepare_by_head(tiles, beta, barriers, place, gates, turns, NORMALIZER: gl.constexpr, PACKED: gl.constexpr):
+    """Computes the decays, A and L of the blocks of chunks; q and k stay as they are.
 
     Args:
         gates: pointer to gates or None, the offset of those of the head, and the stride of tokens.
+        turns: the first chunk, and the number of chunks from one to the next.
     """
     g_ptr, offset, stride = gates
-    q_tiles, k_tiles, _scratch, a_tiles, l_tiles, m_tile, sums, within, after = tiles
+    TURN: gl.constexpr = turns[0]
+    TURNS: gl.constexpr = turns[1]
+    q_tiles, k_tiles, _scratch, matrices, sums, within, after = tiles
+    sums = sums.index(TURN)
     _g_full, full, _v_full, ready, _empty, _summed = barriers
     _b, _h, _column, start, length = place
-    STAGES: gl.constexpr = a_tiles.type.shape[0]
+    STAGES: gl.constexpr = matrices[0].type.shape[0]
     PARTS: gl.constexpr = q_tiles.type.shape[0] // STAGES
     C: gl.constexpr = q_tiles.type.shape[3]
     K: gl.constexpr = q_tiles.type.shape[4]
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     rows_of: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
-    blocks: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [4, 1], [1, 0])  # a thread has a token
+    BT: gl.constexpr = matrices[0].type.shape[2]
+    blocks: gl.constexpr = gl.BlockedLayout([1, 1], [32 // BT, BT], [4, 1], [1, 0])  # a thread has a token
     token = gl.arange(0, C, gl.SliceLayout(1, scores))  # [C]
     block_token = (
-        gl.arange(0, C // 16, gl.SliceLayout(1, blocks))[:, None] * 16
-        + gl.arange(0, 16, gl.SliceLayout(0, blocks))[None, :]
-    )  # [C / 16, 16]
-    next_beta = _betas(beta, start, length, token)
+        gl.arange(0, C // BT, gl.SliceLayout(1, blocks))[:, None] * BT
+        + gl.arange(0, BT, gl.SliceLayout(0, blocks))[None, :]
+    )  # [C / BT, BT]
+    next_beta = _betas(beta, start + TURN * C, length - TURN * C, token)
     if g_ptr is not None:
         gate = (g_ptr + offset, stride)
-        next_g = gates_of(gate, start, length, block_token, NORMALIZER)
-    for i in range(gl.cdiv(length, C)):
+        next_g = gates_of(gate, start + TURN * C, length - TURN * C, block_token, NORMALIZER)
+    for i in range(TURN, gl.cdiv(length, C), TURNS):
         slot = i % STAGES
         rows = length - i * C
         betas = next_beta
-        next_beta = _betas(beta, start + (i + 1) * C, rows - C, token)
+        next_beta = _betas(beta, start + (i + TURNS) * C, rows - TURNS * C, token)
         if g_ptr is not None:
             g = next_g * LOG2E
-            next_g = gates_of(gate, start + (i + 1) * C, rows - C, block_token, NORMALIZER)
+            next_g = gates_of(gate, start + (i + TURNS) * C, rows - TURNS * C, block_token, NORMALIZER)
         q, k = (), ()
         for p in gl.static_range(PARTS):
             q = q + (q_tiles.index(PARTS * slot + p).reshape([C, K]),)  # noqa: RUF005 -- Gluon does not unpack tuples
             k = k + (k_tiles.index(PARTS * slot + p).reshape([C, K]),)  # noqa: RUF005
         mbarrier.wait(full.index(slot), (i // STAGES) & 1)
         if g_ptr is not None:  # the load warp has waited until the state warps have read the slot
-            b = gl.associative_scan(g, 1, plus)  # [C / 16, 16]
+            b = gl.associative_scan(g, 1, plus)  # [C / BT, BT]
             end = gl.sum(g, 1)[:, None]
-            sums.reshape([C // 16, 16]).store(b)
-            within.index(slot).reshape([C // 16, 16]).store(gl.exp2(b))
-            after.index(slot).reshape([C // 16, 16]).store(gl.exp2(end - b))
+            sums.reshape([C // BT, BT]).store(b)
+            within.index(slot).reshape([C // BT, BT]).store(gl.exp2(b))
+            after.index(slot).reshape([C // BT, BT]).store(gl.exp2(end - b))
         if PACKED:
             for p in gl.static_range(PARTS):
                 clear_rows(k[p], rows, rows_of)
             fence_async_shared()
-        block_sums = None if g_ptr is None else sums.reshape([C // 16, 16])
-        store_products(a_tiles.index(slot), l_tiles.index(slot), m_tile, q, k, k, block_sums, betas)
+        block_sums = None if g_ptr is None else sums.reshape([C // BT, BT])
+        store_products(_in_slot(matrices, slot), q, k, k, block_sums, betas)
         fence_async_shared()
         mbarrier.arrive(ready.index(slot), count=1)
 
 
 @gluon.jit
 def _sum_of_parts(X, o, partials, summed, GROUP: gl.constexpr, number: gl.constexpr):
-    """Returns X, and for group 0 o, [W, 16], summed over both parts of the keys, of which each group has one.
+    """Returns X, and for group 0 o, [W, BT], summed over both parts of the keys, of which each group has one.
 
     Args:
-        partials: two buffers for X of both groups [4, W, 16], and two for o of group 1 [2, W, 16].
+        partials: two buffers for X of both groups [4, W, BT], and two for o of group 1 [2, W, BT].
         summed: [4], barriers at which each group says that it has written to a buffer.
         number: of the block of tokens in its chunk.
     """
@@ -410,21 +430,23 @@ def _sum_of_parts(X, o, partials, summed, GROUP: gl.constexpr, number: gl.conste
 
 
 @gluon.jit
-def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, PACKED: gl.constexpr):
+def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, KEPT_IN: gl.constexpr, PACKED: gl.constexpr):
     """Computes W columns of the states and outputs of all chunks, or the part GROUP of the keys of these states.
 
     Args:
         GATE: "key", "head", or "none".
+        KEPT_IN: "tensor" or "pool" if there are checkpoints, or "none".
     """
     tiles, barriers, place, outputs, states, transition, checkpoint, sizes = args
-    q_tiles, k_tiles, v_tiles, scratch, a_tiles, l_tiles, decays, within, after, s_tiles, partials = tiles
+    q_tiles, k_tiles, v_tiles, scratch, matrices, decays, within, after, s_tiles, partials = tiles
     _g_full, full, v_full, ready, empty, summed = barriers
     b, h, column, start, length = place
     o_desc, o_ptr, scale = outputs
     s_desc, every, first_row, origin = checkpoint
+    _, strides, entering, final_state, pool, slots = states
     n, sequence, is_first, is_last, T, Hv, K, V = sizes
     transitions, first_key = transition
-    STAGES: gl.constexpr = a_tiles.type.shape[0]
+    STAGES: gl.constexpr = matrices[0].type.shape[0]
     PARTS: gl.constexpr = q_tiles.type.shape[0] // STAGES
     BLOCKS: gl.constexpr = v_tiles.type.shape[0] // STAGES  # of W columns
     PART: gl.constexpr = GROUP if PARTS == 2 else 0
@@ -438,8 +460,9 @@ def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, PACKED: gl.const
     BY_KEY: gl.constexpr = GATE == "key"
     BY_HEAD: gl.constexpr = GATE == "head"
     whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
-    block: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
-    block_tf32: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 8])
+    BT: gl.constexpr = matrices[0].type.shape[2]
+    block: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
+    block_tf32: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, block, 2)
     left_whole: gl.constexpr = gl.DotOperandLayout(0, whole, 2)
     lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -450,10 +473,10 @@ def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, PACKED: gl.const
     KEPT: gl.constexpr = s_block.type.shape[2]
     o_block = s_block._reinterpret(o_desc.dtype, [KEPT // C, 1, 1, C, W], o_desc.layout).index(0)
     o_tile = o_block.reshape([C, W])
-    if s_desc is not None:
-        # the row of the next checkpoint, and the number of tokens until it
-        row, until = next_checkpoint(start, sequence, origin, every, None, PACKED)
-    o = gl.zeros([W, 16], gl.float32, block_tf32)  # of the previous block
+    if KEPT_IN != "none":
+        # the row or the slot of the next checkpoint, and the number of tokens until it
+        row, until = next_checkpoint(start, sequence, origin, every, slots, PACKED)
+    o = gl.zeros([W, BT], gl.float32, block_tf32)  # of the previous block
     S = gl.zeros([W, BK], gl.float32, whole)
     S = first_state(S, states, n, sequence, h, is_first, key, value, (Hv, K, V))
     if SUMMARIES:
@@ -466,8 +489,8 @@ def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, PACKED: gl.const
         q_tile, k_tile = q_tiles.index(part).reshape([C, BK]), k_tiles.index(part).reshape([C, BK])
         v_tile = v_tiles.index(BLOCKS * slot + BLOCK).reshape([C, W])
         kout_tile = _scratch_tile(scratch, slot, 0) if BY_KEY else k_tile
-        l_tile, a_tile = l_tiles.index(slot), a_tiles.index(slot)
-        if s_desc is not None:
+        a_tile, l_tile, below_tile = _in_slot(matrices, slot)
+        if KEPT_IN == "tensor":
             if until == 0:
                 tma.store_wait(0)  # the copy has read o_tile, which is a part of s_block
                 s_block.reshape([BK, W]).permute([1, 0]).store(S.to(s_desc.dtype))
@@ -476,36 +499,39 @@ def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, PACKED: gl.const
                 row += 1
                 until = every
             until -= C
+        elif KEPT_IN == "pool":
+            if until == 0:
+                write_slot(pool, strides, row, h, S, key, value, (K, V))
+            until -= C
         mbarrier.wait(full.index(slot), phase)
         mbarrier.wait(v_full.index(slot), phase)
         if PACKED:
             clear_rows(v_tile, rows, lines)  # both groups may; the preparing warps clear rows of k
         mbarrier.wait(ready.index(slot), phase)
         S = warpgroup_mma_wait(0, [S])  # tells the assembler that S is there; it would wait after the first products
-        for j in gl.static_range(C // 16):
-            kin = k_tile.slice(16 * j, 16).permute([1, 0])  # [BK, 16]
-            qin = q_tile.slice(16 * j, 16).permute([1, 0])  # [BK, 16]
+        for j in gl.static_range(C // BT):
+            kin = k_tile.slice(BT * j, BT).permute([1, 0])  # [BK, BT]
+            qin = q_tile.slice(BT * j, BT).permute([1, 0])  # [BK, BT]
             s = gl.convert_layout(S.to(k_tile.dtype), left)
-            X = v_tile.slice(16 * j, 16).permute([1, 0]).load(block).to(gl.float32)  # [W, 16]
+            v = v_tile.slice(BT * j, BT).permute([1, 0]).load(block)  # [W, BT]
             if BY_KEY:  # the tile holds -kin
-                X = warpgroup_mma(s, kin, X, is_async=True)
+                X = warpgroup_mma(s, kin, v.to(gl.float32), is_async=True)
             else:
-                v = X
-                X = gl.zeros([W, 16], gl.float32, block)
+                X = gl.zeros([W, BT], gl.float32, block)
                 X = warpgroup_mma(s, kin, X, use_acc=False, is_async=True)
-            next_o = gl.zeros([W, 16], gl.float32, block)
+            next_o = gl.zeros([W, BT], gl.float32, block)
             if READS:
                 next_o = warpgroup_mma(s, qin, next_o, use_acc=False, is_async=True)
             if BY_KEY:
                 S = S * decays.index(slot).slice(BK * j, BK).load(gl.SliceLayout(0, whole))[None, :]
             elif BY_HEAD:
-                through = within.index(slot).slice(16 * j, 16).load(gl.SliceLayout(0, block))[None, :]
-                to_end = after.index(slot).slice(16 * j, 16).load(gl.SliceLayout(0, block_tf32))[None, :]
-                S = S * within.index(slot).slice(16 * j + 15, 1).load(gl.SliceLayout(0, whole))[None, :]
+                through = within.index(slot).slice(BT * j, BT).load(gl.SliceLayout(0, block))[None, :]
+                to_end = after.index(slot).slice(BT * j, BT).load(gl.SliceLayout(0, block_tf32))[None, :]
+                S = S * within.index(slot).slice(BT * j + BT - 1, 1).load(gl.SliceLayout(0, whole))[None, :]
             if not WRITES:
                 pass
             elif j > 0:  # the previous outputs are stored while the products with S are computed
-                o_tile.slice(16 * j - 16, 16).permute([1, 0]).store((o * scale).to(o_desc.dtype))
+                o_tile.slice(BT * j - BT, BT).permute([1, 0]).store((o * scale).to(o_desc.dtype))
             else:
                 tma.store_wait(0)  # the copies of the previous outputs and of the checkpoint have read their tiles
             if PARTS == 2:
@@ -514,18 +540,14 @@ def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, PACKED: gl.const
             else:
                 X = warpgroup_mma_wait(1 if READS else 0, [X])
             if BY_HEAD:
-                X = v - through * X
+                X = v.to(gl.float32) - through * X
             elif not BY_KEY:
-                X = v - X
-            U = gl.zeros([W, 16], gl.float32, block_tf32)
-            L = l_tile.slice(16 * j, 16).permute([1, 0])  # [16, 16]
-            U = warpgroup_mma(tf32_operand(X), L, U, use_acc=False, is_async=True)
+                X = v.to(gl.float32) - X
+            U = updates(X, l_tile, below_tile, j)
             if READS:
-                next_o, U = warpgroup_mma_wait(0, [next_o, U])
-            else:
-                U = warpgroup_mma_wait(0, [U])
+                next_o = warpgroup_mma_wait(0, [next_o])
             u = U * to_end if BY_HEAD else U
-            kout = kout_tile.slice(16 * j, 16)  # [16, BK]
+            kout = kout_tile.slice(BT * j, BT)  # [BT, BK]
             if BY_KEY:
                 S = warpgroup_mma(gl.convert_layout(u.to(k_tile.dtype), left_whole), kout, S, is_async=True)
             else:  # kout is exact, so what rounding takes from U would be most of the error of S
@@ -537,13 +559,13 @@ def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, PACKED: gl.const
                 if BY_HEAD:
                     next_o = next_o * through
                 next_o = gl.convert_layout(next_o, block_tf32, assert_trivial=True)
-                A = a_tile.slice(16 * j, 16).permute([1, 0])  # [16, 16]
+                A = a_tile.slice(BT * j, BT).permute([1, 0])  # [BT, BT]
                 o = warpgroup_mma(tf32_operand(U), A, next_o, is_async=True)
                 o, S = warpgroup_mma_wait(0, [o, S])
             else:
                 S = warpgroup_mma_wait(0, [S])
         if WRITES:
-            o_tile.slice(C - 16, 16).permute([1, 0]).store((o * scale).to(o_desc.dtype))
+            o_tile.slice(C - BT, BT).permute([1, 0]).store((o * scale).to(o_desc.dtype))
         elif SUMMARIES:
             fence_async_shared()  # no store follows the loads of v, which TMA overwrites
         mbarrier.arrive(empty.index(slot), count=1)
@@ -554,7 +576,6 @@ def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, PACKED: gl.const
         else:
             fence_async_shared()
             tma.async_copy_shared_to_global(o_desc, [b, h, start + i * C, first], o_block)
-    _, _, entering, final_state, _, _ = states
     if SUMMARIES:
         if first_key < 0:
             write_state(final_state, n * Hv + h, S, key, value, (K, V))
@@ -584,6 +605,8 @@ def _chunk_delta_fwd_kernel(
     entering,  # [I, Hv, K, V], the states that enter segments, or None if sequences are whole
     final_state,  # [N, Hv, K, V] or None; the states that segments reach [I, Hv, K, V] if transitions is not None
     transitions,  # [I, Hv, K, K] for summaries of segments, or None
+    pool,  # [P, Hv, K, V], instead of initial_state and final_state, or None
+    slots,  # [N, 4], or None without a pool
     order,  # [I, 5], or None for a batch
     scale,
     g_b,  # strides of g_ptr
@@ -592,7 +615,7 @@ def _chunk_delta_fwd_kernel(
     beta_b,  # strides of beta_ptr
     beta_t,
     beta_h,
-    state_n,  # strides of initial_state; see `in_state`
+    state_n,  # strides of initial_state or of the pool; see `in_state`
     state_h,
     state_k,
     state_v,
@@ -609,6 +632,9 @@ def _chunk_delta_fwd_kernel(
     GROUPS: gl.constexpr,
     PARTS: gl.constexpr,
     STAGES: gl.constexpr,
+    BT: gl.constexpr,
+    TURNS: gl.constexpr,
+    KEEPS: gl.constexpr,  # whether sequences have checkpoints in the pool
     EVERY_ONE: gl.constexpr,  # whether there are summaries of last segments too
 ):
     """Computes GROUPS W / PARTS columns of the outputs, or of the summary, of one value head of one segment."""
@@ -616,6 +642,7 @@ def _chunk_delta_fwd_kernel(
     BK: gl.constexpr = q_desc.block_type.shape[3]
     W: gl.constexpr = v_desc.block_type.shape[3]
     BY_KEY: gl.constexpr = g_desc is not None
+    KEPT_IN: gl.constexpr = "pool" if KEEPS else "none" if s_desc is None else "tensor"
     GATE: gl.constexpr = "key" if BY_KEY else "none" if g_ptr is None else "head"
     PACKED: gl.constexpr = order is not None
     dtype: gl.constexpr = q_desc.dtype
@@ -640,10 +667,13 @@ def _chunk_delta_fwd_kernel(
     q_tiles = gl.allocate_shared_memory(dtype, [PARTS * STAGES, 1, 1, C, BK], q_desc.layout)  # q, then qin
     k_tiles = gl.allocate_shared_memory(dtype, [PARTS * STAGES, 1, 1, C, BK], k_desc.layout)  # k, then -kin
     v_tiles = gl.allocate_shared_memory(dtype, [BLOCKS * STAGES, 1, 1, C, W], v_desc.layout)
-    small: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, 16], gl.float32)
-    l_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, C, 16], small)
-    a_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, C, 16], small)
-    m_tile = gl.allocate_shared_memory(gl.float32, [C, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    small: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BT], gl.float32)
+    a_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, C, BT], small)
+    squares: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C // 16, 16, 16], gl.float32)
+    l_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, C // 16, 16, 16], squares)
+    below_tiles = l_tiles
+    if BT == 32:
+        below_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, C // 32, 16, 16], squares)
     # Outputs, and before them a checkpoint, wait here for TMA.
     KEPT: gl.constexpr = C if s_desc is None else BK
     kept: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, KEPT, W], dtype)
@@ -656,14 +686,14 @@ def _chunk_delta_fwd_kernel(
         within, after = decays, decays
     else:
         scratch = q_tiles
-        decays = gl.allocate_shared_memory(gl.float32, [C], line)  # sums of gates
+        decays = gl.allocate_shared_memory(gl.float32, [TURNS, C], line)  # sums of gates
         within = gl.allocate_shared_memory(gl.float32, [STAGES, C], line)
         after = gl.allocate_shared_memory(gl.float32, [STAGES, C], line)
     partials = s_tiles
     if PARTS == 2:
         lines: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 2, [1, 0])  # four rows of an accumulator use all banks
-        xs = gl.allocate_shared_memory(gl.float32, [4, W, 16], lines)
-        partials = (xs, gl.allocate_shared_memory(gl.float32, [2, W, 16], lines))
+        xs = gl.allocate_shared_memory(gl.float32, [4, W, BT], lines)
+        partials = (xs, gl.allocate_shared_memory(gl.float32, [2, W, BT], lines))
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     g_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # the gates of keys have been loaded
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # q and k have been loaded
@@ -682,9 +712,10 @@ def _chunk_delta_fwd_kernel(
 
     barriers = (g_full, full, v_full, ready, empty, summed)
     beta = (beta_ptr + b.to(gl.int64) * beta_b + h * beta_h, beta_t)
-    prepared = (q_tiles, k_tiles, scratch, a_tiles, l_tiles, m_tile, decays, within, after)
-    tiles = (q_tiles, k_tiles, v_tiles, scratch, a_tiles, l_tiles, decays, within, after, s_tiles, partials)
-    states = (initial_state, (state_n, state_h, state_k, state_v), entering, final_state, None, None)
+    matrices = (a_tiles, l_tiles, below_tiles)
+    prepared = (q_tiles, k_tiles, scratch, matrices, decays, within, after)
+    tiles = (q_tiles, k_tiles, v_tiles, scratch, matrices, decays, within, after, s_tiles, partials)
+    states = (initial_state, (state_n, state_h, state_k, state_v), entering, final_state, pool, slots)
     state_args = (
         tiles,
         barriers,
@@ -695,15 +726,27 @@ def _chunk_delta_fwd_kernel(
         (s_desc, every, b * rows, origin),
         (n, sequence, start == origin, is_last, T, Hv, K, V),
     )
-    STATE: gl.constexpr = 152  # registers of a thread of the state warps
+    # registers of a thread of the state warps
+    STATE: gl.constexpr = 152 if BT == 16 else 208 if GROUPS == 1 else 184
     load = ((q_desc, k_desc, v_desc, g_desc), (q_tiles, k_tiles, v_tiles, scratch), barriers, place, R)
     gates = (g_ptr, b.to(gl.int64) * g_b + h * g_h, g_t)
     prepare = (prepared, beta, barriers, place, gates, g_desc)
-    if GROUPS == 1:
+    if TURNS == 2:
         gl.warp_specialize(
             [
-                (_prepare_warps, (prepare, NORMALIZER, PACKED)),
-                (_state_warps, (state_args, 0, GATE, PACKED)),
+                (_prepare_warps, (prepare, 0, TURNS, NORMALIZER, PACKED)),
+                (_state_warps, (state_args, 0, GATE, KEPT_IN, PACKED)),
+                (_prepare_warps, (prepare, 1, TURNS, NORMALIZER, PACKED)),
+                (_load_warp, (load, STAGES)),
+            ],
+            [4, 4, 1],
+            [STATE, 136, 24],
+        )
+    elif GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_prepare_warps, (prepare, 0, TURNS, NORMALIZER, PACKED)),
+                (_state_warps, (state_args, 0, GATE, KEPT_IN, PACKED)),
                 (_load_warp, (load, STAGES)),
             ],
             [4, 1],
@@ -712,9 +755,9 @@ def _chunk_delta_fwd_kernel(
     else:
         gl.warp_specialize(
             [
-                (_prepare_warps, (prepare, NORMALIZER, PACKED)),
-                (_state_warps, (state_args, 0, GATE, PACKED)),
-                (_state_warps, (state_args, 1, GATE, PACKED)),
+                (_prepare_warps, (prepare, 0, TURNS, NORMALIZER, PACKED)),
+                (_state_warps, (state_args, 0, GATE, KEPT_IN, PACKED)),
+                (_state_warps, (state_args, 1, GATE, KEPT_IN, PACKED)),
                 (_load_warp, (load, STAGES)),
             ],
             [4, 4, 1],
