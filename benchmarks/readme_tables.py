@@ -156,10 +156,8 @@ def _times(row: Row) -> str:
     facts = row.facts
     if "wall, s" not in facts:
         return _time(row.seconds)
-    return (
-        f"{_time(row.seconds)} (wall {_time(facts['wall, s'])}, {_number('GiB', facts['GiB'])} GiB, "
-        f"first step {_time(facts['first step, s'])})"
-    ).replace(" GiB", "\N{NO-BREAK SPACE}GiB")
+    memory = f"{_number('GiB', facts['GiB'])}\N{NO-BREAK SPACE}GiB"
+    return f"{_time(row.seconds)} (wall {_time(facts['wall, s'])}, {memory})"
 
 
 def _versions(row: Row) -> str:
