@@ -277,6 +277,7 @@ CALLS = {
     "delta rule backward, packed": (SM80, delta_backward, "triton_fused", PACKED | {"kept": False}),
     "delta rule backward, per head": (SM80, delta_backward, "parallel_scan", {"R": 2, "H": 16, "form": "constant"}),
     "delta rule, pool": (SM80, delta_pool, "triton_fused", {"R": 2, "H": 16, "V": 64}),
+    "delta rule, pool on Hopper": (SM90, delta_pool, "triton_fused", {"R": 2, "H": 16, "form": "head"}),
     "delta rule step": (SM90, delta_step, "triton_fused", {"R": 2}),
     "delta rule steps": (SM90, delta_steps, "triton_fused", {}),
     "delta rule replay": (SM90, delta_replay, "triton_fused", {"packed": True, "form": "head"}),
