@@ -183,7 +183,7 @@ class GatedLinearAttention(Recurrent, Merging):
 
     @torch.no_grad()
     def step_from_projections(
-        self, x: Tensor, made: Projections, state: GLAState, inplace: bool = False, state_indices: Tensor | None = None
+        self, x: Tensor, made: Projections, state: GLAState, inplace: bool = False, slots: Tensor | None = None
     ) -> tuple[Tensor, GLAState]:
         """Computes what `step` computes between its matrix products, for callers that compute the products themselves.
 
@@ -202,7 +202,7 @@ class GatedLinearAttention(Recurrent, Merging):
         def output(o: Tensor | Step, x: Tensor) -> Tensor:
             return self._normed(o, x, made.gate).flatten(-2)
 
-        return recurrence.read_tokens(self, op_inputs, output, x, state, inplace, state_indices)
+        return recurrence.read_tokens(self, op_inputs, output, x, state, inplace, slots)
 
     @property
     def state_shape(self) -> tuple[int, int, int]:

@@ -31,6 +31,7 @@ from gla_core.nn.recompute import not_kept, recomputed
 from gla_core.nn.recurrence import GLAState, check_computation, positive
 from gla_core.nn.rms_norm import RMSNormGated
 from gla_core.nn.short_convolution import ShortConvolution
+from gla_core.ops.deprecated import renamed
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -161,13 +162,16 @@ class HGRN2(Recurrent, Merging):
         x: Tensor,
         state: GLAState,
         inplace: bool = False,
-        state_indices: Tensor | None = None,
+        slots: Tensor | None = None,
         lower_bound: Tensor | None = None,
         *,
         residual: Tensor | None = None,
+        state_indices: Tensor | None = None,
     ) -> tuple[Tensor, GLAState]:
         """Reads one token of each sequence, as `GatedLinearAttention.step` does; lower_bound is as in `forward`."""
-        return recurrence.read_tokens(self, *self._functions(lower_bound), x, state, inplace, state_indices, residual)
+        if state_indices is not None:
+            slots = renamed("step", "state_indices", "slots", state_indices, slots, wrapped=True)
+        return recurrence.read_tokens(self, *self._functions(lower_bound), x, state, inplace, slots, residual)
 
     @torch.no_grad()
     def step_from_projections(
@@ -176,7 +180,7 @@ class HGRN2(Recurrent, Merging):
         made: Sequence[Tensor],
         state: GLAState,
         inplace: bool = False,
-        state_indices: Tensor | None = None,
+        slots: Tensor | None = None,
         lower_bound: Tensor | None = None,
     ) -> tuple[Tensor, GLAState]:
         """Computes what `step` computes between its products, up to the norm, for callers that compute the products.
@@ -193,7 +197,7 @@ class HGRN2(Recurrent, Merging):
         def op_inputs(_x: Tensor, convolve: Convolve) -> tuple[Tensor, ...]:
             return self._op_inputs(made, convolve, lower_bound)
 
-        return recurrence.read_tokens(self, op_inputs, lambda o, _x: o.flatten(-2), x, state, inplace, state_indices)
+        return recurrence.read_tokens(self, op_inputs, lambda o, _x: o.flatten(-2), x, state, inplace, slots)
 
     @property
     def state_shape(self) -> tuple[int, int, int]:

@@ -15,6 +15,7 @@ from gla_core.nn._typed_call import as_typed
 from gla_core.nn.interface import OpInputs, Output, RecurrentLayer
 from gla_core.nn.recurrence import GLAState
 from gla_core.ops import checks
+from gla_core.ops.deprecated import renamed
 
 if TYPE_CHECKING:
     from gla_core.distributed import Shard
@@ -97,9 +98,10 @@ class Recurrent(nn.Module):
         x: Tensor,
         state: GLAState,
         inplace: bool = False,
-        state_indices: Tensor | None = None,
+        slots: Tensor | None = None,
         *,
         residual: Tensor | None = None,
+        state_indices: Tensor | None = None,
     ) -> tuple[Tensor, GLAState]:
         """Reads one token of each sequence, for decoding. Runs under torch.no_grad(), since its op has no backward.
 
@@ -107,12 +109,12 @@ class Recurrent(nn.Module):
 
         Args:
             x: [B, hidden_size], as in `forward`.
-            state: states of the B sequences, from `forward`, `step` or `initial_state`; with `state_indices` a pool of
-                states.
+            state: states of the B sequences, from `forward`, `step` or `initial_state`; with `slots` a pool of states.
             inplace: whether to write the new states into `state` instead of returning new tensors.
-            state_indices: [B] int32 or int64, the row of the pool that each row of the batch reads and writes. No
-                two rows may have the same state. A row with a negative index is skipped: its y is 0.
+            slots: [B] int32 or int64, the slot of the pool that each row of the batch reads and writes. No
+                two rows may have the same state. A row with a negative slot is skipped: its y is 0.
             residual: [B, hidden_size], added to y. y may be written into it.
+            state_indices: the deprecated name of `slots`.
 
         Returns:
             y [B, hidden_size] as in `forward`, and the new state. With `inplace` this is `state` itself; otherwise
@@ -121,7 +123,9 @@ class Recurrent(nn.Module):
         Raises:
             ValueError, TypeError, NoBackendError, UnknownBackendError: as in `forward`.
         """
-        return recurrence.read_tokens(self, *self._functions(), x, state, inplace, state_indices, residual)
+        if state_indices is not None:
+            slots = renamed("step", "state_indices", "slots", state_indices, slots, wrapped=True)
+        return recurrence.read_tokens(self, *self._functions(), x, state, inplace, slots, residual)
 
     def initial_state(self: RecurrentLayer, batch_size: int, device: Device = None) -> GLAState:
         """Returns the state before the first token of `batch_size` sequences: zeros.

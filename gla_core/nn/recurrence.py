@@ -137,7 +137,7 @@ def read_tokens(
     x: Tensor,
     state: GLAState,
     inplace: bool,
-    state_indices: Tensor | None,
+    slots: Tensor | None,
     residual: Tensor | None = None,
 ) -> tuple[Tensor, GLAState]:
     """Computes a layer's `step`.
@@ -151,35 +151,35 @@ def read_tokens(
         raise ValueError("step reads one token, which no ranks share; decode by a layer without context_parallel")
     dims: dict[str, Any] = {"hidden_size": layer.hidden_size}
     checks.tensor("x", x, "B hidden_size", dims)
-    if state_indices is not None:  # checked before the op checks it, since the convolutions run first
-        checks.tensor("state_indices", state_indices, "B", dims)
-        checks.dtype("state_indices", state_indices, checks.INTEGERS)
-    _check_state(layer, state, dims["B"] if state_indices is None else None)
-    convolve = _Convolved(layer, state.conv and tuple(_rows(pool, state_indices) for pool in state.conv))
+    if slots is not None:  # checked before the op checks it, since the convolutions run first
+        checks.tensor("slots", slots, "B", dims)
+        checks.dtype("slots", slots, checks.INTEGERS)
+    _check_state(layer, state, dims["B"] if slots is None else None)
+    convolve = _Convolved(layer, state.conv and tuple(_rows(pool, slots) for pool in state.conv))
     x = x.unsqueeze(1)  # the layer's modules, which may have hooks, get sequences of one token
     inputs, ops = op_inputs(x, convolve), layer.ops
     (q, k, v, g, *more), others = inputs[: ops.tokens], inputs[ops.tokens :]
     before = None
     if layer.rotary_base is not None and state.position is not None:
-        before = _rows(state.position, state_indices)
+        before = _rows(state.position, slots)
         q, k = rotated(q, k, before[:, None], layer.rotary_base)
     token = tuple(t if t is None or t.ndim == 1 else t.squeeze(1) for t in (q, k, v, g, *more))
     if layer.norms_heads and (is_compiling() or not transformed()):
         recurrent = state.recurrent if inplace else state.recurrent.clone()
-        o: Any = Step(layer, token, recurrent, state_indices)
+        o: Any = Step(layer, token, recurrent, slots)
     else:
-        args = (state.recurrent, layer.scale, state_indices, inplace)
+        args = (state.recurrent, layer.scale, slots, inplace)
         o, recurrent = ops.step(*token, *args, backend=layer.backend, **gate_options(layer))
         o = o.unsqueeze(1)
     conv, position = state.conv, state.position
     if conv is not None:
         pairs = zip(conv, convolve.after or (), strict=True)
-        conv = tuple(_with_rows(pool, new, state_indices, inplace) for pool, new in pairs)
+        conv = tuple(_with_rows(pool, new, slots, inplace) for pool, new in pairs)
     if position is not None and before is not None:
-        position = _with_rows(position, before + 1, state_indices, inplace)
+        position = _with_rows(position, before + 1, slots, inplace)
     mask = None
-    if others and state_indices is not None:  # o is 0 in skipped rows, and the others are not
-        skipped = _skipped(state_indices, len(state.recurrent))[:, None, None]
+    if others and slots is not None:  # o is 0 in skipped rows, and the others are not
+        skipped = _skipped(slots, len(state.recurrent))[:, None, None]
         mask = functools.partial(torch.where, skipped, 0)
     residual = None if residual is None else residual.unsqueeze(1)
     y = with_residual(output, residual, mask)(o, x, *others).squeeze(1)
@@ -192,17 +192,17 @@ class Step(NamedTuple):
     Attributes:
         token: q [B, Hq, K], k [B, H, K], v [B, Hv, V], g, and the other tokens of the layer's ops.
         state: the states, which the step writes.
-        state_indices: as in `Recurrent.step`.
+        slots: as in `Recurrent.step`.
     """
 
     layer: RecurrentLayer
     token: tuple[Tensor, ...]
     state: Tensor
-    state_indices: Tensor | None
+    slots: Tensor | None
 
     def normed(self, norm: nn.Module, gate: Tensor | None) -> Tensor:
         """Runs the step, and returns its output [B, 1, Ho, V] after a norm and an output gate [B, 1, Ho, V]."""
-        layer, slots, options = self.layer, self.state_indices, gate_options(self.layer)
+        layer, slots, options = self.layer, self.slots, gate_options(self.layer)
         layer_step, options = layer.ops.layer_step, {**options, "backend": layer.backend}
         activation = norm.activation_in_op(gate) if isinstance(norm, RMSNormGated) else None
         q, weight = self.token[0], norm.weight if activation is not None else None

@@ -6,6 +6,7 @@ import io
 import pytest
 import torch
 
+import gla_core as gla
 from gla_core.nn import GLAState
 
 
@@ -47,7 +48,20 @@ def test_states_and_indices_that_do_not_fit(make_layer):
     state = layer.initial_state(6)
     with pytest.raises(ValueError, match=r"state.recurrent has shape \[6, 2, 4, 8\]; expected .* with N=2"):
         layer.step(x, state)
-    with pytest.raises(ValueError, match=r"state_indices has shape \[3\]; expected \[B\] with B=2"):
-        layer.step(x, state, state_indices=torch.tensor([0, 1, 2]))
-    with pytest.raises(TypeError, match="state_indices is float32; expected int32 or int64"):
-        layer.step(x, state, state_indices=torch.zeros(2))
+    with pytest.raises(ValueError, match=r"slots has shape \[3\]; expected \[B\] with B=2"):
+        layer.step(x, state, slots=torch.tensor([0, 1, 2]))
+    with pytest.raises(TypeError, match="slots is float32; expected int32 or int64"):
+        layer.step(x, state, slots=torch.zeros(2))
+
+
+@pytest.mark.parametrize("kind", [gla.nn.GatedLinearAttention, gla.nn.HGRN2])
+def test_the_old_name_of_slots_warns_where_it_is_passed_and_means_the_same(kind):
+    layer = kind(16, num_heads=2)
+    pool, x, slots = layer.initial_state(3), torch.randn(2, 16), torch.tensor([2, 0])
+    expected, _ = layer.step(x, pool, slots=slots)
+    with pytest.warns(DeprecationWarning, match="state_indices of step is now called slots") as told:
+        y, _ = layer.step(x, pool, state_indices=slots)
+    assert told[0].filename == __file__
+    assert torch.equal(y, expected)
+    with pytest.raises(TypeError, match="step got slots and state_indices"):
+        layer.step(x, pool, slots=slots, state_indices=slots)

@@ -87,7 +87,7 @@ def test_a_step_from_projections(options, assert_same_state):
     layer, x, bound = make(options), torch.randn(2, 16, dtype=torch.float64), torch.rand((), dtype=torch.float64)
     _, state = layer(torch.randn(2, 5, 16, dtype=torch.float64), output_final_state=True)
     residual, indices = torch.randn(2, 16, dtype=torch.float64), torch.tensor([1, -1])
-    args = {"state_indices": indices, "lower_bound": bound}
+    args = {"slots": indices, "lower_bound": bound}
     expected, wanted = layer.step(x, state, **args)
     made = [projection(x)[:, None] for projection in (layer.q_proj, layer.f_proj, layer.i_proj)]
     o, after = layer.step_from_projections(x, made, state, **args)

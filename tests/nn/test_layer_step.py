@@ -89,8 +89,8 @@ def test_a_step_from_projections(options):
         parts["gate"] = layer.g_proj
     made = Projections(**{name: part(x[:, None]) for name, part in parts.items()})
     indices = torch.tensor([0, -1, 2])
-    o, after = layer.step_from_projections(x, made, state, state_indices=indices)
-    expected, wanted = layer.step(x, state, state_indices=indices)
+    o, after = layer.step_from_projections(x, made, state, slots=indices)
+    expected, wanted = layer.step(x, state, slots=indices)
     assert relative_error(layer.o_proj(o), expected) <= FORWARD[torch.float32]
     assert relative_error(after.recurrent, wanted.recurrent) <= FORWARD[torch.float32]
     assert torch.equal(o[1], torch.zeros_like(o[1]))

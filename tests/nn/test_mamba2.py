@@ -177,8 +177,8 @@ def test_a_residual(options, rows):
     expected = residual + layer(x, **rows)[0]
     torch.testing.assert_close(layer(x, **rows, residual=residual)[0], expected)
     state, slots = layer.initial_state(4), torch.tensor([3, -1, 0, 4, 1])
-    expected = residual[0] + layer.step(x[0], state, state_indices=slots)[0]
-    y, _ = layer.step(x[0], state, state_indices=slots, residual=residual[0].clone())
+    expected = residual[0] + layer.step(x[0], state, slots=slots)[0]
+    y, _ = layer.step(x[0], state, slots=slots, residual=residual[0].clone())
     torch.testing.assert_close(y, expected)
 
 

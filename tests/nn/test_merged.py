@@ -172,8 +172,8 @@ def test_a_residual(layer, padded):
         actual = layer(x, attention_mask=mask, residual=residual.clone())[0]
         torch.testing.assert_close(actual, expected, **CLOSE)
         indices = torch.tensor([1, -1]) if padded else None
-        expected = residual[:, 0] + layer.step(x[:, 0], layer.initial_state(2), state_indices=indices)[0]
-        actual, _ = layer.step(x[:, 0], layer.initial_state(2), state_indices=indices, residual=residual[:, 0])
+        expected = residual[:, 0] + layer.step(x[:, 0], layer.initial_state(2), slots=indices)[0]
+        actual, _ = layer.step(x[:, 0], layer.initial_state(2), slots=indices, residual=residual[:, 0])
         torch.testing.assert_close(actual, expected, **CLOSE)
 
 

@@ -30,9 +30,9 @@ from gla_core.dispatch.request import current_request
 from gla_core.dispatch.tensors import wide
 from gla_core.ops import autocast, checks
 from gla_core.ops._autograd import gradient, in_pytorch
-from gla_core.ops._deprecated import backend_by_position
 from gla_core.ops._run import bypasses_torch, plans_gradient, request_text, run
 from gla_core.ops._torch_op import TorchOp, refuse_tangents, torch_op_of
+from gla_core.ops.deprecated import backend_by_position
 from gla_core.ops.spec import AS_INPUT, INPUT, Argument, OpSpec, Result
 
 

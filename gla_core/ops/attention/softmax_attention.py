@@ -33,9 +33,9 @@ from torch import Tensor
 from gla_core.dispatch.request import current_request
 from gla_core.ops import autocast
 from gla_core.ops._autograd import gradient, in_pytorch
-from gla_core.ops._deprecated import backend_by_position
 from gla_core.ops._run import bypasses_torch, plans_gradient, request_text, run
 from gla_core.ops._torch_op import exportable, no_second_derivative, refuse_tangents, torch_op_of
+from gla_core.ops.deprecated import backend_by_position
 from gla_core.ops.spec import AS_INPUT, INPUT, WIDE, Argument, OpSpec, Result, plain_number, scale_or_default
 
 _KEY_BLOCK = 512  # keys per step of the backward: bounds its memory at O(Tq * _KEY_BLOCK)

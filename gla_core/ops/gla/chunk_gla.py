@@ -58,9 +58,9 @@ from gla_core.dispatch.request import Request, current_request, request_of
 from gla_core.dispatch.selection import makes_checkpoints
 from gla_core.ops import _invariant, _sequences, autocast, checks
 from gla_core.ops._autograd import gradient
-from gla_core.ops._deprecated import backend_by_position
 from gla_core.ops._run import bypasses_torch, plans_gradient, request_text, run
 from gla_core.ops._torch_op import eager_op_of, exportable, no_second_derivative, refuse_tangents, torch_op_of
+from gla_core.ops.deprecated import backend_by_position
 from gla_core.ops.spec import (
     AS_INPUT,
     CHECKPOINT,

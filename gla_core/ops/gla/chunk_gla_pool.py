@@ -29,9 +29,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from gla_core.ops import checks
-from gla_core.ops._deprecated import backend_by_position, renamed
 from gla_core.ops._pool import spec_of_pool
 from gla_core.ops._serving import serving
+from gla_core.ops.deprecated import backend_by_position, renamed
 from gla_core.ops.gla.chunk_gla import FORWARD, NORMALIZER
 from gla_core.ops.gla.recurrent_gla_step import refuse_in_place
 

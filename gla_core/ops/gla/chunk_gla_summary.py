@@ -39,9 +39,9 @@ from torch import Tensor
 from gla_core.dispatch.request import current_request
 from gla_core.dispatch.tensors import gradient_of_logits, wide
 from gla_core.ops import autocast, checks
-from gla_core.ops._deprecated import backend_by_position
 from gla_core.ops._run import bypasses_torch, needs_gradient, plans_gradient, request_text, run
 from gla_core.ops._torch_op import exportable, refuse_tangents, torch_op_of
+from gla_core.ops.deprecated import backend_by_position
 from gla_core.ops.gla.chunk_gla import GATE_SHAPES, NORMALIZER, torch_bwd
 from gla_core.ops.spec import AS_INPUT, INPUT, INTEGER, WIDE, Argument, OpSpec, Result, Role, gate
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from gla_core.ops import checks
-from gla_core.ops._deprecated import backend_by_position
 from gla_core.ops._torch_op import exportable
+from gla_core.ops.deprecated import backend_by_position
 from gla_core.ops.gla.chunk_gla import chunk_gla
 
 

@@ -31,9 +31,9 @@ from torch import Tensor
 from gla_core.dispatch.backend import Lowering, OpCall
 from gla_core.dispatch.tensors import sigmoid, silu, wide
 from gla_core.ops import checks
-from gla_core.ops._deprecated import backend_by_position, renamed
 from gla_core.ops._invariant import needs_equal_bits
 from gla_core.ops._serving import serving
+from gla_core.ops.deprecated import backend_by_position, renamed
 from gla_core.ops.gla.chunk_gla import FORWARD, NORMALIZER
 from gla_core.ops.gla.recurrent_gla_step import STEP, refuse_in_place
 from gla_core.ops.spec import AS_INPUT, AS_INPUT_OR_FLOAT32, INTEGER, POOL, Argument, OpSpec, Result, Role, plain_number

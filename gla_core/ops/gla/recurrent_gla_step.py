@@ -30,9 +30,9 @@ from torch import Tensor
 
 from gla_core.dispatch.request import current_request
 from gla_core.ops import _invariant, _step, autocast, checks
-from gla_core.ops._deprecated import backend_by_position, renamed
 from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run, transformed
 from gla_core.ops._torch_op import exportable, refusal_in_place, refuse_tangents, tell_autograd
+from gla_core.ops.deprecated import backend_by_position, renamed
 from gla_core.ops.gla.chunk_gla import FORWARD, NORMALIZER
 from gla_core.ops.spec import (
     AS_INPUT,

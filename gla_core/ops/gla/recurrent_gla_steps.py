@@ -29,9 +29,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from gla_core.ops import checks
-from gla_core.ops._deprecated import backend_by_position
 from gla_core.ops._serving import serving
 from gla_core.ops._steps import spec_of_steps
+from gla_core.ops.deprecated import backend_by_position
 from gla_core.ops.gla.chunk_gla import FORWARD, NORMALIZER
 from gla_core.ops.gla.recurrent_gla_step import STEP, refuse_in_place
 

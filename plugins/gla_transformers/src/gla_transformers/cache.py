@@ -292,7 +292,7 @@ def read(
     elif state is not None and x.shape[1] == 1 and cu_seqlens is None and is_plain(layer, GatedLinearAttention, HGRN2):
         rows = rows_with_a_token(attention_mask)
         to = None if residual is None else residual[:, 0]
-        return layer.step(x[:, 0], state, inplace=True, state_indices=rows, residual=to, **bounded)[0][:, None]
+        return layer.step(x[:, 0], state, inplace=True, slots=rows, residual=to, **bounded)[0][:, None]
     y, state = layer(x, state, output_final_state=True, **options)
     memory.write(state)
     return y

@@ -52,7 +52,7 @@ def step(
     if matrices is None:
         return None
     middle, last = matrices
-    rows, options = x[:, 0].contiguous(), {"inplace": True, "state_indices": rows_with_a_token(attention_mask)}
+    rows, options = x[:, 0].contiguous(), {"inplace": True, "slots": rows_with_a_token(attention_mask)}
     if type(attn) is GatedLinearAttention:
         attended = _gla(kernel, attn_norm, attn, rows, memory.state, options)
     elif type(attn) is HGRN2:

@@ -9,15 +9,18 @@ from typing import Any
 from torch.compiler import is_compiling
 
 
-def renamed(function: str, old: str, new: str, by_old: Any, by_new: Any) -> Any:
+def renamed(function: str, old: str, new: str, by_old: Any, by_new: Any, wrapped: bool = False) -> Any:
     """Returns the value of an argument that a call passed by its old name.
+
+    Args:
+        wrapped: whether a decorator stands between the function and its caller, to whom the warning belongs.
 
     Raises:
         TypeError: the call passed it by its new name too.
     """
     if by_new is not None:
         raise TypeError(f"{function} got {new} and {old}, its name in version 0.1; pass {new} only")
-    _warn(f"{old} of {function} is now called {new}; the old name goes after version 0.2")
+    _warn(f"{old} of {function} is now called {new}; the old name goes after version 0.2", 4 + wrapped)
     return by_old
 
 
@@ -38,6 +41,6 @@ def backend_by_position(function: str, rest: Sequence[str | None], backend: str 
     return rest[0]
 
 
-def _warn(text: str) -> None:
+def _warn(text: str, stacklevel: int = 4) -> None:
     if not is_compiling():  # a compiler cannot trace a warning
-        warnings.warn(text, DeprecationWarning, stacklevel=4)
+        warnings.warn(text, DeprecationWarning, stacklevel=stacklevel)
