@@ -8,8 +8,9 @@ X is what the entering state leaves to be explained. With one gate for each head
 qin and kout, so the rows of products have factors, and q and k stay as they are.
 
 All of it is computed transposed: S^T [W, K], X^T, U^T and o^T [W, BT] are results of products and left operands of
-others, and stay in registers. Blocks follow one another. So they have 32 tokens, unless each key has a gate, whose
-decays then are too many, or there are two parts of the keys.
+others, and stay in registers. A block waits for the one before, and a longer block takes less time per token. So blocks
+have 32 tokens. They have 16 if each key has a gate, because products in one piece limit the decay through a block, or
+if keys have two parts.
 
 **Segments.** If sequences are cut, one launch computes the summary of each segment but the last: the state that it
 reaches from 0, and its transition, which is the state that values of 0 reach from the identity. A scan then computes
@@ -176,14 +177,14 @@ def _launch(
     (T, H, K), (Hv, V) = x.k.shape[1:], x.v.shape[2:]
     by_key = x.g is not None and x.g.ndim == 4
     b, t, h = x.beta.stride()
-    has_tiles = x.checkpoints is not None and x.pool is None
+    kept = x.checkpoints if x.pool is None else None  # otherwise the checkpoints are in the pool
     arguments = {
         "q_desc": shared_tiles(x.q, CHUNK, kernel.BK),
         "k_desc": shared_tiles(x.k, CHUNK, kernel.BK),
         "v_desc": shared_tiles(x.v, CHUNK, COLUMNS),
         "g_desc": shared_tiles(x.g, CHUNK, kernel.BK) if by_key else None,
         "o_desc": shared_tiles(x.o, CHUNK, COLUMNS),
-        "s_desc": state_tiles(x.checkpoints, kernel.BK, COLUMNS) if has_tiles else None,
+        "s_desc": None if kept is None else state_tiles(kept, kernel.BK, COLUMNS),
         "g_ptr": None if by_key else x.g,
         "beta_ptr": x.beta,
         "o_ptr": x.o,
@@ -202,7 +203,7 @@ def _launch(
         **state_strides("state_", x.initial_state if x.pool is None else x.pool),
         **lengths_of(T, segments),
         "every": every or 0,
-        "rows": x.checkpoints.shape[1] if x.checkpoints is not None and has_tiles else 0,
+        "rows": 0 if kept is None else kept.shape[1],
         "Hv": Hv,
         "R": Hv // H,
         "K": K,
@@ -213,7 +214,7 @@ def _launch(
         "BT": kernel.BT,
         "TURNS": kernel.turns,
         "STAGES": kernel.stages,
-        "KEEPS": x.checkpoints is not None and x.pool is not None,
+        "KEEPS": kept is None and x.checkpoints is not None,
         "EVERY_ONE": every_one,
     }
     return Launch(_chunk_delta_fwd_kernel, (blocks, 1, 1), arguments, {"num_warps": 4, "maxnreg": 128})
@@ -726,7 +727,8 @@ def _chunk_delta_fwd_kernel(
         (s_desc, every, b * rows, origin),
         (n, sequence, start == origin, is_last, T, Hv, K, V),
     )
-    # registers of a thread of the state warps
+    # Registers of a thread of the state warps, and of the second preparing warps; the first ones have the rest.
+    PREPARE: gl.constexpr = 136
     STATE: gl.constexpr = 152 if BT == 16 else 208 if GROUPS == 1 else 184
     load = ((q_desc, k_desc, v_desc, g_desc), (q_tiles, k_tiles, v_tiles, scratch), barriers, place, R)
     gates = (g_ptr, b.to(gl.int64) * g_b + h * g_h, g_t)
@@ -740,7 +742,7 @@ def _chunk_delta_fwd_kernel(
                 (_load_warp, (load, STAGES)),
             ],
             [4, 4, 1],
-            [STATE, 136, 24],
+            [STATE, PREPARE, 24],
         )
     elif GROUPS == 1:
         gl.warp_specialize(
