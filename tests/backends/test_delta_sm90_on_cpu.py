@@ -13,11 +13,11 @@ from gla_core.workloads.inputs import delta_inputs
 pytest.importorskip("triton")
 from gla_triton_kernels.chunks.results import copy_or_clear
 from gla_triton_kernels.chunks.segments import cut, whole
-from gla_triton_kernels.chunks.slots import Slots
 from gla_triton_kernels.delta import summary
 from gla_triton_kernels.delta.sm90 import Parameters, tokens_of_block
 from gla_triton_kernels.delta.tensors import Tensors
 from tests import gluon_on_cpu
+from tests.backends.pools import PROMPTS, check_slots, pooled
 
 BFLOAT16 = torch.bfloat16
 PACKED = {"lengths": (0, 65, 1, 0, 130, 3), "padding": 10, "initial_state": True}
@@ -66,8 +66,7 @@ def parameters(x, groups):
     """Returns the launch parameters that sm90/__init__.py chooses, for one state warpgroup or two."""
     K = x.k.shape[3]
     parts, BT = 2 if K > 128 else 1, tokens_of_block(K, x.g is not None and x.g.ndim == 4)
-    turns = 2 if BT == 32 and groups == 1 else 1
-    return Parameters(64 if K <= 64 else 128, max(parts, groups), parts=parts, BT=BT, turns=turns)
+    return Parameters(64 if K <= 64 else 128, max(parts, groups), parts=parts, BT=BT)
 
 
 def check(results, x, every=64, normalizer=None, budget=FORWARD[BFLOAT16]):
@@ -161,28 +160,16 @@ def test_summaries(forward, length, sizes):
     ids=str,
 )
 def test_states_in_a_pool(forward, pool_dtype, v_first, sizes):
-    """Sequences 1 and 3 are new or have no slot."""
-    x = inputs(**{"lengths": (130, 65, 0, 70, 3), "padding": 10, **sizes})
+    x = inputs(**{**PROMPTS, **sizes})
     (B, T, Hv, V), K = x.v.shape, x.k.shape[3]
-    pool = torch.randn((9, Hv, V, K) if v_first else (9, Hv, K, V)).to(pool_dtype)
-    pool = pool.mT if v_first else pool
-    read, write = torch.tensor([8, 1, 1, -1, 4]), torch.tensor([8, 3, 7, 9, 5], dtype=torch.int32)
-    has_state = torch.tensor([True, False, True, True, True])
-    kept = (torch.tensor([128, 64, 64, 64, 64]), torch.tensor([0, -1, 6, 2, 4]))
-    tokens = {"q": x.q, "k": x.k, "v": x.v, "g": x.g, "beta": x.beta, "cu_seqlens": x.cu_seqlens, "pool": pool}
-    slots = {"read_slots": read, "write_slots": write, "has_state": has_state}
-    snapshots = dict(zip(("snapshot_offsets", "snapshot_slots"), kept, strict=True))
-    o, states = oracle.chunk_delta_pool(**tokens, **slots, **snapshots)
+    pool, slots, (o, states) = pooled(oracle.chunk_delta_pool, x, pool_dtype, v_first)
     actual, before = torch.full((B, T, Hv, V), torch.nan, dtype=BFLOAT16), pool.clone()
-    segments = whole(B, T, x.cu_seqlens, actual, Slots(read, write, has_state, *kept, len(pool), -1))
+    segments = whole(B, T, x.cu_seqlens, actual, slots)
     tensors = Tensors(x.q, x.k, x.v, x.g, x.beta, None, x.cu_seqlens, actual, None, pool, pool=pool)
     outputs = forward.launch_outputs(parameters(x, 1 if V <= 64 else 2), tensors, segments, K**-0.5, None)
     gluon_on_cpu.run([*segments.launches, *outputs])
     assert relative_error(actual, o) <= FORWARD[BFLOAT16]
-    assert sorted(states) == [0, 2, 3, 5, 7, 8]
-    assert relative_error(pool[list(states)], torch.stack([*states.values()])) <= FORWARD[BFLOAT16]
-    others = [p for p in range(len(pool)) if p not in states]
-    assert torch.equal(pool[others], before[others])
+    check_slots(pool, before, states, FORWARD[BFLOAT16])
 
 
 @pytest.mark.parametrize("gate_form", ["key", "head"])

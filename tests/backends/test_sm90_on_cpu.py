@@ -22,11 +22,11 @@ from gla_triton_kernels.chunks.entering import launch_entering
 from gla_triton_kernels.chunks.kernel import ForwardPlan, GradientParameters, Parameters, SegmentPlan
 from gla_triton_kernels.chunks.scan import launch_scan
 from gla_triton_kernels.chunks.segments import Recurrence, cut, whole
-from gla_triton_kernels.chunks.slots import Slots
 from gla_triton_kernels.gla.shared.skip import launch_skip_gradients
 from gla_triton_kernels.gla.sm90 import half, warpgroup_columns
 from gla_triton_kernels.gla.tensors import BackwardTensors, Tensors
 from tests import gluon_on_cpu
+from tests.backends.pools import PROMPTS, check_slots, pooled
 from tests.backends.test_random_cases import has_few_bits
 
 BFLOAT16 = torch.bfloat16
@@ -393,21 +393,11 @@ def test_outputs_of_float16_in_range(kernels, form, factors, sizes):
 
 
 def check_pool(kernels, length=None, pool_dtype=torch.float32, v_first=False, **sizes):
-    """Checks outputs and a pool: sequences 1 and 3 are new or have no slot; with a length, sequences are cut."""
-    x = inputs(**{"lengths": (130, 65, 0, 70, 3), "padding": 10, **sizes})
+    """Checks outputs and a pool; with a length, sequences are cut."""
+    x = inputs(**{**PROMPTS, **sizes})
     (B, T, Hv, V), K = x.v.shape, x.k.shape[3]
-    shape = (9, Hv, V, K) if v_first else (9, Hv, K, V)
-    pool = torch.randn(shape).to(pool_dtype)
-    pool = pool.mT if v_first else pool
-    read, write = torch.tensor([8, 1, 1, -1, 4]), torch.tensor([8, 3, 7, 9, 5], dtype=torch.int32)
-    has_state = torch.tensor([True, False, True, True, True])
-    kept = (torch.tensor([128, 64, 64, 64, 64]), torch.tensor([0, -1, 6, 2, 4]))
-    tokens = {"q": x.q, "k": x.k, "v": x.v, "g": x.g, "cu_seqlens": x.cu_seqlens}
-    slots = {"read_slots": read, "write_slots": write, "has_state": has_state}
-    snapshots = dict(zip(("snapshot_offsets", "snapshot_slots"), kept, strict=True))
-    o, states = oracle.chunk_gla_pool(**tokens, pool=pool, **slots, **snapshots)
+    pool, slots, (o, states) = pooled(oracle.chunk_gla_pool, x, pool_dtype, v_first)
     actual, before = unwritten(B, T, max(x.q.shape[2], Hv), V, dtype=x.q.dtype), pool.clone()
-    slots = Slots(read, write, has_state, *kept, len(pool), -1)
     parameters = Parameters(C=64, BK=64 if K <= 64 else 128, BV=64 if V <= 64 else 128, stages=2)
     tensors = Tensors(x.q, x.k, x.v, x.g, None, x.cu_seqlens, actual, None, pool, pool=pool)
     plan = ForwardPlan(None, parameters)  # pyright: ignore[reportArgumentType]
@@ -423,11 +413,7 @@ def check_pool(kernels, length=None, pool_dtype=torch.float32, v_first=False, **
     kernel = forward_kernel(kernels, x, sizes.get("gate_form"))
     gluon_on_cpu.run(kernel.launch_outputs(plan, tensors, segments, K**-0.5, None))
     assert relative_error(actual, o) <= budget(x.q.dtype)
-    allowed = max(budget(x.q.dtype), budget(pool_dtype))
-    assert sorted(states) == [0, 2, 3, 5, 7, 8]
-    assert relative_error(pool[list(states)], torch.stack([*states.values()])) <= allowed
-    others = [p for p in range(len(pool)) if p not in states]
-    assert torch.equal(pool[others], before[others])
+    check_slots(pool, before, states, max(budget(x.q.dtype), budget(pool_dtype)))
 
 
 @pytest.mark.thorough

@@ -47,7 +47,6 @@ class Parameters(NamedTuple):
         stages: number of pipeline stages: chunks that are in shared memory at once.
         parts: tiles of keys of a head. If there are two, so are the groups, and each has one of them.
         BT: tokens of a block, whose results the next block waits for: 16 or 32.
-        turns: warpgroups that prepare chunks in turns, 1 or 2.
     """
 
     BK: int
@@ -55,12 +54,16 @@ class Parameters(NamedTuple):
     stages: int = 2
     parts: int = 1
     BT: int = 16
-    turns: int = 1
 
     @property
     def columns(self) -> int:
         """Returns the values of a block of warps."""
         return self.groups // self.parts * COLUMNS
+
+    @property
+    def turns(self) -> int:
+        """Returns the number of warpgroups that prepare chunks in turns."""
+        return 2 if self.groups == 1 and self.BT == 32 else 1
 
 
 def refusal(call: OpCall, gpu: Gpu) -> Reason | None:
@@ -118,8 +121,8 @@ def parameters(call: OpCall, gpu: Gpu, length: int | None = None) -> Parameters:
         kernel = Parameters(TILE, groups=2, parts=2)
     else:
         single = V <= COLUMNS or heads * ceil_div(V, COLUMNS) <= gpu.multiprocessors
-        BK, BT = 64 if K <= 64 else TILE, tokens_of_block(K, has_key_gates(call))
-        kernel = Parameters(BK, 1 if single else 2, BT=BT, turns=2 if single and BT == 32 else 1)
+        BT = tokens_of_block(K, has_key_gates(call))
+        kernel = Parameters(64 if K <= 64 else TILE, 1 if single else 2, BT=BT)
     return kernel._replace(stages=_stages(call, gpu, kernel))
 
 
@@ -134,13 +137,13 @@ def _stages(call: OpCall, gpu: Gpu, kernel: Parameters) -> int:
     A stage is taken from the start of its load until the state warps have read it, and they take less than half of this
     time. So with two stages they wait.
     """
-    (BK, groups, _, parts, BT, turns), by_key = kernel, has_key_gates(call)
+    (BK, groups, _, parts, BT), by_key = kernel, has_key_gates(call)
     keys, values = parts * CHUNK * BK * 2, CHUNK * COLUMNS * 2  # bytes
     matrices = CHUNK * 4 * (32 if BT == 16 else 56)  # A and L
     stage = (4 if by_key else 2) * keys + groups // parts * values + matrices + 4 * (4 * BK if by_key else 2 * CHUNK)
     results = groups * values * (BK // CHUNK if call.scalars.get("checkpoint_every") else 1)
     partials = 0 if parts == 1 else 6 * COLUMNS * BT * 4
-    return min(MOST_STAGES, (gpu.facts.shared_memory - RESERVED * turns - results - partials) // stage)
+    return min(MOST_STAGES, (gpu.facts.shared_memory - RESERVED * kernel.turns - results - partials) // stage)
 
 
 def _not_addressable(call: OpCall) -> str | None:

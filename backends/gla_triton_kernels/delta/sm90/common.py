@@ -22,6 +22,7 @@ BT tokens of a block
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportFunctionMemberAccess=false
 from __future__ import annotations
 
 from triton.experimental import gluon
@@ -157,12 +158,18 @@ def store_l(matrices, M, beta, sign: gl.constexpr = 1.0):
     else:
         operands: gl.constexpr = gl.SwizzledSharedLayout(4, 2, 4, [2, 1, 0])  # a warp's operands are in all banks
         pairs_tile = a_tile._reinterpret(gl.float32, [HALVES, C // 16, 16, 16], operands).index(1)
-        first, second = M.reshape([C, 2, 16]).permute([0, 2, 1]).split()  # [C, 16] each
+        first, second = _halves(M)
         is_second = gl.arange(0, C, gl.SliceLayout(1, first.type.layout))[:, None] // 16 % 2 == 1  # [C, 1]
         _store_by_half(m_tile, _with_beta(gl.where(is_second, second, first), beta, sign))
         _store_by_half(pairs_tile, nearest_tf32(first))
         l_tile.store(solve(m_tile))
         _store_below(below_tile, l_tile, pairs_tile)
+
+
+@gluon.jit
+def _halves(x):
+    """Returns the columns of first and of second halves, [R, 16] each, of x [R, 32]."""
+    return x.reshape([x.shape[0], 2, 16]).permute([0, 2, 1]).split()
 
 
 @gluon.jit
@@ -196,7 +203,7 @@ def updates(X, l_tile, below_tile, j: gl.constexpr):
     if X.shape[1] == 16:
         U = warpgroup_mma_wait(0, [warpgroup_mma(tf32_operand(X), L, U, use_acc=False, is_async=True)])
     else:
-        first, second = X.reshape([W, 2, 16]).permute([0, 2, 1]).split()  # [W, 16] each
+        first, second = _halves(X)
         first, second = tf32_operand(first), tf32_operand(second)
         U_2 = gl.zeros([W, 16], gl.float32, layout)
         U = warpgroup_mma(first, L, U, use_acc=False, is_async=True)
