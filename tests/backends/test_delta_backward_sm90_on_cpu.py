@@ -126,6 +126,37 @@ def test_gradients(kernels, sizes):
 
 
 @pytest.mark.parametrize(
+    "sizes",
+    [
+        {"gate_form": "head", "gates": "-inf", "K": 256, "V": 136, "R": 2},
+        {"gate_form": "head", "lengths": (66, 0, 1), "padding": 12, "gates": "mild", "K": 200, "V": 64},
+        {"gates": "none", "K": 136, "V": 40},
+    ],
+    ids=str,
+)
+def test_passes_of_wide_keys(kernels, sizes):
+    """They write Y, whose product with beta is dv, and the gradients of states, for general kernels."""
+    x = inputs(**sizes, initial_state=True)
+    rows = slice(None) if x.cu_seqlens is None else slice(int(x.cu_seqlens[0]), int(x.cu_seqlens[-1]))
+    do, dstate = torch.randn(x.v.shape).to(x.v.dtype), torch.randn(x.initial_state.shape)
+    y, dinitial = torch.full_like(x.v, torch.nan), torch.full_like(dstate, torch.nan)
+    given = (getattr(x, name) for name in NAMES)
+    tensors = BackwardTensors(*given, x.cu_seqlens, None, do, dstate, x.q, x.k, y, x.g, x.beta, dinitial)
+    chunks, pairs = kernels.backward_pairs.launch_pairs(tensors, x.q.shape[3] ** -0.5)
+    segments = whole(*x.k.shape[:2], x.cu_seqlens)
+    leaving, passes = kernels.backward.launch_states(tensors, chunks, segments)
+    gluon_on_cpu.run([*pairs, *segments.launches, *passes])
+    wanted, most = expected(x, do, dstate), GRADIENT[torch.bfloat16]
+    assert relative_error((x.beta[..., None] * y.float())[:, rows], wanted["v"][:, rows]) <= most
+    assert relative_error(dinitial, wanted["initial_state"]) <= most
+    if x.cu_seqlens is None:  # the gradient of a state does not depend on the state
+        parts = {name: getattr(x, name) for name in NAMES[:-1]}
+        tail = {name: None if part is None else part[:, 64:] for name, part in parts.items()}
+        wanted = expected(dataclasses.replace(x, **tail), do[:, 64:], dstate)["initial_state"]
+        assert relative_error(leaving[0], wanted[0]) <= most
+
+
+@pytest.mark.parametrize(
     ("length", "sizes"),
     [
         (64, {"T": 200, "gate_form": "key", "gates": "mild", "initial_state": True}),

@@ -274,6 +274,7 @@ CALLS = {
     "delta rule, per head": (SM80, delta_forward, "parallel_scan", {"R": 2, "H": 16, "form": "head"}),
     "delta rule, wide keys": (SM90, delta_forward, "triton_fused", {"K": 256, "form": "head"}),
     "delta rule backward": (SM90, delta_backward, "triton_fused", {"R": 2, "H": 16}),
+    "delta rule backward, wide keys": (SM90, delta_backward, "triton_fused", {"K": 256, "form": "head"}),
     "delta rule backward, packed": (SM80, delta_backward, "triton_fused", PACKED | {"kept": False}),
     "delta rule backward, per head": (SM80, delta_backward, "parallel_scan", {"R": 2, "H": 16, "form": "constant"}),
     "delta rule, pool": (SM80, delta_pool, "triton_fused", {"R": 2, "H": 16, "V": 64}),

@@ -136,6 +136,7 @@ CALLS = {
     "delta rule backward": (delta_backward, "triton_fused", TRAINING),
     "delta rule backward, per head": (delta_backward, "triton_fused", TRAINING | {"R": 2, "form": "head"}),
     "delta rule backward, packed": (delta_backward, "triton_fused", TRAINING | {"packed": True, "B": 1}),
+    "delta rule backward, wide keys": (delta_backward, "triton_fused", TRAINING | {"K": 256, "V": 512, "form": "head"}),
     "delta rule backward, in segments": (delta_backward, "parallel_scan", {"B": 1, "T": 65536, "H": 2}),
     "delta rule, float32": (delta_forward, "triton_fused", TRAINING | {"dtype": torch.float32}),
     "delta rule backward, float32": (delta_backward, "triton_fused", TRAINING | {"dtype": torch.float32}),
@@ -169,15 +170,18 @@ DO_NOT_FIT = {
         "delta rule backward, in segments",
         "delta rule backward, float32",
     },
-    **{target: {"delta rule backward, float32"} for target in ("A100", "RTX 3090", "RTX 4090")},
-    "RTX 5090": {"delta rule, float32", "delta rule backward, float32"},
+    **{target: {"delta rule backward, float32"} for target in ("B200", "B300")},
+    "A100": {"delta rule backward, wide keys"},
+    "RTX 5090": {"delta rule, float32", "delta rule backward, float32", "delta rule backward, wide keys"},
+    "MI300X": {"delta rule, wide keys", "delta rule backward, float32"},
 }
 """Calls that do not fit a GPU.
 
 On an H100, the backward of float32 at full precision has a stack of 4.7 KB. With a gate for each key, the general
 kernels of the delta rule have up to 2 KB, because tiles have at least 64 keys there, and so has the launch of the
-kernels for Hopper that computes the pairs of strong chunks. On GPUs with registers for fewer keys, float32 at full
-precision, whose operands are three tiles, has up to 900 bytes.
+kernels for Hopper that computes the pairs of strong chunks. Float32 at full precision, whose operands are three tiles,
+has up to 1.4 KB on RTX 5090 and MI300X, and needs 576 columns of tensor memory on B200 and B300. 256 keys have up to
+900 bytes on three GPUs.
 """
 
 
@@ -322,6 +326,7 @@ def test_tiles_of_delta_rules_have_64_keys_on_hopper(backend, form, dtype, monke
             each for each in launches if each.kernel.fn.__module__.startswith("gla_triton_kernels.delta.general")
         ]
         assert all(each.arguments["BK"] >= 64 for each in general)
+        assert all(each.arguments["BV"] >= 64 for each in general if each.kernel.fn.__name__ == "_values_kernel")
         assert general or (dtype == torch.bfloat16 and 32 < K <= (128 if form == "key" else 256))
 
 
@@ -388,6 +393,7 @@ def test_gradients_spill_little(call, most, monkeypatch, tmp_path):
         *("delta rule", "delta rule, per head", "delta rule, K = 96, V = 192", "delta rule, wide keys"),
         *("delta rule, few heads, per head", "delta rule, pool"),
         *("delta rule backward", "delta rule backward, per head", "delta rule backward, packed"),
+        "delta rule backward, wide keys",
     ],
 )
 def test_products_are_under_way_together(call, monkeypatch, tmp_path):

@@ -3,9 +3,9 @@
 The first launches compute what all chunks need beside the state, and the states that enter chunks, unless checkpoints
 hold them. A pass backwards over each sequence computes the gradients of states (general/backward.py). Then all
 other gradients are computed, in parallel over chunks (general/gradients.py). On Hopper, the kernels of sm90/ take the
-same steps for the calls that they compute. The forward for Hopper writes the states that enter chunks for the other
-kernels too; its outputs are dropped. Heads with more values are computed by halves (halves.py). Planning imports no
-Triton.
+same steps for the calls that they compute, and the first two for wider keys. The forward for Hopper writes the states
+that enter chunks for the other kernels too; its outputs are dropped. Heads with more values are computed by halves
+(halves.py). Planning imports no Triton.
 
 B batch   T tokens   N sequences   H heads of q and k   Hv value heads   K, V key and value width
 """
@@ -36,8 +36,11 @@ from gla_triton_runtime.architecture import Gpu, gpu_of_call
 
 if TYPE_CHECKING:
     from gla_triton_kernels.chunks.segments import Segments
+    from gla_triton_kernels.delta.general.gradients import Chunks
     from gla_triton_kernels.delta.tensors import BackwardTensors
     from gla_triton_runtime.launch import Launch
+
+    Passes = tuple[Chunks, Tensor, Tensor, Tensor, list[Launch]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,7 @@ class BackwardPlan:
         gradients: the launch parameters of the kernels of gradients.py.
         has_entering: whether checkpoints hold the states that enter chunks.
         refusal: the reason why the kernels for SM90 do not compute the call; None if they do.
+        has_passes_by_sm90: whether they compute all but what gradients.py computes.
         forward: the launch parameters of the forward for SM90 if it computes these states; else None.
         programs: the multiprocessors of the GPU.
     """
@@ -57,6 +61,7 @@ class BackwardPlan:
     gradients: GradientParameters
     has_entering: bool
     refusal: Reason | None
+    has_passes_by_sm90: bool
     forward: forward_sm90.Parameters | None
     programs: int
 
@@ -73,6 +78,9 @@ def explain(call: OpCall, cut: bool) -> list[str]:
         return [
             f"kernel delta.sm90.gradients after {states}delta.sm90.backward_pairs and delta.sm90.backward{segments}"
         ]
+    if planned.has_passes_by_sm90:
+        passes = f"{states}delta.sm90.backward_pairs and delta.sm90.backward"
+        return [f"kernel delta.general.gradients after {passes}", f"not delta.sm90.gradients: {planned.refusal}"]
     general = f"kernel delta.general.gradients after {states}delta.general.pairs and delta.general.backward{segments}"
     return [general, f"not delta.sm90.backward: {planned.refusal}"]
 
@@ -89,7 +97,8 @@ def plan(call: OpCall, gpu: Gpu, cut: bool) -> BackwardPlan:
     kept, forward = replace(call, scalars={**call.scalars, "checkpoint_every": CHUNK}), None
     if not has_entering and forward_sm90.refusal(kept, gpu) is None:
         forward = forward_sm90.parameters(kept, gpu, states.length)
-    return BackwardPlan(states, gradients, has_entering, refusal, forward, gpu.multiprocessors)
+    by_sm90 = refusal is not None and sm90.computes_passes(call, gpu) and (has_entering or forward is not None)
+    return BackwardPlan(states, gradients, has_entering, refusal, by_sm90, forward, gpu.multiprocessors)
 
 
 def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
@@ -110,7 +119,8 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
         return halves.joined(prepare(half, cut), call)
     T, Hv, K, V, N = (call.dims[name] for name in ("T", "Hv", "K", "V", "N"))
     empty, normalizer, planned = N == 0 or T == 0, call.scalars["gate_normalizer"], plan(call, gpu, cut)
-    copied = sm90.copied(call) if planned.refusal is None or planned.forward is not None else frozenset()
+    by_sm90 = planned.refusal is None or planned.has_passes_by_sm90 or planned.forward is not None
+    copied = sm90.copied(call) if by_sm90 else frozenset()
 
     def describe(x: BackwardTensors, scale: float) -> list[Launch]:
         cleared = []
@@ -194,13 +204,43 @@ def _entering_by_sm90(
 
 
 def _general_launches(plan: BackwardPlan, x: BackwardTensors, scale: float, normalizer: int | None) -> list[Launch]:
-    """Returns the launches of the kernels for every GPU."""
+    """Returns the launches of the kernels for every GPU, or of those for SM90 in place of the first of them."""
+    from gla_triton_kernels.delta.general.gradients import launch_gradients
+
+    steps = _passes_by_sm90 if plan.has_passes_by_sm90 else _general_passes
+    chunks, entering, leaving, y, made = steps(plan, x, scale, normalizer)
+    return made + launch_gradients(plan.gradients, x, chunks, entering, leaving, y, scale, normalizer)
+
+
+def _passes_by_sm90(plan: BackwardPlan, x: BackwardTensors, scale: float, normalizer: int | None) -> Passes:
+    """Returns what `_general_passes` returns, from the kernels for SM90; sequences stay whole."""
+    from gla_triton_kernels.delta.forward import segments_of
+    from gla_triton_kernels.delta.general.gradients import Chunks
+    from gla_triton_kernels.delta.sm90.backward import launch_states
+    from gla_triton_kernels.delta.sm90.backward_pairs import launch_pairs
+
+    segments, entering, states = segments_of(None, x.k, x.cu_seqlens), x.checkpoints, []
+    if plan.forward is not None:
+        entering, states = _entering_by_sm90(plan.forward, x, segments, scale, normalizer)
+    assert entering is not None
+    chunks, pairs = launch_pairs(x, scale)
+    y = x.v.new_empty(x.v.shape)
+    leaving, passes = launch_states(x._replace(dv=y), chunks, segments)
+    places = (chunks.segments.count, x.v.shape[2])
+    read = Chunks(
+        chunks.segments, chunks.G.view(*places, CHUNK, CHUNK), chunks.units.view(*places, CHUNK), None, None, False
+    )
+    return read, entering, leaving, y, [*segments.launches, *states, *pairs, *passes]
+
+
+def _general_passes(plan: BackwardPlan, x: BackwardTensors, scale: float, normalizer: int | None) -> Passes:
+    """Returns what gradients.py reads of chunks, the states that enter them, dS' and Y, and the launches."""
     from gla_triton_kernels.chunks.scan import launch_scan
     from gla_triton_kernels.chunks.segments import Recurrence
     from gla_triton_kernels.delta.forward import launch_entering, segments_of
+    from gla_triton_kernels.delta.general import gradients
     from gla_triton_kernels.delta.general.backward import launch_states, launch_summaries
     from gla_triton_kernels.delta.general.forward import launch_outputs
-    from gla_triton_kernels.delta.general.gradients import launch_gradients
     from gla_triton_kernels.delta.general.pairs import launch_chunks
     from gla_triton_kernels.delta.tensors import Tensors
 
@@ -227,4 +267,8 @@ def _general_launches(plan: BackwardPlan, x: BackwardTensors, scale: float, norm
         made += [*before, *launch_scan(False, recurrence, segments, behind, transitions, behind, skip_first=True)]
     y = x.v.new_empty(B, T, Hv, V, dtype=plan.gradients.kept)
     made += launch_states(plan.states.states, x, chunks, behind, segments, scale, y, leaving)
-    return made + launch_gradients(plan.gradients, x, chunks, entering, leaving, y, scale, normalizer)
+    exact = plan.gradients.kept == torch.bfloat16 and (x.g is None or chunks.shared)  # whether k and S are operands
+    kin, factors = (None, None) if exact else (chunks.kin, chunks.numbers[:, :, 2])
+    G, units = chunks.matrices[:, :, 1], chunks.numbers[:, :, 1]
+    read = gradients.Chunks(chunks.segments, G, units, kin, factors, chunks.has_factors)
+    return read, entering, leaving, y, made

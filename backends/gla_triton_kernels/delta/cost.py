@@ -24,7 +24,8 @@ class Seconds(NamedTuple):
     """Seconds of a chunk of a value head on a multiprocessor of an H200, with K = V = 128.
 
     Attributes:
-        pairs, gradients: of general/pairs.py and general/gradients.py.
+        pairs: of general/pairs.py.
+        gradients: of general/gradients.py: what does not grow with K or V, and the rest.
         whole: of a block of sm90/forward.py with one state warpgroup, and with two.
         pairs_sm90, gradients_sm90: of the kernels of the backward for SM90.
         scan_sm90: of a block of sm90/backward.py beside few others, or without results for each chunk; and of one
@@ -32,15 +33,17 @@ class Seconds(NamedTuple):
     """
 
     pairs: float
-    gradients: float
+    gradients: tuple[float, float]
     whole: tuple[float, float]
     pairs_sm90: float
     scan_sm90: tuple[float, float]
     gradients_sm90: float
 
 
-BY_KEY = Seconds(50e-6, 140e-6, (3.6e-6, 5.5e-6), 7e-6, (3.05e-6, 4.75e-6), 18e-6)
-BY_HEAD = Seconds(25e-6, 55e-6, (2.1e-6, 3.55e-6), 4.6e-6, (3.2e-6, 4.2e-6), 15.7e-6)
+BY_KEY = Seconds(50e-6, (0.0, 140e-6), (3.6e-6, 5.5e-6), 7e-6, (3.05e-6, 4.75e-6), 18e-6)
+BY_HEAD = Seconds(25e-6, (16e-6, 8.4e-6), (2.1e-6, 3.55e-6), 4.6e-6, (3.2e-6, 4.2e-6), 15.7e-6)
+WIDE_SCAN = 4e-6
+"""Seconds of a chunk of a block of sm90/backward.py with two parts of the keys."""
 COPIES = 6
 """Copies and sums of tensors for the halves of values."""
 STEP = 6.3e-6
@@ -71,9 +74,8 @@ def backward_seconds(call: OpCall, c: Constants, cut: bool) -> float:
     if planned.refusal is None:
         launches = 3 + passes * (1 if length is None else 3)
         return in_all(call, states + _backward_sm90(call, c, length), c["host"] + launches * c["host_launch"])
-    gradients = 2 * c["launch"] + c["step"] * _seconds(call).gradients * _share_of_chunks(call, c)
-    device = _chunks(call, c) + states + _pass(call, c, cut) + gradients
-    return in_all(call, device, c["host"] + (3 + passes) * c["host_launch"])
+    before = _wide_passes_sm90(call, c) if planned.has_passes_by_sm90 else _chunks(call, c) + _pass(call, c, cut)
+    return in_all(call, before + states + _gradients(call, c), c["host"] + (3 + passes) * c["host_launch"])
 
 
 def _by_sm90(call: OpCall, c: Constants, length: int | None) -> float:
@@ -141,6 +143,24 @@ def _backward_sm90(call: OpCall, c: Constants, length: int | None) -> float:
     gradients, summaries = (_chunks_in_turn(call, c, length, columns) * least for columns in (1, 2))
     seconds = 4 * c["launch"] + c["step"] * (parallel + max(gradients, most * share))
     return seconds + _before(call, c, length, c["step"] * summaries)
+
+
+def _wide_passes_sm90(call: OpCall, c: Constants) -> float:
+    """Returns the device seconds of the kernels for SM90 that come before the general gradients of wide keys."""
+    step, blocks = _seconds(call), ceil_div(call.dims["V"], sm90.COLUMNS)
+    scan = _chunks_in_turn(call, c, None, blocks) * WIDE_SCAN
+    return 2 * c["launch"] + c["step"] * (step.pairs_sm90 * _share_of_chunks(call, c) + scan)
+
+
+def _gradients(call: OpCall, c: Constants) -> float:
+    """Returns the device seconds of general/gradients.py.
+
+    With a gate for each key, halves of pairs take most of them, which do not grow with V.
+    """
+    K, V = call.dims["K"], call.dims["V"]
+    fixed, growing = _seconds(call).gradients
+    work = fixed + growing * K / 128 * (1.0 if has_key_gates(call) else V / 128)
+    return 2 * c["launch"] + c["step"] * work * _share_of_chunks(call, c) * 128 / K
 
 
 def _seconds(call: OpCall) -> Seconds:

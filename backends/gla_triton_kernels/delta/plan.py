@@ -21,8 +21,9 @@ MOST_KEYS_OF_TRANSITION = 128
 """The most keys of a dense transition that the scan holds on chip."""
 FEW = 32
 """The most keys or values over which rounding errors do not average out, so that all products are of float32."""
-LEAST_KEYS_ON_HOPPER = 64
-"""The fewest keys of a tile on Hopper: the assembler of Triton 3.6 and 3.7 leaves descriptors of narrower ones out."""
+LEAST_ON_HOPPER = 64
+"""The fewest keys or values of a tile on Hopper: the assembler of Triton 3.6 and 3.7 leaves descriptors of narrower
+ones out."""
 LEAST_CHUNKS, LEAST_SEGMENTS = 4, 4
 """The fewest chunks of a segment, and the fewest segments of a sequence that is cut."""
 LITTLE_SHARED_MEMORY = 100 * 1024
@@ -35,7 +36,7 @@ class ChunkParameters:
 
     Attributes:
         BK: keys of a tile.
-        BV: values of a tile, for gradients.
+        BV, stages: values of a tile, and number of tiles that are loaded at once, for gradients.
         warps: number of warps of a program.
         precision: precision of products: "units" for float16 in units (general/common.py), "bf16", or float32 split
             into bfloat16 parts, "bf16x3" or "bf16x6".
@@ -45,6 +46,7 @@ class ChunkParameters:
 
     BK: int
     BV: int
+    stages: int
     warps: int
     precision: str
     solve: str
@@ -163,12 +165,12 @@ def _chunk_parameters(call: OpCall, gpu: Gpu, BK: int, BV: int, warps: int) -> C
     sums = {"ieee": "ieee", "bf16x6": "three parts"}.get(precise, "two parts")
     BK, BV = max(_least_keys(gpu), min(BK, power_of_two(call.dims["K"]))), min(BV, power_of_two(call.dims["V"], 16))
     warps = max(4, warps * 32 // gpu.facts.lanes)
-    return ChunkParameters(BK, BV, warps, precision_of(call, gpu), precise, sums)
+    return ChunkParameters(BK, BV, 1, warps, precision_of(call, gpu), precise, sums)
 
 
 def _least_keys(gpu: Gpu) -> int:
     """Returns the fewest keys of a tile."""
-    return LEAST_KEYS_ON_HOPPER if gpu.facts.has_wgmma else 16
+    return LEAST_ON_HOPPER if gpu.facts.has_wgmma else 16
 
 
 def parameters_of_chunks(call: OpCall, gpu: Gpu) -> ChunkParameters:
@@ -185,7 +187,7 @@ def _halved_parameters(call: OpCall, gpu: Gpu, BV: int, warps: int) -> ChunkPara
     The compiler spills more on SM120.
     """
     if gpu.facts.has_wgmma:
-        return _chunk_parameters(call, gpu, LEAST_KEYS_ON_HOPPER, BV, 8)
+        return _chunk_parameters(call, gpu, LEAST_ON_HOPPER, BV, 8)
     little = gpu.architecture is Architecture.SM120 or precision_of(call, gpu) != "units"
     return _chunk_parameters(call, gpu, 16 if little else 32, BV, warps)
 
@@ -220,6 +222,9 @@ def parameters_of_gradients(call: OpCall, gpu: Gpu) -> GradientParameters:
     values = _chunk_parameters(call, gpu, MOST_KEYS, (64 if by_key else narrow) if units else 16, 8)
     halved = by_key or not units
     keys = _halved_parameters(call, gpu, 64, 8) if halved else _chunk_parameters(call, gpu, 64, 64, 4)
+    if gpu.facts.has_wgmma:
+        values = replace(values, BV=LEAST_ON_HOPPER, warps=8 if by_key and not units else 4)
     if units and call.dtype == torch.bfloat16:
-        return GradientParameters(values, replace(keys, precision="bf16"), torch.bfloat16)
+        stages = 3 if gpu.facts.has_wgmma and not by_key else 1
+        return GradientParameters(values, replace(keys, precision="bf16", stages=stages), torch.bfloat16)
     return GradientParameters(values, replace(keys, precision=keys.solve), torch.float32)

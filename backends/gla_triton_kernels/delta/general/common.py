@@ -199,21 +199,6 @@ def store_transposed(ptr, stride_t, stride_h, t, head, i_v, end, x, D: tl.conste
 
 
 @triton.jit
-def errors(S, S_unit, kin, k_factors, v, beta, G, G_units, PRECISION: tl.constexpr):
-    """Returns E^T [BV, C], what the entering state and the tokens before leave to be explained of each token.
-
-    Args:
-        S, S_unit: the transpose of the entering state [BV, BK], as `as_operand` returns it.
-        kin, k_factors: [C, BK], and the factors of its rows [1, C] or 1.
-        v: the transpose of values [BV, C].
-        beta: [1, C].
-        G, G_units: the transpose of G [C, C], and the units of its rows [C] or 1.
-    """
-    X = v.to(tl.float32) - product_of_rows(S, S_unit, kin, k_factors, PRECISION)  # [BV, C]
-    return X - product_in_units(beta * X, G, G_units, PRECISION)
-
-
-@triton.jit
 def pair_decays(g, row, column, LEVELS: tl.constexpr):
     """Returns the decays D_ts of pairs s <= t [C, C] from gates g [C, 1]; the rest is undefined, but finite."""
     apart = row ^ column  # [C, C]

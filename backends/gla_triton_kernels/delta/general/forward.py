@@ -47,7 +47,6 @@ from gla_triton_kernels.chunks.segments import Segments, in_state, lengths_of, s
 from gla_triton_kernels.delta.general.common import (
     add_product,
     as_operand,
-    errors,
     load_factors,
     load_numbers,
     load_transposed,
@@ -296,7 +295,7 @@ def _chunk_delta_fwd_kernel(
         k_factors, q_factors, out_factors = load_factors(numbers_ptr, C, FACTORS)  # [1, C]
         G = tl.load(matrices_ptr + C * C + i_s)  # [C, C], transposed
         left, unit = as_operand(S, PRECISION)  # [BV, BK]
-        U = beta * errors(left, unit, kin, k_factors, v, beta, G, G_units, PRECISION)  # [BV, C]
+        U = beta * _errors(left, unit, kin, k_factors, v, beta, G, G_units, PRECISION)  # [BV, C]
         if o_ptr is not None:
             qin = load_tile(None, qin_ptr, stride_qt, stride_qh, b, t, h // R, 0, end, K, C, BK)  # [C, BK]
             A = tl.load(matrices_ptr + i_s)  # [C, C], transposed
@@ -327,3 +326,18 @@ def _chunk_delta_fwd_kernel(
     if pool_ptr is not None:
         slot = tl.load(slots_ptr + 1).to(tl.int64)
         tl.store(pool_ptr + slot * stride_sn, S.to(pool_ptr.dtype.element_ty), mask=m_s & (slot >= 0))
+
+
+@triton.jit
+def _errors(S, S_unit, kin, k_factors, v, beta, G, G_units, PRECISION: tl.constexpr):
+    """Returns E^T [BV, C], what the entering state and the tokens before leave to be explained of each token.
+
+    Args:
+        S, S_unit: the transpose of the entering state [BV, BK], as `as_operand` returns it.
+        kin, k_factors: [C, BK], and the factors of its rows [1, C] or 1.
+        v: the transpose of values [BV, C].
+        beta: [1, C].
+        G, G_units: the transpose of G [C, C], and the units of its rows [C] or 1.
+    """
+    X = v.to(tl.float32) - product_of_rows(S, S_unit, kin, k_factors, PRECISION)  # [BV, C]
+    return X - product_in_units(beta * X, G, G_units, PRECISION)

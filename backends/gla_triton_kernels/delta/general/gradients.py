@@ -1,11 +1,11 @@
 """Computes the gradients of the delta rule for all chunks in parallel.
 
 For a chunk, S is the state that enters it and dS' the gradient of the state that leaves it; Y and Z = B Y come from
-backward.py, and D_ts, D_t0, D_Cs, A, G, kin and kout from pairs.py. Two kernels compute the gradients of a chunk. The
+backward.py, and D_ts, D_t0, D_Cs, G, kin and kout from pairs.py. Two kernels compute the gradients of a chunk. The
 first one, for all values,
 
     E = X - G (B X) with X = V - kin S        U = B E        dV = Z        dbeta_t = Y_t . E_t
-    dA = scale tril(dO U^T)                   dM = - stril(Z U^T)
+    dA = scale tril(dO E^T) B                 dM = - B stril(Y E^T) B
 
 The second one, for a block of BK keys,
 
@@ -19,7 +19,11 @@ diag(decay) S with dS'. If exp(g_u) is 0 in float32, each of them is 0, and so i
 
 With a gate for each key, the pairs are halved as in pairs.py: at each level, gate u decays the tokens of its half that
 it separates from the middle, and dg_u adds the products of these tokens with their gradients. If the keys of a head
-share a gate, the first kernel computes dg from products over values, and multiplies dA and dM by D.
+share a gate, the first kernel multiplies dA and dM by D, and computes the part of dg that pairs contribute; each block
+of keys computes a part that states contribute, and another launch sums the parts.
+
+**Precision.** Inputs, states and Y of bfloat16 are operands as they are, so kin S is k S with a factor for each row if
+the keys of a head share a gate. E is a sum of two numbers of bfloat16. Other operands are in units (common.py).
 
 Each value head writes its own dq and dk. If value heads share a head of q and k, another launch sums their gradients.
 
@@ -30,7 +34,7 @@ K, V key and value width   C tokens of a chunk   LEVELS = log2 C   BK, BV keys a
 # pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -40,27 +44,40 @@ from torch import Tensor
 from gla_core.dispatch.backend import CHUNK
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunks import partials
+from gla_triton_kernels.chunks.segments import Segments
 from gla_triton_kernels.delta.general.common import (
     as_operand,
     chunk_at,
     decays_of_tokens,
-    errors,
-    load_factors,
     load_log2_gates,
     load_numbers,
-    load_transposed,
-    load_units,
     pair_decays,
-    product_of_rows,
-    store_transposed,
 )
-from gla_triton_kernels.delta.general.pairs import Chunks
 from gla_triton_kernels.delta.plan import ChunkParameters, GradientParameters
 from gla_triton_kernels.delta.tensors import BackwardTensors
 from gla_triton_kernels.gla.general.backward import operands_of_halves, product, sums
 from gla_triton_kernels.gla.shared.common import gate_arguments, load_given_gates, load_tile, store_tile
 from gla_triton_runtime.gates import slope_of_gates
 from gla_triton_runtime.launch import Launch, strides_of
+
+
+class Chunks(NamedTuple):
+    """What these kernels read of chunks.
+
+    Attributes:
+        segments: the chunks, as segments of `CHUNK` tokens.
+        G, units: [I, Hv, C, C], and the units by which its rows were divided [I, Hv, C]; undefined without units.
+        kin, factors: kin, and the factors of its rows [I, Hv, C]; None if k is an operand as it is. Factors are
+            undefined if there are none.
+        has_factors: whether the rows of kin have factors.
+    """
+
+    segments: Segments
+    G: Tensor
+    units: Tensor
+    kin: Tensor | None
+    factors: Tensor | None
+    has_factors: bool
 
 
 def launch_gradients(
@@ -76,7 +93,6 @@ def launch_gradients(
     """Returns the launches that fill dq, dk, dv, dg and dbeta.
 
     Args:
-        chunks: what pairs.py computes.
         entering, leaving: the states that enter chunks, and the gradients of those that leave them, [I, Hv, K, V].
         y: Y of backward.py, [B, T, Hv, V], contiguous.
         normalizer: see `launch_chunks`.
@@ -86,8 +102,10 @@ def launch_gradients(
     dA = x.v.new_empty(segments.count, Hv, 2, CHUNK, CHUNK, dtype=y.dtype)
     u = torch.empty_like(y)
     dq, dk = (z if R == 1 else z.new_empty(B, T, Hv, K, dtype=torch.float32) for z in (x.dq, x.dk))
-    constant = gates["GATE"] == "constant"
-    dg = x.v.new_empty(segments.count, Hv, dtype=torch.float32) if constant else x.dg
+    blocks, dg = ceil_div(K, kernel.keys.BK), x.dg
+    if shared_gates := gates["GATE"] in ("head", "constant"):
+        shape = (segments.count, 1 + blocks, Hv) if gates["GATE"] == "constant" else (B, T, Hv, 1 + blocks)
+        dg = x.v.new_empty(shape, dtype=torch.float32)
     shared: dict[str, Any] = {
         "k_ptr": x.k,
         "g_ptr": x.g,
@@ -95,11 +113,11 @@ def launch_gradients(
         "beta_ptr": x.beta,
         "order_ptr": segments.order,
         "entering_ptr": entering,
-        "leaving_ptr": leaving,
         "y_ptr": y,
         "u_ptr": u,
         "dA_ptr": dA,
         "dg_ptr": dg,
+        "PARTS": 1 + blocks,
         "scale": scale,
         "T": T,
         "chunks": segments.per_sequence,
@@ -118,30 +136,31 @@ def launch_gradients(
     values = {
         "q_ptr": x.q,
         "kin_ptr": chunks.kin,
-        "qin_ptr": chunks.qin,
+        "factors_ptr": chunks.factors,
         "v_ptr": x.v,
-        "matrices_ptr": chunks.matrices,
-        "numbers_ptr": chunks.numbers,
+        "G_ptr": chunks.G,
+        "units_ptr": chunks.units,
         "dv_ptr": x.dv,
         "dbeta_ptr": x.dbeta,
         **strides_of("i", chunks.kin),
-        **strides_of("j", chunks.qin),
         **strides_of("v", x.v),
-        "R_KIN": Hv // chunks.kin.shape[2],
+        "stride_G": chunks.G.stride(1),
+        "stride_units": chunks.units.stride(1),
+        "R_KIN": 1 if chunks.kin is None else Hv // chunks.kin.shape[2],
         "FACTORS": chunks.has_factors,
         **_parameters(kernel.values),
     }
-    keys = {"q_ptr": x.q, "dq_ptr": dq, "dk_ptr": dk, **_parameters(kernel.keys)}
-    blocks = ceil_div(K, kernel.keys.BK)
+    keys = {"q_ptr": x.q, "leaving_ptr": leaving, "dq_ptr": dq, "dk_ptr": dk, **_parameters(kernel.keys)}
     options = [{"num_warps": each.warps} for each in (kernel.values, kernel.keys)]
     launches = [
         Launch(_values_kernel, (segments.count * Hv, 1, 1), {**shared, **values}, options[0]),
         Launch(_keys_kernel, (blocks * segments.count * Hv, 1, 1), {**shared, **keys}, options[1]),
     ]
-    if constant:
+    if shared_gates:
         assert dg is not None
         assert x.dg is not None
-        launches.append(partials.launch_sum_of_rows(dg, x.dg))
+        constant = x.dg.ndim == 1
+        launches += [partials.launch_sum_of_rows(dg, x.dg)] if constant else partials.launch_sum(dg, x.dg, B * T * Hv)
     for each, total in ((dq, x.dq), (dk, x.dk)):
         if each is not total:
             launches += partials.launch_sum(each, total, B * T * H)
@@ -150,30 +169,30 @@ def launch_gradients(
 
 def _parameters(kernel: ChunkParameters) -> dict[str, Any]:
     """Returns the launch parameters of a kernel as its arguments."""
-    return {"BK": kernel.BK, "BV": kernel.BV, "PRECISION": kernel.precision, "SUMS": kernel.sums}
+    names = {"BK": kernel.BK, "BV": kernel.BV, "STAGES": kernel.stages}
+    return names | {"PRECISION": kernel.precision, "SUMS": kernel.sums}
 
 
 @triton.jit(do_not_specialize=["scale", "T", "chunks", "Hv"])
 def _values_kernel(
     q_ptr,  # [B, T, H, K]
     k_ptr,  # [B, T, H, K]
-    kin_ptr,  # [B, T, Hv / R_KIN, K]
-    qin_ptr,  # as kin_ptr, with its own strides
+    kin_ptr,  # [B, T, Hv / R_KIN, K], or None if k and S are operands as they are
+    factors_ptr,  # of the rows of kin, [I, Hv, C], with the strides of units; None without kin
     v_ptr,  # [B, T, Hv, V]
     g_ptr,  # [B, T, Hv, K], [B, T, Hv] or [Hv] by GATE, or None
     beta_ptr,  # [B, T, Hv]
     do_ptr,  # [B, T, Hv, V]
     order_ptr,  # [I, 5], or None for a batch
-    matrices_ptr,  # A and G, [I, Hv, 2, C, C]
-    numbers_ptr,  # [I, Hv, 5, C]
+    G_ptr,  # [I, Hv, C, C]
+    units_ptr,  # [I, Hv, C]
     entering_ptr,  # [I, Hv, K, V]
-    leaving_ptr,  # [I, Hv, K, V]
     y_ptr,  # [B, T, Hv, V], contiguous, as the next two
     u_ptr,  # receives U
     dv_ptr,
     dbeta_ptr,  # [B, T, Hv], contiguous
     dA_ptr,  # receives dA and dM, [I, Hv, 2, C, C]
-    dg_ptr,  # by GATE [B, T, Hv, K], [B, T, Hv] or [I, Hv], or None
+    dg_ptr,  # receives parts [B, T, Hv, PARTS] or [I, PARTS, Hv] by GATE if the keys of a head share a gate
     scale,
     T,
     chunks,  # chunks of a sequence of a batch
@@ -187,12 +206,11 @@ def _values_kernel(
     stride_ib,  # strides of kin
     stride_it,
     stride_ih,
-    stride_jb,  # strides of qin
-    stride_jt,
-    stride_jh,
     stride_vb,
     stride_vt,
     stride_vh,
+    stride_G,  # of the chunks of heads, as the next one
+    stride_units,
     stride_gb,
     stride_gt,
     stride_gh,
@@ -210,25 +228,25 @@ def _values_kernel(
     LEVELS: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    PARTS: tl.constexpr,
     R: tl.constexpr,
     R_KIN: tl.constexpr,
-    FACTORS: tl.constexpr,  # whether the rows of kin and qin have factors
+    FACTORS: tl.constexpr,  # whether the rows of kin have factors
+    STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     SUMS: tl.constexpr,
 ):
-    """Computes U, dv, dbeta, dA and dM of a chunk of one value head, and dg if the keys of a head share a gate."""
+    """Computes U, dv, dbeta, dA and dM of a chunk of one value head, and what pairs of tokens contribute to dg."""
     SHARED: tl.constexpr = GATE == "head" or GATE == "constant"
     place, h = tl.program_id(0) // Hv, tl.program_id(0) % Hv
     b, t, end, _opening, _last, i = chunk_at(order_ptr, place, T, chunks, C)
     if t >= end:
         if GATE == "constant":
-            tl.store(dg_ptr + i.to(tl.int64) * Hv + h, 0.0)
+            _store_constant(dg_ptr, 0.0, i, h, Hv, 0, PARTS)
         return
     b64 = tl.cast(b, tl.int64)
     q_ptr += b64 * stride_qb
     k_ptr += b64 * stride_kb
-    kin_ptr += b64 * stride_ib
-    qin_ptr += b64 * stride_jb
     v_ptr += b64 * stride_vb
     do_ptr += b64 * stride_ob
     beta_ptr += b64 * stride_nb
@@ -237,60 +255,58 @@ def _values_kernel(
     dv_ptr += b64 * T * Hv * V
     dbeta_ptr += b64 * T * Hv
     place = tl.cast(i, tl.int64) * Hv + h
-    matrices_ptr += place * (2 * C * C)
-    numbers_ptr += place * (5 * C)
     dA_ptr += place * (2 * C * C)
     entering_ptr += place * (K * V)
-    leaving_ptr += place * (K * V)
 
     i_c = tl.arange(0, C)  # [C]
     row, column = i_c[:, None], i_c[None, :]  # [C, 1], [1, C]
-    i_k = tl.arange(0, BK)[None, :]  # [1, BK]
-    beta = load_numbers(beta_ptr, stride_nt, stride_nh, t, h, end, C)  # [C]
-    kin = load_tile(None, kin_ptr, stride_it, stride_ih, b, t, h // R_KIN, 0, end, K, C, BK)  # [C, BK]
-    _A_units, G_units = load_units(numbers_ptr, C, PRECISION)  # [C]
-    k_factors, q_factors, out_factors = load_factors(numbers_ptr, C, FACTORS)  # [1, C]
-    G = tl.load(matrices_ptr + C * C + column * C + row)  # [C, C], transposed
-    dA, dM = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
-    dbeta = tl.zeros([C], tl.float32)
-    if SHARED:
-        rows, columns, crossing = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32), 0.0
-        qin = load_tile(None, qin_ptr, stride_jt, stride_jh, b, t, h // R_KIN, 0, end, K, C, BK)  # [C, BK]
-    for v0 in tl.range(0, V, BV, num_stages=1):
-        i_v = v0 + tl.arange(0, BV)[:, None]  # [BV, 1]
-        m_s = (i_k < K) & (i_v < V)  # [BV, BK]
-        S = tl.load(entering_ptr + i_k * V + i_v, mask=m_s, other=0.0)  # [BV, BK], transposed
-        v = load_transposed(v_ptr, stride_vt, stride_vh, t, h, i_v, end, V, C)  # [BV, C]
-        left, unit = as_operand(S, PRECISION)  # [BV, BK]
-        E = errors(left, unit, kin, k_factors, v, beta[None, :], G, G_units, PRECISION)  # [BV, C]
-        U = beta[None, :] * E  # [BV, C]
-        store_transposed(u_ptr, Hv * V, V, t, h, i_v, end, U, V, C)
-        y = load_transposed(y_ptr, Hv * V, V, t, h, i_v, end, V, C).to(tl.float32)  # [BV, C]
-        dbeta += tl.sum(y * E, 0)
-        z = beta[:, None] * load_tile(None, y_ptr, Hv * V, V, b, t, h, v0, end, V, C, BV).to(tl.float32)  # [C, BV]
-        store_tile(None, dv_ptr, Hv * V, V, b, t, h, v0, end, z, V, C, BV)
-        do = load_tile(None, do_ptr, stride_ot, stride_oh, b, t, h, v0, end, V, C, BV)  # [C, BV]
-        right, right_unit = as_operand(U, PRECISION)  # [BV, C]
-        dA += _product_over_values(do, right, right_unit, PRECISION)
-        dM += _product_over_values(z, right, right_unit, PRECISION)
-        if SHARED:
-            dS = tl.load(leaving_ptr + i_k * V + i_v, mask=m_s, other=0.0)  # [BV, BK], transposed
-            crossing += tl.sum(S.to(tl.float32) * dS.to(tl.float32))
-            qS = product_of_rows(left, unit, qin, q_factors, PRECISION)  # [BV, C]
-            kS = product_of_rows(left, unit, kin, k_factors, PRECISION)  # [BV, C]
-            left, unit = as_operand(dS, PRECISION)  # [BV, BK]
-            kdS = product_of_rows(left, unit, kin, out_factors, PRECISION)  # [BV, C]
-            do_t = load_transposed(do_ptr, stride_ot, stride_oh, t, h, i_v, end, V, C).to(tl.float32)  # [BV, C]
-            rows += tl.sum(scale * do_t * qS - beta[None, :] * y * kS, 0)
-            columns += tl.sum(U * kdS, 0)
-    dA = tl.where(column <= row, scale * dA, 0.0)
-    dM = tl.where(column < row, -dM, 0.0)
-    store_tile(None, dbeta_ptr, Hv, 1, b, t, h, 0, end, dbeta[:, None], 1, C, 1)
-
+    i_k = tl.arange(0, BK)[:, None]  # [BK, 1]
+    beta = load_numbers(beta_ptr, stride_nt, stride_nh, t, h, end, C)[:, None]  # [C, 1]
+    G = tl.load(G_ptr + place * stride_G + row * C + column)  # [C, C]
     if SHARED:
         g_ptr += b64 * stride_gb
         g = load_log2_gates(g_ptr, stride_gt, stride_gh, t, h, 0, end, GATE, NORMALIZER, K, C, 1)  # [C, 1]
-        D = pair_decays(g, row, column, LEVELS)  # [C, C]
+        through = sums(column <= row, g, SUMS)  # [C, 1]
+    if kin_ptr is None:
+        kin = load_tile(None, k_ptr, stride_kt, stride_kh, b, t, h // R, 0, end, K, C, BK)  # [C, BK]
+    else:
+        kin_ptr += b64 * stride_ib
+        kin = load_tile(None, kin_ptr, stride_it, stride_ih, b, t, h // R_KIN, 0, end, K, C, BK)  # [C, BK]
+    dA, dM = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    dbeta = tl.zeros([C], tl.float32)
+    for v0 in tl.range(0, V, BV, num_stages=STAGES):
+        i_v = v0 + tl.arange(0, BV)[None, :]  # [1, BV]
+        S = tl.load(entering_ptr + i_k * V + i_v, mask=(i_k < K) & (i_v < V), other=0.0)  # [BK, BV]
+        X = load_tile(None, v_ptr, stride_vt, stride_vh, b, t, h, v0, end, V, C, BV).to(tl.float32)  # [C, BV]
+        if kin_ptr is None:
+            past = tl.dot(kin, S)  # [C, BV]
+            if SHARED:
+                past *= tl.exp2(through)
+        else:
+            past = _product_of_columns(kin, S, PRECISION)  # [C, BV]
+            if FACTORS:
+                past *= tl.load(factors_ptr + place * stride_units + row)
+        X -= past
+        explained = _product_of_columns(G, beta * X, PRECISION)  # [C, BV]
+        if PRECISION == "units":
+            explained *= tl.load(units_ptr + place * stride_units + row)
+        E = X - explained  # [C, BV]
+        store_tile(None, u_ptr, Hv * V, V, b, t, h, v0, end, beta * E, V, C, BV)
+        y = load_tile(None, y_ptr, Hv * V, V, b, t, h, v0, end, V, C, BV)  # [C, BV]
+        dbeta += tl.sum(y.to(tl.float32) * E, 1)
+        store_tile(None, dv_ptr, Hv * V, V, b, t, h, v0, end, beta * y.to(tl.float32), V, C, BV)
+        do = load_tile(None, do_ptr, stride_ot, stride_oh, b, t, h, v0, end, V, C, BV)  # [C, BV]
+        dA = _add_product_over_values(dA, do, E, PRECISION)
+        dM = _add_product_over_values(dM, y, E, PRECISION)
+    dA = tl.where(column <= row, scale * dA * tl.trans(beta), 0.0)
+    dM = tl.where(column < row, -beta * dM * tl.trans(beta), 0.0)
+    store_tile(None, dbeta_ptr, Hv, 1, b, t, h, 0, end, dbeta[:, None], 1, C, 1)
+
+    if SHARED:
+        if kin_ptr is None:
+            D = tl.exp2(tl.minimum(through - tl.trans(through), 0.0))  # [C, C]; exact enough for bfloat16
+        else:
+            D = pair_decays(g, row, column, LEVELS)  # [C, C]
         dA *= D
         dM *= D
         q = load_tile(None, q_ptr, stride_qt, stride_qh, b, t, h // R, 0, end, K, C, BK)  # [C, BK]
@@ -302,28 +318,65 @@ def _values_kernel(
         pairs = tl.where(column < row, dA * QK + dM * KK, 0.0)  # [C, C]
         # Row u of the product sums the pairs of tokens from u on.
         from_u = sums(column >= row, pairs, SUMS)  # [C, C]
-        dg = tl.sum(tl.where(column < row, from_u, 0.0), 1)  # [C], pairs across gate u
-        dg += tl.sum(tl.where(column >= row, rows[None, :], 0.0) + tl.where(column < row, columns[None, :], 0.0), 1)
-        dg += crossing * tl.exp2(tl.sum(g))
-        if NORMALIZER is not None:
-            logits = load_given_gates(None, g_ptr, stride_gt, stride_gh, b, t, h, 0, end, GATE, K, C, 1)  # [C, 1]
-            dg *= tl.reshape(slope_of_gates(logits, NORMALIZER), [C])
-        if GATE == "constant":
-            tl.store(dg_ptr + place, tl.sum(tl.where(t + i_c < end, dg, 0.0)))
-        else:
-            store_tile(None, dg_ptr + b64 * T * Hv, Hv, 1, b, t, h, 0, end, dg[:, None], 1, C, 1)
+        dg = tl.sum(tl.where(column < row, from_u, 0.0), 1)[:, None]  # [C, 1], pairs across gate u
+        at = (b, t, h, end, i, T, Hv)
+        _store_part(dg_ptr, dg, 0, at, g_ptr, stride_gt, stride_gh, GATE, NORMALIZER, PARTS)
     tl.store(dA_ptr + row * C + column, dA.to(dA_ptr.dtype.element_ty))
     tl.store(dA_ptr + C * C + row * C + column, dM.to(dA_ptr.dtype.element_ty))
 
 
 @triton.jit
-def _product_over_values(x, y, y_unit, PRECISION: tl.constexpr):
-    """Returns the product [C, C] of x [C, BV] and y [BV, C]; y and y_unit are what `as_operand` returns."""
+def _product_of_columns(x, y, PRECISION: tl.constexpr):
+    """Returns the product [C, columns] of x [C, rows], float16 or float32, and y [rows, columns]."""
     if PRECISION == "units":
-        x, unit = as_operand(x.to(tl.float32) * tl.trans(y_unit), PRECISION)
-        return tl.dot(x, y) * unit
+        right, unit = as_operand(tl.trans(y), PRECISION)  # [columns, rows], [columns, 1]
+        return tl.dot(x, tl.trans(right)) * tl.trans(unit)
     else:  # noqa: RET505 -- one branch is compiled
-        return product(x, y, None, PRECISION)
+        # A left operand of 64 rows would be in tensor memory, which has no room for its parts.
+        return tl.trans(product(tl.trans(y), tl.trans(x), None, PRECISION))
+
+
+@triton.jit
+def _add_product_over_values(acc, x, E, PRECISION: tl.constexpr):
+    """Returns acc [C, C] plus the product of x and the transpose of E, both [C, BV]."""
+    if PRECISION == "units" and x.dtype == tl.bfloat16:
+        high = E.to(tl.bfloat16)
+        acc = tl.dot(x, tl.trans(high), acc)
+        return tl.dot(x, tl.trans((E - high.to(tl.float32)).to(tl.bfloat16)), acc)
+    elif PRECISION == "units":  # noqa: RET505 -- one branch is compiled
+        left, unit = as_operand(x, PRECISION)  # [C, BV], [C, 1]
+        right, right_unit = as_operand(E, PRECISION)
+        return acc + tl.dot(left, tl.trans(right)) * unit * tl.trans(right_unit)
+    else:
+        return product(x, tl.trans(E), acc, PRECISION)
+
+
+@triton.jit
+def _store_part(
+    dg_ptr, dg, part, at, g_ptr, stride_t, stride_h, GATE: tl.constexpr, NORMALIZER: tl.constexpr, PARTS: tl.constexpr
+):
+    """Writes a part dg [C, 1] of the gradient of gates that the keys of a head share.
+
+    Args:
+        at: batch, first token, value head, end and number of the chunk, T and Hv.
+    """
+    b, t, h, end, i, T, Hv = at
+    C: tl.constexpr = dg.shape[0]  # pyright: ignore
+    if NORMALIZER is not None:
+        logits = load_given_gates(None, g_ptr, stride_t, stride_h, b, t, h, 0, end, GATE, 1, C, 1)  # [C, 1]
+        dg *= slope_of_gates(logits, NORMALIZER)
+    if GATE == "constant":
+        inside = (t + tl.arange(0, C) < end)[:, None]  # [C, 1]
+        _store_constant(dg_ptr, tl.sum(tl.where(inside, dg, 0.0)), i, h, Hv, part, PARTS)
+    else:
+        dg_ptr += tl.cast(b, tl.int64) * T * Hv * PARTS + part
+        store_tile(None, dg_ptr, Hv * PARTS, PARTS, b, t, h, 0, end, dg, 1, C, 1)
+
+
+@triton.jit
+def _store_constant(dg_ptr, dg, i, h, Hv, part, PARTS: tl.constexpr):
+    """Writes what chunk i contributes to a part of the gradient of a constant gate."""
+    tl.store(dg_ptr + (i.to(tl.int64) * PARTS + part) * Hv + h, dg)
 
 
 @triton.jit(do_not_specialize=["scale", "T", "chunks", "Hv"])
@@ -341,7 +394,7 @@ def _keys_kernel(
     dA_ptr,  # dA and dM, [I, Hv, 2, C, C]
     dq_ptr,  # [B, T, Hv, K], contiguous, as the next one
     dk_ptr,
-    dg_ptr,  # [B, T, Hv, K] if each key has a gate
+    dg_ptr,  # [B, T, Hv, K] if each key has a gate, else as in _values_kernel
     scale,
     T,
     chunks,  # chunks of a sequence of a batch
@@ -369,19 +422,24 @@ def _keys_kernel(
     LEVELS: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    PARTS: tl.constexpr,
     R: tl.constexpr,
+    STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     SUMS: tl.constexpr,
 ):
-    """Computes dq and dk of a chunk of one value head for a block of BK keys, and dg if each key has a gate."""
+    """Computes dq and dk of a chunk of one value head for a block of BK keys, and dg or a part of it."""
     blocks: tl.constexpr = (K + BK - 1) // BK
     OPERAND: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float32  # pyright: ignore
     BY_KEY: tl.constexpr = GATE == "key"
+    SHARED: tl.constexpr = GATE == "head" or GATE == "constant"
     pid = tl.program_id(0)  # neighbouring programs read the same rows
     k0 = pid % blocks * BK
     place, h = pid // blocks // Hv, pid // blocks % Hv
     b, t, end, _opening, _last, i = chunk_at(order_ptr, place, T, chunks, C)
     if t >= end:
+        if GATE == "constant":
+            _store_constant(dg_ptr, 0.0, i, h, Hv, 1 + k0 // BK, PARTS)
         return
     b64 = tl.cast(b, tl.int64)
     q_ptr += b64 * stride_qb
@@ -403,18 +461,18 @@ def _keys_kernel(
     beta = load_numbers(beta_ptr, stride_nt, stride_nh, t, h, end, C)[:, None]  # [C, 1]
     dq, dk_row, dk = (tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32))
     crossing = tl.zeros([BK], tl.float32)  # the sum of S * dS' over values
-    for v0 in tl.range(0, V, BV, num_stages=1):
+    for v0 in tl.range(0, V, BV, num_stages=STAGES):
         i_v = v0 + tl.arange(0, BV)[None, :]  # [1, BV]
         m_s = (i_k < K) & (i_v < V)  # [BK, BV]
         S = tl.load(entering_ptr + i_k * V + i_v, mask=m_s, other=0.0)  # [BK, BV]
         dS = tl.load(leaving_ptr + i_k * V + i_v, mask=m_s, other=0.0)  # [BK, BV]
         do = load_tile(None, do_ptr, stride_ot, stride_oh, b, t, h, v0, end, V, C, BV)  # [C, BV]
-        z = beta * load_tile(None, y_ptr, Hv * V, V, b, t, h, v0, end, V, C, BV).to(tl.float32)  # [C, BV]
+        y = load_tile(None, y_ptr, Hv * V, V, b, t, h, v0, end, V, C, BV)  # [C, BV]
         u = load_tile(None, u_ptr, Hv * V, V, b, t, h, v0, end, V, C, BV)  # [C, BV]
         dq = product(do, tl.trans(S.to(OPERAND)), dq, PRECISION)
-        dk_row = product(z.to(OPERAND), tl.trans(S.to(OPERAND)), dk_row, PRECISION)
+        dk_row = product(y, tl.trans(S.to(OPERAND)), dk_row, PRECISION)
         dk = product(u, tl.trans(dS.to(OPERAND)), dk, PRECISION)
-        if BY_KEY:
+        if g_ptr is not None:
             crossing += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
 
     q = load_tile(None, q_ptr, stride_qt, stride_qh, b, t, h // R, k0, end, K, C, BK)  # [C, BK]
@@ -427,7 +485,7 @@ def _keys_kernel(
         g_ptr += b64 * stride_gb
         g = load_log2_gates(g_ptr, stride_gt, stride_gh, t, h, 0, end, GATE, NORMALIZER, K, C, BK)  # [C, 1]
     dq *= scale
-    dk_row *= -1.0
+    dk_row *= -beta
     if g_ptr is not None:
         through, after = decays_of_tokens(g, SUMS)  # [C, BK] or [C, 1]
         dq *= through
@@ -445,6 +503,13 @@ def _keys_kernel(
             dg *= slope_of_gates(logits, NORMALIZER)
         store_tile(None, dg_ptr + b64 * T * Hv * K, Hv * K, K, b, t, h, k0, end, dg, K, C, BK)
     else:
+        if SHARED:
+            rows = tl.sum(q * dq + k * dk_row, 1)[None, :]  # [1, C]
+            dg = tl.sum(tl.where(column >= row, rows, 0.0), 1)[:, None]  # [C, 1]
+            dg += tl.sum(tl.where(column < row, tl.sum(k * dk, 1)[None, :], 0.0), 1)[:, None]
+            dg += tl.sum(crossing) * tl.exp2(tl.sum(g))
+            at = (b, t, h, end, i, T, Hv)
+            _store_part(dg_ptr, dg, 1 + k0 // BK, at, g_ptr, stride_gt, stride_gh, GATE, NORMALIZER, PARTS)
         dA, dM = tl.load(dA_ptr + row * C + column), tl.load(dA_ptr + C * C + row * C + column)  # [C, C]
         dq = product(dA, k, dq, PRECISION)
         dk = product(dM, k, dk + dk_row, PRECISION)

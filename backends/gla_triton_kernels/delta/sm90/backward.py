@@ -8,18 +8,23 @@ of the state that leaves it,
 A block of warps has one value head of one segment. It writes dV, and dS' of each chunk; gradients.py computes all
 other gradients, in parallel over chunks. It needs neither the states nor v.
 
+**Wide keys.** More than 128 keys, which share a gate, are two parts, each with a warpgroup. Both have the same W
+columns of V, and exchange kout dS' through shared memory. They write Y, which general/gradients.py reads, in place of
+dV.
+
 If sequences are cut, one launch computes the summary of each segment but the first: the gradient of the state that
 enters it if that of the state that leaves it is 0, and the transpose of its transition, which is the same for dO of 0
 and the identity. A scan then computes the gradients of the states that leave segments (chunks/scan.py).
 
 All of it is computed transposed: dS^T [W, K] and dU^T [W, C] are results of products and left operands of others, and
 stay in registers. Two warpgroups have W = 64 columns of V each. One warp loads the tiles of the next chunks by TMA.
+With wide keys, there is room for A and qin of one chunk only.
 
 Y is what a difference leaves, so G and B dU are float16, in units of rows, and A is a sum of two numbers of bfloat16.
 All other operands are bfloat16.
 
 B batch   T tokens   J chunks   I segments, or sequences   Hv heads of values   K, V key and value width
-C tokens of a chunk
+C tokens of a chunk   PARTS parts of the keys
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
@@ -41,6 +46,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gla_core.dispatch.backend import CHUNK
+from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunks.scan import launch_scan
 from gla_triton_kernels.chunks.segments import Recurrence, Segments, are_cut, state_strides
 from gla_triton_kernels.delta.sm90.backward_pairs import Chunks
@@ -68,9 +74,10 @@ LEFT_TOKENS = gl.constexpr(gl.DotOperandLayout(0, STATE.value, 2))
 
 
 def launch_states(x: BackwardTensors, chunks: Chunks, segments: Segments) -> tuple[Tensor, list[Launch]]:
-    """Returns the gradients of the states that leave chunks [J, Hv, K, V], and the launches that fill them and dv.
+    """Returns the gradients of the states that leave chunks [J, Hv, K, V], and the launches that fill them and x.dv.
 
-    They fill the gradients of initial states as well, unless x has none.
+    They fill the gradients of initial states as well, unless x has none. With more than 128 keys, x.dv receives Y, and
+    sequences stay whole.
 
     Args:
         segments: the segments, of a multiple of `CHUNK` tokens; a sequence that stays whole is one segment.
@@ -80,7 +87,9 @@ def launch_states(x: BackwardTensors, chunks: Chunks, segments: Segments) -> tup
         behind, before = _launch_behind(x, chunks, segments)
     leaving = x.v.new_empty(chunks.segments.count, *_shape(x), dtype=torch.bfloat16)
     pointers = {"last_ptr": x.dstate, "behind_ptr": behind, "dinitial_ptr": x.dinitial_state, "transitions_ptr": None}
-    return leaving, [*before, _launch(x, chunks, segments, leaving, segments.count * x.v.shape[2], pointers, False)]
+    Hv, K, V = _shape(x)
+    columns = 1 if K <= MOST else ceil_div(V, MOST // 2)  # blocks of W values
+    return leaving, [*before, _launch(x, chunks, segments, leaving, columns * segments.count * Hv, pointers, False)]
 
 
 def _launch_behind(x: BackwardTensors, chunks: Chunks, segments: Segments) -> tuple[Tensor, list[Launch]]:
@@ -147,59 +156,103 @@ def _launch(
         **size_arguments(x, segments),
         "V": x.v.shape[3],
         "places": len(chunks.units),
+        "PARTS": ceil_div(x.k.shape[3], MOST),
         "EVERY_ONE": every_one,
     }
     return Launch(_scan_kernel, (blocks, 1, 1), arguments, {"num_warps": 4, "maxnreg": 168})
 
 
 @gluon.jit
-def _load_warp(descriptors, tiles, full, empty, place):
+def _load_warp(descriptors, tiles, barriers, place, PARTS: gl.constexpr):
     kin_desc, qin_desc, kout_desc, a_desc, g_desc, do_desc = descriptors
     kin_tiles, qin_tiles, kout_tiles, a_tiles, g_tiles, do_tiles = tiles
+    full, empty, q_full, q_empty, _, _ = barriers
     b, h, R, Hv, first, start, length, places, column = place
     rest = places * C  # the first row of the rest of A
+    Q_SLOTS: gl.constexpr = SLOTS // PARTS
+    COLUMNS: gl.constexpr = 2 // PARTS  # of W values
     chunks = gl.cdiv(length, C)
     for i in range(chunks):
-        slot = i % SLOTS
+        slot, q_slot = i % SLOTS, i % Q_SLOTS
         c = chunks - 1 - i
         row = ((first + c) * Hv + h) * C
         t = start + c * C
         mbarrier.wait(empty.index(slot), i // SLOTS & 1 ^ 1)
         size: gl.constexpr = (
-            (2 if kout_desc is None else 3) * kin_desc.block_type.nbytes
-            + 2 * a_desc.block_type.nbytes
+            (PARTS if kout_desc is None else 2) * kin_desc.block_type.nbytes
             + g_desc.block_type.nbytes
-            + 2 * do_desc.block_type.nbytes
+            + COLUMNS * do_desc.block_type.nbytes
         )
         bar = full.index(slot)
         mbarrier.expect(bar, size)
         if kout_desc is None:
-            tma.async_copy_global_to_shared(kin_desc, [b, h // R, t, 0], bar, kin_tiles.index(slot))
+            for p in gl.static_range(PARTS):
+                kin_tile = kin_tiles.index(PARTS * slot + p)
+                tma.async_copy_global_to_shared(kin_desc, [b, h // R, t, p * WIDTH], bar, kin_tile)
         else:
             tma.async_copy_global_to_shared(kout_desc, [row, 0], bar, kout_tiles.index(slot))
-        tma.async_copy_global_to_shared(a_desc, [row, 0], bar, a_tiles.index(2 * slot))
-        tma.async_copy_global_to_shared(a_desc, [rest + row, 0], bar, a_tiles.index(2 * slot + 1))
-        tma.async_copy_global_to_shared(do_desc, [b, h, t, column], bar, do_tiles.index(2 * slot))
-        tma.async_copy_global_to_shared(do_desc, [b, h, t, column + W], bar, do_tiles.index(2 * slot + 1))
+        for j in gl.static_range(COLUMNS):
+            do_tile = do_tiles.index(COLUMNS * slot + j)
+            tma.async_copy_global_to_shared(do_desc, [b, h, t, column + j * W], bar, do_tile)
+        q_bar = q_full.index(q_slot)
+        mbarrier.wait(q_empty.index(q_slot), i // Q_SLOTS & 1 ^ 1)
+        mbarrier.expect(q_bar, 2 * a_desc.block_type.nbytes + PARTS * qin_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(a_desc, [row, 0], q_bar, a_tiles.index(2 * q_slot))
+        tma.async_copy_global_to_shared(a_desc, [rest + row, 0], q_bar, a_tiles.index(2 * q_slot + 1))
         tma.async_copy_global_to_shared(g_desc, [row, 0], bar, g_tiles.index(slot))
-        tma.async_copy_global_to_shared(qin_desc, [row, 0], bar, qin_tiles.index(slot))
+        for p in gl.static_range(PARTS):
+            tma.async_copy_global_to_shared(qin_desc, [row, p * WIDTH], q_bar, qin_tiles.index(PARTS * q_slot + p))
         if kout_desc is not None:
             tma.async_copy_global_to_shared(kin_desc, [row, 0], bar, kin_tiles.index(slot))
 
 
 @gluon.jit
+def _sum_of_parts(x, partials, barriers, i, PART: gl.constexpr):
+    """Returns x [W, C], the product of a part of the keys in chunk i, summed over both parts.
+
+    Args:
+        partials: a buffer for each part, [2, W, C].
+        barriers: at which the warpgroup of a part says that it has written its buffer, and read that of the other [2].
+    """
+    written, read = barriers
+    mbarrier.wait(read.index(1 - PART), i & 1 ^ 1)
+    partials.index(PART).store(x)
+    mbarrier.arrive(written.index(PART), count=1)
+    mbarrier.wait(written.index(1 - PART), i & 1)
+    x += partials.index(1 - PART).load(x.type.layout)
+    mbarrier.arrive(read.index(PART), count=1)
+    return x
+
+
+@gluon.jit
 def _state_warps(
-    tiles, outputs, numbers, states, full, empty, place, sizes, PACKED: gl.constexpr, WARPGROUP: gl.constexpr
+    tiles,
+    outputs,
+    numbers,
+    states,
+    barriers,
+    place,
+    sizes,
+    PARTS: gl.constexpr,
+    PACKED: gl.constexpr,
+    WARPGROUP: gl.constexpr,
 ):
-    kin_tiles, qin_tiles, kout_tiles, a_tiles, g_tiles, do_tiles, dv_tiles, leaving_tiles = tiles
+    """Carries dS of W values and a part of the keys."""
+    kin_tiles, qin_tiles, kout_tiles, a_tiles, g_tiles, do_tiles, dv_tiles, leaving_tiles, partials = tiles
+    full, empty, q_full, q_empty, written, read = barriers
     dv_desc, leaving_desc, dv_ptr = outputs
     beta_ptr, beta_t, units_ptr, decay_ptr, factors_ptr = numbers
     last_ptr, strides, behind_ptr, dinitial_ptr, transitions_ptr, n, sequence, is_first, is_last = states
     SUMMARIES: gl.constexpr = transitions_ptr is not None
+    PART: gl.constexpr = WARPGROUP if PARTS == 2 else 0
+    COLUMN: gl.constexpr = 0 if PARTS == 2 else WARPGROUP
+    COLUMNS: gl.constexpr = 2 // PARTS
+    Q_SLOTS: gl.constexpr = SLOTS // PARTS
     b, h, _, Hv, first, start, length, _, column = place
     K, V = sizes
-    value = gl.arange(0, W, gl.SliceLayout(1, STATE))[:, None] + WARPGROUP * W
-    key = gl.arange(0, WIDTH, gl.SliceLayout(0, STATE))
+    first_value = column + COLUMN * W if PARTS == 2 else COLUMN * W
+    value = gl.arange(0, W, gl.SliceLayout(1, STATE))[:, None] + first_value
+    key = gl.arange(0, WIDTH, gl.SliceLayout(0, STATE)) + PART * WIDTH
     token = gl.arange(0, C, gl.SliceLayout(0, TOKENS))
     dS = gl.zeros([W, WIDTH], gl.float32, STATE)
     if SUMMARIES:
@@ -214,10 +267,10 @@ def _state_warps(
         dS = gl.load(head + in_state(key[None, :], value, state_k, state_v), inside & is_last, dS).to(gl.float32)
     leaving_block = leaving_tiles.index(WARPGROUP)
     leaving_tile = leaving_block.reshape([WIDTH, W])
-    dv_block = dv_tiles.index(WARPGROUP)
+    dv_block = dv_tiles.index(COLUMN)
     chunks = gl.cdiv(length, C)
     for i in range(chunks):
-        slot = i % SLOTS
+        slot, q_slot = i % SLOTS, i % Q_SLOTS
         c = chunks - 1 - i
         rows = gl.minimum(length - c * C, C)
         t = start + c * C
@@ -233,10 +286,17 @@ def _state_warps(
             tma.store_wait(0)  # the copies have read their tiles
             leaving_tile.permute([1, 0]).store(state)
             fence_async_shared()
-            tma.async_copy_shared_to_global(leaving_desc, [first + c, h, 0, WARPGROUP * W], leaving_block)
+            tma.async_copy_shared_to_global(leaving_desc, [first + c, h, PART * WIDTH, first_value], leaving_block)
         mbarrier.wait(full.index(slot), i // SLOTS & 1)
-        kin_tile, kout_tile = kin_tiles.index(slot).reshape([C, WIDTH]), kout_tiles.index(slot).reshape([C, WIDTH])
-        do_tile = do_tiles.index(2 * slot + WARPGROUP).reshape([C, W])
+        mbarrier.wait(q_full.index(q_slot), i // Q_SLOTS & 1)
+        kin_tile = kin_tiles.index(PARTS * slot + PART).reshape([C, WIDTH])
+        kout_tile = kout_tiles.index(PARTS * slot + PART).reshape([C, WIDTH])
+        do_tile = do_tiles.index(COLUMNS * slot + COLUMN).reshape([C, W])
+        qin_tile, a_tile, rest_tile = (
+            qin_tiles.index(PARTS * q_slot + PART),
+            a_tiles.index(2 * q_slot),
+            a_tiles.index(2 * q_slot + 1),
+        )
         if PACKED:
             clear_rows(do_tile, rows, ROWS)  # they belong to the next sequence
             if factors_ptr is not None:
@@ -249,15 +309,17 @@ def _state_warps(
         dU = warpgroup_mma(left, kout_tile.permute([1, 0]), dU, use_acc=False, is_async=True)
         if factors_ptr is not None:
             dA = gl.zeros([W, C], gl.float32, TOKENS)
-            dA = warpgroup_mma(do_t, a_tiles.index(2 * slot), dA, use_acc=False, is_async=True)
-            dA = warpgroup_mma(do_t, a_tiles.index(2 * slot + 1), dA, is_async=True)
-            dS = warpgroup_mma(do_t, qin_tiles.index(slot), dS * decay, is_async=True)
+            dA = warpgroup_mma(do_t, a_tile, dA, use_acc=False, is_async=True)
+            dA = warpgroup_mma(do_t, rest_tile, dA, is_async=True)
+            dS = warpgroup_mma(do_t, qin_tile, dS * decay, is_async=True)
             dU, dA = warpgroup_mma_wait(1, [dU, dA])
+            if PARTS == 2:
+                dU = _sum_of_parts(dU, partials, (written, read), i, PART)
             dU = dU * after + dA
         else:
-            dU = warpgroup_mma(do_t, a_tiles.index(2 * slot), dU, is_async=True)
-            dU = warpgroup_mma(do_t, a_tiles.index(2 * slot + 1), dU, is_async=True)
-            dS = warpgroup_mma(do_t, qin_tiles.index(slot), dS * decay, is_async=True)
+            dU = warpgroup_mma(do_t, a_tile, dU, is_async=True)
+            dU = warpgroup_mma(do_t, rest_tile, dU, is_async=True)
+            dS = warpgroup_mma(do_t, qin_tile, dS * decay, is_async=True)
             dU = warpgroup_mma_wait(1, [dU])
         x = dU * (beta * unit)
         row_unit, inverse = unit_of_rows(x)
@@ -265,14 +327,18 @@ def _state_warps(
         P = gl.zeros([W, C], gl.float32, TOKENS)
         P = warpgroup_mma(x, g_tiles.index(slot), P, use_acc=False, is_async=True)
         P, dS = warpgroup_mma_wait(0, [P, dS])
-        dV = beta * (dU - P * row_unit[:, None])
+        mbarrier.arrive(q_empty.index(q_slot), count=1)
+        Y = dU - P * row_unit[:, None]
+        dV = beta * Y
         minus = -1.0 * dV
         if factors_ptr is not None:
             minus *= through
         minus = gl.convert_layout(minus.to(gl.bfloat16), LEFT_TOKENS)
         dS = warpgroup_mma(minus, kin_tile, dS, is_async=True)
-        where = (b, h, t, Hv, WARPGROUP * W, V, rows)
-        if SUMMARIES:
+        where = (b, h, t, Hv, first_value, V, rows)
+        if PARTS == 2:
+            dV = Y
+        if SUMMARIES or PART == 1:
             pass
         elif PACKED:
             if rows < C:
@@ -327,7 +393,7 @@ def _write_rows(ptr, x, where):
 
 @gluon.jit(do_not_specialize=[*NUMBERS, "places"])
 def _scan_kernel(
-    kin_desc,  # [J Hv C, K], tiles [C, K]; k [B, H, T, K] if the keys of a head share a gate
+    kin_desc,  # [J Hv C, K], tiles of up to 128 keys; k [B, H, T, K] if the keys of a head share a gate
     qin_desc,
     kout_desc,  # None if it is k
     A_desc,  # [2 J Hv C, C], tiles [C, C]
@@ -335,7 +401,7 @@ def _scan_kernel(
     do_desc,  # [B, Hv, T, V], tiles [C, W]
     dv_desc,
     leaving_desc,  # [J, Hv, K, V], tiles [K, W]
-    dv_ptr,  # [B, T, Hv, V]
+    dv_ptr,  # [B, T, Hv, V]; receives Y with two parts
     units_ptr,  # [J, Hv, C]
     decay_ptr,  # [J, Hv, K]
     factors_ptr,  # of the rows of kin and of kout if they are k, [J, Hv, 2, C], else None
@@ -364,13 +430,17 @@ def _scan_kernel(
     R,
     V,
     places,  # J Hv
+    PARTS: gl.constexpr,
     EVERY_ONE: gl.constexpr,  # whether there are summaries of first segments too
 ):
-    """Computes one value head of one segment, or a half of its summary."""
+    """Computes one value head of one segment, or a half of its summary, or W columns of wide keys."""
     PACKED: gl.constexpr = order is not None
     program, column = gl.program_id(0), 0
     if transitions_ptr is not None:
         program, column = gl.program_id(0) // 2, gl.program_id(0) % 2 * 2 * W  # TMA fills columns above V with 0
+    elif PARTS == 2:
+        blocks = gl.cdiv(V, W)
+        program, column = gl.program_id(0) // blocks, gl.program_id(0) % blocks * W
     h = program % Hv
     n, b, start, length, sequence, origin, end = tokens_of(program // Hv, T, segment, segments, order)
     is_first, is_last = start == origin, start + length == end
@@ -382,25 +452,41 @@ def _scan_kernel(
             return
     first = chunk_of(sequence, start, T, C, PACKED)
     if kout_desc is None:
-        kin_tiles = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, 1, 1, C, WIDTH], kin_desc.layout)
+        kin_tiles = gl.allocate_shared_memory(gl.bfloat16, [PARTS * SLOTS, 1, 1, C, WIDTH], kin_desc.layout)
         kout_tiles = kin_tiles
     else:
         kin_tiles = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, C, WIDTH], kin_desc.layout)
         kout_tiles = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, C, WIDTH], kout_desc.layout)
-    qin_tiles = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, C, WIDTH], qin_desc.layout)
-    a_tiles = gl.allocate_shared_memory(gl.bfloat16, [2 * SLOTS, C, C], A_desc.layout)
+    Q_SLOTS: gl.constexpr = SLOTS // PARTS
+    qin_tiles = gl.allocate_shared_memory(gl.bfloat16, [PARTS * Q_SLOTS, C, WIDTH], qin_desc.layout)
+    a_tiles = gl.allocate_shared_memory(gl.bfloat16, [2 * Q_SLOTS, C, C], A_desc.layout)
     g_tiles = gl.allocate_shared_memory(gl.float16, [SLOTS, C, C], G_desc.layout)
-    do_tiles = gl.allocate_shared_memory(gl.bfloat16, [2 * SLOTS, 1, 1, C, W], do_desc.layout)
-    dv_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, 1, 1, C, W], dv_desc.layout)
+    do_tiles = gl.allocate_shared_memory(gl.bfloat16, [2 // PARTS * SLOTS, 1, 1, C, W], do_desc.layout)
+    dv_tiles = gl.allocate_shared_memory(gl.bfloat16, [2 // PARTS, 1, 1, C, W], dv_desc.layout)
     leaving_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, 1, 1, WIDTH, W], leaving_desc.layout)
+    partials = dv_tiles
+    if PARTS == 2:
+        lines: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 2, [1, 0])  # four rows of an accumulator use all banks
+        partials = gl.allocate_shared_memory(gl.float32, [2, W, C], lines)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], bars)  # A and qin have been loaded
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], bars)
+    written = gl.allocate_shared_memory(gl.int64, [2, 1], bars)
+    read = gl.allocate_shared_memory(gl.int64, [2, 1], bars)
     for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
+    for i in gl.static_range(Q_SLOTS):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(written.index(i), count=1)
+        mbarrier.init(read.index(i), count=1)
+    barriers = (full, empty, q_full, q_empty, written, read)
     loaded = (kin_tiles, qin_tiles, kout_tiles, a_tiles, g_tiles, do_tiles)
-    tiles = loaded + (dv_tiles, leaving_tiles)  # noqa: RUF005 -- Triton compiles no stars
+    tiles = loaded + (dv_tiles, leaving_tiles, partials)  # noqa: RUF005 -- Triton compiles no stars
     numbers = (beta_ptr + b.to(gl.int64) * beta_b + h.to(gl.int64) * beta_h, beta_t, units_ptr, decay_ptr, factors_ptr)
     strides = (state_n, state_h, state_k, state_v)
     states = (last_ptr, strides, behind_ptr, dinitial_ptr, transitions_ptr, n, sequence, is_first, is_last)
@@ -409,9 +495,9 @@ def _scan_kernel(
     sizes = (K, V)
     gl.warp_specialize(
         [
-            (_state_warps, (tiles, outputs, numbers, states, full, empty, place, sizes, PACKED, 0)),
-            (_state_warps, (tiles, outputs, numbers, states, full, empty, place, sizes, PACKED, 1)),
-            (_load_warp, ((kin_desc, qin_desc, kout_desc, A_desc, G_desc, do_desc), loaded, full, empty, place)),
+            (_state_warps, (tiles, outputs, numbers, states, barriers, place, sizes, PARTS, PACKED, 0)),
+            (_state_warps, (tiles, outputs, numbers, states, barriers, place, sizes, PARTS, PACKED, 1)),
+            (_load_warp, ((kin_desc, qin_desc, kout_desc, A_desc, G_desc, do_desc), loaded, barriers, place, PARTS)),
         ],
         [4, 1],
         [240, 24],

@@ -8,25 +8,38 @@ from __future__ import annotations
 import torch
 
 from gla_core.dispatch.backend import OpCall, Reason, contiguous_layout
-from gla_triton_kernels.delta.sm90 import LEAST, moved_by_tma
+from gla_triton_kernels.delta.plan import has_key_gates
+from gla_triton_kernels.delta.sm90 import LEAST, MOST_KEYS, moved_by_tma
 from gla_triton_runtime.architecture import Gpu
 from gla_triton_runtime.tma import addressable
 
 MOST_WIDTH, WIDTH_UNIT = 128, 8
-"""The most keys or values of a head, and the number of which these are multiples: rows of bfloat16 are then multiples
-of 16 bytes."""
+"""The most keys or values of a head whose gradients are all computed here, and the number of which widths are
+multiples: rows of bfloat16 are then multiples of 16 bytes."""
 
 
 def refusal(call: OpCall, gpu: Gpu) -> Reason | None:
     """Returns the reason why the backward kernels for SM90 cannot compute a call, or None."""
+    K, V = call.dims["K"], call.dims["V"]
+    if (reason := _refusal(call, gpu)) is None and max(K, V) > MOST_WIDTH:
+        return f"computes at most {MOST_WIDTH} keys and values; K is {K} and V is {V}"
+    return reason
+
+
+def computes_passes(call: OpCall, gpu: Gpu) -> bool:
+    """Returns whether kernels for SM90 carry the gradients of states of wider keys, for general/gradients.py."""
+    return _refusal(call, gpu) is None and MOST_WIDTH < call.dims["K"] <= MOST_KEYS and not has_key_gates(call)
+
+
+def _refusal(call: OpCall, gpu: Gpu) -> Reason | None:
+    """Returns the reason why these kernels cannot compute a call of any width, or None."""
     if not gpu.facts.has_wgmma:
         return f"needs Hopper (compute capability 9.0); the GPU is of the kind {gpu.facts.known_as}"
     if call.dtype != torch.bfloat16:
         return f"computes bfloat16; q is {str(call.dtype).removeprefix('torch.')}"
     K, V = call.dims["K"], call.dims["V"]
-    if not (LEAST <= K <= MOST_WIDTH and LEAST <= V <= MOST_WIDTH) or K % WIDTH_UNIT or V % WIDTH_UNIT:
-        widths = f"K and V from {LEAST} to {MOST_WIDTH} in multiples of {WIDTH_UNIT}"
-        return f"computes {widths}; K is {K} and V is {V}"
+    if min(K, V) < LEAST or K % WIDTH_UNIT or V % WIDTH_UNIT:
+        return f"computes K and V from {LEAST} in multiples of {WIDTH_UNIT}; K is {K} and V is {V}"
     if call.gate_form == "constant":
         return "computes a gate for each key or each head, or none; g has one constant gate for each head"
     if call.scalars.get("gate_normalizer") is not None:

@@ -21,7 +21,7 @@ A is a sum of two numbers of bfloat16, and the rows of G are float16 in units, b
 difference of their products leaves.
 
 B batch   T tokens   J chunks   H heads of q and k   Hv heads of values, gates and beta   R = Hv / H
-K key width   C tokens of a chunk
+K key width   C tokens of a chunk   TILES tiles of up to 128 keys: 1, or 2 if the keys of a head share a gate
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
@@ -45,6 +45,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gla_core.dispatch.backend import CHUNK
+from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunks.segments import Segments, cut
 from gla_triton_kernels.delta.sm90.common_backward import (
     LINE,
@@ -128,6 +129,7 @@ def launch_pairs(x: BackwardTensors, scale: float) -> tuple[Chunks, list[Launch]
         "scale": scale,
         **size_arguments(x, segments),
         "places": places,
+        "TILES": ceil_div(K, MOST),
         "STRONG": False,
     }
     launches = [*segments.launches, Launch(_pairs_kernel, (places, 1, 1), arguments, {"num_warps": 4})]
@@ -175,15 +177,16 @@ def _pairs_kernel(
     K,
     R,
     places,  # J Hv
+    TILES: gl.constexpr,
     STRONG: gl.constexpr,
 ):
     """Computes one chunk of one value head; with STRONG, all strong chunks, which a launch before has marked."""
     KEYS: gl.constexpr = g_desc is not None
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, WIDTH], gl.bfloat16)
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.float32)
-    q_block = gl.allocate_shared_memory(gl.bfloat16, [1, 1, C, WIDTH], q_desc.layout)
-    k_block = gl.allocate_shared_memory(gl.bfloat16, [1, 1, C, WIDTH], k_desc.layout)
-    columns = k_block
+    q_blocks = gl.allocate_shared_memory(gl.bfloat16, [TILES, 1, 1, C, WIDTH], q_desc.layout)
+    k_blocks = gl.allocate_shared_memory(gl.bfloat16, [TILES, 1, 1, C, WIDTH], k_desc.layout)
+    columns = k_blocks
     if KEYS:
         columns = gl.allocate_shared_memory(gl.bfloat16, [C, WIDTH], tile)
         room = gl.allocate_shared_memory(gl.float32, [2, C, C], wide)  # for gates, then for M and G
@@ -199,7 +202,7 @@ def _pairs_kernel(
         spare = gl.allocate_shared_memory(gl.bfloat16, [C, WIDTH], tile)
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(bar, count=1)
-    tiles = (q_block, k_block, columns, room, a_tiles, g_tile, betas, table, exact, spare, bar)
+    tiles = (q_blocks, k_blocks, columns, room, a_tiles, g_tile, betas, table, exact, spare, bar)
     inputs = (q_desc, k_desc, g_desc, beta_ptr, (beta_b, beta_t, beta_h), g_ptr, (g_b, g_t, g_h))
     results = (kin_desc, qin_desc, kout_desc, A_desc, G_desc, units_ptr, decay_ptr, factors_ptr, strong_ptr)
     sizes = (T, segment, segments, order, Hv, R, K, places)
@@ -219,7 +222,8 @@ def _pairs_kernel(
 
 @gluon.jit
 def _compute_chunk(place, tiles, inputs, results, sizes, scale, phase, KEYS: gl.constexpr, STRONG: gl.constexpr):
-    q_block, k_block, columns, room, a_tiles, g_tile, betas, table, exact, spare, bar = tiles
+    q_blocks, k_blocks, columns, room, a_tiles, g_tile, betas, table, exact, spare, bar = tiles
+    TILES: gl.constexpr = q_blocks.type.shape[0]
     q_desc, k_desc, g_desc, beta_ptr, beta_strides, g_ptr, g_strides = inputs
     kin_desc, qin_desc, kout_desc, A_desc, G_desc, units_ptr, decay_ptr, factors_ptr, strong_ptr = results
     T, segment, segments, order, Hv, R, K, places = sizes
@@ -233,22 +237,24 @@ def _compute_chunk(place, tiles, inputs, results, sizes, scale, phase, KEYS: gl.
         mbarrier.expect(bar, 2 * q_desc.block_type.nbytes + g_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(g_desc, [b, h, t0, 0], bar, gate_tile)
     else:
-        mbarrier.expect(bar, 2 * q_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(k_desc, [b, h // R, t0, 0], bar, k_block)
-    tma.async_copy_global_to_shared(q_desc, [b, h // R, t0, 0], bar, q_block)
+        mbarrier.expect(bar, 2 * TILES * q_desc.block_type.nbytes)
+    for i in gl.static_range(TILES):
+        tma.async_copy_global_to_shared(k_desc, [b, h // R, t0, i * WIDTH], bar, k_blocks.index(i))
+        tma.async_copy_global_to_shared(q_desc, [b, h // R, t0, i * WIDTH], bar, q_blocks.index(i))
     few: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     row = gl.arange(0, C, few)
     stride_b, stride_t, stride_h = beta_strides
     head = beta_ptr + b.to(gl.int64) * stride_b + h * stride_h
     betas.store(gl.load(head + (t0 + row).to(gl.int64) * stride_t, row < rows, 0.0).to(gl.float32))
-    q_tile, k_tile = q_block.reshape([C, WIDTH]), k_block.reshape([C, WIDTH])
+    q_tile, k_tile = q_blocks.index(0).reshape([C, WIDTH]), k_blocks.index(0).reshape([C, WIDTH])
     out = place * C
     t = gl.arange(0, C, gl.SliceLayout(1, SCORES))[:, None]
     s = gl.arange(0, C, gl.SliceLayout(0, SCORES))[None, :]
     mbarrier.wait(bar, phase)
     if PACKED:  # the rows after the chunk belong to the next sequence
-        clear_rows(q_tile, rows, RUNS)
-        clear_rows(k_tile, rows, RUNS)
+        for i in gl.static_range(TILES):
+            clear_rows(q_blocks.index(i).reshape([C, WIDTH]), rows, RUNS)
+            clear_rows(k_blocks.index(i).reshape([C, WIDTH]), rows, RUNS)
         if KEYS:
             clear_rows(gate_tile.reshape([C, WIDTH]), rows, RUNS)
         fence_async_shared()
@@ -318,8 +324,10 @@ def _compute_chunk(place, tiles, inputs, results, sizes, scale, phase, KEYS: gl.
     else:
         A = gl.zeros([C, C], gl.float32, SCORES)
         M = gl.zeros([C, C], gl.float32, SCORES)
-        M = warpgroup_mma(k_tile, k_tile.permute([1, 0]), M, use_acc=False, is_async=True)
-        A = warpgroup_mma(q_tile, k_tile.permute([1, 0]), A, use_acc=False, is_async=True)
+        for i in gl.static_range(TILES):
+            columns_tile = k_blocks.index(i).reshape([C, WIDTH]).permute([1, 0])  # [K, C]
+            M = warpgroup_mma(columns_tile.permute([1, 0]), columns_tile, M, use_acc=i > 0, is_async=True)
+            A = warpgroup_mma(q_blocks.index(i).reshape([C, WIDTH]), columns_tile, A, use_acc=i > 0, is_async=True)
         M, A = warpgroup_mma_wait(0, [M, A])
         g = gl.zeros([C], gl.float32, few)
         if g_ptr is not None:
@@ -339,14 +347,16 @@ def _compute_chunk(place, tiles, inputs, results, sizes, scale, phase, KEYS: gl.
         at = factors_ptr + place.to(gl.int64) * (2 * C) + row
         gl.store(at, gl.exp2(sums.load(few)))
         gl.store(at + C, gl.exp2(end - sums.load(few)))
-        key = gl.arange(0, WIDTH, few)
-        ones = gl.full([WIDTH], 1.0, gl.float32, few)
+        key = gl.arange(0, TILES * WIDTH, few)
+        ones = gl.full([TILES * WIDTH], 1.0, gl.float32, few)
         gl.store(decay_ptr + place.to(gl.int64) * K + key, ones * gl.exp2(end), key < K)
     if KEYS:
         _scale_tile(k_tile, through, 1.0, KEYS)
-    _scale_tile(q_tile, through, scale, KEYS)
+    for i in gl.static_range(TILES):
+        _scale_tile(q_blocks.index(i).reshape([C, WIDTH]), through, scale, KEYS)
     fence_async_shared()
-    tma.async_copy_shared_to_global(qin_desc, [out, 0], q_tile)
+    for i in gl.static_range(TILES):
+        tma.async_copy_shared_to_global(qin_desc, [out, i * WIDTH], q_blocks.index(i).reshape([C, WIDTH]))
     if KEYS:
         tma.async_copy_shared_to_global(kin_desc, [out, 0], k_tile)
         tma.async_copy_shared_to_global(kout_desc, [out, 0], columns)
@@ -357,7 +367,7 @@ def _compute_chunk(place, tiles, inputs, results, sizes, scale, phase, KEYS: gl.
         m_tile, work = room.index(0), room.index(1)
     else:
         wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.float32)
-        m_tile, work = k_block._reinterpret(gl.float32, [C, C], wide), room.index(0)
+        m_tile, work = k_blocks.index(0)._reinterpret(gl.float32, [C, C], wide), room.index(0)
     G = solve_chunk(M, beta, betas, work._reinterpret(gl.float32, [C // 16, C, 16], PLAIN).index(0), m_tile, work)
     unit, inverse = unit_of_rows(G)
     g_tile.store((G * inverse[:, None]).to(gl.float16))
