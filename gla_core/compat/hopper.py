@@ -10,29 +10,21 @@ from typing import Any
 
 import torch
 
-from gla_core.ops.calls import needs_gradient
-
-LEAST, MOST, MOST_VALUES = 33, 128, 256
-"""The fewest keys and values of a head, the most, and the most values without a gate for each key."""
-UNTRAINED = 256, 512
-"""The most keys and values without a gate for each key, if no gradient is needed."""
+LEAST, MOST = 33, 128
+"""The fewest keys and values of a head, and the most."""
+WIDEST = 256, 512
+"""The most keys and values without a gate for each key."""
 IN_WORDS = "on Hopper in bfloat16 with K and V from 33 to 128 (wider without a gate for each key)"
 
 
-def computes_delta_rule(q: Any, v: Any, g: Any, *others: Any) -> bool:
-    """Returns whether the kernels for Hopper compute a delta rule of q [B, T, H, K], v [B, T, Hv, V], gates and others.
+def computes_delta_rule(q: Any, v: Any, g: Any) -> bool:
+    """Returns whether the kernels for Hopper compute a delta rule of q [B, T, H, K], v [B, T, Hv, V] and gates.
 
     Args:
         g: gates [B, T, Hv, K] or [B, T, Hv], or None.
-        others: further arguments, which may need gradients.
     """
     K, V = q.shape[3], v.shape[3]
-    if g is not None and g.ndim == 4:
-        most_keys, most_values = MOST, MOST
-    elif needs_gradient(q, v, g, *others):
-        most_keys, most_values = MOST, MOST_VALUES
-    else:
-        most_keys, most_values = UNTRAINED
+    most_keys, most_values = (MOST, MOST) if g is not None and g.ndim == 4 else WIDEST
     return LEAST <= K <= most_keys and LEAST <= V <= most_values and is_bfloat16_on_hopper(q)
 
 

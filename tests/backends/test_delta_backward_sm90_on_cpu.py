@@ -126,34 +126,59 @@ def test_gradients(kernels, sizes):
 
 
 @pytest.mark.parametrize(
-    "sizes",
+    ("length", "sizes"),
     [
-        {"gate_form": "head", "gates": "-inf", "K": 256, "V": 136, "R": 2},
-        {"gate_form": "head", "lengths": (66, 0, 1), "padding": 12, "gates": "mild", "K": 200, "V": 64},
-        {"gates": "none", "K": 136, "V": 40},
+        (None, {"gate_form": "head", "gates": "-inf", "K": 256, "V": 136, "R": 2}),
+        (None, {"gate_form": "head", "lengths": (66, 0, 1), "padding": 12, "gates": "mild", "K": 200, "V": 64}),
+        (None, {"gates": "none", "K": 136, "V": 40}),
+        (None, {"gate_form": "constant", "gates": "mild", "K": 72, "V": 40, "T": 70}),
+        (64, {"gate_form": "head", "gates": "mild", "K": 96, "V": 192}),
+        (64, {"gate_form": "head", "lengths": (140, 66), "gates": "-inf", "K": 40, "V": 136}),
     ],
     ids=str,
 )
-def test_passes_of_wide_keys(kernels, sizes):
-    """They write Y, whose product with beta is dv, and the gradients of states, for general kernels."""
+def test_passes_before_general_gradients(kernels, length, sizes):
+    """They write Y, whose product with beta is dv, and the gradients of states."""
     x = inputs(**sizes, initial_state=True)
-    rows = slice(None) if x.cu_seqlens is None else slice(int(x.cu_seqlens[0]), int(x.cu_seqlens[-1]))
     do, dstate = torch.randn(x.v.shape).to(x.v.dtype), torch.randn(x.initial_state.shape)
-    y, dinitial = torch.full_like(x.v, torch.nan), torch.full_like(dstate, torch.nan)
-    given = (getattr(x, name) for name in NAMES)
-    tensors = BackwardTensors(*given, x.cu_seqlens, None, do, dstate, x.q, x.k, y, x.g, x.beta, dinitial)
-    chunks, pairs = kernels.backward_pairs.launch_pairs(tensors, x.q.shape[3] ** -0.5)
-    segments = whole(*x.k.shape[:2], x.cu_seqlens)
-    leaving, passes = kernels.backward.launch_states(tensors, chunks, segments)
-    gluon_on_cpu.run([*pairs, *segments.launches, *passes])
+    y, leaving, dinitial = passes(kernels, x, do, dstate, length)
+    rows = slice(None) if x.cu_seqlens is None else slice(int(x.cu_seqlens[0]), int(x.cu_seqlens[-1]))
     wanted, most = expected(x, do, dstate), GRADIENT[torch.bfloat16]
     assert relative_error((x.beta[..., None] * y.float())[:, rows], wanted["v"][:, rows]) <= most
     assert relative_error(dinitial, wanted["initial_state"]) <= most
     if x.cu_seqlens is None:  # the gradient of a state does not depend on the state
         parts = {name: getattr(x, name) for name in NAMES[:-1]}
-        tail = {name: None if part is None else part[:, 64:] for name, part in parts.items()}
+        tail = {
+            name: part[:, 64:] if name != "g" or (part is not None and part.ndim > 1) else part
+            for name, part in parts.items()
+        }
         wanted = expected(dataclasses.replace(x, **tail), do[:, 64:], dstate)["initial_state"]
         assert relative_error(leaving[0], wanted[0]) <= most
+
+
+def test_passes_from_logits(kernels):
+    x, normalizer = inputs(gate_form="head", gates="mild", K=40, V=40), 16
+    logits = torch.randn(x.g.shape)
+    do, dstate = torch.randn(x.v.shape).to(x.v.dtype), torch.randn(1, 1, 40, 40)
+    y, _, _ = passes(kernels, dataclasses.replace(x, g=logits), do, dstate, None, normalizer)
+    gates = torch.nn.functional.logsigmoid(logits) / normalizer
+    wanted = expected(dataclasses.replace(x, g=gates), do, dstate)["v"]
+    assert relative_error(x.beta[..., None] * y.float(), wanted) <= GRADIENT[torch.bfloat16]
+
+
+def passes(kernels, x, do, dstate, length, normalizer=None):
+    """Returns Y, the gradients of the states that leave chunks, and those of initial states."""
+    y = torch.full_like(x.v, torch.nan)
+    dinitial = None if x.initial_state is None else torch.full_like(dstate, torch.nan)
+    tensors = (getattr(x, name) for name in NAMES)
+    tensors = BackwardTensors(*tensors, x.cu_seqlens, None, do, dstate, x.q, x.k, x.v, x.g, x.beta, dinitial)
+    chunks, pairs = kernels.backward_pairs.launch_pairs(tensors, x.q.shape[3] ** -0.5, normalizer)
+    segments = whole(*x.k.shape[:2], x.cu_seqlens)
+    if length is not None:
+        segments = cut(*x.k.shape[:2], length, length, x.cu_seqlens)
+    leaving, launches = kernels.backward.launch_states(tensors, chunks, segments, y)
+    gluon_on_cpu.run([*pairs, *segments.launches, *launches])
+    return y, leaving, dinitial
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def computed(forward, x, groups=1, every=64, normalizer=None, length=None):
 def parameters(x, groups):
     """Returns the launch parameters that sm90/__init__.py chooses, for one state warpgroup or two."""
     K = x.k.shape[3]
-    parts, BT = 2 if K > 128 else 1, tokens_of_block(K, x.g is not None and x.g.ndim == 4)
+    parts, BT = 2 if K > 128 else 1, tokens_of_block(x.g is not None and x.g.ndim == 4)
     return Parameters(64 if K <= 64 else 128, max(parts, groups), parts=parts, BT=BT)
 
 

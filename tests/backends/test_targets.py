@@ -305,13 +305,29 @@ def test_gradients_are_written_eight_bytes_at_a_time(call, monkeypatch):
 @pytest.mark.parametrize("form", ["none", "head", "key"])
 def test_gradients_of_delta_rules_take_hoppers_kernels(form, kept, monkeypatch):
     """Without checkpoints, as in training with FLA's layers, the forward computes the states of chunks again."""
-    wide = {} if form == "key" else {"V": 192}  # by halves
-    call = delta_backward(**TRAINING, **wide, form=form, kept=kept)
+    call = delta_backward(**TRAINING, form=form, kept=kept)
     launches = launches_on(device_of(TARGETS["H100"]), "triton_fused", "highest", *call, monkeypatch=monkeypatch)
     names = [launch.kernel.fn.__name__ for launch in launches]
     modules = {launch.kernel.fn.__module__ for launch in launches}
     assert not any("general" in module for module in modules), names
     assert ("_chunk_delta_fwd_kernel" in names) != kept
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"form": "head", "V": 192},
+        {"form": "none", "K": 256, "V": 512},
+        {"form": "constant"},
+    ],
+    ids=str,
+)
+def test_gradients_of_states_of_delta_rules_take_hoppers_kernels(sizes, monkeypatch):
+    """The general kernels compute the other gradients alone."""
+    call = delta_backward(**{**TRAINING, **sizes}, kept=False)
+    launches = launches_on(device_of(TARGETS["H100"]), "triton_fused", "highest", *call, monkeypatch=monkeypatch)
+    general = {x.kernel.fn.__name__ for x in launches if ".general." in x.kernel.fn.__module__}
+    assert general == {"_values_kernel", "_keys_kernel"}
 
 
 @pytest.mark.parametrize("backend", ["triton_fused", "parallel_scan"])

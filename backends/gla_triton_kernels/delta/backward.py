@@ -4,8 +4,7 @@ The first launches compute what all chunks need beside the state, and the states
 hold them. A pass backwards over each sequence computes the gradients of states (general/backward.py). Then all
 other gradients are computed, in parallel over chunks (general/gradients.py). On Hopper, the kernels of sm90/ take the
 same steps for the calls that they compute, and the first two for wider keys. The forward for Hopper writes the states
-that enter chunks for the other kernels too; its outputs are dropped. Heads with more values are computed by halves
-(halves.py). Planning imports no Triton.
+that enter chunks for the other kernels too; its outputs are dropped. Planning imports no Triton.
 
 B batch   T tokens   N sequences   H heads of q and k   Hv value heads   K, V key and value width
 """
@@ -22,7 +21,6 @@ from torch import Tensor
 from gla_core.dispatch.backend import CHUNK, OpCall, Reason
 from gla_core.dispatch.tensors import checkpoint_dtype, checkpoint_shape
 from gla_triton_kernels.chunks.results import contiguous_like, copy_or_clear, with_copies
-from gla_triton_kernels.delta import halves
 from gla_triton_kernels.delta import sm90 as forward_sm90
 from gla_triton_kernels.delta.plan import (
     GradientParameters,
@@ -52,7 +50,7 @@ class BackwardPlan:
         gradients: the launch parameters of the kernels of gradients.py.
         has_entering: whether checkpoints hold the states that enter chunks.
         refusal: the reason why the kernels for SM90 do not compute the call; None if they do.
-        has_passes_by_sm90: whether they compute all but what gradients.py computes.
+        has_passes_by_sm90: whether they compute all, or all but what gradients.py computes.
         forward: the launch parameters of the forward for SM90 if it computes these states; else None.
         programs: the multiprocessors of the GPU.
     """
@@ -69,8 +67,6 @@ class BackwardPlan:
 def explain(call: OpCall, cut: bool) -> list[str]:
     """Returns lines that name the kernels of a call, and give the reason why better kernels refuse it."""
     gpu = gpu_of_call(call)
-    if (half := halves.call_of_halves(call, gpu)) is not None:
-        return [f"{line}, for both halves of the values" for line in explain(half, cut)]
     planned = plan(call, gpu, cut)
     states = "" if planned.forward is None else "delta.sm90.forward, "
     segments = in_segments(planned.states.length)
@@ -79,7 +75,7 @@ def explain(call: OpCall, cut: bool) -> list[str]:
             f"kernel delta.sm90.gradients after {states}delta.sm90.backward_pairs and delta.sm90.backward{segments}"
         ]
     if planned.has_passes_by_sm90:
-        passes = f"{states}delta.sm90.backward_pairs and delta.sm90.backward"
+        passes = f"{states}delta.sm90.backward_pairs and delta.sm90.backward{segments}"
         return [f"kernel delta.general.gradients after {passes}", f"not delta.sm90.gradients: {planned.refusal}"]
     general = f"kernel delta.general.gradients after {states}delta.general.pairs and delta.general.backward{segments}"
     return [general, f"not delta.sm90.backward: {planned.refusal}"]
@@ -90,15 +86,16 @@ def plan(call: OpCall, gpu: Gpu, cut: bool) -> BackwardPlan:
     layout = call.layouts.get("checkpoints")
     readable = not call.layouts or (layout is not None and layout.aligned and layout.is_contiguous)
     states, gradients, refusal = plan_pass(call, gpu, cut), parameters_of_gradients(call, gpu), sm90.refusal(call, gpu)
-    if refusal is None:
-        states = replace(states, length=forward_sm90.cut_length(call, gpu, cut))
     readable &= checkpoint_dtype(call.dtype) == gradients.kept
     has_entering = call.scalars.get("checkpoint_every") == CHUNK and readable
     kept, forward = replace(call, scalars={**call.scalars, "checkpoint_every": CHUNK}), None
-    if not has_entering and forward_sm90.refusal(kept, gpu) is None:
+    by_forward = not has_entering and forward_sm90.refusal(kept, gpu) is None
+    passes = refusal is None or (sm90.computes_passes(call, gpu) and (has_entering or by_forward))
+    if passes:
+        states = replace(states, length=forward_sm90.cut_length(call, gpu, cut))
+    if by_forward:
         forward = forward_sm90.parameters(kept, gpu, states.length)
-    by_sm90 = refusal is not None and sm90.computes_passes(call, gpu) and (has_entering or forward is not None)
-    return BackwardPlan(states, gradients, has_entering, refusal, by_sm90, forward, gpu.multiprocessors)
+    return BackwardPlan(states, gradients, has_entering, refusal, passes, forward, gpu.multiprocessors)
 
 
 def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
@@ -115,11 +112,9 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
     from gla_triton_runtime.prepared import Launches, rehearsed
 
     gpu = gpu_of_call(call)
-    if (half := halves.call_of_halves(call, gpu)) is not None:
-        return halves.joined(prepare(half, cut), call)
     T, Hv, K, V, N = (call.dims[name] for name in ("T", "Hv", "K", "V", "N"))
     empty, normalizer, planned = N == 0 or T == 0, call.scalars["gate_normalizer"], plan(call, gpu, cut)
-    by_sm90 = planned.refusal is None or planned.has_passes_by_sm90 or planned.forward is not None
+    by_sm90 = planned.has_passes_by_sm90 or planned.forward is not None
     copied = sm90.copied(call) if by_sm90 else frozenset()
 
     def describe(x: BackwardTensors, scale: float) -> list[Launch]:
@@ -213,23 +208,22 @@ def _general_launches(plan: BackwardPlan, x: BackwardTensors, scale: float, norm
 
 
 def _passes_by_sm90(plan: BackwardPlan, x: BackwardTensors, scale: float, normalizer: int | None) -> Passes:
-    """Returns what `_general_passes` returns, from the kernels for SM90; sequences stay whole."""
+    """Returns what `_general_passes` returns, from the kernels for SM90."""
     from gla_triton_kernels.delta.forward import segments_of
     from gla_triton_kernels.delta.general.gradients import Chunks
     from gla_triton_kernels.delta.sm90.backward import launch_states
     from gla_triton_kernels.delta.sm90.backward_pairs import launch_pairs
 
-    segments, entering, states = segments_of(None, x.k, x.cu_seqlens), x.checkpoints, []
+    segments, entering, states = segments_of(plan.states.length, x.k, x.cu_seqlens), x.checkpoints, []
     if plan.forward is not None:
         entering, states = _entering_by_sm90(plan.forward, x, segments, scale, normalizer)
     assert entering is not None
-    chunks, pairs = launch_pairs(x, scale)
+    chunks, pairs = launch_pairs(x, scale, normalizer)
     y = x.v.new_empty(x.v.shape)
-    leaving, passes = launch_states(x._replace(dv=y), chunks, segments)
+    leaving, passes = launch_states(x, chunks, segments, y)
     places = (chunks.segments.count, x.v.shape[2])
-    read = Chunks(
-        chunks.segments, chunks.G.view(*places, CHUNK, CHUNK), chunks.units.view(*places, CHUNK), None, None, False
-    )
+    G, units = chunks.G.view(*places, CHUNK, CHUNK), chunks.units.view(*places, CHUNK)
+    read = Chunks(chunks.segments, G, units, None, None, False)
     return read, entering, leaving, y, [*segments.launches, *states, *pairs, *passes]
 
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 from gla_core.dispatch.backend import CHUNK, Constants, OpCall
 from gla_core.dispatch.tensors import ceil_div
 from gla_triton_kernels.chunks.cutting import most_segments, uncut_length
-from gla_triton_kernels.chunks.price import checkpoint_bytes, gate_elements, gate_itemsize, longest
+from gla_triton_kernels.chunks.price import gate_elements, gate_itemsize, longest
 from gla_triton_kernels.cost import gpu_of_constants, in_all
-from gla_triton_kernels.delta import backward, halves, sm90
+from gla_triton_kernels.delta import backward, sm90
 from gla_triton_kernels.delta.forward import plan_forward
 from gla_triton_kernels.delta.plan import has_key_gates, plan_pass
 
@@ -44,8 +44,6 @@ BY_KEY = Seconds(50e-6, (0.0, 140e-6), (3.6e-6, 5.5e-6), 7e-6, (3.05e-6, 4.75e-6
 BY_HEAD = Seconds(25e-6, (16e-6, 8.4e-6), (2.1e-6, 3.55e-6), 4.6e-6, (3.2e-6, 4.2e-6), 15.7e-6)
 WIDE_SCAN = 4e-6
 """Seconds of a chunk of a block of sm90/backward.py with two parts of the keys."""
-COPIES = 6
-"""Copies and sums of tensors for the halves of values."""
 STEP = 6.3e-6
 """Seconds of a chunk of a pass of the general kernels with 128 values."""
 SCAN = 4.1e-6
@@ -64,18 +62,14 @@ def forward_seconds(call: OpCall, c: Constants, cut: bool) -> float:
 def backward_seconds(call: OpCall, c: Constants, cut: bool) -> float:
     """Returns the seconds of a backward; without checkpoints, there is a pass forwards as well."""
     passes = 1 if call.scalars.get("checkpoint_every") == CHUNK else 2
-    if (half := halves.call_of_halves(call, gpu_of_constants(c))) is not None:
-        states = 2 * checkpoint_bytes(call, CHUNK) if passes == 1 else 0.0  # read and written
-        return backward_seconds(half, c, cut) + states / c["bandwidth"] + COPIES * c["host_launch"]
     planned, states = backward.plan(call, gpu_of_constants(c), cut), 0.0
     length = planned.states.length
     if passes == 2:
         states = _pass(call, c, cut) if planned.forward is None else _by_sm90(call, c, length)
-    if planned.refusal is None:
-        launches = 3 + passes * (1 if length is None else 3)
-        return in_all(call, states + _backward_sm90(call, c, length), c["host"] + launches * c["host_launch"])
-    before = _wide_passes_sm90(call, c) if planned.has_passes_by_sm90 else _chunks(call, c) + _pass(call, c, cut)
-    return in_all(call, before + states + _gradients(call, c), c["host"] + (3 + passes) * c["host_launch"])
+    before = _passes_sm90(call, c, length) if planned.has_passes_by_sm90 else _chunks(call, c) + _pass(call, c, cut)
+    gradients = _gradients_sm90(call, c) if planned.refusal is None else _gradients(call, c)
+    launches = 3 + passes * (1 if length is None or not planned.has_passes_by_sm90 else 3)
+    return in_all(call, states + before + gradients, c["host"] + launches * c["host_launch"])
 
 
 def _by_sm90(call: OpCall, c: Constants, length: int | None) -> float:
@@ -135,21 +129,19 @@ def _scan(segments: float, K: int) -> float:
     return segments * SCAN * K / 128
 
 
-def _backward_sm90(call: OpCall, c: Constants, length: int | None) -> float:
-    """Returns the device seconds of the backward kernels for SM90; `length` as in `_by_sm90`."""
-    step = _seconds(call)
-    share, (least, most) = _share_of_chunks(call, c), step.scan_sm90
-    parallel = (step.pairs_sm90 + step.gradients_sm90) * share
-    gradients, summaries = (_chunks_in_turn(call, c, length, columns) * least for columns in (1, 2))
-    seconds = 4 * c["launch"] + c["step"] * (parallel + max(gradients, most * share))
-    return seconds + _before(call, c, length, c["step"] * summaries)
+def _passes_sm90(call: OpCall, c: Constants, length: int | None) -> float:
+    """Returns the device seconds of backward_pairs.py and backward.py for SM90; `length` as in `_by_sm90`."""
+    step, share, parts = _seconds(call), _share_of_chunks(call, c), ceil_div(call.dims["K"], sm90.TILE)
+    blocks = ceil_div(call.dims["V"], sm90.TILE // parts)  # of values
+    least, most = step.scan_sm90 if parts == 1 else (WIDE_SCAN, 0.0)
+    passes, summaries = (_chunks_in_turn(call, c, length, n) * least for n in (blocks, blocks + 1))
+    seconds = step.pairs_sm90 * share + max(passes, most * share * blocks)
+    return 2 * c["launch"] + c["step"] * seconds + _before(call, c, length, c["step"] * summaries)
 
 
-def _wide_passes_sm90(call: OpCall, c: Constants) -> float:
-    """Returns the device seconds of the kernels for SM90 that come before the general gradients of wide keys."""
-    step, blocks = _seconds(call), ceil_div(call.dims["V"], sm90.COLUMNS)
-    scan = _chunks_in_turn(call, c, None, blocks) * WIDE_SCAN
-    return 2 * c["launch"] + c["step"] * (step.pairs_sm90 * _share_of_chunks(call, c) + scan)
+def _gradients_sm90(call: OpCall, c: Constants) -> float:
+    """Returns the device seconds of sm90/gradients.py."""
+    return 2 * c["launch"] + c["step"] * _seconds(call).gradients_sm90 * _share_of_chunks(call, c)
 
 
 def _gradients(call: OpCall, c: Constants) -> float:

@@ -282,7 +282,7 @@ def _not_on_cpu(arguments: Mapping[str, Any]) -> str | None:
 def _slow_delta_rule(arguments: Mapping[str, Any]) -> str | None:
     def is_measured() -> bool:
         g = arguments.get("g") if arguments.get("gk") is None else arguments["gk"]
-        return hopper.computes_delta_rule(arguments["q"], arguments["v"], g, *arguments.values())
+        return hopper.computes_delta_rule(arguments["q"], arguments["v"], g)
 
     return _more(arguments) or _not_measured(arguments, is_measured, hopper.IN_WORDS)
 

@@ -53,7 +53,7 @@ def _left_out(arguments: Mapping[str, Any]) -> str | None:
     """
     on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in arguments.values())
     q, v, g = (arguments[name] for name in ("query", "value", "g"))
-    if on_gpu and not hopper.computes_delta_rule(q, v, g, *arguments.values()):
+    if on_gpu and not hopper.computes_delta_rule(q, v, g):
         return hopper.neither(hopper.IN_WORDS)
     is_packed = any(arguments.get(name) is not None for name in ("seq_idx", "cu_seq_lens_q"))
     return "packed sequences without cu_seqlens" if is_packed and arguments.get("cu_seqlens") is None else None

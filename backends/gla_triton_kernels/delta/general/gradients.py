@@ -62,7 +62,7 @@ from gla_triton_runtime.launch import Launch, strides_of
 
 
 class Chunks(NamedTuple):
-    """What these kernels read of chunks.
+    """Tensors of chunks that these kernels read.
 
     Attributes:
         segments: the chunks, as segments of `CHUNK` tokens.

@@ -117,18 +117,18 @@ def parameters(call: OpCall, gpu: Gpu, length: int | None = None) -> Parameters:
     K, V, heads = call.dims["K"], call.dims["V"], call.dims["N"] * call.dims["Hv"]
     if length is not None:
         heads *= ceil_div(call.dims["T"], length)
+    BT = tokens_of_block(has_key_gates(call))
     if K > TILE:
-        kernel = Parameters(TILE, groups=2, parts=2)
+        kernel = Parameters(TILE, groups=2, parts=2, BT=BT)
     else:
         single = V <= COLUMNS or heads * ceil_div(V, COLUMNS) <= gpu.multiprocessors
-        BT = tokens_of_block(K, has_key_gates(call))
         kernel = Parameters(64 if K <= 64 else TILE, 1 if single else 2, BT=BT)
     return kernel._replace(stages=_stages(call, gpu, kernel))
 
 
-def tokens_of_block(K: int, by_key: bool) -> int:
+def tokens_of_block(by_key: bool) -> int:
     """Returns the tokens of a block. It does not depend on the batch, because the bits of the results depend on it."""
-    return 16 if by_key or K > TILE else 32
+    return 16 if by_key else 32
 
 
 def _stages(call: OpCall, gpu: Gpu, kernel: Parameters) -> int:
@@ -141,9 +141,8 @@ def _stages(call: OpCall, gpu: Gpu, kernel: Parameters) -> int:
     keys, values = parts * CHUNK * BK * 2, CHUNK * COLUMNS * 2  # bytes
     matrices = CHUNK * 4 * (32 if BT == 16 else 56)  # A and L
     stage = (4 if by_key else 2) * keys + groups // parts * values + matrices + 4 * (4 * BK if by_key else 2 * CHUNK)
-    results = groups * values * (BK // CHUNK if call.scalars.get("checkpoint_every") else 1)
-    partials = 0 if parts == 1 else 6 * COLUMNS * BT * 4
-    return min(MOST_STAGES, (gpu.facts.shared_memory - RESERVED * kernel.turns - results - partials) // stage)
+    results = groups * values * (BK // CHUNK if call.scalars.get("checkpoint_every") or parts == 2 else 1)
+    return min(MOST_STAGES, (gpu.facts.shared_memory - RESERVED * kernel.turns - results) // stage)
 
 
 def _not_addressable(call: OpCall) -> str | None:

@@ -5,12 +5,11 @@ of the state that leaves it,
 
     dU = A^T dO + kout dS'        Y = dU - G^T (B dU)        dV = B Y        dS = diag(decay) dS' + qin^T dO - kin^T dV
 
-A block of warps has one value head of one segment. It writes dV, and dS' of each chunk; gradients.py computes all
-other gradients, in parallel over chunks. It needs neither the states nor v.
+A block of warps has 2 W columns of one value head of one segment. It writes dV, or Y if general/gradients.py reads it,
+and dS' of each chunk; all other gradients are computed in parallel over chunks. It needs neither the states nor v.
 
 **Wide keys.** More than 128 keys, which share a gate, are two parts, each with a warpgroup. Both have the same W
-columns of V, and exchange kout dS' through shared memory. They write Y, which general/gradients.py reads, in place of
-dV.
+columns of V, and exchange kout dS' through shared memory.
 
 If sequences are cut, one launch computes the summary of each segment but the first: the gradient of the state that
 enters it if that of the state that leaves it is 0, and the transpose of its transition, which is the same for dO of 0
@@ -73,13 +72,15 @@ LEFT_STATE = gl.constexpr(gl.DotOperandLayout(0, TOKENS.value, 2))
 LEFT_TOKENS = gl.constexpr(gl.DotOperandLayout(0, STATE.value, 2))
 
 
-def launch_states(x: BackwardTensors, chunks: Chunks, segments: Segments) -> tuple[Tensor, list[Launch]]:
+def launch_states(
+    x: BackwardTensors, chunks: Chunks, segments: Segments, y: Tensor | None = None
+) -> tuple[Tensor, list[Launch]]:
     """Returns the gradients of the states that leave chunks [J, Hv, K, V], and the launches that fill them and x.dv.
 
-    They fill the gradients of initial states as well, unless x has none. With more than 128 keys, x.dv receives Y, and
-    sequences stay whole.
+    They fill the gradients of initial states as well, unless x has none.
 
     Args:
+        y: receives Y in place of x.dv, [B, T, Hv, V]. If it is None, V is at most 128.
         segments: the segments, of a multiple of `CHUNK` tokens; a sequence that stays whole is one segment.
     """
     behind, before = None, []
@@ -87,9 +88,7 @@ def launch_states(x: BackwardTensors, chunks: Chunks, segments: Segments) -> tup
         behind, before = _launch_behind(x, chunks, segments)
     leaving = x.v.new_empty(chunks.segments.count, *_shape(x), dtype=torch.bfloat16)
     pointers = {"last_ptr": x.dstate, "behind_ptr": behind, "dinitial_ptr": x.dinitial_state, "transitions_ptr": None}
-    Hv, K, V = _shape(x)
-    columns = 1 if K <= MOST else ceil_div(V, MOST // 2)  # blocks of W values
-    return leaving, [*before, _launch(x, chunks, segments, leaving, columns * segments.count * Hv, pointers, False)]
+    return leaving, [*before, _launch(x, chunks, segments, leaving, segments.count, pointers, False, y)]
 
 
 def _launch_behind(x: BackwardTensors, chunks: Chunks, segments: Segments) -> tuple[Tensor, list[Launch]]:
@@ -114,7 +113,7 @@ def launch_summaries(
     """
     none_leaves = x.v.new_empty(1, *_shape(x), dtype=torch.bfloat16)  # of which a summary writes nothing
     pointers = {"last_ptr": None, "behind_ptr": None, "dinitial_ptr": reached, "transitions_ptr": transitions}
-    return _launch(x, chunks, segments, none_leaves, 2 * segments.count * x.v.shape[2], pointers, every_one)
+    return _launch(x, chunks, segments, none_leaves, segments.count, pointers, every_one)
 
 
 def _shape(x: BackwardTensors) -> tuple[int, int, int]:
@@ -127,16 +126,21 @@ def _launch(
     chunks: Chunks,
     segments: Segments,
     leaving: Tensor,
-    blocks: int,
+    count: int,
     pointers: Mapping[str, Tensor | None],
     every_one: bool,
+    y: Tensor | None = None,
 ) -> Launch:
-    """Returns a launch of `blocks` blocks of warps.
+    """Returns a launch for `count` segments.
 
     Args:
         pointers: the arguments of the kernel from last_ptr to transitions_ptr.
         every_one: as in `launch_summaries`.
+        y: as in `launch_states`.
     """
+    Hv, K, V = _shape(x)
+    parts, written = ceil_div(K, MOST), x.dv if y is None else y
+    blocks = ceil_div(V, MOST // parts) + (pointers["transitions_ptr"] is not None)
     arguments = {
         "kin_desc": shared_tiles(x.k, CHUNK, MOST) if chunks.kin is None else row_tiles(chunks.kin, CHUNK, MOST),
         "qin_desc": row_tiles(chunks.qin, CHUNK, MOST),
@@ -144,9 +148,9 @@ def _launch(
         "A_desc": row_tiles(chunks.A, CHUNK, CHUNK),
         "G_desc": row_tiles(chunks.G, CHUNK, CHUNK),
         "do_desc": shared_tiles(x.do, CHUNK, MOST // 2),
-        "dv_desc": shared_tiles(x.dv, CHUNK, MOST // 2),
+        "dv_desc": shared_tiles(written, CHUNK, MOST // 2),
         "leaving_desc": state_tiles(leaving, MOST, MOST // 2),
-        "dv_ptr": x.dv,
+        "dv_ptr": written,
         "units_ptr": chunks.units,
         "decay_ptr": chunks.decay,
         "factors_ptr": chunks.factors,
@@ -154,12 +158,13 @@ def _launch(
         **token_arguments(x, segments),
         **state_strides("state_", x.dstate),
         **size_arguments(x, segments),
-        "V": x.v.shape[3],
+        "V": V,
         "places": len(chunks.units),
-        "PARTS": ceil_div(x.k.shape[3], MOST),
+        "WRITES_Y": y is not None,
+        "PARTS": parts,
         "EVERY_ONE": every_one,
     }
-    return Launch(_scan_kernel, (blocks, 1, 1), arguments, {"num_warps": 4, "maxnreg": 168})
+    return Launch(_scan_kernel, (blocks * count * Hv, 1, 1), arguments, {"num_warps": 4, "maxnreg": 168})
 
 
 @gluon.jit
@@ -233,6 +238,7 @@ def _state_warps(
     barriers,
     place,
     sizes,
+    WRITES_Y: gl.constexpr,
     PARTS: gl.constexpr,
     PACKED: gl.constexpr,
     WARPGROUP: gl.constexpr,
@@ -242,7 +248,7 @@ def _state_warps(
     full, empty, q_full, q_empty, written, read = barriers
     dv_desc, leaving_desc, dv_ptr = outputs
     beta_ptr, beta_t, units_ptr, decay_ptr, factors_ptr = numbers
-    last_ptr, strides, behind_ptr, dinitial_ptr, transitions_ptr, n, sequence, is_first, is_last = states
+    last_ptr, strides, behind_ptr, dinitial_ptr, transitions_ptr, is_transition, n, sequence, is_first, is_last = states
     SUMMARIES: gl.constexpr = transitions_ptr is not None
     PART: gl.constexpr = WARPGROUP if PARTS == 2 else 0
     COLUMN: gl.constexpr = 0 if PARTS == 2 else WARPGROUP
@@ -250,13 +256,15 @@ def _state_warps(
     Q_SLOTS: gl.constexpr = SLOTS // PARTS
     b, h, _, Hv, first, start, length, _, column = place
     K, V = sizes
-    first_value = column + COLUMN * W if PARTS == 2 else COLUMN * W
+    first_value = column + COLUMN * W
+    if SUMMARIES:
+        first_value = gl.where(is_transition, 0, column) + COLUMN * W
     value = gl.arange(0, W, gl.SliceLayout(1, STATE))[:, None] + first_value
     key = gl.arange(0, WIDTH, gl.SliceLayout(0, STATE)) + PART * WIDTH
     token = gl.arange(0, C, gl.SliceLayout(0, TOKENS))
     dS = gl.zeros([W, WIDTH], gl.float32, STATE)
     if SUMMARIES:
-        dS = gl.where((column > 0) & (value == key[None, :]), 1.0, dS)
+        dS = gl.where(is_transition & (value == key[None, :]), 1.0, dS)
     if behind_ptr is not None:
         head = behind_ptr + (n * Hv + h).to(gl.int64) * K * V
         dS = gl.load(head + (key[None, :] * V + value), (key < K)[None, :] & (value < V) & (not is_last), 0.0)
@@ -336,7 +344,7 @@ def _state_warps(
         minus = gl.convert_layout(minus.to(gl.bfloat16), LEFT_TOKENS)
         dS = warpgroup_mma(minus, kin_tile, dS, is_async=True)
         where = (b, h, t, Hv, first_value, V, rows)
-        if PARTS == 2:
+        if WRITES_Y:
             dV = Y
         if SUMMARIES or PART == 1:
             pass
@@ -352,7 +360,7 @@ def _state_warps(
     key += opaque_zero()
     value += opaque_zero()
     if SUMMARIES:
-        if column > 0:
+        if is_transition:
             _write_state(transitions_ptr, n * Hv + h, dS, key, value, K, K)
         else:
             _write_state(dinitial_ptr, n * Hv + h, dS, key, value, K, V)
@@ -401,7 +409,7 @@ def _scan_kernel(
     do_desc,  # [B, Hv, T, V], tiles [C, W]
     dv_desc,
     leaving_desc,  # [J, Hv, K, V], tiles [K, W]
-    dv_ptr,  # [B, T, Hv, V]; receives Y with two parts
+    dv_ptr,  # [B, T, Hv, V]; receives Y with WRITES_Y
     units_ptr,  # [J, Hv, C]
     decay_ptr,  # [J, Hv, K]
     factors_ptr,  # of the rows of kin and of kout if they are k, [J, Hv, 2, C], else None
@@ -430,17 +438,18 @@ def _scan_kernel(
     R,
     V,
     places,  # J Hv
+    WRITES_Y: gl.constexpr,
     PARTS: gl.constexpr,
     EVERY_ONE: gl.constexpr,  # whether there are summaries of first segments too
 ):
-    """Computes one value head of one segment, or a half of its summary, or W columns of wide keys."""
+    """Computes 2 W / PARTS columns of one value head of one segment, or of its summary."""
     PACKED: gl.constexpr = order is not None
-    program, column = gl.program_id(0), 0
+    values = gl.cdiv(V, 2 // PARTS * W)
+    blocks = values
     if transitions_ptr is not None:
-        program, column = gl.program_id(0) // 2, gl.program_id(0) % 2 * 2 * W  # TMA fills columns above V with 0
-    elif PARTS == 2:
-        blocks = gl.cdiv(V, W)
-        program, column = gl.program_id(0) // blocks, gl.program_id(0) % blocks * W
+        blocks += 1
+    program, column = gl.program_id(0) // blocks, gl.program_id(0) % blocks * (2 // PARTS * W)
+    is_transition = gl.program_id(0) % blocks == values  # TMA fills columns above V with 0
     h = program % Hv
     n, b, start, length, sequence, origin, end = tokens_of(program // Hv, T, segment, segments, order)
     is_first, is_last = start == origin, start + length == end
@@ -466,7 +475,7 @@ def _scan_kernel(
     leaving_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, 1, 1, WIDTH, W], leaving_desc.layout)
     partials = dv_tiles
     if PARTS == 2:
-        lines: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 2, [1, 0])  # four rows of an accumulator use all banks
+        lines: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])  # four rows of an accumulator use all banks
         partials = gl.allocate_shared_memory(gl.float32, [2, W, C], lines)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)
@@ -489,14 +498,15 @@ def _scan_kernel(
     tiles = loaded + (dv_tiles, leaving_tiles, partials)  # noqa: RUF005 -- Triton compiles no stars
     numbers = (beta_ptr + b.to(gl.int64) * beta_b + h.to(gl.int64) * beta_h, beta_t, units_ptr, decay_ptr, factors_ptr)
     strides = (state_n, state_h, state_k, state_v)
-    states = (last_ptr, strides, behind_ptr, dinitial_ptr, transitions_ptr, n, sequence, is_first, is_last)
+    states = (last_ptr, strides, behind_ptr, dinitial_ptr, transitions_ptr)
+    states = states + (is_transition, n, sequence, is_first, is_last)  # noqa: RUF005 -- Triton compiles no stars
     place = (b, h, R, Hv, first, start, length, places, column)
     outputs = (dv_desc, leaving_desc, dv_ptr)
     sizes = (K, V)
     gl.warp_specialize(
         [
-            (_state_warps, (tiles, outputs, numbers, states, barriers, place, sizes, PARTS, PACKED, 0)),
-            (_state_warps, (tiles, outputs, numbers, states, barriers, place, sizes, PARTS, PACKED, 1)),
+            (_state_warps, (tiles, outputs, numbers, states, barriers, place, sizes, WRITES_Y, PARTS, PACKED, 0)),
+            (_state_warps, (tiles, outputs, numbers, states, barriers, place, sizes, WRITES_Y, PARTS, PACKED, 1)),
             (_load_warp, ((kin_desc, qin_desc, kout_desc, A_desc, G_desc, do_desc), loaded, barriers, place, PARTS)),
         ],
         [4, 1],

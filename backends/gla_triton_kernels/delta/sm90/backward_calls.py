@@ -20,19 +20,25 @@ multiples: rows of bfloat16 are then multiples of 16 bytes."""
 
 def refusal(call: OpCall, gpu: Gpu) -> Reason | None:
     """Returns the reason why the backward kernels for SM90 cannot compute a call, or None."""
+    if (reason := _refusal(call, gpu)) is not None:
+        return reason
     K, V = call.dims["K"], call.dims["V"]
-    if (reason := _refusal(call, gpu)) is None and max(K, V) > MOST_WIDTH:
+    if max(K, V) > MOST_WIDTH:
         return f"computes at most {MOST_WIDTH} keys and values; K is {K} and V is {V}"
-    return reason
+    if call.gate_form == "constant":
+        return "computes a gate for each key or each head, or none; g has one constant gate for each head"
+    if call.scalars.get("gate_normalizer") is not None:
+        return "computes log gates; g holds logits"
+    return None
 
 
 def computes_passes(call: OpCall, gpu: Gpu) -> bool:
-    """Returns whether kernels for SM90 carry the gradients of states of wider keys, for general/gradients.py."""
-    return _refusal(call, gpu) is None and MOST_WIDTH < call.dims["K"] <= MOST_KEYS and not has_key_gates(call)
+    """Returns whether kernels for SM90 carry the gradients of states where general/gradients.py computes the others."""
+    return _refusal(call, gpu) is None and call.dims["K"] <= MOST_KEYS and not has_key_gates(call)
 
 
 def _refusal(call: OpCall, gpu: Gpu) -> Reason | None:
-    """Returns the reason why these kernels cannot compute a call of any width, or None."""
+    """Returns the reason why none of these kernels computes a call, or None."""
     if not gpu.facts.has_wgmma:
         return f"needs Hopper (compute capability 9.0); the GPU is of the kind {gpu.facts.known_as}"
     if call.dtype != torch.bfloat16:
@@ -40,10 +46,6 @@ def _refusal(call: OpCall, gpu: Gpu) -> Reason | None:
     K, V = call.dims["K"], call.dims["V"]
     if min(K, V) < LEAST or K % WIDTH_UNIT or V % WIDTH_UNIT:
         return f"computes K and V from {LEAST} in multiples of {WIDTH_UNIT}; K is {K} and V is {V}"
-    if call.gate_form == "constant":
-        return "computes a gate for each key or each head, or none; g has one constant gate for each head"
-    if call.scalars.get("gate_normalizer") is not None:
-        return "computes log gates; g holds logits"
     if call.batch_invariant is None and (names := sorted(_not_addressable(call))):
         return f"needs tensors that TMA can address: addresses and strides are multiples of 16 bytes; {names[0]} is not"
     return None

@@ -66,7 +66,8 @@ from gla_triton_kernels.delta.sm90.common_backward import (
     unit_of_rows,
 )
 from gla_triton_kernels.delta.tensors import BackwardTensors
-from gla_triton_kernels.gla.sm90.common import as_float32, clear_rows, plus, tile_of_gates, tokens_of
+from gla_triton_kernels.gla.sm90.common import as_float32, clear_rows, gates_of, plus, tile_of_gates, tokens_of
+from gla_triton_runtime.arithmetic import LOG2E
 from gla_triton_runtime.launch import Launch
 from gla_triton_runtime.tma import row_tiles, shared_tiles
 
@@ -101,8 +102,12 @@ class Chunks(NamedTuple):
     strong: Tensor | None
 
 
-def launch_pairs(x: BackwardTensors, scale: float) -> tuple[Chunks, list[Launch]]:
-    """Returns what other kernels read of chunks, and the launches that fill it. It is undefined for empty chunks."""
+def launch_pairs(x: BackwardTensors, scale: float, normalizer: int | None = None) -> tuple[Chunks, list[Launch]]:
+    """Returns what other kernels read of chunks, and the launches that fill it. It is undefined for empty chunks.
+
+    Args:
+        normalizer: the number by which log sigma is divided if x.g holds logits of heads; None if it holds log gates.
+    """
     (B, T, _, K), Hv = x.k.shape, x.v.shape[2]
     segments = cut(B, T, CHUNK, CHUNK, x.cu_seqlens)
     places, by_key = segments.count * Hv, x.g is not None and x.g.ndim == 4
@@ -129,6 +134,7 @@ def launch_pairs(x: BackwardTensors, scale: float) -> tuple[Chunks, list[Launch]
         "scale": scale,
         **size_arguments(x, segments),
         "places": places,
+        "NORMALIZER": normalizer,
         "TILES": ceil_div(K, MOST),
         "STRONG": False,
     }
@@ -161,7 +167,7 @@ def _pairs_kernel(
     factors_ptr,  # [J, Hv, 2, C] unless each key has a gate
     strong_ptr,  # [J, Hv] if each key has a gate, else None
     beta_ptr,  # [B, T, Hv]
-    g_ptr,  # [B, T, Hv] if the keys of a head share a gate, else None
+    g_ptr,  # [B, T, Hv] or [Hv] if the keys of a head share a gate, else None
     order,  # [J, 5], or None for a batch
     scale,
     beta_b,
@@ -177,6 +183,7 @@ def _pairs_kernel(
     K,
     R,
     places,  # J Hv
+    NORMALIZER: gl.constexpr,
     TILES: gl.constexpr,
     STRONG: gl.constexpr,
 ):
@@ -212,16 +219,27 @@ def _pairs_kernel(
             j, _, _, length, _, _, _ = tokens_of(gl.to_tensor(place) // Hv, T, segment, segments, order)
             if length > 0:  # noqa: SIM102 -- flags of empty chunks are undefined
                 if gl.load(strong_ptr + j * Hv + place % Hv) != 0:
-                    _compute_chunk(place, tiles, inputs, results, sizes, scale, phase, KEYS, STRONG)
+                    _compute_chunk(place, tiles, inputs, results, sizes, scale, phase, KEYS, NORMALIZER, STRONG)
                     phase ^= 1
     else:
         _, _, _, length, _, _, _ = tokens_of(gl.program_id(0) // Hv, T, segment, segments, order)
         if length > 0:
-            _compute_chunk(gl.program_id(0), tiles, inputs, results, sizes, scale, 0, KEYS, STRONG)
+            _compute_chunk(gl.program_id(0), tiles, inputs, results, sizes, scale, 0, KEYS, NORMALIZER, STRONG)
 
 
 @gluon.jit
-def _compute_chunk(place, tiles, inputs, results, sizes, scale, phase, KEYS: gl.constexpr, STRONG: gl.constexpr):
+def _compute_chunk(
+    place,
+    tiles,
+    inputs,
+    results,
+    sizes,
+    scale,
+    phase,
+    KEYS: gl.constexpr,
+    NORMALIZER: gl.constexpr,
+    STRONG: gl.constexpr,
+):
     q_blocks, k_blocks, columns, room, a_tiles, g_tile, betas, table, exact, spare, bar = tiles
     TILES: gl.constexpr = q_blocks.type.shape[0]
     q_desc, k_desc, g_desc, beta_ptr, beta_strides, g_ptr, g_strides = inputs
@@ -332,8 +350,8 @@ def _compute_chunk(place, tiles, inputs, results, sizes, scale, phase, KEYS: gl.
         g = gl.zeros([C], gl.float32, few)
         if g_ptr is not None:
             g_b, g_t, g_h = g_strides
-            head = g_ptr + b.to(gl.int64) * g_b + h * g_h
-            g = bounded(gl.load(head + (t0 + row).to(gl.int64) * g_t, row < rows, 0.0))
+            gates = (g_ptr + b.to(gl.int64) * g_b + h * g_h, g_t)
+            g = gates_of(gates, t0, rows, row, NORMALIZER) * LOG2E
         sums = table.slice(0, C)
         sums.store(gl.associative_scan(g, 0, plus))
         end = gl.sum(g, 0)

@@ -62,7 +62,7 @@ def size_arguments(x: BackwardTensors, segments: Segments) -> dict[str, Any]:
 
 
 def _head_gates(x: BackwardTensors) -> Tensor | None:
-    return x.g if x.g is not None and x.g.ndim == 3 else None
+    return x.g if x.g is not None and x.g.ndim != 4 else None
 
 
 @gluon.jit

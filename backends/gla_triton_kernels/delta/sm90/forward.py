@@ -9,8 +9,7 @@ qin and kout, so the rows of products have factors, and q and k stay as they are
 
 All of it is computed transposed: S^T [W, K], X^T, U^T and o^T [W, BT] are results of products and left operands of
 others, and stay in registers. A block waits for the one before, and a longer block takes less time per token. So blocks
-have 32 tokens. They have 16 if each key has a gate, because products in one piece limit the decay through a block, or
-if keys have two parts.
+have 32 tokens. They have 16 if each key has a gate, because products in one piece limit the decay through a block.
 
 **Segments.** If sequences are cut, one launch computes the summary of each segment but the last: the state that it
 reaches from 0, and its transition, which is the state that values of 0 reach from the identity. A scan then computes
@@ -407,26 +406,28 @@ def _prepare_by_head(tiles, beta, barriers, place, gates, turns, NORMALIZER: gl.
 
 
 @gluon.jit
-def _sum_of_parts(X, o, partials, summed, GROUP: gl.constexpr, number: gl.constexpr):
+def _sum_of_parts(X, o, s_tiles, summed, GROUP: gl.constexpr, phase: gl.constexpr):
     """Returns X, and for group 0 o, [W, BT], summed over both parts of the keys, of which each group has one.
 
     Args:
-        partials: two buffers for X of both groups [4, W, BT], and two for o of group 1 [2, W, BT].
-        summed: [4], barriers at which each group says that it has written to a buffer.
-        number: of the block of tokens in its chunk.
+        s_tiles: of each group, in whose second half is room for X; that of group 1 has room for o in its first half.
+        summed: [4], barriers at which each group says that it has written what the other one reads, and read it.
+        phase: 0 for the first block of a chunk, 1 for the second.
     """
     layout: gl.constexpr = X.type.layout
-    buffer: gl.constexpr = number % 2
-    other: gl.constexpr = 2 * buffer + 1 - GROUP
-    xs, os = partials
-    xs.index(2 * buffer + GROUP).store(X)
+    W: gl.constexpr = X.shape[0]
+    BT: gl.constexpr = X.shape[1]
+    lines: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])  # four rows of an accumulator use all banks
+    mbarrier.wait(summed.index(3 - GROUP), phase ^ 1)
+    s_tiles.index(GROUP)._reinterpret(gl.float32, [2, W, BT], lines).index(1).store(X)
     if GROUP == 1:
-        os.index(buffer).store(o)
-    mbarrier.arrive(summed.index(2 * buffer + GROUP), count=1)
-    mbarrier.wait(summed.index(other), number // 2)
-    X = X + xs.index(other).load(layout)
+        s_tiles.index(1)._reinterpret(gl.float32, [2, W, BT], lines).index(0).store(o)
+    mbarrier.arrive(summed.index(GROUP), count=1)
+    mbarrier.wait(summed.index(1 - GROUP), phase)
+    X = X + s_tiles.index(1 - GROUP)._reinterpret(gl.float32, [2, W, BT], lines).index(1).load(layout)
     if GROUP == 0:
-        o = o + os.index(buffer).load(layout)
+        o = o + s_tiles.index(1)._reinterpret(gl.float32, [2, W, BT], lines).index(0).load(layout)
+    mbarrier.arrive(summed.index(2 + GROUP), count=1)
     return X, o
 
 
@@ -439,7 +440,7 @@ def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, KEPT_IN: gl.cons
         KEPT_IN: "tensor" or "pool" if there are checkpoints, or "none".
     """
     tiles, barriers, place, outputs, states, transition, checkpoint, sizes = args
-    q_tiles, k_tiles, v_tiles, scratch, matrices, decays, within, after, s_tiles, partials = tiles
+    q_tiles, k_tiles, v_tiles, scratch, matrices, decays, within, after, s_tiles = tiles
     _g_full, full, v_full, ready, empty, summed = barriers
     b, h, column, start, length = place
     o_desc, o_ptr, scale = outputs
@@ -494,6 +495,8 @@ def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, KEPT_IN: gl.cons
         if KEPT_IN == "tensor":
             if until == 0:
                 tma.store_wait(0)  # the copy has read o_tile, which is a part of s_block
+                if PARTS == 2:
+                    mbarrier.wait(summed.index(3 - GROUP), 1)  # and the other group has read X
                 s_block.reshape([BK, W]).permute([1, 0]).store(S.to(s_desc.dtype))
                 fence_async_shared()
                 tma.async_copy_shared_to_global(s_desc, [first_row + row, h, PART * BK, first], s_block)
@@ -529,15 +532,13 @@ def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, KEPT_IN: gl.cons
                 through = within.index(slot).slice(BT * j, BT).load(gl.SliceLayout(0, block))[None, :]
                 to_end = after.index(slot).slice(BT * j, BT).load(gl.SliceLayout(0, block_tf32))[None, :]
                 S = S * within.index(slot).slice(BT * j + BT - 1, 1).load(gl.SliceLayout(0, whole))[None, :]
-            if not WRITES:
-                pass
-            elif j > 0:  # the previous outputs are stored while the products with S are computed
-                o_tile.slice(BT * j - BT, BT).permute([1, 0]).store((o * scale).to(o_desc.dtype))
-            else:
+            if j == 0:
                 tma.store_wait(0)  # the copies of the previous outputs and of the checkpoint have read their tiles
+            elif WRITES:  # the previous outputs are stored while the products with S are computed
+                o_tile.slice(BT * j - BT, BT).permute([1, 0]).store((o * scale).to(o_desc.dtype))
             if PARTS == 2:
                 X, next_o = warpgroup_mma_wait(0, [X, next_o])
-                X, next_o = _sum_of_parts(X, next_o, partials, summed, PART, j)
+                X, next_o = _sum_of_parts(X, next_o, s_tiles, summed, PART, j)
             else:
                 X = warpgroup_mma_wait(1 if READS else 0, [X])
             if BY_HEAD:
@@ -675,8 +676,8 @@ def _chunk_delta_fwd_kernel(
     below_tiles = l_tiles
     if BT == 32:
         below_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, C // 32, 16, 16], squares)
-    # Outputs, and before them a checkpoint, wait here for TMA.
-    KEPT: gl.constexpr = C if s_desc is None else BK
+    # Outputs, and before them a checkpoint, wait here for TMA, and what parts of the keys exchange.
+    KEPT: gl.constexpr = C if s_desc is None and PARTS == 1 else BK
     kept: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, KEPT, W], dtype)
     s_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, KEPT, W], kept)
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -690,18 +691,13 @@ def _chunk_delta_fwd_kernel(
         decays = gl.allocate_shared_memory(gl.float32, [TURNS, C], line)  # sums of gates
         within = gl.allocate_shared_memory(gl.float32, [STAGES, C], line)
         after = gl.allocate_shared_memory(gl.float32, [STAGES, C], line)
-    partials = s_tiles
-    if PARTS == 2:
-        lines: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 2, [1, 0])  # four rows of an accumulator use all banks
-        xs = gl.allocate_shared_memory(gl.float32, [4, W, BT], lines)
-        partials = (xs, gl.allocate_shared_memory(gl.float32, [2, W, BT], lines))
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     g_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # the gates of keys have been loaded
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # q and k have been loaded
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # v has been loaded
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # they have been prepared
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # the state warpgroups have read all
-    summed = gl.allocate_shared_memory(gl.int64, [4, 1], bars)  # the products of a part of the keys have been written
+    summed = gl.allocate_shared_memory(gl.int64, [4, 1], bars)  # parts of the keys have been exchanged
     for i in gl.static_range(4):
         mbarrier.init(summed.index(i), count=1)
     for i in gl.static_range(STAGES):
@@ -715,7 +711,7 @@ def _chunk_delta_fwd_kernel(
     beta = (beta_ptr + b.to(gl.int64) * beta_b + h * beta_h, beta_t)
     matrices = (a_tiles, l_tiles, below_tiles)
     prepared = (q_tiles, k_tiles, scratch, matrices, decays, within, after)
-    tiles = (q_tiles, k_tiles, v_tiles, scratch, matrices, decays, within, after, s_tiles, partials)
+    tiles = (q_tiles, k_tiles, v_tiles, scratch, matrices, decays, within, after, s_tiles)
     states = (initial_state, (state_n, state_h, state_k, state_v), entering, final_state, pool, slots)
     state_args = (
         tiles,
