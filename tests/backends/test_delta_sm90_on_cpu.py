@@ -41,11 +41,12 @@ def inputs(**sizes):
     return x
 
 
-def computed(forward, x, groups=1, every=64, normalizer=None, length=None):
+def computed(forward, x, groups=1, every=64, normalizer=None, length=None, has_outputs=True):
     """Returns the outputs, the final states and the checkpoints of the kernel.
 
     Args:
         length: tokens of a segment; None if sequences stay whole.
+        has_outputs: whether the kernel computes outputs.
     """
     (B, T, Hv, V), K = x.v.shape, x.k.shape[3]
     N = B if x.cu_seqlens is None else len(x.cu_seqlens) - 1
@@ -55,6 +56,7 @@ def computed(forward, x, groups=1, every=64, normalizer=None, length=None):
         copy_or_clear(final, x.initial_state)
     kept = torch.zeros(B, rows, Hv, K, V, dtype=BFLOAT16)
     tensors = Tensors(x.q, x.k, x.v, x.g, x.beta, x.initial_state, x.cu_seqlens, o, final, kept)
+    tensors = tensors if has_outputs else tensors._replace(o=None)
     kernel = parameters(x, groups)
     segments = whole(B, T, x.cu_seqlens, o) if length is None else cut(B, T, length, length, x.cu_seqlens, o)
     outputs = forward.launch_outputs(kernel, tensors, segments, K**-0.5, every, normalizer)
@@ -98,6 +100,24 @@ def check(results, x, every=64, normalizer=None, budget=FORWARD[BFLOAT16]):
 def test_values(forward, sizes):
     x = inputs(**sizes)
     check(computed(forward, x, groups=2 if x.v.shape[3] > 64 else 1), x)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"gates": "mild", "T": 200, "initial_state": True},
+        {"gates": "strong", "K": 128, "V": 128, "T": 70},
+        {**PACKED, "gates": "none"},
+        {"gate_form": "head", "gates": "-inf", "R": 2, "K": 256, "V": 72, "T": 200},
+    ],
+    ids=str,
+)
+def test_states_without_outputs_have_the_same_bits(forward, sizes):
+    """Gradients read such states, and other launches leave out q."""
+    x = inputs(**sizes)
+    _, *wanted = computed(forward, x)
+    _, *states = computed(forward, dataclasses.replace(x, q=torch.full_like(x.q, torch.nan)), has_outputs=False)
+    assert all(map(torch.equal, states, wanted))
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ SAMPLE = {
     ("backward, K = V = 64", "B200"),
     ("forward", "A100"),
     ("layer step", "H100"),
-    ("delta rule, few heads", "H100"),
+    ("delta rule, few heads, per head", "H100"),
     ("attention, wide", "RTX 4090"),
     ("forward", "MI300X"),
 }

@@ -4,7 +4,7 @@ The first launches compute what all chunks need beside the state, and the states
 hold them. A pass backwards over each sequence computes the gradients of states (general/backward.py). Then all
 other gradients are computed, in parallel over chunks (general/gradients.py). On Hopper, the kernels of sm90/ take the
 same steps for the calls that they compute, and the first two for wider keys. The forward for Hopper writes the states
-that enter chunks for the other kernels too; its outputs are dropped. Planning imports no Triton.
+that enter chunks for the other kernels too. Planning imports no Triton.
 
 B batch   T tokens   N sequences   H heads of q and k   Hv value heads   K, V key and value width
 """
@@ -193,8 +193,8 @@ def _entering_by_sm90(
     from gla_triton_kernels.delta.tensors import Tensors
 
     shape = checkpoint_shape(x.k, x.v, x.cu_seqlens, CHUNK)
-    entering, o = x.v.new_empty(shape, dtype=checkpoint_dtype(x.v.dtype)), x.v.new_empty(x.v.shape)
-    tensors = Tensors(x.q, x.k, x.v, x.g, x.beta, x.initial_state, x.cu_seqlens, o, None, entering)
+    entering = x.v.new_empty(shape, dtype=checkpoint_dtype(x.v.dtype))
+    tensors = Tensors(x.q, x.k, x.v, x.g, x.beta, x.initial_state, x.cu_seqlens, None, None, entering)
     return entering, launch_outputs(forward, tensors, segments, scale, CHUNK, normalizer)
 
 

@@ -45,6 +45,7 @@ class Parameters(NamedTuple):
         BK: keys of a tile.
         groups: state warpgroups of a block of warps, 1 or 2. The bits of the results do not depend on it.
         stages: number of pipeline stages: chunks that are in shared memory at once.
+        stages_of_states: the same for launches that compute states and no outputs.
         parts: tiles of keys of a head. If there are two, so are the groups, and each has one of them.
         BT: tokens of a block, whose results the next block waits for: 16 or 32.
     """
@@ -52,6 +53,7 @@ class Parameters(NamedTuple):
     BK: int
     groups: int
     stages: int = 2
+    stages_of_states: int = 2
     parts: int = 1
     BT: int = 16
 
@@ -123,7 +125,8 @@ def parameters(call: OpCall, gpu: Gpu, length: int | None = None) -> Parameters:
     else:
         single = V <= COLUMNS or heads * ceil_div(V, COLUMNS) <= gpu.multiprocessors
         kernel = Parameters(64 if K <= 64 else TILE, 1 if single else 2, BT=BT)
-    return kernel._replace(stages=_stages(call, gpu, kernel))
+    stages, stages_of_states = (_stages(call, gpu, kernel, has_outputs) for has_outputs in (True, False))
+    return kernel._replace(stages=stages, stages_of_states=stages_of_states)
 
 
 def tokens_of_block(by_key: bool) -> int:
@@ -131,16 +134,17 @@ def tokens_of_block(by_key: bool) -> int:
     return 16 if by_key else 32
 
 
-def _stages(call: OpCall, gpu: Gpu, kernel: Parameters) -> int:
+def _stages(call: OpCall, gpu: Gpu, kernel: Parameters, has_outputs: bool) -> int:
     """Returns the pipeline stages that fit into shared memory, at most `MOST_STAGES`.
 
     A stage is taken from the start of its load until the state warps have read it, and they take less than half of this
     time. So with two stages they wait.
     """
-    (BK, groups, _, parts, BT), by_key = kernel, has_key_gates(call)
+    BK, groups, parts, BT, by_key = kernel.BK, kernel.groups, kernel.parts, kernel.BT, has_key_gates(call)
     keys, values = parts * CHUNK * BK * 2, CHUNK * COLUMNS * 2  # bytes
     matrices = CHUNK * 4 * (32 if BT == 16 else 56)  # A and L
-    stage = (4 if by_key else 2) * keys + groups // parts * values + matrices + 4 * (4 * BK if by_key else 2 * CHUNK)
+    tiles = (3 if by_key else 1) + has_outputs  # of keys
+    stage = tiles * keys + groups // parts * values + matrices + 4 * (4 * BK if by_key else 2 * CHUNK)
     results = groups * values * (BK // CHUNK if call.scalars.get("checkpoint_every") or parts == 2 else 1)
     return min(MOST_STAGES, (gpu.facts.shared_memory - RESERVED * kernel.turns - results) // stage)
 

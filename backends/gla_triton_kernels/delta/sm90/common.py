@@ -107,7 +107,7 @@ def store_products(matrices, q_tiles, k_tiles, columns_tiles, sums, beta, sign: 
 
     Args:
         matrices: the tile of A [C, BT], and l_tile and below_tile of `store_l`.
-        q_tiles, k_tiles, columns_tiles: the tiles [C, BK] of their keys.
+        q_tiles, k_tiles, columns_tiles: the tiles [C, BK] of their keys; no q_tiles if A is not needed.
         sums: see `decay_pairs`; None if the products need no decays.
         beta, sign: see `store_l`.
     """
@@ -120,12 +120,13 @@ def store_products(matrices, q_tiles, k_tiles, columns_tiles, sums, beta, sign: 
     M = gl.zeros([C, C], gl.float32, scores)
     for i in gl.static_range(TILES):
         M = warpgroup_mma(k_tiles[i], columns_tiles[i].permute([1, 0]), M, use_acc=i > 0, is_async=True)
-    for i in gl.static_range(TILES):
+    for i in gl.static_range(len(q_tiles)):
         A = warpgroup_mma(q_tiles[i], columns_tiles[i].permute([1, 0]), A, use_acc=i > 0, is_async=True)
-    M = blocks_of_diagonal(warpgroup_mma_wait(TILES, [M]), BT)
+    M = blocks_of_diagonal(warpgroup_mma_wait(len(q_tiles), [M]), BT)
     store_l(matrices, M if sums is None else decay_pairs(M, sums), beta, sign)
-    A = blocks_of_diagonal(warpgroup_mma_wait(0, [A]), BT)
-    store_a(a_tile, A if sums is None else decay_pairs(A, sums))
+    if len(q_tiles) > 0:
+        A = blocks_of_diagonal(warpgroup_mma_wait(0, [A]), BT)
+        store_a(a_tile, A if sums is None else decay_pairs(A, sums))
 
 
 @gluon.jit
@@ -349,15 +350,19 @@ def sums_of_blocks(g):
 
 @gluon.jit
 def decay_rows(q_tile, k_tile, within):
-    """Replaces q, k [C, K] by qin and -kin.
+    """Replaces q, k [C, K] by qin and -kin; q_tile may be None.
 
     Args:
         within: the decays from the start of a block through each token [C, K].
     """
     layout: gl.constexpr = within.type.layout
-    k, q = k_tile.load(layout), q_tile.load(layout)
+    k = k_tile.load(layout)
+    q = k
+    if q_tile is not None:
+        q = q_tile.load(layout)  # while k is multiplied
     k_tile.store((as_float32(k) * (-1.0 * within)).to(k_tile.dtype))
-    q_tile.store((as_float32(q) * within).to(q_tile.dtype))
+    if q_tile is not None:
+        q_tile.store((as_float32(q) * within).to(q_tile.dtype))
 
 
 @gluon.jit

@@ -114,7 +114,7 @@ def launch_outputs(
     every: int | None,
     normalizer: int | None = None,
 ) -> list[Launch]:
-    """Returns the launches that fill o, and final_state and checkpoints if x has them.
+    """Returns the launches that fill o, final_state and checkpoints, of which x may lack some.
 
     Args:
         segments: the segments, of a multiple of `CHUNK` tokens; a sequence that stays whole is one segment.
@@ -177,16 +177,17 @@ def _launch(
     by_key = x.g is not None and x.g.ndim == 4
     b, t, h = x.beta.stride()
     kept = x.checkpoints if x.pool is None else None  # otherwise the checkpoints are in the pool
+    o = x.o if transitions is None else None
     arguments = {
         "q_desc": shared_tiles(x.q, CHUNK, kernel.BK),
         "k_desc": shared_tiles(x.k, CHUNK, kernel.BK),
         "v_desc": shared_tiles(x.v, CHUNK, COLUMNS),
         "g_desc": shared_tiles(x.g, CHUNK, kernel.BK) if by_key else None,
-        "o_desc": shared_tiles(x.o, CHUNK, COLUMNS),
+        "o_desc": None if o is None else shared_tiles(o, CHUNK, COLUMNS),
         "s_desc": None if kept is None else state_tiles(kept, kernel.BK, COLUMNS),
         "g_ptr": None if by_key else x.g,
         "beta_ptr": x.beta,
-        "o_ptr": x.o,
+        "o_ptr": o,
         "initial_state": x.initial_state,
         "entering": x.entering,
         "final_state": x.final_state,
@@ -212,7 +213,7 @@ def _launch(
         "PARTS": kernel.parts,
         "BT": kernel.BT,
         "TURNS": kernel.turns,
-        "STAGES": kernel.stages,
+        "STAGES": kernel.stages_of_states if o is None else kernel.stages,
         "KEEPS": kept is None and x.checkpoints is not None,
         "EVERY_ONE": every_one,
     }
@@ -236,8 +237,8 @@ def _in_slot(matrices, slot):
 
 
 @gluon.jit
-def _load_warp(args, STAGES: gl.constexpr):
-    """Loads q, k, v and the gates of keys of all chunks, up to STAGES chunks ahead of the other warps.
+def _load_warp(args, STAGES: gl.constexpr, OUTPUTS: gl.constexpr):
+    """Loads k, v and the gates of keys of all chunks, and q for outputs, up to STAGES chunks ahead of the other warps.
 
     They arrive in the order in which the other warps wait for them.
     """
@@ -259,11 +260,12 @@ def _load_warp(args, STAGES: gl.constexpr):
             mbarrier.expect(g_full.index(slot), g_desc.block_type.nbytes)
             g_tile = tile_of_gates(scratch.index(slot), g_desc)
             tma.async_copy_global_to_shared(g_desc, [b, h, t, 0], g_full.index(slot), g_tile)
-        mbarrier.expect(full.index(slot), 2 * PARTS * k_desc.block_type.nbytes)
+        mbarrier.expect(full.index(slot), (2 if OUTPUTS else 1) * PARTS * k_desc.block_type.nbytes)
         for p in gl.static_range(PARTS):
             at, tile = [b, h // R, t, p * BK], PARTS * slot + p
             tma.async_copy_global_to_shared(k_desc, at, full.index(slot), k_tiles.index(tile))
-            tma.async_copy_global_to_shared(q_desc, at, full.index(slot), q_tiles.index(tile))
+            if OUTPUTS:
+                tma.async_copy_global_to_shared(q_desc, at, full.index(slot), q_tiles.index(tile))
         mbarrier.expect(v_full.index(slot), BLOCKS * v_desc.block_type.nbytes)
         for w in gl.static_range(BLOCKS):
             v_tile = v_tiles.index(BLOCKS * slot + w)
@@ -278,17 +280,26 @@ def _betas(beta, t, rows, token):
 
 
 @gluon.jit
-def _prepare_warps(args, TURN: gl.constexpr, TURNS: gl.constexpr, NORMALIZER: gl.constexpr, PACKED: gl.constexpr):
+def _prepare_warps(
+    args,
+    TURN: gl.constexpr,
+    TURNS: gl.constexpr,
+    NORMALIZER: gl.constexpr,
+    PACKED: gl.constexpr,
+    OUTPUTS: gl.constexpr,
+):
     """Prepares chunks TURN, TURN + TURNS .. for the state warps."""
     tiles, beta, barriers, place, gates, g_desc = args
     if g_desc is not None:
-        _prepare_by_key(tiles, beta, barriers, place, g_desc, NORMALIZER, PACKED)
+        _prepare_by_key(tiles, beta, barriers, place, g_desc, NORMALIZER, PACKED, OUTPUTS)
     else:
-        _prepare_by_head(tiles, beta, barriers, place, gates, (TURN, TURNS), NORMALIZER, PACKED)
+        _prepare_by_head(tiles, beta, barriers, place, gates, (TURN, TURNS), NORMALIZER, PACKED, OUTPUTS)
 
 
 @gluon.jit
-def _prepare_by_key(tiles, beta, barriers, place, g_desc, NORMALIZER: gl.constexpr, PACKED: gl.constexpr):
+def _prepare_by_key(
+    tiles, beta, barriers, place, g_desc, NORMALIZER: gl.constexpr, PACKED: gl.constexpr, OUTPUTS: gl.constexpr
+):
     """Replaces q, k by qin, -kin in each chunk, and computes kout, the decays, A and L of its blocks."""
     q_tiles, k_tiles, scratch, matrices, decays, _within, _after = tiles
     g_full, full, _v_full, ready, _empty, _summed = barriers
@@ -323,9 +334,9 @@ def _prepare_by_key(tiles, beta, barriers, place, g_desc, NORMALIZER: gl.constex
             kout = as_float32(k_tile.load(runs)) * after
             kout_tile.store(kout.to(kout_tile.dtype))
             pair_tile.store(by_blocks(kout, 1.0 / decay).to(pair_tile.dtype))
-            decay_rows(q_tile, k_tile, decays_from_start(alpha))
+            decay_rows(q_tile if OUTPUTS else None, k_tile, decays_from_start(alpha))
             fence_async_shared()
-            store_products(in_slot, (q_tile,), (k_tile,), (pair_tile,), None, betas, -1.0)
+            store_products(in_slot, (q_tile,) if OUTPUTS else (), (k_tile,), (pair_tile,), None, betas, -1.0)
         else:
             # The assembler of Triton 3.6 and 3.7 leaves out descriptors of tiles that both branches multiply.
             again = slot + opaque_zero()
@@ -336,16 +347,26 @@ def _prepare_by_key(tiles, beta, barriers, place, g_desc, NORMALIZER: gl.constex
             levels = levels_that_count(g, LEAST_NORMAL)
             A, M = pairs_by_halving(q_tile, k_tile, pair_tile, kout_tile, b, levels)
             store_l(in_slot, M, betas)
-            store_a(in_slot[0], A)
+            store_a(in_slot[0], A)  # without outputs too: the assembler would leave out descriptors of unused products
             kout = as_float32(k_tile.load(runs)) * gl.exp2(minus_of_blocks(end, b))
             kout_tile.store(kout.to(kout_tile.dtype))
-            decay_rows(q_tile, k_tile, gl.exp2(b))
+            decay_rows(q_tile if OUTPUTS else None, k_tile, gl.exp2(b))
         fence_async_shared()
         mbarrier.arrive(ready.index(slot), count=1)
 
 
 @gluon.jit
-def _prepare_by_head(tiles, beta, barriers, place, gates, turns, NORMALIZER: gl.constexpr, PACKED: gl.constexpr):
+def _prepare_by_head(
+    tiles,
+    beta,
+    barriers,
+    place,
+    gates,
+    turns,
+    NORMALIZER: gl.constexpr,
+    PACKED: gl.constexpr,
+    OUTPUTS: gl.constexpr,
+):
     """Computes the decays, A and L of the blocks of chunks; q and k stay as they are.
 
     Args:
@@ -386,7 +407,8 @@ def _prepare_by_head(tiles, beta, barriers, place, gates, turns, NORMALIZER: gl.
             next_g = gates_of(gate, start + (i + TURNS) * C, rows - TURNS * C, block_token, NORMALIZER)
         q, k = (), ()
         for p in gl.static_range(PARTS):
-            q = q + (q_tiles.index(PARTS * slot + p).reshape([C, K]),)  # noqa: RUF005 -- Gluon does not unpack tuples
+            if OUTPUTS:
+                q = q + (q_tiles.index(PARTS * slot + p).reshape([C, K]),)  # noqa: RUF005 -- Gluon unpacks no tuples
             k = k + (k_tiles.index(PARTS * slot + p).reshape([C, K]),)  # noqa: RUF005
         mbarrier.wait(full.index(slot), (i // STAGES) & 1)
         if g_ptr is not None:  # the load warp has waited until the state warps have read the slot
@@ -406,7 +428,7 @@ def _prepare_by_head(tiles, beta, barriers, place, gates, turns, NORMALIZER: gl.
 
 
 @gluon.jit
-def _sum_of_parts(X, o, s_tiles, summed, GROUP: gl.constexpr, phase: gl.constexpr):
+def _sum_of_parts(X, o, s_tiles, summed, GROUP: gl.constexpr, phase: gl.constexpr, OUTPUTS: gl.constexpr):
     """Returns X, and for group 0 o, [W, BT], summed over both parts of the keys, of which each group has one.
 
     Args:
@@ -420,12 +442,12 @@ def _sum_of_parts(X, o, s_tiles, summed, GROUP: gl.constexpr, phase: gl.constexp
     lines: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])  # four rows of an accumulator use all banks
     mbarrier.wait(summed.index(3 - GROUP), phase ^ 1)
     s_tiles.index(GROUP)._reinterpret(gl.float32, [2, W, BT], lines).index(1).store(X)
-    if GROUP == 1:
+    if GROUP == 1 and OUTPUTS:
         s_tiles.index(1)._reinterpret(gl.float32, [2, W, BT], lines).index(0).store(o)
     mbarrier.arrive(summed.index(GROUP), count=1)
     mbarrier.wait(summed.index(1 - GROUP), phase)
     X = X + s_tiles.index(1 - GROUP)._reinterpret(gl.float32, [2, W, BT], lines).index(1).load(layout)
-    if GROUP == 0:
+    if GROUP == 0 and OUTPUTS:
         o = o + s_tiles.index(1)._reinterpret(gl.float32, [2, W, BT], lines).index(0).load(layout)
     mbarrier.arrive(summed.index(2 + GROUP), count=1)
     return X, o
@@ -454,8 +476,8 @@ def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, KEPT_IN: gl.cons
     PART: gl.constexpr = GROUP if PARTS == 2 else 0
     BLOCK: gl.constexpr = 0 if PARTS == 2 else GROUP
     SUMMARIES: gl.constexpr = transitions is not None
-    WRITES: gl.constexpr = PART == 0 and not SUMMARIES  # whether the group has the outputs
-    READS: gl.constexpr = WRITES or PARTS == 2  # whether it multiplies queries
+    OUTPUTS: gl.constexpr = o_desc is not None
+    WRITES: gl.constexpr = PART == 0 and OUTPUTS  # whether the group has the outputs
     C: gl.constexpr = q_tiles.type.shape[3]
     BK: gl.constexpr = q_tiles.type.shape[4]
     W: gl.constexpr = v_tiles.type.shape[4]
@@ -473,8 +495,10 @@ def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, KEPT_IN: gl.cons
     key = PART * BK + gl.arange(0, BK, gl.SliceLayout(0, whole))[None, :]  # [1, BK]
     s_block = s_tiles.index(GROUP)
     KEPT: gl.constexpr = s_block.type.shape[2]
-    o_block = s_block._reinterpret(o_desc.dtype, [KEPT // C, 1, 1, C, W], o_desc.layout).index(0)
-    o_tile = o_block.reshape([C, W])
+    o_block, o_tile = s_block, s_block
+    if OUTPUTS:
+        o_block = s_block._reinterpret(o_desc.dtype, [KEPT // C, 1, 1, C, W], o_desc.layout).index(0)
+        o_tile = o_block.reshape([C, W])
     if KEPT_IN != "none":
         # the row or the slot of the next checkpoint, and the number of tokens until it
         row, until = next_checkpoint(start, sequence, origin, every, slots, PACKED)
@@ -524,7 +548,7 @@ def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, KEPT_IN: gl.cons
                 X = gl.zeros([W, BT], gl.float32, block)
                 X = warpgroup_mma(s, kin, X, use_acc=False, is_async=True)
             next_o = gl.zeros([W, BT], gl.float32, block)
-            if READS:
+            if OUTPUTS:
                 next_o = warpgroup_mma(s, qin, next_o, use_acc=False, is_async=True)
             if BY_KEY:
                 S = S * decays.index(slot).slice(BK * j, BK).load(gl.SliceLayout(0, whole))[None, :]
@@ -537,16 +561,19 @@ def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, KEPT_IN: gl.cons
             elif WRITES:  # the previous outputs are stored while the products with S are computed
                 o_tile.slice(BT * j - BT, BT).permute([1, 0]).store((o * scale).to(o_desc.dtype))
             if PARTS == 2:
-                X, next_o = warpgroup_mma_wait(0, [X, next_o])
-                X, next_o = _sum_of_parts(X, next_o, s_tiles, summed, PART, j)
+                if OUTPUTS:
+                    X, next_o = warpgroup_mma_wait(0, [X, next_o])
+                else:
+                    X = warpgroup_mma_wait(0, [X])
+                X, next_o = _sum_of_parts(X, next_o, s_tiles, summed, PART, j, OUTPUTS)
             else:
-                X = warpgroup_mma_wait(1 if READS else 0, [X])
+                X = warpgroup_mma_wait(1 if OUTPUTS else 0, [X])
             if BY_HEAD:
                 X = v.to(gl.float32) - through * X
             elif not BY_KEY:
                 X = v.to(gl.float32) - X
             U = updates(X, l_tile, below_tile, j)
-            if READS:
+            if OUTPUTS:
                 next_o = warpgroup_mma_wait(0, [next_o])
             u = U * to_end if BY_HEAD else U
             kout = kout_tile.slice(BT * j, BT)  # [BT, BK]
@@ -568,7 +595,7 @@ def _state_warps(args, GROUP: gl.constexpr, GATE: gl.constexpr, KEPT_IN: gl.cons
                 S = warpgroup_mma_wait(0, [S])
         if WRITES:
             o_tile.slice(C - BT, BT).permute([1, 0]).store((o * scale).to(o_desc.dtype))
-        elif SUMMARIES:
+        elif not OUTPUTS:
             fence_async_shared()  # no store follows the loads of v, which TMA overwrites
         mbarrier.arrive(empty.index(slot), count=1)
         if not WRITES:
@@ -598,11 +625,11 @@ def _chunk_delta_fwd_kernel(
     k_desc,  # [B, H, T, K], tiles [C, BK]
     v_desc,  # [B, Hv, T, V], tiles [C, W]
     g_desc,  # [B, Hv, T, K], tiles [C, BK], or None
-    o_desc,  # [B, Hv, T, V], tiles [C, W]
+    o_desc,  # [B, Hv, T, V], tiles [C, W], or None if only states are needed
     s_desc,  # checkpoints [B n, Hv, K, V], tiles [BK, W], or None
     g_ptr,  # gates of heads [B, T, Hv] or [Hv], or None
     beta_ptr,  # [B, T, Hv]
-    o_ptr,  # [B, T, Hv, V], contiguous
+    o_ptr,  # [B, T, Hv, V], contiguous, or None
     initial_state,  # [N, Hv, K, V] or None
     entering,  # [I, Hv, K, V], the states that enter segments, or None if sequences are whole
     final_state,  # [N, Hv, K, V] or None; the states that segments reach [I, Hv, K, V] if transitions is not None
@@ -666,8 +693,12 @@ def _chunk_delta_fwd_kernel(
         if length == 0:
             return
     place = (b, h, column, start, length)
-    q_tiles = gl.allocate_shared_memory(dtype, [PARTS * STAGES, 1, 1, C, BK], q_desc.layout)  # q, then qin
+    OUTPUTS: gl.constexpr = o_desc is not None
+    if OUTPUTS:
+        q_tiles = gl.allocate_shared_memory(dtype, [PARTS * STAGES, 1, 1, C, BK], q_desc.layout)  # q, then qin
     k_tiles = gl.allocate_shared_memory(dtype, [PARTS * STAGES, 1, 1, C, BK], k_desc.layout)  # k, then -kin
+    if not OUTPUTS:
+        q_tiles = k_tiles
     v_tiles = gl.allocate_shared_memory(dtype, [BLOCKS * STAGES, 1, 1, C, W], v_desc.layout)
     small: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BT], gl.float32)
     a_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, C, BT], small)
@@ -732,10 +763,10 @@ def _chunk_delta_fwd_kernel(
     if TURNS == 2:
         gl.warp_specialize(
             [
-                (_prepare_warps, (prepare, 0, TURNS, NORMALIZER, PACKED)),
+                (_prepare_warps, (prepare, 0, TURNS, NORMALIZER, PACKED, OUTPUTS)),
                 (_state_warps, (state_args, 0, GATE, KEPT_IN, PACKED)),
-                (_prepare_warps, (prepare, 1, TURNS, NORMALIZER, PACKED)),
-                (_load_warp, (load, STAGES)),
+                (_prepare_warps, (prepare, 1, TURNS, NORMALIZER, PACKED, OUTPUTS)),
+                (_load_warp, (load, STAGES, OUTPUTS)),
             ],
             [4, 4, 1],
             [STATE, PREPARE, 24],
@@ -743,9 +774,9 @@ def _chunk_delta_fwd_kernel(
     elif GROUPS == 1:
         gl.warp_specialize(
             [
-                (_prepare_warps, (prepare, 0, TURNS, NORMALIZER, PACKED)),
+                (_prepare_warps, (prepare, 0, TURNS, NORMALIZER, PACKED, OUTPUTS)),
                 (_state_warps, (state_args, 0, GATE, KEPT_IN, PACKED)),
-                (_load_warp, (load, STAGES)),
+                (_load_warp, (load, STAGES, OUTPUTS)),
             ],
             [4, 1],
             [STATE, 24],
@@ -753,10 +784,10 @@ def _chunk_delta_fwd_kernel(
     else:
         gl.warp_specialize(
             [
-                (_prepare_warps, (prepare, 0, TURNS, NORMALIZER, PACKED)),
+                (_prepare_warps, (prepare, 0, TURNS, NORMALIZER, PACKED, OUTPUTS)),
                 (_state_warps, (state_args, 0, GATE, KEPT_IN, PACKED)),
                 (_state_warps, (state_args, 1, GATE, KEPT_IN, PACKED)),
-                (_load_warp, (load, STAGES)),
+                (_load_warp, (load, STAGES, OUTPUTS)),
             ],
             [4, 4, 1],
             [STATE, STATE, 24],
