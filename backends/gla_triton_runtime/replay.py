@@ -252,8 +252,8 @@ def record(tensors: Sequence[Tensor | None], launches: Sequence[Launch]) -> Reco
 
     Args:
         tensors: the tensors that the call takes and returns, at least two. Any other tensor of the launches is either
-            scratch or a `part` of a tensor. Scratch is contiguous and allocated anew for each call, and no result
-            depends on its initial contents.
+            scratch or a `part` of a tensor. Scratch is contiguous and allocated anew for each call, shares no memory
+            with other tensors, and no result depends on its initial contents.
         launches: the launches of the call in order, after they have been made. Each takes all floats of the call, or
             none of them. The parameters of its kernel are in the order of `_Arguments`.
     """
@@ -270,7 +270,7 @@ def record(tensors: Sequence[Tensor | None], launches: Sequence[Launch]) -> Reco
     has_duplicate = len({id(x) for x in present}) < len(present)
     are_aligned = math.gcd(ALIGNMENT, *(x.data_ptr() for x in aligned)) == ALIGNMENT
     has_fixed_layout = all(_is_fixed(x) for each in arguments for x in each.fixed)
-    if has_duplicate or not are_aligned or not all(x.is_contiguous() for x in scratch) or not has_fixed_layout:
+    if has_duplicate or not are_aligned or not has_fixed_layout or not _are_separate(scratch, present):
         return None
     *begins, size = itertools.accumulate((ceil_div(x.nbytes, _LINE) * _LINE for x in scratch), initial=0)
     memory = (size, present[0].device) if scratch else None
@@ -285,6 +285,14 @@ def record(tensors: Sequence[Tensor | None], launches: Sequence[Launch]) -> Reco
     active: Any = driver.active
     stream = active.get_current_stream
     return RecordedCall(current_device(), stream, present_of, memory, tuple(into), aligned_places, recorded)
+
+
+def _are_separate(scratch: Sequence[Tensor], present: Sequence[Tensor]) -> bool:
+    """Returns whether each scratch tensor is contiguous and has memory of its own, as it has in a replay."""
+    memories = [x.untyped_storage().data_ptr() for x in scratch if x.nbytes]
+    others = {x.untyped_storage().data_ptr() for x in present}
+    are_distinct = len(set(memories)) == len(memories) and others.isdisjoint(memories)
+    return are_distinct and all(x.is_contiguous() for x in scratch)
 
 
 class _Arguments(NamedTuple):

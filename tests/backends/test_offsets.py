@@ -606,6 +606,15 @@ def test_every_kernel_is_among_those_of_the_calls(launches_of):
 
 
 @pytest.mark.parametrize("name", CALLS)
+def test_scratch_is_no_view(name, launches_of):
+    """A replay gives each scratch tensor memory of its own, so a view would not have the values of its base."""
+    for launch in launches_of(name):
+        tensors = {parameter: getattr(x, "base", x) for parameter, x in launch.arguments.items()}
+        tensors = {parameter: x for parameter, x in tensors.items() if isinstance(x, torch.Tensor)}
+        assert not [parameter for parameter, x in tensors.items() if x._is_view() and not hasattr(x, "_part_of")]
+
+
+@pytest.mark.parametrize("name", CALLS)
 def test_launches_name_the_parameters_of_their_kernels(name, launches_of):
     """Tensors come first, then floats, then values that do not change. A recorded launch relies on this order."""
     from gla_triton_runtime import replay

@@ -270,7 +270,9 @@ def test_a_call_that_writes_the_slots_it_reads_replays_no_launches_of_calls_that
     assert [x is None for x in their_tensors] != [x is None for x in in_place_tensors]
 
 
-@pytest.mark.parametrize("why", ["profiled", "unaligned", "one tensor twice", "scratch that is not contiguous"])
+@pytest.mark.parametrize(
+    "why", ["profiled", "unaligned", "one tensor twice", "scratch that is not contiguous", "a view of a result"]
+)
 def test_launches_that_cannot_be_recorded_are_described_by_every_call(gpu, monkeypatch, why):
     described, x, y = Described(gpu), fake_driver.tensor(), fake_driver.tensor()
     if why == "profiled":
@@ -281,7 +283,8 @@ def test_launches_that_cannot_be_recorded_are_described_by_every_call(gpu, monke
         y = x
     else:
         made = fake_driver.two_launches
-        monkeypatch.setattr(fake_driver, "two_launches", lambda gpu, x, y, z, s: made(gpu, x, y, z.mT, s))
+        scratch = (lambda y, z: z.mT) if "scratch" in why else (lambda y, z: y.view(-1))
+        monkeypatch.setattr(fake_driver, "two_launches", lambda gpu, x, y, z, s: made(gpu, x, y, scratch(y, z), s))
     for _ in range(3):
         assert described.told(x, y, 0.5) == (x.data_ptr(), y.data_ptr(), 0.5)
     assert described.floats == [0.5] * 3

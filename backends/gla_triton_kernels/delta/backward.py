@@ -221,9 +221,7 @@ def _passes_by_sm90(plan: BackwardPlan, x: BackwardTensors, scale: float, normal
     chunks, pairs = launch_pairs(x, scale, normalizer)
     y = x.v.new_empty(x.v.shape)
     leaving, passes = launch_states(x, chunks, segments, y)
-    places = (chunks.segments.count, x.v.shape[2])
-    G, units = chunks.G.view(*places, CHUNK, CHUNK), chunks.units.view(*places, CHUNK)
-    read = Chunks(chunks.segments, G, units, None, None, False)
+    read = Chunks(chunks.segments, chunks.G, chunks.units, None, False)
     return read, entering, leaving, y, [*segments.launches, *states, *pairs, *passes]
 
 
@@ -262,7 +260,6 @@ def _general_passes(plan: BackwardPlan, x: BackwardTensors, scale: float, normal
     y = x.v.new_empty(B, T, Hv, V, dtype=plan.gradients.kept)
     made += launch_states(plan.states.states, x, chunks, behind, segments, scale, y, leaving)
     exact = plan.gradients.kept == torch.bfloat16 and (x.g is None or chunks.shared)  # whether k and S are operands
-    kin, factors = (None, None) if exact else (chunks.kin, chunks.numbers[:, :, 2])
-    G, units = chunks.matrices[:, :, 1], chunks.numbers[:, :, 1]
-    read = gradients.Chunks(chunks.segments, G, units, kin, factors, chunks.has_factors)
+    kin = None if exact else chunks.kin
+    read = gradients.Chunks(chunks.segments, chunks.matrices, chunks.numbers, kin, chunks.has_factors)
     return read, entering, leaving, y, made

@@ -52,8 +52,7 @@ def launch_gradients(
     """Returns the launches that write dq, dk and dv, which are contiguous."""
     (B, Tq, Hq, K), (_, Tk, H, V) = q.shape, v.shape
     R = Tq * (Hq // H)
-    rows = torch.empty(2, B, H, R, dtype=torch.float32, device=q.device)
-    lse2, delta = rows
+    lse2, delta = (torch.empty(B, H, R, dtype=torch.float32, device=q.device) for _ in range(2))
     sizes = {"Tq": Tq, "H": H, "G": Hq // H, "V": V, "BV": plan.BV}
     arguments = {
         "o_ptr": o,

@@ -66,17 +66,16 @@ class Chunks(NamedTuple):
 
     Attributes:
         segments: the chunks, as segments of `CHUNK` tokens.
-        G, units: [I, Hv, C, C], and the units by which its rows were divided [I, Hv, C]; undefined without units.
-        kin, factors: kin, and the factors of its rows [I, Hv, C]; None if k is an operand as it is. Factors are
-            undefined if there are none.
-        has_factors: whether the rows of kin have factors.
+        matrices: G, the last of 1 or 2 matrices of each chunk and head, [I, Hv, 1 or 2, C, C].
+        numbers: the units by which the rows of G were divided, [I, Hv, C]; or the numbers of pairs.py, [I, Hv, 5, C].
+        kin: None if k is an operand as it is.
+        has_factors: whether the rows of kin have factors, which are among the numbers.
     """
 
     segments: Segments
-    G: Tensor
-    units: Tensor
+    matrices: Tensor
+    numbers: Tensor
     kin: Tensor | None
-    factors: Tensor | None
     has_factors: bool
 
 
@@ -136,16 +135,15 @@ def launch_gradients(
     values = {
         "q_ptr": x.q,
         "kin_ptr": chunks.kin,
-        "factors_ptr": chunks.factors,
         "v_ptr": x.v,
-        "G_ptr": chunks.G,
-        "units_ptr": chunks.units,
+        "matrices_ptr": chunks.matrices,
+        "numbers_ptr": chunks.numbers,
         "dv_ptr": x.dv,
         "dbeta_ptr": x.dbeta,
         **strides_of("i", chunks.kin),
         **strides_of("v", x.v),
-        "stride_G": chunks.G.stride(1),
-        "stride_units": chunks.units.stride(1),
+        "MATRICES": chunks.matrices.numel() // (segments.count * Hv * CHUNK * CHUNK),
+        "NUMBERS": chunks.numbers.numel() // (segments.count * Hv * CHUNK),
         "R_KIN": 1 if chunks.kin is None else Hv // chunks.kin.shape[2],
         "FACTORS": chunks.has_factors,
         **_parameters(kernel.values),
@@ -178,14 +176,13 @@ def _values_kernel(
     q_ptr,  # [B, T, H, K]
     k_ptr,  # [B, T, H, K]
     kin_ptr,  # [B, T, Hv / R_KIN, K], or None if k and S are operands as they are
-    factors_ptr,  # of the rows of kin, [I, Hv, C], with the strides of units; None without kin
     v_ptr,  # [B, T, Hv, V]
     g_ptr,  # [B, T, Hv, K], [B, T, Hv] or [Hv] by GATE, or None
     beta_ptr,  # [B, T, Hv]
     do_ptr,  # [B, T, Hv, V]
     order_ptr,  # [I, 5], or None for a batch
-    G_ptr,  # [I, Hv, C, C]
-    units_ptr,  # [I, Hv, C]
+    matrices_ptr,  # [I, Hv, MATRICES, C, C], of which the last is G
+    numbers_ptr,  # [I, Hv, NUMBERS, C]
     entering_ptr,  # [I, Hv, K, V]
     y_ptr,  # [B, T, Hv, V], contiguous, as the next two
     u_ptr,  # receives U
@@ -209,8 +206,6 @@ def _values_kernel(
     stride_vb,
     stride_vt,
     stride_vh,
-    stride_G,  # of the chunks of heads, as the next one
-    stride_units,
     stride_gb,
     stride_gt,
     stride_gh,
@@ -229,6 +224,8 @@ def _values_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     PARTS: tl.constexpr,
+    MATRICES: tl.constexpr,
+    NUMBERS: tl.constexpr,  # 1, the units of G; or 5, of which these are the second, and the factors of kin the third
     R: tl.constexpr,
     R_KIN: tl.constexpr,
     FACTORS: tl.constexpr,  # whether the rows of kin have factors
@@ -262,7 +259,8 @@ def _values_kernel(
     row, column = i_c[:, None], i_c[None, :]  # [C, 1], [1, C]
     i_k = tl.arange(0, BK)[:, None]  # [BK, 1]
     beta = load_numbers(beta_ptr, stride_nt, stride_nh, t, h, end, C)[:, None]  # [C, 1]
-    G = tl.load(G_ptr + place * stride_G + row * C + column)  # [C, C]
+    G = tl.load(matrices_ptr + (place * MATRICES + MATRICES - 1) * (C * C) + row * C + column)  # [C, C]
+    numbers_ptr += place * (NUMBERS * C) + (C if NUMBERS > 1 else 0)
     if SHARED:
         g_ptr += b64 * stride_gb
         g = load_log2_gates(g_ptr, stride_gt, stride_gh, t, h, 0, end, GATE, NORMALIZER, K, C, 1)  # [C, 1]
@@ -285,11 +283,11 @@ def _values_kernel(
         else:
             past = _product_of_columns(kin, S, PRECISION)  # [C, BV]
             if FACTORS:
-                past *= tl.load(factors_ptr + place * stride_units + row)
+                past *= tl.load(numbers_ptr + C + row)
         X -= past
         explained = _product_of_columns(G, beta * X, PRECISION)  # [C, BV]
         if PRECISION == "units":
-            explained *= tl.load(units_ptr + place * stride_units + row)
+            explained *= tl.load(numbers_ptr + row)
         E = X - explained  # [C, BV]
         store_tile(None, u_ptr, Hv * V, V, b, t, h, v0, end, beta * E, V, C, BV)
         y = load_tile(None, y_ptr, Hv * V, V, b, t, h, v0, end, V, C, BV)  # [C, BV]
