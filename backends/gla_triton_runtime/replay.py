@@ -289,10 +289,12 @@ def record(tensors: Sequence[Tensor | None], launches: Sequence[Launch]) -> Reco
 
 def _are_separate(scratch: Sequence[Tensor], present: Sequence[Tensor]) -> bool:
     """Returns whether each scratch tensor is contiguous and has memory of its own, as it has in a replay."""
-    memories = [x.untyped_storage().data_ptr() for x in scratch if x.nbytes]
+    if not all(x.is_contiguous() for x in scratch):
+        return False
+    spans = sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for x in scratch if x.nbytes)
     others = {x.untyped_storage().data_ptr() for x in present}
-    are_distinct = len(set(memories)) == len(memories) and others.isdisjoint(memories)
-    return are_distinct and all(x.is_contiguous() for x in scratch)
+    overlap = any(end > start for (_, end), (start, _) in itertools.pairwise(spans))
+    return not overlap and others.isdisjoint(x.untyped_storage().data_ptr() for x in scratch if x.nbytes)
 
 
 class _Arguments(NamedTuple):

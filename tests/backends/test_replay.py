@@ -400,6 +400,11 @@ def test_calls_that_cannot_be_told_apart_are_not_recorded(gpu):
     x, y = tensor(), tensor()
     assert record_two(gpu, x, x, tensor()) is None
     assert record_two(gpu, x, y, tensor().mT) is None
+    assert record_two(gpu, x, y, y.view(-1)) is None
+    z = tensor()
+    for other, recorded in ((z.view(-1), False), (z[1], False), (tensor(), True)):
+        launches = [launch(GRID, {"x_ptr": each, "T": 9}, compiled(gpu, "*fp32")) for each in (z, other)]
+        assert (replay.record((x, y), launches) is not None) == recorded
     assert replay.replay(record_two(gpu, x, y, tensor()), (x, x), (0.5,))
 
 

@@ -1,8 +1,8 @@
 """Computes the gradients of the delta rule for all chunks in parallel.
 
 For a chunk, S is the state that enters it and dS' the gradient of the state that leaves it; Y and Z = B Y come from
-backward.py, and D_ts, D_t0, D_Cs, G, kin and kout from pairs.py. Two kernels compute the gradients of a chunk. The
-first one, for all values,
+backward.py, and D_ts, D_t0, D_Cs, G, kin and kout from pairs.py, or Y and G from their counterparts in sm90/. Two
+kernels compute the gradients of a chunk. The first one, for all values,
 
     E = X - G (B X) with X = V - kin S        U = B E        dV = Z        dbeta_t = Y_t . E_t
     dA = scale tril(dO E^T) B                 dM = - B stril(Y E^T) B
@@ -29,6 +29,7 @@ Each value head writes its own dq and dk. If value heads share a head of q and k
 
 B batch   T tokens   I chunks   H heads of q and k   Hv heads of values, states, gates and beta   R = Hv / H
 K, V key and value width   C tokens of a chunk   LEVELS = log2 C   BK, BV keys and values of a block
+PARTS parts of dg: one of pairs, and one for each block of keys
 """
 
 # pyright: reportGeneralTypeIssues=false
