@@ -107,7 +107,7 @@ def test_values(forward, sizes):
     [
         {"gates": "mild", "T": 200, "initial_state": True},
         {"gates": "strong", "K": 128, "V": 128, "T": 70},
-        {**PACKED, "gates": "none"},
+        {**PACKED, "gates": "none", "K": 136},
         {"gate_form": "head", "gates": "-inf", "R": 2, "K": 256, "V": 72, "T": 200},
     ],
     ids=str,
