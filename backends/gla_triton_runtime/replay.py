@@ -291,10 +291,11 @@ def _are_separate(scratch: Sequence[Tensor], present: Sequence[Tensor]) -> bool:
     """Returns whether each scratch tensor is contiguous and has memory of its own, as it has in a replay."""
     if not all(x.is_contiguous() for x in scratch):
         return False
-    spans = sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for x in scratch if x.nbytes)
+    filled = [x for x in scratch if x.nbytes]
+    spans = sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for x in filled)
     others = {x.untyped_storage().data_ptr() for x in present}
     overlap = any(end > start for (_, end), (start, _) in itertools.pairwise(spans))
-    return not overlap and others.isdisjoint(x.untyped_storage().data_ptr() for x in scratch if x.nbytes)
+    return not overlap and others.isdisjoint(x.untyped_storage().data_ptr() for x in filled)
 
 
 class _Arguments(NamedTuple):

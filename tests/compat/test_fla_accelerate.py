@@ -381,6 +381,7 @@ def test_float32_without_tf32_on_a_gpu_is_left_to_the_original(fla, monkeypatch,
         (torch.bfloat16, 128, 128, (9, 0), True, True),
         (torch.bfloat16, 64, 96, (9, 0), True, True),
         (torch.bfloat16, 32, 32, (9, 0), False, False),
+        (torch.bfloat16, 96, 192, (9, 0), False, True),
         (torch.bfloat16, 256, 512, (9, 0), False, True),
         (torch.bfloat16, 264, 128, (9, 0), False, False),
         (torch.float16, 128, 128, (9, 0), False, False),
@@ -391,7 +392,7 @@ def test_float32_without_tf32_on_a_gpu_is_left_to_the_original(fla, monkeypatch,
 def test_delta_rules_on_a_gpu_are_those_of_the_kernels_for_hopper(
     fla, monkeypatch, dtype, K, V, capability, by_key, others
 ):
-    """Wider heads are computed here without a gate for each key."""
+    """Wider heads are computed here without a gate for each key, with gradients and without."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     with accelerate(), FakeTensorMode():
         q, v, g, beta = (torch.empty(1, 8, 2, *d, dtype=dtype, device="cuda") for d in ((K,), (V,), (K,), ()))
@@ -400,8 +401,10 @@ def test_delta_rules_on_a_gpu_are_those_of_the_kernels_for_hopper(
             fla["fla.ops.gated_delta_rule"].chunk_gated_delta_rule,
             fla["fla.ops.delta_rule"].chunk_delta_rule,
         )
-        assert (gated.left_out(q, q, v, beta, beta) is None) is others
-        assert (plain.left_out(q, q, v, beta) is None) is others
+        for trained in (False, True):
+            beta.requires_grad_(trained)
+            assert (gated.left_out(q, q, v, beta, beta) is None) is others
+            assert (plain.left_out(q, q, v, beta) is None) is others
         assert fla["fla.ops.kda"].chunk_kda.left_out(q, q, v, g, beta, cp_context=1)
 
 

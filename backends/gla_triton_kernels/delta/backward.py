@@ -34,11 +34,8 @@ from gla_triton_runtime.architecture import Gpu, gpu_of_call
 
 if TYPE_CHECKING:
     from gla_triton_kernels.chunks.segments import Segments
-    from gla_triton_kernels.delta.general.gradients import Chunks
     from gla_triton_kernels.delta.tensors import BackwardTensors
     from gla_triton_runtime.launch import Launch
-
-    Passes = tuple[Chunks, Tensor, Tensor, Tensor, list[Launch]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,12 +161,13 @@ def prepare(call: OpCall, cut: bool) -> Callable[..., tuple]:
 
 def launches(plan: BackwardPlan, x: BackwardTensors, scale: float, normalizer: int | None) -> list[Launch]:
     """Returns the launches that fill the gradients in x; for `normalizer` see `launches` of forward.py."""
-    return (_sm90_launches if plan.refusal is None else _general_launches)(plan, x, scale, normalizer)
+    return (_sm90_launches if plan.has_passes_by_sm90 else _general_launches)(plan, x, scale, normalizer)
 
 
 def _sm90_launches(plan: BackwardPlan, x: BackwardTensors, scale: float, normalizer: int | None) -> list[Launch]:
-    """Returns the launches of the kernels for SM90."""
+    """Returns the launches of the kernels for SM90, and of gradients.py for the gradients that these refuse."""
     from gla_triton_kernels.delta.forward import segments_of
+    from gla_triton_kernels.delta.general import gradients as general
     from gla_triton_kernels.delta.sm90.backward import launch_states
     from gla_triton_kernels.delta.sm90.backward_pairs import launch_pairs
     from gla_triton_kernels.delta.sm90.gradients import launch_gradients
@@ -179,10 +177,14 @@ def _sm90_launches(plan: BackwardPlan, x: BackwardTensors, scale: float, normali
     if plan.forward is not None:
         entering, states = _entering_by_sm90(plan.forward, x, segments, scale, normalizer)
     assert entering is not None
-    chunks, pairs = launch_pairs(x, scale)
-    leaving, passes = launch_states(x, chunks, segments)
-    gradients = launch_gradients(x, chunks, entering, leaving, scale, plan.programs)
-    return [*segments.launches, *states, *pairs, *passes, *gradients]
+    y = None if plan.refusal is None else x.v.new_empty(x.v.shape)
+    chunks, pairs = launch_pairs(x, scale, normalizer)
+    leaving, passes = launch_states(x, chunks, segments, y)
+    made = [*segments.launches, *states, *pairs, *passes]
+    if y is None:
+        return made + launch_gradients(x, chunks, entering, leaving, scale, plan.programs)
+    read = general.Chunks(chunks.segments, chunks.G, chunks.units, None, False)
+    return made + general.launch_gradients(plan.gradients, x, read, entering, leaving, y, scale, normalizer)
 
 
 def _entering_by_sm90(
@@ -199,34 +201,7 @@ def _entering_by_sm90(
 
 
 def _general_launches(plan: BackwardPlan, x: BackwardTensors, scale: float, normalizer: int | None) -> list[Launch]:
-    """Returns the launches of the kernels for every GPU, or of those for SM90 in place of the first of them."""
-    from gla_triton_kernels.delta.general.gradients import launch_gradients
-
-    steps = _passes_by_sm90 if plan.has_passes_by_sm90 else _general_passes
-    chunks, entering, leaving, y, made = steps(plan, x, scale, normalizer)
-    return made + launch_gradients(plan.gradients, x, chunks, entering, leaving, y, scale, normalizer)
-
-
-def _passes_by_sm90(plan: BackwardPlan, x: BackwardTensors, scale: float, normalizer: int | None) -> Passes:
-    """Returns what `_general_passes` returns, from the kernels for SM90."""
-    from gla_triton_kernels.delta.forward import segments_of
-    from gla_triton_kernels.delta.general.gradients import Chunks
-    from gla_triton_kernels.delta.sm90.backward import launch_states
-    from gla_triton_kernels.delta.sm90.backward_pairs import launch_pairs
-
-    segments, entering, states = segments_of(plan.states.length, x.k, x.cu_seqlens), x.checkpoints, []
-    if plan.forward is not None:
-        entering, states = _entering_by_sm90(plan.forward, x, segments, scale, normalizer)
-    assert entering is not None
-    chunks, pairs = launch_pairs(x, scale, normalizer)
-    y = x.v.new_empty(x.v.shape)
-    leaving, passes = launch_states(x, chunks, segments, y)
-    read = Chunks(chunks.segments, chunks.G, chunks.units, None, False)
-    return read, entering, leaving, y, [*segments.launches, *states, *pairs, *passes]
-
-
-def _general_passes(plan: BackwardPlan, x: BackwardTensors, scale: float, normalizer: int | None) -> Passes:
-    """Returns what gradients.py reads of chunks, the states that enter them, dS' and Y, and the launches."""
+    """Returns the launches of the kernels for every GPU."""
     from gla_triton_kernels.chunks.scan import launch_scan
     from gla_triton_kernels.chunks.segments import Recurrence
     from gla_triton_kernels.delta.forward import launch_entering, segments_of
@@ -262,4 +237,4 @@ def _general_passes(plan: BackwardPlan, x: BackwardTensors, scale: float, normal
     exact = plan.gradients.kept == torch.bfloat16 and (x.g is None or chunks.shared)  # whether k and S are operands
     kin = None if exact else chunks.kin
     read = gradients.Chunks(chunks.segments, chunks.matrices, chunks.numbers, kin, chunks.has_factors)
-    return read, entering, leaving, y, made
+    return made + gradients.launch_gradients(plan.gradients, x, read, entering, leaving, y, scale, normalizer)

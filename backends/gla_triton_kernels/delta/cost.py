@@ -151,8 +151,8 @@ def _gradients(call: OpCall, c: Constants) -> float:
     """
     K, V = call.dims["K"], call.dims["V"]
     fixed, growing = _seconds(call).gradients
-    work = fixed + growing * K / 128 * (1.0 if has_key_gates(call) else V / 128)
-    return 2 * c["launch"] + c["step"] * work * _share_of_chunks(call, c) * 128 / K
+    seconds = fixed * 128 / K + growing * (1.0 if has_key_gates(call) else V / 128)
+    return 2 * c["launch"] + c["step"] * seconds * _share_of_chunks(call, c)
 
 
 def _seconds(call: OpCall) -> Seconds:

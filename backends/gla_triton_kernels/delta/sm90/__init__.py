@@ -68,12 +68,19 @@ class Parameters(NamedTuple):
         return 2 if self.groups == 1 and self.BT == 32 else 1
 
 
-def refusal(call: OpCall, gpu: Gpu) -> Reason | None:
-    """Returns the reason why the forward for SM90 cannot compute a call, or None."""
+def refusal_of_kind(call: OpCall, gpu: Gpu) -> Reason | None:
+    """Returns the reason why no kernel for SM90 computes calls of this dtype on this GPU, or None."""
     if not gpu.facts.has_wgmma:
         return f"needs Hopper (compute capability 9.0); the GPU is of the kind {gpu.facts.known_as}"
     if call.dtype != torch.bfloat16:
         return f"computes bfloat16; q is {str(call.dtype).removeprefix('torch.')}"
+    return None
+
+
+def refusal(call: OpCall, gpu: Gpu) -> Reason | None:
+    """Returns the reason why the forward for SM90 cannot compute a call, or None."""
+    if (reason := refusal_of_kind(call, gpu)) is not None:
+        return reason
     K, V = call.dims["K"], call.dims["V"]
     most = TILE if has_key_gates(call) else MOST_KEYS
     if not (LEAST <= K <= most and LEAST <= V <= MOST_VALUES):

@@ -5,11 +5,9 @@ B batch   T tokens   H heads of q and k   Hv value heads   K, V key and value wi
 
 from __future__ import annotations
 
-import torch
-
 from gla_core.dispatch.backend import OpCall, Reason, contiguous_layout
 from gla_triton_kernels.delta.plan import has_key_gates
-from gla_triton_kernels.delta.sm90 import LEAST, MOST_KEYS, moved_by_tma
+from gla_triton_kernels.delta.sm90 import LEAST, MOST_KEYS, moved_by_tma, refusal_of_kind
 from gla_triton_runtime.architecture import Gpu
 from gla_triton_runtime.tma import addressable
 
@@ -39,10 +37,8 @@ def computes_passes(call: OpCall, gpu: Gpu) -> bool:
 
 def _refusal(call: OpCall, gpu: Gpu) -> Reason | None:
     """Returns the reason why none of these kernels computes a call, or None."""
-    if not gpu.facts.has_wgmma:
-        return f"needs Hopper (compute capability 9.0); the GPU is of the kind {gpu.facts.known_as}"
-    if call.dtype != torch.bfloat16:
-        return f"computes bfloat16; q is {str(call.dtype).removeprefix('torch.')}"
+    if (reason := refusal_of_kind(call, gpu)) is not None:
+        return reason
     K, V = call.dims["K"], call.dims["V"]
     if min(K, V) < LEAST or K % WIDTH_UNIT or V % WIDTH_UNIT:
         return f"computes K and V from {LEAST} in multiples of {WIDTH_UNIT}; K is {K} and V is {V}"
